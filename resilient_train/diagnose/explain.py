@@ -96,31 +96,6 @@ class Explainer:
 
         `reference` is the loss of the run before the trouble. Raises ReferenceInvalid.
         """
-        found, leap = self._explained(anomaly, update, refused, history, reference, leap)
-        if found.cause in (Cause.EXPLOSION, Cause.OVERFLOW) and (advice := self._out_of_scale(update)):
-            found = replace(found, advice=f"{found.advice} {advice}")
-        return found, leap
-
-    def _out_of_scale(self, update: Update) -> str:
-        """Look whether some columns of the inputs are far larger than others, which makes steps too long for them."""
-        keys = [key for some in update.keys for key in some][:_OTHERS]
-        if not keys or not self._samples.rows:
-            return ""
-        with randomness.preserved(self._world.device):  # fetching rows changes it
-            try:
-                return by_rows.out_of_scale([self._samples.collated(keys)])
-            except Exception:  # a row that cannot be fetched is an incident of its own
-                return ""
-
-    def _explained(
-        self,
-        anomaly: Anomaly,
-        update: Update,
-        refused: Refused | None,
-        history: Sequence[Incident],
-        reference: Reference | None,
-        leap: Leap | None,
-    ) -> tuple[Diagnosis, Leap | None]:
         is_sudden, first, self._of_first_updates = leap is not None and leap.is_sudden, self._of_first_updates, None
         found: Diagnosis | None = None
         errors = {one.row: one.error for one in update.failed}  # of rows that could not be fetched
@@ -136,13 +111,24 @@ class Explainer:
                 found = self._samples_behind(anomaly, reference)
             found = found or self._damage(anomaly, history)
         # Bad rows do not depend on the learning rate, and a slow rise of it makes no operation return NaN.
-        if leap is None or found.cause is Cause.DATA:
-            return found, None
-        if not is_sudden and (found.culprit is not None or found.cause is not Cause.EXPLOSION):
-            return found, None
-        if anomaly.signal not in (_OF_THE_RATE if is_sudden else _OF_THE_LOSS):
-            return found, None
-        return by_rate(leap.factor, leap.step, is_sudden=is_sudden), leap
+        may_be_leap = is_sudden or (found.culprit is None and found.cause is Cause.EXPLOSION)
+        may_be_leap &= found.cause is not Cause.DATA and anomaly.signal in (_OF_THE_RATE if is_sudden else _OF_THE_LOSS)
+        if leap is not None and may_be_leap:
+            return by_rate(leap.factor, leap.step, is_sudden=is_sudden), leap
+        if found.cause in (Cause.EXPLOSION, Cause.OVERFLOW) and (advice := self._out_of_scale(update)):
+            found = replace(found, advice=f"{found.advice} {advice}")
+        return found, None
+
+    def _out_of_scale(self, update: Update) -> str:
+        """Look whether some columns of the inputs are far larger than others, which makes steps too long for them."""
+        keys = [key for some in update.keys for key in some][:_OTHERS]
+        if not keys or not self._samples.rows:
+            return ""
+        with randomness.preserved(self._world.device):  # fetching rows changes it
+            try:
+                return by_rows.out_of_scale([self._samples.collated(keys)])
+            except Exception:  # a row that cannot be fetched is an incident of its own
+                return ""
 
     def _of_refused(self, anomaly: Anomaly, refused: Refused, history: Sequence[Incident]) -> Diagnosis | None:
         update, search = refused.update, self._search
@@ -309,7 +295,7 @@ class Explainer:
         with randomness.preserved(self._world.device):
             with self._state.weights_of(verified[0].parts):
                 usual, was = median([loss_at(one.start) for one in trusted]), median(one.loss for one in trusted)
-                others = sorted(self._search.loss_of_others(one.start) for one in trusted)
+                others = sorted(loss_at(one.start, of_others=True) for one in trusted)
                 unlearned, high = others[len(others) // 2], others[max(0, len(others) - 2)]  # one may hold bad rows
                 if unlearned - usual > max(_MIN_SHARE_OF_UPDATE * rise, reference.size):
                     raise ReferenceInvalid(

@@ -7,6 +7,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from math import isfinite, isnan
@@ -53,9 +54,9 @@ def memory_of(tensor: Tensor) -> int | None:
 
 
 def statistics(tensors: Sequence[Tensor]) -> tuple[Mapping[str, Any], ...]:
-    """Shape, type and range of the first inputs of an operation."""
+    """Shape, type and range of the finite elements of the first inputs of an operation. Waits for the device."""
     with torch._C.DisableTorchFunction(), torch.no_grad(), _outside_of_transforms():
-        return tuple(range_of(one) for one in tensors[:4])
+        return tuple(map(_range_of, tensors[:4]))
 
 
 def numbers_of(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -64,8 +65,7 @@ def numbers_of(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
     return [{"shape": [], "dtype": "number", "value": float(one)} for one in numbers]
 
 
-def range_of(tensor: Tensor) -> dict[str, Any]:
-    """Shape and type of a tensor, and what its finite elements range over. Waits for the device."""
+def _range_of(tensor: Tensor) -> dict[str, Any]:
     values = _values(tensor).detach()
     if values.is_complex():
         values = values.abs()
@@ -97,20 +97,13 @@ def _values(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.element_size() == 1 else tensor
 
 
-class _outside_of_transforms:
-    """Leaves vmap, grad and jvp for a moment: in there no value may be looked at."""
+def _outside_of_transforms() -> AbstractContextManager[Any]:
+    """Leave vmap, grad and jvp for a moment: in there no value may be looked at."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-    def __enter__(self) -> None:
-        self._cleared: Any = None
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
-            self._cleared = temporarily_clear_interpreter_stack()
-            self._cleared.__enter__()
-
-    def __exit__(self, *exc: Any) -> None:
-        if self._cleared is not None:
-            self._cleared.__exit__(*exc)
+    return temporarily_clear_interpreter_stack()
 
 
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
@@ -165,7 +158,7 @@ def line_of(error: BaseException, names: dict[int, str]) -> Raised:
         owner = frame.f_locals.get("self")
         module = names.get(id(owner), module) if isinstance(owner, nn.Module) else module
         file = frame.f_code.co_filename
-        if is_users(file) and (line is None or not _is_installed(file)):
+        if is_users(file) and (line is None or not file.startswith(_SITE)):
             line, of_distribution, called = Line(file, number, module), "", ""
             continue
         name = frame.f_code.co_name
@@ -176,22 +169,15 @@ def line_of(error: BaseException, names: dict[int, str]) -> Raised:
                 of_distribution = type(owner).__name__
             # There is no count nearest to an impossible one. And what a density is asked about, if no weight had a part
             # in it, came with the data: the line that asks is innocent, and the rows are to blame.
-            elif not is_discrete(owner) and _is_learned(frame.f_locals.get("value")):
-                of_distribution = name
+            elif not is_discrete(owner):
+                value = frame.f_locals.get("value")
+                of_distribution = name if not isinstance(value, Tensor) or value.requires_grad else ""
     return Raised(line, of_distribution, called or "statement")
-
-
-def _is_learned(value: Any) -> bool:
-    return not isinstance(value, Tensor) or value.requires_grad
 
 
 def is_users(file: str) -> bool:
     """Say whether a file is a user's own."""
     return _whose(file) == _USERS
-
-
-def _is_installed(file: str) -> bool:
-    return file.startswith(_SITE)
 
 
 def called_by_us(frames: Sequence[FrameType]) -> Sequence[FrameType]:
@@ -281,10 +267,9 @@ class Layers:
         """Say between which two layers it broke; empty if no layer was called, or all gradients there are finite."""
         seen, where = (self.gradients, "The gradient at") if is_loss_finite else (self.outputs, "The output of")
         place = next((number for number, one in enumerate(seen) if not one.is_finite), None)
-        if not seen or (place is None and is_loss_finite):
-            return ""
-        if place is None:
-            return "The output of every layer is finite: it breaks after the model, in the objective."
+        if not seen or place is None:
+            after = "The output of every layer is finite: it breaks after the model, in the objective."
+            return after if seen and not is_loss_finite else ""
         if place == 0 and is_loss_finite:
             return f"The gradient is not finite where it enters the model, at {seen[0]}: it breaks in the objective."
         if place == 0:

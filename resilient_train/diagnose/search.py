@@ -191,12 +191,9 @@ class Search:
         with self._before(refused):
             seen = self._seen(refused)
         by_rank = self._world.all_of(seen.origin.culprit if seen is not None and seen.origin is not None else None)
-        found = {rank: one for rank, one in enumerate(by_rank) if one is not None}
-
-        def line(one: Culprit) -> tuple[str, str, str, int]:
-            return one.phase, one.op, one.file, one.line
-
-        if not found or known.broken is None or line(next(iter(found.values()))) != line(known.broken):
+        found = {rank: (one.phase, *_where(one)) for rank, one in enumerate(by_rank) if one is not None}
+        broken = known.broken
+        if not found or broken is None or next(iter(found.values())) != (broken.phase, *_where(broken)):
             return None
         return replace(verdict.without_rows(known), ranks=self._some(found))
 
@@ -206,16 +203,17 @@ class Search:
             tried, _ = self._tried(refused.update.start, partial(self._batches_of, refused))
         return any(self._world.all_of(tried is not None and not math.isfinite(tried.norm)))
 
-    def loss_at(self, start: int) -> float:
-        """The mean loss over ranks of the update at a position, at the current weights."""
-        return self._loss_of(start, lambda: self._samples.keys_at(start))
+    def loss_at(self, start: int, *, of_others: bool = False) -> float:
+        """The mean loss over ranks of the update at a position, at the current weights.
 
-    def loss_of_others(self, start: int) -> float:
-        """The same with other rows of the data, which the run may not have learned yet."""
-        return self._loss_of(start, lambda: [self._samples.others(some, 0) for some in self._samples.keys_at(start)])
+        Or that of other rows of the data, which the run may not have learned yet.
+        """
 
-    def _loss_of(self, start: int, keys: Callable[[], Keys]) -> float:
-        tried, _ = self._tried(start, lambda: self._made(keys()))
+        def made() -> Sequence[Any]:
+            keys = self._samples.keys_at(start)
+            return self._made([self._samples.others(some, 0) for some in keys] if of_others else keys)
+
+        tried, _ = self._tried(start, made)
         losses = [one for one in self._world.all_of(None if tried is None else tried.loss) if one is not None]
         return sum(losses) / len(losses) if losses else math.nan
 
@@ -257,18 +255,17 @@ class Search:
         reproduced = first is not None and refused.would_refuse(first)
         if not any(self._world.all_of(reproduced)):
             return Observations(failure=why)
-        filler, control = self._control(refused)
+        filler, is_compared = self._control(refused)
         seen = None if is_spike else self._seen(refused)
         origin = seen.origin if seen is not None else None
         facts = Observations(
             reproduced=reproduced,
-            everywhere=control is not None and filler is None,
-            is_compared=control is not None,
+            everywhere=is_compared and filler is None,
+            is_compared=is_compared,
             batch_is_bad=not is_spike
             and not refused.nan_is_usual
             and any(by_rows.nonfinite_fields(one) for one in refused.inputs),
             size=first.norm if first is not None and not is_spike else 0.0,
-            layer=_grown(first, control) if is_spike and first and control else None,
             failure=why,
             bracket=seen.bracket if seen is not None else "",
         )
@@ -297,30 +294,24 @@ class Search:
 
     def _seen(self, refused: Refused) -> Replayed | None:
         """Look at the update under the microscope."""
-        make = partial(self._batches_of, refused)
-        look = self._replay.under_microscope
-        seen, _ = self._tried(refused.update.start, make, look, takes_errors=refused.is_error)
-        return seen
+        make, look = partial(self._batches_of, refused), self._replay.under_microscope
+        return self._tried(refused.update.start, make, look, takes_errors=refused.is_error)[0]
 
-    def _control(self, refused: Refused) -> tuple[Keys | None, Replayed | None]:
-        """Replay other rows at the same weights.
-
-        Return the keys of a healthy draw if there is one, and what the last replay measured.
-        """
+    def _control(self, refused: Refused) -> tuple[Keys | None, bool]:
+        """Replay other rows at the same weights; return the keys of a healthy draw, and whether any was replayed."""
         keys = refused.update.keys
         filler: Keys | None = None
-        measured: Replayed | None = None
+        is_compared = False
         if not any(self._world.all_of(bool(keys))):
-            return None, None
+            return None, False
         for draw in range(_CONTROLS):
             others = [self._samples.others(some, draw) for some in keys]
             tried, _ = self._tried(refused.update.start, partial(self._made, others), takes_errors=refused.is_error)
             if tried is not None and filler is None:
-                measured = tried
-                filler = others if not refused.would_refuse(tried) else None
+                is_compared, filler = True, others if not refused.would_refuse(tried) else None
             if all(self._world.all_of(filler is not None)):
                 break
-        return filler, measured
+        return filler, is_compared
 
     def _guilty(
         self, keys: Keys, filler: Keys | None, breaks: Callable[[Keys], bool | None], *, together: bool = False
@@ -414,9 +405,3 @@ def _attempted(function: Callable[[], T]) -> tuple[T | None, str]:
         return function(), ""
     except Exception as error:
         return None, f"{type(error).__name__}: {text_of(error)}".splitlines()[0]
-
-
-def _grown(now: Replayed, usual: Replayed) -> tuple[str, float] | None:
-    """The weight whose gradient is farthest above that of a healthy batch."""
-    grown = {name: norm / usual.by_layer[name] for name, norm in now.by_layer.items() if usual.by_layer.get(name)}
-    return max(grown.items(), key=lambda one: one[1], default=None)

@@ -96,10 +96,19 @@ class Observations:
     rows: tuple[int, ...] = ()  # each of them breaks a healthy batch
     odd: Mapping[int, str] = field(default_factory=dict)  # by row: which of its values are unusual
     batch_is_bad: bool = False  # it holds values that are not finite
-    layer: tuple[str, float] | None = None  # whose gradient is farthest above its usual, and how many times
     size: float = 0.0  # of the gradient, measured in doubles
     bracket: str = ""  # between which two layers it broke
     failure: str = ""  # why a replay was impossible
+
+    @property
+    def odd_rows(self) -> Mapping[int, str]:
+        """What is wrong with the guilty rows, where that is known."""
+        return {row: self.odd[row] for row in self.rows if row in self.odd}
+
+    @property
+    def blames_rows(self) -> bool:
+        """Whether the values of the rows explain it."""
+        return bool(self.odd_rows) and (self.batch_is_bad or len(self.odd_rows) == len(self.rows))
 
 
 def together(observed: Sequence[Observations]) -> Observations:
@@ -116,7 +125,6 @@ def together(observed: Sequence[Observations]) -> Observations:
         odd={row: why for one in again for row, why in one.odd.items()},
         batch_is_bad=any(one.batch_is_bad for one in again),
         size=max(one.size for one in again),
-        layer=max((one.layer for one in again if one.layer), key=lambda one: one[1], default=None),
         failure=failure,
     )
 
@@ -142,9 +150,8 @@ _CLIMBED = "Gradients or losses climbed to {times:.3g} times their usual before 
 def on_nonfinite(facts: Observations, climb: float, *, is_first: bool = False) -> Diagnosis:
     """Diagnose a loss or gradient that is not finite, also when replayed; `is_first`: no update has landed yet."""
     culprit, rows = facts.culprit, facts.rows
-    odd = {row: facts.odd[row] for row in rows if row in facts.odd}
-    if odd and (facts.batch_is_bad or len(odd) == len(rows)):
-        return on_bad_rows(odd)
+    if facts.blames_rows:
+        return on_bad_rows(facts.odd_rows)
     if facts.batch_is_bad and not facts.everywhere:
         why = facts.failure or "its rows are finite when they are fetched again"
         return Diagnosis(Cause.DATA, f"The batch holds values that are not finite: {why}.")
@@ -153,22 +160,19 @@ def on_nonfinite(facts: Observations, climb: float, *, is_first: bool = False) -
         if climbs:
             return Diagnosis(Cause.EXPLOSION, _CLIMBED.format(times=climb))
         if rows and not facts.everywhere and _BEYOND < facts.size < math.inf:  # all of it is finite: no line to blame
-            found = (
-                f"{_rows(rows).capitalize()} {'takes' if len(rows) == 1 else 'take'} the gradient to {facts.size:.3g}"
-            )
+            found = f"With {_rows(rows)} the gradient is {facts.size:.3g}, which no update can use"
             fix = f"clamp or scale what is computed of {_it(rows)}, or remove {_it(rows)}"
-            return Diagnosis(Cause.OVERFLOW, f"{found}, which no update can use: {fix}.", None, rows)
+            return Diagnosis(Cause.OVERFLOW, f"{found}: {fix}.", None, rows)
         if rows and climb >= _CLIMB:
             return _on_ordinary_rows(rows)
         if rows:  # they are guilty by what follows from them, whatever it is that they do
-            found = f"{_rows(rows).capitalize()} {'makes' if len(rows) == 1 else 'make'} it so in any batch"
-            why = f"why is open, as no operation was seen to make it: look at {_it(rows)}, or remove {_it(rows)}"
-            return Diagnosis(Cause.UNKNOWN, f"{found}; {why}. {facts.bracket}".rstrip(), None, rows)
+            found = f"Any batch with {_rows(rows)} is like that; why is open, as no operation was seen to make it"
+            fix = f"look at {_it(rows)}, or remove {_it(rows)}. {facts.bracket}"
+            return Diagnosis(Cause.UNKNOWN, f"{found}: {fix}".rstrip(), None, rows)
         unseen = facts.failure or "no operation of the forward or backward was seen to make it"
         return Diagnosis(Cause.UNKNOWN, f"It comes again with this batch, but {unseen}. {facts.bracket}".rstrip())
     if facts.was_given:
-        given = without_rows(Diagnosis(Cause.OPERATION, "", culprit))
-        return replace(given, advice=f"{given.advice} Seen with {_rows(rows)}.", rows=rows) if rows else given
+        return Diagnosis(Cause.OPERATION, f"{_on_given(culprit)}{_seen_with(rows)}", culprit, rows)
     first, is_overflow = facts.after or culprit, _overflows(culprit, facts.kind)
     if culprit.op == "ctc_loss" and rows and not (facts.everywhere or is_overflow or facts.after):
         return on_bad_rows(dict.fromkeys(rows, f"no finite loss in {_place(culprit)} for such targets"))
@@ -188,10 +192,8 @@ def on_nonfinite(facts: Observations, climb: float, *, is_first: bool = False) -
             symptom=culprit if facts.after else None,
         )
     )
-    if not rows:
-        return diagnosis
     behind = rows if facts.is_tried and not facts.everywhere else ()  # what is left to do about it
-    return replace(diagnosis, advice=f"{diagnosis.advice} Seen with {_rows(rows)}.", rows=behind)
+    return replace(diagnosis, advice=f"{diagnosis.advice}{_seen_with(rows)}", rows=behind)
 
 
 def on_error(facts: Observations, error: str) -> Diagnosis:
@@ -199,9 +201,8 @@ def on_error(facts: Observations, error: str) -> Diagnosis:
 
     Rows that are not finite or far from others come first, then an operation that a patch can give a value, then rows.
     """
-    odd = {row: facts.odd[row] for row in facts.rows if row in facts.odd}
-    if odd and (facts.batch_is_bad or len(odd) == len(facts.rows)):
-        return on_bad_rows(odd)
+    if facts.blames_rows:
+        return on_bad_rows(facts.odd_rows)
     if (culprit := facts.culprit) is not None:
         found = _place(culprit)
         if facts.kind in ("nan", "inf"):
@@ -215,8 +216,7 @@ def on_error(facts: Observations, error: str) -> Diagnosis:
         remedy = f"fix or remove {_it(facts.rows)}, or catch the error."
         return Diagnosis(Cause.DATA, f"{_rows(facts.rows).capitalize()} raised {error}: {remedy}", None, facts.rows)
     which = "Only some batches raise" if facts.is_compared else "The batch raises"
-    what = "them" if facts.is_compared else "it"
-    return Diagnosis(Cause.UNKNOWN, f"{which} {error}: handle {what} in your code.", culprit)
+    return Diagnosis(Cause.UNKNOWN, f"{which} {error}: handle that in your code.", culprit)
 
 
 def without_rows(found: Diagnosis) -> Diagnosis:
@@ -234,15 +234,12 @@ def without_rows(found: Diagnosis) -> Diagnosis:
 
 def on_spike(facts: Observations, climb: float, jump: float = 1.0) -> Diagnosis:
     """Diagnose a loss or gradient norm `jump` times the usual, which had climbed to `climb` times it before."""
-    layer = ""
-    if facts.layer is not None:
-        layer = f" The gradient of `{facts.layer[0]}` is farthest above its usual, {facts.layer[1]:.3g} times."
     if facts.rows and not facts.everywhere:
-        odd = {row: facts.odd[row] for row in facts.rows if row in facts.odd}
-        return on_bad_rows(odd) if odd else _on_ordinary_rows(facts.rows, layer)
+        return on_bad_rows(facts.odd_rows) if facts.odd_rows else _on_ordinary_rows(facts.rows)
     if (facts.everywhere and (climb >= _CLIMB or jump >= _LEAP)) or (not facts.is_compared and climb >= _CLIMB):
         times = max(climb, jump) if facts.everywhere else climb
-        return Diagnosis(Cause.EXPLOSION, _CLIMBED.format(times=times) + layer)
+        return Diagnosis(Cause.EXPLOSION, _CLIMBED.format(times=times))
+    why = "Only this batch does it, and no row of it alone: if many follow, lower the learning rate."
     if facts.everywhere:
         why = (
             "Other batches do the same at these weights: if what is trained on was changed, declare it with "
@@ -250,9 +247,7 @@ def on_spike(facts: Observations, climb: float, jump: float = 1.0) -> Diagnosis:
         )
     elif not facts.is_compared:
         why = "It comes again with this batch; no other rows could be tried."
-    else:
-        why = "Only this batch does it, and no row of it alone: if many follow, lower the learning rate."
-    return Diagnosis(Cause.UNKNOWN, why + layer)
+    return Diagnosis(Cause.UNKNOWN, why)
 
 
 def on_bad_rows(*odd: Mapping[int, str]) -> Diagnosis:
@@ -282,9 +277,9 @@ def on_changed(was: float, now: float) -> Diagnosis:
     )
 
 
-def _on_ordinary_rows(rows: tuple[int, ...], layer: str = "") -> Diagnosis:
+def _on_ordinary_rows(rows: tuple[int, ...]) -> Diagnosis:
     """Nothing is odd about the rows: the weights may be at fault, so none is quarantined."""
-    return Diagnosis(Cause.UNKNOWN, f"Look at {_rows(rows)}: the batch is ordinary without {_it(rows)}.{layer}")
+    return Diagnosis(Cause.UNKNOWN, f"Look at {_rows(rows)}: the batch is ordinary without {_it(rows)}.")
 
 
 def on_operation(culprit: Culprit) -> str:
@@ -311,8 +306,8 @@ def _on_overflow(culprit: Culprit) -> str:
     """What to do about a result beyond the range of its type."""
     inputs = culprit.inputs
     is_one_sided = culprit.op in _EXPONENTIAL and culprit.op not in _EVEN
-    largest = _highest(inputs) if is_one_sided else _largest(inputs)
-    of = f" of values up to {largest:.3g}" if any("max" in one for one in inputs) else ""
+    highest = max((one["max"] for one in inputs if "max" in one), default=None)
+    of = "" if highest is None else f" of values up to {highest if is_one_sided else _largest(inputs):.3g}"
     kind = next((one["dtype"] for one in inputs), "its type")
     fix = "scale or clamp its input, or compute it in a wider type"
     return f"{_place(culprit)} makes more{of} than {kind} can hold: {fix}."
@@ -348,10 +343,6 @@ def _largest(inputs: Sequence[Mapping[str, Any]]) -> float:
     return max((max(abs(one["min"]), abs(one["max"])) for one in inputs if "max" in one), default=0.0)
 
 
-def _highest(inputs: Sequence[Mapping[str, Any]]) -> float:
-    return max((one["max"] for one in inputs if "max" in one), default=0.0)
-
-
 def _is_power_at_zero(inputs: Sequence[Mapping[str, Any]]) -> bool:
     """Say whether a power has a base of 0 and an exponent below 1."""
     exponents = [one.get("value", one.get("min", 1.0)) for one in inputs[1:]]
@@ -378,6 +369,10 @@ def _place(culprit: Culprit) -> str:
 def _rows(rows: Sequence[int]) -> str:
     shown = ", ".join(str(row) for row in rows[:8]) + (", ..." if len(rows) > 8 else "")
     return f"row{'s' if len(rows) > 1 else ''} {shown} of the data"
+
+
+def _seen_with(rows: Sequence[int]) -> str:
+    return f" Seen with {_rows(rows)}." if rows else ""
 
 
 def _it(rows: Sequence[int]) -> str:
