@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import sys
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     except TrainError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(plain(found.as_dict())) if given.json else found)
+    print(json.dumps(plain(asdict(found))) if given.json else found)
     return 0 if found.is_healthy else 1
 
 

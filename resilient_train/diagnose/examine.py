@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import isfinite, sqrt
 from typing import Any
 
@@ -48,13 +48,15 @@ class Examined:
         """Whether loss and gradients are finite."""
         return isfinite(self.loss) and isfinite(self.grad_norm)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return all of it as plain data."""
-        return asdict(self)
-
     def __str__(self) -> str:
         arrived = {one.layer: one for one in self.gradients}
-        table = [_TITLES, *(_cells(one, arrived.get(one.layer)) for one in self.layers)]
+        table: list[tuple[str, ...]] = [_TITLES]
+        for one in self.layers:
+            there = arrived[one.layer].range if one.layer in arrived else {}
+            columns = _shape(one.range), *_ends(one.range), str(one.range["nonfinite"] or "")
+            table.append(
+                (one.layer or "the model", one.kind, *columns, " to ".join(filter(None, _ends(there))) + _broken(there))
+            )
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = [f"loss {self.loss:.6g}, gradient norm {self.grad_norm:.4g}"]
         lines += [f"batch: {_shape(one)}, {' to '.join(_ends(one))}{_broken(one)}" for one in self.batch]
@@ -62,11 +64,8 @@ class Examined:
         if self.diagnosis is not None:
             where = f" ({describe_culprit(self.diagnosis.culprit)})" if self.diagnosis.culprit is not None else ""
             lines += [f"cause {self.diagnosis.cause}{where}", f"advice: {self.diagnosis.advice}"]
-        return "\n".join([*lines, *self.remarks, *(["nothing here is out of order"] if self._is_quiet else [])])
-
-    @property
-    def _is_quiet(self) -> bool:
-        return self.is_healthy and not self.remarks and self.diagnosis is None
+        is_quiet = self.is_healthy and not self.remarks and self.diagnosis is None
+        return "\n".join([*lines, *self.remarks, *["nothing here is out of order"] * is_quiet])
 
 
 def examine(
@@ -145,13 +144,14 @@ def _in_force(remedies: Mapping[str, Any]) -> Iterator[tuple[set[tuple[str, int,
         try:
             if "knobs" in remedies:
                 knobs.load_state_dict(remedies["knobs"])
-            for line in [PatchedLine(**one) for one in remedies.get("armor", ())]:
-                try:
-                    armor.add_again(line)
-                except CannotArmor as why:  # it was mended since
-                    log.warning("%s: it is examined as it is", why)
+            lines = [PatchedLine(**one) for one in remedies.get("armor", ())]
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError("RUN_DIR", in_one_line(error), "has remedies that cannot be put in force here") from error
+        for line in lines:
+            try:
+                armor.add_again(line)
+            except CannotArmor as why:  # it was mended since
+                log.warning("%s: it is examined as it is", why)
         numerics.raise_eps(knobs.values.eps)
         yield {(one.file, one.line, one.op) for one in armor.lines}, knobs.values.higher_precision
     finally:
@@ -166,9 +166,11 @@ def _in_precision(model: Any, dtype: torch.dtype | None, device: torch.device) -
         yield
         return
     own, forward = vars(model).get("forward"), torch.autocast(device.type, dtype)(model.forward)
+    halves = (torch.bfloat16, torch.float16)
 
     def mixed(*given: Any, **named: Any) -> Any:
-        return rebuilt(forward(*given, **named), _in_single)
+        result = forward(*given, **named)
+        return rebuilt(result, lambda one: one.float() if isinstance(one, Tensor) and one.dtype in halves else one)
 
     model.forward = mixed
     try:
@@ -179,24 +181,13 @@ def _in_precision(model: Any, dtype: torch.dtype | None, device: torch.device) -
             model.forward = own
 
 
-def _in_single(leaf: Any) -> Any:
-    return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in _DTYPES.values() else leaf
-
-
-def _cells(output: Output, gradient: Output | None) -> Sequence[str]:
-    found = output.range
-    name = output.layer or "the model"
-    there = "" if gradient is None else " to ".join(_ends(gradient.range)) + _broken(gradient.range)
-    return name, output.kind, _shape(found), *_ends(found), str(found["nonfinite"] or ""), there
-
-
 def _shape(found: Mapping[str, Any]) -> str:
     return f"{found['shape']} {found['dtype']}"
 
 
-def _ends(found: Mapping[str, Any]) -> tuple[str, str]:
-    return (f"{found['min']:.4g}", f"{found['max']:.4g}") if "min" in found else ("", "")
+def _ends(found: Mapping[str, Any]) -> list[str]:
+    return [f"{found[end]:.4g}" if end in found else "" for end in ("min", "max")]
 
 
 def _broken(found: Mapping[str, Any]) -> str:
-    return f", {found['nonfinite']:,} not finite" if found["nonfinite"] else ""
+    return f", {found['nonfinite']:,} not finite" if found.get("nonfinite") else ""

@@ -136,7 +136,7 @@ class Microscope(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if func is Tensor.backward and not kwargs.get("inputs"):
-            return self._run_backward(*args, **kwargs)
+            return self._run_backward(*args, **{key: value for key, value in kwargs.items() if key != "inputs"})
         if name in ("__get__", "__set__"):
             attribute = getattr(getattr(func, "__self__", None), "__name__", "")
             if attribute not in _ATTRIBUTES:
@@ -161,18 +161,18 @@ class Microscope(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             outputs = floating(args[:1] if in_place and result is None else result)
             for output in outputs:
-                if kinds := kinds_of(output):
-                    given = kinds_of_numbers((args, kwargs))
-                    origin = self._origin(call, kinds, inputs, was, given, output.numel() == 1)
-                    if origin is not None and origin.inputs and origin.call == call.number:
-                        origin = replace(origin, inputs=(*origin.inputs, *numbers_of(call.op, args, kwargs)))
-                    if func is torch.autograd.grad and self.backward is not None:
-                        origin = self.backward
-                    self._note(output, origin)
-                    if origin is not None and origin.call == call.number and self._is_armored(call):
-                        self._remember_repair(origin, inputs)
-                elif id(output) in self._origins:
-                    del self._origins[id(output)]
+                if not (kinds := kinds_of(output)):
+                    self._origins.pop(id(output), None)
+                    continue
+                given = kinds_of_numbers((args, kwargs))
+                origin = self._origin(call, kinds, inputs, was, given, output.numel() == 1)
+                if origin is not None and origin.inputs and origin.call == call.number:
+                    origin = replace(origin, inputs=(*origin.inputs, *numbers_of(call.op, args, kwargs)))
+                if func is torch.autograd.grad and self.backward is not None:
+                    origin = self.backward
+                self._note(output, origin)
+                if origin is not None and origin.call == call.number and self._is_armored(call):
+                    self._remember_repair(origin, inputs)
             if call.op in _OF_NUMBERS and (origin := self._first(one for one in inputs if kinds_of(one))):
                 self._as_number = origin
             if not in_place:
@@ -199,9 +199,9 @@ class Microscope(TorchFunctionMode):
         if self._raised is not None and self._raised[0] is error:
             return self._raised[1]
         known = (one for _, one in self._origins.values() if one is not None)
-        made = [one for one in known if one.kind == "nan" and not one.was_given]
-        if made:
-            return min(made, key=lambda one: one.call)
+        made = (one for one in known if one.kind == "nan" and not one.was_given)
+        if first := min(made, key=lambda one: one.call, default=None):
+            return first
         found = line_of(error, self._names)
         if found.of_distribution:
             return Origin("forward", found.of_distribution, "domain", -1, found.line)
@@ -304,12 +304,7 @@ class Microscope(TorchFunctionMode):
     # Backward.
 
     def _run_backward(
-        self,
-        loss: Tensor,
-        gradient: Tensor | None = None,
-        retain_graph: bool | None = None,
-        create_graph: bool = False,
-        inputs: None = None,
+        self, loss: Tensor, gradient: Tensor | None = None, retain_graph: bool | None = None, create_graph: bool = False
     ) -> None:
         """Run backward under the microscope, too: hooks run in it, and reentrant checkpoints compute again."""
         gradient = torch.ones_like(loss) if gradient is None else gradient

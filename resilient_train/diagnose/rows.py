@@ -34,8 +34,7 @@ def guilty(count: int) -> Generator[Sequence[int], bool, tuple[int, ...]]:
         if len(places) == 1:
             found.append(places[0])
             continue
-        middle = len(places) // 2
-        parts = []
+        middle, parts = len(places) // 2, []
         for part in (places[:middle], places[middle:]):
             if (yield part):
                 parts.append(part)
@@ -52,10 +51,9 @@ def nonfinite_fields(row: Any) -> list[str]:
     for name, values in _fields(row):
         if bool(values.isfinite().all()):
             continue
-        places = (~values.isfinite()).nonzero()
-        first = tuple(places[0].tolist())
-        more = f", and {len(places) - 1:,} more" if len(places) > 1 else ""
-        found.append(f"{name}{_at(first)} is {float(values[first]):g}{more}")
+        first, *more = (tuple(place) for place in (~values.isfinite()).nonzero().tolist())
+        and_more = f", and {len(more):,} more" if more else ""
+        found.append(f"{name}{_at(first)} is {float(values[first]):g}{and_more}")
     return found
 
 
@@ -80,12 +78,6 @@ def outlying_fields(row: Any, others: Sequence[Any], far: float) -> list[str]:
                 f"{_largest_of(row, field)}, where nearly all of {len(known)} other rows have {lowest:.3g} or more"
             )
     return found
-
-
-def _numbers(row: Any) -> dict[str, float]:
-    """The fields of a row that are single numbers, and finite."""
-    single = ((name, values) for name, values in _fields(row) if values.numel() == 1 and not values.is_complex())
-    return {name: float(values) for name, values in single if values.isfinite().all()}
 
 
 def usual_sizes(rows: Sequence[Any]) -> dict[str, float]:
@@ -152,6 +144,12 @@ def largest(batches: Sequence[Any]) -> torch.Tensor:
         if all(one.is_floating_point() and one.numel() for one in some)
     ]
     return torch.stack([one.amax() for one in sizes]) if sizes else torch.empty(0)
+
+
+def _numbers(row: Any) -> dict[str, float]:
+    """The fields of a row that are single numbers, and finite."""
+    single = {name: values.item() for name, values in _fields(row) if values.numel() == 1 and not values.is_complex()}
+    return {name: value for name, value in single.items() if math.isfinite(value)}
 
 
 def _sizes(row: Any) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def test_a_healthy_batch_shows_every_layer_and_changes_nothing() -> None:
     assert set(found.weights) == {name for name, _ in model.named_parameters()}
     assert "BatchNorm1d" in str(found)
     assert str(found).endswith("nothing here is out of order")
-    json.dumps(found.as_dict())
+    json.dumps(asdict(found))
 
 
 def test_what_breaks_is_named_with_advice() -> None:
