@@ -1,6 +1,15 @@
 """Faults on purpose: injected where and when you say, to see a run recover from them."""
 
-from resilient_train.drills.drill import Drill, UpdatePlace, parse
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
 from resilient_train.drills.faults import (
     BadMoments,
     BadRow,
@@ -13,10 +22,154 @@ from resilient_train.drills.faults import (
     LossSpike,
     NanBatch,
     NanGrad,
+    Spoils,
+    TickFault,
+    WithBadRows,
+    parse,
 )
+from resilient_train.errors import ConfigError
 
 # fmt: off
 __all__ = [
     "BadMoments", "BadRow", "BitFlip", "Crash", "Drill", "Fault", "Hang", "HotLr", "InfLoss", "LossSpike", "NanBatch",
     "NanGrad", "UpdatePlace", "parse",
 ]
+# fmt: on
+
+_log = logging.getLogger("resilient_train")
+
+_APART = 10**12  # firing 3_000000000100 is that of the fault with index 3 at tick 100
+_MOST_ROWS = 100_000  # more bad rows than this are not listed in the journal
+
+
+@dataclass(frozen=True, slots=True)
+class UpdatePlace:
+    """A point in the run."""
+
+    tick: int  # the current attempt, from 1: counts attempted updates and never goes back
+    step: int  # the accepted updates so far plus the current one; repeats after a rewind
+    start: int  # position of the update's first sample in the stream; repeats after a rewind
+    micro: int  # number of the micro-batch, from 0
+    rank: int
+
+
+class Drill:
+    """Injects faults into a run: `Drill([NanBatch(at=[100], rank=1)], ...)`.
+
+    A firing is journalled before it acts, and has the same number after a restart. All ranks journal it at the same
+    point, also ranks that the fault does not act on: so `fired` may wait for the other ranks.
+    """
+
+    def __init__(
+        self,
+        faults: Sequence[Fault],
+        *,
+        has_fired: Callable[[int], bool],
+        fired: Callable[[int, str, int], None],
+        about: Callable[[int, Mapping[str, Any]], None] = lambda number, more: None,
+    ) -> None:
+        """`has_fired(number)` covers the whole run, restarts included; `fired(number, name, tick)` journals a firing.
+
+        Before it `about(number, more)` is called with `until`, the last tick of a fault, or with `rows`, the bad ones.
+        """
+        self._faults = dict(enumerate(faults))
+        self._has_fired, self._fired, self._about = has_fired, fired, about
+        self._struck: dict[int, tuple[int, int]] = {}  # where each fault struck last: tick and micro-batch
+        self._again: int | None = None  # the tick whose update is retried as it was
+        self._checked: set[str] = set()  # kinds of things that were checked for something to spoil
+
+    def wrapped(self, dataset: Any) -> Any:
+        """Return the data set with its bad rows; the data set itself if the drill has none."""
+        for index, fault in list(self._faults.items()):
+            if isinstance(fault, BadRow) and self._is_possible(index, fault, dataset):
+                rows = fault.chosen(len(dataset))
+                self._journal_once(index, fault, 0, **({"rows": sorted(rows)} if len(rows) <= _MOST_ROWS else {}))
+                dataset = WithBadRows(dataset, fault)
+        return dataset
+
+    def strikes_at(self, tick: int) -> bool:
+        """Say whether a fault begins at this tick. The tick must then not be lost to a rewind of an earlier update."""
+        return any(isinstance(fault, TickFault) and fault.begins(tick) for fault in self._faults.values())
+
+    def repeat(self, tick: int) -> None:
+        """Strike again in the update of this tick: the policy only observes, and lets the very same update land."""
+        self._again = tick
+
+    def on_batch(self, place: UpdatePlace, batch: Any) -> Any:
+        """Call before the forward of each micro-batch. Returns the batch, or a spoiled copy."""
+        for fault in self._striking("batch", place, batch):
+            batch = fault.spoil(batch)
+        return batch
+
+    def on_loss(self, place: UpdatePlace, loss: torch.Tensor) -> torch.Tensor:
+        """Call before the backward of each micro-batch."""
+        for fault in self._striking("loss", place):
+            loss = fault.spoil(loss)
+        return loss
+
+    def on_gradients(self, place: UpdatePlace, weights: Sequence[torch.Tensor]) -> None:
+        """Call after the last backward, before the gate."""
+        for fault in self._striking("gradients", place):
+            fault.spoil(weights)
+
+    def rate_factor(self, place: UpdatePlace) -> float:
+        """Return the factor for the learning rate of this update."""
+        factor = 1.0
+        for index, fault in self._faults.items():
+            if isinstance(fault, HotLr) and (began := fault.began(place.tick)) is not None:
+                self._journal_once(index, fault, began, until=began + fault.updates - 1)
+                factor *= fault.factor if fault.is_on(place.rank) else 1.0
+        return factor
+
+    def between_updates(self, place: UpdatePlace, model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Call just before the first forward of the update at `place`."""
+        if place.tick == self._again:
+            return  # these faults stay
+        # An optimizer has no state before its first step, and whether the newest update was one is not known yet.
+        for fault in self._striking("state", place, model, optimizers, can_check=place.step > 2):
+            fault.spoil(place.tick, model, optimizers)
+
+    def _striking(self, what: Spoils, place: UpdatePlace, *things: Any, can_check: bool = True) -> Iterator[Any]:
+        """Yield the faults that act here, after each was journalled.
+
+        A fault that finds nothing to spoil is refused at the first call, however much later it would strike.
+        """
+        is_first = can_check and what not in self._checked
+        if is_first:
+            self._checked.add(what)
+        for index, fault in list(self._faults.items()):
+            if not isinstance(fault, TickFault) or fault.spoils != what:
+                continue
+            begins = fault.begins(place.tick)
+            if (begins or is_first) and not self._is_possible(index, fault, *things):
+                continue
+            struck = self._struck.get(index)
+            continues = fault.whole_update and struck == (place.tick, place.micro - 1)
+            if place.tick == self._again and struck is not None:
+                continues |= fault.whole_update or struck == (place.tick, place.micro)
+            if begins and (continues or self._journal_once(index, fault, place.tick)):
+                self._struck[index] = place.tick, place.micro
+                if fault.is_on(place.rank):
+                    yield fault
+
+    def _journal_once(self, index: int, fault: Fault, tick: int, **more: Any) -> bool:
+        """Journal a firing, with `more` about it, unless the run has done so before."""
+        number = tick + index * _APART
+        if self._has_fired(number):
+            return False
+        if more:
+            self._about(number, more)
+        self._fired(number, fault.name, tick)
+        _log.info("drill: %s, on purpose%s", fault.name, f", at tick {tick}" if tick else "")
+        return True
+
+    def _is_possible(self, index: int, fault: Fault, *things: Any) -> bool:
+        """Raise ConfigError if a fault finds nothing to spoil; leave it out if it is optional."""
+        why = fault.lacks(*things)
+        if why is None:
+            return True
+        if not fault.optional:
+            raise ConfigError("drill", fault.name, why)
+        _log.warning("drill: %s is left out: %s", fault.name, why)
+        del self._faults[index]
+        return False

@@ -1,4 +1,4 @@
-"""The faults: what each spoils, and at which ticks it strikes.
+"""The faults: what each spoils, at which ticks it strikes, and how it is written in a configuration.
 
 A BadRow stays in the data. A TickFault strikes at its ticks only, not again when a rewind repeats their samples.
 """
@@ -14,7 +14,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -23,8 +23,8 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
-from resilient_train.errors import unusable
-from resilient_train.reader import check, limited
+from resilient_train.errors import ConfigError, unusable
+from resilient_train.reader import check, is_list, limited, mapping, no_such, read
 from resilient_train.state.randomness import preserved
 from resilient_train.state.tree import local_part, rebuilt
 
@@ -64,7 +64,6 @@ class TickFault(Fault):
             raise unusable("at", f"{self.name} would never strike: give it ticks, such as [100], or a rate above 0")
 
     def begins(self, tick: int) -> bool:
-        """Say whether it strikes at this tick: a pure function of its settings."""
         return tick in self.at or _draw(self.name, self.seed, tick) < self.rate * 2**64
 
     def is_on(self, rank: int) -> bool:
@@ -106,18 +105,11 @@ def _spoiled(tree: Any, new: Callable[[Any], Any], *, first_row: bool = False) -
     return rebuilt(tree, change)
 
 
-def _has_floats(tree: Any) -> bool:
-    found = []
-
-    def note(numbers: Any) -> Any:
-        found.append(numbers)
-        return numbers
-
-    _spoiled(tree, note)
-    return bool(found)
-
-
-# In one update.
+def _needs_floats(name: str, what: str, tree: Any) -> str | None:
+    """Say that a batch or a row has nothing to spoil; None if it holds a floating-point number."""
+    found: list[Any] = []
+    _spoiled(tree, lambda numbers: found.append(numbers) or numbers)  # type: ignore[func-returns-value]
+    return None if found else f"{what} hold no floating-point numbers: {name} needs some; use inf_loss or nan_grad"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,9 +120,7 @@ class NanBatch(TickFault):
     value: Literal["nan", "inf", "-inf"] = "nan"
 
     def lacks(self, *things: Any) -> str | None:
-        if _has_floats(things[0]):
-            return None
-        return "the batches hold no floating-point numbers: nan_batch needs some; use inf_loss or nan_grad"
+        return _needs_floats(self.name, "the batches", things[0])
 
     def spoil(self, batch: Any) -> Any:
         return _spoiled(batch, lambda _: float(self.value), first_row=True)
@@ -183,14 +173,7 @@ class HotLr(TickFault):
         return next((start for start in range(tick, first - 1, -1) if self.begins(start)), None)
 
 
-# Between two updates.
-
-_BITS = {  # integers of the same size, and the highest bit of the exponent
-    torch.float64: (torch.int64, 1 << 62),
-    torch.float32: (torch.int32, 1 << 30),
-    torch.float16: (torch.int16, 1 << 14),
-    torch.bfloat16: (torch.int16, 1 << 14),
-}
+_INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}  # by the size of a weight in bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,17 +196,16 @@ class BitFlip(TickFault):
         place = _draw("place", self.seed, tick) % sum(weight.numel() for weight in weights)
         for weight in weights:
             if place < weight.numel():
-                integers, flipped = _BITS[weight.dtype]
-                if self.bit is not None:
-                    bits = 8 * weight.element_size()
-                    flipped = (1 << self.bit) - ((1 << bits) if self.bit == bits - 1 else 0)  # that one is the sign
-                weight.view(integers)[np.unravel_index(place, weight.shape)] ^= flipped
+                bits = 8 * weight.element_size()
+                bit = bits - 2 if self.bit is None else self.bit  # the last one is the sign
+                integers = weight.view(_INTEGERS[weight.element_size()])
+                integers[np.unravel_index(place, weight.shape)] ^= -(1 << bit) if bit == bits - 1 else 1 << bit
                 return
             place -= weight.numel()
 
     def _weights(self, model: torch.nn.Module) -> list[torch.Tensor]:
         weights = [_local(weight) for weight in model.parameters() if weight.requires_grad]
-        return [weight for weight in weights if weight.dtype in _BITS and weight.numel()]
+        return [one for one in weights if one.is_floating_point() and one.element_size() > 1 and one.numel()]
 
 
 _SECOND_MOMENTS = (  # the names in optimizers of torch and transformers
@@ -279,9 +261,6 @@ class Hang(TickFault):
             time.sleep(3600)
 
 
-# In the data.
-
-
 @dataclass(frozen=True, kw_only=True)
 class BadRow(Fault):
     """Some rows of the data set are not finite, or outliers, in every epoch and every replay."""
@@ -315,9 +294,7 @@ class BadRow(Fault):
             return f"there is no row {max(chosen)}: the data set has {len(dataset)}"
         with preserved(torch.device("cpu")):  # an augmentation may draw random numbers
             row = dataset[min(chosen)]
-        if _has_floats(row):
-            return None
-        return "the rows hold no floating-point numbers: bad_row needs some; use inf_loss or nan_grad"
+        return _needs_floats(self.name, "the rows", row)
 
     def spoil(self, row: Any) -> Any:
         return _spoiled(row, lambda numbers: numbers * self.factor if self.what == "outlier" else float(self.what))
@@ -353,3 +330,51 @@ class WithBadRows:
 FAULTS: dict[str, type[Fault]] = {
     kind.name: kind for kind in (NanBatch, NanGrad, InfLoss, LossSpike, HotLr, BitFlip, BadMoments, BadRow, Crash, Hang)
 }
+
+
+def parse(node: Mapping[str, Any], *, steps: int) -> list[Fault]:
+    """Read `{fault: nan_batch, at: [100]}`, or `{faults: [{nan_batch: {at: [0.1]}}, hot_lr]}` in shares of `steps`."""
+    if "fault" in node:
+        if "faults" in node:
+            raise unusable("drill.faults", "give either drill.fault, for one, or drill.faults, for several")
+        settings = {key: value for key, value in node.items() if key != "fault"}
+        return [_fault("drill", "drill.fault", node["fault"], settings, steps)]
+    entries = mapping(node, "drill", ("fault", "faults", "seed")).get("faults") or []
+    if not is_list(entries):
+        raise ConfigError("drill.faults", entries, "must be a list, such as [{nan_batch: {at: [50]}}]")
+    faults = []
+    for number, entry in enumerate(entries):
+        key = f"drill.faults[{number}]"
+        name, settings = next(iter(entry.items())) if isinstance(entry, Mapping) and len(entry) == 1 else (entry, {})
+        if not isinstance(name, str) or not isinstance(settings, Mapping | None):
+            raise ConfigError(key, entry, "must be one fault with its settings, such as {nan_batch: {at: [50]}}")
+        shared = {"seed": node["seed"]} if "seed" in node else {}
+        faults.append(_fault(f"{key}.{name}", key, name, {**shared, **(settings or {})}, steps))
+    return faults
+
+
+def _fault(path: str, key: str, name: Any, settings: Mapping[str, Any], steps: int) -> Fault:
+    """Build one fault. `path` is where its settings are, `key` where its name is."""
+    kind = FAULTS.get(name) if isinstance(name, str) else None
+    if kind is None:
+        raise no_such("fault", name, sorted(FAULTS), at=key, value=name)
+    settings = {setting: value for setting, value in settings.items() if value is not None}
+    if issubclass(kind, TickFault):
+        half_way = () if settings.get("rate") else (0.5,)
+        settings["at"] = _ticks(f"{path}.at", settings.get("at", half_way), steps)
+    return read(kind, settings, path)
+
+
+def _ticks(key: str, at: Any, steps: int) -> list[int]:
+    """Turn ticks and fractions of the run into ticks."""
+    ticks = set()
+    for one in at if is_list(at) else [at]:
+        if isinstance(one, float) and 0 < one < 1:
+            ticks.add(max(1, round(one * steps)))
+        elif isinstance(one, bool) or not isinstance(one, int) or one < 1:
+            raise ConfigError(key, at, f"{one} is neither a tick (1, 2, ...) nor a fraction of the run between 0 and 1")
+        elif one > steps:
+            raise ConfigError(key, at, f"the run has only {steps} steps: nothing would strike at tick {one}")
+        else:
+            ticks.add(one)
+    return sorted(ticks)
