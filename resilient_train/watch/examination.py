@@ -31,13 +31,6 @@ class _Launched(NamedTuple):
     sent: Sent  # the largest over all ranks
 
 
-class _Suspicion(NamedTuple):
-    """Replicas that differed, with no majority to tell whose were changed."""
-
-    step: int
-    digests: list[int]  # by rank
-
-
 class Examination:
     """Launches measurements and judges them an update later, when the vitals are read; or at once, after trouble."""
 
@@ -45,7 +38,7 @@ class Examination:
         self._world, self._clock, self._scans, self._backups = world, clock, scans, backups
         self._scan: _Launched | None = None
         self._comparison: _Launched | None = None  # of replicas
-        self._suspicion: _Suspicion | None = None
+        self._suspicion: tuple[int, list[int]] | None = None  # the step, and digests by rank, without a majority
         self._guilty: tuple[int, ...] = ()  # ranks on which an earlier difference began
         self.nan_is_usual = False  # healthy batches hold values that are not finite, such as masks
 
@@ -122,11 +115,15 @@ class Examination:
         """Find out which ranks differ, and in which tensors."""
         replicas, read = self._scans.replicas, list(map(int, compared.sent.read()))
         if replicas.judge(compared.step, read):
-            self._settle_suspicion(compared.step, read[0])
+            if self._suspicion is not None and compared.step >= (step := self._suspicion[0]):
+                # At that step again: the ranks whose weights were different then were changed.
+                digests, self._suspicion = self._suspicion[1], None
+                if compared.step == step and read[0] in digests:
+                    self._guilty = tuple(rank for rank, then in enumerate(digests) if then != read[0])
             return None
         digests = self._world.all_of(int(compared.mine[0]))
         odd = odd_ones(digests)
-        self._suspicion = _Suspicion(compared.step, digests) if len(odd) == len(digests) else None
+        self._suspicion = (compared.step, digests) if len(odd) == len(digests) else None
         names, mine = replicas.each(self._scans.layout)
         most, least = self._world.max(torch.cat([mine, ~mine])).view(2, -1)
         apart = [name for name, differs in zip(names, (most != ~least).tolist(), strict=True) if differs]
@@ -136,15 +133,6 @@ class Examination:
         evidence = f"{rank_names(odd)} {'differs' if len(odd) == 1 else 'differ'}{others}{where}"
         place = compared.step, compared.tick, replicas.clean_step
         return Anomaly(Signal.RANK_MISMATCH, *place, evidence, ranks=odd)
-
-    def _settle_suspicion(self, step: int, digest: int) -> None:
-        """When the run is at the suspicious step again: the ranks whose weights were different then were changed."""
-        suspicion = self._suspicion
-        if suspicion is None or step < suspicion.step:
-            return
-        self._suspicion = None
-        if step == suspicion.step and digest in suspicion.digests:
-            self._guilty = tuple(rank for rank, then in enumerate(suspicion.digests) if then != digest)
 
     def learn_usual_batches(self, batches: Sequence[Any]) -> None:
         """Learn from the first update, which was healthy, whether NaN in a batch is usual."""

@@ -46,26 +46,22 @@ class Gauge(Generic[Item]):
         """`named` says of each tensor what it is; the vectors are made on `device`."""
         self.items = [item for item, _ in named]
         self.tensors, self.device = [tensor for _, tensor in named], device
-        parts = [_here(one) for one in self.tensors]
-        self._is_plain = all(part is one for part, one in zip(parts, self.tensors, strict=True))
-        self._is_uniform = len({(one.dtype, one.device) for one in parts}) == 1
-        self._coarse = sum(one.dtype in _COARSE for one in parts)
-        self._on_cpu = all(one.device.type == "cpu" for one in parts)
 
     def _parts(self) -> list[Tensor]:
-        return self.tensors if self._is_plain else [_here(one) for one in self.tensors]
+        return [_here(one) for one in self.tensors]
 
     def lengths(self) -> Tensor:
         """The L2 norm of each, which overflows on large finite values."""
         parts = self._parts()
-        if parts and self._coarse in (0, len(parts)):
-            return self._row(torch._foreach_norm(parts, 2, dtype=torch.float32 if self._coarse else None))
+        kinds = {_sum_dtype(one) for one in parts}
+        if len(kinds) == 1:
+            return self._row(torch._foreach_norm(parts, 2, dtype=kinds.pop()))
         return self._row([torch.linalg.vector_norm(one, dtype=_sum_dtype(one)) for one in parts])
 
     def largest(self) -> Tensor:
         """The largest absolute value of each; not finite if and only if one of its values is not."""
         parts = self._parts()
-        if not self._on_cpu:
+        if any(one.device.type != "cpu" for one in parts):
             return self._row(torch._foreach_norm(parts, float("inf")))
         ends = [torch.aminmax(one) for one in parts]
         return torch.maximum(self._row([high for _, high in ends]), -self._row([low for low, _ in ends]))
@@ -84,7 +80,7 @@ class Gauge(Generic[Item]):
     def _row(self, scalars: Sequence[Tensor]) -> Tensor:
         if not scalars:
             return torch.zeros(0, device=self.device)
-        if not self._is_uniform:
+        if len({(one.dtype, one.device) for one in scalars}) > 1:  # else one transfer for all
             scalars = [one.to(self.device, torch.float32, non_blocking=True) for one in scalars]
         return torch.stack(tuple(scalars)).to(self.device, torch.float32, non_blocking=True)
 
@@ -246,11 +242,9 @@ class GradientNorms:
         return dict(zip(self._names, self._sent.read(), strict=True)) if self._sent is not None else {}
 
     def to_record(self, total: float) -> dict[str, float]:
-        """Return the norms of the layers if they are recorded now, or if the total is not finite."""
-        return self.by_layer() if self._sent is not None or not isfinite(total) else {}
-
-    def by_layer(self) -> dict[str, float]:
-        """Return the norm over the weights of each layer."""
+        """Return the norm over the weights of each layer, if they are recorded now, or if the total is not finite."""
+        if self._sent is None and isfinite(total):
+            return {}
         squares: dict[str, float] = {}
         for name, norm in self.by_weight().items():
             layer = name.rpartition(".")[0] or name

@@ -44,7 +44,9 @@ class AnomalyMode:
             nonlocal wanted
             if enabled and check_nan:
                 wanted = True
-                self._warn()
+                if not self._has_warned:
+                    log.warning(_COSTLY)
+                self._has_warned = True
             set_mode(enabled, False)
 
         if torch.is_anomaly_enabled() and wanted:
@@ -56,11 +58,6 @@ class AnomalyMode:
             torch.set_anomaly_enabled = set_mode
             if torch.is_anomaly_enabled() and wanted:  # as user code has left it
                 set_mode(True, True)
-
-    def _warn(self) -> None:
-        if not self._has_warned:
-            log.warning(_COSTLY)
-        self._has_warned = True
 
     def backward(self, loss: Tensor) -> None:
         """Run backward. The objective may have set the mode itself, so it is checked again here."""
@@ -74,17 +71,20 @@ _COSTLY = (
 )
 
 
+def _is_compiled(model: nn.Module) -> bool:
+    return any(
+        type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+        for module in model.modules()
+    )
+
+
 class EvaluationLoss:
     """Compares, now and then, the loss of a training batch in evaluation mode with that in training mode."""
 
     def __init__(self, config: EvaluationConfig, model: nn.Module, backups: Backups, *, is_alone: bool) -> None:
         """`is_alone`: there is one rank. Several would have to agree on a forward that fails on one of them."""
         self.config, self.model, self._backups = config, model, backups
-        is_compiled = any(  # compiling for the other mode may take minutes
-            type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
-            for module in model.modules()
-        )
-        self.is_on = config.every > 0 and is_alone and not is_compiled
+        self.is_on = config.every > 0 and is_alone and not _is_compiled(model)  # for the other mode it may take minutes
         self._differences: list[float] = []  # of all healthy comparisons
 
     def is_due(self, step: int) -> bool:
@@ -135,8 +135,7 @@ class NormStatistics:
         self.factor, self.device = config.factor, device
         named = [(name, one) for name, one in model.named_modules() if isinstance(one, _BatchNorm)]
         self.modules = [(name, one) for name, one in named if one.track_running_stats]
-        is_compiled = any(type(module).__name__ == "OptimizedModule" for module in model.modules())
-        self.every = config.every if self.modules and not is_compiled else 0  # hooks would undo a compilation
+        self.every = config.every if self.modules and not _is_compiled(model) else 0  # hooks would undo a compilation
         self.clean_step = 0  # the newest step whose running statistics were in the range of its batches
         self.is_armed = False
         self._handles: list[RemovableHandle] = []

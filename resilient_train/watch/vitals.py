@@ -17,17 +17,14 @@ from resilient_train.ranks.world import World
 from resilient_train.state.tree import leaves
 from resilient_train.types import Anomaly, Signal, Vitals
 
-_KEPT = 10_000  # updates in memory
-_IN_CHECKPOINT = 2048  # updates: further back than the memory snapshots of a run reach
+_KEPT = 2048  # updates: further back than the memory snapshots of a run reach
 _TREND = 32  # accepted updates that show a trend of losses and gradient norms
 _RECENT_STEPS = 64  # a rise of the learning rate within these may be the cause of trouble
 _FIRST_PACES = 8  # updates whose rate is the usual one where the run has no older ones
 _LEAP_AFTER = 2  # updates: the second update of a warm-up has twice the rate of the first
 _LEAP = 2.0  # times the highest rate before, at once or within the recent steps: far above what it was
 _RISE_BEGINS = 1.1  # times the usual rate: where a slow rise began
-_WARM_UP_STAGE = (
-    10.0  # times the highest rate before: too much for a stage of a warm-up, even below the configured rate
-)
+_WARM_UP_STAGE = 10.0  # times that: too much for a stage of a warm-up, even below the configured rate
 _LEAST_PACE = 1e-12  # with a smaller share of the configured rate nothing is learned
 _FIRST_LOSSES = 8  # accepted losses whose mean is the loss at the beginning of the run
 _LAST_LOSSES = 50  # accepted losses whose median is the final loss of the run
@@ -40,7 +37,6 @@ class Sent:
     """A small vector on its way to the host. Reading it waits for its own copy, and for nothing queued after that."""
 
     def __init__(self, vector: torch.Tensor, numbers: list[float] | None = None) -> None:
-        """`numbers` is given where the host has them already."""
         self._numbers, self._vector = numbers, vector
         self._arrived: torch.cuda.Event | None = None
         if numbers is None and vector.is_cuda:
@@ -214,9 +210,10 @@ class UpdateHistory:
         self.has_turns = False  # several losses were stepped in turn: the loss is their sum
 
     def add(self, vitals: Vitals) -> None:
-        step = vitals.step + (not vitals.accepted)
         measured = vitals.loss, vitals.grad_norm, vitals.lr_ratio
-        self._append(PastUpdate(step, vitals.start, vitals.stop, vitals.accepted, *measured))
+        self._append(
+            PastUpdate(vitals.step + (not vitals.accepted), vitals.start, vitals.stop, vitals.accepted, *measured)
+        )
 
     def _append(self, update: PastUpdate) -> None:
         self._passed.append(update)
@@ -269,8 +266,6 @@ class UpdateHistory:
 
         A slow one may have begun earlier: after step `since`, from which on things went wrong.
         """
-        if self._rate_stood(since):
-            return None
         known = [one for one in self._passed if one.lr_ratio > _LEAST_PACE]
         if len(known) <= _LEAP_AFTER:
             return None
@@ -288,21 +283,6 @@ class UpdateHistory:
         if first is None or highest < _LEAP * usual or highest <= 1.0:  # up to the configured rate it is a warm-up
             return None
         return Leap(first, highest / usual, usual, False)
-
-    def _rate_stood(self, since: int | None) -> bool:
-        """Say whether it is plain from the recent steps, or those after `since`, that the rate did not rise.
-
-        To read all of them takes long.
-        """
-        newest = (one for one in reversed(self._passed) if one.lr_ratio > _LEAST_PACE)
-        first_recent, highest = None, 0.0
-        for one in newest:
-            if first_recent is None:
-                first_recent = min(one.step - _RECENT_STEPS, one.step if since is None else since) + 1
-            if one.step < first_recent:
-                return highest <= min(_LEAP, _WARM_UP_STAGE, _RISE_BEGINS) * one.lr_ratio
-            highest = max(highest, one.lr_ratio)
-        return False
 
     def trace(self, step: int) -> int:
         """Return a digest of the measurements after a step; it is equal only if each of them was, to the last bit."""
@@ -328,12 +308,11 @@ class UpdateHistory:
 
     def state_dict(self, step: int) -> list[list[float]]:
         """Return the latest updates up to a step as plain data."""
-        latest = [one for one in self._passed if one.step <= step][-_IN_CHECKPOINT:]
+        latest = [one for one in self._passed if one.step <= step]
         first = [one for one in self._first.values() if one.step <= step and one not in latest]
         return [list(map(float, one)) for one in (*first, *latest)]
 
     def load_state_dict(self, state: Iterable[Sequence[float]]) -> None:
         self._passed.clear()
         for step, start, stop, accepted, *measured in state:
-            loss, norm, lr_ratio = (*map(float, measured), 0.0)[:3]
-            self._append(PastUpdate(int(step), int(start), int(stop), bool(accepted), loss, norm, lr_ratio))
+            self._append(PastUpdate(int(step), int(start), int(stop), bool(accepted), *map(float, measured)))
