@@ -10,7 +10,7 @@ from typing import Any
 
 from resilient_train.types import SPIKES, Anomaly, Signal, Vitals
 from resilient_train.watch.config import ChecksConfig
-from resilient_train.watch.limit import GradLimit, LossLimit, Refusals, ScaleCollapse
+from resilient_train.watch.limit import GradLimit, Refusals, ScaleCollapse, loss_limit
 from resilient_train.watch.loss import Alarm, Creep, Jump, Level, PlainState, Slow
 from resilient_train.watch.rate import EarlyDivergence, NoProgress, RateRise
 from resilient_train.watch.reference import Reference, RewindCheck, Standing
@@ -42,7 +42,6 @@ class Checks:
         self.config = config
         self._level = Level(config.jump)
         self._grad_limit = GradLimit(config.limit)
-        self._loss_limit = LossLimit(config.limit, self._level)
         self.early_divergence = EarlyDivergence(config.overshoot)
         self._jump = Jump(config.jump, self._level)
         self._creep = Creep(config.creep, self._level)
@@ -53,7 +52,7 @@ class Checks:
         self._scale = ScaleCollapse(config.scale)
         self._refusals = Refusals(config.limit)
         self._checks: tuple[PlainState, ...] = (  # those with a state
-            *(self._level, self._grad_limit, self._loss_limit, self.early_divergence, self._jump, self._creep),
+            *(self._level, self._grad_limit, self.early_divergence, self._jump, self._creep),
             *(self._slow, self._rate_rise, self.rewind_check, self.no_progress, self._scale, self._refusals),
         )
         self._accepted: dict[int, tuple[float, float]] = {}  # loss and gradient norm of accepted updates, by step
@@ -67,7 +66,7 @@ class Checks:
     @property
     def limits(self) -> tuple[float, float]:
         """The limits for the loss and the gradient norm, exact in float32."""
-        return self._loss_limit.limit, self._grad_limit.limit
+        return loss_limit(self.config.limit, self._level), self._grad_limit.limit
 
     @property
     def usual_norm(self) -> float | None:
@@ -224,7 +223,7 @@ class Checks:
             return Finding(self._about_loss(vitals, Signal.DIVERGENCE, Alarm(self._refusals.since, evidence)))
         if norms is not None:
             self._grad_limit.make_room(norms)
-            self._loss_limit.is_lifted = True
+            self._level.has_no_limit = True
             return Finding(remarks=(f"{len(norms)} updates exceeded the limit; raising it",), repeat=True)
         if signal is Signal.GRAD_SPIKE:
             evidence = f"gradient norm {norm:.4g} where at most {self._grad_limit.largest:.4g} was usual"
@@ -256,7 +255,6 @@ class Checks:
         """Learn from scratch what is usual: it changes on purpose, or was never known."""
         self._level.forget()
         self._accepted.clear()
-        self._loss_limit.is_lifted = False
         for check in (self._jump, self._rate_rise, self._creep, self._slow, self.no_progress, self._grad_limit):
             check.forget()
         self.rewind_check.end()

@@ -9,12 +9,12 @@ from resilient_train.reader import limited, option, read
 
 
 @dataclass
-class _Every:
+class Every:
     every: int = limited(at_least=0)  # 0 turns the check off
 
 
 @dataclass
-class LimitConfig(_Every):
+class LimitConfig(Every):
     window: int = limited(at_least=8)
     warmup: int = limited(at_least=2)
     grad_factor: float = limited(above=1)
@@ -25,7 +25,7 @@ class LimitConfig(_Every):
 
 
 @dataclass
-class OvershootConfig(_Every):
+class OvershootConfig(Every):
     window: int = limited(at_least=1)
     watched: int = limited(at_least=1)
     updates: int = limited(at_least=1)
@@ -33,7 +33,7 @@ class OvershootConfig(_Every):
 
 
 @dataclass
-class JumpConfig(_Every):
+class JumpConfig(Every):
     window: int = limited(at_least=16)
     warmup: int = limited(at_least=8)
     sigmas: float = limited(above=0)
@@ -43,7 +43,7 @@ class JumpConfig(_Every):
 
 
 @dataclass
-class CreepConfig(_Every):
+class CreepConfig(Every):
     blocks: int = limited(at_least=4)
     lag: int = limited(at_least=0)
     share: float = limited(above=0)
@@ -52,7 +52,7 @@ class CreepConfig(_Every):
 
 
 @dataclass
-class SlowConfig(_Every):
+class SlowConfig(Every):
     window: int = limited(at_least=20)
     share: float = limited(above=0)
     sigmas: float = limited(above=0)
@@ -60,14 +60,14 @@ class SlowConfig(_Every):
 
 
 @dataclass
-class RewindCheckConfig(_Every):
+class RewindCheckConfig(Every):
     window: int = limited(at_least=8)
     share: float = limited(above=0)
     sigmas: float = limited(above=0)
 
 
 @dataclass
-class RateConfig(_Every):
+class RateConfig(Every):
     times: float = limited(above=1)
     earlier: int = limited(at_least=1)
     lately: int = limited(at_least=8)
@@ -79,48 +79,38 @@ class RateConfig(_Every):
 
 
 @dataclass
-class NoProgressConfig(_Every):
+class NoProgressConfig(Every):
     window: int = limited(at_least=16)
     share: float = limited(above=0)
     travel: float = limited(above=0)
 
 
 @dataclass
-class ScaleConfig(_Every):
+class ScaleConfig(Every):
     in_a_row: int = limited(at_least=1)
     lowest: float = limited(at_least=0)
 
 
 @dataclass
-class WeightsConfig(_Every):
+class WeightsConfig(Every):
     margin: float = limited(at_least=1)
     jump: float = limited(above=1)
 
 
 @dataclass
-class OptimizerConfig(_Every):
+class OptimizerConfig(Every):
     margin: float = limited(at_least=1)
     recursion: float = limited(above=0)
 
 
 @dataclass
-class ReplicasConfig(_Every):
-    pass
-
-
-@dataclass
-class NormsConfig(_Every):
+class NormsConfig(Every):
     factor: float = limited(above=1)
 
 
 @dataclass
-class EvaluationConfig(_Every):
+class EvaluationConfig(Every):
     times: float = limited(above=1)
-
-
-@dataclass
-class LayersConfig(_Every):
-    pass
 
 
 @dataclass
@@ -136,10 +126,10 @@ class ChecksConfig:
     scale: ScaleConfig
     weights: WeightsConfig
     optimizer: OptimizerConfig
-    replicas: ReplicasConfig
+    replicas: Every
     norms: NormsConfig
     evaluation: EvaluationConfig
-    layers: LayersConfig
+    layers: Every
     expect: list[int]
 
 

@@ -96,27 +96,17 @@ class GradLimit(PlainState):
         self._refresh()
 
 
-class LossLimit(PlainState):
-    """The limit for losses, a thousand times farther out than usual: such a loss points at bad rows.
+def loss_limit(config: LimitConfig, level: Level) -> float:
+    """Return the limit for losses, a thousand times farther out than usual: such a loss points at bad rows.
 
     Lower outliers of the loss did no harm in any recipe that was measured.
     """
-
-    saved = ("is_lifted",)
-
-    def __init__(self, config: LimitConfig, level: Level) -> None:
-        self.config, self.level = config, level
-        self.is_lifted = False  # in a new regime: there is no limit until the level is learned again
-
-    @property
-    def limit(self) -> float:
-        level = self.level
-        if not self.config.every or self.is_lifted:
-            return NO_LIMIT
-        if level.ready:
-            return as_float32(level.median + self.config.loss_factor * max(level.spread, level.scale))
-        largest = max(map(abs, level.losses), default=0.0) if len(level.losses) >= _FEW - 1 else 0.0
-        return as_float32(_EARLY_LIMIT * largest) if largest > 0 else NO_LIMIT
+    if not config.every or level.has_no_limit:
+        return NO_LIMIT
+    if level.ready:
+        return as_float32(level.median + config.loss_factor * max(level.spread, level.scale))
+    largest = max(map(abs, level.losses), default=0.0) if len(level.losses) >= _FEW - 1 else 0.0
+    return as_float32(_EARLY_LIMIT * largest) if largest > 0 else NO_LIMIT
 
 
 class Refusals(PlainState):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
 from math import sqrt
@@ -73,8 +72,9 @@ class Level(PlainState):
     """
 
     saved = (
-        "losses", "ready", "median", "spread", "scale", "low", "high", "first", "best", "_seen", "_fresh",
-    )  # fmt: skip
+        *("losses", "ready", "median", "spread", "scale", "low", "high", "first", "best", "has_no_limit"),
+        *("_seen", "_fresh"),
+    )
 
     def __init__(self, config: JumpConfig) -> None:
         self.every = config.every or _REFRESH_EVERY
@@ -85,6 +85,7 @@ class Level(PlainState):
         self.low = self.high = 0.0  # the 5th and the 95th percentile
         self.first = 0.0  # the mean of the first losses of the run
         self.best: float | None = None  # the lowest median so far
+        self.has_no_limit = False  # in a new regime: there is no limit until the level is learned again
         self._seen = self._fresh = 0  # losses in all, and since the last refresh
 
     @property
@@ -107,7 +108,7 @@ class Level(PlainState):
         """Start from scratch, but keep the first loss: how far the loss fell since then shows what is small."""
         self.losses.clear()
         self.best = None
-        self.ready = False
+        self.ready = self.has_no_limit = False
         self._refresh()
 
     def _drop_descent(self) -> None:
@@ -147,23 +148,8 @@ class Level(PlainState):
 
 
 def deviation(ranked: Sequence[float], center: float) -> float:
-    """Return the median distance of ranked values from `center`.
-
-    The nearest half of the values is a stretch around the center, so bisection finds how many of them lie below:
-    sorting the distances costs ten times as much.
-    """
-    middle = bisect_left(ranked, center)
-    half = (len(ranked) + 1) // 2
-    least, most = max(0, half - (len(ranked) - middle)), min(half, middle)
-    while least < most:
-        below = (least + most) // 2
-        if center - ranked[middle - 1 - below] < ranked[middle + half - below - 1] - center:
-            least = below + 1
-        else:
-            most = below
-    from_below = center - ranked[middle - least] if least else 0.0
-    from_above = ranked[middle + half - least - 1] - center if half > least else 0.0
-    return max(from_below, from_above)
+    """Return the median distance of ranked values from `center`."""
+    return sorted(abs(value - center) for value in ranked)[(len(ranked) + 1) // 2 - 1]
 
 
 class Jump(PlainState):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from resilient_train.types import Anomaly, Signal
-from resilient_train.watch.config import ChecksConfig, ReplicasConfig
+from resilient_train.watch.config import ChecksConfig, Every
 from resilient_train.watch.layout import Item, Layout, State, digest
 from resilient_train.watch.modes import NormStatistics
 from resilient_train.watch.moments import Moments
@@ -265,7 +265,7 @@ class Replicas:
     differ. So are sharded weights, and those that the replication is configured to ignore.
     """
 
-    def __init__(self, config: ReplicasConfig, unreplicated: Collection[str] | None) -> None:
+    def __init__(self, config: Every, unreplicated: Collection[str] | None) -> None:
         """`unreplicated` names the weights that differ between ranks; None: there are no replicas."""
         self.every = 0 if unreplicated is None else config.every
         self._unreplicated = frozenset(unreplicated or ())

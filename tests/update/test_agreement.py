@@ -18,7 +18,7 @@ from resilient_train.recover.decide import decisions_digest, update_digest
 from resilient_train.recover.knobs import KnobValues
 from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, Vitals
 from resilient_train.update.gate import DIGESTS, Agreement, Flag
-from resilient_train.watch.config import ReplicasConfig
+from resilient_train.watch.config import Every
 from resilient_train.watch.layout import digest
 from resilient_train.watch.scans import Replicas
 from resilient_train.watch.vitals import read_vitals
@@ -279,7 +279,7 @@ def test_a_transposed_weight_and_none_at_all_have_a_digest() -> None:
 )
 def test_all_are_equal_where_the_largest_is_the_least(largest: list[int], is_equal: bool, clean: int) -> None:
     """A state that differs is not the newest one to be trusted."""
-    compared = Replicas(ReplicasConfig(every=20), frozenset())
+    compared = Replicas(Every(every=20), frozenset())
     compared.clean_step = 20
     assert [compared.is_due(step) for step in (0, 19, 20, 40)] == [False, False, True, True]
     assert compared.judge(40, largest) is is_equal
@@ -288,7 +288,7 @@ def test_all_are_equal_where_the_largest_is_the_least(largest: list[int], is_equ
 
 def test_where_there_are_no_replicas_none_are_compared() -> None:
     """One process, or weights of which each has a part: they hold no proof up."""
-    assert not Replicas(ReplicasConfig(every=20), None).every
+    assert not Replicas(Every(every=20), None).every
 
 
 @pytest.mark.parametrize("processes", [2, 3])

@@ -20,7 +20,6 @@ from resilient_train.types import Anomaly, Signal, Vitals
 from resilient_train.watch.checks import Checks, Finding
 from resilient_train.watch.config import ChecksConfig, checks_from, named
 from resilient_train.watch.limit import NO_LIMIT
-from resilient_train.watch.loss import deviation
 from resilient_train.watch.vitals import UpdateHistory
 
 Curve = Iterable[tuple[float, float]]
@@ -550,16 +549,6 @@ def test_statistics_rewind(
         run.step, run.position = place
         assert [_without_ticks(finding) for finding in run.play(after)] == expected
         assert state == kept
-
-
-@QUICK
-@given(st.lists(st.one_of(st.floats(-10, 10), st.integers(-3, 3).map(float)), min_size=1, max_size=40))
-def test_the_median_deviation_is_the_median_of_the_deviations(values: list[float]) -> None:
-    """Bisection finds what sorting the distances finds."""
-    ranked = sorted(values)
-    center = ranked[len(ranked) // 2]
-    distances = sorted(abs(value - center) for value in ranked)
-    assert deviation(ranked, center) == distances[(len(distances) + 1) // 2 - 1]
 
 
 # The configuration.

@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from resilient_train.types import Anomaly, Signal
 from resilient_train.watch.config import (
+    Every,
     NormsConfig,
     OptimizerConfig,
-    ReplicasConfig,
     WeightsConfig,
     named,
 )
@@ -38,7 +38,7 @@ def config(**every: int) -> Any:
     return SimpleNamespace(
         weights=WeightsConfig(every.get("weights", EVERY), margin=1.05, jump=20.0),
         optimizer=OptimizerConfig(every.get("optimizer", EVERY), margin=1.05, recursion=1e-3),
-        replicas=ReplicasConfig(0),
+        replicas=Every(0),
         norms=NormsConfig(every.get("norms", 0), factor=1000.0),
     )
 
