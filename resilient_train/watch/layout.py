@@ -102,7 +102,7 @@ class Layout:
     """The weights, buffers and parameter groups of a run, in an order that is the same on every rank."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        self.optimizers = list(optimizers)
+        self.model, self.optimizers = model, list(optimizers)
         self.skipped: list[str] = []  # not measured: sparse, or of a type without norms
         groups = self.groups()
         self.kinds = [kind_of(optimizer) for optimizer in optimizers for _ in optimizer.param_groups]
@@ -113,9 +113,6 @@ class Layout:
             for place, weight in enumerate(group["params"]):
                 self.names.setdefault(weight, f"weight {place} of parameter group {number}")
         named = [(name, weight) for weight, name in self.names.items() if self._is_measured(name, weight)]
-        named_modules = [(_plain(name), module) for name, module in model.named_modules()]
-        self._own_buffers = [(f"{name}." if name else "", module._buffers) for name, module in named_modules]
-        self._buffers: tuple[Gauge[str], list[Any]] | None = None  # and the tensors that it was made from
         self._state: State | None = None
         self.device = named[0][1].device if named else torch.device("cpu")
         weights = []
@@ -136,23 +133,15 @@ class Layout:
 
     def buffers(self) -> Gauge[str]:
         """The buffers, looked up again, since a forward may replace them."""
-        found = [
-            (f"buffer {prefix}{name}", one)
-            for prefix, own in self._own_buffers
-            for name, one in own.items()
-            if one is not None
-        ]
-        tensors = [one for _, one in found]
-        if self._buffers is None or not _same(tensors, self._buffers[1]):
-            named = [(name, one) for name, one in found if self._is_measured(name, one)]
-            self._buffers = Gauge(named, self.device), tensors
-        return self._buffers[0]
+        found = [(f"buffer {_plain(name)}", one) for name, one in self.model.named_buffers()]
+        return Gauge([(name, one) for name, one in found if self._is_measured(name, one)], self.device)
 
     def moments(self) -> State:
         """The state of the optimizers, looked up again, since a rewind may replace its tensors."""
         states = [one for optimizer in self.optimizers for one in list(optimizer.state.values())]
         found = [value for one in states if isinstance(one, dict) for value in one.values()]
-        if self._state is None or not _same(found, self._state.found):
+        was = self._state.found if self._state is not None else []
+        if self._state is None or len(found) != len(was) or not all(map(is_, found, was)):
             self._state = self._sorted(found)
         return self._state
 
@@ -194,11 +183,6 @@ def kind_of(optimizer: Optimizer) -> str:
 
 def _plain(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
-def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether these are the very same objects."""
-    return len(some) == len(others) and all(map(is_, some, others))
 
 
 def digest(tensors: Iterable[Tensor], device: torch.device) -> Tensor:

@@ -96,12 +96,14 @@ class Moments:
         depths: Mapping[Moment, float],
         steps: dict[str, float],
     ) -> Found | None:
-        """Judge plain moments with their largest values, second moments with their sums and their depths below zero,
-        and the counts of updates.
-        """
+        """Judge plain moments' largest values, squares' sums and their depths below zero, and the counts of updates."""
         sums = {moment.name: value for moment, value in squares.items()}
-        found = self._negative(depths)
-        if found is None:
+        found = None
+        if below := [(depth, moment.name) for moment, depth in depths.items() if 0 < depth < inf]:
+            depth, name = max(below)
+            evidence = f"a second moment is negative: {name} holds {-depth:.4g}, the root of which is taken"
+            found = Found(Signal.OPTIMIZER_RANGE, name, evidence, acceptable=False)
+        else:
             named = {**{moment.name: value for moment, value in plain.items()}, **sums}
             # A user's own optimizer may have an infinity on purpose, such as a best loss.
             free = {moment.name for moment in plain if not moment.by_torch}
@@ -114,14 +116,6 @@ class Moments:
         if found is None or found.acceptable:
             self._sums, self._steps = sums, steps
         return found
-
-    def _negative(self, depths: Mapping[Moment, float]) -> Found | None:
-        below = [(depth, moment.name) for moment, depth in depths.items() if 0 < depth < inf]
-        if not below:
-            return None
-        depth, name = max(below)
-        evidence = f"a second moment is negative: {name} holds {-depth:.4g}, the root of which is taken"
-        return Found(Signal.OPTIMIZER_RANGE, name, evidence, acceptable=False)
 
     def _shrunk(self, old: Mapping[str, float], squares: Mapping[Moment, float]) -> Found | None:
         """Find the second moment that shrank most beyond fading."""

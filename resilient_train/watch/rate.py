@@ -228,8 +228,21 @@ class NoProgress(PlainState):
         """
         if not self.config.every or step < self.next_look:
             return False
-        if self._is_asked(travelled):
-            return True
+        newer = list(self._losses)[-(3 * self._seen // 4) :]
+        level = fmean(without_top(newer)) if newer else 0.0
+        is_thrown = self._mean - self.first > _THROWN * abs(self.first)
+        still_fall = falls(newer) and not is_thrown
+        how = "after the first updates had thrown it up" if is_thrown else "and do not fall"
+        how = "and fall" if still_fall else how
+        self.evidence = f"the last losses ({len(newer)}) average {level:.4g} {how}, "
+        self.evidence += f"where it began with {self.first:.4g}"
+        # In the first updates the weights of a loss that falls may change by any amount.
+        if self._seen >= self.config.every * (2 if still_fall else 1):
+            if not still_fall and self.first - level < self.config.share * abs(self.first):
+                return True
+            if (travel := travelled()) >= self.config.travel:
+                self.evidence += f", and the weights still change by {travel:.2g} of their norm in 25 updates"
+                return True
         self.next_look = step + max(self.config.every, step // 4)
         return False
 
@@ -241,25 +254,6 @@ class NoProgress(PlainState):
     def stop(self) -> None:
         """Never ask again."""
         self.next_look = _NEVER
-
-    def _is_asked(self, travelled: Callable[[], float]) -> bool:
-        newer = list(self._losses)[-(3 * self._seen // 4) :]
-        level = fmean(without_top(newer)) if newer else 0.0
-        is_thrown = self._mean - self.first > _THROWN * abs(self.first)
-        still_fall = falls(newer) and not is_thrown
-        # In the first updates the weights of a loss that falls may change by any amount.
-        if self._seen < self.config.every * (2 if still_fall else 1):
-            return False
-        how = "after the first updates had thrown it up" if is_thrown else "and do not fall"
-        how = "and fall" if still_fall else how
-        begin = f"where it began with {self.first:.4g}"
-        self.evidence = f"the last losses ({len(newer)}) average {level:.4g} {how}, {begin}"
-        if not still_fall and self.first - level < self.config.share * abs(self.first):
-            return True
-        if (travel := travelled()) < self.config.travel:
-            return False
-        self.evidence += f", and the weights still change by {travel:.2g} of their norm in 25 updates"
-        return True
 
     def forget(self) -> None:
         self._losses.clear()

@@ -187,8 +187,7 @@ class PastUpdate(NamedTuple):
     lr_ratio: float = 0.0  # its learning rate as a multiple of the configured one
 
     @property
-    def has_samples(self) -> bool:
-        """Whether it is known which samples it used."""
+    def has_samples(self) -> bool:  # that are known
         return self.stop > self.start
 
 
