@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
-from operator import attrgetter, truediv
+from operator import attrgetter, itemgetter, truediv
 from statistics import median
 from typing import Any
 
@@ -135,8 +135,14 @@ class Explainer:
         known = _known(anomaly, history)
         if search is not None and known is not None and (confirmed := search.confirmed(known, refused)) is not None:
             return confirmed
-        if anomaly.signal is Signal.NONFINITE_BATCH and (found := self._nonfinite_rows(update)) is not None:
-            return found
+        if anomaly.signal is Signal.NONFINITE_BATCH:  # rows whose values are not finite: this takes no replay
+            odd = {}
+            with randomness.preserved(self._world.device):  # fetching rows changes it
+                for key in [key for some in update.keys for key in some] if self._samples.rows else []:
+                    if fields := by_rows.nonfinite_fields(self._samples.fetched(key)):
+                        odd[key.row] = "; ".join(fields[:3])
+            if any(by_rank := self._world.all_of(odd)):
+                return verdict.on_bad_rows(*by_rank)
         found = search.diagnose(anomaly, refused, self._updates.recent_measurements()) if search is not None else None
         if anomaly.signal not in SPIKES or (search is not None and (found is None or found.cause is not Cause.DATA)):
             return found
@@ -144,16 +150,6 @@ class Explainer:
         if found is None or more is None:
             return found or more
         return replace(found, rows=tuple(sorted({*found.rows, *more.rows})))
-
-    def _nonfinite_rows(self, update: Update) -> Diagnosis | None:
-        """Look for rows of an update whose values are not finite. This takes no replay."""
-        odd = {}
-        with randomness.preserved(self._world.device):  # fetching rows changes it
-            for key in [key for some in update.keys for key in some] if self._samples.rows else []:
-                if fields := by_rows.nonfinite_fields(self._samples.fetched(key)):
-                    odd[key.row] = "; ".join(fields[:3])
-        by_rank = self._world.all_of(odd)
-        return verdict.on_bad_rows(*by_rank) if any(by_rank) else None
 
     def _damage(self, anomaly: Anomaly, history: Sequence[Incident]) -> Diagnosis:
         """What is wrong with weights or moments: the worst that any rank has found."""
@@ -163,8 +159,7 @@ class Explainer:
         # A healthy rank also names the weight that moved most, so keep only the anomaly's ranks.
         theirs = enumerate(self._world.all_of(mine))
         blamed = [one for rank, one in theirs if one is not None and (not anomaly.ranks or rank in anomaly.ranks)]
-        worst = max(blamed, key=lambda one: one.size, default=None)
-        found = worst.diagnosis if worst is not None else by_signal(anomaly)
+        found = max(blamed, key=itemgetter(0))[1] if blamed else by_signal(anomaly)
         if anomaly.signal is Signal.RANK_MISMATCH or found.cause is not Cause.CORRUPTION:
             return found  # with the same gradients every optimizer comes to the same weights
         recent = [one.anomaly for one in history[-_KNOWN_AFTER:] if one.anomaly.signal is anomaly.signal]
@@ -187,7 +182,14 @@ class Explainer:
         if vitals.step < _FIRST_UPDATES:
             return None
         wildest, known = self._updates.wildest()
-        by_rank = self._world.all_of(self._largest_of_first())  # each has values of its own
+        sizes = {start: one.tolist() for start, one in self._first_sizes.items()}
+        self._first_sizes.clear()
+        beyond: dict[int, float] = {}  # how far each update is above others, in the field where it is most
+        if len({len(one) for one in sizes.values()}) == 1:
+            least = [min(field) or inf for field in zip(*sizes.values(), strict=True)]
+            beyond = {start: max(map(truediv, one, least), default=0.0) for start, one in sizes.items()}
+        far = sorted((start for start, times in beyond.items() if times > _FAR_ABOVE), key=beyond.__getitem__)[-FEW:]
+        by_rank = self._world.all_of(far)  # each has values of its own
         suspects = dict.fromkeys([*(one.start for one in wildest), *(start for some in by_rank for start in some)])
         found = self._find_outlier_rows([*suspects], [one.start for one in known])
         seen = self._is_worse_with(found, known) if found is not None else None
@@ -196,16 +198,6 @@ class Explainer:
         signal, evidence = seen
         self._of_first_updates = evidence, found
         return Anomaly(signal, vitals.step, vitals.tick, 0, evidence)
-
-    def _largest_of_first(self) -> list[int]:
-        """The positions of the first updates that are far above others in some field, the largest last."""
-        sizes = {start: one.tolist() for start, one in self._first_sizes.items()}
-        self._first_sizes.clear()
-        if len({len(one) for one in sizes.values()}) != 1:
-            return []
-        least = [min(field) or inf for field in zip(*sizes.values(), strict=True)]
-        beyond = {start: max(map(truediv, one, least), default=0.0) for start, one in sizes.items()}
-        return sorted((start for start, times in beyond.items() if times > _FAR_ABOVE), key=beyond.__getitem__)[-FEW:]
 
     def _find_outlier_rows(self, suspects: Sequence[int], also: Sequence[int] = ()) -> Diagnosis | None:
         """Look for rows whose values are far above those of others, in the updates at these positions.
@@ -226,17 +218,17 @@ class Explainer:
         def keys_at(starts: Sequence[int]) -> list[Key]:
             return [key for start in starts for some in self._samples.keys_at(start) for key in some]
 
-        def odd_of(keys: Sequence[Key]) -> dict[int, str]:
-            found = ((key.row, by_rows.far_above(fetched(key), usual, _FAR_ABOVE)) for key in keys)
+        def odd_at(starts: Sequence[int]) -> dict[int, str]:
+            found = ((key.row, by_rows.far_above(fetched(key), usual, _FAR_ABOVE)) for key in keys_at(starts))
             return {row: why for row, why in found if why}
 
         with randomness.preserved(self._world.device):  # fetching rows changes it
-            keys = keys_at(suspects)
-            usual = by_rows.usual_sizes([fetched(key) for key in self._samples.others(keys[:_OTHERS], 0)])
-            odd = odd_of(keys)
+            others = self._samples.others(keys_at(suspects)[:_OTHERS], 0)
+            usual = by_rows.usual_sizes([fetched(key) for key in others])
+            odd = odd_at(suspects)
             if not any(self._world.all_of(bool(odd))):
                 return None
-            odd |= odd_of(keys_at([*also, *self._samples.starts(max(suspects), _AHEAD)]))
+            odd |= odd_at([*also, *self._samples.starts(max(suspects), _AHEAD)])
         return verdict.on_bad_rows(*self._world.all_of(odd))
 
     def _is_worse_with(self, found: Diagnosis, known: Sequence[PastUpdate]) -> tuple[Signal, str] | None:

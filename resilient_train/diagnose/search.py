@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,22 +33,18 @@ from resilient_train.types import SPIKES, Anomaly, Cause, Culprit, Diagnosis, Si
 from resilient_train.wording import names_listed
 
 
-class Damage(NamedTuple):
-    """What this rank found in its part of the state, and how bad it is: another rank may have found worse."""
-
-    size: float
-    diagnosis: Diagnosis
-
-
 def of_state(
     anomaly: Anomaly,
     weights: Mapping[str, Tensor],
     before: Mapping[str, Tensor | Share],
     optimizers: Sequence[Optimizer],
-) -> Damage | None:
-    """Say what is wrong with weights or moments; `before` are the weights of a verified state, if there is one."""
+) -> tuple[float, Diagnosis] | None:
+    """Say what is wrong with weights or moments on this rank, and how bad it is: another may have found worse.
+
+    `before` are the weights of a verified state, if there is one.
+    """
     if anomaly.signal in (Signal.NONFINITE_WEIGHTS, Signal.NONFINITE_OPTIMIZER) and (lost := lost_eps(optimizers)):
-        return Damage(inf, Diagnosis(Cause.OPTIMIZER, f"{lost}: raise it, or keep weights and moments in float32."))
+        return inf, Diagnosis(Cause.OPTIMIZER, f"{lost}: raise it, or keep weights and moments in float32.")
     where: tuple[float, str] | None = None
     if anomaly.signal is Signal.NONFINITE_WEIGHTS:
         where = _first_nonfinite(weights)
@@ -62,7 +58,7 @@ def of_state(
         why = "which no update can have done: if it returns, suspect the hardware"
     size, what = where
     advice = f"{what}, {why}, or code that writes to weights between updates."
-    return Damage(size, Diagnosis(Cause.CORRUPTION, advice))
+    return size, Diagnosis(Cause.CORRUPTION, advice)
 
 
 def is_possible(anomaly: Anomaly) -> bool:

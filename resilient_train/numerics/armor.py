@@ -63,8 +63,7 @@ class Armor:
         for known in self.lines:
             if (known.file, known.line, known.op) == (file, line, op):
                 return known
-        functions, target = _functions_of(file), Target(line, op)
-        source = _source_of(functions)
+        (functions, source), target = _found(file), Target(line, op)
         function = source.checked(target, functions)
         _SOURCES[source.filename] = source
         source.targets.append(target)
@@ -76,12 +75,12 @@ class Armor:
 
     def check(self, file: str, line: int, op: str) -> None:
         """Raise CannotArmor if `add` would; nothing changes, and nothing is compiled again."""
-        functions = _functions_of(file)
-        _source_of(functions).checked(Target(line, op), functions)
+        functions, source = _found(file)
+        source.checked(Target(line, op), functions)
 
     def add_again(self, patched: PatchedLine) -> PatchedLine:
         """Patch what an earlier process had patched, wherever its line is by now."""
-        source = _source_of(_functions_of(patched.file))
+        _, source = _found(patched.file)
         lines = source.lines_with(patched.function, patched.text)
         if patched.count >= len(lines):
             raise CannotArmor(f"{patched.function} in {patched.file} has no such line any more: {patched.text}")
@@ -208,13 +207,21 @@ def _pairs(before: CodeType, after: CodeType, around: tuple[CodeType, ...]) -> I
         yield from _pairs(old, new, around)
 
 
-def _functions_of(file: str) -> list[FunctionType]:
-    """Return all live functions that come from a file."""
-    found = _live_functions(file)
-    if not found:
+def _found(file: str) -> tuple[list[FunctionType], _Source]:
+    """Return all live functions of a file, and their source: where some are patched, the text that was read then."""
+    functions = _live_functions(file)
+    if not functions:
         hidden = ", unless gc.freeze() hid it" if gc.get_freeze_count() else ""
         raise CannotArmor(f"no live function comes from {file}{hidden}")
-    return found
+    filename = functions[0].__code__.co_filename
+    if filename in _SOURCES:
+        return functions, _SOURCES[filename]
+    linecache.checkcache(filename)
+    lines = linecache.getlines(filename, functions[0].__globals__)
+    if not lines:
+        raise CannotArmor(f"there is no source of {filename}: code made by exec, or moved since, stays as it is")
+    flags = reduce(or_, (function.__code__.co_flags for function in functions)) & _FUTURE
+    return functions, _Source(filename, "".join(lines), flags)
 
 
 def _live_functions(file: str) -> list[FunctionType]:
@@ -230,19 +237,6 @@ def _live_functions(file: str) -> list[FunctionType]:
     functions = (thing for thing in gc.get_objects() if type(thing) is FunctionType)  # runs no code of the objects
     codes = ((function, function.__code__) for function in functions)
     return [function for function, code in codes if code.co_name != "<module>" and is_from(code.co_filename)]
-
-
-def _source_of(functions: Sequence[FunctionType]) -> _Source:
-    """Return the source that functions of a file come from: where some are patched, the text that was read then."""
-    filename = functions[0].__code__.co_filename
-    if filename in _SOURCES:
-        return _SOURCES[filename]
-    linecache.checkcache(filename)
-    lines = linecache.getlines(filename, functions[0].__globals__)
-    if not lines:
-        raise CannotArmor(f"there is no source of {filename}: code made by exec, or moved since, stays as it is")
-    flags = reduce(or_, (function.__code__.co_flags for function in functions)) & _FUTURE
-    return _Source(filename, "".join(lines), flags)
 
 
 def _lines(code: CodeType) -> set[int]:

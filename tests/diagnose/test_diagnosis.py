@@ -399,7 +399,7 @@ def test_the_story_can_be_read_afterwards(
         ["remedy", "patched that line"],
         source.split(None, 1),
         ["cause", "data: row 77 of the data"],
-        ["remedy", "put it in quarantine"],
+        ["remedy", "rows in quarantine"],
         ["advice", "Row 77 of the data: [0] at [4] is nan; fix or remove it."],
     ):
         assert row in rows, row

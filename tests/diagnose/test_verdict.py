@@ -306,12 +306,12 @@ def test_damage_names_the_element() -> None:
     jump = Anomaly(Signal.WEIGHTS_JUMP, 9, 9, 5, "")
     found = of_state(jump, weights, before, [])
     assert found is not None
-    assert found.diagnosis.cause is Cause.CORRUPTION
-    assert "`a.weight` went from 1 to 900 at [1, 2]" in found.diagnosis.advice
+    assert found[1].cause is Cause.CORRUPTION
+    assert "`a.weight` went from 1 to 900 at [1, 2]" in found[1].advice
     weights["b.bias"][3] = math.nan
     found = of_state(replace(jump, signal=Signal.NONFINITE_WEIGHTS), weights, before, [])
     assert found is not None
-    assert "`b.bias` is nan at [3]" in found.diagnosis.advice
+    assert "`b.bias` is nan at [3]" in found[1].advice
 
 
 @pytest.mark.parametrize(
@@ -330,7 +330,7 @@ def test_an_epsilon_that_its_type_cannot_hold(dtype: torch.dtype, eps: float, is
     optimizer = torch.optim.AdamW([weight], eps=eps)
     assert (lost_eps([optimizer]) is not None) == is_lost
     found = of_state(Anomaly(Signal.NONFINITE_OPTIMIZER, 3, 3, 1, ""), {"w": weight}, {}, [optimizer])
-    assert (found is not None and found.diagnosis.cause is Cause.OPTIMIZER) == is_lost
+    assert (found is not None and found[1].cause is Cause.OPTIMIZER) == is_lost
 
 
 @pytest.mark.parametrize("op", sorted(SINGULAR))
