@@ -24,13 +24,12 @@ from resilient_train.state import randomness
 from resilient_train.state.copies import Attributes, Backup, Backups
 from resilient_train.state.randomness import Seeds
 from resilient_train.state.ring import Snapshot
-from resilient_train.types import Vitals
 from resilient_train.update.objective import Measured, Metrics
 from resilient_train.update.turns import DirectStepCheck
 from resilient_train.update.updater import Attempt
 from resilient_train.watch.layout import GradientNorms
 from resilient_train.watch.modes import AnomalyMode
-from resilient_train.watch.vitals import Sent, read_vitals, versions
+from resilient_train.watch.vitals import Sent, versions
 from resilient_train.wording import IN_FILE_ONLY, log
 
 _ON_THE_HOST = ("can't allocate memory", "not enough memory", "std::bad_alloc")
@@ -66,45 +65,15 @@ class InFlight:
     attempt: Attempt
     limits: tuple[float, float]
     sent: Sent
+    gradients: GradientNorms
     metrics: Metrics
     is_open: bool  # the gate was: it has landed, whatever it measured
     snapshot: Snapshot | None = None  # of the state after it, if one was taken
-    gradients: GradientNorms = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.gradients = GradientNorms(self.attempt.norms, is_recorded=self.attempt.records_norms)
 
     @property
     def was_modified(self) -> bool:
         """Whether its batches were changed in place after the model got them."""
         return self.begun.versions != [versions(batch) for batch in self.begun.inputs]
-
-    def vitals(self, step: int, *, has_scale: bool) -> Vitals:
-        """Read what it measured, the same on every rank, after `step` accepted updates. Waits for the device."""
-        update, attempt = self.begun.update, self.attempt
-        return read_vitals(
-            *(self.begun.tick, step, update.start, update.stop, attempt.settings[0]["lr"] or 0.0),
-            *(self.sent.read(), self.limits),
-            has_scale=has_scale,
-            is_busy=attempt.is_busy,
-            lr_ratio=attempt.lr_ratio,
-            by_rank=attempt.rows_by_rank,
-        )
-
-
-@dataclass(frozen=True)
-class Loop:
-    """How training makes an update: what the training loop does with a batch, without the loop."""
-
-    model: nn.Module  # as the training calls it
-    bare: nn.Module  # without the wrappers of other processes
-    objective: Measured | None  # None: the loop hands over its losses
-    computation: Computation | None  # with that objective
-    anomaly_mode: AnomalyMode
-    direct_steps: DirectStepCheck
-    backups: Backups
-    seeds: Seeds
-    stop: Callable[[], bool]  # the run was asked to stop
 
 
 _TRIED = 4  # other batches
@@ -114,25 +83,27 @@ _USERS = (_OURS / "zoo", _OURS / "numerics")  # which call what users wrote, or 
 Computed = tuple[Tensor, Metrics]
 
 
-class Computation:
-    """Computes a loss and its gradients."""
+@dataclass(eq=False)
+class Loop:
+    """How training makes an update: what the training loop does with a batch, without the loop."""
 
-    def __init__(
-        self,
-        parts: RunParts,
-        model: nn.Module,
-        objective: Measured,
-        backward: Callable[[Tensor], None],
-        *,
-        treats: bool,
-    ) -> None:
-        """`model` as training calls it; `treats`: the policy does something about anomalies."""
-        self._parts, self._model, self._objective, self._backward = parts, model, objective, backward
-        self._treats = treats
-        self._forwards = _Forwards(model) if isinstance(model, DistributedDataParallel) else None
+    parts: RunParts
+    model: nn.Module  # as the training calls it
+    bare: nn.Module  # without the wrappers of other processes
+    objective: Measured | None  # None: the loop hands over its losses
+    anomaly_mode: AnomalyMode
+    direct_steps: DirectStepCheck
+    backups: Backups
+    seeds: Seeds
+    stop: Callable[[], bool]  # the run was asked to stop
+    treats: bool  # the policy does something about anomalies
+
+    def __post_init__(self) -> None:
+        has_forwards = self.objective is not None and isinstance(self.model, DistributedDataParallel)
+        self._forwards = _Forwards(self.model) if has_forwards else None
         self._logged: set[str] = set()
 
-    def of(
+    def compute(
         self,
         batch: Any,
         begun: StartedUpdate,
@@ -160,7 +131,7 @@ class Computation:
                 try:
                     if self._forwards is not None:
                         self._forwards.again()
-                    computed = self._computed(self._parts.world.on_device(other))
+                    computed = self._computed(self.parts.world.on_device(other))
                 except Exception:
                     tried += 1
                     continue
@@ -172,15 +143,16 @@ class Computation:
                     self._logged.add(text)
                     log.info("%s", "".join(traceback.format_exception(error)), extra=IN_FILE_ONLY)
                 return computed
-            if tried and (self._parts.clock.step or before):  # a plain bug ends the first update as in a plain loop
+            if tried and (self.parts.clock.step or before):  # a plain bug ends the first update as in a plain loop
                 said = f"{tried} other batches at the same weights raise as well"
                 error.add_note(f"resilient_train: {said}")
                 log.error("update %d: %s: it is a bug", begun.step, said)
             raise
 
     def _computed(self, batch: Any, spoil: Callable[[Tensor], Tensor] = lambda loss: loss) -> Computed:
-        loss, metrics = self._objective.for_training(self._model, batch)
-        self._backward(loss := spoil(loss))
+        assert self.objective is not None
+        loss, metrics = self.objective.for_training(self.model, batch)
+        self.anomaly_mode.backward(loss := spoil(loss))
         return loss, metrics
 
     def _may_be_of_batch(self, error: Exception) -> bool:
@@ -189,12 +161,12 @@ class Computation:
         With several ranks the others are in the collectives of the same forward or backward, which cannot be begun
         again in the middle.
         """
-        if not self._treats or isinstance(error, TrainError):
+        if not self.treats or isinstance(error, TrainError):
             return False
-        if self._parts.world.is_of_group(error):
+        if self.parts.world.is_of_group(error):
             return False
         codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-        if self._parts.world.size > 1:
+        if self.parts.world.size > 1:
             in_backward = any(code.co_name == "_engine_run_backward" for code in codes)
             if in_backward or self._forwards is None or self._forwards.are_together:
                 return False
@@ -203,9 +175,9 @@ class Computation:
 
     def _others(self, begun: StartedUpdate, before: InFlight | None) -> Iterator[Any]:
         """Yield batches of other rows, then the one of the update before at the same place, if that is as it was."""
-        samples, number = self._parts.samples, len(begun.inputs) - 1
+        samples, number = self.parts.samples, len(begun.inputs) - 1
         for draw in range(_TRIED if begun.update.keys else 0):
-            with randomness.preserved(self._parts.world.device):  # fetching rows changes it
+            with randomness.preserved(self.parts.world.device):  # fetching rows changes it
                 try:
                     batch = samples.collated(samples.others(begun.update.keys[number], draw))
                 except Exception:
@@ -223,7 +195,7 @@ class _Forwards:
     The other ranks make as many as the batch that raised would have made: a stand-in leaves out those that were made.
     """
 
-    def __init__(self, model: DistributedDataParallel) -> None:
+    def __init__(self, model: Any) -> None:
         self._model, self._made, self._synced, self._is_again = model, 0, 0, False
         self.are_together = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
         model.register_forward_pre_hook(self._count)

@@ -33,8 +33,9 @@ from resilient_train.update.gate import DIGEST, Flag
 from resilient_train.update.objective import Metrics, scalar
 from resilient_train.update.turns import TWICE, TWO_GUARDS, warn_of_scalers
 from resilient_train.watch.examination import Examination
+from resilient_train.watch.layout import GradientNorms
 from resilient_train.watch.modes import EvaluationLoss
-from resilient_train.watch.vitals import MetricsLog, Sent, landed, mean, mean_metrics, versions
+from resilient_train.watch.vitals import MetricsLog, Sent, landed, mean, mean_metrics, read_vitals, versions
 from resilient_train.wording import log
 
 
@@ -56,10 +57,8 @@ class EngineGuard:
         self._updater, self._ring, self._checks, self._scans = parts.updater, parts.ring, parts.checks, parts.scans
         self._turns, self._backups = parts.updater.turns, loop.backups
         self._loop, self._sizer = loop, MicroBatchSizer(recovery)
-        is_alone = self.world.size == 1
-        self._evaluation_loss = EvaluationLoss(
-            self._checks.config.evaluation, loop.bare, loop.backups, is_alone=is_alone
-        )
+        evaluation, is_alone = self._checks.config.evaluation, self.world.size == 1
+        self._evaluation_loss = EvaluationLoss(evaluation, loop.bare, loop.backups, is_alone=is_alone)
         self._examination = Examination(self.world, self.clock, self._scans, loop.backups)
         self._direct_steps, self._verify_after = loop.direct_steps, verify_after
         self._begun: StartedUpdate | None = None
@@ -81,10 +80,8 @@ class EngineGuard:
         while self._continues(last, is_plan=last == plan):
             if self.drill is not None and self.drill.strikes_at(self.clock.tick + 1) and not self.settle():
                 continue  # a drill fires once: wait for the pending verdict, which could drop the update
-            is_asked = self._controls.trials.tries_rates and self._checks.asks_for_rates(
-                self.clock.step, self._ring.travelled
-            )
-            if is_asked and self.settle():
+            step, tries_rates = self.clock.step, self._controls.trials.tries_rates
+            if tries_rates and self._checks.asks_for_rates(step, self._ring.travelled) and self.settle():
                 self._recovery.try_rates()
             # Take the snapshot here, after the loop's own code for the last update (for example an EMA) has run.
             self._updater.require_groups()  # first: a new parameter group would be missing in the copy
@@ -115,12 +112,9 @@ class EngineGuard:
                 self.stopped = True
         if self.stopped:
             return False
-        if self.attempted_step < last:
-            return True
-        if not (self.settle() and self.clock.step >= last):
-            return self.clock.step < last
-        self.examine(is_end=is_plan)
-        return self.clock.step < last
+        if self.attempted_step >= last and self.settle() and self.clock.step >= last:
+            self.examine(is_end=is_plan)
+        return self.attempted_step < last
 
     def examine(self, *, is_end: bool = False) -> bool:
         """Scan everything now, and at the end look at the loss as a whole. False: an anomaly was found and treated.
@@ -173,7 +167,7 @@ class EngineGuard:
 
     def step(self, batch: Any) -> bool:
         """Forward, backward, gate, update. Says whether an update was attempted: not while gradients accumulate."""
-        if self.objective is None or self._loop.computation is None:
+        if self.objective is None:
             raise TypeError("guard.step needs an objective; without one make the loss and call guard.update(loss)")
         begun = self._require_batch("step")
         if batch is not self._handed_out:
@@ -181,7 +175,7 @@ class EngineGuard:
         begun.versions[-1] = versions(begun.inputs[-1])
         begun.attributes = begun.attributes if self._losses else self._backups.attributes()
         spoil = partial(self.drill.on_loss, self._place()) if self.drill is not None else lambda loss: loss
-        computed = self._loop.computation.of(batch, begun, self._in_flight, spoil)
+        computed = self._loop.compute(batch, begun, self._in_flight, spoil)
         if not isinstance(computed, str):
             loss, metrics = computed
             self._reported.append(metrics)
@@ -262,8 +256,10 @@ class EngineGuard:
         if attempt.restarts:  # a schedule that starts again makes the loss jump on purpose
             self._checks.expect(self.clock.step + 1)
         self.clock.tick += 1
-        sent, metrics = Sent(attempt.measured, attempt.numbers), mean_metrics(self._reported)
-        self._in_flight = InFlight(begun, attempt, gate.limits, sent, metrics, gate.is_open)
+        sent = Sent(attempt.measured, attempt.numbers)
+        gradients = GradientNorms(attempt.norms, is_recorded=attempt.records_norms)
+        metrics = mean_metrics(self._reported)
+        self._in_flight = InFlight(begun, attempt, gate.limits, sent, gradients, metrics, gate.is_open)
         return True
 
     # The verdict, an update later.
@@ -282,7 +278,14 @@ class EngineGuard:
         if flight is None:
             return True
         update, inputs, attempt = flight.begun.update, flight.begun.inputs, flight.attempt
-        vitals = flight.vitals(self.clock.step, has_scale=self._updater.scaler is not None)
+        vitals = read_vitals(
+            *(flight.begun.tick, self.clock.step, update.start, update.stop, attempt.settings[0]["lr"] or 0.0),
+            *(flight.sent.read(), flight.limits),
+            has_scale=self._updater.scaler is not None,
+            is_busy=attempt.is_busy,
+            lr_ratio=attempt.lr_ratio,
+            by_rank=attempt.rows_by_rank,
+        )
         if not vitals.ranks_agree:
             with self._reporting_failure():
                 digests = [row[DIGEST] for row in attempt.rows_by_rank()]

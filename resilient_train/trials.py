@@ -250,7 +250,6 @@ class Trials:
         Returns whether something raised, of which the other ranks learn by a loss of NaN, and the loss.
         """
         parts, loop, losses, knobs = self._parts, self._loop, [], self._control.knobs.values
-        assert loop.computation is not None
         parts.precision.set(higher=knobs.higher_precision)
         numerics.raise_eps(knobs.eps)
         update = parts.samples.next_update(parts.beat)
@@ -258,7 +257,7 @@ class Trials:
         loop.seeds.for_update(update.start)
         for batch in update.batches:
             begun.inputs.append(batch)
-            computed = loop.computation.of(parts.world.on_device(batch), begun, stands_in=parts.world.size > 1)
+            computed = loop.compute(parts.world.on_device(batch), begun, stands_in=parts.world.size > 1)
             if isinstance(computed, str):
                 raise torch.OutOfMemoryError(computed)
             losses.append(scalar(computed[0]))

@@ -197,12 +197,10 @@ class Incident:
     @property
     def each(self) -> list[Incident]:
         """Itself, and what followed as incidents of their own: strikes and budgets count updates."""
+        if not self.again:
+            return [self]
         steps = [(self.anomaly.tick, self.anomaly.step), *self.again]
-        return (
-            [replace(self, anomaly=replace(self.anomaly, tick=tick, step=step), again=()) for tick, step in steps]
-            if self.again
-            else [self]
-        )
+        return [replace(self, anomaly=replace(self.anomaly, tick=tick, step=step), again=()) for tick, step in steps]
 
     @property
     def left_damage(self) -> bool:

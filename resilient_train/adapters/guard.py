@@ -26,7 +26,7 @@ from resilient_train.adapters.reporter import (
 )
 from resilient_train.checkpoint.keeper import CheckpointKeeper
 from resilient_train.checkpoint.resume import Resume
-from resilient_train.computation import Computation, Loop
+from resilient_train.computation import Loop
 from resilient_train.controls import Controls
 from resilient_train.data.rows import Collate
 from resilient_train.data.samples import Slicing
@@ -195,11 +195,10 @@ class Guard(guard.EngineGuard):
             how = resume if isinstance(resume, Resume) else Resume()
             keeper = CheckpointKeeper(disk, parts, incidents.directory, incidents.run_history, how)
             direct_steps = DirectStepCheck(optimizers)
-            computation = None
-            if measured is not None:
-                treats = any(policy.ladders.values()) and not policy.observe
-                computation = Computation(parts, model, measured, anomaly_mode.backward, treats=treats)
-            loop = Loop(model, unwrapped, measured, computation, anomaly_mode, direct_steps, backups, seeds, stop)
+            treats = any(policy.ladders.values()) and not policy.observe
+            loop = Loop(
+                *(parts, model, unwrapped, measured, anomaly_mode, direct_steps, backups, seeds, stop), treats=treats
+            )
             controls = Controls(parts, policy, quarantined, keeper, Trials(parts, loop, policy, lambda: self.steps))
             recovered_after = max(verify_after, _RECOVERED_AFTER)
             treating = Recovery(parts, policy, incidents, controls, keeper, recovered_after=recovered_after)
