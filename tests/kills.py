@@ -191,9 +191,10 @@ def _note_writings() -> None:
 
     How many updates are made while one is being written is a matter of the disk: only the run itself can tell.
     """
+    from resilient_train.checkpoint.keeper import CheckpointKeeper
     from resilient_train.checkpoint.writer import Writer
 
-    offer, heard = Writer.offer, Writer.next_outcome
+    offer, heard = Writer.offer, CheckpointKeeper._note_outcome
 
     def note(writer: Any, what: str) -> None:
         run_dir = writer._store.path.parent
@@ -204,13 +205,12 @@ def _note_writings() -> None:
         note(writer, f"offered {job.step}")
         offer(writer, job)
 
-    def noting_heard(writer: Any) -> Any:
-        outcome = heard(writer)
-        if outcome is not None:
-            note(writer, f"heard {outcome.job.step}")
-        return outcome
+    def noting_heard(keeper: Any, job: Any) -> None:
+        heard(keeper, job)
+        if job.is_offered:
+            note(keeper._writer, f"heard {job.step}")
 
-    Writer.offer, Writer.next_outcome = noting_offer, noting_heard  # type: ignore[assignment,method-assign]
+    Writer.offer, CheckpointKeeper._note_outcome = noting_offer, noting_heard  # type: ignore[assignment,method-assign]
 
 
 # ------------------------------------------------------------------------------------------------------------- striking

@@ -88,14 +88,14 @@ def _list(run_dir: Path, *, as_json: bool) -> int:
 
 def _as_dict(entry: Entry, kind: str, damage: str) -> dict[str, object]:
     manifest = entry.manifest
-    fields = ("step", "tick", "position", "processes", "samples", "made_by", "at", "mlflow")
+    fields = ("step", "tick", "position", "world", "samples", "made_by", "at", "mlflow")
     return {
         "name": entry.path.name,
         "path": str(entry.path),
         "kind": kind,
         "damage": damage or None,
         "bytes": _bytes(entry) if manifest else None,
-        **{"world" if name == "processes" else name: getattr(manifest, name, None) for name in fields},
+        **{name: getattr(manifest, name, None) for name in fields},
     }
 
 
@@ -105,7 +105,7 @@ def _row(entry: Entry, kind: str, damage: str) -> list[str]:
     size, unit = float(_bytes(entry)), 0
     while size >= 1000:
         size, unit = size / 1000, unit + 1
-    processes = f"{manifest.processes} processes" if manifest.processes > 1 else ""
+    processes = f"{manifest.world} processes" if manifest.world > 1 else ""
     age = f"{duration(max(0.0, time.time() - manifest.at / 1000))} old"
     shown = f"{size:.3g} {('bytes', 'kB', 'MB', 'GB', 'TB')[unit]}"
     return [entry.path.name, kind, f"step {manifest.step:,}", shown, age, damage or processes]

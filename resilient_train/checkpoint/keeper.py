@@ -6,7 +6,6 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -19,7 +18,7 @@ from resilient_train.checkpoint.resume import Resume, ResumePlan, Resumption, in
 from resilient_train.checkpoint.store import CANDIDATE, VERIFIED, Entry, Manifest, Store
 from resilient_train.checkpoint.tree_files import SerializedTree, SharedWrite
 from resilient_train.checkpoint.weights import Best
-from resilient_train.checkpoint.writer import Job, SaveResult, Writer
+from resilient_train.checkpoint.writer import Job, Writer
 from resilient_train.errors import in_one_line, unusable
 from resilient_train.files import at_disk
 from resilient_train.intervals import Interval, Intervals
@@ -87,24 +86,20 @@ class CheckpointKeeper:
 
     def check(self) -> None:
         """Raise ConfigError on all ranks, each of which calls this, if something could never be saved."""
-        for name, why in filter(None, self._parts.world.all_of(self._unsaveable())):
-            if self._config.every:
-                raise unusable(name, why)
-            log.warning("%s: %s", name, why)
-
-    def _unsaveable(self) -> tuple[str, str] | None:
-        """Return the first part that cannot be serialized, and why; None if all can."""
-        if self._writer is None:
-            return None
         parts = self._parts.state.live()
         parts |= {f"remembered.{name}": item.state_dict() for name, item in self.resumption.remembered.items()}
-        for name, part in parts.items():
+        mine: dict[str, str] = {}
+        for name, part in parts.items() if self._writer is not None else ():
             try:
                 SerializedTree(part)
             except Exception as error:
                 called = f"keep({name.removeprefix('kept.')}=...)" if name.startswith("kept.") else name
-                return called, f"its state cannot be saved: {in_one_line(error)}"
-        return None
+                mine[called] = f"its state cannot be saved: {in_one_line(error)}"
+        for found in self._parts.world.all_of(mine):
+            for name, why in found.items():
+                if self._config.every:
+                    raise unusable(name, why)
+                log.warning("%s: %s", name, why)
 
     # While the run trains.
 
@@ -145,17 +140,15 @@ class CheckpointKeeper:
             writer.offer(Job(snapshot.step, self._parts.clock.tick, self._best.write))
         elif self._candidate is not None and snapshot.step >= self._candidate.step:
             candidate, self._candidate = self._candidate, None
-            assert candidate.manifest is not None
-            writer.offer(Job(candidate.step, candidate.manifest.tick, partial(self._mark_verified, candidate)))
+
+            def mark_verified() -> Entry:
+                entry = Store.mark(candidate, VERIFIED)
+                self._run_history.note_checkpoint(candidate.step, candidate.age[0])
+                return entry
+
+            writer.offer(Job(candidate.step, candidate.age[0], mark_verified))
         elif is_due:
             writer.offer(self._job(snapshot))
-
-    def _mark_verified(self, candidate: Entry) -> Entry:
-        assert self._store is not None
-        assert candidate.manifest is not None
-        entry = self._store.mark(candidate, VERIFIED)
-        self._run_history.note_checkpoint(candidate.step, candidate.manifest.tick)
-        return entry
 
     def distrust(self, since: int) -> None:
         """Demote every checkpoint after `since`, the newest step that can be trusted.
@@ -209,14 +202,14 @@ class CheckpointKeeper:
         self.wait()
         with at_disk():
             found = self._parts.world.on_main(lambda: self._saved(snapshot))
-            return found or self._on_all(lambda: self._write_now(self._job(snapshot)))
+            return found or self._on_all(lambda: self._save_now(snapshot))
 
     def save_alone(self, snapshot: Snapshot) -> Path | None:
         """As `save`, but only this process calls it; None if the state is sharded, as that takes all ranks."""
         if not self._commits or self._is_sharded:
             return None
         self.wait()
-        return self._saved(snapshot) or self._write_now(self._job(snapshot))
+        return self._saved(snapshot) or self._save_now(snapshot)
 
     def save_newest(self) -> tuple[int, Path | None]:
         """As `save_alone`, from another thread, of the newest verified snapshot.
@@ -226,7 +219,7 @@ class CheckpointKeeper:
         snapshot = self._unsaved()
         try:
             is_saved = snapshot is None or self.save_alone(snapshot) is not None
-            usable = self._store.usable() if self._store is not None and self._commits else []
+            usable = self._usable() if self._commits else []
         except OSError as error:
             log.error("checkpoints cannot be listed: %s", error.strerror or error)
             return self._last_saved, None
@@ -238,7 +231,7 @@ class CheckpointKeeper:
         is_free = self._writer is not None and self._writer.is_free and not self._is_sharded
         if snapshot is None or not is_free:
             return max(0, step - self._last_saved), lambda: None
-        return max(0, step - snapshot.step), lambda: self._write_now(self._job(snapshot))
+        return max(0, step - snapshot.step), lambda: self._save_now(snapshot)
 
     def finish(self, remedies: Mapping[str, Any], *, healthy: bool, damaged: bool = False) -> Path | None:
         """Write the present state, as verified at a healthy end, else as a candidate. All ranks call this.
@@ -254,25 +247,26 @@ class CheckpointKeeper:
             verified, (plain, tensors) = self._unsaved(), taken_apart(parts.state.live())
             present = Snapshot(parts.clock.step, plain, tensors, {}, parts.checks_state(), remedies)
             present.verified = healthy and not damaged
-            path = self._write_now(self._job(present))
+            path = self._save_now(present)
             if not present.verified and verified is not None and verified.step < present.step:
-                self._write_now(self._job(verified))  # to go back to, should the candidate be bad
+                self._save_now(verified)  # to go back to, should the candidate be bad
             return path
 
-        with at_disk():
-            if healthy and not damaged:
-                parts.world.on_main(self._write_best)
-                if (present := parts.world.on_main(lambda: self._saved_already(remedies))) is not None:
-                    return present
-            return self._on_all(write)
-
-    def _saved_already(self, remedies: Mapping[str, Any]) -> Path | None:
-        """The newest checkpoint if it holds the present state, as when a completed run is started again."""
-        clock, usable = self._parts.clock, self._store.usable() if self._store is not None else []
-        newest = usable[0].manifest if usable else None
-        if newest is None or (newest.kind, newest.step, newest.tick) != (VERIFIED, clock.step, clock.tick):
+        def written_before() -> Path | None:
+            """Write the best weights; return the checkpoint of this state, if a completed run was started again."""
+            best = self._best
+            while best is not None and best.is_ripe(parts.clock.step):
+                if self._write_now(Job(parts.clock.step, parts.clock.tick, best.write)).error is not None:
+                    break
+            present = VERIFIED, parts.clock.step, parts.clock.tick, json.loads(json.dumps(remedies))
+            for one in self._usable()[:1]:
+                if (new := one.manifest) and (new.kind, new.step, new.tick, new.remedies) == present:
+                    return one.path
             return None
-        return usable[0].path if newest.remedies == json.loads(json.dumps(remedies)) else None
+
+        with at_disk():
+            before = parts.world.on_main(written_before) if healthy and not damaged else None
+            return before or self._on_all(write)
 
     def wait(self, seconds: float | None = None) -> None:
         """Wait until nothing is being written."""
@@ -290,7 +284,7 @@ class CheckpointKeeper:
     # Loading.
 
     def begin(self, plan: ResumePlan) -> None:
-        """Load the checkpoint that the run is resumed from. All ranks call this."""
+        """Load the checkpoint that the run resumes from. All ranks call this."""
         self.previous_samples_per_update = plan.previous_samples_per_update
         if plan.path is not None:
             self._load(Entry.of(plan.path), resuming=True)
@@ -317,20 +311,22 @@ class CheckpointKeeper:
             return self._parts.world.on_main(lambda: bool(self._verified_until(since)))
 
     def _verified_until(self, since: int) -> list[Entry]:
-        usable = self._store.usable() if self._store is not None else []
-        return [one for one in usable if one.kind == VERIFIED and one.step <= since]
+        return [one for one in self._usable() if one.kind == VERIFIED and one.step <= since]
 
     def _load(self, entry: Entry, *, resuming: bool) -> None:
         self.resumption.load(entry, resuming=resuming)
-        store, is_candidate = self._store, entry.kind == CANDIDATE
-        is_own = store is not None and entry.path.parent == store.path
-        self._candidate = entry if is_candidate and is_own and self._commits else None
-        self.is_verified = not is_candidate  # on ranks that write nothing, too: all take the same snapshots
-        self._last_saved = self._parts.clock.step if is_own else 0
-        if store is not None and is_own and self._commits:
+        store = self._store if self._store is not None and entry.path.parent == self._store.path else None
+        self.is_verified = entry.kind != CANDIDATE  # on ranks that write nothing, too: all take the same snapshots
+        self._last_saved = self._parts.clock.step if store is not None else 0
+        self._candidate = None
+        if store is not None and self._commits:
+            self._candidate = None if self.is_verified else entry
             self._highest_saved = max([self._highest_saved, *(one.step for one in store.entries())])
 
     # Writing.
+
+    def _usable(self) -> list[Entry]:
+        return self._store.usable() if self._store is not None else []
 
     def _unsaved(self) -> Snapshot | None:
         """The newest verified snapshot, if no checkpoint is as new."""
@@ -339,8 +335,7 @@ class CheckpointKeeper:
 
     def _saved(self, snapshot: Snapshot) -> Path | None:
         """The path of a verified checkpoint that is as new as a snapshot."""
-        usable = self._store.usable() if self._store is not None else []
-        return next((one.path for one in usable if one.kind == VERIFIED and one.step >= snapshot.step), None)
+        return next((one.path for one in self._usable() if one.kind == VERIFIED and one.step >= snapshot.step), None)
 
     def _on_all(self, write: Callable[[], Path | None]) -> Path | None:
         """Let rank 0 write, or all ranks if each writes a share; all wait and return the path."""
@@ -348,19 +343,16 @@ class CheckpointKeeper:
         path = write() if self._is_sharded else world.on_main(write)
         return world.on_main(lambda: path)
 
-    def _write_now(self, job: Job) -> Path | None:
+    def _write_now(self, job: Job) -> Job:
+        if self._writer is not None:
+            self._note_outcome(self._writer.write_now(job))
+        return job
+
+    def _save_now(self, snapshot: Snapshot) -> Path | None:
         if self._writer is None:
             return None
-        outcome = self._writer.write_now(job)
-        self._note_outcome(outcome)
-        return outcome.entry.path if outcome.entry is not None else None
-
-    def _write_best(self) -> None:
-        best, step, tick = self._best, self._parts.clock.step, self._parts.clock.tick
-        while best is not None and best.is_ripe(step):
-            self._write_now(Job(step, tick, best.write))
-            if self._is_failing:
-                return
+        entry = self._write_now(self._job(snapshot)).entry
+        return entry.path if entry is not None else None
 
     def _job(self, snapshot: Snapshot) -> Job:
         """Make a job that writes a snapshot. Whatever takes time is left to the thread that writes."""
@@ -392,9 +384,9 @@ class CheckpointKeeper:
                 step=step,
                 tick=tick,
                 position=int(content["position"]["position"]),
-                processes=parts.world.size,
+                world=parts.world.size,
                 samples=parts.samples.slicing.samples,
-                samples_per_process=self.resumption.samples_per_process,
+                each=self.resumption.samples_per_process,
                 config=self._how.config,
                 made_by=f"resilient_train {__version__}, torch {torch.__version__}",
                 at=time.time_ns() // 1_000_000,
@@ -410,25 +402,22 @@ class CheckpointKeeper:
             self._run_history.note_checkpoint(step, tick)
             return entry
 
-        def done() -> None:
-            snapshot.is_being_written = False
-
-        return Job(step, tick, write, done)
+        return Job(step, tick, write, snapshot)
 
     def _read_outcomes(self) -> None:
-        while self._writer is not None and (outcome := self._writer.next_outcome()) is not None:
-            self._note_outcome(outcome)
+        while self._writer is not None and self._writer.finished:
+            self._note_outcome(self._writer.finished.popleft())
 
-    def _note_outcome(self, outcome: SaveResult) -> None:
-        step = outcome.job.step
+    def _note_outcome(self, job: Job) -> None:
+        step = job.step
         if not self._commits:
-            if outcome.trouble:  # rank 0 gets a note, and writes it to the journal
-                log.error("this rank's share of step %d could not be written: %s", step, outcome.trouble)
-        elif not outcome.trouble:
-            if outcome.entry is not None:
+            if job.error is not None:  # rank 0 gets a note, and writes it to the journal
+                log.error("this rank's share of step %d could not be written: %s", step, job.trouble)
+        elif job.error is None:
+            if job.entry is not None:
                 self._highest_saved = max(self._highest_saved, step)
                 rewind_tick, rewind_step = self._last_rewind
-                is_after = outcome.job.tick > rewind_tick
+                is_after = job.tick > rewind_tick
                 self._last_saved = max(self._last_saved, step if is_after else min(step, rewind_step))
             if self._is_failing:
                 log.info("checkpoints are saved again: step %d", step)
@@ -436,8 +425,8 @@ class CheckpointKeeper:
                 self._save_events.append(None)
         elif not self._is_failing:
             self._is_failing = True
-            what = f"the checkpoint of step {step:,} could not be written: {outcome.trouble}"
-            signal = Signal.DISK_FULL if outcome.is_disk_full else Signal.CHECKPOINT_FAILED
+            what = f"the checkpoint of step {step:,} could not be written: {job.trouble}"
+            signal = Signal.DISK_FULL if job.is_disk_full else Signal.CHECKPOINT_FAILED
             self._save_events.append(ProcessIncident(signal, step, step, what, "try_again"))
-            if not outcome.is_disk_full:
-                log.info("the writer of checkpoints failed", exc_info=outcome.error, extra=IN_FILE_ONLY)
+            if not job.is_disk_full:
+                log.info("the writer of checkpoints failed", exc_info=job.error, extra=IN_FILE_ONLY)

@@ -124,7 +124,7 @@ class Resumption:
         """The samples of an update in earlier processes, if only the number of processes has changed since; else 0."""
         slicing = self.parts.samples.slicing
         if entry is not None and entry.manifest is not None:
-            samples, per_process = entry.manifest.samples, entry.manifest.samples_per_process
+            samples, per_process = entry.manifest.samples, entry.manifest.each
         else:
             processes, samples = self.history.began_with or (self.parts.world.size, slicing.samples)
             per_process = samples // processes
@@ -154,7 +154,7 @@ class Resumption:
         why = explain_mismatch(live, saved.parts, parts.state.model, parts.state.optimizers)
         changed = [key for key in _SHAPES if any(one.startswith(key) for one in self.how.changed)]
         each = self.samples_per_process
-        is_resized = manifest.samples_per_process == each and not manifest.samples % each  # other number of processes
+        is_resized = manifest.each == each and not manifest.samples % each  # other number of processes
         if not why and manifest.samples != parts.samples.slicing.samples and not is_resized:
             why = f"an update had {manifest.samples} samples, and now has {parts.samples.slicing.samples}"
             if not changed:

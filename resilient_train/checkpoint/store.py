@@ -16,7 +16,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from io import BufferedReader
@@ -43,24 +43,26 @@ from resilient_train.checkpoint.tree_files import (
 )
 from resilient_train.files import Written, is_left_over, open_plain
 
+CHECKPOINTS = "checkpoints"  # its name in a run directory
 MANIFEST, WEIGHTS = "manifest.json", "weights.safetensors"
 VERIFIED, CANDIDATE, DEMOTED = "verified", "candidate", "demoted"
 
 UNKNOWN_FORMAT = "is of format"  # how the message begins about a format that this version does not read
 
 _FORMAT = 1
-_KINDS = (VERIFIED, CANDIDATE, DEMOTED)
-_KEYS = {"processes": "world", "samples_per_process": "each"}  # fields with another name in the file
+_NAME = re.compile(r"step-(\d{8,18})(\.\d+)?")
 _COUNTS = ("step", "tick", "position", "world", "samples", "each")
-_TYPES: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("kind", "config", "made_by"), (str,)),
-    **dict.fromkeys((*_COUNTS, "at"), (int,)),
-    "mlflow": (str, type(None)),
-    "remedies": (dict,),
-    "groups": (list,),
-    "files": (dict,),
+_TYPES = {  # of the fields of a Manifest, in their order
+    "kind": str,
+    **dict.fromkeys(_COUNTS, int),
+    "config": str,
+    "made_by": str,
+    "at": int,
+    "mlflow": str | None,
+    "remedies": dict,
+    "groups": list,
+    "files": dict,
 }
-_FILES = {WEIGHTS, TENSORS, TREE}
 _MOST_BYTES, _MOST_TREE = 2**26, 2**30  # of a manifest, and of tree.json
 _MOST_HEADER = 10**8  # of a safetensors file: the limit of the library
 _MOST = 10**18  # of any count
@@ -79,9 +81,9 @@ class Manifest:
     step: int
     tick: int
     position: int
-    processes: int
+    world: int  # processes
     samples: int  # of an update, over all processes and micro-batches
-    samples_per_process: int  # of an update, as configured; samples / processes, unless the number of processes changed
+    each: int  # samples of a process, as configured; samples / world, unless the number of processes changed
     config: str  # digest
     made_by: str
     at: int  # milliseconds since 1970
@@ -92,32 +94,28 @@ class Manifest:
 
     def text(self) -> str:
         """Return the content of the file; its last key is a digest of all before it."""
-        body = {"format": _FORMAT, **{_KEYS.get(name, name): value for name, value in asdict(self).items()}}
+        body: dict[str, Any] = {"format": _FORMAT, **asdict(self)}
         body["files"] = {name: {"bytes": one.size, "sha256": one.sha256} for name, one in self.files.items()}
         return json.dumps({**body, "sha256": _digest(body)}, indent=1) + "\n"
 
 
 def read(checkpoint: Path) -> Manifest:
     """Read only the manifest of a checkpoint. Raises Damaged."""
+    with _cannot_be_read():
+        if not stat.S_ISDIR(checkpoint.lstat().st_mode):
+            raise Damaged("is a link or a file, not a directory")
+    with _opened(checkpoint / MANIFEST) as file:
+        content = file.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise Damaged(f"{MANIFEST} is more than {_MOST_BYTES:,} bytes long, too long for a manifest")
     try:
-        is_directory = stat.S_ISDIR(checkpoint.lstat().st_mode)
-    except OSError as error:
-        raise Damaged(f"cannot be read: {error.strerror}") from error
-    if not is_directory:
-        raise Damaged("is a link or a file, not a directory")
-    try:
-        with _opened(checkpoint / MANIFEST) as file:
-            content = file.read(_MOST_BYTES + 1)
-        if len(content) > _MOST_BYTES:
-            raise Damaged(f"{MANIFEST} is more than {_MOST_BYTES:,} bytes long, too long for a manifest")
         manifest = _checked(json.loads(content.decode("utf-8")))
-        is_as_written = manifest.text().encode() == content
+        if manifest.text().encode() != content:  # the same values in another form, such as 1E9 for 1e9
+            raise Damaged(f"{MANIFEST} is not what was written")
     except Damaged:
         raise
-    except (OSError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise Damaged(f"{MANIFEST} is not JSON") from error
-    if not is_as_written:  # the same values in another form, such as 1E9 for 1e9
-        raise Damaged(f"{MANIFEST} is not what was written")
     return manifest
 
 
@@ -129,29 +127,28 @@ def _checked(node: Any) -> Manifest:
     if node.pop("sha256", None) != _digest(node):
         raise Damaged(f"{MANIFEST} is not what was written")
     del node["format"]
-    if node.keys() != _TYPES.keys() or any(type(node[key]) not in types for key, types in _TYPES.items()):
+    if node.keys() != _TYPES.keys() or not all(isinstance(node[key], one) for key, one in _TYPES.items()):
         raise Damaged(f"{MANIFEST} has unknown keys or wrong types")
-    if node["kind"] not in _KINDS or any(not 0 <= node[key] < _MOST for key in _COUNTS):
+    if node["kind"] not in (VERIFIED, CANDIDATE, DEMOTED) or not all(0 <= node[key] < _MOST for key in _COUNTS):
         raise Damaged(f"{MANIFEST} has invalid values")
-    files: dict[str, Written] = {}
-    for name, one in node.pop("files").items():
-        if not isinstance(one, dict) or type(one.get("bytes")) is not int or not isinstance(one.get("sha256"), str):
-            raise Damaged(f"{MANIFEST} has no size and sha256 of {name[:60]!r}")
-        files[name] = Written(one["bytes"], one["sha256"])
-    shares = {name for name in files if is_share(name)}
-    if files.keys() - shares != (_FILES - {WEIGHTS} if shares else _FILES) or not are_complete(shares):
-        listed = ", ".join(map(repr, sorted(files)))[:100] or "nothing"
+    for name, one in node["files"].items():
+        match one:
+            case {"bytes": int(size), "sha256": str(digest)}:
+                node["files"][name] = Written(size, digest)
+            case _:
+                raise Damaged(f"{MANIFEST} has no size and sha256 of {name[:60]!r}")
+    shares = {name for name in node["files"] if is_share(name)}
+    if node["files"].keys() - shares != {TENSORS, TREE, *([] if shares else [WEIGHTS])} or not are_complete(shares):
+        listed = ", ".join(map(repr, sorted(node["files"])))[:100] or "nothing"
         raise Damaged(f"{MANIFEST} lists {listed}, not the files of a checkpoint")
-    return Manifest(**{name: node.pop(key) for name, key in _KEYS.items()}, **node, files=files)
+    return Manifest(**node)
 
 
 def verify(checkpoint: Path, *, with_digests: bool = True) -> Manifest:
     """Compare the files of a checkpoint with its manifest; without digests, only their sizes. Raises Damaged."""
     manifest = read(checkpoint)
-    try:
+    with _cannot_be_read():
         names = {one.name for one in checkpoint.iterdir() if not is_left_over(one.name)}
-    except OSError as error:
-        raise Damaged(f"cannot be read: {error.strerror}") from error
     if unexpected := sorted(names - manifest.files.keys() - {MANIFEST}):
         raise Damaged(f"contains {unexpected[0][:60]!r}, which is not a file of a checkpoint")
     for name, written in manifest.files.items():
@@ -172,12 +169,19 @@ def verify(checkpoint: Path, *, with_digests: bool = True) -> Manifest:
     return manifest
 
 
-def _opened(file: Path) -> BufferedReader:
-    """Open a regular file; links are not followed."""
+@contextlib.contextmanager
+def _cannot_be_read(name: str = "") -> Iterator[None]:
     try:
-        return open_plain(file, follow=False)
+        yield
     except OSError as error:
-        raise Damaged(f"{file.name} cannot be read: {error.strerror}") from error
+        raise Damaged(f"{name} cannot be read: {error.strerror}".lstrip()) from error
+
+
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[BufferedReader]:
+    """Open a regular file; links are not followed."""
+    with _cannot_be_read(file.name), open_plain(file, follow=False) as opened:
+        yield opened
 
 
 def _size_by_header(name: str, file: BufferedReader) -> int:
@@ -192,20 +196,12 @@ def _size_by_header(name: str, file: BufferedReader) -> int:
 
 
 def _sha256(file: Path) -> str:
-    try:
-        with _opened(file) as opened:
-            return hashlib.file_digest(opened, "sha256").hexdigest()
-    except OSError as error:
-        raise Damaged(f"{file.name} cannot be read: {error.strerror}") from error
+    with _opened(file) as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _digest(body: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-CHECKPOINTS = "checkpoints"  # its name in a run directory
-
-_NAME = re.compile(r"step-(\d{8,18})(\.\d+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,18 +221,24 @@ class Entry:
 
     @property
     def kind(self) -> str:
-        """As in its manifest; empty without one."""
         return self.manifest.kind if self.manifest is not None else ""
 
     @property
     def step(self) -> int:
-        """As in its manifest; 0 without one."""
         return self.manifest.step if self.manifest is not None else 0
 
     @property
     def is_usable(self) -> bool:
         """Say whether a run may resume from it."""
         return self.kind in (VERIFIED, CANDIDATE)
+
+    @property
+    def age(self) -> tuple[int, int, str]:
+        """The tick, which never goes back, then step and name; without a manifest, the step in its name for both."""
+        if self.manifest is not None:
+            return self.manifest.tick, self.manifest.step, self.path.name
+        step = int(self.path.name.removeprefix("step-").partition(".")[0])
+        return step, step, self.path.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,10 +263,10 @@ class Store:
         found: list[Entry] = []
         with contextlib.suppress(FileNotFoundError):
             found += [Entry.of(path) for path in self.path.iterdir() if _NAME.fullmatch(path.name)]
-        entries = sorted((one for one in found if one.manifest is not None), key=_age, reverse=True)
-        for damaged in sorted((one for one in found if one.manifest is None), key=_age):
-            step = _age(damaged)[1]
-            places = (at for at, one in enumerate(entries) if one.manifest is None or one.step <= step)
+        found.sort(key=lambda one: one.age, reverse=True)
+        entries = [one for one in found if one.manifest is not None]
+        for damaged in reversed([one for one in found if one.manifest is None]):
+            places = (at for at, one in enumerate(entries) if one.manifest is None or one.step <= damaged.age[1])
             entries.insert(next(places, len(entries)), damaged)
         return entries
 
@@ -288,7 +290,15 @@ class Store:
         usual = {name: one for name, one in exported.items() if one.dtype in NAMES}
         rest = {name: one for name, one in parts["weights"].items() if name not in usual}
         tree = SerializedTree({"parts": {**parts, "weights": rest}, "memory": dict(memory)})
-        new = self._make_new(shared)
+        if not self.path.is_dir():
+            files.disk.make_directory(self.path)
+            files.sync_directory(self.path.parent)
+        new = files.temporary(self.path / ("new" if shared is None else f"new-{shared.label}"))
+        if shared is not None:
+            files.sweep(self.path.resolve())  # another rank may have left files of a checkpoint that failed
+        elif new.exists():
+            files.remove(new)
+        files.disk.make_directory(new)
         try:
             written = tree.write(new)
             if shared is None:
@@ -333,7 +343,8 @@ class Store:
                 return Saved({**parts, "weights": {**there, **rest}}, memory)
         raise Damaged("does not hold the state of a run")
 
-    def mark(self, entry: Entry, kind: str) -> Entry:
+    @staticmethod
+    def mark(entry: Entry, kind: str) -> Entry:
         """Change the kind of a checkpoint, to verified or demoted."""
         assert entry.manifest is not None
         manifest = replace(entry.manifest, kind=kind)
@@ -367,24 +378,3 @@ class Store:
         files.sweep(self.path.resolve())  # it may be a link to another disk
         for entry in self.entries():
             files.sweep(entry.path)
-
-    def _make_new(self, shared: SharedWrite | None) -> Path:
-        """Make the directory in which a checkpoint is written before it gets its name."""
-        if not self.path.is_dir():
-            files.disk.make_directory(self.path)
-            files.sync_directory(self.path.parent)
-        new = files.temporary(self.path / ("new" if shared is None else f"new-{shared.label}"))
-        if shared is not None:
-            files.sweep(self.path.resolve())  # another rank may have left files of a checkpoint that failed
-        elif new.exists():
-            files.remove(new)
-        files.disk.make_directory(new)
-        return new
-
-
-def _age(entry: Entry) -> tuple[int, int, str]:
-    """The tick, which never goes back, then step and name; without a manifest, the step in its name for both."""
-    if entry.manifest is not None:
-        return entry.manifest.tick, entry.manifest.step, entry.path.name
-    step = int(entry.path.name.removeprefix("step-").partition(".")[0])
-    return step, step, entry.path.name

@@ -44,19 +44,11 @@ from resilient_train.state.tree import (
     with_home,
 )
 
-NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
+TENSORS, TREE = "tensors.safetensors", "tree.json"
+NAMES = {  # of dtypes in safetensors
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.bool: "BOOL", torch.uint8: "U8",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
 }
 _PIECE = 2**22  # bytes that are hashed and written at a time, without Python's lock
 _SHARE = re.compile(r"share-(\d{5,})-of-(\d{5,})\.safetensors")
@@ -112,85 +104,44 @@ def are_complete(names: Iterable[str]) -> bool:
 
 def write_share(directory: Path, shared: SharedWrite, tensors: Callable[[], Mapping[str, Any]]) -> None:
     """Write this rank's share of sharded tensors, then a note for rank 0 that says that, or why it failed."""
-    path, note = directory / share_name(shared.rank, shared.world), directory / _note(shared.rank)
+    path, note = directory / share_name(shared.rank, shared.world), directory / f"share-{shared.rank:05}.json"
     try:
         deadline = time.monotonic() + _PATIENCE_S
         while not directory.is_dir():
             _pause(shared, deadline, f"{directory}: rank 0 has not begun")
-        mine = {name: one for name, one in tensors().items() if _is_written_here(one)}
-        boxes = json.dumps({name: sharding_of(one).box() for name, one in mine.items()})
-        parts = {name: local_part(one) for name, one in mine.items()}
-        written = write_file(path, chunks(parts, {_BOXES: boxes}))
+        boxes, parts = {}, {}
+        for name, one in tensors().items():
+            sharding, local = sharding_of(one), local_part(one)
+            places = zip(sharding.mesh.get_coordinate() or (), sharding.placements, strict=True)
+            # Of equal replicas the rank that holds the first writes it.
+            if local.numel() and not any(at for at, placement in places if placement.is_replicate()):
+                boxes[name], parts[name] = sharding.box(), local
+        written = write_file(path, chunks(parts, {_BOXES: json.dumps(boxes)}))
         commit_text(note, json.dumps({"bytes": written.size, "sha256": written.sha256}))
     except Exception as error:
-        with suppress(OSError):
-            files.disk.unlink(path)  # first: on a full disk, this makes room for the note
         number, why = (error.errno, error.strerror) if isinstance(error, OSError) else (None, None)
         with suppress(OSError):
-            if directory.is_dir():
-                commit_text(note, json.dumps({"errno": number, "trouble": why or in_one_line(error)}))
+            files.disk.unlink(path)  # first: on a full disk, this makes room for the note
+        with suppress(OSError):
+            commit_text(note, json.dumps({"errno": number, "trouble": why or in_one_line(error)}))
         raise
 
 
 def collect_shares(directory: Path, shared: SharedWrite, seconds: float) -> dict[str, Written]:
     """Wait until all ranks have written their shares; OSError if one could not. Rank 0 took `seconds` for its own."""
     found: dict[str, Written] = {}
+    notes = [directory / f"share-{rank:05}.json" for rank in range(shared.world)]
     deadline = time.monotonic() + max(_PATIENCE_S, 2 * seconds)
-    for rank in range(shared.world):
-        while (note := read_json(directory / _note(rank))) is None:
+    for rank, path in enumerate(notes):
+        while (note := read_json(path)) is None:
             why = "its disk is full, or the run directory is not the same one on all hosts"
             _pause(shared, deadline, f"rank {rank} has written nothing to {directory}: {why}")
-        match note:
-            case {"bytes": int(size), "sha256": str(digest)}:
-                found[share_name(rank, shared.world)] = Written(size, digest)
-            case {"errno": int() | None as number, "trouble": str(trouble)}:
-                raise OSError(number or 0, f"rank {rank} could not write its share: {trouble}")
-            case _:
-                raise OSError(0, f"rank {rank} could not write its share")
-    for rank in range(shared.world):
-        files.disk.unlink(directory / _note(rank))
+        if "sha256" not in note:
+            raise OSError(note["errno"] or 0, f"rank {rank} could not write its share: {note['trouble']}")
+        found[share_name(rank, shared.world)] = Written(note["bytes"], note["sha256"])
+    for path in notes:
+        files.disk.unlink(path)
     return found
-
-
-Part = tuple[Box, str, Callable[[Box], torch.Tensor]]  # its place, its dtype in the file, and what reads some of it
-
-
-def parts_in_shares(checkpoint: Path) -> dict[str, list[Part]]:
-    """Read the headers of all shares; ValueError, OSError or SafetensorError where they are not the headers of shares.
-
-    Returns the parts of each tensor by its name.
-    """
-    found: dict[str, list[Part]] = {}
-    for path in sorted(path for path in checkpoint.iterdir() if is_share(path.name)):
-        file: Any = safe_open(path, framework="pt")
-        boxes = json.loads((file.metadata() or {}).get(_BOXES, "null"))
-        if not isinstance(boxes, dict) or not all(map(_is_box, boxes.values())):
-            raise ValueError(f"{path.name} does not say which parts it holds")
-        for name, spans in boxes.items():
-            part, box = file.get_slice(name), tuple((start, stop) for start, stop in spans)
-            if list(part.get_shape()) != [stop - start for start, stop in box]:
-                raise ValueError(f"{name:.120} in {path.name} has another shape than the file's header says")
-            found.setdefault(name, []).append((box, part.get_dtype(), partial(_read, file, name)))
-    return found
-
-
-def _is_box(node: Any) -> bool:
-    return isinstance(node, list) and all(
-        isinstance(span, list) and len(span) == 2 and all(type(end) is int for end in span) for span in node
-    )
-
-
-def _read(file: Any, name: str, box: Box) -> torch.Tensor:
-    if not box:  # a tensor of a single element has no axis to slice
-        return file.get_tensor(name)  # type: ignore[no-any-return]
-    return file.get_slice(name)[tuple(slice(*span) for span in box)]  # type: ignore[no-any-return]
-
-
-def _is_written_here(one: Any) -> bool:
-    """Say whether this rank writes its part: it is not empty, and of equal replicas this rank holds the first."""
-    sharding = sharding_of(one)
-    pairs = zip(sharding.mesh.get_coordinate() or (), sharding.placements, strict=True)
-    return local_part(one).numel() > 0 and not any(at for at, placement in pairs if placement.is_replicate())
 
 
 def _pause(shared: SharedWrite, deadline: float, why: str) -> None:
@@ -198,11 +149,27 @@ def _pause(shared: SharedWrite, deadline: float, why: str) -> None:
         raise OSError(0, why)
 
 
-def _note(rank: int) -> str:
-    return f"share-{rank:05}.json"
+Part = tuple[Box, str, Callable[[Box], torch.Tensor]]  # its place, its dtype in the file, and what reads some of it
 
 
-TENSORS, TREE = "tensors.safetensors", "tree.json"
+def parts_in_shares(checkpoint: Path) -> dict[str, list[Part]]:
+    """Read the headers of all shares. Returns the parts of each tensor by its name."""
+    found: dict[str, list[Part]] = {}
+    for path in sorted(path for path in checkpoint.iterdir() if is_share(path.name)):
+        file: Any = safe_open(path, framework="pt")
+        for name, spans in json.loads((file.metadata() or {})[_BOXES]).items():
+            part, box = file.get_slice(name), tuple((int(start), int(stop)) for start, stop in spans)
+            if list(part.get_shape()) != [stop - start for start, stop in box]:
+                raise ValueError(f"{name:.120} in {path.name} has another shape than the file's header says")
+            found.setdefault(name, []).append((box, part.get_dtype(), partial(_read, file, name)))
+    return found
+
+
+def _read(file: Any, name: str, box: Box) -> torch.Tensor:
+    if not box:  # a tensor of a single element has no axis to slice
+        return file.get_tensor(name)  # type: ignore[no-any-return]
+    return file.get_slice(name)[tuple(slice(*span) for span in box)]  # type: ignore[no-any-return]
+
 
 Tree = Any  # dict, list or tuple of trees; a leaf is a tensor, a numpy array or scalar, or a plain value
 Place = tuple[str | int, ...]  # the keys that lead to a node
@@ -230,7 +197,10 @@ def load_tree(directory: Path, device: torch.device = _CPU) -> Tree:
         tree = _Reading(tensors, shares, device).node(json.loads(text, object_pairs_hook=_without_repeated_keys))
         if unused := sorted([*tensors, *shares]):
             raise ValueError(f"{TREE} has no place for {unused[0]:.120}")
-    except (FileNotFoundError, SafetensorError, ValueError, TypeError, OverflowError, RuntimeError) as error:
+    except (
+        *(FileNotFoundError, SafetensorError, ValueError, TypeError, OverflowError, RuntimeError),
+        *(AttributeError, LookupError),
+    ) as error:
         raise ValueError(f"{directory} is damaged: {' '.join(str(error).split())}") from error
     return tree
 
@@ -275,19 +245,22 @@ class SerializedTree:
 
     def _tensor(self, tensor: Any, path: Place) -> dict[str, Any]:
         name, local = self._name(path), local_part(tensor)
-        is_spread = local is not tensor
-        is_known = tensor.dtype in (_COMMON if is_spread else _DTYPES.values())
+        is_sharded = local is not tensor
+        is_known = tensor.dtype in (_COMMON if is_sharded else _DTYPES.values())
         if local.layout is not torch.strided or local.is_meta or not is_known:
-            what = f"is a {local.layout} tensor of {tensor.dtype} on {local.device}"
-            raise _unfit(path, f"{what} that is sharded" if is_spread else what)
-        key, tensors = ("spread", self.sharded) if is_spread else ("tensor", self._tensors)
-        described = {key: name, "dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape)}
-        if not is_spread and (order := _order(tensor)):
-            described["order"] = order
+            raise _unfit(path, f"is a {local.layout} tensor of {tensor.dtype} on {local.device}")
+        described = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape)}
         if (device := original_device(local).type) != "cpu":
             described["device"] = device
-        tensors[name] = tensor
-        return described
+        if is_sharded:
+            self.sharded[name] = tensor
+            return {"spread": name, **described}
+        self._tensors[name] = tensor
+        if not tensor.is_contiguous():  # as in channels_last: the last bit of a sum may depend on the order of the axes
+            order = sorted(range(tensor.dim()), key=lambda axis: -tensor.stride(axis))
+            if tensor.permute(order).is_contiguous():
+                described["order"] = order
+        return {"tensor": name, **described}
 
     def _array(self, array: np.ndarray[Any, Any] | np.generic, path: Place) -> dict[str, Any]:
         name, dtype = self._name(path), array.dtype.str
@@ -331,31 +304,30 @@ class _Reading:
                 return float(word)
             case {"bytes": str(text)} if len(node) == 1:
                 return base64.b64decode(text, validate=True)
-            case {"tensor": str(name), "dtype": str(dtype), "shape": list(shape), **rest} if rest.keys() <= {
-                "order",
-                "device",
-            }:
-                return with_home(self._tensor(name, dtype, shape, rest.get("order")), self._home(name, rest))
-            case {"spread": str(name), "dtype": str(dtype), "shape": list(shape), **rest} if rest.keys() <= {"device"}:
-                return self._spread(name, dtype, shape, self._home(name, rest))
-            case {"array": str(name), "dtype": str(dtype), "shape": list(shape)} if len(node) == 3:
-                return self._array(name, dtype, shape)
-            case {"scalar": str(name), "dtype": str(dtype), "shape": []} if len(node) == 3:
-                return self._array(name, dtype, [])[()]
-            case dict():
-                raise ValueError(f"it has an object it should not have, {node!r:.60}")
+            case {"dtype": str(dtype), "shape": list(shape), **rest} if all(
+                type(size) is int and size >= 0 for size in shape
+            ):
+                if (kind := rest.pop("device", None)) not in (None, self.device.type):
+                    raise ValueError(f"a tensor was on another kind of device, {kind!r:.60}")
+                home = self.device if kind else None
+                match rest:
+                    case {"tensor": str(name), **order} if order.keys() <= {"order"}:
+                        return with_home(self._tensor(name, dtype, shape, order.get("order")), home)
+                    case {"spread": str(name)} if len(rest) == 1:
+                        return self._spread(name, dtype, shape, home)
+                    case {"array": str(name)} if len(rest) == 1:
+                        return self._array(name, dtype, shape)
+                    case {"scalar": str(name)} if len(rest) == 1 and not shape:
+                        return self._array(name, dtype, shape)[()]
+        if isinstance(node, dict):
+            raise ValueError(f"it has an object it should not have, {node!r:.60}")
         return node
 
-    def _home(self, name: str, rest: dict[Any, Any]) -> torch.device | None:
-        if rest.get("device") not in (None, self.device.type):
-            raise ValueError(f"{name} was on another kind of device, {rest['device']!r:.60}")
-        return self.device if "device" in rest else None
-
-    def _tensor(self, name: str, dtype_name: str, shape: list[Any], order: Any) -> torch.Tensor:
+    def _tensor(self, name: str, dtype_name: str, shape: list[int], order: Any) -> torch.Tensor:
         dtype = _DTYPES.get(dtype_name)
         if dtype is None:
             raise ValueError(f"{name} has a dtype that is unknown here, {dtype_name:.60}")
-        saved, count = self._take(name), _count(shape)
+        saved, count = self._take(name), math.prod(shape)
         if dtype not in _COMMON and saved.dtype is torch.uint8 and saved.nbytes == count * dtype.itemsize:
             saved = saved.clone().view(dtype).reshape(shape)  # cloned, as its bytes may begin anywhere in the file
         if saved.dtype is not dtype or list(saved.shape) != shape:
@@ -367,8 +339,7 @@ class _Reading:
         inverse = [order.index(place) for place in range(saved.dim())]
         return saved.permute(order).contiguous().permute(inverse)
 
-    def _spread(self, name: str, dtype_name: str, shape: list[Any], home: torch.device | None) -> UnreadTensor:
-        _count(shape)
+    def _spread(self, name: str, dtype_name: str, shape: list[int], home: torch.device | None) -> UnreadTensor:
         dtype, parts = _DTYPES.get(dtype_name), self.shares.pop(name, [])
         if dtype not in _COMMON or any(kind != NAMES[dtype] for _, kind, _ in parts):
             raise ValueError(f"{name:.120} has another dtype in the ranks' shares than {dtype_name:.60}")
@@ -376,11 +347,11 @@ class _Reading:
             raise ValueError(f"the parts of {name:.120} do not add up to the full tensor")
         return UnreadTensor(torch.Size(shape), dtype, home, [(box, read) for box, _, read in parts])
 
-    def _array(self, name: str, dtype: str, shape: list[Any]) -> np.ndarray[Any, Any]:
+    def _array(self, name: str, dtype: str, shape: list[int]) -> np.ndarray[Any, Any]:
         if not _ARRAY_DTYPE.fullmatch(dtype):
             raise ValueError(f"{name} has a dtype that is not allowed, {dtype:.60}")
         saved, kind = self._take(name), np.dtype(dtype)
-        if saved.dtype is not torch.uint8 or saved.numel() != _count(shape) * kind.itemsize:
+        if saved.dtype is not torch.uint8 or saved.numel() != math.prod(shape) * kind.itemsize:
             raise ValueError(f"{name} is not {dtype}{shape!r:.60}")
         array: np.ndarray[Any, Any] = saved.reshape(-1).numpy().view(kind).reshape(shape).copy()
         return array
@@ -389,24 +360,6 @@ class _Reading:
         if name not in self.tensors:
             raise ValueError(f"it names {name:.120}, which is not there")
         return self.tensors.pop(name)
-
-
-def _order(tensor: torch.Tensor) -> list[int] | None:
-    """Return the order of the axes in memory if it is not the usual one, as in channels_last.
-
-    It is restored, because the last bit of a sum may depend on it.
-    """
-    if tensor.is_contiguous():
-        return None
-    strides = tensor.stride()
-    order = sorted(range(tensor.dim()), key=lambda axis: -strides[axis])
-    return order if tensor.permute(order).is_contiguous() else None
-
-
-def _count(shape: list[Any]) -> int:
-    if any(type(size) is not int or size < 0 for size in shape):
-        raise ValueError(f"it has the shape {shape!r:.60}")
-    return math.prod(shape)
 
 
 def _without_repeated_keys(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:

@@ -10,10 +10,9 @@ import contextlib
 import json
 import math
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -30,11 +29,10 @@ BEST, PRETRAINED = "best", "pretrained"  # their names in a run directory
 
 _BEST_METRICS = "best.json"
 _CONFIG, _GENERATION, _MODEL = "config.json", "generation_config.json", "model.safetensors"
-_MOST_BYTES = 2**24  # of a file of JSON
 
 
 def gathered(model: nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:
-    """All weights and buffers of an unwrapped model; tied ones once, under their first name.
+    """All weights and persistent buffers of an unwrapped model, full ones.
 
     All ranks have to call this for a sharded model; those that do not `keep` the tensors hold one at a time.
     """
@@ -73,14 +71,12 @@ def load_into(model: nn.Module, source: Path) -> None:
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError("run.init_from", source, f"has no weights that can be read: {error}") from error
     own = _tensors(model)
-    missing, unexpected = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
-    if missing or unexpected:
-        why = f"does not fit the model: it lacks {_some(missing)}, and has {_some(unexpected)} in addition"
-        raise ConfigError("run.init_from", source, why)
-    for name, tensor in own.items():
-        if tensor.shape != saved[name].shape:
-            why = f"does not fit the model: {name} is {list(saved[name].shape)}, not {list(tensor.shape)}"
+    for name in sorted(own.keys() | saved.keys()):
+        theirs, ours = (list(some[name].shape) if name in some else "missing" for some in (saved, own))
+        if theirs != ours:
+            why = f"does not fit the model: {name} is {theirs} there, and {ours} in the model"
             raise ConfigError("run.init_from", source, why)
+    for name, tensor in own.items():
         tensor.copy_(saved[name])
 
 
@@ -90,17 +86,13 @@ def _loaded(file: Path) -> dict[str, torch.Tensor]:
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The weights and persistent buffers of a model by name; tied ones once, under their first name."""
     persistent = model.state_dict(keep_vars=True).keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
     return {**dict(model.named_parameters()), **buffers}
 
 
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") if names else "nothing"
-
-
-@dataclass(frozen=True, eq=False)
-class _Pending:
+class _Pending(NamedTuple):
     step: int
     metrics: Mapping[str, float]
     tensors: Mapping[str, torch.Tensor]
@@ -180,7 +172,7 @@ def describe(model: nn.Module, run_dir: Path) -> None:
     directory = run_dir / PRETRAINED
     directory.mkdir(exist_ok=True)
     for name, node in configs.items():
-        files.commit_text(directory / name, json.dumps(node, indent=2, sort_keys=True, default=str) + "\n")
+        files.commit_text(directory / name, _as_text(node))
 
 
 def export(run_dir: Path, checkpoint: Path, to: Path) -> Manifest:
@@ -191,25 +183,25 @@ def export(run_dir: Path, checkpoint: Path, to: Path) -> Manifest:
         raise NotExportable(f"--export {why}")
     if to.is_symlink() or (to.exists() and not to.is_dir()) or (to.is_dir() and any(to.iterdir())):
         raise NotExportable(f"{to} is there already: --export makes a new folder")
-    configs = {_CONFIG: _json(source / _CONFIG)}
-    if (source / _GENERATION).exists():
-        configs[_GENERATION] = _json(source / _GENERATION)
-    manifest = verify(checkpoint)
-    new = files.temporary(to)
-    try:
-        to.absolute().parent.mkdir(parents=True, exist_ok=True)
-        if new.exists():
-            files.remove(new)
-        files.disk.make_directory(new)
-        for name, content in configs.items():
-            files.write_file(new / name, [content])
-        files.write_file(new / _MODEL, chunks(_joined(checkpoint)))
-        files.commit_directory(new, to)
-    except OSError as error:
-        raise NotExportable(f"{to} cannot be written: {error.strerror or error}") from error
-    finally:
-        if new.exists():
-            files.remove(new)
+    configs = {}
+    for name in (_CONFIG, _GENERATION):
+        if name == _CONFIG or (source / name).exists():
+            configs[name] = files.read_json(source / name)
+            if not isinstance(configs[name], dict):
+                raise NotExportable(f"{source / name} is not what a run writes there")
+    manifest, new = verify(checkpoint), files.temporary(to)
+    with _writing(to):
+        try:
+            if new.exists():
+                files.remove(new)
+            files.disk.make_directory(new)
+            for name, content in configs.items():
+                files.write_file(new / name, [_as_text(content).encode()])
+            files.write_file(new / _MODEL, chunks(_joined(checkpoint)))
+            files.commit_directory(new, to)
+        finally:
+            if new.exists():
+                files.remove(new)
     return manifest
 
 
@@ -218,12 +210,18 @@ def export_weights(checkpoint: Path, to: Path) -> Manifest:
     if to.is_symlink() or to.exists():
         raise NotExportable(f"{to} is there already: --weights makes a new file")
     manifest = verify(checkpoint)
+    with _writing(to):
+        files.commit(to, chunks(_joined(checkpoint)))
+    return manifest
+
+
+@contextlib.contextmanager
+def _writing(to: Path) -> Iterator[None]:
     try:
         to.absolute().parent.mkdir(parents=True, exist_ok=True)
-        files.commit(to, chunks(_joined(checkpoint)))
+        yield
     except OSError as error:
         raise NotExportable(f"{to} cannot be written: {error.strerror or error}") from error
-    return manifest
 
 
 def _joined(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -233,13 +231,5 @@ def _joined(checkpoint: Path) -> dict[str, torch.Tensor]:
         raise Damaged(f"cannot be loaded: {in_one_line(error)}") from error
 
 
-def _json(file: Path) -> bytes:
-    """Read a file that contains a JSON object."""
-    try:
-        with files.open_plain(file, follow=False) as opened:
-            content = opened.read(_MOST_BYTES + 1)
-        if len(content) <= _MOST_BYTES and isinstance(json.loads(content), dict):
-            return content
-    except (OSError, ValueError, RecursionError):
-        pass
-    raise NotExportable(f"{file} is not what a run writes there")
+def _as_text(config: Any) -> str:
+    return json.dumps(config, indent=2, sort_keys=True, default=str) + "\n"

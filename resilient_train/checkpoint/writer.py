@@ -12,11 +12,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from resilient_train.checkpoint import store as manifests
-from resilient_train.checkpoint.store import Damaged, Entry, Store
+from resilient_train.checkpoint.store import Damaged, Entry, Store, verify
 from resilient_train.checkpoint.tree_files import is_share
 from resilient_train.errors import in_one_line
 from resilient_train.files import at_disk
+from resilient_train.state.ring import Snapshot
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 120.0  # between two attempts on a disk that fails
 _NICE = 10  # training has priority
@@ -25,23 +25,17 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _log = logging.getLogger("resilient_train")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False)
 class Job:
-    """One thing to write."""
+    """One thing to write, and how that went."""
 
     step: int
     tick: int
     write: Callable[[], Entry | None]  # None: it was not a checkpoint
-    done: Callable[[], None] = lambda: None  # called in any case, once the memory is no longer read
-
-
-@dataclass(frozen=True, slots=True)
-class SaveResult:
-    """The result of a job."""
-
-    job: Job
-    entry: Entry | None  # the checkpoint, if it was one
+    snapshot: Snapshot | None = None  # that it reads
+    entry: Entry | None = None  # the checkpoint that it wrote
     error: Exception | None = None
+    is_offered: bool = False  # it is written in the background
 
     @property
     def trouble(self) -> str:
@@ -65,7 +59,7 @@ class Writer:
         self._changed = threading.Condition()
         self.writing: Job | None = None
         self.began: float | None = None  # when, on the monotonic clock
-        self._outcomes: deque[SaveResult] = deque()
+        self.finished: deque[Job] = deque()  # that were offered; whoever reads one removes it
         self._pause, self._not_before = 0.0, 0.0
 
     @property
@@ -74,75 +68,69 @@ class Writer:
         return self.writing is None and time.monotonic() >= self._not_before
 
     def offer(self, job: Job) -> None:
-        """Write this in a new thread, so that no thread is left after the run."""
+        """Write this in a new thread, so that no thread is left after the run; the job is in `finished` then."""
+        job.is_offered = True
         with self._changed:
             assert self.writing is None
             self.writing = job
-        thread = threading.Thread(target=self._main, args=(job,), name="checkpoint-writer", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:  # the machine has no thread left
-            self._outcomes.append(self._failed(job, error))
-            job.done()
-            self._free()
 
-    def write_now(self, job: Job) -> SaveResult:
+        def write() -> None:
+            with contextlib.suppress(OSError, AttributeError):  # on Linux, only of this thread
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+            self._execute(job)
+
+        try:
+            threading.Thread(target=write, name="checkpoint-writer", daemon=True).start()
+        except RuntimeError as error:  # the machine has no thread left
+            self._fail(job, error)
+            self._end(job)
+
+    def write_now(self, job: Job) -> Job:
         """Wait for the current job, then write this, even during a pause."""
         with at_disk(), self._changed:  # two at a time would write to the same directory
             self._changed.wait_for(lambda: self.writing is None)
             self.writing = job
-        try:
-            return self._execute(job)
-        finally:
-            self._free()
+        self._execute(job)
+        return job
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until nothing is being written."""
         with at_disk(), self._changed:
             return self._changed.wait_for(lambda: self.writing is None, seconds)
 
-    def next_outcome(self) -> SaveResult | None:
-        """Remove and return the oldest outcome; None if there is none."""
-        return self._outcomes.popleft() if self._outcomes else None
-
-    def _main(self, job: Job) -> None:
-        with contextlib.suppress(OSError, AttributeError):  # on Linux, only of this thread
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+    def _execute(self, job: Job) -> None:
+        self.began = time.monotonic()
         try:
-            self._outcomes.append(self._execute(job))
+            job.entry = job.write()
+            self._pause = self._not_before = 0.0
+            if job.entry is not None:
+                self._prune(job.entry)
+        except Exception as error:  # whatever goes wrong, training continues
+            self._fail(job, error)
         finally:
-            self._free()
+            self.began = None
+            self._end(job)
 
-    def _free(self) -> None:
+    def _fail(self, job: Job, error: Exception) -> None:
+        job.error = error
+        self._pause = min(max(_FIRST_PAUSE_S, 2 * self._pause), _LONGEST_PAUSE_S)
+        self._not_before = time.monotonic() + self._pause
+
+    def _end(self, job: Job) -> None:
+        if job.snapshot is not None:
+            job.snapshot.is_being_written = False
+        if job.is_offered:
+            self.finished.append(job)
         with self._changed:
             self.writing = None
             self._changed.notify_all()
-
-    def _execute(self, job: Job) -> SaveResult:
-        self.began = time.monotonic()
-        try:
-            entry = job.write()
-            self._pause = self._not_before = 0.0
-            if entry is not None:
-                self._prune(entry)
-            return SaveResult(job, entry)
-        except Exception as error:  # whatever goes wrong, training continues
-            return self._failed(job, error)
-        finally:
-            self.began = None
-            job.done()
-
-    def _failed(self, job: Job, error: Exception) -> SaveResult:
-        self._pause = min(max(_FIRST_PAUSE_S, 2 * self._pause), _LONGEST_PAUSE_S)
-        self._not_before = time.monotonic() + self._pause
-        return SaveResult(job, None, error)
 
     def _prune(self, entry: Entry) -> None:
         """Remove old checkpoints once the new one was read back."""
         try:
             # Shares are not read back: that would take this rank as long as all ranks together took to write them.
             is_sharded = any(map(is_share, entry.manifest.files if entry.manifest else ()))
-            manifests.verify(entry.path, with_digests=not is_sharded)
+            verify(entry.path, with_digests=not is_sharded)
             self._store.prune(self._keep, self._keep_every, self._reference())
         except Damaged as why:
             _log.error("%s %s: older checkpoints are kept", entry.path, why)
