@@ -21,7 +21,7 @@ from resilient_train.data.fed import Fed, FedSamples
 from resilient_train.errors import TrainError, own_error
 from resilient_train.state.copies import Backup
 from resilient_train.state.randomness import RecordedStates
-from resilient_train.update.schedule import StatelessSchedule
+from resilient_train.update.schedule import Schedule
 from resilient_train.update.updater import LR_OF_GUARD
 from resilient_train.wording import log
 
@@ -43,7 +43,7 @@ def refuse_bad_options(who: str, options: Mapping[str, Any]) -> None:
     arguments.check_settings(**options)
 
 
-class TrainersSettings(StatelessSchedule):
+class TrainersSettings(Schedule):
     """The settings of an optimizer's groups that the trainer's schedule made for the update at hand."""
 
     def __init__(self) -> None:

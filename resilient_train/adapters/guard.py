@@ -45,6 +45,7 @@ from resilient_train.state.run_state import Clock, RunState, Stateful
 from resilient_train.trials import Trials
 from resilient_train.types import Incident, Signal
 from resilient_train.update.clip import norm_over_ranks
+from resilient_train.update.gate import synchronous
 from resilient_train.update.objective import Objective
 from resilient_train.update.turns import DirectStepCheck
 from resilient_train.update.updater import Precision, Updater
@@ -207,7 +208,7 @@ class Guard(guard.EngineGuard):
             self._owes_resume = bool(resume)
             self._left: Path | None = None  # the state at the end of the loop
             self._handled: BaseException | None = None  # an error that the caller handles with this loop
-            waits = updater.gate.synchronous() if device.type != "cpu" else []
+            waits = synchronous(updater.optimizers) if device.type != "cpu" else []
             self._cautions = [*arguments.cautions(samples, waits, has_objective=measured is not None)]
             self._unused = warn_if_unused(self, world, self._direct_steps) if is_own_loop else None
         except BaseException:

@@ -46,9 +46,18 @@ from resilient_train.state.tree import (
 
 TENSORS, TREE = "tensors.safetensors", "tree.json"
 NAMES = {  # of dtypes in safetensors
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.bool: "BOOL", torch.uint8: "U8",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
 }
 _PIECE = 2**22  # bytes that are hashed and written at a time, without Python's lock
 _SHARE = re.compile(r"share-(\d{5,})-of-(\d{5,})\.safetensors")

@@ -5,24 +5,18 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 
 from resilient_train.errors import ConfigError, unusable
 
-_MASTER = ("MASTER_ADDR", "MASTER_PORT")
 _SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")  # Accelerate reads these
+
+_ITS_OWN_UPDATES = "{} is not supported yet: it makes its updates itself, where none can be refused. {}"
+_INSTEAD = "For a model that does not fit on one device take accelerate.fsdp=true"
 
 # Variables that Accelerate's launcher sets for engines around a model: why each is refused, and what to use instead.
 _ENGINES = {
-    "ACCELERATE_USE_DEEPSPEED": (
-        "DeepSpeed is not supported yet: it makes its updates itself, where none can be refused. "
-        "For a model that does not fit on one device take accelerate.fsdp=true, else DDP: "
-        "accelerate launch --multi_gpu, or torchrun"
-    ),
-    "ACCELERATE_USE_MEGATRON_LM": (
-        "Megatron-LM is not supported yet: it makes its updates itself, where none can be refused. "
-        "For a model that does not fit on one device take accelerate.fsdp=true"
-    ),
+    "ACCELERATE_USE_DEEPSPEED": _ITS_OWN_UPDATES.format("DeepSpeed", _INSTEAD),
+    "ACCELERATE_USE_MEGATRON_LM": _ITS_OWN_UPDATES.format("Megatron-LM", _INSTEAD),
     "ACCELERATE_USE_FSDP": (
         "sharding is not taken from accelerate launch --use_fsdp: leave that out and set accelerate.fsdp=true, "
         "which shards by FSDP2 (accelerate launch --multi_gpu, or torchrun)"
@@ -33,9 +27,8 @@ _ENGINES = {
 }
 
 
-def refuse_what_is_not_supported(environment: Mapping[str, str] | None = None) -> None:
+def refuse_what_is_not_supported(environment: Mapping[str, str] = os.environ) -> None:
     """Raise ConfigError where the run would silently differ from what the launcher was asked for."""
-    environment = os.environ if environment is None else environment
     alone = "launchers such as torchrun set it; for a run of one process unset RANK and WORLD_SIZE"
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         if name in environment and re.fullmatch(r"-?\d{1,9}", environment[name]) is None:
@@ -47,9 +40,10 @@ def refuse_what_is_not_supported(environment: Mapping[str, str] | None = None) -
         if environment.get(name, "").lower() in ("true", "1", "yes"):
             raise ConfigError(name, environment[name], why)
     is_single = "ACCELERATE_USE_CPU" in environment and not any(name in environment for name in _SIZES)
-    if is_single and _launcher_set_master(environment):
+    if is_single and environment.keys() >= {"MASTER_ADDR", "MASTER_PORT"}:  # set by it for several processes only
         why = "several processes were asked for, and on CPUs it starts one. Use torchrun --nproc_per_node N "
-        raise unusable("accelerate launch", why + "-m resilient_train accelerate.cpu=true, or --num_processes 1")
+        why += "-m resilient_train accelerate.cpu=true; for one process unset MASTER_ADDR"
+        raise unusable("accelerate launch", why)
 
 
 def refuse_devices(*, has_device: bool, gpus: int) -> None:
@@ -76,17 +70,3 @@ def hosts(size: int) -> int:
         return int(groups)
     here = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, size // int(here)) if here.isdigit() and int(here) else 1
-
-
-def _launcher_set_master(environment: Mapping[str, str]) -> bool:
-    """Say whether Accelerate's launcher has set the master's address, which it does for several processes only.
-
-    If these variables come from the user's shell, the launcher's own environment has them too.
-    """
-    if not all(name in environment for name in _MASTER):
-        return False
-    try:
-        words = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return True
-    return not all(f"{name}={environment[name]}".encode() in words for name in _MASTER)

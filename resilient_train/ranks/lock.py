@@ -11,7 +11,6 @@ import stat
 import threading
 import time
 from pathlib import Path
-from typing import NoReturn
 
 from resilient_train.errors import ConfigError, DirectoryInUse
 from resilient_train.files import read_plain
@@ -54,12 +53,10 @@ class DirectoryLock:
         with contextlib.ExitStack() as opened:  # the directory first: the holder may lack the file
             self._whole = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
             opened.callback(os.close, self._whole)
-            if not _taken(self._whole):
-                self._refuse()
+            self._require(_taken(self._whole))
             self._file = self._open()
             opened.callback(os.close, self._file)
-            if not _taken(self._file):
-                self._refuse()
+            self._require(_taken(self._file))
             self._sign()
             opened.pop_all()
         _held.update((self._whole, self._file))
@@ -76,9 +73,10 @@ class DirectoryLock:
                 _held.discard(descriptor)
                 os.close(descriptor)
 
-    def _refuse(self) -> NoReturn:
-        advice = "wait for it to end, or start another run with run.name=..."
-        raise DirectoryInUse(self._path.parent, _holder(self._path) or "another process", advice)
+    def _require(self, is_ours: bool) -> None:
+        if not is_ours:
+            advice = "wait for it to end, or start another run with run.name=..."
+            raise DirectoryInUse(self._path.parent, _holder(self._path), advice)
 
     def _open(self) -> int:
         return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
@@ -101,7 +99,7 @@ class DirectoryLock:
                     continue
                 file = self._open()
                 if not _taken(file):
-                    other = _holder(self._path) or "another process"
+                    other = _holder(self._path)
                     _log.error("%s was removed, and %s has the run now: this process ends", self._path, other)
                     os._exit(1)
                 _log.warning("%s was removed during the run: it is locked again", self._path)
@@ -138,7 +136,7 @@ def holder_of(directory: Path) -> str | None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            return _holder(directory / LOCK) or "by a process that starts"
+            return _holder(directory / LOCK)
         except OSError:
             continue
         finally:
@@ -148,6 +146,6 @@ def holder_of(directory: Path) -> str | None:
 
 def _holder(path: Path) -> str:
     try:
-        return read_plain(path, last=200).decode(errors="replace").strip()
+        return read_plain(path, last=200).decode(errors="replace").strip() or "another process"
     except OSError:
-        return ""
+        return "another process"

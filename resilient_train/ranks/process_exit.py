@@ -11,9 +11,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from itertools import pairwise
 from types import FrameType
 from typing import Any
 
@@ -23,9 +22,7 @@ from resilient_train.errors import Stopped
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
-_ONE_REQUEST_S = (
-    3.0  # within it, signals are one request: after Ctrl-C a process gets its own signal and the launcher's
-)
+_ONE_REQUEST_S = 3.0  # within it, signals are one request: Ctrl-C comes directly, and again from the launcher
 _FINAL_CODES = (2, 3, 75)  # a restart would end the same way, or the end was requested
 _AGENT = "TORCHELASTIC_RUN_ID"  # an elastic agent sets it for its processes
 _PR_SET_PDEATHSIG = 1
@@ -33,11 +30,10 @@ _PR_SET_PDEATHSIG = 1
 _listening: list[StopRequests] = []
 
 
+# Let a forked process, perhaps of a pool, end at the first SIGTERM like any other.
 def _restore_in_child() -> None:
-    """Let a forked process, perhaps of a pool, end at the first SIGTERM like any other."""
-    for requests in _listening:
-        requests.restore_handlers()
-    _listening.clear()
+    for requests in [*_listening]:
+        requests.__exit__()
 
 
 os.register_at_fork(after_in_child=_restore_in_child)
@@ -68,17 +64,14 @@ class StopRequests:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.restore_handlers()
-        if self in _listening:
-            _listening.remove(self)
-
-    def restore_handlers(self) -> None:
+        """Restore the handlers from before."""
         if self._before:
             for number, handler in self._before.items():
                 signal.signal(number, handler)
             os.close(signal.set_wakeup_fd(self._wakeup))
             os.close(self._read)
             self._read, self._before = -1, {}
+            _listening.remove(self)
 
     def asked(self) -> bool:
         """Say whether the run is to stop."""
@@ -134,21 +127,6 @@ def ignore_requests() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def warn_of_running_threads() -> None:
-    """If the process does not end within seconds, name the threads it waits for: mostly those of user code."""
-
-    def warn() -> None:
-        running = [one for one in threading.enumerate() if not one.daemon and one is not threading.main_thread()]
-        if running:
-            names = ", ".join(one.name for one in running)
-            print(f"the run has ended; its process waits for non-daemon threads: {names}", file=sys.stderr)
-
-    timer = threading.Timer(3.0, warn)
-    timer.daemon = True
-    with suppress(RuntimeError):  # no thread can be started
-        timer.start()
-
-
 @contextmanager
 def exit_on_request_in_c() -> Iterator[None]:
     """Let a request end the process also while its main thread waits in C, where no Python handler can run.
@@ -185,32 +163,18 @@ def exit_with_agent() -> None:
     """
     if _AGENT not in os.environ:
         return
-    parent = os.getppid()
-    is_sure = exit_with_parent()
-    if os.getppid() != parent or (parent == 1 and _adopts_orphans()):  # it had ended before the kernel was asked
+    parent, is_agent = os.getppid(), False
+    with suppress(OSError):  # process 1 is the agent in a container; elsewhere the system's, which adopts orphans
+        is_agent = parent != 1 or "python" in os.readlink("/proc/1/exe")
+    exit_with_parent()
+    if os.getppid() != parent or not is_agent:  # it had ended before the kernel was asked
         os._exit(1)
-    ancestors = [os.getpid(), parent]  # those that the agent has started as well, and last the agent itself
-    with suppress(psutil.Error, OSError):
-        while ancestors[-1] > 1 and _AGENT in psutil.Process(ancestors[-1]).environ():
-            ancestors.append(psutil.Process(ancestors[-1]).ppid())
-    if not is_sure or len(ancestors) > 2:  # a script between the two would stay, and this process with it
-        threading.Thread(target=_exit_with_ancestors, args=(ancestors,), name="agent", daemon=True).start()
 
 
-def _adopts_orphans() -> bool:
-    """Say whether process 1 is the system's. In a container it may be the agent."""
-    try:
-        return "python" not in os.readlink("/proc/1/exe")
-    except OSError:  # another user's: no agent that could have started this
-        return True
-
-
-def exit_with_parent() -> bool:
-    """Let the kernel end this process as soon as the thread that started it has ended; False if it cannot."""
-    try:
-        return ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) == 0  # type: ignore[no-any-return]
-    except (AttributeError, OSError, TypeError):
-        return False
+def exit_with_parent() -> None:
+    """Let the kernel end this process as soon as the thread that started it has ended. Only Linux can."""
+    with suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def has_lost_sibling() -> bool:
@@ -227,18 +191,3 @@ def has_lost_sibling() -> bool:
             with suppress(psutil.Error):
                 alive += child.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     return 0 < alive < int(started)
-
-
-def _exit_with_ancestors(ancestors: Sequence[int]) -> None:
-    """Kill this process when an ancestor has ended: the one below it has another parent then."""
-    while True:
-        for process, parent in pairwise(ancestors):
-            is_broken = False
-            with suppress(OSError, psutil.AccessDenied):  # such as no descriptor left
-                try:
-                    is_broken = psutil.Process(process).ppid() != parent
-                except psutil.NoSuchProcess:
-                    is_broken = True
-            if is_broken:
-                os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(1.0)

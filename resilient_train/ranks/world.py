@@ -38,6 +38,10 @@ from resilient_train.ranks import launch
 from resilient_train.ranks.process_exit import exit_on_request_in_c
 from resilient_train.reader import AccelerateConfig
 
+T = TypeVar("T")
+
+_ROWS = (nn.ModuleList, nn.Sequential)
+
 
 def shard(model: nn.Module, names: Sequence[str] | None, device: torch.device, world: int) -> str:
     """Shard the weights over all ranks block by block, so that one block at a time is whole. Returns what was done.
@@ -52,10 +56,9 @@ def shard(model: nn.Module, names: Sequence[str] | None, device: torch.device, w
         raise ConfigError("accelerate.fsdp", True, why)
     mesh = init_device_mesh(device.type, (world,))
     found = blocks(model, names)
-    counts = _counts(found)
-    for block in found:
+    counts = _counts(found)  # before their classes are replaced
+    for block in [*found, model]:
         fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
     return f"FSDP2 over {world} processes ({counts or 'as one block'})"
 
 
@@ -86,25 +89,21 @@ def blocks(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
         raise ConfigError("accelerate.blocks", list(names), f"{unknown[0]} is no class of a module of this model")
     classes = named & kinds
     if not classes:
-        rows = [one for one in model.modules() if isinstance(one, nn.ModuleList | nn.Sequential)]
-        counted = Counter(type(layer).__name__ for row in rows for layer in row if _is_composed(layer))
+        layers = [layer for one in model.modules() if isinstance(one, _ROWS) for layer in one]
+        composed = [one for one in layers if not isinstance(one, _ROWS) and len([*one.children()]) > 1]
+        counted = Counter(type(one).__name__ for one in composed if any(True for _ in one.parameters()))
         classes = {name for name, count in counted.items() if count > 1}
-    found: list[nn.Module] = []
+    found: dict[nn.Module, None] = {}  # a set in order
 
     def look(module: nn.Module) -> None:
         for child in module.children():
             if type(child).__name__ in classes:
-                found.append(child)
+                found[child] = None
             else:
                 look(child)
 
     look(model)
-    return list(dict.fromkeys(found))
-
-
-def _is_composed(layer: nn.Module) -> bool:
-    is_row = isinstance(layer, nn.ModuleList | nn.Sequential)
-    return not is_row and sum(1 for _ in layer.children()) > 1 and any(True for _ in layer.parameters())
+    return list(found)
 
 
 def _checkpointed(forward: Any) -> Any:
@@ -121,8 +120,6 @@ def _counts(found: Sequence[nn.Module]) -> str:
     kinds = Counter(type(one).__name__ for one in found)
     return " and ".join(f"{count} x {name}" for name, count in kinds.items())
 
-
-T = TypeVar("T")
 
 _GONE = re.compile(  # gloo, NCCL and the store
     r"closed by peer|reset by peer|Broken pipe|Socket closed|Connection refused|Connection timed out|got 0 bytes"
@@ -157,8 +154,8 @@ class World:
         """Say whether an error came out of a collective: the others may be gone, or wait for this rank in vain."""
         if isinstance(error, torch.distributed.DistError) or is_lost_peer(error):
             return True
-        frames = traceback.extract_tb(error.__traceback__)
-        return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(torch.distributed.__file__).parent)
+        raised_in = [frame.filename for frame in traceback.extract_tb(error.__traceback__)][-1:]
+        return bool(raised_in) and Path(raised_in[0]).is_relative_to(Path(torch.distributed.__file__).parent)
 
     @classmethod
     def joined(cls, config: AccelerateConfig, *, start_timeout: float = 0.0, limit: float = 0.0) -> World:
@@ -213,11 +210,9 @@ class World:
         return batch if self.device.type == "cpu" else send_to_device(batch, self.device, non_blocking=True)
 
     def mean(self, vector: torch.Tensor) -> torch.Tensor:
-        """Average a vector over the ranks."""
         return self.accelerator.reduce(vector, "mean") if self.size > 1 else vector
 
     def sum(self, vector: torch.Tensor) -> torch.Tensor:
-        """Add a vector up over the ranks."""
         return self.accelerator.reduce(vector, "sum") if self.size > 1 else vector
 
     def gather(self, vector: torch.Tensor) -> torch.Tensor | None:
@@ -241,13 +236,13 @@ class World:
         """Return the least of a number over the ranks."""
         if self.size == 1:
             return number
-        vector = torch.tensor([-number], dtype=torch.float64, device=self.device)
-        torch.distributed.all_reduce(vector, torch.distributed.ReduceOp.MAX)
-        return -float(vector.item())
+        vector = torch.tensor(number, dtype=torch.float64, device=self.device)
+        torch.distributed.all_reduce(vector, torch.distributed.ReduceOp.MIN)
+        return float(vector)
 
     def union(self, names: Iterable[str]) -> list[str]:
         """Return every name that any rank knows, in the same order everywhere."""
-        return sorted(set(gather_object(list(names)) if self.size > 1 else names))
+        return sorted(set().union(*self.all_of(list(names))))
 
     def all_of(self, mine: T) -> list[T]:
         """Return what every rank has, in the order of the ranks.
@@ -301,11 +296,12 @@ class World:
 
     def __str__(self) -> str:
         kind = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
-        count = torch.get_num_threads()
-        threads = f", {count} thread{'s' * (count != 1)}" if self.device.type == "cpu" else ""
-        hosts = "1 host" if self.hosts == 1 else f"{self.hosts} hosts"
+        if self.device.type == "cpu":
+            count = torch.get_num_threads()
+            kind += f", {count} thread{'s' * (count != 1)}"
+        hosts = f"{self.hosts} host{'s' * (self.hosts != 1)}"
         processes = f"{self.size} processes on {hosts}, each" if self.size > 1 else "1 process"
-        return f"{processes} on {kind}{threads}, {self.accelerator.mixed_precision or 'no'} mixed precision"
+        return f"{processes} on {kind}, {self.accelerator.mixed_precision or 'no'} mixed precision"
 
 
 # Joining. An elastic agent keeps one store over all restarts, and in it what earlier processes left, such as their

@@ -95,14 +95,7 @@ class Gate:
 
     def admits(self, loss: float, grad_norm: float) -> bool:
         """Decide on the host, as the device does."""
-        return self._admits(loss, grad_norm, self.limits[0])
-
-    def _admits(self, loss: float, grad_norm: float, limit: float) -> bool:
-        return -math.inf < loss <= limit and grad_norm <= self.limits[1]
-
-    def synchronous(self) -> list[str]:
-        """Name the optimizers for which the host has to wait for the measurement."""
-        return _synchronous(self.optimizers)
+        return -math.inf < loss <= self.limits[0] and grad_norm <= self.limits[1]
 
     @torch.no_grad()
     def step(
@@ -125,10 +118,10 @@ class Gate:
                 for optimizer in optimizers:
                     optimizer.step()
             return None
-        waits_for = _synchronous(optimizers)
+        waits_for = synchronous(optimizers)
         if waits_for or not self._is_settled(optimizers):
             numbers: list[float] = measured.tolist()
-            if self._admits(numbers[0], numbers[1], self.limits[0] if is_whole else NO_LIMIT):
+            if -math.inf < numbers[0] <= (self.limits[0] if is_whole else NO_LIMIT) and numbers[1] <= self.limits[1]:
                 weights, factor = scaled or ((), 1.0)
                 before = [weight.clone() for weight in weights] if factor != 1.0 else []
                 for optimizer in optimizers:
@@ -168,21 +161,20 @@ class Gate:
         return True
 
 
-def _synchronous(optimizers: Sequence[Optimizer]) -> list[str]:
-    return [type(one).__name__ for one in optimizers if not _heeds_found_inf(one)]
-
-
 def _with_gradient(optimizer: Optimizer) -> list[torch.Tensor]:
     return [weight for group in optimizer.param_groups for weight in group["params"] if weight.grad is not None]
 
 
-def _heeds_found_inf(optimizer: Optimizer) -> bool:
-    """Say whether a refused step of this optimizer changes nothing, moments and step counter included.
+def synchronous(optimizers: Sequence[Optimizer]) -> list[str]:
+    """Name the optimizers for which the host has to wait for the measurement: a refused step would change something.
 
     A user's class may do more than the torch class it is derived from, and so may hooks.
     """
-    return (
-        type(optimizer).__module__.startswith("torch.optim")
-        and getattr(optimizer, "_step_supports_amp_scaling", False)
-        and not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
-    )
+    return [
+        type(one).__name__
+        for one in optimizers
+        if not type(one).__module__.startswith("torch.optim")
+        or not getattr(one, "_step_supports_amp_scaling", False)
+        or one._optimizer_step_pre_hooks
+        or one._optimizer_step_post_hooks
+    ]

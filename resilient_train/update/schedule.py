@@ -6,7 +6,7 @@ import copy
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch.optim import Optimizer
@@ -18,7 +18,6 @@ Curve = Callable[[int], float]  # accepted updates so far -> factor of the confi
 
 
 def constant(step: int) -> float:
-    """Keep the configured rate."""
     return 1.0
 
 
@@ -41,36 +40,25 @@ def _warmup_factor(step: int, warmup_steps: int) -> float:
     return min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
 
 
-class Schedule(Protocol):
+class Schedule:
     """Sets the groups of an optimizer for the update after `step` accepted ones."""
 
     def settings(self, step: int) -> Sequence[dict[str, Any]]:
         """Return the settings of each parameter group."""
+        raise NotImplementedError
 
     def advance(self, step: int) -> None:
         """Note that `step` updates were accepted. Refused ones must not change the schedule."""
 
     def state_dict(self) -> Any:
         """Return what `settings` depends on besides the step."""
-
-    def load_state_dict(self, state: Any) -> Any:
-        """Restore a state."""
-
-
-class StatelessSchedule:
-    """Base of schedules whose settings depend on nothing that they would have to save."""
-
-    def advance(self, step: int) -> None:
-        pass
-
-    def state_dict(self) -> Any:
         return {}
 
     def load_state_dict(self, state: Any) -> None:
-        pass
+        """Restore a state."""
 
 
-class CurveSchedule(StatelessSchedule):
+class CurveSchedule(Schedule):
     """A pure function of the step."""
 
     def __init__(self, rates: Sequence[float | None], curve: Curve, warmup_steps: int) -> None:
@@ -82,7 +70,7 @@ class CurveSchedule(StatelessSchedule):
         return [{"lr": None if rate is None else rate * factor} for rate in self.rates]
 
 
-class LoopSchedule:
+class LoopSchedule(Schedule):
     """The rates that the groups have, and those that the loop sets itself later, by step.
 
     After a rewind each step has its rate again, although the loop does not repeat what it has done.
@@ -103,9 +91,6 @@ class LoopSchedule:
 
     def settings(self, step: int) -> Sequence[dict[str, Any]]:
         return [{"lr": rate} for rate in self._at(step)]
-
-    def advance(self, step: int) -> None:
-        pass
 
     def state_dict(self) -> Any:
         return {"rates": [[step, *rates] for step, rates in self._rates.items()]}
@@ -145,7 +130,7 @@ class RestartDetector:
         return 0 < 2 * last < rate and 0.2 * peak < rate < 1.05 * peak  # far above the peak it is a mistake
 
 
-class ShadowSchedule:
+class ShadowSchedule(Schedule):
     """A torch scheduler that changes the groups of a shadow instead of the optimizer's own.
 
     Chained schedulers multiply the rate they find. On the real groups they would compound with whatever else

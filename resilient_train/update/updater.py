@@ -8,7 +8,6 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from functools import partial
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -58,7 +57,7 @@ class Attempt:
     records_norms: bool = False
 
     def rows_by_rank(self) -> list[list[float]]:
-        """Return what each rank measured, a row each. The host waits for the device."""
+        """Return what each rank measured. The host waits for the device."""
         return [] if self.by_rank is None else self.by_rank.tolist()
 
 
@@ -141,7 +140,12 @@ class Updater:
         weights = self.weights if one is None else turns.weights
         if not self.trainer_clips:
             how = knobs.clip, self.usual_norm, self._over_ranks
-            grad_norm, max_norm = clip(weights, self.clipping, *how, partial(self._note_norms, weights))
+
+            def note(norms: torch.Tensor) -> None:
+                names = [self._names.get(id(one), "?") for one in weights if one.grad is not None]
+                self._norms.append((names, norms))
+
+            grad_norm, max_norm = clip(weights, self.clipping, *how, note)
         else:
             if (norm := self.trainers_norm) is None:
                 norm, _ = clip(weights, ClipConfig(None, None), over_ranks=self._over_ranks)
@@ -163,7 +167,12 @@ class Updater:
             loss, grad_norm = turns.add(loss, grad_norm)
             turns.save(self._groups(), set_rates.before)
         measured, by_rank = self.agreement.reduce(torch.stack([loss, grad_norm, *scale]), digest)
-        scaled = (self._with_own_rates(one), knobs.lr * rate_factor) if self._own_rates else None
+        scaled = None
+        if self._own_rates:
+            of_group = [(optimizer, group) for optimizer in self.optimizers for group in optimizer.param_groups]
+            groups = [of_group[number] for number in self._own_rates]
+            moving = [weight for whose, group in groups if one in (None, whose) for weight in group["params"]]
+            scaled = moving, knobs.lr * rate_factor
         numbers = self.gate.step(measured, one, is_whole=turns.is_last_step, scaled=scaled)
         self.note_rates(set_rates.settings)
         if self.scaler is not None and turns.is_complete:
@@ -192,9 +201,6 @@ class Updater:
             times=turns.times,
         )
         return self.newest
-
-    def _note_norms(self, weights: Sequence[torch.Tensor], norms: torch.Tensor) -> None:
-        self._norms.append(([self._names.get(id(one), "?") for one in weights if one.grad is not None], norms))
 
     def require_groups(self) -> None:
         """Raise TrainError if a parameter group was added after the guard was made."""
@@ -245,12 +251,6 @@ class Updater:
                 self._own_rates.add(number)
             group[LR_OF_GUARD] = group["lr"]
 
-    def _with_own_rates(self, only: Optimizer | None) -> list[torch.Tensor]:
-        """Return the weights of the optimizers that step, and set the rate themselves."""
-        every = [(one, group) for one in self.optimizers for group in one.param_groups]
-        groups = [every[number] for number in self._own_rates]
-        return [weight for one, group in groups if only in (None, one) for weight in group["params"]]
-
     def _set(self, step: int, factor: float, knobs: KnobValues) -> _SetRates:
         """Derive the settings of all groups from the configured ones, and set them; `factor` is that of the rates."""
         self._take_over_rates(step)
@@ -261,8 +261,9 @@ class Updater:
             lr = setting["lr"] or 0.0
             times = 1.0 if number in self._own_rates else factor  # else its updates would be scaled twice
             # A rate as a multiple of the configured one; 0 for a tensor, which the host would have to wait for.
-            asked = lr / usual * times if usual and isinstance(lr, int | float) else 0.0
-            allowed = min(asked, _limit(asked, knobs))
+            asked = allowed = lr / usual * times if usual and isinstance(lr, int | float) else 0.0
+            if asked > knobs.ceiling:  # which falls with the schedule, from the leap on
+                allowed = knobs.ceiling * (min(1.0, asked / knobs.leapt_to) if knobs.leapt_to else 1.0)
             if setting["lr"] is not None:
                 setting = {**setting, "lr": usual * allowed if allowed < asked else lr * times}
             if isinstance(eps, int | float):  # Adafactor's is a pair, for which a factor makes no sense
@@ -318,13 +319,6 @@ class Updater:
             if self.scaler._per_optimizer_states[id(optimizer)]["stage"] is not OptState.UNSCALED:
                 self.scaler.unscale_(optimizer)
         return [torch.ones((), device=self.gate.device) if scale is None else scale.clone().reshape(())]
-
-
-def _limit(lr_ratio: float, knobs: KnobValues) -> float:
-    """Return the allowed ratio to the configured rate. As the schedule falls after a leap, so does the limit."""
-    if lr_ratio <= knobs.ceiling:
-        return lr_ratio
-    return knobs.ceiling * (min(1.0, lr_ratio / knobs.leapt_to) if knobs.leapt_to else 1.0)
 
 
 def _least_eps(group: Mapping[str, Any]) -> float:
