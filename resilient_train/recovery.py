@@ -316,7 +316,8 @@ class Recovery:
 
         If the run `is_complete` such an incident is closed.
         """
-        for found in self.keeper.save_events():
+        while self.keeper.save_events:
+            found = self.keeper.save_events.popleft()
             if found is not None and found.signal is Signal.CHECKPOINT_DAMAGED:
                 self.note_process_incident(found)
             elif found is not None:

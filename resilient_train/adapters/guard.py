@@ -232,7 +232,7 @@ class Guard(guard.EngineGuard):
 
     def remember(self, name: str, item: Stateful) -> None:
         """Save an object that does not rewind, and restore it when the run resumes."""
-        self._keeper.remember(name, item)
+        self._keeper.resumption.remembered[name] = item
 
     def resume(self) -> bool:
         """Resume the run of the run directory, if there is one: after `keep`. Otherwise `batches` does it."""
@@ -340,7 +340,7 @@ class Guard(guard.EngineGuard):
     def let_go(self) -> None:
         """Undo what affects the whole process: worker processes, patched code, the epsilon of safe operations."""
         self._controls.unpatch()
-        self._direct_steps.end()
+        self._direct_steps.is_over = True
         numerics.raise_eps(1.0)
         self.samples.close()
         self._keeper.shutdown()

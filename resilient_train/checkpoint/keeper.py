@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,6 @@ from resilient_train.record.progress import Progress
 from resilient_train.record.run_history import RunHistory
 from resilient_train.run_parts import RunParts
 from resilient_train.state.ring import Snapshot
-from resilient_train.state.run_state import Stateful
 from resilient_train.state.tree import taken_apart
 from resilient_train.types import ProcessIncident, Signal
 from resilient_train.wording import IN_FILE_ONLY, log
@@ -50,11 +51,9 @@ class CheckpointKeeper:
         self._persistent_names = frozenset(parts.state.model.state_dict(keep_vars=True))
         self._is_sharded = parts.state.is_sharded  # every rank writes a share of each checkpoint
         common = parts.world.on_main(lambda: directory) if self._is_sharded else directory
-        self._store = Store(common) if common is not None else None
-        self._writer: Writer | None = None
-        if self._store is not None:
-            reference = parts.checks.rewind_check.reference_step
-            self._writer = Writer(self._store, keep=config.keep, keep_every=config.keep_every, reference=reference)
+        self._writes, self._store = common is not None, Store(common or Path(os.devnull))
+        reference = parts.checks.rewind_check.reference_step
+        self._writer = Writer(self._store, keep=config.keep, keep_every=config.keep_every, reference=reference)
         self._interval = Interval("checkpoint.disk.every", config.every, begins_at=200, least=50, most=20_000)
         self._intervals = Intervals(parts.ring.interval, self._interval, parts.world.on_main, history.note_intervals)
         self._label = parts.world.on_main(lambda: uuid4().hex[:12]) if self._is_sharded else ""
@@ -68,28 +67,18 @@ class CheckpointKeeper:
         self._candidate: Entry | None = None  # the run was resumed from it, and it is not verified yet
         self.is_verified = True  # the state that the run was resumed from
         self._is_failing = False
-        self._save_events: list[ProcessIncident | None] = []
+        # For whoever takes them out: an incident if saving began to fail, None if it works again, and after a rewind to
+        # disk an incident for each checkpoint that was damaged.
+        self.save_events: deque[ProcessIncident | None] = deque()
         if self._commits and history.began_with is None:
             history.note_update_size(parts.world.size, parts.samples.slicing.samples)
-
-    def save_events(self) -> list[ProcessIncident | None]:
-        """Return what happened since the last call: an incident if saving began to fail, None if it works again.
-
-        A rewind to disk adds an incident for each checkpoint that was damaged.
-        """
-        events, self._save_events = self._save_events, []
-        return events
-
-    def remember(self, name: str, item: Stateful) -> None:
-        """Save something that does not rewind in checkpoints, and restore it when the run is resumed."""
-        self.resumption.remembered[name] = item
 
     def check(self) -> None:
         """Raise ConfigError on all ranks, each of which calls this, if something could never be saved."""
         parts = self._parts.state.live()
         parts |= {f"remembered.{name}": item.state_dict() for name, item in self.resumption.remembered.items()}
         mine: dict[str, str] = {}
-        for name, part in parts.items() if self._writer is not None else ():
+        for name, part in parts.items() if self._writes else ():
             try:
                 SerializedTree(part)
             except Exception as error:
@@ -106,12 +95,12 @@ class CheckpointKeeper:
     @property
     def saving_since(self) -> float | None:
         """When the checkpoint that is being written was begun, on the monotonic clock."""
-        return self._writer.began if self._writer is not None else None
+        return self._writer.began
 
     @property
     def is_busy(self) -> bool:
         """Say whether this rank cannot write its share of a checkpoint now. The ranks agree on that."""
-        return self._is_sharded and self._writer is not None and not (self._writer.is_free and self._config.every)
+        return self._is_sharded and not (self._writer.is_free and self._config.every)
 
     def verified(self, *, any_busy: bool) -> None:
         """After each healthy update, write the newest verified state if a checkpoint is due.
@@ -123,11 +112,8 @@ class CheckpointKeeper:
         is_saving = self.saving_since is not None
         tick, copying = self._parts.clock.tick, ring.copying
         self._intervals.updated(tick, has_copied=has_copied, is_saving=is_saving, copying=copying)
-        if writer is None:
-            return
         self._read_outcomes()
-        snapshot = ring.newest_verified()
-        if snapshot is None:
+        if not self._writes or (snapshot := ring.newest_verified()) is None:
             return
         is_due = self._config.every and snapshot.step - self._last_saved >= self._interval.steps
         if self._is_sharded and is_due:
@@ -156,7 +142,7 @@ class CheckpointKeeper:
         Waits for the one that is being written if it is newer, or if older ones are to be demoted, which the writer may
         be about to remove.
         """
-        writing = self._writer.writing if self._writer is not None else None
+        writing = self._writer.writing
         self._read_outcomes()
         written = self._highest_saved, self._best.step if self._best is not None else 0
         if writing is not None and max(writing.step, *written) > since:
@@ -165,7 +151,7 @@ class CheckpointKeeper:
             self._best.distrust(since)
         if self._candidate is not None and self._candidate.step > since:
             self._candidate = None
-        if self._store is None or not self._commits or since >= self._highest_saved:
+        if not self._commits or since >= self._highest_saved:
             return
         try:
             for entry in self._store.demote(since):
@@ -219,7 +205,7 @@ class CheckpointKeeper:
         snapshot = self._unsaved()
         try:
             is_saved = snapshot is None or self.save_alone(snapshot) is not None
-            usable = self._usable() if self._commits else []
+            usable = self._store.usable() if self._commits else []
         except OSError as error:
             log.error("checkpoints cannot be listed: %s", error.strerror or error)
             return self._last_saved, None
@@ -228,8 +214,7 @@ class CheckpointKeeper:
     def rescue(self) -> tuple[int, Callable[[], object]]:
         """From another thread, while the loop hangs: the steps that are lost, and a function that saves the others."""
         step, snapshot = self._parts.clock.step, self._unsaved()
-        is_free = self._writer is not None and self._writer.is_free and not self._is_sharded
-        if snapshot is None or not is_free:
+        if snapshot is None or self._is_sharded or not (self._writes and self._writer.is_free):
             return max(0, step - self._last_saved), lambda: None
         return max(0, step - snapshot.step), lambda: self._save_now(snapshot)
 
@@ -242,7 +227,7 @@ class CheckpointKeeper:
         self.wait()
 
         def write() -> Path | None:
-            if self._writer is None or (healthy and not self._config.every):
+            if not self._writes or (healthy and not self._config.every):
                 return None
             verified, (plain, tensors) = self._unsaved(), taken_apart(parts.state.live())
             present = Snapshot(parts.clock.step, plain, tensors, {}, parts.checks_state(), remedies)
@@ -259,7 +244,7 @@ class CheckpointKeeper:
                 if self._write_now(Job(parts.clock.step, parts.clock.tick, best.write)).error is not None:
                     break
             present = VERIFIED, parts.clock.step, parts.clock.tick, json.loads(json.dumps(remedies))
-            for one in self._usable()[:1]:
+            for one in self._store.usable()[:1]:
                 if (new := one.manifest) and (new.kind, new.step, new.tick, new.remedies) == present:
                     return one.path
             return None
@@ -270,9 +255,8 @@ class CheckpointKeeper:
 
     def wait(self, seconds: float | None = None) -> None:
         """Wait until nothing is being written."""
-        if self._writer is not None:
-            self._writer.wait(seconds)
-            self._read_outcomes()
+        self._writer.wait(seconds)
+        self._read_outcomes()
 
     def shutdown(self) -> None:
         """Stop at the end of the run. Other ranks may have exited: wait `_WAIT_FOR_RANKS_S` at most for shares."""
@@ -301,7 +285,7 @@ class CheckpointKeeper:
             log.error("the checkpoint %s cannot be restored: it %s", one.path.name, why)
         if entry is not None:
             self._load(entry, resuming=False)
-            self._save_events += incidents_of_damage(damaged, entry.step)
+            self.save_events += incidents_of_damage(damaged, entry.step)
         return entry is not None
 
     def has_verified(self, since: int) -> bool:
@@ -311,22 +295,18 @@ class CheckpointKeeper:
             return self._parts.world.on_main(lambda: bool(self._verified_until(since)))
 
     def _verified_until(self, since: int) -> list[Entry]:
-        return [one for one in self._usable() if one.kind == VERIFIED and one.step <= since]
+        return [one for one in self._store.usable() if one.kind == VERIFIED and one.step <= since]
 
     def _load(self, entry: Entry, *, resuming: bool) -> None:
         self.resumption.load(entry, resuming=resuming)
-        store = self._store if self._store is not None and entry.path.parent == self._store.path else None
+        is_own = entry.path.parent == self._store.path
         self.is_verified = entry.kind != CANDIDATE  # on ranks that write nothing, too: all take the same snapshots
-        self._last_saved = self._parts.clock.step if store is not None else 0
-        self._candidate = None
-        if store is not None and self._commits:
-            self._candidate = None if self.is_verified else entry
-            self._highest_saved = max([self._highest_saved, *(one.step for one in store.entries())])
+        self._last_saved = self._parts.clock.step if is_own else 0
+        self._candidate = entry if is_own and self._commits and not self.is_verified else None
+        if is_own and self._commits:
+            self._highest_saved = max([self._highest_saved, *(one.step for one in self._store.entries())])
 
     # Writing.
-
-    def _usable(self) -> list[Entry]:
-        return self._store.usable() if self._store is not None else []
 
     def _unsaved(self) -> Snapshot | None:
         """The newest verified snapshot, if no checkpoint is as new."""
@@ -335,7 +315,8 @@ class CheckpointKeeper:
 
     def _saved(self, snapshot: Snapshot) -> Path | None:
         """The path of a verified checkpoint that is as new as a snapshot."""
-        return next((one.path for one in self._usable() if one.kind == VERIFIED and one.step >= snapshot.step), None)
+        found = [one for one in self._store.usable() if one.kind == VERIFIED and one.step >= snapshot.step]
+        return found[0].path if found else None
 
     def _on_all(self, write: Callable[[], Path | None]) -> Path | None:
         """Let rank 0 write, or all ranks if each writes a share; all wait and return the path."""
@@ -344,14 +325,11 @@ class CheckpointKeeper:
         return world.on_main(lambda: path)
 
     def _write_now(self, job: Job) -> Job:
-        if self._writer is not None:
-            self._note_outcome(self._writer.write_now(job))
+        self._note_outcome(self._writer.write_now(job))
         return job
 
     def _save_now(self, snapshot: Snapshot) -> Path | None:
-        if self._writer is None:
-            return None
-        entry = self._write_now(self._job(snapshot)).entry
+        entry = self._write_now(self._job(snapshot)).entry if self._writes else None
         return entry.path if entry is not None else None
 
     def _job(self, snapshot: Snapshot) -> Job:
@@ -372,7 +350,6 @@ class CheckpointKeeper:
         }
 
         def write() -> Entry | None:
-            assert store is not None
             if not self._commits:
                 assert shared is not None
                 store.write_share(lambda: snapshot.parts, shared)
@@ -405,7 +382,7 @@ class CheckpointKeeper:
         return Job(step, tick, write, snapshot)
 
     def _read_outcomes(self) -> None:
-        while self._writer is not None and self._writer.finished:
+        while self._writer.finished:
             self._note_outcome(self._writer.finished.popleft())
 
     def _note_outcome(self, job: Job) -> None:
@@ -422,11 +399,11 @@ class CheckpointKeeper:
             if self._is_failing:
                 log.info("checkpoints are saved again: step %d", step)
                 self._is_failing = False
-                self._save_events.append(None)
+                self.save_events.append(None)
         elif not self._is_failing:
             self._is_failing = True
             what = f"the checkpoint of step {step:,} could not be written: {job.trouble}"
             signal = Signal.DISK_FULL if job.is_disk_full else Signal.CHECKPOINT_FAILED
-            self._save_events.append(ProcessIncident(signal, step, step, what, "try_again"))
+            self.save_events.append(ProcessIncident(signal, step, step, what, "try_again"))
             if not job.is_disk_full:
                 log.info("the writer of checkpoints failed", exc_info=job.error, extra=IN_FILE_ONLY)

@@ -55,7 +55,7 @@ class Resumption:
     parts: RunParts
     history: RunHistory
     progress: Progress
-    store: Store | None  # None if nothing is written
+    store: Store
     directory: Path | None
     how: Resume
     remembered: dict[str, Stateful] = field(default_factory=dict)  # by name, what does not rewind
@@ -81,18 +81,15 @@ class Resumption:
             progress.clear(self.directory, Hung)
             hung = progress.who_hung(noted, max(self.parts.world.size, noted[-1].rank + 1))
         damaged: list[tuple[Entry, str]] = []
-        if self.store is not None:
-            self.store.sweep()
+        self.store.sweep()
         entry = self._named()
-        if entry is None and self.store is not None:
+        if entry is None:
             entries = [one for one in self.store.entries() if one.is_usable or one.manifest is None]
             entry = self.newest_readable(entries, damaged)
         if entry is None and (history.has_saved or damaged):
             why = "; ".join(f"{one.path.name} {reason}" for one, reason in damaged) or "they are gone"
-            where = self.store.path if self.store else "memory"
-            raise TrainError(
-                f"cannot resume: no usable checkpoint in {where}: {why}. run.resume=never starts a new run"
-            )
+            what = f"no usable checkpoint in {self.store.path}: {why}"
+            raise TrainError(f"cannot resume: {what}. run.resume=never starts a new run")
         step = entry.step if entry else self.parts.clock.step  # 0, or what a trainer has made by its own checkpoint
         found = incidents_of_damage(damaged, step)
         skipped, span = None, last.stop - last.start
@@ -213,10 +210,10 @@ class Resumption:
         if entry is None:
             why = damaged[-1][1] if damaged else "there is no checkpoint"
             raise TrainError(f"run.resume={source}: no usable checkpoint there: {why}")
-        if store is not None and entry.path.absolute().parent == store.path.absolute():
+        if entry.path.absolute().parent == store.path.absolute():
             for one in store.demote(entry.step):
                 log.info("%s is newer than that: it is removed once a later checkpoint is verified", one.path.name)
-        elif store is not None and store.usable():
+        elif store.usable():
             why = f"{store.path.parent} has checkpoints of its own: choose another run.name"
             raise ConfigError("run.resume", entry.path, why)
         history.note_source(str(source))

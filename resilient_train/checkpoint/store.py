@@ -261,7 +261,7 @@ class Store:
         One without a readable manifest comes before all of the same or an earlier step, so that a resume reports it.
         """
         found: list[Entry] = []
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             found += [Entry.of(path) for path in self.path.iterdir() if _NAME.fullmatch(path.name)]
         found.sort(key=lambda one: one.age, reverse=True)
         entries = [one for one in found if one.manifest is not None]

@@ -12,7 +12,7 @@ import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -31,7 +31,7 @@ class DirectStepCheck:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._running: Literal["loop", "guard"] | None = None
-        self._is_over = False
+        self.is_over = False  # the guard is closed: steps after it are on purpose
         self.count = 0  # of steps outside of the guard
         for optimizer in optimizers:
             optimizer.step = self._watched(optimizer, optimizer.step)  # type: ignore[method-assign]
@@ -45,10 +45,6 @@ class DirectStepCheck:
         finally:
             self._running = before
 
-    def end(self) -> None:
-        """Note that the guard is closed: steps after it are on purpose."""
-        self._is_over = True
-
     def _watched(self, optimizer: Any, step: Any) -> Any:
         plain = getattr(step, "plain", step)  # without the wrapper of an earlier guard
 
@@ -59,7 +55,7 @@ class DirectStepCheck:
                     "the loop stepped an optimizer itself, past the gate: remove optimizer.step(), "
                     "guard.step and guard.update do it"
                 )
-            if self._running is None and not self._is_over:
+            if self._running is None and not self.is_over:
                 self.count += 1
                 if self.count == 1:
                     log.warning(
@@ -88,15 +84,6 @@ def warn_of_scalers(ours: GradScaler | None) -> None:
 _HOW = "for losses that are stepped in turn, as in a GAN, call guard.update(loss, optimizer=...) for each optimizer"
 TWICE = f"guard.{{verb}} was called twice for one batch: {_HOW}"
 TWO_GUARDS = f"two guards are at work in turn, which would not rewind together: give one of them all networks; {_HOW}"
-_NOT_HANDED_BACK = "a batch was not handed back: call guard.step(batch), or guard.update(loss)"
-
-
-class _Saved(NamedTuple):
-    """An optimizer and its weights as they were before its step."""
-
-    optimizer: Optimizer
-    plain: Tree
-    tensors: list[torch.Tensor]
 
 
 class Turns:
@@ -110,7 +97,7 @@ class Turns:
         self._loss = self._norm = torch.zeros(())  # of the turn so far
         self._groups: Sequence[dict[str, Any]] = ()  # of all optimizers
         self.before: Sequence[Mapping[str, Any]] = ()  # the settings of the groups before the turn
-        self._saved: list[_Saved] = []
+        self._saved: list[tuple[Optimizer, Tree, list[torch.Tensor]]] = []  # as they and their weights were before
         self._memory: dict[int, list[torch.Tensor]] = {}  # of the copies, by the id of the optimizer
         self._dropped: Backup | None = None  # the buffers when the turn was dropped, whose other losses still come
         self.is_open_ended = False  # a trainer steps any optimizers, any number of times, and says when the turn ends
@@ -166,7 +153,7 @@ class Turns:
     def missing(self) -> str:
         """Say what the loop has not handed over."""
         if not self._taken:
-            return _NOT_HANDED_BACK
+            return "a batch was not handed back: call guard.step(batch), or guard.update(loss)"
         left = [self._name(one) for one in self._optimizers if not any(one is taken for taken in self._taken)]
         return f"a turn is not complete, {' and '.join(left)} did not step: {_HOW}"
 
@@ -179,7 +166,8 @@ class Turns:
     @property
     def weights(self) -> list[torch.Tensor]:
         """The weights of the current optimizer."""
-        return _weights(self.current) if self.current is not None else []
+        groups = self.current.param_groups if self.current is not None else []
+        return [weight for group in groups for weight in group["params"]]
 
     def add(self, loss: torch.Tensor, norm: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum of the losses so far, and the norm of the gradients so far as if they were one vector."""
@@ -201,14 +189,13 @@ class Turns:
         """
         if not self.has_stepped:
             self.has_stepped, self._groups, self.before = True, groups, before
-        if self.is_complete or any(one.optimizer is self.current for one in self._saved):
+        if self.current is None or self.is_complete or any(one is self.current for one, *_ in self._saved):
             return
-        assert self.current is not None
         plain, sources = taken_apart({"weights": self.weights, "optimizer": optimizer_tree(self.current)})
         copies = room(sources, self._memory.get(id(self.current), []), torch.empty_like)
         copy_into(copies, sources)
         self._memory[id(self.current)] = copies
-        self._saved.append(_Saved(self.current, plain, copies))
+        self._saved.append((self.current, plain, copies))
 
     # The verdict.
 
@@ -221,7 +208,8 @@ class Turns:
         saved, self._saved = self._saved, []
         for optimizer, plain, tensors in saved:
             parts = put_together(plain, tensors)
-            copy_into(list(map(local_part, _weights(optimizer))), list(map(local_part, parts["weights"])))
+            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+            copy_into(list(map(local_part, weights)), list(map(local_part, parts["weights"])))
             restore_optimizer(optimizer, parts["optimizer"])
         if saved:
             for group, settings in zip(self._groups, self.before, strict=True):
@@ -252,7 +240,3 @@ class Turns:
             backups.put_back(dropped)
             backups.let_go(dropped)
         return dropped is not None
-
-
-def _weights(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [weight for group in optimizer.param_groups for weight in group["params"]]

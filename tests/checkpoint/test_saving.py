@@ -409,7 +409,7 @@ def test_what_is_being_written_and_not_to_be_trusted_is_waited_for(
     guard._keeper._store.__class__ = Sluggish
     for batch in guard.batches(60):
         guard.step(batch)
-        if guard._keeper._writer.writing:  # type: ignore[union-attr]
+        if guard._keeper._writer.writing:
             break
     doubt = threading.Thread(target=guard._keeper.distrust, args=(since,))
     doubt.start()
@@ -442,18 +442,3 @@ def test_whatever_ends_a_loop_the_safe_operations_are_as_they_were(tmp_path: Pat
         train()
     assert numerics.eps(torch.float32) == before
     guard.let_go()
-
-
-def leaves_a_thread(model: nn.Module, batch: Any) -> Tensor:
-    if len(_updates) == 1:
-        threading.Thread(target=time.sleep, args=(600,), name="uploads").start()
-    return loss_of(model, batch)
-
-
-def test_a_thread_that_keeps_a_run_from_ending_is_named(nursery: Nursery) -> None:
-    """The run is complete, and its process waits, as Python does."""
-    done = nursery.start(*SLOW, "objective._target_=test_saving.leaves_a_thread", "run.dir=stays", "run.steps=5")
-    assert done.until((nursery.place / "stays/summary.json").exists)
-    assert done.until(lambda: "waits for non-daemon threads: uploads" in done.output)
-    assert summary(nursery.place / "stays")["status"] == "completed"
-    done.strike(signal.SIGKILL)
