@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import random
 import shutil
@@ -12,13 +11,13 @@ from pathlib import Path
 
 import pytest
 from command import SAVING, command, train
-from sealed import CPU, seal, write
+from sealed import CPU, write
 
 from resilient_train.checkpoint import store as manifests
 from resilient_train.checkpoint.store import MANIFEST, WEIGHTS, Damaged, Entry, Store
 from resilient_train.checkpoint.tree_files import TENSORS, TREE
 
-IN_THE_SUITE, IN_ALL = 60, 500
+IN_THE_SUITE, IN_ALL = 36, 500
 
 pytestmark = pytest.mark.usefixtures("careless")
 
@@ -33,6 +32,7 @@ def trained(run_command: command, tmp_path_factory: pytest.TempPathFactory) -> P
     if "run" not in _made:
         directory = tmp_path_factory.mktemp("damage") / "run"
         assert train(run_command, directory, 30).code == 0
+        assert found(directory) == (Store(directory).entries()[0].path, [])
         assert len(Store(directory).entries()) >= 2
         _made["run"] = directory
     return _made["run"]
@@ -153,11 +153,6 @@ def noticed(trained: Path, where: Path, seed: int) -> str:
     return ""
 
 
-def test_the_run_as_it_is_verifies(trained: Path) -> None:
-    """Undamaged, the newest one is taken and nothing is said."""
-    assert found(trained) == (Store(trained).entries()[0].path, [])
-
-
 @pytest.mark.parametrize("seed", range(IN_THE_SUITE))
 def test_every_damage_is_noticed_and_the_previous_one_is_taken(trained: Path, tmp_path: Path, seed: int) -> None:
     """Flips, cuts, lost blocks, lost, swapped, emptied and older files: each is told in one line."""
@@ -176,7 +171,7 @@ def test_every_bit_of_a_manifest_counts(trained: Path, tmp_path: Path) -> None:
     assert Entry.of(checkpoint).manifest is None
 
 
-@pytest.mark.parametrize("seed", [3, 4, 8, 9])
+@pytest.mark.parametrize("seed", [3, 8])
 def test_a_run_goes_on_from_the_previous_one_and_says_so(
     copied: Path, run_command: command, tmp_path: Path, seed: int
 ) -> None:
@@ -199,14 +194,6 @@ def test_a_run_goes_on_from_the_previous_one_and_says_so(
         _made["sha"] = Path(outcome.summary(tmp_path / "whole")["weights_sha256"])
     assert outcome.summary(copied)["weights_sha256"] == str(_made["sha"])
     assert Store(copied).entries()[0].step == 40
-
-
-def test_knobs_that_no_run_has_are_damage(copied: Path, run_command: command) -> None:
-    """Digests that are right do not make a rate of nan: the checkpoint before that is taken."""
-    seal(Store(copied).entries()[0].path, lambda node: node["remedies"]["knobs"].update(lr=math.nan))
-    outcome = train(run_command, copied, 40)
-    assert outcome.code == 0, outcome.stderr
-    assert "has invalid knobs: ValueError: the knob lr is nan" in outcome.stdout + outcome.stderr
 
 
 def test_without_one_that_verifies_a_run_says_so_and_stops(copied: Path, run_command: command) -> None:

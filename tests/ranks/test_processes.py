@@ -51,13 +51,10 @@ def one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: co
     return folder
 
 
-@pytest.mark.parametrize(("processes", "accumulation", "workers"), [(2, 2, 1), (4, 1, 0)])
-def test_processes_and_micro_batches_make_the_same_updates(
-    processes: int, accumulation: int, workers: int, one_process: Path, tmp_path: Path
-) -> None:
-    """The same run on 1, 2 and 4 processes sees the same updates, and so ends at the same weights up to rounding."""
-    cut = [f"accelerate.gradient_accumulation_steps={accumulation}", f"data.num_workers={workers}"]
-    done = launched(tmp_path / "place", processes, *cut, "tracking=none")
+def test_processes_and_micro_batches_make_the_same_updates(one_process: Path, tmp_path: Path) -> None:
+    """The same run on 1 and 2 processes sees the same updates, and so ends at the same weights up to rounding."""
+    cut = ["accelerate.gradient_accumulation_steps=2", "data.num_workers=1"]
+    done = launched(tmp_path / "place", 2, *cut, "tracking=none")
     assert done.is_well, done.stderr
     mine, theirs = weights(tmp_path / "place"), weights(one_process)
     for name, weight in theirs.items():
@@ -65,7 +62,7 @@ def test_processes_and_micro_batches_make_the_same_updates(
     here, there = summary(tmp_path / "place"), summary(one_process)
     assert here["final_loss"] == pytest.approx(there["final_loss"], rel=1e-4)
     assert here["eval"] == pytest.approx(there["eval"], rel=1e-4)
-    assert f"{processes} processes" in done.stdout
+    assert "2 processes" in done.stdout
 
 
 def test_rank_0_alone_talks(tmp_path: Path, empty_store: Path) -> None:
@@ -111,13 +108,6 @@ def test_a_metric_that_one_rank_lacks_holds_nobody_up(tmp_path: Path) -> None:
     assert "is complete" in again.stdout
 
 
-def test_the_rank_that_failed_is_named(tmp_path: Path) -> None:
-    """Its own line is on the terminal, not only the others' dismay."""
-    done = launched(tmp_path / "place", 2, "objective._target_=strangers.raises_on_rank_1", "tracking=none")
-    assert done.codes == [1, 1]
-    assert "error on rank 1: RuntimeError: only here" in done.stderr
-
-
 WORDS = "the archive says: Broken pipe, as gloo does"  # an error that speaks like a connection that is gone
 MINE = f"RuntimeError: {WORDS} ({__file__}:"
 
@@ -151,11 +141,11 @@ for batch in guard.batches(20):
 """
 
 
-@pytest.mark.parametrize("who", ["command", "loop", "torchrun"])
+@pytest.mark.parametrize("who", ["command", "torchrun"])
 def test_an_error_of_a_rank_is_that_error_and_no_samples_are_blamed(who: str, tmp_path: Path) -> None:
     """Whatever its words: on that rank, with its line. The next start tells of no crash.
 
-    By the true torchrun, too, whose agent asks the others to end, and starts all again.
+    A loop of one's own by the true torchrun, too, whose agent asks the others to end, and starts all again.
     """
     folder = tmp_path / "place"
     folder.mkdir()
@@ -169,7 +159,9 @@ def test_an_error_of_a_rank_is_that_error_and_no_samples_are_blamed(who: str, tm
         assert subprocess.run(launcher, cwd=folder, env=ENVIRONMENT, timeout=240, check=False).returncode == 1
     else:
         for _ in range(2):
-            assert launch(folder, 2, *words).codes == [1, 1]
+            done = launch(folder, 2, *words)
+            assert done.codes == [1, 1]
+            assert f"error on rank 1: {MINE}" in done.stderr
     run_dir = folder / "runs/run"
     assert in_journal(run_dir, "incident_opened") == []
     assert in_journal(run_dir, "process_ended") == []
@@ -178,18 +170,12 @@ def test_an_error_of_a_rank_is_that_error_and_no_samples_are_blamed(who: str, tm
     assert str(ended.why).startswith(f"rank 1: {MINE}")
 
 
-def test_a_mistake_is_told_once_and_nobody_waits(tmp_path: Path) -> None:
-    """A directory that only rank 0 can judge ends every rank, with one line."""
-    (tmp_path / "taken").mkdir()
-    (tmp_path / "taken" / "thesis.txt").touch()
-    done = launched(tmp_path / "place", 2, f"run.dir={tmp_path / 'taken'}")
+@pytest.mark.parametrize("mistake", ["run.dir=taken", "model._target_=strangers.nothing"])
+def test_a_mistake_is_told_once_and_nobody_waits(mistake: str, tmp_path: Path) -> None:
+    """A directory that only rank 0 can judge ends every rank, with one line. So does what each of them meets itself."""
+    (tmp_path / "place/taken").mkdir(parents=True)
+    (tmp_path / "place/taken/thesis.txt").touch()
+    done = launched(tmp_path / "place", 2, mistake, "tracking=none")
     assert done.codes == [2, 2]
-    assert done.stderr.count("error: run.dir=") == 1
+    assert done.stderr.count(f"error: {mistake.partition('=')[0]}=") == 1
     assert "Traceback" not in done.stderr
-
-
-def test_a_fault_that_every_rank_finds_is_told_once(tmp_path: Path) -> None:
-    """So is one that each of them meets in its own copy of the configuration."""
-    done = launched(tmp_path / "place", 2, "model._target_=strangers.nothing", "tracking=none")
-    assert done.codes == [2, 2]
-    assert done.stderr.count("error: model._target_=") == 1

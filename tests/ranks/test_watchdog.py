@@ -150,19 +150,14 @@ def test_a_row_that_never_comes_in_a_worker_names_the_worker(nursery: Nursery) -
     assert re.search(r"waits for a batch from the workers of the data loader \(processes \d+\)", opened[-1]["evidence"])
 
 
-def test_code_that_keeps_pythons_lock_is_ended_from_c(nursery: Nursery) -> None:
-    """No Python runs any more; the stack of the main thread is in the log all the same."""
-    run_dir, arguments = nursery.place / "greedy", [*OWN, "data.train._target_=test_watchdog.Greedy", "run.dir=greedy"]
+@pytest.mark.parametrize("when", ["Greedy", "GreedySoon"])
+def test_code_that_keeps_pythons_lock_is_ended_from_c(when: str, nursery: Nursery) -> None:
+    """Also right behind the first update. No Python runs any more; the main thread's stack is in the log."""
+    arguments = [*OWN, f"data.train._target_=test_watchdog.{when}", f"run.dir={when}", "run.step_timeout=1"]
     started = hangs(nursery, *arguments)
     assert started.wait() == 1, started.output
-    log = (run_dir / "train.log").read_text()
+    log = (nursery.place / when / "train.log").read_text()
     assert re.search(rf'File "{re.escape(__file__)}", line {line_of("sleep(3600)")} in wait', log)
-
-
-def test_also_right_behind_the_first_update(nursery: Nursery) -> None:
-    """From where on the limit is that of an update."""
-    started = hangs(nursery, *OWN, "data.train._target_=test_watchdog.GreedySoon", "run.dir=soon")
-    assert started.wait() == 1
 
 
 def test_the_start_has_a_limit_of_its_own(nursery: Nursery) -> None:
@@ -171,19 +166,6 @@ def test_the_start_has_a_limit_of_its_own(nursery: Nursery) -> None:
     started = hangs(nursery, *arguments, "run.start_timeout=4", "run.step_timeout=1")
     assert started.wait() == 1, started.output
     assert float(re.findall(r"no start was finished for ([\d.]+) s", started.output)[0]) >= 4
-
-
-def test_a_request_to_stop_ends_a_hang_after_the_grace(nursery: Nursery) -> None:
-    """With 75, long before the limit of an update."""
-    run_dir = nursery.place / "asked"
-    arguments = [*OWN, "data.train._target_=test_watchdog.Endless", "run.dir=asked", "run.grace=1"]
-    started = hangs(nursery, *arguments, PATIENT)
-    started.strike(signal.SIGTERM)
-    assert started.wait() == 75, started.output
-    done = summary(run_dir)
-    assert (done["status"], done["exit_code"]) == ("preempted", 75)
-    assert "it was asked to stop, and no step was finished" in started.output
-    assert [entry for entry in in_journal(run_dir, "incident_opened") if entry["incident"]["signal"] == "hang"] == []
 
 
 @pytest.fixture
