@@ -187,7 +187,7 @@ def export(run_dir: Path, checkpoint: Path, to: Path) -> Manifest:
     for name in (_CONFIG, _GENERATION):
         if name == _CONFIG or (source / name).exists():
             configs[name] = files.read_json(source / name)
-            if not isinstance(configs[name], dict):
+            if (source / name).is_symlink() or not isinstance(configs[name], dict):
                 raise NotExportable(f"{source / name} is not what a run writes there")
     manifest, new = verify(checkpoint), files.temporary(to)
     with _writing(to):

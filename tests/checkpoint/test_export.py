@@ -17,10 +17,11 @@ HF = ["model=hf_causal_lm", "data=python_source", "data.batch_size=2", "data.eva
 HF += [
     "objective=language_model",
     "checkpoint.disk.every=10",
-    "checkpoint.memory.every=10",
-    "checkpoint.verify_after=2",
+    "accelerate.cpu=true",
+    "tracking=none",
+    "run.dir=run",
+    "optimizer.lr=0.01",
 ]
-HF += ["accelerate.cpu=true", "tracking=none", "run.dir=run", "optimizer.lr=0.01"]
 SIZES = {
     "gpt2": ["+model.n_layer=1", "+model.n_embd=32", "+model.n_head=2", "+model.n_positions=160"],
     "llama": [

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import subprocess
-import sys
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -17,7 +15,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import MultiStepLR, OneCycleLR
@@ -118,22 +115,10 @@ def test_a_run_comes_back_to_the_last_bit(tmp_path: Path, scheduler: Any) -> Non
 
 def test_moments_keep_the_order_of_their_axes(tmp_path: Path) -> None:
     """A channels_last tensor comes back as one: another order in memory may change the last bit of a sum."""
-    image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    turned = torch.randn(4, 6).t()
-    loaded = there_and_back(tmp_path / "tree", {"image": image, "turned": turned})
-    assert loaded["image"].stride() == image.stride()
-    assert loaded["turned"].stride() == turned.stride()
-    assert torch.equal(loaded["image"], image)
-    assert torch.equal(loaded["turned"], turned)
-
-
-def test_weights_open_with_plain_safetensors(tmp_path: Path) -> None:
-    """The tensors lie under their paths in the tree, in their own dtype and shape."""
-    parts = run().live()
-    there_and_back(tmp_path / "tree", parts)
-    tensors = load_file(tmp_path / "tree" / TENSORS)
-    for name, weight in parts["weights"].items():
-        assert torch.equal(tensors[f"weights/{name}"], weight)
+    given = [torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), torch.randn(4, 6).t()]
+    for loaded, tensor in zip(there_and_back(tmp_path / "tree", given), given, strict=True):
+        assert loaded.stride() == tensor.stride()
+        assert torch.equal(loaded, tensor)
 
 
 base = torch.arange(24.0)
@@ -224,7 +209,7 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tree=trees)
 def test_any_tree_comes_back_as_it_was(tmp_path: Path, tree: Any) -> None:
     """Whatever a state is made of, the trip to the disk and back changes nothing."""
@@ -324,38 +309,16 @@ def test_a_tree_that_was_tampered_with_is_refused_in_one_line(tmp_path: Path, te
     assert len(str(refused.value)) < 500
 
 
-@pytest.mark.parametrize("name", [TENSORS, TREE])
-def test_a_missing_file_is_damage(tmp_path: Path, name: str) -> None:
-    """Half a pair is no tree."""
-    SerializedTree(GOOD).write(tmp_path)
-    (tmp_path / name).unlink()
-    with pytest.raises(ValueError, match="No such file"):
-        load_tree(tmp_path)
-
-
 def test_cuts_and_flips_never_end_in_anything_but_a_value_error(tmp_path: Path) -> None:
-    """Either file cut anywhere or changed in any byte is refused, or read as another tree; a manifest tells those."""
+    """Either file cut or changed at every third byte is refused, or read as another tree; a manifest tells those."""
     SerializedTree(GOOD).write(tmp_path)
     for name in (TENSORS, TREE):
         whole = (tmp_path / name).read_bytes()
-        cuts = [whole[:length] for length in range(len(whole))]
-        flips = [whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :] for at in range(len(whole))]
+        cuts = [whole[:length] for length in range(0, len(whole), 3)]
+        flips = [whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :] for at in range(0, len(whole), 3)]
         for content in (*cuts, *flips):
             (tmp_path / name).write_bytes(content)
             with suppress(ValueError):
                 load_tree(tmp_path)
         (tmp_path / name).write_bytes(whole)
     assert_same(load_tree(tmp_path), GOOD)
-
-
-def test_another_process_reads_the_same(tmp_path: Path) -> None:
-    """What one process saved another one loads to the same digest."""
-    saved = run().live()
-    SerializedTree(saved).write(tmp_path)
-    program = (
-        "import sys; from pathlib import Path\n"
-        "from resilient_train.checkpoint.tree_files import load_tree; from resilient_train.state.tree import sha256\n"
-        "print(sha256(load_tree(Path(sys.argv[1]))))"
-    )
-    said = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)
-    assert said.stdout.strip() == sha256(saved)

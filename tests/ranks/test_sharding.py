@@ -233,21 +233,11 @@ def test_rewound_killed_and_gone_on_with_it_is_the_run_without_a_fault(place: Pa
     assert all(torch.equal(mine[name], weight) for name, weight in theirs.items())
 
 
-@pytest.mark.parametrize(
-    ("processes", "overrides", "told"),
-    [
-        (1, ["accelerate.fsdp=true"], "an update stays 64 samples: 32 rows x 2 micro-batches x 1 processes"),
-        (2, ["data.batch_size=16", "accelerate.gradient_accumulation_steps=2"], "resumes from step"),
-    ],
-    ids=["one alone", "replicas"],
-)
-def test_another_number_of_processes_goes_on(
-    processes: int, overrides: list[str], told: str, place: Path, killed: Path
-) -> None:
+def test_another_number_of_processes_goes_on(place: Path, killed: Path) -> None:
     """From the same sample, with updates of the same samples: the run ends at the same loss up to rounding."""
-    done = launch(killed.parent, processes, "run.dir=killed", FAULTS, *overrides)
+    done = launch(killed.parent, 1, "run.dir=killed", FAULTS)  # of replicas: one
     assert not any(done.codes), done.said
-    assert told in done.said
+    assert "an update stays 64 samples: 32 rows x 2 micro-batches x 1 processes" in done.said
     here, there = summary(killed), summary(place / "healthy")
     assert here["final_loss"] == pytest.approx(there["final_loss"], rel=1e-4)
     assert here["eval"] == pytest.approx(there["eval"], rel=1e-4)
@@ -269,16 +259,16 @@ class Recorded(Dataset[Any]):
 
 
 def test_every_sample_is_seen_once_in_an_epoch_by_whichever_processes(tmp_path: Path) -> None:
-    """Four processes begin, two go on in the midst of an epoch, one twice after them: three of each row in three."""
+    """Four processes begin, two go on in the midst of an epoch, then one: two of each row in two epochs."""
     own = ["data=custom", "data.train._target_=test_sharding.Recorded", "data.eval=null", "model.in_features=4"]
     own += ["data.batch_size=4", "accelerate.fsdp=true", "run.dir=run"]
-    for processes, steps in ((4, 8), (2, 11), (1, 14), (1, 18)):
+    for processes, steps in ((4, 4), (2, 7), (1, 12)):
         done = launch(tmp_path, processes, *own, f"run.steps={steps}")
         assert not any(done.codes), done.said
     counts = Counter(map(int, (tmp_path / "fetched").read_text().split()))
-    compared = {row for row, count in counts.items() if count != 3}  # with what the data was, at each start
+    compared = {row for row, count in counts.items() if count != 2}  # with what the data was, at each start
     assert len(counts) == 96
-    assert min(counts.values()) == 3
+    assert min(counts.values()) == 2
     assert len(compared) <= 8
 
 
@@ -318,14 +308,8 @@ def test_shares_of_a_strangers_are_refused(boxes: str, killed: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "wanted"),
-    [
-        ([], True),
-        ([share_name(0, 2), share_name(1, 2)], True),
-        ([share_name(0, 2)], False),
-        ([share_name(0, 2), share_name(1, 3)], False),
-    ],
+    ("names", "wanted"), [([], True), ([(0, 2), (1, 2)], True), ([(0, 2)], False), ([(0, 2), (1, 3)], False)]
 )
-def test_a_group_is_complete_or_it_is_none(names: list[str], wanted: bool) -> None:
+def test_a_group_is_complete_or_it_is_none(names: list[tuple[int, int]], wanted: bool) -> None:
     """Every rank of as many as each says there are."""
-    assert are_complete(names) is wanted
+    assert are_complete(share_name(*name) for name in names) is wanted

@@ -22,7 +22,6 @@ from resilient_train.watch.config import Every
 from resilient_train.watch.layout import digest
 from resilient_train.watch.scans import Replicas
 from resilient_train.watch.vitals import read_vitals
-from resilient_train.wording import rank_names
 
 CPU = torch.device("cpu")
 INF, NAN = math.inf, math.nan
@@ -109,35 +108,14 @@ def test_what_the_host_reads_does_not_grow_with_the_ranks(scale: tuple[float, ..
     assert few.loss_scale == many.loss_scale == (scale[0] if scale else None)
 
 
-def test_a_flag_can_be_taken_back() -> None:
-    """It is told with every update until then."""
-    told: list[list[float]] = []
-
-    def gathered(mine: torch.Tensor) -> torch.Tensor:
-        told.append(mine.tolist())
-        return mine[None]
-
-    agreement = Agreement(gathered, CPU)
-    for is_busy in (True, True, False):
-        agreement.set_flag(Flag.BUSY, is_busy)
-        agreement.reduce(torch.zeros(2), 0)
-    assert [row[2 + Flag.BUSY] for row in told] == [1, 1, 0]
-
-
 ALIKE: dict[str, Any] = {"decisions": 5, "step": 7, "tick": 9, "start": 64, "samples": 8, "knobs": KnobValues()}
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        {"decisions": 6},
-        {"step": 8},
-        {"tick": 10},
-        {"start": 72},
-        {"samples": 16},
-        {"knobs": KnobValues(lr=0.5)},
-        {"knobs": KnobValues(clip=0.5)},
-        {"knobs": KnobValues(eps=10.0)},
+        *({"decisions": 6}, {"step": 8}, {"tick": 10}, {"start": 72}, {"samples": 16}),
+        *({"knobs": one} for one in (KnobValues(lr=0.5), KnobValues(clip=0.5), KnobValues(eps=10.0))),
         {"knobs": KnobValues(higher_precision=True)},
     ],
 )
@@ -199,22 +177,11 @@ def test_who_differs_is_told_by_the_majority(said: list[int], odd: tuple[int, ..
     assert odd_ones(said) == odd
 
 
-@pytest.mark.parametrize(
-    ("ranks", "words"),
-    [((3,), "rank 3"), ((0, 1), "ranks 0 and 1"), ((0, 2, 5), "ranks 0, 2 and 5")],
-)
-def test_ranks_are_named_in_words(ranks: tuple[int, ...], words: str) -> None:
-    """Of many, the first few."""
-    assert rank_names(ranks) == words
-    assert rank_names(range(10_000)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 9,992 more"
-
-
 def test_a_rank_that_decides_otherwise_ends_the_run_on_all(tmp_path: Path) -> None:
     """One line that names the ranks, code 1, an incident, a proven state; the same command goes on from there."""
     own = ["-m", "odd_rank", "model=mlp", "data=digits", "objective=classification", "run.steps=60", "run.dir=run"]
     own += ["accelerate.cpu=true", "tracking=none", "drill=nan_grad", "drill.at=[46]"]
     own += ["checkpoint.verify_after=10", "checkpoint.memory.every=10"]
-
     place = tmp_path / "place"
     done = launch(place, 2, *own, ODD_RANK="1")
     assert done.codes == [1, 1]
@@ -241,7 +208,7 @@ def flipped(tensor: torch.Tensor, place: int, bit: int) -> torch.Tensor:
     return other
 
 
-@pytest.mark.parametrize("size", [1, 7, 1023, 8192, 20_001])
+@pytest.mark.parametrize("size", [1, 1023, 8192])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_any_flipped_bit_shows_in_the_digest(dtype: torch.dtype, size: int) -> None:
     """At the ends of a tensor and inside, from the lowest bit to the sign; the same bits have the same digest."""
@@ -267,13 +234,6 @@ def test_what_differs_though_its_sum_does_not(some: list[torch.Tensor], others: 
     assert digest(some, CPU) != digest(others, CPU)
 
 
-def test_a_transposed_weight_and_none_at_all_have_a_digest() -> None:
-    """Whatever a model has, nothing is refused."""
-    weight = torch.randn(200, 100).t()
-    assert digest([weight], CPU) == digest([weight.clone()], CPU)
-    assert digest([], CPU) == 0
-
-
 @pytest.mark.parametrize(
     ("largest", "is_equal", "clean"), [([5, ~5], True, 40), ([5, ~4], False, 20), ([-(2**63), ~(-(2**63))], True, 40)]
 )
@@ -284,11 +244,6 @@ def test_all_are_equal_where_the_largest_is_the_least(largest: list[int], is_equ
     assert [compared.is_due(step) for step in (0, 19, 20, 40)] == [False, False, True, True]
     assert compared.judge(40, largest) is is_equal
     assert compared.clean_step == clean
-
-
-def test_where_there_are_no_replicas_none_are_compared() -> None:
-    """One process, or weights of which each has a part: they hold no proof up."""
-    assert not Replicas(Every(every=20), None).every
 
 
 @pytest.mark.parametrize("processes", [2, 3])

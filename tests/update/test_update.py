@@ -172,9 +172,10 @@ def test_a_norm_is_infinite_only_where_a_gradient_is(values: tuple[float, float]
     assert norm.dtype is torch.float32
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9, 0.99])
-@pytest.mark.parametrize(("max_norm", "max_value"), [(None, None), (1e3, None), (None, 50.0)])
-@pytest.mark.parametrize("size", [1e18, 1e12, 1e-6])
+@pytest.mark.parametrize(
+    ("momentum", "max_norm", "max_value", "size"),
+    [(0.0, None, None, 1e18), (0.9, 1e3, None, 1e18), (0.99, None, 50.0, 1e12), (0.9, None, None, 1e-6)],
+)
 def test_no_gradient_moves_the_weights_by_more_than_a_share(
     momentum: float, max_norm: float | None, max_value: float | None, size: float
 ) -> None:
@@ -277,14 +278,6 @@ def test_ranks_whose_rates_differ_in_the_last_digit_are_alike(rate: float) -> No
     for other in (math.nextafter(rate, 0), math.nextafter(rate, 2), rate * (1 - 6e-8)):
         assert digest_of(other) == digest_of(rate)
     assert digest_of(1.01 * rate) != digest_of(rate)
-
-
-def test_an_epsilon_of_zero_is_mended_even_if_it_is_an_int() -> None:
-    weight = nn.Parameter(torch.zeros(()))
-    updater = constant_updater(torch.optim.AdamW([weight], lr=1.0, eps=0))
-    updater.mends_eps = True
-    weight.grad = torch.ones(())
-    assert updater.apply(0, torch.zeros(())).settings[0]["eps"] > 0
 
 
 @pytest.mark.parametrize("at", [0, 2])
@@ -480,13 +473,3 @@ def test_a_rate_that_the_optimizer_sets_itself_is_lowered_by_scaling_its_updates
         seen.append((weight.detach() - before).tolist())
     for moved, expected in zip(seen, [0.5, 0.5, 0.05, 0.5], strict=True):
         assert moved == pytest.approx([-expected, expected])
-
-
-def test_a_rate_that_no_optimizer_sets_is_not_scaled_twice() -> None:
-    weight = nn.Parameter(torch.tensor([1.0]))
-    optimizer = torch.optim.SGD([weight], lr=0.5)
-    updater = Updater([optimizer], [CurveSchedule([0.5], constant, 0)], ClipConfig(None, None), device=CPU)
-    for step in range(2):
-        weight.grad = torch.ones(1)
-        updater.apply(step, torch.zeros(()), KnobValues(lr=0.1))
-    assert weight.item() == pytest.approx(0.9)
