@@ -62,11 +62,3 @@ def launched_rank() -> int:
     """Return this process's rank as its launcher set it, before the group is joined."""
     rank, size = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
     return int(rank) if rank.isdecimal() and size.isdecimal() and int(rank) < int(size) else 0
-
-
-def hosts(size: int) -> int:
-    """Return how many hosts the processes of the run are on, as far as launchers say so."""
-    if (groups := os.environ.get("GROUP_WORLD_SIZE", "")).isdigit():
-        return int(groups)
-    here = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(1, size // int(here)) if here.isdigit() and int(here) else 1

@@ -147,7 +147,6 @@ class World:
         self.rank, self.size = accelerator.process_index, accelerator.num_processes
         self.is_main = self.rank == 0
         self.device: torch.device = accelerator.device
-        self.hosts = launch.hosts(self.size)
 
     @staticmethod
     def is_of_group(error: BaseException) -> bool:
@@ -299,8 +298,7 @@ class World:
         if self.device.type == "cpu":
             count = torch.get_num_threads()
             kind += f", {count} thread{'s' * (count != 1)}"
-        hosts = f"{self.hosts} host{'s' * (self.hosts != 1)}"
-        processes = f"{self.size} processes on {hosts}, each" if self.size > 1 else "1 process"
+        processes = f"{self.size} processes, each" if self.size > 1 else "1 process"
         return f"{processes} on {kind}, {self.accelerator.mixed_precision or 'no'} mixed precision"
 
 

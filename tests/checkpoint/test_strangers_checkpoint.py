@@ -16,7 +16,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from command import Outcome, command, train
@@ -64,10 +63,6 @@ class Trap:
 
 def pickled(run_dir: Path) -> bytes:
     return pickle.dumps(Trap(run_dir.parent / "canary"))
-
-
-def torch_saved(run_dir: Path, file: Path) -> None:
-    torch.save({"weights": Trap(run_dir.parent / "canary")}, file)
 
 
 Attack = Callable[[Path, Path], Any]  # on the run directory, and its newest checkpoint
@@ -143,9 +138,7 @@ def bytes_of(name: str, content: Callable[[Path], bytes]) -> Attack:
 
 def beside(name: str) -> Attack:
     """A file too many, which would be executed by whoever unpickles it."""
-    return lambda run_dir, newest: (
-        torch_saved(run_dir, newest / name) if name.endswith(".pt") else (newest / name).write_bytes(pickled(run_dir))
-    )
+    return lambda run_dir, newest: (newest / name).write_bytes(pickled(run_dir))
 
 
 def link(name: str) -> Attack:
@@ -181,11 +174,6 @@ def file_for_checkpoint(run_dir: Path, newest: Path) -> None:
     newest.write_text("x")
 
 
-def weights_of_torch(run_dir: Path, newest: Path) -> None:
-    torch_saved(run_dir, newest / WEIGHTS)
-    seal(newest)
-
-
 def renamed_in_manifest(name: str) -> Attack:
     """The manifest lists a file somewhere else, with the digest of what is there."""
 
@@ -218,10 +206,6 @@ def group(**fields: Any) -> Attack:
 
 def moment(change: Callable[[dict[str, Any]], Any]) -> Attack:
     return part("optimizer.0", lambda optimizer: change(optimizer["moments"][0]) and None)
-
-
-def numpy_state(**fields: Any) -> Attack:
-    return part("random.numpy", lambda state: state["state"].update(fields))
 
 
 def journal(*entries: dict[str, Any]) -> Attack:
@@ -273,8 +257,7 @@ FALLS_BACK: dict[str, Attack] = {
     "tensors that are a pickle": bytes_of(TENSORS, pickled),
     "a tree that is a pickle": bytes_of(TREE, pickled),
     "a manifest that is a pickle": lambda run_dir, newest: (newest / MANIFEST).write_bytes(pickled(run_dir)),
-    "weights of torch.save": weights_of_torch,
-    **{f"beside it {name!r}": beside(name) for name in ("optimizer.pt", "custom_checkpoint_0.pkl", "a\nb.pkl")},
+    **{f"beside it {name!r}": beside(name) for name in ("custom_checkpoint_0.pkl", "a\nb.pkl")},
     "a directory too many": lambda run_dir, newest: (newest / "__pycache__").mkdir(),
     # Links, pipes, other places.
     "a link for a checkpoint": link_of_checkpoint,
@@ -284,7 +267,7 @@ FALLS_BACK: dict[str, Attack] = {
     "a file for a checkpoint": file_for_checkpoint,
     **{
         f"{name} in the manifest": renamed_in_manifest(name)
-        for name in ("../../config.yaml", "/etc/passwd", "..", "", "a\nb", f"./{TREE}", "x" * 5000)
+        for name in ("../../config.yaml", "/etc/passwd", "", "a\nb", f"./{TREE}", "x" * 5000)
     },
     # Sizes.
     "1e18 bytes": lambda run_dir, newest: seal(newest, lambda node: node["files"][TREE].update(bytes=10**18)),
@@ -294,13 +277,9 @@ FALLS_BACK: dict[str, Attack] = {
     "1e12 elements": bytes_of(
         TENSORS, header('{"a": {"dtype": "F32", "shape": [1000000000000], "data_offsets": [0, 4]}}')
     ),
-    "2^64 elements": bytes_of(
-        WEIGHTS, header('{"a": {"dtype": "F32", "shape": [4294967296, 4294967296], "data_offsets": [0, 0]}}')
-    ),
     "1e12 elements in the tree": text_of_tree(lambda text: text.replace("[5056]", "[1000000000000]")),
     # JSON.
     "nested deeply": text_of_tree(lambda text: NESTED),
-    "a manifest nested deeply": lambda run_dir, newest: (newest / MANIFEST).write_text(NESTED),
     "a bare NaN": text_of_tree(lambda text: text.replace('"gauss": 0.0', '"gauss": NaN')),
     "a key twice": text_of_tree(lambda text: text.replace('"clock": ', '"clock": 3, "clock": ')),
     "an object with a call": text_of_tree(
@@ -310,71 +289,39 @@ FALLS_BACK: dict[str, Attack] = {
     "another format": manifest(format=2),
     "a key too many": manifest(_target_="os.system"),
     "another kind": manifest(kind="trusted"),
-    "a step below 0": manifest(step=-1),
-    "a step beyond all": manifest(step=10**30),
     "a step that it is not": manifest(step=19, tick=10**6),
     # The state of another run.
     "a weight of another shape": weight(lambda tensors: tensors.update({next(iter(tensors)): torch.zeros(3)})),
-    "a weight of another dtype": weight(lambda tensors: tensors.update({BIAS: tensors[BIAS].long()})),
     "a weight too few": weight(lambda tensors: tensors.pop("layers.0.bias") is None),
     "a weight too many": part("weights", lambda weights: {"\x1b[2J\nroot": torch.zeros(1)}),
-    "weights by number": part("weights", lambda weights: {5: torch.zeros(1), 6: 1}),
     "parts by number": tree(lambda content: content["parts"].update({5: 1, 6: 2})),
-    "no weights": tree(lambda content: content["parts"].update(weights=None)),
     "a buffer from nowhere": part("buffers", lambda buffers: {"evil.buffer": torch.zeros(1)}),
-    "a buffer that is text": part("buffers", lambda buffers: {"layers.0.evil": "text"}),
-    "a part too few": tree(lambda content: content["parts"].pop("position") and None),
     "a part too many": tree(lambda content: content["parts"].update({"kept.evil": 1})),
     "no state at all": tree(lambda content: {"parts": 1}),
-    "steps of text": tree(lambda content: content["parts"].update(clock="20")),
-    "a position of text": part("position", lambda position: {"position": "0"}),
     "a position below 0 in the state": part("position", lambda position: {"position": -32}),
     "moments of another shape": moment(lambda kept: kept.update(exp_avg=torch.zeros(7))),
-    "moments of whole numbers": moment(lambda kept: kept.update(exp_avg=kept["exp_avg"].long())),
-    "moments that are text": moment(lambda kept: kept.update(exp_avg="text")),
     "moments of weight 10^9": part("optimizer.0", lambda one: one["moments"].update({10**9: {}})),
-    "moments in a list": part("optimizer.0", lambda one: one.update(moments=[1])),
     "a group too few": part("optimizer.0", lambda one: one["groups"].pop() and None),
-    "groups of text": part("optimizer.0", lambda one: one.update(groups="text")),
     "a rate of text": group(lr="1e-3"),
-    "a rate of lists": group(lr=[1e-3]),
     "another optimizer": part("optimizer.0", lambda one: {"x": 1}),
-    "python's generator, beyond its words": part("random.python", lambda state: (3, (*state[1][:-1], 10**6), None)),
-    "numpy's generator, beyond its words": numpy_state(pos=10**7),
-    "numpy's generator, too short": numpy_state(key=np.zeros(3, dtype=np.uint32)),
-    "numpy's generator of another kind": part("random.numpy", lambda state: {**state, "bit_generator": "PCG64"}),
-    "torch's generator, too short": part("random.torch", lambda state: torch.zeros(3, dtype=torch.uint8)),
+    "numpy's generator, beyond its words": part("random.numpy", lambda state: state["state"].update(pos=10**7)),
     "torch's generator, of zeros": part("random.torch", lambda state: torch.zeros(5056, dtype=torch.uint8)),
-    "torch's generator, of text": part("random.torch", lambda state: "text"),
     "nothing that checks remember": tree(lambda content: content.update(memory={})),
-    "a memory of text": tree(lambda content: content.update(memory="text")),
 }
 
 # With digests that are right, what fits the run is believed as far as it goes; then one line says why not.
 REFUSED: dict[str, Attack] = {
     "knobs of text": remedies(knobs={"lr": "fast"}),
-    "no knobs": lambda run_dir, newest: seal(newest, lambda node: node.update(remedies={})),
-    "skipped below 0": remedies(skipped=[[-5, 3]]),
     "skipped backwards": remedies(skipped=[[9, 3]]),
-    "a plate with a word too many": plate(evil="x"),
     "armor that is text": remedies(armor="text"),
     "armored nonsense": remedies(armored=[1, 2]),
-    "a norm of text": remedies(usual_norm="large"),
-    "a reference that lacks its goal": remedies(reference={"reference": REFERENCE}),
     "a reference of infinite losses": remedies(
         reference={**MEASURED, "reference": {**REFERENCE, "level": float("inf")}},
     ),
-    "a reference at no step": remedies(reference={**MEASURED, "reference": {**REFERENCE, "step": float("inf")}}),
-    "an infinite limit of the rate": remedies(
-        knobs={"lr": 1.0, "clip": 1.0, "eps": 1.0, "higher_precision": 0, "ceiling": float("nan")}
-    ),
     "an infinite patience": remedies(knobs={"lr": 1.0, "clip": 1.0, "eps": 1.0, "higher_precision": float("inf")}),
     "groups of another optimizer": manifest(groups=[]),
-    "statistics of text": memory("statistics", "text"),
     "statistics of another run": memory("statistics", {"panel": {}, "scans": {}}),
     "a panel of text": memory("panel", {"path": "text", "alarms": 5}),
-    "a path of text": memory("passed", ["text"]),
-    "nothing remembered": memory("remembered", {}),
     "remembered text": memory("remembered", {"run": "text"}),
     "remedies in the journal that are none": journal(
         {"kind": "remedies_in_force", "remedies": {"tick": 99, "knobs": 1}}
@@ -477,8 +424,7 @@ def test_a_forged_checkpoint_is_damage(run_dir: Path, what: str) -> None:
 @pytest.mark.parametrize(
     "what",
     [
-        *("weights that are a pickle", "a link for a checkpoint", "a header of 2^60 bytes"),
-        *("moments of another shape", "nothing that checks remember"),
+        *("weights that are a pickle", "a link for a checkpoint", "moments of another shape"),
     ],
 )
 def test_a_forged_checkpoint_is_passed_over(run_dir: Path, run_command: command, what: str) -> None:

@@ -149,26 +149,6 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
         launch.refuse_devices(has_device=True, gpus=2)
 
 
-@pytest.mark.parametrize(
-    ("said", "hosts"),
-    [
-        ({}, 1),
-        ({"LOCAL_WORLD_SIZE": "4"}, 2),
-        ({"GROUP_WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "4"}, 3),
-        ({"LOCAL_WORLD_SIZE": "16"}, 1),
-    ],
-)
-def test_hosts_are_counted_as_launchers_tell_them(
-    said: Mapping[str, str], hosts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of 8 processes."""
-    for name in ("GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in said.items():
-        monkeypatch.setenv(name, value)
-    assert launch.hosts(8) == hosts
-
-
 # ---------------------------------------------------------------------------------------------------- in one's own loop
 
 

@@ -25,7 +25,7 @@ def test_a_cut_link_and_a_lost_host_do_not_end_a_run(tmp_path: Path) -> None:
     command += ["--cut", "2", "--step-timeout", "12", "--patience", "400"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "trains: 2 processes on 2 hosts" in done.stdout
+    assert "trains: 2 processes" in done.stdout
     assert "went on by itself" in done.stdout
     assert "the other went on alone (1 process)" in done.stdout
     run_dir = tmp_path / "runs/run"
@@ -34,11 +34,3 @@ def test_a_cut_link_and_a_lost_host_do_not_end_a_run(tmp_path: Path) -> None:
     assert opened == ["hang"]
     left = subprocess.run(["ip", "-br", "link"], capture_output=True, text=True, check=True).stdout
     assert "card" not in left
-
-
-def test_help_says_what_it_needs() -> None:
-    """Without root, too."""
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks/two_hosts.py"), "--help"], capture_output=True, text=True, check=True
-    )
-    assert "needs root" in done.stdout
