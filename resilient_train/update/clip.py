@@ -27,10 +27,9 @@ def clip(
 ) -> tuple[torch.Tensor, float | None]:
     """Clip the gradients in place, by norm and then by value.
 
-    `note` is called with the norms of the single gradients, if there are such: not where they are sharded.
-
     Where no norm is configured, a tightened clip starts from the `usual` one. Returns the norm of the gradients
-    before, and the norm they were clipped to, if any. `over_ranks` sums over the ranks where gradients are sharded.
+    before, and the norm they were clipped to, if any. `over_ranks` sums over the ranks where gradients are sharded;
+    where they are not, `note` is called with the norms of the single ones.
     """
     grads: list[torch.Tensor] = []
     for weight in weights:
@@ -137,7 +136,7 @@ def total_norm(grads: list[torch.Tensor], note: Callable[[torch.Tensor], None] |
         total = torch.linalg.vector_norm(norms)
     if note is not None:
         note(norms)
-    return total.to(_at_least_float32(first.dtype))
+    return total.to(torch.float32 if first.dtype in _COARSE else first.dtype)
 
 
 def norm_over_ranks(grads: list[torch.Tensor], over_ranks: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -145,20 +144,13 @@ def norm_over_ranks(grads: list[torch.Tensor], over_ranks: Callable[[torch.Tenso
     wide = torch.float64 if grads[0].device.type != "mps" else None
     squares = torch.zeros((), dtype=wide, device=grads[0].device)
     for grad in grads:
-        if (share := local_part(grad)).numel():
-            squares += torch.linalg.vector_norm(share, dtype=wide).square() / _holders(grad)
-    return over_ranks(squares).sqrt().to(_at_least_float32(grads[0].dtype))
-
-
-def _holders(grad: torch.Tensor) -> int:
-    """Return how many ranks hold the same share: all of them, if the gradient is not sharded."""
-    if not is_sharded(grad):
-        return torch.distributed.get_world_size()
-    spread, count = sharding_of(grad), 1
-    for size, placement in zip(spread.mesh.shape, spread.placements, strict=True):
-        count *= size if placement.is_replicate() else 1
-    return count
-
-
-def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in _COARSE else dtype
+        if not (share := local_part(grad)).numel():
+            continue
+        if is_sharded(grad):
+            spread = sharding_of(grad)
+            pairs = zip(spread.mesh.shape, spread.placements, strict=True)
+            holders = math.prod(size for size, placement in pairs if placement.is_replicate())
+        else:
+            holders = torch.distributed.get_world_size()
+        squares += torch.linalg.vector_norm(share, dtype=wide).square() / holders
+    return over_ranks(squares).sqrt().to(torch.float32 if grads[0].dtype in _COARSE else grads[0].dtype)

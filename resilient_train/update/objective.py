@@ -24,15 +24,29 @@ class Measured:
 
     def __call__(self, model: Any, batch: Any) -> tuple[torch.Tensor, Metrics]:
         answer = self.objective(model, batch)
-        loss, metrics = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, {})
+        loss, given = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, {})
         if not isinstance(loss, torch.Tensor):
             raise self._error(f"returned a {type(loss).__name__} as the loss: expected a scalar tensor")
         if loss.numel() != 1:
             raise self._error(f"returned a loss of shape {list(loss.shape)}: expected a scalar, such as its mean()")
-        if not isinstance(metrics, Mapping):
-            raise self._error(f"returned a {type(metrics).__name__} next to the loss: expected {{name: value}}")
+        if not isinstance(given, Mapping):
+            raise self._error(f"returned a {type(given).__name__} next to the loss: expected {{name: value}}")
         loss = loss.reshape(()) if self.buffers is None else self.buffers.spoil(loss.reshape(()))
-        return loss, {str(name): self._metric(str(name), value) for name, value in metrics.items()}
+        metrics: dict[str, torch.Tensor | float] = {}
+        for key, value in given.items():
+            if (name := str(key)) == "loss":
+                raise self._error("returned a metric named loss: the loss itself has that name")
+            if isinstance(value, torch.Tensor) and value.numel() == 1:
+                # Detached: it is kept until it is reported, and its graph would keep the whole forward alive.
+                metrics[name] = value.detach().reshape(())
+            elif isinstance(value, int | float):
+                metrics[name] = value
+            else:
+                what = f"a {type(value).__name__}" + (
+                    f" of shape {list(value.shape)}" if hasattr(value, "shape") else ""
+                )
+                raise self._error(f"returned {what} as the metric {name}: expected a number or a scalar tensor")
+        return loss, metrics
 
     def for_training(self, model: Any, batch: Any) -> tuple[torch.Tensor, Metrics]:
         """Call the objective, and require that the loss can be differentiated."""
@@ -41,18 +55,6 @@ class Measured:
             why = "returned a loss without a graph: something between the weights and the loss detaches it"
             raise self._error(f"{why} (.detach(), .item(), no_grad, argmax)")
         return loss, metrics
-
-    def _metric(self, name: str, value: Any) -> torch.Tensor | float:
-        """Detach a metric: it is kept until it is reported, and its graph would keep the whole forward alive."""
-        if name == "loss":
-            raise self._error("returned a metric named loss: the loss itself has that name")
-        if isinstance(value, torch.Tensor) and value.numel() == 1:
-            return value.detach().reshape(())
-        if isinstance(value, int | float):
-            return value
-        shape = f" of shape {list(value.shape)}" if hasattr(value, "shape") else ""
-        what = f"a {type(value).__name__}{shape}"
-        raise self._error(f"returned {what} as the metric {name}: expected a number or a scalar tensor")
 
     def _error(self, why: str) -> ConfigError:
         return ConfigError(self.key, self.name, why)

@@ -33,11 +33,11 @@ def cosine(step: int, *, steps: int, final_factor: float, warmup_steps: int) -> 
 
 
 def _progress(step: int, start: int, stop: int) -> float:
-    return min(1.0, (step - start) / max(1, stop - start)) if step > start else 0.0
+    return min(1.0, max(0, step - start) / max(1, stop - start))
 
 
 def _warmup_factor(step: int, warmup_steps: int) -> float:
-    return min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
+    return min(1.0, (step + 1) / max(1, warmup_steps))
 
 
 class Schedule:

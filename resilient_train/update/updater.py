@@ -62,12 +62,10 @@ class Attempt:
 
 
 class _SetRates(NamedTuple):
-    """The settings of an update. A ratio is that of a rate to the configured one, in the group where it is highest."""
-
     settings: Settings
     before: Settings  # the settings of the groups before it
     planned_lr: float  # of the first group, by the schedule
-    lr_ratio: float
+    lr_ratio: float  # to the configured rate, in the group where that is highest
     asked_ratio: float  # without the limit of the knobs
 
 
@@ -240,10 +238,6 @@ class Updater:
         if self.scaler is not None and not in_turn:
             self.scaler._per_optimizer_states.clear()
 
-    def reset_moments(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.state.clear()
-
     def note_rates(self, given: Settings = ()) -> None:
         """Note the rates of the groups: an optimizer may have changed those that were `given` in its step."""
         for number, group in enumerate(self._groups()):
@@ -267,7 +261,11 @@ class Updater:
             if setting["lr"] is not None:
                 setting = {**setting, "lr": usual * allowed if allowed < asked else lr * times}
             if isinstance(eps, int | float):  # Adafactor's is a pair, for which a factor makes no sense
-                setting["eps"] = max(eps * knobs.eps, _least_eps(group)) if self.mends_eps else eps * knobs.eps
+                # The least keeps an update small where a second moment has underflowed to zero.
+                kinds = [
+                    torch.finfo(one.dtype) for one in group["params"] if one.is_floating_point() and self.mends_eps
+                ]
+                setting["eps"] = max([eps * knobs.eps, *(math.sqrt(one.smallest_normal * one.eps) for one in kinds)])
             old: dict[str, Any] = {name: group.get(name) for name in setting}
             old[LR_OF_GUARD] = group.get(LR_OF_GUARD, old["lr"])  # missing if the loop has loaded a state
             group.update(setting)
@@ -319,12 +317,6 @@ class Updater:
             if self.scaler._per_optimizer_states[id(optimizer)]["stage"] is not OptState.UNSCALED:
                 self.scaler.unscale_(optimizer)
         return [torch.ones((), device=self.gate.device) if scale is None else scale.clone().reshape(())]
-
-
-def _least_eps(group: Mapping[str, Any]) -> float:
-    """Return the least epsilon that keeps an update small where a second moment has underflowed to zero."""
-    floating = [torch.finfo(weight.dtype) for weight in group["params"] if weight.is_floating_point()]
-    return max((math.sqrt(one.smallest_normal * one.eps) for one in floating), default=0.0)
 
 
 def _digest_of_rates(settings: Settings) -> int:
