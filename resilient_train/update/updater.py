@@ -262,9 +262,8 @@ class Updater:
                 setting = {**setting, "lr": usual * allowed if allowed < asked else lr * times}
             if isinstance(eps, int | float):  # Adafactor's is a pair, for which a factor makes no sense
                 # The least keeps an update small where a second moment has underflowed to zero.
-                kinds = [
-                    torch.finfo(one.dtype) for one in group["params"] if one.is_floating_point() and self.mends_eps
-                ]
+                weights = group["params"] if self.mends_eps else ()
+                kinds = [torch.finfo(one.dtype) for one in weights if one.is_floating_point()]
                 setting["eps"] = max([eps * knobs.eps, *(math.sqrt(one.smallest_normal * one.eps) for one in kinds)])
             old: dict[str, Any] = {name: group.get(name) for name in setting}
             old[LR_OF_GUARD] = group.get(LR_OF_GUARD, old["lr"])  # missing if the loop has loaded a state
