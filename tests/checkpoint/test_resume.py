@@ -434,7 +434,7 @@ def test_an_open_incident_is_closed_and_counted_by_whoever_goes_on(nursery: Nurs
     last = nursery.run(*arguments)
     assert last.code == 0, last.output
     first, second = [one for one in incidents(run_dir) if one["signal"] == "nonfinite_grad"]
-    assert (first["id"], first["outcome"], first["tick"]) == (chapter.incident.id, "recovered", 80)
+    assert (first["id"], first["outcome"], first["tick"]) == (chapter.incident.id, "recurred", 80)
     assert [action["remedy"] for action in first["actions"]] == ["skip"]
     assert [action["remedy"] for action in second["actions"]] == ["skip", "lower_lr"]
 
