@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import itertools
 import os
 import signal
 import subprocess
@@ -80,13 +79,6 @@ def test_who_asked_before_it_was_killed_gets_no_answer_in_the_place_of_another()
     store.set("resilient_train/asks/1", "of-one-that-is-gone")
     with pytest.raises(TimeoutError, match="1 of 2 processes have not come"):
         attempt_name(store, 0, 2, timedelta(seconds=0.3))
-
-
-def test_a_patience_of_days_is_named_as_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = itertools.count(step=86_400)
-    monkeypatch.setattr("resilient_train.ranks.world.time.monotonic", lambda: next(clock))
-    with pytest.raises(TimeoutError, match="within 86460 s"):
-        attempt_name(HashStore(), 0, 2, timedelta(days=1, minutes=1))
 
 
 def waits_for_the_others() -> None:

@@ -213,7 +213,7 @@ def test_processes_that_were_stopped_continue(tmp_path: Path) -> None:
     Twice, since what counts in C has been used up in part by the first time. One process, and a group of two.
     """
     words = ["-m", "resilient_train", "model=mlp", "data=digits", "objective=classification", "tracking=none"]
-    words += ["run.steps=1000", "run.dir=run", "accelerate.cpu=true", "run.step_timeout=5", "run.log_every=1000"]
+    words += ["run.steps=1000", "run.dir=run", "accelerate.cpu=true", "run.step_timeout=3", "run.log_every=1000"]
     places = [tmp_path / "alone", tmp_path / "group"]
     with Group(places[0], 1, *words) as alone, Group(places[1], 2, *words) as group:
         for step in (20, 60):
@@ -221,7 +221,7 @@ def test_processes_that_were_stopped_continue(tmp_path: Path) -> None:
                 group.until(lambda place=place, step=step: stand(place / "run").step >= step)  # type: ignore[misc]
                 for rank in ranks:
                     rank.strike(signal.SIGSTOP)
-            time.sleep(11.0)  # longer than the limit and all that comes behind it
+            time.sleep(8.0)  # longer than the limit and all that comes behind it
             for rank in (*alone.ranks, *group.ranks):
                 rank.strike(signal.SIGCONT)
         for done in (alone.wait(), group.wait()):
