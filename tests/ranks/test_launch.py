@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -16,7 +15,6 @@ from accelerate.state import AcceleratorState, GradientState
 from command import command
 from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
-from warm import ENVIRONMENT
 
 from resilient_train import Guard
 from resilient_train.errors import ConfigError
@@ -88,6 +86,14 @@ def test_what_is_meant_to_be_one_process_is(said: Mapping[str, str]) -> None:
     refuse_what_is_not_supported(said)
 
 
+def test_two_processes_on_cpus_that_became_one_are_refused() -> None:
+    """`accelerate launch --cpu --num_processes 2` sets an address, and starts one: with what to type instead."""
+    with pytest.raises(
+        ConfigError, match=r"several processes were asked for.*torchrun --nproc_per_node N -m resilient"
+    ):
+        refuse_what_is_not_supported(LAUNCHER)
+
+
 @pytest.mark.parametrize(
     ("said", "why"),
     [
@@ -108,28 +114,6 @@ def test_numbers_that_no_launcher_sets_are_refused(
     outcome = run_command(["model=mlp", "data=digits", "objective=classification", "tracking=none"])
     assert (outcome.code, outcome.stderr.count("\n")) == (2, 1)
     assert outcome.stderr.startswith(f"error: {why}")
-
-
-def accelerate_launch(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_machines", "1"]
-    return subprocess.run(
-        [*launcher, *options, "-m", "resilient_train", *OWN],
-        cwd=folder,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-
-
-def test_two_processes_on_cpus_that_became_one_are_refused(tmp_path: Path) -> None:
-    """By the command itself: with what to type instead, and nothing was begun."""
-    done = accelerate_launch(tmp_path, "--num_processes", "2")
-    assert done.returncode != 0
-    assert "error: accelerate launch: several processes were asked for, and on CPUs it starts one." in done.stderr
-    assert "torchrun --nproc_per_node N -m resilient_train accelerate.cpu=true" in done.stderr
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU that the processes would share")

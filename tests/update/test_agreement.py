@@ -8,17 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import replicas_ranks
 import torch
+from accelerate import Accelerator
+from clinic_ranks import Net, Rows
 from group import launch, together
 from kills import checkpoints, incidents, summary
 
+from resilient_train.adapters.guard import Guard
+from resilient_train.drills import BitFlip, Drill
 from resilient_train.ranks.world import odd_ones
+from resilient_train.reader import MemoryConfig
 from resilient_train.recover.decide import decisions_digest, update_digest
 from resilient_train.recover.knobs import KnobValues
 from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, Vitals
 from resilient_train.update.gate import DIGESTS, Agreement, Flag
-from resilient_train.watch.config import Every
+from resilient_train.watch.config import Every, named
 from resilient_train.watch.layout import digest
 from resilient_train.watch.scans import Replicas
 from resilient_train.watch.vitals import read_vitals
@@ -246,24 +250,61 @@ def test_all_are_equal_where_the_largest_is_the_least(largest: list[int], is_equ
     assert compared.clean_step == clean
 
 
+STEPS, STRUCK = 50, 33  # both ends of a run are compared; this is in the middle of an interval
+
+
+def guarded(accelerator: Accelerator, flips: list[BitFlip], every: int) -> Guard:
+    fired: set[int] = set()
+    checks = named("default")
+    checks.replicas.every = every
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    return Guard(
+        *(accelerator, accelerator.prepare(model), optimizer),
+        data=Rows("none"),
+        batch_size=4,
+        objective=lambda model, batch: (model(batch[0]) - batch[1]).pow(2).mean(),
+        checks=checks,
+        memory=MemoryConfig(every=10, keep=4, max_gib=None),
+        verify_after=5,
+        drill=Drill(flips, has_fired=fired.__contains__, fired=lambda number, name, tick: fired.add(number)),
+    )
+
+
+def learned(bit: int) -> list[dict[str, Any]]:
+    """Train, on a rank, one run after the other: one without a fault, and others in which a bit flips on rank 1."""
+    accelerator = Accelerator(cpu=True)
+    found = []
+    for at, every in ((), 20), ((STRUCK,), 20), ((STRUCK,), 1), ((STEPS,), 20):
+        guard = guarded(accelerator, [BitFlip(at=at, rank=1, bit=bit)] if at else [], every)
+        guard.steps = STEPS
+        for batch in guard.batches():
+            guard.step(batch)
+        found.append({"incidents": guard.incidents, "weights": guard.state.weights_sha256(), "tick": guard.clock.tick})
+        guard.close()
+    guard.world.leave()
+    return found
+
+
 @pytest.mark.parametrize("processes", [2, 3])
 def test_a_bit_that_flips_on_one_rank_is_found_and_undone(processes: int) -> None:
     """In a place that no other scan sees; to the last bit the run without it, also where it strikes at the very end.
 
     The rank is named where most others agree; of two, where they were compared before it could reach the other.
     """
-    ended = together(processes, replicas_ranks.learned, 12)
+    ended = together(processes, learned, 12)
     assert [code for code, _ in ended] == [0] * processes
-    learned = [one for _, one in ended]
-    assert all(one == learned[0] for one in learned)
-    healthy, *struck = learned[0]
-    assert healthy["told"] == []
+    ranks = [one for _, one in ended]
+    healthy = ranks[0][0]
+    assert healthy["incidents"] == []
     nobody = (0, 1) if processes == 2 else (1,)
-    for run, since, ranks in zip(struck, (20, 31, 40), (nobody, (1,), nobody), strict=True):
-        assert run["weights"] == healthy["weights"]
-        (incident,) = run["told"]
-        assert (incident["signal"], incident["cause"]) == ("rank_mismatch", "corruption")
-        assert (incident["since"], incident["ranks"]) == (since, ranks)
-        assert (incident["remedies"], incident["outcome"]) == (["rewind"], "recovered")
-        assert incident["rewound_to"] <= since
-        assert "`body." in incident["evidence"]
+    for number, (since, named_ranks) in enumerate(zip((20, 31, 40), (nobody, (1,), nobody), strict=True)):
+        assert {rank[1 + number]["weights"] for rank in ranks} == {healthy["weights"]}
+        for rank in ranks:
+            (incident,) = rank[1 + number]["incidents"]
+            assert (incident.anomaly.signal, incident.diagnosis.cause) == ("rank_mismatch", "corruption")
+            assert (incident.anomaly.since, incident.anomaly.ranks) == (since, named_ranks)
+            assert [action.remedy for action in incident.decision.actions] == ["rewind"]
+            assert (incident.outcome, incident.rewound_to <= since) == ("recovered", True)
+            assert "`body." in incident.anomaly.evidence
