@@ -35,8 +35,7 @@ from resilient_train.drills import (
     parse,
 )
 from resilient_train.errors import ConfigError
-
-CONF = files.conf()
+from resilient_train.reader import option
 
 
 class Journal:
@@ -132,16 +131,6 @@ def test_each_fault_spoils_its_own_place_at_its_own_tick(fault: Fault, seen: dic
         assert away == (seen.get(tick, set()) if fault.name == "hot_lr" else set())
 
 
-def test_what_a_fault_spoils_is_a_copy() -> None:
-    """The tensors of the data set come through a drill as they were; those it leaves alone are not even copied."""
-    run = Run(Journal().drill(NanBatch(at=[1])))
-    batch = run.drill.on_batch(UpdatePlace(tick=1, step=1, start=0, micro=0, rank=0), run.batch)
-    assert batch["x"][0].isnan().all()
-    assert batch["x"][1:].equal(run.batch["x"][1:])
-    assert batch["rows"] is run.batch["rows"]
-    assert run.batch["x"].isfinite().all()
-
-
 @pytest.mark.parametrize("fault", [NanBatch(at=[3]), LossSpike(at=[3]), NanGrad(at=[3]), BitFlip(at=[3])])
 def test_a_fault_fires_once_even_if_its_place_comes_again(fault: Fault) -> None:
     """Neither a replay of the same attempt, nor a rewind, nor a restart fires it a second time."""
@@ -203,33 +192,25 @@ def test_a_rate_is_drawn_from_the_seed(seed: int, rate: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "integers", "bit", "given"),
+    ("dtype", "bit", "given"),
     [
-        (torch.float32, torch.int32, 30, None),
-        (torch.bfloat16, torch.int16, 14, None),
-        (torch.float16, torch.int16, 14, None),
-        (torch.float64, torch.int64, 62, None),
-        (torch.float32, torch.int32, 0, 0),
-        (torch.float32, torch.int32, 31, 31),
-        (torch.bfloat16, torch.int16, 15, 15),
-        (torch.float64, torch.int64, 63, 63),
+        *((torch.float32, 30, None), (torch.bfloat16, 14, None), (torch.float16, 14, None), (torch.float64, 62, None)),
+        *((torch.float32, 0, 0), (torch.float32, 31, 31), (torch.bfloat16, 15, 15), (torch.float64, 63, 63)),
     ],
 )
-def test_a_bit_flip_flips_one_bit_of_one_weight(
-    dtype: torch.dtype, integers: torch.dtype, bit: int, given: int | None
-) -> None:
+def test_a_bit_flip_flips_one_bit_of_one_weight(dtype: torch.dtype, bit: int, given: int | None) -> None:
     """The highest of the exponent, or the one that was asked for; of the same weight for the same seed."""
     first = torch.nn.Linear(3, 4)
     first.weight = torch.nn.Parameter(first.weight.detach().t().contiguous().t())  # not contiguous
     model = torch.nn.Sequential(first, torch.nn.Linear(4, 2)).to(dtype)
     model.register_parameter("scalar", torch.nn.Parameter(torch.tensor(0.5, dtype=dtype)))
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
 
     def bits() -> torch.Tensor:
         return torch.cat([weight.detach().contiguous().view(-1).view(integers) for weight in model.parameters()])
 
-    before = bits()
-    places = set()
-    for seed in range(40):
+    before, places = bits(), set()
+    for seed in range(30):
         BitFlip(at=[7], seed=seed, bit=given).spoil(7, model, [])
         (changed,) = (bits() ^ before).nonzero().flatten().tolist()
         assert (bits() ^ before)[changed] == torch.ones((), dtype=integers) << bit
@@ -237,15 +218,8 @@ def test_a_bit_flip_flips_one_bit_of_one_weight(
         BitFlip(at=[7], seed=seed, bit=given).spoil(7, model, [])
         assert bits().equal(before)
     assert len(places) > 10
-
-
-def test_a_bit_that_no_weight_has_is_refused() -> None:
-    """In words, before the run meets it."""
-    model = torch.nn.Linear(3, 4).to(torch.bfloat16)
-    assert BitFlip(at=[7], bit=15).lacks(model, []) is None
-    assert BitFlip(at=[7], bit=16).lacks(model, []) == "bit=16 is none of the 16 of a weight, which are counted from 0"
-    with pytest.raises(ConfigError, match="bit=-1"):
-        BitFlip(at=[7], bit=-1)
+    beyond = f"bit={8 * dtype.itemsize} is none of the {8 * dtype.itemsize} of a weight, which are counted from 0"
+    assert BitFlip(at=[7], bit=8 * dtype.itemsize).lacks(model, []) == beyond
 
 
 @pytest.mark.parametrize(
@@ -278,6 +252,7 @@ def test_bad_moments_finds_the_moments_of_every_optimizer(
 
 
 Pair = namedtuple("Pair", "x y")
+ROWS = torch.arange(2)
 
 
 @dataclass(frozen=True)
@@ -291,7 +266,7 @@ class Graph:
     [
         (lambda x: x, lambda batch: batch),
         (lambda x: [x, "name"], lambda batch: batch[0]),
-        (lambda x: (x, torch.arange(2)), lambda batch: batch[0]),
+        (lambda x: (x, ROWS), lambda batch: batch[0]),
         (lambda x: Pair(x, 1), lambda batch: batch.x),
         (lambda x: {"deep": [{"x": x}]}, lambda batch: batch["deep"][0]["x"]),
         (lambda x: UserDict(x=x), lambda batch: batch["x"]),
@@ -302,7 +277,10 @@ class Graph:
 def test_batches_of_any_shape_are_spoiled_and_keep_it(
     wrap: Callable[[torch.Tensor], Any], unwrap: Callable[[Any], torch.Tensor]
 ) -> None:
-    """A structure of tensors comes out as the same kind of structure, and the one that went in is as it was."""
+    """A structure of tensors comes out as the same kind of structure, and the one that went in is as it was.
+
+    What is not spoiled is not even copied.
+    """
     x = torch.ones(2, 3, dtype=torch.bfloat16)
     batch = wrap(x)
     spoiled = Journal().drill(NanBatch(at=[1])).on_batch(UpdatePlace(1, 1, 0, 0, 0), batch)
@@ -311,16 +289,13 @@ def test_batches_of_any_shape_are_spoiled_and_keep_it(
     assert unwrap(spoiled)[1].equal(x[1])
     assert unwrap(batch) is x
     assert x.equal(torch.ones_like(x))
+    assert type(batch) is not tuple or spoiled[1] is ROWS
 
 
-def test_token_batches_cannot_hold_nan() -> None:
-    """The very first batch says so, long before the fault would strike."""
+def test_a_run_that_a_fault_cannot_spoil_refuses_it_long_before_it_strikes() -> None:
+    """The first batch says so, or the third update: before one has landed no optimizer keeps moments."""
     with pytest.raises(ConfigError, match=r"drill=nan_batch: .*no floating-point numbers.*use inf_loss or nan_grad"):
         Journal().drill(NanBatch(at=[100])).on_batch(UpdatePlace(1, 1, 0, 0, 0), {"input_ids": torch.arange(4)})
-
-
-def test_an_optimizer_without_moments_cannot_have_bad_ones() -> None:
-    """The third update says so: before one has landed no optimizer keeps any, and the first may yet be refused."""
     run = Run(Journal().drill(BadMoments(at=[100])), optimizer="SGD")
     run.attempt(1)
     run.attempt(2)
@@ -386,24 +361,19 @@ def test_rows_of_numpy_and_plain_numbers_are_spoiled_in_their_own_types() -> Non
 
 
 def test_wrapping_knows_what_the_data_set_knows_and_is_journalled_once() -> None:
-    """Attributes come through; a restart wraps, but journals no second time; without bad rows nothing is wrapped."""
-    journal, inner = Journal(), ManyRows(torch.ones(5, 2))
-    assert journal.drill(BadRow(rows=[1])).wrapped(inner).classes == 10
-    assert journal.drill(BadRow(rows=[1])).wrapped(inner)[1][0].isnan().all()
-    assert journal.ticks == [("bad_row", 0)]
-    assert journal.drill(NanBatch(at=[1])).wrapped(inner) is inner
+    """A restart wraps, but journals no second time; without bad rows nothing is wrapped; no random number is drawn."""
 
-
-def test_wrapping_draws_no_random_number() -> None:
-    """An augmentation that the first look meets leaves the generators as they were."""
-
-    class Noisy(TensorDataset):
+    class Noisy(ManyRows):
         def __getitem__(self, index: int) -> Any:
             return torch.rand(2)
 
-    state = torch.get_rng_state()
-    Journal().drill(BadRow(rows=[1])).wrapped(Noisy(torch.ones(3)))
+    journal, inner, state = Journal(), Noisy(torch.ones(5, 2)), torch.get_rng_state()
+    assert journal.drill(BadRow(rows=[1])).wrapped(inner).classes == 10
+    wrapped = journal.drill(BadRow(rows=[1])).wrapped(inner)
     assert torch.get_rng_state().equal(state)
+    assert wrapped[1][0].isnan().all()
+    assert journal.ticks == [("bad_row", 0)]
+    assert journal.drill(NanBatch(at=[1])).wrapped(inner) is inner
 
 
 class Endless(IterableDataset[int]):
@@ -471,26 +441,16 @@ def test_a_drill_is_read_as_it_is_written(node: Mapping[str, Any], faults: list[
         ({"faults": "nan_grad"}, "drill.faults=nan_grad: must be a list, such as [{nan_batch: {at: [50]}}]"),
         ({"faults": [["nan_grad"]]}, "drill.faults[0]=['nan_grad']: must be one fault with its settings, such as"),
         ({"faults": ["nan_grad", "x"]}, "drill.faults[1]=x: no such fault; there are bad_moments"),
-        (
-            {"faults": [{"hot_lr": {"updates": 0}}]},
-            "drill.faults[0].hot_lr.updates=0: must be a whole number (at least 1)",
-        ),
+        ({"faults": [{"hot_lr": {"updates": 0}}]}, "drill.faults[0].hot_lr.updates=0: must be a whole number (at"),
         ({"fault": "nan_grad", "at": [1.5]}, "drill.at=[1.5]: 1.5 is neither a tick (1, 2, ...) nor a fraction of"),
-        ({"fault": "nan_grad", "at": [0]}, "drill.at=[0]: 0 is neither a tick (1, 2, ...) nor a fraction of"),
         ({"fault": "nan_grad", "at": "soon"}, "drill.at=soon: soon is neither a tick"),
         ({"fault": "nan_grad", "at": [101]}, "drill.at=[101]: the run has only 100 steps: nothing would strike at"),
         ({"fault": "nan_grad", "at": []}, "drill.at: nan_grad would never strike: give it ticks, such as [100], or a"),
-        ({"fault": "nan_grad", "rate": 2}, "drill.rate=2: must be a finite number (at least 0, at most 1)"),
         ({"fault": "nan_grad", "rank": "first"}, "drill.rank=first: must be a whole number (at least 0) or all"),
-        ({"fault": "nan_batch", "value": 3}, "drill.value=3: must be one of nan, inf, -inf"),
-        ({"fault": "bad_moments", "how": "half"}, "drill.how=half: must be one of shrink, zero, negate"),
-        ({"fault": "loss_spike", "factor": -1}, "drill.factor=-1: must be a finite number (greater than 0)"),
-        ({"fault": "bad_row", "rows": [-1]}, "drill.rows=[-1]: must be a list, each a whole number (at least 0)"),
         (
             {"fault": "bad_row", "share": 0},
             "drill.rows: no row would be bad: name some, such as [17], or a share above",
         ),
-        ({"fault": "nan_batch", "optional": "yes"}, "drill.optional=yes: must be true or false"),
     ],
 )
 def test_what_cannot_be_read_is_reported_in_one_line(node: Mapping[str, Any], line: str) -> None:
@@ -501,55 +461,36 @@ def test_what_cannot_be_read_is_reported_in_one_line(node: Mapping[str, Any], li
     assert "\n" not in str(raised.value)
 
 
-def drill_node(*overrides: str) -> dict[str, Any]:
-    """The node as the command line gives it."""
-    return load(overrides).config.drill
-
-
-@pytest.mark.parametrize("option", sorted(file.stem for file in (CONF / "drill").glob("*.yaml")))
-def test_every_shipped_drill_can_be_read(option: str) -> None:
-    """Each option is the fault of its name with its own defaults; none is no fault."""
-    faults = parse(drill_node(f"drill={option}", "run.steps=1000", "run.seed=3"), steps=1000)
-    assert all(fault.seed == 3 for fault in faults)
-    if option not in ("none", "gauntlet", "demo"):
-        (fault,) = faults
-        assert fault == parse({"fault": option, "seed": 3}, steps=1000)[0]
+@pytest.mark.parametrize("name", sorted(file.stem for file in (files.conf() / "drill").glob("*.yaml")))
+def test_every_shipped_drill_can_be_read(name: str) -> None:
+    """Each option is the fault of its name with its own defaults, none is no fault; the seed is that of the run."""
+    node = option("drill", name)
+    assert node.get("seed", "${run.seed}") == "${run.seed}"
+    faults = parse({**node, **({"seed": 3} if "seed" in node else {})}, steps=1000)
+    if name not in ("none", "gauntlet", "demo"):
+        assert faults == parse({"fault": name, "seed": 3}, steps=1000)
 
 
 @pytest.mark.parametrize(
     ("overrides", "faults"),
     [
-        ([], ["nan_grad", "loss_spike", "bit_flip", "hot_lr"]),
-        (["run.steps=40"], ["nan_grad", "loss_spike", "bit_flip", "hot_lr"]),
-        (["drill=none"], []),
-        (["drill=nan_grad"], ["nan_grad"]),
-        (["drill.faults=[inf_loss]"], ["inf_loss"]),
+        (["experiment=demo", "run.steps=40"], ["nan_grad", "loss_spike", "bit_flip", "hot_lr"]),
+        (["experiment=demo", "drill=nan_grad", "drill.at=[7]"], [NanGrad(at=[7], seed=3)]),
+        (["experiment=demo", "drill.faults=[{hot_lr:{at:[12],factor:30}}]"], [HotLr(at=[12], factor=30, seed=3)]),
+        (["drill=nan_batch", "drill.rate=0.01", "drill.value=inf"], [NanBatch(rate=0.01, value="inf", seed=3)]),
     ],
 )
-def test_the_drill_of_an_experiment_gives_way_to_another(overrides: list[str], faults: list[str]) -> None:
-    """Its faults come as an option of the group, and not as values that stay whatever option is chosen."""
-    found = parse(drill_node("experiment=demo", *overrides), steps=40)
-    assert [fault.name for fault in found] == faults
+def test_a_drill_is_composed_on_the_command_line(overrides: list[str], faults: list[Any]) -> None:
+    """As the documentation writes it; that of an experiment gives way to another, and no value of it stays."""
+    found = parse(load([*overrides, "run.seed=3"]).config.drill, steps=40)
+    assert found == faults or [fault.name for fault in found] == faults
 
 
 def test_the_gauntlet_holds_one_of_each() -> None:
     """Every shipped fault that a process survives, spread over the run."""
-    faults = parse(drill_node("drill=gauntlet"), steps=1000)
+    faults = parse({**option("drill", "gauntlet"), "seed": 0}, steps=1000)
     names = [fault.name for fault in faults]
-    shipped = sorted(file.stem for file in (CONF / "drill").glob("*.yaml"))
+    shipped = sorted(file.stem for file in (files.conf() / "drill").glob("*.yaml"))
     assert sorted([*names, "none", "gauntlet", "demo", "crash", "hang"]) == shipped
     ticks = [tick for fault in faults for tick in getattr(fault, "at", ())]
     assert len(set(ticks)) == len(faults) - 1  # bad_row has no tick
-
-
-@pytest.mark.parametrize(
-    ("overrides", "fault"),
-    [
-        (["drill=nan_batch", "drill.at=[100]", "drill.value=inf"], NanBatch(at=[100], value="inf")),
-        (["drill=nan_batch", "drill.rate=0.01"], NanBatch(rate=0.01)),
-        (["drill.faults=[{hot_lr:{at:[120],factor:30}}]"], HotLr(at=[120], factor=30)),
-    ],
-)
-def test_a_drill_can_be_composed_on_the_command_line(overrides: list[str], fault: Fault) -> None:
-    """As the documentation writes it."""
-    assert parse(drill_node(*overrides), steps=1000) == [fault]
