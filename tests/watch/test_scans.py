@@ -124,7 +124,6 @@ class Run:
         self.weights = [one for opt in self.optimizers for group in opt.param_groups for one in group["params"]]
         self.truth = torch.randn(8, 4)
         self.step = 0
-        self.before_backward: Callable[[], None] | None = None
         self._landed: Any = None
         self._sent: Any = None
 
@@ -136,11 +135,7 @@ class Run:
         found = self.hear()
         if self.scans.is_due(self.step):
             self._sent = self.step, self.scans.measure().tolist()
-        norm: float | None = None
-        if self.max_norm is None:
-            nn.utils.clip_grad_value_(self.weights, 0.01)
-        else:
-            norm = min(float(nn.utils.clip_grad_norm_(self.weights, self.max_norm)), self.max_norm)
+        norm = self.clip()
         landed = [[{"lr": lr * self.rate(self.step)} for lr in mine] for mine in self.rates]
         for optimizer, mine in zip(self.optimizers, landed, strict=True):
             for group, setting in zip(optimizer.param_groups, mine, strict=True):
@@ -150,6 +145,15 @@ class Run:
         self.step += 1
         self._landed = [setting for mine in landed for setting in mine], norm
         return found
+
+    def clip(self) -> float | None:
+        """Clip the gradients, and return their norm if it is known then."""
+        if self.max_norm == INF:  # as it is, for gradients that cannot be clipped
+            return None
+        if self.max_norm is None:
+            nn.utils.clip_grad_value_(self.weights, 0.01)
+            return None
+        return min(float(nn.utils.clip_grad_norm_(self.weights, self.max_norm)), self.max_norm)
 
     def hear(self) -> Anomaly | None:
         if self._landed is not None:
@@ -164,15 +168,21 @@ class Run:
         """Train until something is found."""
         return next((found for _ in range(count) if (found := self.update()) is not None), None)
 
+    def finding(self, count: int = 2 * EVERY) -> Anomaly:
+        """Train until something is found, which has to be soon."""
+        found = self.updates(count)
+        assert found is not None
+        return found
+
 
 _trained: dict[str, Run] = {}
 
 
 def trained(name: str) -> Run:
-    """A run of 200 healthy updates, as a copy."""
+    """A run of 100 healthy updates, as a copy."""
     if name not in _trained:
         _trained[name] = Run(OPTIMIZERS[name])
-        found = _trained[name].updates(203)
+        found = _trained[name].updates(103)
         assert found is None, found
     return deepcopy(_trained[name])
 
@@ -182,9 +192,9 @@ def trained(name: str) -> Run:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_healthy_training_is_never_reported(name: str) -> None:
-    """Two hundred updates with any optimizer are clean, and every scan has seen them."""
+    """A hundred updates with any optimizer are clean, and every scan has seen them."""
     run = trained(name)
-    assert run.scans.clean_step == 200
+    assert run.scans.clean_step == 100
     assert run.scans.remarks() == []
 
 
@@ -237,43 +247,32 @@ def test_unusual_models_are_scanned(name: str, change: Callable[[Any], None]) ->
     assert run.updates(80) is None
     with torch.no_grad():
         model.down.weight[1, 1] = 1e3
-    found = run.updates(2 * EVERY)
-    assert found is not None
-    assert "down.weight" in found.evidence
+    assert "down.weight" in run.finding().evidence
 
 
-def test_a_weight_that_wakes_up_late_is_healthy() -> None:
-    """Weights that rested for long may start to move at any time, from zero as well."""
-    for name in ("SGD nesterov", "AdamW fused", "one's own"):
-        model: Any = Net()
-        nn.init.zeros_(model.up.bias)
-        model.up.requires_grad_(False)
-        run = Run(OPTIMIZERS[name], model)
-        assert run.updates(60) is None
-        model.up.requires_grad_(True)
-        assert run.updates(40) is None
-
-
-def test_a_copy_that_is_refreshed_now_and_then_is_healthy() -> None:
-    """A frozen copy of the model that follows it slowly, or by leaps, is no damage."""
-    for share, pause in ((0.05, 1), (1.0, 40)):
-        model: Any = Net()
-        model.add_module("target", nn.Linear(24, 4).requires_grad_(False))
-        run = Run(OPTIMIZERS["AdamW fused"], model)
-        for step in range(130):
-            assert run.update() is None
-            if step % pause == 0:
-                with torch.no_grad():
-                    model.target.weight.lerp_(model.down.weight, share)
-
-
-def test_a_weight_without_gradient_now_and_then_is_healthy() -> None:
-    """Moments that do not fade while their weight has no gradient do not look like damage."""
+@pytest.mark.parametrize("name", ["SGD nesterov", "AdamW fused", "one's own"])
+def test_a_weight_that_rests_now_and_then_is_healthy(name: str) -> None:
+    """It may start to move at any time, from zero as well; moments do not fade while it has no gradient."""
     model: Any = Net()
-    run = Run(OPTIMIZERS["AdamW fused"], model)
-    for step in range(120):
+    nn.init.zeros_(model.up.bias)
+    run = Run(OPTIMIZERS[name], model)
+    for step in range(100):
+        model.up.requires_grad_(step >= 60)
         model.mid.requires_grad_(step % 50 < 37)
         assert run.update() is None
+
+
+@pytest.mark.parametrize(("share", "pause"), [(0.05, 1), (1.0, 40)])
+def test_a_copy_that_is_refreshed_now_and_then_is_healthy(share: float, pause: int) -> None:
+    """A frozen copy of the model that follows it slowly, or by leaps, is no damage."""
+    model: Any = Net()
+    model.add_module("target", nn.Linear(24, 4).requires_grad_(False))
+    run = Run(OPTIMIZERS["AdamW fused"], model)
+    for step in range(100):
+        assert run.update() is None
+        if step % pause == 0:
+            with torch.no_grad():
+                model.target.weight.lerp_(model.down.weight, share)
 
 
 def test_groups_may_be_added() -> None:
@@ -304,24 +303,9 @@ def test_sparse_gradients_are_taken() -> None:
     def make(net: Any) -> list[Optimizer]:
         return [optim.SparseAdam(net.rows.parameters(), lr=0.01), optim.SGD(net.down.parameters(), lr=0.1)]
 
-    run = Run(make, Table(), max_norm=1e9)
-    run.update = lambda: _sparse_update(run)  # type: ignore[method-assign]
+    run = Run(make, Table(), max_norm=INF)
     assert run.updates(60) is None
     assert run.scans.remarks() == []
-
-
-def _sparse_update(run: Run) -> Anomaly | None:
-    x = torch.randn(16, 8)
-    torch.autograd.backward(run.model(x).pow(2).mean())
-    found = run.hear()
-    if run.scans.is_due(run.step):
-        run._sent = run.step, run.scans.measure().tolist()
-    for optimizer in run.optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
-    run.step += 1
-    run._landed = [{"lr": 0.01}, {"lr": 0.1}], 1.0
-    return found
 
 
 @pytest.fixture
@@ -339,27 +323,12 @@ def test_sharded_weights_are_scanned() -> None:
     model: Any = nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 4))
     mesh = init_device_mesh("cpu", (1,))
     fully_shard(model, mesh=mesh)
-    run = Run(one(optim.AdamW, lr=3e-3), model)
-    run.update = lambda: _unclipped_update(run)  # type: ignore[method-assign]
+    run = Run(one(optim.AdamW, lr=3e-3), model, max_norm=INF)
     assert run.updates(60) is None
     assert run.scans.clean_step == 55
     with torch.no_grad():
         model[2].weight.to_local()[0, 0] = 1e5
-    found = run.updates(12)
-    assert found is not None
-    assert found.signal is Signal.WEIGHTS_JUMP
-
-
-def _unclipped_update(run: Run) -> Anomaly | None:
-    run.model.zero_grad()
-    torch.autograd.backward(run.model(torch.randn(16, 8)).pow(2).mean())
-    found = run.hear()
-    if run.scans.is_due(run.step):
-        run._sent = run.step, run.scans.measure().tolist()
-    run.optimizers[0].step()
-    run.step += 1
-    run._landed = [{"lr": 3e-3}], None
-    return found
+    assert run.finding().signal is Signal.WEIGHTS_JUMP
 
 
 # -------------------------------------------------------------------------------------------------------------- faults
@@ -392,21 +361,19 @@ def moment(name: str, factor: float) -> Callable[[Run], None]:
     ("strike", "signal"),
     [
         (single(1e3), Signal.WEIGHTS_JUMP),
-        (single(1e10), Signal.WEIGHTS_JUMP),
         (single(NAN), Signal.NONFINITE_WEIGHTS),
         (layer(10.0), Signal.WEIGHTS_JUMP),
         (layer(0.0), Signal.WEIGHTS_JUMP),
     ],
-    ids=["1e3", "1e10", "NaN", "times 10", "zeroed"],
+    ids=["1e3", "NaN", "times 10", "zeroed"],
 )
 def test_damage_to_weights_is_found_and_named(name: str, strike: Callable[[Run], None], signal: Signal) -> None:
     """Whatever the optimizer, the next scan reports it, and a rewind knows what may still be trusted."""
     run = trained(name)
     strike(run)
-    found = run.updates(2 * EVERY)
-    assert found is not None
-    assert (found.signal, found.step, found.tick) == (signal, 205, 305)
-    assert found.since == 200
+    found = run.finding()
+    assert (found.signal, found.step, found.tick) == (signal, 105, 205)
+    assert found.since == 100
     if signal is Signal.WEIGHTS_JUMP:
         assert "mid.weight" in found.evidence
 
@@ -416,14 +383,12 @@ def test_damage_to_weights_is_found_and_named(name: str, strike: Callable[[Run],
 def test_damage_to_second_moments_is_found_before_it_lands(name: str, factor: float) -> None:
     """What is wrong when a scan looks is named for what it is, and the weights are fine yet."""
     run = trained(name)
-    assert run.updates(2) is None  # the scan of update 205 is launched in the middle of the next one
+    assert run.updates(2) is None  # the scan of update 105 is launched in the middle of the next one
     moment("exp_avg_sq", factor)(run)
-    run.update()
-    found = run.update()
-    assert found is not None
+    found = run.finding(2)
     assert found.signal is (Signal.NONFINITE_OPTIMIZER if factor != factor else Signal.OPTIMIZER_RANGE)
     assert "exp_avg_sq of mid.weight" in found.evidence
-    assert (found.step, found.since) == (205, 200)
+    assert (found.step, found.since) == (105, 100)
 
 
 @pytest.mark.parametrize(
@@ -434,9 +399,7 @@ def test_other_state_has_to_be_finite(name: str, key: str) -> None:
     run = trained(name)
     run.updates(2)
     moment(key, INF)(run)
-    run.update()
-    found = run.update()
-    assert found is not None
+    found = run.finding(2)
     assert found.signal is Signal.NONFINITE_OPTIMIZER
     assert key in found.evidence
 
@@ -445,8 +408,7 @@ def test_the_sum_of_second_moments_follows_from_the_gradients() -> None:
     """Moments that grew by a little are found as well, once the recursion was seen to hold."""
     run = trained("AdamW fused")
     moment("exp_avg_sq", 1.5)(run)
-    found = run.updates(2 * EVERY)
-    assert found is not None
+    found = run.finding()
     assert found.signal is Signal.OPTIMIZER_RANGE
     assert "sum" in found.evidence
 
@@ -457,9 +419,7 @@ def test_without_a_norm_moments_are_still_checked_one_by_one(name: str) -> None:
     run = Run(OPTIMIZERS[name], max_norm=None)
     assert run.updates(103) is None
     moment("exp_avg_sq", 1e-4)(run)
-    found = run.updates(2 * EVERY)
-    assert found is not None
-    assert "exp_avg_sq of mid.weight" in found.evidence
+    assert "exp_avg_sq of mid.weight" in run.finding().evidence
 
 
 def test_a_recursion_that_never_holds_is_given_up() -> None:
@@ -478,18 +438,14 @@ def test_a_negative_moment_explains_weights_that_are_not_finite() -> None:
     run.updates(2)
     moment("exp_avg_sq", -1.0)(run)
     single(NAN)(run)
-    run.update()
-    found = run.update()
-    assert found is not None
-    assert found.signal is Signal.OPTIMIZER_RANGE
+    assert run.finding(2).signal is Signal.OPTIMIZER_RANGE
 
 
 def test_buffers_have_to_be_finite_unless_they_never_were() -> None:
     """A running mean that turned infinite is found; a mask of infinities is left alone."""
     run = trained("SGD")
     run.model.norm.running_mean.fill_(INF)
-    found = run.updates(2 * EVERY)
-    assert found is not None
+    found = run.finding()
     assert found.signal is Signal.NONFINITE_WEIGHTS
     assert "running_mean" in found.evidence
     assert "mask" not in found.evidence
@@ -507,9 +463,7 @@ def test_what_was_not_finite_from_the_beginning_is_left_alone(value: float) -> N
     assert run.updates(2 * EVERY) is None
     run.scans.load_state_dict(early)
     run.model.best[1] = value
-    found = run.updates(2 * EVERY)
-    assert found is not None
-    assert "buffer best" in found.evidence
+    assert "buffer best" in run.finding().evidence
 
 
 def test_large_values_are_finite() -> None:
@@ -520,34 +474,49 @@ def test_large_values_are_finite() -> None:
     assert run.updates(60) is None
     with torch.no_grad():
         model.large[2] = -INF
-    found = run.updates(2 * EVERY)
-    assert found is not None
-    assert found.signal is Signal.NONFINITE_WEIGHTS
+    assert run.finding().signal is Signal.NONFINITE_WEIGHTS
 
 
 # --------------------------------------------------------------------------------------------------------------- reach
 
 
 @pytest.mark.parametrize(
-    ("betas", "stride"), [((0.9, 0.999), 7.270), ((0.9, 0.95), 1.166), ((0.5, 0.9), 1.861), ((0.0, 0.99), 10.0)]
+    ("betas", "stride"),
+    [((0.9, 0.999), 7.270), ((0.9, 0.95), 1.166), ((0.5, 0.9), 1.861), ((0.0, 0.99), 10.0), ((0.95, 0.9), INF)],
 )
 def test_the_stride_of_adam(betas: tuple[float, float], stride: float) -> None:
-    """The bound is (1-b1)/sqrt((1-b2)(1-b1^2/b2)) in the long run."""
+    """It is (1-b1)/sqrt((1-b2)(1-b1^2/b2)) in the long run; unbounded where first moments outlast second ones."""
     assert adam_stride(*betas) == pytest.approx(stride, rel=1e-3)
-
-
-def test_adam_without_a_bound() -> None:
-    """Where first moments outlast second ones there is no bound."""
-    assert adam_stride(0.95, 0.9) == INF
 
 
 numbers = st.floats(-1e4, 1e4, allow_nan=False).map(lambda x: 0.0 if abs(x) < 1e-6 else x)
 gradients = st.lists(st.tuples(numbers, numbers), min_size=1, max_size=40)
+BETAS = [(0.9, 0.999), (0.9, 0.95), (0.5, 0.9), (0.8, 0.7)]
 
 
-def follow(optimizer: Optimizer, kind: str, weight: nn.Parameter, pushes: list[tuple[float, float]]) -> None:
-    """Give an optimizer these gradients, and see that the bound holds after every one of them."""
-    path = Path(kind)
+@settings(max_examples=60, deadline=None)
+@given(gradients, st.sampled_from(BETAS), st.sampled_from([0.0, 0.5, 0.9]), st.sampled_from([0.0, 0.3]), st.booleans())
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD", "RMSprop", "Adagrad"])
+def test_no_gradients_carry_a_weight_beyond_its_bound(
+    kind: str,
+    pushes: list[tuple[float, float]],
+    betas: tuple[float, float],
+    momentum: float,
+    dampening: float,
+    variant: bool,
+) -> None:
+    """From the first update on: with decay of either kind, momentum, dampening, Nesterov's step and maxima."""
+    nesterov = variant and momentum > 0
+    options: dict[str, dict[str, Any]] = {
+        "Adam": {"betas": betas, "eps": 1e-12, "amsgrad": variant, "maximize": momentum > 0, "weight_decay": 0.1},
+        "AdamW": {"betas": betas, "eps": 1e-12, "amsgrad": variant, "maximize": momentum > 0, "weight_decay": 0.5},
+        "SGD": {"momentum": momentum, "nesterov": nesterov, "weight_decay": 0.1 * (not variant)},
+        "RMSprop": {"momentum": momentum, "eps": 1e-12},
+        "Adagrad": {"eps": 1e-12},
+    }
+    options["SGD"]["dampening"] = 0.0 if nesterov else dampening
+    weight = nn.Parameter(torch.tensor([0.5, -2.0], dtype=torch.float64))
+    optimizer, path = getattr(optim, kind)([weight], lr=0.01, **options[kind]), Path(kind)
     start = weight.detach().clone()
     for push in pushes:
         weight.grad = torch.tensor(push, dtype=torch.float64)
@@ -560,81 +529,35 @@ def follow(optimizer: Optimizer, kind: str, weight: nn.Parameter, pushes: list[t
         assert float(moved[1]) <= far[1] * (1 + 1e-6) + 1e-9
 
 
-@settings(max_examples=40, deadline=None)
-@given(gradients, st.sampled_from([(0.9, 0.999), (0.9, 0.95), (0.5, 0.9), (0.8, 0.7)]), st.booleans(), st.booleans())
-def test_no_gradients_carry_adam_beyond_its_bound(
-    pushes: list[tuple[float, float]], betas: tuple[float, float], amsgrad: bool, maximize: bool
-) -> None:
-    """Neither from the first update on, nor with decay of either kind."""
-    for kind, options in (("Adam", {"weight_decay": 0.1}), ("AdamW", {"weight_decay": 0.5})):
-        weight = nn.Parameter(torch.tensor([0.5, -2.0], dtype=torch.float64))
-        make = getattr(optim, kind)
-        optimizer = make([weight], lr=0.01, betas=betas, eps=1e-12, amsgrad=amsgrad, maximize=maximize, **options)
-        follow(optimizer, kind, weight, pushes)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    gradients, st.sampled_from([0.0, 0.5, 0.9]), st.sampled_from([0.0, 0.3]), st.booleans(), st.sampled_from([0, 0.1])
-)
-def test_no_gradients_carry_sgd_beyond_its_bound(
-    pushes: list[tuple[float, float]], momentum: float, dampening: float, nesterov: bool, decay: float
-) -> None:
-    """With momentum, dampening, Nesterov's step and decay."""
-    nesterov = nesterov and momentum > 0
-    weight = nn.Parameter(torch.tensor([0.5, -2.0], dtype=torch.float64))
-    options: dict[str, Any] = {"momentum": momentum, "dampening": 0.0 if nesterov else dampening, "nesterov": nesterov}
-    follow(optim.SGD([weight], lr=0.05, weight_decay=decay, **options), "SGD", weight, pushes)
-
-
-@settings(max_examples=30, deadline=None)
-@given(gradients, st.sampled_from([0.0, 0.9]))
-def test_no_gradients_carry_rmsprop_and_adagrad_beyond_their_bounds(
-    pushes: list[tuple[float, float]], momentum: float
-) -> None:
-    """Their denominators hold the newest gradient."""
-    weight = nn.Parameter(torch.tensor([0.5, -2.0], dtype=torch.float64))
-    follow(optim.RMSprop([weight], lr=0.01, momentum=momentum, eps=1e-12), "RMSprop", weight, pushes)
-    weight = nn.Parameter(torch.tensor([0.5, -2.0], dtype=torch.float64))
-    follow(optim.Adagrad([weight], lr=0.01, eps=1e-12), "Adagrad", weight, pushes)
-
-
 # ------------------------------------------------------------------------------------------------------ time and place
 
 
 def test_what_is_compared_against_rewinds() -> None:
-    """After a rewind the same updates are judged as before, from plain data that survives JSON."""
+    """After a rewind the same updates are judged as before, from plain data that survives JSON and what follows."""
     run = trained("AdamW fused")
-    state = json.loads(json.dumps(run.scans.state_dict(), allow_nan=False))
+    state = run.scans.state_dict()
+    written = json.dumps(state, allow_nan=False)
     back = deepcopy(run)
     assert run.updates(20) is None
+    assert json.dumps(state) == written
     late = run.scans.state_dict()
     back.scans.load_state_dict(late)  # as if it had gone on
-    back.scans.load_state_dict(state)
+    back.scans.load_state_dict(json.loads(written))
     assert back.updates(20) is None
     assert back.scans.state_dict() == late
     layer(0.0)(back)
     assert back.updates(2 * EVERY) is not None
 
 
-def test_a_state_is_not_changed_by_what_follows() -> None:
-    """A snapshot holds what was, while the run goes on."""
-    run = trained("AdamW fused")
-    state = run.scans.state_dict()
-    written = json.dumps(state)
-    run.updates(20)
-    assert json.dumps(state) == written
-
-
 def test_a_measurement_that_was_not_judged_is_no_loss() -> None:
     """A snapshot between measuring and judging compares with the last judged state, over the whole way since."""
     run = trained("SGD nesterov")
-    assert run.updates(3) is None  # measured at 205, not judged
+    assert run.updates(3) is None  # measured at 105, not judged
     run._sent = None
     run.scans.load_state_dict(json.loads(json.dumps(run.scans.state_dict())))
-    assert run.scans.clean_step == 200
+    assert run.scans.clean_step == 100
     assert run.updates(10) is None
-    assert run.scans.clean_step == 210
+    assert run.scans.clean_step == 110
 
 
 def test_reset_moments_are_a_new_base() -> None:
