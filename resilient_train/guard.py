@@ -35,7 +35,7 @@ from resilient_train.update.turns import TWICE, TWO_GUARDS, warn_of_scalers
 from resilient_train.watch.examination import Examination
 from resilient_train.watch.layout import GradientNorms
 from resilient_train.watch.modes import EvaluationLoss
-from resilient_train.watch.vitals import MetricsLog, Sent, landed, mean, mean_metrics, read_vitals, versions
+from resilient_train.watch.vitals import Sent, landed, mean, mean_metrics, read_vitals, versions
 from resilient_train.wording import log
 
 
@@ -51,7 +51,7 @@ class EngineGuard:
         self.world, self.clock, self.samples, self.state = parts.world, parts.clock, parts.samples, parts.state
         self.stopped = False  # if True, the loop ends before its next update
         self.newest: Vitals | None = None  # the newest update whose verdict is known
-        self.metrics = MetricsLog(self.world)
+        self.metrics: Metrics = {}  # of that update
         self._parts, self._recovery = parts, recovery
         self._keeper, self._controls = recovery.keeper, recovery.controls
         self._updater, self._ring, self._checks, self._scans = parts.updater, parts.ring, parts.checks, parts.scans
@@ -295,7 +295,7 @@ class EngineGuard:
             vitals = landed(vitals)
         self.newest = vitals
         self.stopped |= vitals.stop_asked
-        self.metrics.note(flight.metrics)
+        self.metrics = flight.metrics
         for remark in (*finding.remarks, *self._scans.remarks()):
             log.info("note: %s", remark)
         self._updater.gate.limit(*self._checks.limits)

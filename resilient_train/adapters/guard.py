@@ -53,7 +53,7 @@ from resilient_train.watch.checks import Checks
 from resilient_train.watch.config import ChecksConfig
 from resilient_train.watch.modes import AnomalyMode
 from resilient_train.watch.scans import Scans
-from resilient_train.watch.vitals import UpdateHistory
+from resilient_train.watch.vitals import UpdateHistory, mean_over_ranks
 from resilient_train.wording import log
 
 _NO_TOTAL = "this yields the rest of a planned total: give one with Guard(steps=...), or ask for n more updates"
@@ -353,7 +353,8 @@ class Guard(guard.EngineGuard):
         """
         knobs = self._controls.knobs.values
         factors = {"lr": knobs.lr, "clip": knobs.clip, "eps": knobs.eps}
-        return self.reporter.report(self.newest, self.metrics.read, self.samples.slicing.samples, factors)
+        read = partial(mean_over_ranks, self.world, self.metrics)
+        return self.reporter.report(self.newest, read, self.samples.slicing.samples, factors)
 
     @property
     def saving_since(self) -> float | None:

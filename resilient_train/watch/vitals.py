@@ -6,7 +6,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
-from math import isfinite, nan
+from math import isfinite
 from statistics import fmean, median
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -145,34 +145,11 @@ def mean_metrics(reported: Sequence[Mapping[str, torch.Tensor | float]]) -> Mapp
     return {name: mean([one[name] for one in reported if name in one]) for name in names}
 
 
-class MetricsLog:
-    """Keeps the newest update's metrics as tensors; reading them costs one host read and one reduction."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._newest: Mapping[str, torch.Tensor | float] = {}
-        self._names: list[str] = []  # the same on all ranks
-
-    def note(self, metrics: Mapping[str, torch.Tensor | float]) -> None:
-        self._newest = metrics
-
-    def read(self) -> dict[str, float]:
-        """Return the newest metrics, averaged over the ranks that have them. Waits for the device."""
-        values, any_has_more = self._reduce(has_more=not self._newest.keys() <= set(self._names))
-        if any_has_more:  # every rank knows this, so all come here, also for a metric that only one rank has
-            self._names = self._world.union([*self._names, *self._newest])
-            values, _ = self._reduce(has_more=False)
-        pairs = zip(self._names, values[::2], values[1::2], strict=True)
-        return {name: total / share if share else nan for name, total, share in pairs}
-
-    def _reduce(self, *, has_more: bool) -> tuple[list[float], bool]:
-        """Average over ranks, for each metric: its values, and the share of ranks that have it."""
-        cells: list[torch.Tensor | float] = [float(has_more)]
-        for name in self._names:
-            cells += [self._newest.get(name, 0.0), float(name in self._newest)]
-        row = [torch.as_tensor(cell, dtype=torch.float32, device=self._world.device) for cell in cells]
-        flag, *values = self._world.mean(torch.stack(row)).tolist()
-        return values, flag > 0
+def mean_over_ranks(world: World, metrics: Mapping[str, torch.Tensor | float]) -> dict[str, float]:
+    """Average metrics over the ranks that have them. Waits for the device, with one read and one exchange."""
+    values = [torch.as_tensor(value, dtype=torch.float32, device=world.device) for value in metrics.values()]
+    ranks = world.all_of(dict(zip(metrics, torch.stack(values).tolist() if values else [], strict=True)))
+    return {name: fmean(row[name] for row in ranks if name in row) for name in sorted(set().union(*ranks))}
 
 
 class PastUpdate(NamedTuple):
