@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -24,6 +25,7 @@ from filelock import FileLock
 from hydra.core.global_hydra import GlobalHydra
 from hypothesis import settings
 from kills import Nursery
+from moody import mlflow_server
 from power import Careless
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # a process that runs a part of the whole suite comes to need all of these
@@ -98,6 +100,14 @@ def empty_store(shared_tmp: Path) -> Path:
             MlflowClient(f"sqlite:///{file.with_suffix('.tmp')}").search_experiments()
             file.with_suffix(".tmp").rename(file)
     return file
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Iterator[str]:
+    """The address of a real MLflow server, one for all tests of this process: each has an experiment of its own."""
+    place = tmp_path_factory.mktemp("server")
+    with mlflow_server(place, f"sqlite:///{shutil.copy(empty_store, place)}") as address:
+        yield address
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -9,8 +10,11 @@ from typing import Any
 
 import pytest
 from command import command
+from kills import Nursery
 
 from resilient_train.app.config.command_line import name_of
+from resilient_train.record.journal import entries
+from resilient_train.record.outbox import METRICS, OUTBOX
 from resilient_train.tracking import sweep
 
 SMALL = ["model=mlp", "data=digits", "objective=classification", "run.steps=12", "tracking.drain_s=600"]
@@ -84,38 +88,49 @@ def test_the_page_of_a_large_sweep_has_the_jobs_that_need_attention() -> None:
     assert f"And {1000 - len(rows)} more" in note
 
 
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_a_sweep_ends_with_a_table_and_is_one_run_in_mlflow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: command, empty_store: Path
+    here: Path, run_command: command, nursery: Nursery, empty_store: Path
 ) -> None:
-    """A job that is refused is in the table as well; those that trained are child runs of the run of the sweep."""
+    """A job that is refused is in the table; the four that trained are child runs, each with its own rows and name.
+
+    Another run writes to the same file of SQLite meanwhile, and is none of them.
+    """
     from mlflow import MlflowClient
 
-    monkeypatch.chdir(tmp_path)
-    uri = f"sqlite:///{shutil.copy(empty_store, tmp_path / 'mlflow.db')}"
-    swept = ["run.seed=0,1", "optimizer.lr=1e-3,high", "drill=nan_grad"]
-    outcome = run_command(["--multirun", *SMALL, *swept, f"tracking.uri={uri}"])
+    uri = f"sqlite:///{shutil.copy(empty_store, here / 'mlflow.db')}"
+    both = [*SMALL, "drill=nan_grad", "run.log_every=4", f"tracking.uri={uri}"]
+    other = nursery.start(*both, f"run.dir={here}/other/run")
+    outcome = run_command(["--multirun", *both, "optimizer.lr=1e-3,2e-3,3e-3,4e-3,high"])
     assert outcome.code == 2
-    table = [line.split() for line in outcome.stdout.partition("the sweep has ended:")[2].splitlines()[1:]]
-    assert [line[:3] for line in table[1:5]] == [
-        ["seed=0,", "lr=0.001", "recovered"],
-        ["seed=0,", "lr=high", "refused"],
-        ["seed=1,", "lr=0.001", "recovered"],
-        ["seed=1,", "lr=high", "refused"],
-    ]
+    before, _, end = outcome.stdout.partition("the sweep has ended:")
+    names = ["lr=0.001", "lr=0.002", "lr=0.003", "lr=0.004"]
+    table = [line.split()[:2] for line in end.splitlines()[2:7]]
+    assert table == [*([name, "recovered"] for name in names), ["lr=high", "refused"]]
+    assert other.wait() == 0, other.output
     client = MlflowClient(uri)
-    runs = client.search_runs([one.experiment_id for one in client.search_experiments()])
-    names = {run.info.run_name: run for run in runs}
-    (parent,) = [run for name, run in names.items() if str(name).startswith("sweep ")]
-    children = [run for run in runs if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
-    assert {run.info.run_name for run in children} == {"seed=0, lr=0.001", "seed=1, lr=0.001"}
-    assert {run.info.status for run in children} == {"FINISHED"}
-    assert parent.info.status == "FINISHED"
-    assert str(parent.info.run_name).endswith(": all 2 jobs fared well")
-    tags, note = parent.data.tags, parent.data.tags["mlflow.note.content"]
-    assert (tags["resilience.status"], tags["resilience.incidents"]) == ("recovered", "2")
+    (home,) = [one.experiment_id for one in client.search_experiments() if one.name == "resilient_train"]
+    runs = {run.info.run_id: run for run in client.search_runs([home])}
+    (parent,) = {run.data.tags.get("mlflow.parentRunId") for run in runs.values()} - {None}
+    children = [run for run in runs.values() if run.data.tags.get("mlflow.parentRunId") == parent]
+    assert sorted(str(run.info.run_name) for run in children) == names
+    whole = runs[str(parent)]
+    assert whole.info.status == "FINISHED"
+    assert str(whole.info.run_name).endswith(": all 4 jobs fared well")
+    tags, note = whole.data.tags, whole.data.tags["mlflow.note.content"]
+    assert (tags["resilience.status"], tags["resilience.incidents"]) == ("recovered", "4")
     assert tags["resilience.cause"] == "transient"
-    assert note.startswith("**All 2 jobs fared well.** Nothing to change; 2 incidents in all.")
+    assert note.startswith("**All 4 jobs fared well.** Nothing to change; 4 incidents in all.")
     assert all(f"runs/{run.info.run_id}?" in note for run in children)
-    end = outcome.stdout.partition("the sweep has ended:")[2]
-    assert outcome.stdout.count("to see it, start") == end.count("to see it, start") == 1
-    assert f"runs/{parent.info.run_id}?" in end
+    assert "to see it, start" not in before
+    assert end.count("to see it, start") == 1
+    assert f"runs/{parent}?" in end
+    for file in here.rglob("summary.json"):
+        run = runs.pop(json.loads(file.read_text())["mlflow"]["run_id"])
+        assert (run.info.status, run.data.tags["resilience.incidents"]) == ("FINISHED", "1")
+        assert f"lr={run.data.params['optimizer.lr']}" == run.info.run_name or file.parent.parent.name == "other"
+        written = [one for one, _ in entries(file.with_name(OUTBOX)) if one is not None and one["kind"] == METRICS]
+        mine = [(one["tick"], one["values"]["loss"]) for one in written if "loss" in one["values"]]
+        history = client.get_metric_history(run.info.run_id, "train/loss")
+        assert [(one.step, one.value) for one in history] == mine
+    assert list(runs) == [parent]

@@ -31,10 +31,7 @@ from resilient_train.app import checkpoints, status, sync
 from resilient_train.app import incidents as shown
 from resilient_train.checkpoint.store import DEMOTED, Store
 from resilient_train.record import run_history
-from resilient_train.record.incident_log import IncidentLog
-from resilient_train.record.outbox import BEGAN, OUTBOX, Outbox
 from resilient_train.tracking.report import report
-from resilient_train.tracking.store import locate
 from resilient_train.tracking.story import read_story
 from resilient_train.types import Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
 from resilient_train.wording import tags
@@ -128,36 +125,6 @@ def test_the_last_good_state_is_one_that_is_verified(here: Path, run_command: co
     assert again.code == 3
     assert good.name in again.stderr + again.stdout
     assert newest.name not in again.stderr + again.stdout
-
-
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
-def test_a_copied_directory_is_a_run_of_its_own_in_mlflow_and_a_moved_one_is_not(
-    here: Path, run_command: command, empty_store: Path
-) -> None:
-    """Both go on: each of the two runs there has all of its own way, and nothing of the other's."""
-    from mlflow import MlflowClient
-
-    uri = f"sqlite:///{shutil.copy(empty_store, here / 'mlflow.db')}"
-    tracked = [*SAVING, "tracking=mlflow", f"tracking.uri={uri}", "tracking.drain_s=300", "run.log_every=1"]
-    assert run_command([*tracked, "run.steps=4", "run.dir=one"]).code == 0
-    shutil.copytree("one", "two")
-    assert run_command([*tracked, "run.steps=9", "run.dir=two"]).code == 0
-    Path("one").rename("moved")
-    assert run_command([*tracked, "run.steps=7", "run.dir=moved"]).code == 0
-    client = MlflowClient(uri)
-    (experiment,) = [one for one in client.search_experiments() if one.name == "resilient_train"]
-    runs = client.search_runs([experiment.experiment_id])
-    steps = {
-        one.info.run_id: [at.step for at in client.get_metric_history(one.info.run_id, "train/loss")] for one in runs
-    }
-    known = {
-        name: json.loads((here / name / "summary.json").read_text())["mlflow"]["run_id"] for name in ("moved", "two")
-    }
-    assert {name: steps[run_id] for name, run_id in known.items()} == {
-        "moved": list(range(1, 8)),
-        "two": list(range(1, 10)),
-    }
-    assert len(runs) == 2
 
 
 def test_what_a_drill_made_is_marked_wherever_it_is_shown_and_nothing_is_advised(
@@ -313,35 +280,3 @@ def test_what_is_wrong_with_a_directory_is_said(here: Path, run_command: command
     ended = subprocess.run(command, cwd=here / "removed", capture_output=True, text=True, check=False)
     assert ended.returncode == 2
     assert "the working directory was removed" in ended.stderr
-
-
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
-def test_the_report_is_made_once_at_the_end(here: Path, empty_store: Path) -> None:
-    """For each incident it would take as long as all of them squared."""
-    from resilient_train.tracking.uploader import Uploader
-
-    (here / "run").mkdir()
-    book = IncidentLog(here / "run")
-
-    def meet(number: int) -> None:
-        one = Incident(number, replace(AT, step=number, tick=number), UNKNOWN, Decision())
-        book.add(one)
-        book.record_treatment(one)
-        book.close(replace(one, outcome=Outcome.RECOVERED))
-
-    for number in range(1, 22):
-        meet(number)
-    box = Outbox(here / "run" / OUTBOX)
-    box.put(BEGAN, name="run")
-    assert box.close(60)
-    store = locate(f"sqlite:///{shutil.copy(empty_store, here / 'mlflow.db')}", here)
-    uploader = Uploader(here / "run", store, "many")
-    uploader.upload()
-    meet(22)
-    uploader.upload()
-    assert not list((here / "mlartifacts").rglob("report.md"))
-    uploader.finish()
-    (file,) = (here / "mlartifacts").rglob("report.md")
-    assert all(f"## {number}. Step {number}" in file.read_text() for number in range(1, 23))
-    uploader.close()
-    book.close_files()

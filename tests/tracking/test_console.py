@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +16,6 @@ from pathlib import Path
 
 import pytest
 from browser import PATIENCE_MS, Console, chromium, console
-from moody import mlflow_server
 
 from resilient_train.record.outbox import BEGAN, ENDED, METRICS, OUTBOX, Outbox
 from resilient_train.tracking import presentation
@@ -101,25 +99,26 @@ def clean(run_dir: Path, uri: str, **sweep: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def shown(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Iterator[Shown]:
+def shown(tmp_path_factory: pytest.TempPathFactory, server: str) -> Shown:
     place = tmp_path_factory.mktemp("console")
     (place / "runs").mkdir()
-    shutil.copy(empty_store, place / "runs/mlflow.db")
-    command = [sys.executable, "-m", "resilient_train", *RUN, "run.name=troubled", "tracking.drain_s=600"]
     (place / "night.py").write_text(NIGHT)
+    (place / "loop.py").write_text(LOOP)
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{place}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    run_dir = place / "runs" / "troubled"
-    known = json.loads((run_dir / "summary.json").read_text())["mlflow"]
-    clean(place / "runs" / "clean", known["tracking_uri"])
+    train = ["-m", "resilient_train", *RUN, "run.name=troubled", "tracking.drain_s=600", f"tracking.uri={server}"]
+    pipe = subprocess.PIPE
+    both = [
+        subprocess.Popen([sys.executable, *words], cwd=place, env=environment, stdout=pipe, stderr=pipe, text=True)
+        for words in (train, ["loop.py", server])
+    ]
+    for process in both:
+        out, err = process.communicate()
+        assert process.returncode == 0, out + err
+    clean(place / "runs" / "clean", server)
+    known = json.loads((place / "runs/troubled/summary.json").read_text())["mlflow"]
     experiment = re.search(r"experiments/(\d+)/", known["url"])
     assert experiment is not None
-    (place / "loop.py").write_text(LOOP)
-    command = [sys.executable, "loop.py", known["tracking_uri"]]
-    subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=True)
-    with mlflow_server(place, known["tracking_uri"]) as address:
-        yield Shown(run_dir, address, experiment[1], known["run_id"])
+    return Shown(place / "runs/troubled", server, experiment[1], known["run_id"])
 
 
 @pytest.fixture(scope="module")
@@ -165,8 +164,7 @@ def test_the_first_screen_of_a_sweep_says_how_its_jobs_fared(person: Console, sh
     """In its title: the list of its jobs pushes the description down."""
     from mlflow import MlflowClient
 
-    place = shown.run_dir.parent
-    uri = json.loads((shown.run_dir / "summary.json").read_text())["mlflow"]["tracking_uri"]
+    place, uri = shown.run_dir.parent, shown.address
     jobs = [clean(place / f"job{at}", uri, sweep="of the night", job=f"run.seed={at}") for at in range(2)]
     parent = MlflowClient(uri).get_run(jobs[0]).data.tags["mlflow.parentRunId"]
     words = person.first_screen(SHOTS / "first-screen-sweep.png", parent)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,13 +23,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:D
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowClient]:
-    """A store of its own for this module: MLflow takes seconds to make one."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-        from mlflow import MlflowClient
+def client(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> MlflowClient:
+    from mlflow import MlflowClient
 
-        yield MlflowClient(f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db")
+    return MlflowClient(f"sqlite:///{shutil.copy(empty_store, tmp_path_factory.mktemp('store'))}")
 
 
 @pytest.fixture
