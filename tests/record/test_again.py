@@ -51,10 +51,12 @@ def test_the_last_of_many_costs_what_an_early_one_does(tmp_path: Path) -> None:
     assert last < 1.3 * first
 
 
-@pytest.mark.parametrize(("ends", "outcome"), [(12, Outcome.RECURRED), (59, Outcome.RECOVERED)])
-def test_one_that_came_again_before_the_end_has_recurred(tmp_path: Path, ends: int, outcome: Outcome) -> None:
-    book = IncidentLog(tmp_path)
-    met(book, 10)
+@pytest.mark.parametrize(
+    ("times", "ends", "outcome"), [(10, 12, Outcome.RECURRED), (10, 59, Outcome.RECOVERED), (1, 10, Outcome.RECOVERED)]
+)
+def test_one_that_came_again_before_the_end_has_recurred(times: int, ends: int, outcome: Outcome) -> None:
+    book = IncidentLog(None)
+    met(book, times)
     book.close_all(Outcome.RECOVERED, healthy_since=ends - 50)
     assert [one.outcome for one in book.incidents] == [outcome]
 
@@ -68,13 +70,6 @@ def test_the_last_of_a_row_that_is_only_skipped_has_recurred(tmp_path: Path, rem
         book.record_treatment(book.open(anomaly, Diagnosis(Cause.UNKNOWN, ""), decision))
     book.close_all(Outcome.RECOVERED, healthy_since=60)
     assert [one.outcome for one in book.incidents] == [Outcome.RECURRED, Outcome.RECURRED, outcome]
-
-
-def test_one_that_came_once_before_the_end_has_recovered(tmp_path: Path) -> None:
-    book = IncidentLog(tmp_path)
-    met(book, 1)
-    book.close_all(Outcome.RECOVERED, healthy_since=-40)
-    assert [one.outcome for one in book.incidents] == [Outcome.RECOVERED]
 
 
 UNKNOWN = Diagnosis(Cause.UNKNOWN, "")
@@ -112,14 +107,6 @@ def test_a_fault_of_the_disk_does_not_come_between(tmp_path: Path) -> None:
     assert before.id == 1
 
 
-def test_two_exceptions_are_two_incidents() -> None:
-    """Each has its own words."""
-    book = IncidentLog(None)
-    first, second = (Anomaly(Signal.EXCEPTION, tick, tick, 0, f"error {tick}", landed=False) for tick in (1, 2))
-    book.record_treatment(book.open(first, UNKNOWN, SKIP))
-    assert book.continued(second, UNKNOWN, SKIP) is None
-
-
 def test_a_skip_long_after_a_kind_was_over_is_no_return_of_it() -> None:
     """Only the last of its kind counts, not one that was followed by a cure."""
     book, skipped = IncidentLog(None), Diagnosis(Cause.TRANSIENT, "")
@@ -137,3 +124,11 @@ def test_what_came_back_before_an_earlier_end_is_over_once_a_longer_run_was_heal
     book.close_all(Outcome.RECOVERED, healthy_since=0)
     assert status_by(book.incidents, step=12) == "unrecovered"
     assert status_by(book.incidents, step=80) == "recovered"
+
+
+def test_two_exceptions_are_two_incidents() -> None:
+    """Each has its own words."""
+    book = IncidentLog(None)
+    first, second = (Anomaly(Signal.EXCEPTION, tick, tick, 0, f"error {tick}", landed=False) for tick in (1, 2))
+    book.record_treatment(book.open(first, UNKNOWN, SKIP))
+    assert book.continued(second, UNKNOWN, SKIP) is None

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import math
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -19,14 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from accelerate import Accelerator
 from command import SAVING, command, train
 from held import held_at, is_held
 from kills import Nursery, Started, incidents, summary
 from sealed import seal
 
-from resilient_train.adapters.guard import Guard
 from resilient_train.app import checkpoints, status, sync
 from resilient_train.app import incidents as shown
 from resilient_train.checkpoint.store import DEMOTED, Store
@@ -151,26 +146,6 @@ def test_what_a_drill_made_is_marked_wherever_it_is_shown_and_nothing_is_advised
     assert "on purpose (drill: hot_lr)" in tags(story.incidents, "recovered")["resilience.last_incident"]
     assert {one["drill"] for one in found} == {"hot_lr"}
     assert {one["advice"] for one in found} == {""}
-
-
-def test_times_since_the_start_are_since_the_start(here: Path, capsys: Said) -> None:
-    """Of a loop of one's own, too: not since its first incident."""
-    data = torch.utils.data.TensorDataset(torch.ones(64, 2), torch.ones(64, 1))
-    model = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    guard = Guard(Accelerator(cpu=True), model, optimizer, data=data, batch_size=8, run_dir="mine")
-    for x, y in guard.batches(12):
-        if guard.clock.tick == 6:
-            time.sleep(1.1)
-        loss = torch.nn.functional.mse_loss(model(x), y) * (math.nan if guard.clock.tick == 6 else 1)
-        loss.backward()  # type: ignore[no-untyped-call]
-        guard.update(loss)
-    guard.close()
-    capsys.readouterr()
-    assert shown.main(["mine"]) == 0
-    found = re.search(r"\((\d+) s after the start\)", capsys.readouterr().out)
-    assert found
-    assert int(found[1]) >= 1
 
 
 AT, LATER = Anomaly(Signal.LOSS_SPIKE, 50, 60, 49, "", landed=False), Anomaly(Signal.DIVERGENCE, 80, 90, 60, "")

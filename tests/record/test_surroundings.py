@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from guarded import REWIND, SKIP, At, adamw, guarded, trained
+from guarded import REWIND, At, adamw, guarded, trained
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -82,36 +82,26 @@ def test_a_hundred_updates_before_and_after_are_in_it(tmp_path: Path) -> None:
     assert len(surroundings._points) == BEFORE + 1 + AFTER
 
 
-@pytest.mark.parametrize(
-    "ends",
-    [
-        pytest.param(lambda one: one.end(recovered(incident(1, 50))), id="its outcome is known"),
-        pytest.param(lambda one: one.write_last(), id="the run ends"),
-        pytest.param(lambda one: one.begin(incident(2, 70)), id="another incident"),
-    ],
-)
-def test_what_followed_is_written_when_no_more_will_come(tmp_path: Path, ends: Callable[[Surroundings], None]) -> None:
-    """Whatever comes first; and from then on the table stays as it is."""
-    surroundings = Surroundings(tmp_path)
-    fed(surroundings, range(1, 51))
-    surroundings.begin(incident(1, 50))
-    fed(surroundings, range(51, 71))
-    assert ticks(tmp_path, 1) == [*range(1, 51)]
-    ends(surroundings)
-    assert ticks(tmp_path, 1) == [*range(1, 71)]
-    fed(surroundings, range(71, 500))
-    assert ticks(tmp_path, 1) == [*range(1, 71)]
-
-
-def test_the_outcome_of_an_older_incident_ends_nothing(tmp_path: Path) -> None:
-    """What is still to come belongs to the newest one."""
-    surroundings = Surroundings(tmp_path)
-    fed(surroundings, range(1, 51))
-    surroundings.begin(incident(1, 50))
-    surroundings.begin(incident(2, 50))
-    surroundings.end(recovered(incident(1, 50)))
-    fed(surroundings, range(51, 200))
-    assert ticks(tmp_path, 2) == [*range(1, 51 + AFTER)]
+def test_what_followed_is_written_when_no_more_will_come(tmp_path: Path) -> None:
+    """At the outcome, the next incident or the end, whatever comes first; from then on the table stays as it is."""
+    ends: dict[str, Callable[[Surroundings], None]] = {
+        "its outcome is known": lambda one: one.end(recovered(incident(1, 50))),
+        "the run ends": lambda one: one.write_last(),
+        "another incident": lambda one: one.begin(incident(2, 70)),
+    }
+    for name, end in ends.items():
+        (run_dir := tmp_path / name).mkdir()
+        surroundings = Surroundings(run_dir)
+        fed(surroundings, range(1, 51))
+        surroundings.begin(incident(1, 50))
+        fed(surroundings, range(51, 71))
+        assert ticks(run_dir, 1) == [*range(1, 51)]
+        end(surroundings)
+        assert ticks(run_dir, 1) == [*range(1, 71)]
+        surroundings.end(recovered(incident(1, 50)))  # of the older one, it ends nothing of the newest
+        fed(surroundings, range(71, 500))
+        assert ticks(run_dir, 1) == [*range(1, 71)]
+    assert ticks(tmp_path / "another incident", 2) == [*range(1, 71 + AFTER)]
 
 
 def test_a_resumed_run_goes_on_with_the_table(tmp_path: Path) -> None:
@@ -189,16 +179,15 @@ def test_of_a_damaged_table_what_can_be_read_is_read(tmp_path: Path, data: st.Da
     assert len(set(whole) & set(read)) >= 1
 
 
-@pytest.mark.parametrize("content", [None, b"", b"\xff" * 2**21, b"1,1,1,1,1,2,\n1,x,1,1,1,1,\n,,,,,,\n" + b"9" * 9999])
-def test_what_is_no_table_holds_nothing(tmp_path: Path, content: bytes | None) -> None:
+def test_what_is_no_table_holds_nothing(tmp_path: Path) -> None:
     """A directory in its place, nothing, a flood of bytes, rows that are none."""
     file = tmp_path / "incidents" / "0001.csv"
-    file.parent.mkdir()
-    if content is None:
-        file.mkdir()
-    else:
-        file.write_bytes(content)
+    file.mkdir(parents=True)
     assert around(tmp_path, 1) == ()
+    file.rmdir()
+    for content in (b"", b"\xff" * 2**21, b"1,1,1,1,1,2,\n1,x,1,1,1,1,\n,,,,,,\n" + b"9" * 9999):
+        file.write_bytes(content)
+        assert around(tmp_path, 1) == ()
 
 
 # Parts and their times.
@@ -324,12 +313,3 @@ def test_the_start_that_follows_tells_when_the_run_went_on(tmp_path: Path) -> No
     found = [point.tick for point in around(tmp_path, 1)]
     assert found == [*range(1, found[-1] + 1)]
     assert found[-1] > 60
-
-
-def test_nothing_is_kept_where_there_is_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A guard without one treats incidents all the same."""
-    monkeypatch.chdir(tmp_path)
-    guard = trained(guarded(adamw, At("loss", 30), recovery=SKIP), 60)
-    guard.close()
-    assert len(guard.incidents) == 1
-    assert list(tmp_path.iterdir()) == []

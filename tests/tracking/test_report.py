@@ -20,7 +20,7 @@ from stories import BAD_ROW, CLIMBED, FLIPPED, PASSED, ROOT, RUN, incident, stor
 from resilient_train.tracking.report import code, link, note, report, text, worded
 from resilient_train.tracking.review import review
 from resilient_train.tracking.story import Checkpoint, Story, open_advice, read_story
-from resilient_train.types import Action, Cause, Culprit, Decision, Diagnosis, Incident, Outcome
+from resilient_train.types import Cause, Culprit, Decision, Diagnosis, Incident, Outcome
 
 LIMIT = 8_000  # characters of a tag in MLflow
 HOSTILE = "a|b`c`\n# <script>alert(1)</script> [x](http://evil) ![y](z) **b** __init__ ~~s~~ :smile: @me &amp; \\| $x$"
@@ -227,25 +227,6 @@ def test_whatever_was_named_the_note_is_under_the_limit_and_its_table_whole(word
         )
 
 
-def test_paths_of_four_thousand_characters_keep_their_end() -> None:
-    """What counts of a path is its end; the report has all of it."""
-    path = Path("/" + "d" * 4_000) / "checkpoints" / "step-00000007"
-    kept = Checkpoint(7, path, "verified")
-    of = story(incident(1), last_good=kept, newest=kept)
-    said = note(of, nowhere)
-    assert "/checkpoints/step-00000007" in said
-    assert len(said) < 3_000
-    assert str(path) in report(of)
-
-
-def test_skipped_samples_are_not_called_active() -> None:
-    """They were left out once; a rate that is lowered still is."""
-    of = story(incident(1), remedies={"skipped": [[0, 32], [16, 64]], "knobs": {"lr": 0.5}})
-    assert {"still active at the end: learning rate x0.5", "skipped: 64 samples"} <= {*review(of)}
-    lines = note(of, nowhere).splitlines()
-    assert {"- **Still active**: learning rate x0.5", "- **Skipped**: 64 samples"} <= {*lines}
-
-
 SUSPECT = Diagnosis(
     Cause.UNKNOWN, "The batch is finite and its loss is not: look in the forward pass for a logarithm that meets 0."
 )
@@ -332,28 +313,6 @@ def test_the_report_has_every_incident_with_all_that_is_known_of_it() -> None:
         assert part in said, part
 
 
-def test_the_table_of_the_report_has_every_remedy_in_full() -> None:
-    """However many remedies there were; the note has room for the beginning."""
-    many = Decision(tuple(Action(f"mine.remedy_{number}", {"factor": 0.5, "steps": 200}) for number in range(20)))
-    of = story(incident(1, decision=many))
-    whole, short = (next(row for row in cells(said) if row[0] == "1")[5] for said in (report(of), note(of, url)))
-    assert "mine.remedy_19" in whole
-    assert short.endswith("...")
-
-
-@pytest.mark.parametrize(("count", "shown"), [(5, 5), (6, 6), (7, 5)])
-def test_the_note_leaves_out_advice_only_where_it_saves_room(count: int, shown: int) -> None:
-    met = [
-        incident(
-            at, diagnosis=replace(ROOT, culprit=Culprit("forward", f"op{at}", "", "/x.py", at), advice=f"Mend {at}.")
-        )
-        for at in range(1, count + 1)
-    ]
-    said = note(story(*met), nowhere)
-    assert len(re.findall(r"^\d\. Mend", said, re.M)) == shown
-    assert ("6. and 2 more" in said) == (count == 7)
-
-
 # -------------------------------------------------------------------------------------------------------------- advice
 
 
@@ -422,12 +381,6 @@ def test_what_is_wrong_with_a_line_is_told_apart_from_what_else_is() -> None:
     ]
 
 
-def test_the_same_words_are_told_once_with_all_their_incidents() -> None:
-    """Whatever became of each."""
-    met = [incident(at, outcome, diagnosis=CLIMBED) for at, outcome in enumerate((Outcome.GAVE_UP, None, None), 1)]
-    assert [(one.text, one.incidents) for one in open_advice(met)] == [(CLIMBED.advice, (1, 2, 3))]
-
-
 # --------------------------------------------------------------------------------------------------------------- story
 
 
@@ -485,10 +438,3 @@ def test_a_story_of_a_damaged_directory_is_told_all_the_same(content: str, tmp_p
     assert note(of, nowhere).startswith(
         "**Failed.** **Do:** start it again. At step 0: its process was killed (no exit message)."
     )
-
-
-def test_the_directory_of_the_story_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A path in MLflow is read somewhere else."""
-    monkeypatch.chdir(tmp_path)
-    assert read_story(Path("run")).directory == tmp_path / "run"
-    assert story().directory == RUN

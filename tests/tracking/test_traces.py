@@ -369,12 +369,3 @@ def test_a_server_that_takes_no_spans_gets_no_traces(older: Callable[[str], str]
         place.upload(CLOSED)
     assert "secret" not in str(refused.value)
     assert place.found() == []
-
-
-def test_an_older_server_has_all_of_it(older: Callable[[str], str]) -> None:
-    place = placed(older("3.10.1"))
-    for _ in range(2):
-        place.upload(CLOSED)
-    (trace,) = place.found()
-    assert judged(trace) == {"outcome": "recovered"}
-    assert [span.name for span in place.read().data.spans][1:] == NAMES

@@ -373,38 +373,30 @@ def test_the_environment_names_the_store_when_the_configuration_does_not(
     assert locate("http://127.0.0.1:2", tmp_path).uri == "http://127.0.0.1:2"
 
 
-@pytest.mark.parametrize(
-    ("uri", "command"),
-    [
-        ("sqlite:////home/me/mlflow.db", "mlflow ui --backend-store-uri sqlite:////home/me/mlflow.db"),
-        ("sqlite:////my runs/mlflow.db", "mlflow ui --backend-store-uri 'sqlite:////my runs/mlflow.db'"),
-        ("http://tracking:5000", ""),
-        ("databricks", ""),
-    ],
-)
-def test_the_command_that_opens_a_database_can_be_pasted(
-    uri: str, command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_that_opens_a_database_can_be_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server needs none; where the environment is not activated, the program is named with its path."""
-    programs = Path(sys.executable).parent
-    monkeypatch.setenv("PATH", str(programs), prepend=os.pathsep)
-    assert ui_command(uri) == command
-    monkeypatch.setenv("PATH", "/usr/bin")
-    assert ui_command(uri) == (f"{programs}/{command}" if command else "")
+    programs, path = Path(sys.executable).parent, os.environ["PATH"]
+    for uri, expected in {
+        "sqlite:////home/me/mlflow.db": "mlflow ui --backend-store-uri sqlite:////home/me/mlflow.db",
+        "sqlite:////my runs/mlflow.db": "mlflow ui --backend-store-uri 'sqlite:////my runs/mlflow.db'",
+        "http://tracking:5000": "",
+        "databricks": "",
+    }.items():
+        monkeypatch.setenv("PATH", f"{programs}:{path}")
+        assert ui_command(uri) == expected
+        monkeypatch.setenv("PATH", "/usr/bin")
+        assert ui_command(uri) == (f"{programs}/{expected}" if expected else "")
 
 
-@pytest.mark.parametrize(
-    ("uri", "root"),
-    [
-        ("sqlite:////home/me/mlflow.db", "http://127.0.0.1:5000"),
-        ("postgresql://me:secret@db/mlflow", "http://127.0.0.1:5000"),
-        ("https://me:secret@tracking.example/mlflow/", "https://tracking.example/mlflow"),
-    ],
-)
-def test_the_link_opens_the_overview_and_gives_no_password_away(uri: str, root: str) -> None:
+def test_the_link_opens_the_overview_and_gives_no_password_away() -> None:
     """A database has its page where `mlflow ui` listens; a link with *** for a password would open nothing."""
-    assert url(uri, "1", "abc") == f"{root}/#/experiments/1/runs/abc?workflowType=machine_learning"
-    assert "secret" not in masked(uri)
+    for uri, root in {
+        "sqlite:////home/me/mlflow.db": "http://127.0.0.1:5000",
+        "postgresql://me:secret@db/mlflow": "http://127.0.0.1:5000",
+        "https://me:secret@tracking.example/mlflow/": "https://tracking.example/mlflow",
+    }.items():
+        assert url(uri, "1", "abc") == f"{root}/#/experiments/1/runs/abc?workflowType=machine_learning"
+        assert "secret" not in masked(uri)
 
 
 @pytest.mark.parametrize("name", ["mlflow", "none"])
