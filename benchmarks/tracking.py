@@ -135,7 +135,7 @@ def long_run(rows: int, incidents: int, keep: Path | None) -> dict[str, Any]:
     """Leave what a long run leaves, and upload it as its own process would; watch that process's memory."""
     from test_delivery import client_of, prove, trained
 
-    from resilient_train.tracking.store import UploadCursor
+    from resilient_train.tracking.connection import UploadCursor
 
     with ExitStack() as stack:
         place = keep or Path(stack.enter_context(TemporaryDirectory(prefix="tracking-")))

@@ -53,7 +53,7 @@ def in_mlflow(run_dir: Path, place: Path) -> None:
         console(address, experiment[1], known["run_id"]) as person,
     ):
         person.first_screen(IMAGES / "first-screen.png")
-        person.run_list(presentation.KEY)
+        person.run_list(presentation.VIEW)
         person.alone()
         person.picture(IMAGES / "runs.png")
         person.overview()

@@ -43,8 +43,8 @@ from resilient_train.record.journal import JOURNAL
 from resilient_train.record.progress import Doing, Progress
 from resilient_train.state.run_state import Clock
 from resilient_train.tracking import tracker as tracking
-from resilient_train.tracking.review import review, where_to_look
-from resilient_train.tracking.store import locate, ui_command
+from resilient_train.tracking.connection import locate
+from resilient_train.tracking.review import review, ui_command, where_to_look
 from resilient_train.tracking.story import read_story, unrecovered
 from resilient_train.tracking.tracker import EXPERIMENT, Tracker, TrackingConfig
 from resilient_train.types import Incident, Vitals

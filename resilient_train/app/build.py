@@ -29,7 +29,7 @@ from resilient_train.record.incident_log import IncidentLog
 from resilient_train.recover import policy
 from resilient_train.state.randomness import Purpose, mix, seed_all
 from resilient_train.state.tree import own_class
-from resilient_train.tracking.store import locate
+from resilient_train.tracking.connection import locate
 from resilient_train.update.objective import Measured
 from resilient_train.update.schedule import CurveSchedule, Schedule, ShadowSchedule
 from resilient_train.update.updater import parameter_groups

@@ -34,8 +34,8 @@ from resilient_train.reader import find_in_working_directory
 from resilient_train.record.endings import SUMMARY, is_run, note_refusal, read_ending
 from resilient_train.record.outbox import OUTBOX
 from resilient_train.secrets import learn, masked, masked_override, masked_tree, masked_yaml
-from resilient_train.tracking.review import where_to_look
-from resilient_train.tracking.store import UploadCursor, ui_command
+from resilient_train.tracking.connection import UploadCursor
+from resilient_train.tracking.review import ui_command, where_to_look
 
 _ARTIFACTS = "mlartifacts"  # of MLflow, next to the runs
 _LAST_WORD_S = 2.0  # seconds that other ranks wait for rank 0's report

@@ -49,8 +49,8 @@ from resilient_train.recover.decide import by_signal
 from resilient_train.secrets import masked_tree
 from resilient_train.state.randomness import set_deterministic
 from resilient_train.tracking import tracker as tracking
+from resilient_train.tracking.connection import left_in
 from resilient_train.tracking.review import again, command
-from resilient_train.tracking.store import left_in
 from resilient_train.tracking.story import last_good_of
 from resilient_train.tracking.tracker import Tracker
 from resilient_train.types import Action, Anomaly, Decision, Signal

@@ -25,9 +25,8 @@ from resilient_train.record.endings import at_work
 from resilient_train.record.journal import entries
 from resilient_train.record.outbox import BEGAN, OUTBOX
 from resilient_train.secrets import masked
-from resilient_train.tracking.connection import root_cause
-from resilient_train.tracking.review import where_to_look
-from resilient_train.tracking.store import Store, UploadCursor, left_in, locate, ui_command
+from resilient_train.tracking.connection import Store, UploadCursor, left_in, locate, root_cause
+from resilient_train.tracking.review import ui_command, where_to_look
 from resilient_train.tracking.tracker import EXPERIMENT
 from resilient_train.tracking.uploader import Busy, Uploader, backfill, needs_backfill
 from resilient_train.wording import counted, printable

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 from resilient_train.record.endings import is_run, resumes
 from resilient_train.record.journal import entries
 from resilient_train.record.outbox import BEGAN, METRICS, OUTBOX
+from resilient_train.tracking.connection import SCHEMELESS
 from resilient_train.tracking.story import KILLED, Checkpoint, Story, unrecovered
 from resilient_train.types import Incident, Outcome
 from resilient_train.wording import (
@@ -346,6 +348,16 @@ def python() -> str:
     """Return the command of the interpreter: its path if its environment is not activated."""
     folders = os.environ.get("PATH", "").split(os.pathsep)
     return "python" if str(Path(sys.executable).parent) in folders else shlex.quote(sys.executable)
+
+
+def ui_command(tracking_uri: str) -> str:
+    """Return the shell command that shows a database, from any directory; empty for a server, which shows itself."""
+    if tracking_uri.startswith(("http://", "https://", *SCHEMELESS)):
+        return ""
+    next_to_python = Path(sys.executable).with_name("mlflow")
+    is_found = shutil.which("mlflow") == str(next_to_python) or not next_to_python.exists()
+    program = "mlflow" if is_found else shlex.quote(str(next_to_python))  # an environment that is not activated
+    return f"{program} ui --backend-store-uri {shlex.quote(tracking_uri)}"
 
 
 def where_to_look(command_line: str, url: str | None) -> list[str]:

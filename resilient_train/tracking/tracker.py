@@ -21,9 +21,8 @@ from typing import IO, Any
 
 from resilient_train.record.outbox import ARTIFACT, BEGAN, ENDED, METRICS, OUTBOX, PARAMS, Outbox
 from resilient_train.secrets import masked
-from resilient_train.tracking.connection import cut
+from resilient_train.tracking.connection import Store, TrackedRun, UploadCursor, cut, left_in, locate
 from resilient_train.tracking.review import command
-from resilient_train.tracking.store import Store, TrackedRun, UploadCursor, left_in, locate
 from resilient_train.wording import counted
 
 EXPERIMENT = "resilient_train"  # of the caller's own loop; conf/tracking names the same one for the command

@@ -17,16 +17,18 @@ from resilient_train.record.outbox import ARTIFACT, BEGAN, ENDED, METRICS, OUTBO
 from resilient_train.record.progress import position_of
 from resilient_train.tracking.connection import (
     Connection,
+    Store,
+    TrackedRun,
+    UploadCursor,
     batches,
     connect,
     first_start,
     is_refusal,
     is_unreachable,
     root_cause,
+    url,
 )
-from resilient_train.tracking.presentation import Presentation
-from resilient_train.tracking.store import Store, TrackedRun, UploadCursor, url
-from resilient_train.tracking.sweep import show_sweep
+from resilient_train.tracking.presentation import Presentation, show_sweep
 
 ENTRIES_AT_ONCE = 200
 _STATUSES = {"completed": "FINISHED", "ended": "FINISHED", "closed": "FINISHED"}

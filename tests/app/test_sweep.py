@@ -15,7 +15,7 @@ from kills import Nursery
 from resilient_train.app.config.command_line import name_of
 from resilient_train.record.journal import entries
 from resilient_train.record.outbox import METRICS, OUTBOX
-from resilient_train.tracking import sweep
+from resilient_train.tracking import presentation as sweep
 
 SMALL = ["model=mlp", "data=digits", "objective=classification", "run.steps=12", "tracking.drain_s=600"]
 

@@ -19,7 +19,7 @@ from browser import PATIENCE_MS, Console, chromium, console
 
 from resilient_train.record.outbox import BEGAN, ENDED, METRICS, OUTBOX, Outbox
 from resilient_train.tracking import presentation
-from resilient_train.tracking.store import locate
+from resilient_train.tracking.connection import locate
 from resilient_train.tracking.uploader import Uploader
 
 pytestmark = [
@@ -136,7 +136,7 @@ def no_complaints(person: Console) -> Iterator[None]:
 
 
 def test_the_list_of_runs_says_how_they_fared(person: Console) -> None:
-    person.run_list(presentation.KEY)
+    person.run_list(presentation.VIEW)
     for words in ("troubled", "clean", "recovered"):
         person.page.get_by_text(words, exact=True).first.wait_for()
     person.alone()

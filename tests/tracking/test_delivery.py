@@ -28,8 +28,8 @@ from resilient_train.ranks.lock import DirectoryLock
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.journal import entries
 from resilient_train.record.outbox import ARTIFACT, BEGAN, ENDED, METRICS, OUTBOX, PARAMS, Outbox
+from resilient_train.tracking.connection import MLFLOW_JSON, UploadCursor, locate
 from resilient_train.tracking.presentation import MOST_PICTURES
-from resilient_train.tracking.store import MLFLOW_JSON, UploadCursor, locate
 from resilient_train.tracking.story import read_story
 from resilient_train.tracking.uploader import Uploader
 from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal

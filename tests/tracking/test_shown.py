@@ -11,7 +11,7 @@ import pytest
 from stories import RUN, story
 
 from resilient_train.tracking import presentation
-from resilient_train.tracking.presentation import KEY, prepare_run_list, show_models
+from resilient_train.tracking.presentation import VIEW, prepare_run_list, show_models
 from resilient_train.tracking.story import Checkpoint
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def test_runs_of_an_experiment_keep_their_models_apart(client: MlflowClient, exp
 def test_the_list_of_runs_is_prepared_once(client: MlflowClient, experiment: str) -> None:
     """The columns are named as the page names them; older pages find the same without a name."""
     prepare_run_list(client, experiment)
-    tag = f"mlflow.sharedViewState.{KEY}"
+    tag = f"mlflow.sharedViewState.{VIEW}"
     before = client.get_experiment(experiment).tags[tag]
     prepare_run_list(client, experiment)
     assert client.get_experiment(experiment).tags[tag] == before
@@ -119,7 +119,7 @@ def test_what_somebody_has_made_of_the_view_stays(
     client: MlflowClient, experiment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only what is as it was prepared is prepared anew."""
-    tag = f"mlflow.sharedViewState.{KEY}"
+    tag = f"mlflow.sharedViewState.{VIEW}"
     with monkeypatch.context() as patched:
         patched.setattr(presentation, "NAME", "of an older version")
         prepare_run_list(client, experiment)

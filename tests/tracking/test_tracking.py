@@ -25,8 +25,8 @@ from resilient_train.errors import ConfigError
 from resilient_train.record.outbox import ARTIFACT, BEGAN, ENDED, METRICS, OUTBOX, PARAMS, Outbox
 from resilient_train.secrets import masked
 from resilient_train.tracking import tracker as tracking
-from resilient_train.tracking.review import command
-from resilient_train.tracking.store import TrackedRun, UploadCursor, locate, ui_command, url
+from resilient_train.tracking.connection import TrackedRun, UploadCursor, locate, url
+from resilient_train.tracking.review import command, ui_command
 from resilient_train.tracking.tracker import Tracker, TrackingConfig, build
 from resilient_train.tracking.uploader import Uploader
 
