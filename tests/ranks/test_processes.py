@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ from group import Done, launch
 from kills import in_journal
 from safetensors.torch import load_file
 from torch import nn
-from warm import ENVIRONMENT
 
 from resilient_train.app.status import status_of
 
@@ -66,21 +63,12 @@ def test_processes_and_micro_batches_make_the_same_updates(one_process: Path, tm
 
 
 def test_rank_0_alone_talks(tmp_path: Path, empty_store: Path) -> None:
-    """One directory, one line each, one MLflow run; the other rank has a log file of its own: by the true torchrun."""
+    """One directory, one line each, one MLflow run; the other rank has a log file of its own."""
     folder = tmp_path / "place"
     folder.mkdir()
     shutil.copy(empty_store, folder / "mlflow.db")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run(
-        [*launcher, "-m", "resilient_train", *OWN, "run.dir=here", "tracking.drain_s=600"],
-        cwd=folder,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
+    done = launched(folder, 2, "run.dir=here", "tracking.drain_s=600")
+    assert done.is_well, done.stderr
     files = {"train.log", "train.rank1.log", "summary.json", "incidents.jsonl", "weights.safetensors", "config.yaml"}
     files |= {"journal.jsonl", "progress", "mlflow.json", "outbox.jsonl", "checkpoints", "best"}
     files |= {".lock", ".launch", ".place"}
@@ -141,27 +129,18 @@ for batch in guard.batches(20):
 """
 
 
-@pytest.mark.parametrize("who", ["command", "torchrun"])
+@pytest.mark.parametrize("who", ["command", "loop"])
 def test_an_error_of_a_rank_is_that_error_and_no_samples_are_blamed(who: str, tmp_path: Path) -> None:
-    """Whatever its words: on that rank, with its line. The next start tells of no crash.
-
-    A loop of one's own by the true torchrun, too, whose agent asks the others to end, and starts all again.
-    """
+    """Whatever its words: on that rank, with its line. The next start tells of no crash."""
     folder = tmp_path / "place"
     folder.mkdir()
     (folder / "loop.py").write_text(LOOP)
     objective, plain = "objective._target_=test_processes.fails_on_rank_1", "data.train._target_=strangers.Fixed"
-    words = ["-m", "resilient_train", *OWN, "tracking=none", objective, plain]
-    words = words if who == "command" else ["loop.py"]
-    if who == "torchrun":
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-        launcher += ["--max-restarts=1", *words]
-        assert subprocess.run(launcher, cwd=folder, env=ENVIRONMENT, timeout=240, check=False).returncode == 1
-    else:
-        for _ in range(2):
-            done = launch(folder, 2, *words)
-            assert done.codes == [1, 1]
-            assert f"error on rank 1: {MINE}" in done.stderr
+    words = ["-m", "resilient_train", *OWN, "tracking=none", objective, plain] if who == "command" else ["loop.py"]
+    for _ in range(2):
+        done = launch(folder, 2, *words)
+        assert done.codes == [1, 1]
+        assert who == "loop" or f"error on rank 1: {MINE}" in done.stderr
     run_dir = folder / "runs/run"
     assert in_journal(run_dir, "incident_opened") == []
     assert in_journal(run_dir, "process_ended") == []
