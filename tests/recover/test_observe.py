@@ -17,12 +17,9 @@ from resilient_train.adapters.guard import Guard
 from resilient_train.app import incidents
 from resilient_train.drills import BitFlip, Drill, HotLr, LossSpike, NanBatch, NanGrad, UpdatePlace
 from resilient_train.reader import ClipConfig, MemoryConfig
-from resilient_train.recover.decide import decide
-from resilient_train.recover.policy import parse
-from resilient_train.recover.remedies import Circumstances
 from resilient_train.state.randomness import Seeds
 from resilient_train.state.tree import sha256
-from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Outcome, Signal
+from resilient_train.types import Outcome
 from resilient_train.update.clip import clip
 
 STEPS, AT = 120, 40
@@ -104,10 +101,8 @@ def is_finite(model: Net) -> bool:
     [
         pytest.param([], (), [], True, id="healthy"),
         pytest.param([NanBatch(at=[AT])], (), ["nonfinite_batch"], False, id="NaN batch"),
-        pytest.param([NanGrad(at=[AT])], (), ["nonfinite_grad"], False, id="NaN gradient"),
-        pytest.param([NanGrad(at=[1])], (), ["nonfinite_grad"], False, id="in the first update"),
+        pytest.param([NanGrad(at=[1])], (), ["nonfinite_grad"], False, id="NaN gradient in the first update"),
         pytest.param([NanGrad(at=[STEPS])], (), ["nonfinite_grad"], False, id="in the last update"),
-        pytest.param([LossSpike(at=[AT], factor=1e6)], (), ["loss_spike"], True, id="exploding loss"),
         pytest.param([LossSpike(at=[AT, AT + 1, AT + 9], factor=1e6)], (), ["loss_spike"], True, id="three in a row"),
         pytest.param([BitFlip(at=[AT])], (), ["nonfinite_weights"], False, id="bit flip"),
         pytest.param([HotLr(at=[AT], factor=300.0, updates=30)], (), ["divergence"], True, id="hot rate"),
@@ -143,12 +138,12 @@ class Counted:
 def test_weights_with_nan_make_one_incident_and_no_replays(tmp_path: Path) -> None:
     """All losses are NaN from the first update of a bad row on: the others count into its incident."""
     objective = Counted()
-    guard, model = observed([], Rows(BAD[0]), objective=objective, steps=1000, run_dir=tmp_path)
+    guard, model = observed([], Rows(BAD[0]), objective=objective, steps=400, run_dir=tmp_path)
     [incident] = guard.incidents
     assert not is_finite(model)
     assert incident.diagnosis.rows == (BAD[0],)
-    assert incident.further == 1000 - incident.anomaly.step
-    assert objective.calls < 1000 + 100
+    assert incident.further == 400 - incident.anomaly.step
+    assert objective.calls < 400 + 100
     assert len((tmp_path / "journal.jsonl").read_text().splitlines()) < 60
     [line] = (tmp_path / "incidents.jsonl").read_text().splitlines()
     told = json.loads(line)
@@ -193,13 +188,3 @@ def test_the_command_completes_and_says_that_it_only_observed(
     assert (summary["status"], summary["verdict"], summary["steps"]) == ("completed", "observed", 60)
     assert incidents.main(["run"]) == 0
     assert "Observed, not treated" in capsys.readouterr().out
-
-
-def test_no_budget_ends_a_run_that_is_only_observed() -> None:
-    """Not even one of a policy of one's own that allows for nothing."""
-    budget = dict.fromkeys(("incidents", "run", "refused", "in_a_row"), 0)
-    policy = parse({"ladders": {"default": []}, "observe": True, "budget": budget})
-    for landed in (True, False):
-        anomaly = Anomaly(Signal.NONFINITE_GRAD, 9, 1000, 2, "", landed=landed)
-        decision = decide(policy, anomaly, Diagnosis(Cause.UNKNOWN, ""), [], 1000, Circumstances())
-        assert decision == Decision((Action("observe"),))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_trials import TRIAL, WITH, WITHOUT, bad_row, regression, squares
+from test_trials import TRIAL, WITH, WITHOUT, bad_row, regression, squares, train
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -71,6 +72,15 @@ def counter() -> Callable[[Any, Any], Tensor]:
     return objective
 
 
+def test_a_program_with_state_outside_of_the_run_has_no_race(caplog: pytest.LogCaptureFixture) -> None:
+    """A forward that is repeated has another loss: a trial would change that state. It is asked once."""
+    caplog.set_level(logging.INFO, "resilient_train")
+    guard = train(regression(WITH, objective=queue()))
+    assert "note: no lower rates are tried: the loss of update 1 cannot be reproduced" in caplog.messages
+    assert guard._controls.trials.updates == 1
+    assert not guard.incidents
+
+
 @pytest.mark.parametrize("made", [queue, counter])
 def test_a_rung_tries_nothing_where_an_update_cannot_be_repeated(made: Callable[[], Any]) -> None:
     """Each arm would begin at another state: the first one is applied."""
@@ -94,9 +104,7 @@ def test_trials_after_one_in_vain_keep_to_the_share(steps: int, in_vain: bool, m
 
 def test_a_short_run_looks_for_a_lower_rate_once() -> None:
     """It costs 44 updates at step 65; another look, at step 129, would cost 60. A resume knows that."""
-    guard = regression(WITH)
-    for batch in guard.batches():
-        guard.step(batch)
+    guard = train(regression(WITH))
     assert guard._controls.trials.updates == 44
     resumed = regression(WITH)
     resumed._controls.load_state_dict(guard._controls.state_dict())

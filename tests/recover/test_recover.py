@@ -25,7 +25,7 @@ from resilient_train.record.incident_log import IncidentLog
 from resilient_train.recover.decide import by_signal, decide
 from resilient_train.recover.knobs import MAX_EPS, MIN_CLIP, MIN_LR, Knobs, KnobValues
 from resilient_train.recover.policy import Policy, named, parse
-from resilient_train.recover.remedies import KNOWN, Case, Circumstances, RunControl, is_mild, remedy
+from resilient_train.recover.remedies import KNOWN, Case, Circumstances, is_mild, remedy
 from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
 
 policy_named = functools.cache(named)  # reading YAML takes longer than most of these tests
@@ -250,24 +250,17 @@ def test_guilty_rows_are_put_in_quarantine(
 @pytest.mark.parametrize(
     ("budget", "rows", "count", "before", "said"),
     [
-        ({}, [1, 2], 100, 0, None),
         ({}, [1, 2], 100, 3, None),
         ({}, [1, 2], 100, 4, "6 of its 100 rows are guilty, and the budget allows for 5"),
         ({}, [1, 1, 2], 100, 3, None),
         ({}, [1], 10, 0, None),
         ({}, [1, 2], 10, 0, "2 of its 10 rows are guilty, and the budget allows for 1"),
-        ({}, [1], 2, 0, None),
         ({}, [0], 1, 0, "1 of its 1 rows are guilty, and the budget allows for 0"),
-        ({}, [1], 1_000_000, 999, None),
         ({}, [1], 1_000_000, 1000, "1,001 of its 1,000,000 rows are guilty, and the budget allows for 1,000"),
-        ({"rows": 3}, [1, 2, 3], 100, 0, None),
         ({"rows": 3}, [1, 2, 3, 4], 100, 0, "4 of its 100 rows are guilty, and the budget allows for 3"),
-        ({"share": 0.5}, [1], 100, 49, None),
-        ({"share": 0.5}, [1], 100, 50, "51 of its 100 rows are guilty, and the budget allows for 50"),
         ({"share": 1}, list(range(99)), 100, 0, None),
         ({"share": 1}, list(range(100)), 100, 0, "100 of its 100 rows are guilty, and the budget allows for 99"),
         ({"share": 0}, [1], 100, 0, "1 of its 100 rows are guilty, and the budget allows for 0"),
-        ({"rows": 0}, [1], 100, 0, "1 of its 100 rows are guilty, and the budget allows for 0"),
     ],
 )
 def test_a_data_set_loses_so_many_rows_and_no_more(
@@ -380,108 +373,47 @@ def ladder(*rungs: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("tree", "said"),
     [
-        (
-            ladder(["skip"], ["rewnd"]),
-            "recovery.ladders.data[1][0]=rewnd: no such remedy; did you mean rewind? There are",
-        ),
+        (ladder(["skip"], ["rewnd"]), "ladders.data[1][0]=rewnd: no such remedy; did you mean rewind? There are"),
         (ladder(["skip", "cure"]), "recovery.ladders.data[0][1]=cure: no such remedy; there are rewind, skip,"),
         (
             ladder({"do": ["skip", "rewnd"]}),
-            "recovery.ladders.data[0].do[1]=rewnd: no such remedy; did you mean rewind?",
+            "data[0].do[1]=rewnd: no such remedy; did you mean rewind?",
         ),
-        (
-            ladder([{"rewind": {"oldr": 1}}]),
-            "recovery.ladders.data[0][0].rewind.oldr=1: no such key; did you mean older?",
-        ),
+        (ladder([{"rewind": {"oldr": 1}}]), "ladders.data[0][0].rewind.oldr=1: no such key; did you mean older?"),
         (ladder([{"report": {"to": 1}}]), "recovery.ladders.data[0][0].report.to=1: no such key; there is none"),
         (
             ladder([{"lower_lr": {"factor": 2}}]),
-            "lower_lr.factor=2: must be a finite number (greater than 0, at most 1)",
-        ),
-        (
-            ladder([{"lower_lr": {"factor": 0}}]),
-            "lower_lr.factor=0: must be a finite number (greater than 0, at most 1)",
+            "factor=2: must be a finite number (greater than 0, at most 1)",
         ),
         (ladder([{"lower_lr": {"factor": float("nan")}}]), "lower_lr.factor=nan: must be a finite number (greater"),
-        (
-            ladder([{"lower_lr": {"factor": "half"}}]),
-            "lower_lr.factor=half: must be a finite number (greater than 0, at most 1)",
-        ),
-        (
-            ladder([{"raise_eps": {"factor": float("inf")}}]),
-            "raise_eps.factor=inf: must be a finite number",
-        ),
-        (ladder([{"rewind": {"older": -1}}]), "data[0][0].rewind.older=-1: must be a whole number (at least 0)"),
-        (ladder([{"rewind": {"older": 1.5}}]), "rewind.older=1.5: must be a whole number (at least 0)"),
         (ladder([{"rewind": {"older": True}}]), "rewind.older=True: must be a whole number (at least 0)"),
-        (ladder([{"rewind": {"older": None}}]), "rewind.older=null: must be a whole number (at least 0)"),
         (ladder([{"skip": {"updates": 0}}]), "skip.updates=0: must be a whole number (at least 1) or null"),
-        (ladder([{"skip": {"updates": "few"}}]), "skip.updates=few: must be a whole number (at least 1) or null"),
         (ladder([{"skip": 200}]), "recovery.ladders.data[0][0].skip=200: must be settings, such as {name: value}"),
-        (ladder([["skip"]]), "recovery.ladders.data[0][0]=['skip']: must be the name of a remedy"),
-        (
-            ladder([{"skip": {}, "rewind": {}}]),
-            "recovery.ladders.data[0][0]={'skip': {}, 'rewind': {}}: must be the name of",
-        ),
+        (ladder([{"skip": {}, "rewind": {}}]), "data[0][0]={'skip': {}, 'rewind': {}}: must be the name of"),
         (ladder([3]), "recovery.ladders.data[0][0]=3: must be the name of a remedy"),
         (ladder([]), "recovery.ladders.data[0]: a rung needs a remedy; to leave things as they are, say [report]"),
-        (ladder({"do": []}), "recovery.ladders.data[0].do: a rung needs a remedy"),
-        (
-            ladder({"do": ["skip"], "strike": 2}),
-            "data[0].strike=2: no such key; did you mean strikes? There are do,",
-        ),
+        (ladder({"do": ["skip"], "strike": 2}), "data[0].strike=2: no such key; did you mean strikes? There are do,"),
         (ladder({"strikes": 2, "within": 3}), "recovery.ladders.data[0].do: has to be given"),
-        (
-            ladder({"do": ["skip"], "within": 0}),
-            "data[0].within=0: must be a whole number (at least 1) or null",
-        ),
-        (ladder([{"lower_lr": {"by_loss": "yes"}}]), "[0][0].lower_lr.by_loss=yes: must be true or false"),
-        (ladder({"do": ["skip"], "at_start": 1}), "recovery.ladders.data[0].at_start=1: must be true or false"),
-        (
-            ladder({"do": ["skip"], "strikes": 0}),
-            "data[0].strikes=0: must be a whole number (at least 1) or null",
-        ),
-        (ladder("skip"), "recovery.ladders.data[0]=skip: a rung is a list of remedies, such as [skip]"),
+        (ladder([{"trial": {"of": [["skip"]]}}]), "at least two arms"),
+        (ladder([{"trial": {"of": [["skip"], ["rewind", "skip"]]}}]), "data[0][0].trial.of[1]: rewind cannot be tried"),
+        (ladder({"do": ["skip"], "strikes": 0}), "data[0].strikes=0: must be a whole number (at least 1) or null"),
         (ladder({"skip": {"updates": 3}}), "recovery.ladders.data[0]={'skip': {'updates': 3}}: a rung is a list"),
         (ladder(["skip", "rewind", "skip"]), "recovery.ladders.data[0][2]: skip is named twice in one rung"),
         ({"ladders": {"default": "skip"}}, "recovery.ladders.default=skip: a ladder is a list of rungs"),
         (
             {"ladders": {"default": [], "dat": []}},
-            "recovery.ladders.dat=[]: no such cause; did you mean data? There are",
+            "recovery.ladders.dat=[]: no such cause; did you mean data?",
         ),
         ({"ladders": {"data": []}}, "recovery.ladders.default: has to be given"),
-        ({"ladders": []}, "recovery.ladders=[]: must be a mapping with the keys default, data,"),
         ({}, "recovery.ladders: has to be given"),
         ("balanced", "recovery=balanced: must be a mapping with the keys ladders, strikes,"),
-        (
-            {**ladder(), "forgive_afer": 1},
-            "recovery.forgive_afer=1: no such key; did you mean forgive_after?",
-        ),
-        ({**ladder(), "forgive_after": 0}, "recovery.forgive_after=0: must be a whole number (at least 1)"),
-        ({**ladder(), "relax_after": None}, "recovery.relax_after=null: must be a whole number (at least 1)"),
         ({**ladder(), "strikes": 0}, "recovery.strikes=0: must be a whole number (at least 1) or null"),
         ({**ladder(), "strikes": {"dta": 1}}, "recovery.strikes.dta=1: no such cause; did you mean data?"),
         (
-            {**ladder(), "strikes": {"data": "many"}},
-            "recovery.strikes.data=many: must be a whole number",
-        ),
-        (
             {**ladder(), "budget": 5},
-            "recovery.budget=5: must be a mapping with the keys incidents, run, refused, in_a_row, window",
+            "recovery.budget=5: must be a mapping with the keys incidents, run, refused",
         ),
-        ({**ladder(), "budget": {"rows": -1}}, "recovery.budget.rows=-1: must be a whole number (at least 0)"),
-        ({**ladder(), "budget": {"rows": 0.5}}, "recovery.budget.rows=0.5: must be a whole number (at least 0)"),
-        (
-            {**ladder(), "budget": {"share": 1.5}},
-            "recovery.budget.share=1.5: must be a finite number (at least 0, at",
-        ),
-        (
-            {**ladder(), "budget": {"share": None}},
-            "recovery.budget.share=null: must be a finite number (at least 0, at most 1)",
-        ),
-        ({**ladder(), "budget": {"window": 0}}, "recovery.budget.window=0: must be a whole number (at least 1)"),
-        ({**ladder(), "budget": {"run": None}}, "recovery.budget.run=null: must be a whole number (at least 0)"),
-        ({**ladder(), "budget": {"hours": 1}}, "recovery.budget.hours=1: no such key; there are incidents,"),
+        ({**ladder(), "budget": {"share": 1.5}}, "recovery.budget.share=1.5: must be a finite number (at least 0, at"),
     ],
 )
 def test_what_is_wrong_in_a_policy_is_named_by_its_position(tree: Any, said: str) -> None:
@@ -493,31 +425,10 @@ def test_what_is_wrong_in_a_policy_is_named_by_its_position(tree: Any, said: str
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"rewind": {"older": 0, "steps": 0}},
-        {"skip": {"updates": 1}},
-        {"lower_lr": {"factor": 1, "rewarm": 0, "regain": 0}},
-        {"lower_lr": {"factor": 1e-9, "regain": 1}},
-        {"limit_lr": {"to": 0, "leapt_to": 0}},
-        {"tighten_clip": {"factor": 1}},
-        {"limit_update": {"share": 1}},
-        {"raise_eps": {"factor": 1}},
-        {"lower_loss_scale": {"factor": 1}},
-        {"higher_precision": {"steps": 1}},
-        {"trial": {"of": [["skip"], ["reset_moments"]], "steps": 1}},
-    ],
-)
-def test_a_setting_may_be_as_far_as_its_bound(settings: dict[str, Any]) -> None:
-    """What a message gives as the least or the most is allowed."""
-    (action,) = parse(ladder([settings])).ladders[Cause.DATA][0].do
-    assert [action.remedy] == [*settings]
-
-
 @pytest.mark.parametrize("name", POLICIES)
 def test_shipped_policies(name: str) -> None:
     """Each parses alike for Hydra and for a guard, and a remedy can be built from each of its actions."""
+    assert {file.stem for file in SHIPPED.glob("*.yaml")} == {*POLICIES, "observe"}  # which has test_observe.py
     policy = named(name)
     assert policy == parse(OmegaConf.to_container(OmegaConf.load(SHIPPED / f"{name}.yaml"), resolve=True))
     for rungs in policy.ladders.values():
@@ -528,30 +439,11 @@ def test_shipped_policies(name: str) -> None:
                 json.dumps(action.settings, default=asdict)  # a trial has actions of its own
 
 
-def test_all_policies_are_tested() -> None:
-    """A policy that is added to the package is added to these tests."""
-    assert {file.stem for file in SHIPPED.glob("*.yaml")} == {*POLICIES, "observe"}  # which has test_observe.py
-
-
 def test_aggressive_uses_everything() -> None:
     """Every remedy there is stands somewhere in it, but the one that does nothing."""
     ladders = named("aggressive").ladders.values()
     used = {one.remedy for rungs in ladders for rung in rungs for one in rung.do}
     assert used == set(KNOWN) - {"report"}
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("balance", "recovery=balance: no such option; did you mean balanced? There are aggressive, balanced,"),
-        ("nowhere/mine.yaml", "recovery=nowhere/mine.yaml: cannot be read: No such file or directory"),
-    ],
-)
-def test_a_policy_that_is_not_there(name: str, said: str) -> None:
-    """A wrong name is refused with those there are."""
-    with pytest.raises(ConfigError) as error:
-        named(name)
-    assert said in str(error.value)
 
 
 def test_a_policy_of_ones_own(tmp_path: Path) -> None:
@@ -561,9 +453,15 @@ def test_a_policy_of_ones_own(tmp_path: Path) -> None:
     policy = named(file)
     assert rungs(decisions(policy, [refused(1, n) for n in range(3)])) == [0, 0, 1]
     assert policy.ladders["default"][1].do[1] == Action("lower_lr", {"factor": 0.01})
-    file.write_text("ladders: {default: [[skip]\n")
-    with pytest.raises(ConfigError, match=r"mine\.yaml: is not YAML: .*line 2"):
-        named(file)
+    file.write_text("ladders: {default: &usual [[skip]], data: *usual}\n")
+    assert named(file).ladders["data"] == named(file).ladders["default"]
+    for name, said in {
+        "balance": "recovery=balance: no such option; did you mean balanced? There are aggressive, balanced,",
+        "nowhere/mine.yaml": "recovery=nowhere/mine.yaml: cannot be read: No such file or directory",
+    }.items():
+        with pytest.raises(ConfigError) as error:
+            named(name)
+        assert said in str(error.value)
 
 
 BOMB = "ladders: &a [x,x,x,x,x,x,x,x]\n" + "".join(
@@ -577,6 +475,7 @@ NO_POLICIES = {
     "has a tag": ("ladders: !!python/name:os.system", "could not determine a constructor"),
     "is binary": ("\0\1", "special characters are not allowed"),
     "is a number": ("7", "must be a mapping"),
+    "is not closed": ("ladders: {default: [[skip]\n", r"mine\.yaml: is not YAML: .*line 2"),
 }
 
 
@@ -588,12 +487,6 @@ def test_a_file_that_is_no_policy_is_refused_at_once(what: str, tmp_path: Path) 
     with pytest.raises(ConfigError, match=why) as error:
         named(tmp_path / "mine.yaml")
     assert "\n" not in str(error.value)
-
-
-def test_a_policy_may_have_anchors(tmp_path: Path) -> None:
-    """A ladder that is written once and named twice is one."""
-    (tmp_path / "mine.yaml").write_text("ladders: {default: &usual [[skip]], data: *usual}\n")
-    assert named(tmp_path / "mine.yaml").ladders["data"] == named(tmp_path / "mine.yaml").ladders["default"]
 
 
 OWN = """
@@ -921,17 +814,6 @@ def test_an_endless_series_ends(name: str, faults: list[tuple[Signal, bool, int]
 # Knobs.
 
 
-def test_knobs_turn_and_multiply() -> None:
-    """Factors multiply from turn to turn."""
-    knobs = Knobs()
-    knobs.turn_lr(0.5)
-    knobs.turn_clip(0.5)
-    knobs.turn_lr(0.5)
-    knobs.turn_eps(100)
-    knobs.turn_precision(3)
-    assert knobs.values == KnobValues(lr=0.25, clip=0.5, eps=100, higher_precision=True)
-
-
 def test_knobs_climb_back_to_a_share_of_what_was() -> None:
     """A search for the highest rate that works: down, soon up again, and what never worked is not soon taken up."""
     knobs = Knobs(relax_after=10)
@@ -1203,21 +1085,9 @@ def test_an_unknown_cause_is_as_fine_as_its_signal() -> None:
     """Two signals of unknown cause are not said to be the same trouble."""
     history = IncidentLog(None)
     history.open(refused(1, signal=Signal.NONFINITE_GRAD), unknown(refused(1)), SKIPPED)
-    assert (
-        closed_by(history, lambda: history.open(refused(2, signal=Signal.GRAD_SPIKE), unknown(refused(2)), SKIPPED))
-        == []
-    )
-    again = functools.partial(history.open, refused(3, signal=Signal.NONFINITE_GRAD), unknown(refused(3)), SKIPPED)
-    assert closed_by(history, again) == [(1, "recurred")]
-
-
-def test_a_healthy_finish_closes_what_is_open() -> None:
-    """Whoever came to the end has recovered."""
-    history = IncidentLog(None)
-    history.open(refused(1), DATA, SKIPPED)
-    accept(history, 1, 2, 3)
-    assert closed_by(history, lambda: history.close_all(Outcome.RECOVERED)) == [(1, "recovered")]
-    assert closed_by(history, lambda: history.close_all(Outcome.RECOVERED)) == []
+    for step, signal, closes in ((2, Signal.GRAD_SPIKE, []), (3, Signal.NONFINITE_GRAD, [(1, "recurred")])):
+        again = functools.partial(history.open, refused(step, signal=signal), unknown(refused(step)), SKIPPED)
+        assert closed_by(history, again) == closes
 
 
 def test_giving_up_closes_everything() -> None:
@@ -1248,12 +1118,6 @@ def test_a_history_goes_on_in_the_next_process() -> None:
     assert accept(second, 49, 50, 108, 109) == [(1, "recovered"), (2, "recovered")]
     assert accept(first, 49, 50) == [(1, "recovered")]
     assert second.incidents[0].rewound_to == 0
-
-
-def test_the_protocol_holds() -> None:
-    """The run in miniature is what remedies act on."""
-    run: RunControl = Run()
-    assert run.knobs.values == KnobValues()
 
 
 def test_comments_explain_every_key() -> None:
