@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,17 @@ from resilient_train.adapters.lightning import Guarded
 
 AT = 60  # the step of a fault, of 96
 BATCH = 8
+WARNINGS = [  # of Lightning, that tests ignore
+    "ignore::lightning.fabric.utilities.warnings.PossibleUserWarning",
+    "ignore:.*isinstance.treespec, LeafSpec",
+    "ignore:.training_step. returned .None",
+    "ignore:Checkpoint directory .* exists and is not empty",
+    "ignore:Be aware that when using",
+    "ignore:Using ModelCheckpoint with manual optimization",
+]
+
+for _name in ("lightning.pytorch", "lightning.fabric"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
 
 
 class Rows(Dataset[tuple[torch.Tensor, torch.Tensor]]):

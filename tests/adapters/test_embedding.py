@@ -162,28 +162,6 @@ def test_a_rewind_alone_leaves_no_trace(form: str) -> None:
     assert "kept.average" in met.state.live()
 
 
-def test_a_guarded_run_repeats_itself() -> None:
-    """Without faults the losses of two runs are the same to the last bit, in both forms."""
-
-    def losses(form: str) -> list[float]:
-        loops, heard = Loops(), []
-        guard = loops.guard(objective=mse) if form == "objective" else loops.guard()
-        for batch in guard.batches(25):
-            if form == "objective":
-                guard.step(batch)
-            else:
-                loss = mse(loops.model, batch)
-                loops.accelerator.backward(loss)
-                guard.update(loss)
-            heard.append(guard.newest.loss if guard.newest else 0.0)
-        return heard
-
-    first = losses("objective")
-    assert len(set(first)) == 25
-    assert losses("objective") == first
-    assert losses("hand-over") == first
-
-
 def test_a_rotten_batch_while_a_scan_looks_is_a_rotten_batch() -> None:
     """A scan does not take what a forward that is to be refused did to BatchNorm for damage."""
     loops = Loops()
@@ -200,17 +178,11 @@ def batch_encoding(x: Tensor, y: Tensor) -> Any:
     return BatchEncoding({"x": x, "y": y})
 
 
-def batch_feature(x: Tensor, y: Tensor) -> Any:
-    from transformers import BatchFeature
-
-    return BatchFeature({"x": x, "y": y})
-
-
 def keyed(model: Any, batch: Any) -> Tensor:
     return nn.functional.mse_loss(model(batch["x"]), batch["y"])
 
 
-@pytest.mark.parametrize("wrapped", [lambda x, y: UserDict(x=x, y=y), batch_encoding, batch_feature])
+@pytest.mark.parametrize("wrapped", [lambda x, y: UserDict(x=x, y=y), batch_encoding])
 def test_a_nan_is_seen_in_batches_of_any_class(wrapped: Callable[..., Any]) -> None:
     """To torch they are one leaf: the batch is to blame all the same, and its row named, as in a dict."""
     loops = Loops()
@@ -605,6 +577,7 @@ MISTAKES: list[tuple[Callable[[Loops, Guard, Any], Any], type[Exception], str]] 
     (sets_the_rate, TrainError, "the loop set lr itself, to 1 where it was 0.01: give it to the guard as schedule="),
     (adds_a_group, TrainError, "a parameter group was added to AdamW after the guard was made"),
     (lambda loops, guard, batch: guard.keep(average=loops.average), TrainError, "call it before"),
+    (lambda loops, guard, batch: guard.keep(x=anything([])), TypeError, "a list has no state_dict and no load_state"),
 ]
 
 
@@ -699,14 +672,13 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
         "accelerator: expected an accelerate.Accelerator, or None for a loop of plain PyTorch, got str",
     ),
     ({"model": lambda x: x}, "model: expected a torch.nn.Module, got function"),
+    ({"model": nn.Linear(2, 1, device="meta")}, "model: weights are on the meta device"),
     ({"optimizer": "adam"}, "optimizer: expected a torch.optim.Optimizer or a list of them, got str"),
     ({"optimizer": []}, "optimizer: the list is empty"),
     ({"optimizer": torch.optim.SGD(NOT_EMPTY.parameters())}, "2 of the weights that SGD trains are not the model's"),
     ({"optimizer": torch.optim.LBFGS(NOT_EMPTY.parameters())}, "optimizer: LBFGS is not supported: its step computes"),
     ({"data": 3}, "data: expected a data set, a loader or a function, got int"),
-    ({"data": "rows"}, "data: expected a data set, a loader or a function, got str"),
     ({"memory": 5}, "memory: expected a MemoryConfig, got int"),
-    ({"memory": math.nan}, "memory: expected a MemoryConfig, got float"),
     ({"drill": "nan_grad"}, "drill: expected a Drill, got str"),
     ({"data": TensorDataset(torch.zeros(0, 6))}, "data=TensorDataset: the data set is empty"),
     ({"data": Counting(9), "num_workers": 1}, "num_workers=1: an iterable data set"),
@@ -714,7 +686,6 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"batch_size": 0}, r"batch_size=0: must be a whole number \(at least 1\)"),
     ({"objective": 1.0}, r"objective: expected a callable \(model, batch\) -> loss, got float"),
     ({"schedule": 0.5}, "schedule: expected a torch scheduler or a callable"),
-    ({"schedule": CosineAnnealingLR}, "schedule: expected a torch scheduler or a callable"),
     ({"schedule": [None, None]}, "schedule: 2 schedules for 1 optimizers"),
     ({"schedule": StepLR(torch.optim.SGD(NOT_EMPTY.parameters()), 1)}, "schedule: this StepLR was made for another"),
     ({"schedule": ReduceLROnPlateau(torch.optim.SGD(NOT_EMPTY.parameters()))}, "schedule: ReduceLROnPlateau follows"),
@@ -735,7 +706,6 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"clip": ClipConfig(None, math.nan)}, r"clip\.max_value=nan: must be a finite number"),
     ({"memory": MemoryConfig(every=5, keep=2, max_gib=math.nan)}, r"memory\.max_gib=nan: must be a finite number"),
     ({"verify_after": math.nan}, "verify_after=nan: must be a whole number"),
-    ({"seed": math.nan}, "seed=nan: must be a whole number"),
     ({"recovery": {"ladders": {"default": []}, "budget": {"share": math.nan}}}, r"recovery\.budget\.share=nan"),
     ({"recovery": {"ladders": {"default": [["json.dumps"]]}}}, "json.dumps: is not a remedy: it is a function"),
 ]
@@ -750,12 +720,6 @@ def test_a_wrong_argument_is_named(given: dict[str, Any], line: str) -> None:
     with pytest.raises((TypeError, ValueError), match=line) as caught:
         Guard(**arguments)
     assert "\n" not in str(caught.value)
-
-
-def test_only_what_has_a_state_can_be_kept() -> None:
-    """The verbs that are missing are named."""
-    with pytest.raises(TypeError, match="a list has no state_dict and no load_state_dict"):
-        Loops().guard().keep(losses=anything([]))
 
 
 # The run directory, and what is said.
@@ -920,7 +884,7 @@ def test_the_accelerate_example_shows_what_it_says(tmp_path: Path) -> None:
 def test_the_gan_example_shows_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In turn and together, each trains."""
     gan = example("gan")
-    monkeypatch.setattr(gan, "STEPS", 300)
+    monkeypatch.setattr(gan, "STEPS", 100)
     torch.manual_seed(0)
     untrained = gan.distance(gan.Gan())
     for form in ("in_turn", "together"):

@@ -99,12 +99,11 @@ def test_a_healthy_trainer_ends_with_the_same_bits_and_logs(
         ("bit_flip", "weights_jump", "corruption"),
     ],
 )
-@pytest.mark.parametrize("program", ["llama", "vit"])
 def test_what_strikes_once_leaves_no_trace(
-    program: str, fault: str, signal: str, cause: str, tmp_path: Path, unguarded: Callable[..., Ended]
+    fault: str, signal: str, cause: str, tmp_path: Path, unguarded: Callable[..., Ended]
 ) -> None:
-    healthy = unguarded(program)
-    struck = trained(program, tmp_path / "struck", fault)
+    healthy = unguarded("llama")
+    struck = trained("llama", tmp_path / "struck", fault)
     [incident] = incidents(tmp_path / "struck")
     assert (incident["signal"], incident["cause"], incident["outcome"]) == (signal, cause, "recovered")
     assert struck.state.global_step == 60
@@ -117,7 +116,7 @@ def test_what_strikes_once_leaves_no_trace(
 
 @pytest.mark.parametrize(
     ("program", "fault"),
-    [("gpt2", "bad_rows"), ("vit", "hot_lr"), ("vit", "bit_flip"), ("llama", "")],
+    [("gpt2", "bad_rows"), ("vit", "hot_lr")],
 )
 def test_a_trainer_that_is_only_observed_ends_as_a_plain_one(program: str, fault: str, tmp_path: Path) -> None:
     """With `recovery="observe"`: the same bits and logs, NaN included, and its incidents are reported."""
@@ -155,11 +154,10 @@ def test_a_broken_operation_is_named_by_its_line(tmp_path: Path) -> None:
     assert programs.evaluation_loss(struck) < 1.0
 
 
-@pytest.mark.parametrize("program", ["gpt2", "vit"])
-def test_a_hot_stretch_of_the_learning_rate_ends_where_a_healthy_run_ends(program: str, tmp_path: Path) -> None:
-    healthy = programs.evaluation_loss(trained(program, tmp_path / "healthy", guarded=False, steps=120))
-    plain = programs.evaluation_loss(trained(program, tmp_path / "plain", "hot_lr", guarded=False, steps=120))
-    struck = trained(program, tmp_path / "struck", "hot_lr", steps=120)
+def test_a_hot_stretch_of_the_learning_rate_ends_where_a_healthy_run_ends(tmp_path: Path) -> None:
+    healthy = programs.evaluation_loss(trained("vit", tmp_path / "healthy", guarded=False, steps=120))
+    plain = programs.evaluation_loss(trained("vit", tmp_path / "plain", "hot_lr", guarded=False, steps=120))
+    struck = trained("vit", tmp_path / "struck", "hot_lr", steps=120)
     assert programs.evaluation_loss(struck) < healthy + 0.2 * (plain - healthy) + 0.05
     assert struck.lr_scheduler.get_last_lr() == [1e-3]
 
@@ -171,8 +169,8 @@ def folders(output: Path) -> set[str]:
 def test_no_checkpoint_holds_damage_that_a_scan_finds(tmp_path: Path) -> None:
     """A bit flips before the update after which one is saved: its weights are those of a run without the fault."""
     more: dict[str, Any] = {"save_strategy": "steps", "save_steps": programs.AT + 1, "steps": 2 * programs.AT + 2}
-    trained("llama", tmp_path / "healthy", guarded=False, **more)
-    trained("llama", tmp_path / "struck", "bit_flip", **more)
+    trained("vit", tmp_path / "healthy", guarded=False, **more)
+    trained("vit", tmp_path / "struck", "bit_flip", **more)
     assert [incident["signal"] for incident in incidents(tmp_path / "struck")] == ["weights_jump"]
     for name in (f"checkpoint-{programs.AT + 1}", f"checkpoint-{2 * programs.AT + 2}"):
         found, healthy = (load_file(tmp_path / which / name / "model.safetensors") for which in ("struck", "healthy"))
@@ -285,10 +283,12 @@ def test_two_ranks_that_are_only_observed_end_as_plain_ones(fault: str, met: lis
         (lambda trainer: resilient_train.hf.guard(lightning.Trainer(logger=False)), r"of lightning; .*Guarded\(\)"),
         (lambda trainer: resilient_train.hf.guard(resilient_train.hf.guard(trainer)), "guarded already"),
         (lambda trainer: resilient_train.hf.guard(type(trainer)), "trainer: expected a transformers.Trainer"),
-        (lambda trainer: resilient_train.hf.guard(trainer, checks="paranoia"), "checks.*paranoi"),
         (lambda trainer: resilient_train.hf.guard(trainer, memory=5), "memory: expected a MemoryConfig"),
         (lambda trainer: resilient_train.hf.guard(trainer, verify_after=-1), "verify_after=-1: must be a whole number"),
-        (lambda trainer: resilient_train.lightning.Guarded(recovery="balancd"), "recovery.*balanc"),
+        (
+            lambda trainer: resilient_train.lightning.Guarded(recover="balanced"),
+            "unknown option 'recover'",
+        ),
         (lambda trainer: Guard(trainer.model, trainer, None, data=[0]), r"plain PyTorch, got .*hf.guard\(trainer\)"),
         (
             lambda trainer: Guard(None, trainer, None, data=[0]),

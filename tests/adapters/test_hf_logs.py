@@ -11,8 +11,8 @@ pytest.importorskip("transformers")
 
 import hf_programs as programs
 import torch
-from test_hf import Stream, incidents, of_a_stream, rows, trained
-from transformers import TrainerCallback
+from test_hf import Stream, incidents, of_a_stream, rows, trained, weights
+from transformers import Trainer, TrainerCallback
 
 import resilient_train
 
@@ -67,21 +67,21 @@ def test_the_best_state_is_that_before_the_damage_began(kept: int | None, tmp_pa
 LEFT_OUT = 13  # the update that has the bad row of the stream
 
 
-@pytest.mark.parametrize("every", [3, LEFT_OUT])
-def test_an_update_that_is_left_out_is_in_no_logged_mean(every: int, tmp_path: Path) -> None:
+def test_an_update_that_is_left_out_is_in_no_logged_mean(tmp_path: Path) -> None:
     """It is the first of the updates that are logged together, or the last; alone it has no row."""
-    more: dict[str, Any] = {"steps": 15, "save_strategy": "no"}
-    alone = of_a_stream(tmp_path / "alone", Stream(bad=100), logging_steps=1, **more)
-    together = of_a_stream(tmp_path / "together", Stream(bad=100), logging_steps=every, **more)
-    for trainer in (alone, together):
+    alone, *together = (
+        of_a_stream(tmp_path / str(every), Stream(bad=100), logging_steps=every, steps=15, save_strategy="no")
+        for every in (1, 3, LEFT_OUT)
+    )
+    for trainer in (alone, *together):
         trainer.train()
     each = {row["step"]: row for row in rows(alone) if "loss" in row}
     assert sorted(each) == [step for step in range(1, 16) if step != LEFT_OUT]
-    for row in rows(together):
-        if "loss" in row:
-            made = [one for step, one in each.items() if row["step"] - every < step <= row["step"]]
-            assert row["loss"] == pytest.approx(sum(one["loss"] for one in made) / len(made), rel=1e-4)
-            assert row["grad_norm"] == pytest.approx(made[-1]["grad_norm"], rel=1e-4)
+    for every, row in [(one.args.logging_steps, row) for one in together for row in rows(one) if "loss" in row]:
+        first = row["step"] - every
+        made = [one for step, one in each.items() if first < step <= row["step"]]
+        assert row["loss"] == pytest.approx(sum(one["loss"] for one in made) / len(made), rel=1e-4)
+        assert row["grad_norm"] == pytest.approx(made[-1]["grad_norm"], rel=1e-4)
     mean = sum(row["loss"] for row in each.values()) / len(each)
     assert rows(alone)[-1]["train_loss"] == pytest.approx(mean, rel=0.02)
 
@@ -108,3 +108,26 @@ def test_a_callback_before_the_step_reads_the_gradients(tmp_path: Path) -> None:
     assert refused != refused
     del found[False][programs.AT]
     assert found[True] == found[False]
+
+
+class Counted(programs.Struck):
+    """A trainer whose loss depends on where the run is."""
+
+    def compute_loss(self, *given: Any, **more: Any) -> torch.Tensor:
+        loss: torch.Tensor = Trainer.compute_loss(self, *given, **more)
+        loss *= 1 + 0.01 * self.state.global_step + self.state.epoch
+        return loss
+
+
+def test_what_a_rewind_undoes_is_repeated_with_the_counts_of_its_time(tmp_path: Path) -> None:
+    def trained(fault: str) -> Any:
+        trainer = programs.trainer("vit", tmp_path / fault, fault, steps=40)
+        trainer.__class__ = Counted
+        resilient_train.hf.guard(trainer).train()
+        return trainer
+
+    struck = trained("bit_flip")
+    [incident] = incidents(tmp_path / "bit_flip")
+    assert incident["steps_lost"] > 5
+    assert weights(struck) == weights(trained(""))
+    assert struck.state.global_step == 40

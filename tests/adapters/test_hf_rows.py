@@ -19,7 +19,6 @@ import resilient_train
 
 KEYS: dict[str, Callable[[int], Any]] = {
     "name": lambda row: f"{row}",  # not a number, though it looks like one
-    "pair": lambda row: (row, "left"),
     "number": lambda row: 1000 + row,
 }
 

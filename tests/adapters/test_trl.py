@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections import defaultdict, deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 import resilient_train
+from resilient_train.adapters.rows_of_loader import copied, with_added
 from resilient_train.data import fed
 from resilient_train.data.fed import FedSamples
 
@@ -100,10 +104,17 @@ def trained(kind: str, output: Path, *, guarded: bool = True, strikes: bool = Fa
     return trainer
 
 
+@pytest.fixture(scope="module")
+def unguarded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    return functools.cache(lambda kind: trained(kind, tmp_path_factory.mktemp(kind), guarded=False))
+
+
 @pytest.mark.filterwarnings("ignore")  # TRL's own
 @pytest.mark.parametrize("kind", ["sft", "grpo", "inside"])
-def test_a_trainer_of_trl_is_untouched_while_healthy_and_cured_when_struck(kind: str, tmp_path: Path) -> None:
-    plain = trained(kind, tmp_path / "plain", guarded=False)
+def test_a_trainer_of_trl_is_untouched_while_healthy_and_cured_when_struck(
+    kind: str, tmp_path: Path, unguarded: Callable[[str], Any]
+) -> None:
+    plain = unguarded(kind)
     healthy = trained(kind, tmp_path / "healthy")
     assert weights(healthy) == weights(plain)
     assert [known(row) for row in rows(healthy)] == [known(row) for row in rows(plain)]
@@ -126,8 +137,8 @@ class Leap(TrainerCallback):  # type: ignore[misc]
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_tokens_that_a_rewind_repeats_count_once(tmp_path: Path) -> None:
-    plain = trained("sft", tmp_path / "plain", guarded=False)
+def test_tokens_that_a_rewind_repeats_count_once(tmp_path: Path, unguarded: Callable[[str], Any]) -> None:
+    plain = unguarded("sft")
     cured = trained("sft", tmp_path / "struck", callbacks=[Leap()])
     [incident] = incidents(tmp_path / "struck")
     assert incident["signal"] == "weights_jump"
@@ -170,3 +181,38 @@ def test_a_ratio_that_overflows_at_padding_is_named_and_cured(tmp_path: Path) ->
 def known(row: dict[str, float]) -> dict[str, float]:
     """Leave out times, and what is NaN in a run without the guard, too."""
     return {name: value for name, value in row.items() if "time" not in name and value == value}
+
+
+# What a trainer counts and lists: what was added in between is added to an earlier state of it.
+
+
+@pytest.mark.parametrize(
+    ("noted", "before", "after", "expected"),
+    [
+        (3, 5, 9, 7),
+        ({"tokens": 3}, {"tokens": 5}, {"tokens": 9, "new": 2}, {"tokens": 7, "new": 2}),
+        ([1.5], [1.5, 2.5], [1.5, 2.5, 3.5], [1.5, 3.5]),
+        ({"a": [1.5]}, {"a": [1.5, 2.5]}, {"a": [1.5, 2.5], "b": [4.5]}, {"a": [1.5], "b": [4.5]}),
+        (["x"], ["x", "y"], [], []),  # it was cleared
+        (deque(["x"], 2), deque(["x", "y"], 2), deque(["z", "w"], 2), deque(["z", "w"], 2)),  # it was full
+        (0.25, 0.3, 0.3, 0.25),
+        (None, "y", "y", None),
+        (None, None, "z", "z"),
+        (True, True, False, False),
+    ],
+)
+def test_what_was_added_is_added(noted: Any, before: Any, after: Any, expected: Any) -> None:
+    kept = copied([noted, before, after])
+    found = with_added(noted, before, after)
+    assert found == expected or found == pytest.approx(expected)
+    assert [noted, before, after] == kept, "its arguments change"
+
+
+def test_a_copy_is_of_its_kind_and_of_its_own() -> None:
+    noted = {"train": defaultdict(list, loss=[1.0]), "texts": deque(["a"], 3)}
+    made = copied(noted)
+    made["train"]["loss"].append(2.0)
+    made["train"]["new"].append(3.0)
+    made["texts"].append("b")
+    assert noted == {"train": {"loss": [1.0]}, "texts": deque(["a"])}
+    assert made["texts"].maxlen == 3
