@@ -142,7 +142,8 @@ class _Source:
         """Give all functions the code with all targets patched, and the original code if there are none."""
         codes = self.functions(self.targets, functions[0].__globals__) if self.targets else []
         new = {before: after for before, after, _ in codes if before != after}
-        _ORIGINALS.update({after: before for before, after in new.items()})
+        for before, after in new.items():
+            _ORIGINALS.setdefault(after, before)
         names = {name for after in new.values() for name in after.co_names if name.startswith(PREFIX)}
         for function in functions:
             function.__globals__.update({name: replacement(name) for name in names - function.__globals__.keys()})
