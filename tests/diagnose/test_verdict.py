@@ -41,68 +41,52 @@ def values(low: float, high: float, *, zeros: int = 0, smallest: float = 1e-3) -
 AGAIN = Observations(reproduced=True)
 EVERYWHERE = Observations(reproduced=True, everywhere=True, is_compared=True)
 ONLY_HERE = Observations(reproduced=True, is_compared=True)
+UNIT, ZEROS, HUGE, LOGS = values(0, 1), values(0, 1, zeros=3), values(-1e30, 1e30), values(-9, 0)
+
+
+def broke(op: str, *inputs: Mapping[str, Any], kind: str = "inf", facts: Observations = AGAIN, **more: Any) -> Any:
+    return replace(facts, culprit=culprit(op, *inputs), kind=kind, **more)
 
 
 @pytest.mark.parametrize(
     ("facts", "climb", "cause", "said"),
     [
-        (replace(AGAIN, culprit=culprit("log", values(0, 1, zeros=3)), kind="inf"), 1, Cause.OPERATION, "3 elements"),
-        (replace(AGAIN, culprit=culprit("log", values(0, 1)), kind="inf"), 1e4, Cause.OPERATION, "losses.py:41"),
-        (replace(AGAIN, culprit=culprit("mul", values(-1e30, 1e30)), kind="inf"), 1, Cause.OVERFLOW, "1e+30"),
-        (replace(AGAIN, culprit=culprit("mul", values(-1e30, 1e30)), kind="inf"), 1e4, Cause.EXPLOSION, "climbed"),
-        (replace(AGAIN, culprit=culprit("exp", values(0, 120)), kind="inf"), 2, Cause.OVERFLOW, "float32"),
-        (replace(AGAIN, culprit=culprit("pow", values(-3, 1e25)), kind="inf"), 1, Cause.OVERFLOW, "pow"),
-        (replace(AGAIN, culprit=culprit("pow", values(-3, 2)), kind="nan"), 1, Cause.OPERATION, "-3"),
-        (  # the slope of a fractional power at 0, next to values above 1
-            replace(AGAIN, culprit=culprit("pow", values(0, 50, zeros=2), {"value": 0.25}), kind="inf"),
-            *(1, Cause.OPERATION, "2 elements that are 0"),
-        ),
-        (  # a power with a whole exponent has none there
-            replace(AGAIN, culprit=culprit("pow", values(0, 1e25, zeros=2), {"value": 3.0}), kind="inf"),
-            *(1, Cause.OVERFLOW, "1e+25"),
-        ),
-        (  # the slope of 1 / (1 + exp(-x)): NaN, because exp overflows
-            replace(AGAIN, culprit=culprit("exp", values(-310, 95)), kind="nan"),
-            *(1, Cause.OVERFLOW, "of values up to 95"),
-        ),
-        (
-            replace(AGAIN, culprit=culprit("masked_fill", values(0, 2)), kind="nan", was_given=True),
-            *(1, Cause.OPERATION, "by the program itself"),
-        ),
-        (replace(AGAIN, culprit=culprit("special_i0", values(0, 93)), kind="inf"), 1, Cause.OVERFLOW, "up to 93"),
-        (replace(AGAIN, culprit=culprit("linalg_det", values(-9, 90)), kind="inf"), 1, Cause.OVERFLOW, "wider type"),
-        (replace(AGAIN, culprit=culprit("linalg_inv", values(0, 2)), kind="inf"), 1, Cause.OPERATION, "identity"),
-        (replace(AGAIN, culprit=culprit("Mine", values(0, 2)), kind="nan"), 1, Cause.OPERATION, "Mine"),
-        (  # targets that no loss is finite for
-            replace(ONLY_HERE, culprit=culprit("ctc_loss", values(-9, 0)), kind="inf", rows=(4, 9)),
-            *(1, Cause.DATA, "Rows 4, 9 of the data: no finite loss in `ctc_loss`"),
-        ),
-        (  # of every batch
-            replace(EVERYWHERE, culprit=culprit("ctc_loss", values(-9, 0)), kind="inf"),
-            *(1, Cause.OPERATION, "empty, too long"),
-        ),
+        (broke("log", ZEROS), 1, Cause.OPERATION, "3 elements"),
+        (broke("log", UNIT), 1e4, Cause.OPERATION, "losses.py:41"),
+        (broke("mul", HUGE), 1, Cause.OVERFLOW, "1e+30"),
+        (broke("mul", HUGE), 1e4, Cause.EXPLOSION, "climbed"),
+        (broke("exp", values(0, 120)), 2, Cause.OVERFLOW, "float32"),
+        (broke("pow", values(-3, 1e25)), 1, Cause.OVERFLOW, "pow"),
+        (broke("pow", values(-3, 2), kind="nan"), 1, Cause.OPERATION, "-3"),
+        # The slope of a fractional power at 0, next to values above 1; one with a whole exponent has none there.
+        (broke("pow", values(0, 50, zeros=2), {"value": 0.25}), 1, Cause.OPERATION, "2 elements that are 0"),
+        (broke("pow", values(0, 1e25, zeros=2), {"value": 3.0}), 1, Cause.OVERFLOW, "1e+25"),
+        # The slope of 1 / (1 + exp(-x)): NaN, because exp overflows.
+        (broke("exp", values(-310, 95), kind="nan"), 1, Cause.OVERFLOW, "of values up to 95"),
+        (broke("masked_fill", UNIT, kind="nan", was_given=True), 1, Cause.OPERATION, "by the program itself"),
+        (broke("special_i0", values(0, 93)), 1, Cause.OVERFLOW, "up to 93"),
+        (broke("linalg_det", values(-9, 90)), 1, Cause.OVERFLOW, "wider type"),
+        (broke("linalg_inv", UNIT), 1, Cause.OPERATION, "identity"),
+        (broke("Mine", UNIT, kind="nan"), 1, Cause.OPERATION, "Mine"),
+        # Targets that no loss is finite for, in some rows and in every batch.
+        (broke("ctc_loss", LOGS, facts=ONLY_HERE, rows=(4, 9)), 1, Cause.DATA, "Rows 4, 9 of the data: no finite loss"),
+        (broke("ctc_loss", LOGS, facts=EVERYWHERE), 1, Cause.OPERATION, "empty, too long"),
         (AGAIN, 1e5, Cause.EXPLOSION, "1e+05 times"),
         (EVERYWHERE, 1e5, Cause.EXPLOSION, "1e+05 times"),
         (replace(ONLY_HERE, rows=(4,)), 1e5, Cause.UNKNOWN, "row 4"),
-        (
-            replace(ONLY_HERE, culprit=culprit("mul", values(-1e30, 1e30)), kind="inf", rows=(4,)),
-            *(1e5, Cause.OVERFLOW, "row 4"),
-        ),
+        (broke("mul", HUGE, facts=ONLY_HERE, rows=(4,)), 1e5, Cause.OVERFLOW, "row 4"),
         (AGAIN, 1, Cause.UNKNOWN, "no operation"),
         (replace(AGAIN, failure="rows of such data cannot be named"), 1, Cause.UNKNOWN, "cannot be named"),
         (
-            replace(AGAIN, rows=(7,), odd={7: "[0] at [3] is nan"}, batch_is_bad=True),
-            *(1, Cause.DATA, "Row 7 of the data: [0] at [3] is nan; fix or remove it."),
+            replace(AGAIN, rows=(7,), odd={7: "it is nan"}, batch_is_bad=True),
+            1,
+            Cause.DATA,
+            "Row 7 of the data: it is",
         ),
         (replace(AGAIN, batch_is_bad=True), 1, Cause.DATA, "fetched again"),
-        (
-            replace(AGAIN, rows=(7,), odd={7: "[1] is 1e+30"}, culprit=culprit("mul"), kind="inf"),
-            *(1, Cause.DATA, "1e+30"),
-        ),
-        (  # an ordinary row that a singular operation meets
-            replace(AGAIN, rows=(7,), culprit=culprit("sqrt", values(0, 1, zeros=1)), kind="inf"),
-            *(1, Cause.OPERATION, "1 element that is 0"),
-        ),
+        (broke("mul", rows=(7,), odd={7: "[1] is 1e+30"}), 1, Cause.DATA, "1e+30"),
+        # An ordinary row that a singular operation meets.
+        (broke("sqrt", values(0, 1, zeros=1), rows=(7,)), 1, Cause.OPERATION, "1 element that is 0"),
     ],
 )
 def test_causes_of_what_is_not_finite(facts: Observations, climb: float, cause: Cause, said: str) -> None:
@@ -117,8 +101,7 @@ def test_causes_of_what_is_not_finite(facts: Observations, climb: float, cause: 
 @pytest.mark.parametrize(("op", "is_patchable"), [("linalg_det", True), ("prod", True), ("mul", False)])
 def test_a_single_number_that_overflows_is_patched_only_if_it_is_a_product_of_many(op: str, is_patchable: bool) -> None:
     """Its logarithm may be what the program wants. A loss that overflows has to stay visible."""
-    facts = replace(AGAIN, culprit=culprit(op, values(-1e30, 1e30)), kind="inf", is_scalar=True)
-    assert on_nonfinite(facts, 1).patchable is is_patchable
+    assert on_nonfinite(broke(op, HUGE, is_scalar=True), 1).patchable is is_patchable
 
 
 @pytest.mark.parametrize(
@@ -148,21 +131,20 @@ def test_rows_that_take_a_gradient_out_of_range_are_named_though_no_operation_br
         assert on_nonfinite(facts, 1).cause is Cause.UNKNOWN
 
 
-LOOP = culprit("rnn_relu", values(-5, 5, zeros=800))
-LARGE = culprit("mul", values(-1e30, 1e30))
+LOOP = values(-5, 5, zeros=800)
 
 
 @pytest.mark.parametrize(
     ("facts", "is_first", "cause"),
     [
-        (replace(EVERYWHERE, culprit=LOOP, kind="nan"), False, Cause.EXPLOSION),  # inf - inf, within the call
-        (replace(EVERYWHERE, culprit=LOOP, kind="inf"), False, Cause.EXPLOSION),
-        (replace(EVERYWHERE, culprit=LOOP, kind="nan"), True, Cause.OVERFLOW),  # no update has led there
-        (replace(ONLY_HERE, culprit=LOOP, kind="nan"), False, Cause.OVERFLOW),
-        (replace(EVERYWHERE, culprit=culprit("exp", values(0, 120)), kind="inf"), False, Cause.OVERFLOW),
-        (replace(EVERYWHERE, culprit=LARGE, kind="inf"), True, Cause.OVERFLOW),  # constants of a mask, for example
-        (replace(ONLY_HERE, culprit=LARGE, kind="inf"), True, Cause.OVERFLOW),
-        (replace(EVERYWHERE, culprit=culprit("Mine", values(0, 2)), kind="nan"), False, Cause.OPERATION),
+        (broke("rnn_relu", LOOP, facts=EVERYWHERE, kind="nan"), False, Cause.EXPLOSION),  # inf - inf, within the call
+        (broke("rnn_relu", LOOP, facts=EVERYWHERE), False, Cause.EXPLOSION),
+        (broke("rnn_relu", LOOP, facts=EVERYWHERE, kind="nan"), True, Cause.OVERFLOW),  # no update has led there
+        (broke("rnn_relu", LOOP, facts=ONLY_HERE, kind="nan"), False, Cause.OVERFLOW),
+        (broke("exp", values(0, 120), facts=EVERYWHERE), False, Cause.OVERFLOW),
+        (broke("mul", HUGE, facts=EVERYWHERE), True, Cause.OVERFLOW),  # constants of a mask, for example
+        (broke("mul", HUGE, facts=ONLY_HERE), True, Cause.OVERFLOW),
+        (broke("Mine", UNIT, facts=EVERYWHERE, kind="nan"), False, Cause.OPERATION),
     ],
 )
 def test_what_grows_within_a_call(facts: Observations, is_first: bool, cause: Cause) -> None:
@@ -190,14 +172,6 @@ def test_what_follows_from_armor_accuses_no_other_line(op: str, kind: str, is_sc
     assert without_rows(found) == replace(found, advice=found.advice.removesuffix(" Seen with row 4 of the data."))
 
 
-def test_a_line_that_is_met_again_is_told_without_the_rows_of_the_first_time() -> None:
-    """Those were another batch's."""
-    first = on_nonfinite(replace(ONLY_HERE, rows=(4,), culprit=culprit("log", values(0, 1, zeros=3)), kind="inf"), 1)
-    assert "row 4" in first.advice
-    assert first.advice.startswith(without_rows(first).advice)
-    assert "row 4" not in without_rows(first).advice
-
-
 def test_ranks_learn_the_same() -> None:
     """What one rank has found counts for all of them, and rows of all ranks add up."""
     idle = Observations()
@@ -211,8 +185,8 @@ def test_ranks_learn_the_same() -> None:
 
 def test_rows_that_raise_are_told_with_the_line() -> None:
     """A row that cannot be fetched: its error, and what to do."""
-    found = on_bad_rows({4: "FileNotFoundError: a.png (mine.py:3)", 2: "KeyError: 'x' (mine.py:9)"})
-    assert found.reasons[4] == "Row 4 of the data: FileNotFoundError: a.png (mine.py:3); fix or remove it."
+    found = on_bad_rows({4: "no a.png (mine.py:3)", 2: "KeyError: 'x' (mine.py:9)"})
+    assert found.reasons[4] == "Row 4 of the data: no a.png (mine.py:3); fix or remove it."
     assert (found.cause, found.rows) == (Cause.DATA, (2, 4))
     assert "KeyError: 'x' (mine.py:9); fix or remove them" in found.advice
 
@@ -314,29 +288,21 @@ def test_damage_names_the_element() -> None:
     assert "`b.bias` is nan at [3]" in found[1].advice
 
 
-@pytest.mark.parametrize(
-    ("dtype", "eps", "is_lost"),
-    [
-        (torch.float16, 1e-8, True),
-        (torch.float16, 1e-3, False),
-        (torch.bfloat16, 1e-8, False),
-        (torch.float32, 0.0, True),
-        (torch.float32, 0, True),
-    ],
-)
-def test_an_epsilon_that_its_type_cannot_hold(dtype: torch.dtype, eps: float, is_lost: bool) -> None:
+def test_an_epsilon_that_its_type_cannot_hold() -> None:
     """It is the optimizer's fault, not the hardware's."""
-    weight = torch.nn.Parameter(torch.ones(2, dtype=dtype))
-    optimizer = torch.optim.AdamW([weight], eps=eps)
-    assert (lost_eps([optimizer]) is not None) == is_lost
-    found = of_state(Anomaly(Signal.NONFINITE_OPTIMIZER, 3, 3, 1, ""), {"w": weight}, {}, [optimizer])
-    assert (found is not None and found[1].cause is Cause.OPTIMIZER) == is_lost
+    half, brain, single = torch.float16, torch.bfloat16, torch.float32
+    for dtype, eps, is_lost in ((half, 1e-8, 1), (half, 1e-3, 0), (brain, 1e-8, 0), (single, 0.0, 1), (single, 0, 1)):
+        weight = torch.nn.Parameter(torch.ones(2, dtype=dtype))
+        optimizer = torch.optim.AdamW([weight], eps=eps)
+        assert (lost_eps([optimizer]) is not None) == is_lost
+        found = of_state(Anomaly(Signal.NONFINITE_OPTIMIZER, 3, 3, 1, ""), {"w": weight}, {}, [optimizer])
+        assert (found is not None and found[1].cause is Cause.OPTIMIZER) == is_lost
 
 
-@pytest.mark.parametrize("op", sorted(SINGULAR))
-def test_every_singular_operation_has_advice(op: str) -> None:
+def test_every_singular_operation_has_advice() -> None:
     """One sentence that names the line and what to do."""
-    told = on_operation(culprit(op, values(0, 1, zeros=32)))
-    assert told.startswith(f"`{op}` at losses.py:41 ")
-    assert ("32 elements that are 0: " in told) == (op not in NOT_AT_ZERO)
-    assert told.endswith(".")
+    for op in SINGULAR:
+        told = on_operation(culprit(op, values(0, 1, zeros=32)))
+        assert told.startswith(f"`{op}` at losses.py:41 ")
+        assert ("32 elements that are 0: " in told) == (op not in NOT_AT_ZERO)
+        assert told.endswith(".")
