@@ -64,22 +64,16 @@ class Scans:
 
         `unreplicated` names the weights that differ between ranks; None: there are no replicas.
         """
-        self.config, self.model, self.optimizers = config, model, list(optimizers)
+        self.layout = layout = Layout(model, optimizers)
+        self._weights = Weights(config.weights, layout.weights.items, layout.kinds)
+        self._moments = Moments(config.optimizer, layout.kinds, layout.is_whole)
+        self._norms = NormStatistics(config.norms, model, layout.device)
+        self.replicas = Replicas(config.replicas, unreplicated if layout.is_whole else None)
         self._remarks: list[str] = []
-        self._step = 0
+        self._skipped_known = self._step = 0
         self._landed: list[tuple[Settings, float | None]] = []  # updates that were not added up yet
         self._times_found: dict[tuple[int, str], int] = {}  # by step and subject; does not rewind
         self._pending: _Pending | None = None
-        self._lay_out(clean_step=0)
-        self.replicas = Replicas(config.replicas, unreplicated if self.layout.is_whole else None)
-        self._norms = NormStatistics(config.norms, model, self.layout.device)
-
-    def _lay_out(self, clean_step: int) -> None:
-        self.layout = Layout(self.model, self.optimizers)
-        self._weights = Weights(self.config.weights, self.layout.weights.items, self.layout.kinds)
-        self._moments = Moments(self.config.optimizer, self.layout.kinds, self.layout.is_whole)
-        self._weights.clean_step = self._moments.clean_step = clean_step
-        self._skipped_known = 0
 
     @property
     def clean_step(self) -> int:
@@ -115,8 +109,6 @@ class Scans:
         landed, self._landed = self._landed, []
         live = self.layout.groups()
         for groups, clipped_norm in landed:
-            if len(live) != len(self.layout.kinds) or len(groups) != len(live):
-                return  # groups were added: the next measurement starts from scratch
             settings = [{**group, **setting} for group, setting in zip(live, groups, strict=True)]
             for scan in (self._weights, self._moments):
                 if scan.every:
@@ -140,10 +132,6 @@ class Scans:
         If it is never judged, as something raised in between, the next measurement covers its updates as well.
         """
         self._add_up()
-        if not self.layout.fits():
-            self._norms.clean_step = clean_step = self.clean_step
-            self._lay_out(clean_step)
-            self._remarks.append("the optimizers have other weights than before: scans start again")
         if fresh := self.layout.skipped[self._skipped_known :]:
             self._skipped_known = len(self.layout.skipped)
             self._remarks.append(f"not scanned, being sparse or of a type without norms: {', '.join(fresh)}")

@@ -275,19 +275,6 @@ def test_a_copy_that_is_refreshed_now_and_then_is_healthy(share: float, pause: i
                 model.target.weight.lerp_(model.down.weight, share)
 
 
-def test_groups_may_be_added() -> None:
-    """New weights in an optimizer are scanned from then on, and a line says so."""
-    model: Any = Net()
-    run = Run(lambda _: [optim.Adam([*model.up.parameters(), *model.norm.parameters()], lr=1e-3)], model)
-    assert run.updates(52) is None
-    clean = run.scans.clean_step
-    run.optimizers[0].add_param_group({"params": list(model.down.parameters()), "lr": 1e-3})
-    run.rates[0].append(1e-3)
-    assert run.updates(20) is None
-    assert run.scans.clean_step > clean
-    assert "other weights" in " ".join(run.scans.remarks())
-
-
 def test_sparse_gradients_are_taken() -> None:
     """An embedding with sparse gradients is scanned as everything else."""
 
