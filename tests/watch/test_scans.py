@@ -208,7 +208,7 @@ def restarts(step: int) -> float:
 )
 def test_learning_rates_may_do_what_they_like(name: str, rate: Callable[[int], float]) -> None:
     """Warm-up, restarts and a huge rate are no damage."""
-    assert Run(OPTIMIZERS[name], rate=rate).updates(100) is None
+    assert Run(OPTIMIZERS[name], rate=rate).updates(80) is None
 
 
 def frozen(model: Any) -> None:
@@ -244,7 +244,7 @@ def test_unusual_models_are_scanned(name: str, change: Callable[[Any], None]) ->
     model: Any = Net()
     change(model)
     run = Run(OPTIMIZERS[name], model)
-    assert run.updates(80) is None
+    assert run.updates(60) is None
     with torch.no_grad():
         model.down.weight[1, 1] = 1e3
     assert "down.weight" in run.finding().evidence
@@ -391,22 +391,26 @@ def test_other_state_has_to_be_finite(name: str, key: str) -> None:
     assert key in found.evidence
 
 
-def test_the_sum_of_second_moments_follows_from_the_gradients() -> None:
-    """Moments that grew by a little are found as well, once the recursion was seen to hold."""
-    run = trained("AdamW fused")
-    moment("exp_avg_sq", 1.5)(run)
+@pytest.mark.parametrize(
+    ("name", "max_norm", "factor", "subject"),
+    [
+        ("AdamW fused", 1.0, 1.5, "the second moments sum to"),
+        ("AdamW fused", None, 1e-4, "exp_avg_sq of mid.weight"),
+        ("Adam", None, 1e-4, "exp_avg_sq of mid.weight"),
+    ],
+)
+def test_second_moments_follow_from_the_gradients(
+    name: str, max_norm: float | None, factor: float, subject: str
+) -> None:
+    """Their sum, once the recursion was seen to hold, so that a little growth is found. Clipping by value hides the
+    norm, and with it the recursion: the fading of each moment is still checked.
+    """
+    run = Run(OPTIMIZERS[name], max_norm=max_norm)
+    assert run.updates(53) is None
+    moment("exp_avg_sq", factor)(run)
     found = run.finding()
     assert found.signal is Signal.OPTIMIZER_RANGE
-    assert "sum" in found.evidence
-
-
-@pytest.mark.parametrize("name", ["AdamW fused", "Adam"])
-def test_without_a_norm_moments_are_still_checked_one_by_one(name: str) -> None:
-    """Clipping by value hides the norm: the recursion is off, the fading of each moment is not."""
-    run = Run(OPTIMIZERS[name], max_norm=None)
-    assert run.updates(103) is None
-    moment("exp_avg_sq", 1e-4)(run)
-    assert "exp_avg_sq of mid.weight" in run.finding().evidence
+    assert subject in found.evidence
 
 
 def test_a_recursion_that_never_holds_is_given_up() -> None:
@@ -481,7 +485,7 @@ gradients = st.lists(st.tuples(numbers, numbers), min_size=1, max_size=40)
 BETAS = [(0.9, 0.999), (0.9, 0.95), (0.5, 0.9), (0.8, 0.7)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(gradients, st.sampled_from(BETAS), st.sampled_from([0.0, 0.5, 0.9]), st.sampled_from([0.0, 0.3]), st.booleans())
 @pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD", "RMSprop", "Adagrad"])
 def test_no_gradients_carry_a_weight_beyond_its_bound(
