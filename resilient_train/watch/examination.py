@@ -127,10 +127,8 @@ class Examination:
         names, mine = replicas.each(self._scans.layout)
         most, least = self._world.max(torch.cat([mine, ~mine])).view(2, -1)
         apart = [name for name, differs in zip(names, (most != ~least).tolist(), strict=True) if differs]
-        more = f" and {len(apart) - 1:,} more" if len(apart) > 1 else ""
-        where = f" in `{apart[0]}`{more}, of {len(names):,} tensors" if apart else ""
-        others = "" if len(odd) == len(digests) else f" from the {len(digests) - len(odd):,} others"
-        evidence = f"{rank_names(odd)} {'differs' if len(odd) == 1 else 'differ'}{others}{where}"
+        where = f" in `{apart[0]}`, {len(apart):,} of {len(names):,} tensors" if apart else ""
+        evidence = f"replicas differ{where}: {rank_names(odd)} of {len(digests):,}"
         place = compared.step, compared.tick, replicas.clean_step
         return Anomaly(Signal.RANK_MISMATCH, *place, evidence, ranks=odd)
 
@@ -156,29 +154,27 @@ class Examination:
         """
         of_rows = [f"row {one.row} cannot be fetched: {one.error}" for one in failed]
         everywhere, of_code = zip(*self._world.all_of((of_rows, list(raised))), strict=True)
-        found = None if any(everywhere) else self.examine_now()
-        everywhere = everywhere if any(everywhere) else of_code
-        if found is None and any(everywhere):
+        is_alone = self._world.size == 1
+        if not any(everywhere):
+            if (found := self.examine_now()) is not None:
+                return found
+            everywhere = of_code
+        if any(everywhere):
             evidence = next(some[0] for some in everywhere if some)
-            ranks = tuple(rank for rank, some in enumerate(everywhere) if some) if self._world.size > 1 else ()
+            ranks = tuple(rank for rank, some in enumerate(everywhere) if some and not is_alone)
             return dataclasses.replace(anomaly, signal=Signal.EXCEPTION, evidence=evidence, ranks=ranks)
-        if found is not None:
-            return found
-        if anomaly.signal is Signal.LOSS_SPIKE and self._world.size > 1:
+        if anomaly.signal is Signal.LOSS_SPIKE and not is_alone:
             ranks = self._ranks_where(spiked)
             return dataclasses.replace(anomaly, ranks=ranks if len(ranks) < self._world.size else ())
         if anomaly.signal not in (Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD):
             return anomaly
         if names := nonfinite(gradients.by_weight()):
             anomaly = dataclasses.replace(anomaly, evidence=f"{anomaly.evidence}; {names}")
-        if self.nan_is_usual:
-            return anomaly
-        ranks = self._ranks_where(not all_finite(batches))
-        if not ranks:
+        if self.nan_is_usual or not (ranks := self._ranks_where(not all_finite(batches))):
             return anomaly
         evidence = f"the batch holds values that are not finite; {anomaly.evidence}"
-        ranks = ranks if self._world.size > 1 else ()
-        return dataclasses.replace(anomaly, signal=Signal.NONFINITE_BATCH, evidence=evidence, ranks=ranks)
+        signal = Signal.NONFINITE_BATCH
+        return dataclasses.replace(anomaly, signal=signal, evidence=evidence, ranks=() if is_alone else ranks)
 
     def _ranks_where(self, is_so: bool) -> tuple[int, ...]:
         flags = torch.zeros(self._world.size, device=self._world.device)
