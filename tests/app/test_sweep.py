@@ -88,7 +88,6 @@ def test_the_page_of_a_large_sweep_has_the_jobs_that_need_attention() -> None:
     assert f"And {1000 - len(rows)} more" in note
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_a_sweep_ends_with_a_table_and_is_one_run_in_mlflow(
     here: Path, run_command: command, nursery: Nursery, empty_store: Path
 ) -> None:

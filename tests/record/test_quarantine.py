@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from strangers import Augmented, Fixed, RarelyRandom
 
 from resilient_train.data.rows import fingerprint
@@ -49,22 +47,6 @@ def test_what_is_listed_is_there_in_the_next_process(tmp_path: Path) -> None:
         one.add([1], "it raises", 300, 6)
     assert list(Quarantine(tmp_path, same).rows) == list(other.rows) == [17, 3, 49, 1]
     assert [file.name for file in tmp_path.iterdir()] == [QUARANTINE]
-
-
-@settings(max_examples=30)
-@given(
-    added=st.lists(
-        st.tuples(st.sets(st.integers(0, 49), max_size=4), st.text(max_size=20), st.integers(0), st.integers(1)),
-        max_size=5,
-    )
-)
-def test_any_list_comes_back(tmp_path_factory: pytest.TempPathFactory, added: list[Any]) -> None:
-    """Whatever a reason says."""
-    directory = tmp_path_factory.mktemp("run")
-    first = Quarantine(directory, same)
-    for rows, reason, step, incident in added:
-        first.add(rows, reason, step, incident)
-    assert Quarantine(directory, same).rows == first.rows
 
 
 def test_a_healthy_run_has_no_list_and_fetches_no_row(tmp_path: Path) -> None:

@@ -37,11 +37,7 @@ from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, I
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-pytestmark = [
-    # MLflow 3.17 declares a mapping in a way that SQLAlchemy 2.1 is going to drop.
-    pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning"),
-    pytest.mark.timeout(900),
-]
+pytestmark = pytest.mark.timeout(900)
 
 ROOT = Path(__file__).parents[2]
 ROWS, INCIDENTS = 450, 2

@@ -118,11 +118,6 @@ def test_any_numbers_make_a_picture(points: list[Point]) -> None:
     assert amount(draw_incident(REWOUND, points), PAPER) > 100_000
 
 
-def test_a_picture_is_always_the_same() -> None:
-    """What is shown again differs in nothing."""
-    assert draw_incident(REWOUND, updates(163)) == draw_incident(REWOUND, updates(163))
-
-
 def test_any_words_make_a_picture() -> None:
     """They are no mathematics, and letters that the font lacks are no reason for a warning."""
     words = "$x^$ \\frac \n \u4e2d\u6587 \U0001f525 " + "w" * 500

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Trace
 
-pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
-
 EXPERIMENT = "traces"
 AT = 1_760_000_000_000  # ms since 1970
 CULPRIT = Culprit("forward", "log", "net.head", "mine.py", 31, ({"name": "x", "min": -float("inf"), "shape": [2, 3]},))
