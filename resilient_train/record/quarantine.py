@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from resilient_train.errors import ConfigError, unusable
-from resilient_train.files import commit_text, read_json, read_plain
+from resilient_train.files import commit_text, read_plain
 from resilient_train.secrets import masked_tree
 
 QUARANTINE = "quarantine.json"  # its name in a run directory
@@ -119,14 +119,6 @@ class Quarantine:
             self._is_behind = True
         else:
             self._is_behind, self._written = False, len(self.rows)
-
-
-def reasons(run_dir: Path) -> dict[int, str]:
-    """Return the rows in quarantine and their reasons, for a person to read. Damaged entries are left out."""
-    content = read_json(run_dir / QUARANTINE)
-    rows = content.get("rows") if isinstance(content, dict) else None
-    listed = [one for one in rows if isinstance(one, dict)] if isinstance(rows, list) else []
-    return {one["row"]: str(one.get("reason", "")) for one in listed if type(one.get("row")) is int}
 
 
 class Foreign(ValueError):

@@ -108,7 +108,7 @@ class Surroundings:
         self.write_last()
         if self._directory is not None and incident.id <= MOST_TABLES:
             self._incident, self._written = incident, -1
-            self._write(self._directory / FOLDER, incident)
+            self._write(self._directory, incident)
 
     def end(self, incident: Incident) -> None:
         """Write what followed an incident, as its outcome is known."""
@@ -119,16 +119,16 @@ class Surroundings:
         """Write what followed the last incident up to now."""
         incident, self._incident = self._incident, None
         if incident is not None and self._directory is not None:
-            self._write(self._directory / FOLDER, incident)
+            self._write(self._directory, incident)
 
-    def _write(self, folder: Path, incident: Incident) -> None:
-        tick = incident.anomaly.tick
+    def _write(self, run_dir: Path, incident: Incident) -> None:
+        tick, folder = incident.anomaly.tick, run_dir / FOLDER
         points = [one for one in self._points.copy() if tick - BEFORE <= one.tick <= tick + AFTER]
         if not points or points[-1].tick == self._written:
             return
         try:
             own_directory(folder)
-            _write(surroundings_of(folder.parent, incident.id), (Point._fields, *points))
+            _write(surroundings_of(run_dir, incident.id), (Point._fields, *points))
             if layers := [one for one in self._layers if tick - BEFORE <= one[0] <= tick + AFTER]:
                 names = [*dict.fromkeys(name for _, norms in layers for name in norms)]
                 rows = [(when, *(norms.get(name, "") for name in names)) for when, norms in layers]

@@ -173,7 +173,6 @@ class Presentation:
         return self._trouble
 
     def _describe(self, story: Story) -> None:
-        """Set the tags and the description, unless a person has written another one."""
         closed = {one.incident.id for one in story.chapters if one.closed_ms is not None}
         page = partial(run_page, self._experiment_id, self._run_id)
 
@@ -190,7 +189,6 @@ class Presentation:
         self._connection.show_tags(self._run_id, tags(story.incidents, story.status), said)
 
     def _draw(self, chapter: Chapter) -> None:
-        """Upload the picture of an incident, unless MLflow has it."""
         number = chapter.incident.id
         if number > MOST_PICTURES:
             return
@@ -336,7 +334,6 @@ def tags_of(jobs: Sequence[Job]) -> dict[str, str]:
 
 
 def _verdict(jobs: Sequence[Job]) -> str:
-    """Say in a few words whether all jobs fared well."""
     so_far = " so far" if any(one.is_running for one in jobs) else ""
     if ill := sum(not one.is_well for one in jobs):
         return f"{ill:,} of {counted(len(jobs), 'job')} {'needs' if ill == 1 else 'need'} attention{so_far}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -88,12 +88,10 @@ def rows_that_fit(titles: Sequence[str], rows: Iterable[Sequence[str]], room: in
 
 
 def _line(raw: str) -> str:
-    """Return one line, without control characters."""
     return printable(" ".join(raw.split()))
 
 
 def _marked(line: str) -> list[str]:
-    """Return the markdown of each character."""
     syntax = {found.start() for found in _SYNTAX.finditer(line)}
     return [f"&#{ord(one)};" if at in syntax else _MARKS.get(one, one) for at, one in enumerate(line)]
 
@@ -195,8 +193,6 @@ def report(story: Story) -> str:
     if older := len(story.chapters) - len(newest):
         parts.append(f"And {older:,} before them: `resilient-train incidents` prints them.")
     parts += ["## What is left", _left(story, None)]
-    if story.quarantined:
-        parts += ["## Rows in quarantine", _quarantined(story.quarantined)]
     parts += [_incident(one) for one in newest]
     return "\n\n".join(parts) + "\n"
 
@@ -314,7 +310,6 @@ def _place(culprit: Culprit, most: int | None) -> str:
 
 
 def _time(ms: int, form: str) -> str:
-    """A moment on the clock of this machine."""
     try:
         return datetime.fromtimestamp(ms / 1000).astimezone().strftime(form)
     except (OverflowError, ValueError, OSError):  # of a clock that was wrong
@@ -322,7 +317,6 @@ def _time(ms: int, form: str) -> str:
 
 
 def _newest(story: Story, trace_url: PageUrl, picture_url: PageUrl, room: int) -> str:
-    """Return a table of the last incidents, as many as there is room for."""
     order = ", the newest first" if len(story.chapters) > 1 else ""
     head, titles = f"**What went wrong, and what was done**{order}\n\n", _titles(story)
     cells = (_row(one, trace_url, picture_url, 200) for one in reversed(story.chapters))
@@ -332,7 +326,6 @@ def _newest(story: Story, trace_url: PageUrl, picture_url: PageUrl, room: int) -
 
 
 def _incident(chapter: Chapter) -> str:
-    """Say all that is known of an incident; what is empty is left out."""
     incident, view = chapter.incident, IncidentView.of(chapter)
     anomaly, diagnosis, actions = incident.anomaly, incident.diagnosis, incident.decision.actions
     inputs = diagnosis.culprit.inputs if diagnosis.culprit is not None else ()
@@ -365,9 +358,3 @@ def _times(chapter: Chapter) -> str:
     if chapter.closed_ms is not None:
         said += f"; its outcome was known at {_time(chapter.closed_ms, '%H:%M:%S')}"
     return said
-
-
-def _quarantined(rows: Mapping[int, str]) -> str:
-    shown = sorted(rows.items())[:_MOST_ROWS]
-    more = f"\n\nAnd {len(rows) - len(shown):,} more, in quarantine.json." if len(rows) > len(shown) else ""
-    return table(("row", "why"), [(str(row), worded(why)) for row, why in shown]) + more

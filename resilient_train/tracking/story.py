@@ -30,7 +30,6 @@ from resilient_train.record.incident_log import CLOSED, OPENED, PHASE, TREATED
 from resilient_train.record.journal import JOURNAL, Entry, entries_after
 from resilient_train.record.outbox import seal_before
 from resilient_train.record.progress import position_of
-from resilient_train.record.quarantine import reasons
 from resilient_train.record.run_history import DRILL_FIRED, REMEDIES, FiredDrill, fired_drills, with_earlier
 from resilient_train.types import Cause, Incident, Outcome, kind_of
 
@@ -106,7 +105,6 @@ class Story:
     last_good: Checkpoint | None = None  # the newest verified one
     newest: Checkpoint | None = None  # that a resume would load: the same, or a later candidate
     best: Checkpoint | None = None  # weights alone
-    quarantined: Mapping[int, str] = field(default_factory=dict)  # rows, and why
     remedies: Mapping[str, Any] | None = None  # active, as they were last written down
     advice: tuple[Advice, ...] = ()  # still open, the most important first
     loop: Loop | None = None  # of the caller; None for a run of the command
@@ -157,7 +155,6 @@ class StoryReader:
         self._seal = seal_before(self._journal, self._end)
 
     def _add(self, entry: Entry) -> None:
-        """Add what an entry of the journal says of an incident."""
         found, kind = self._found, entry["kind"]
         if kind == PHASE and type(number := entry.get("number")) is int and number in found:
             found[number] = replace(found[number], phases=found[number].phases + _phases([entry.get("phase")]))
@@ -204,7 +201,6 @@ class StoryReader:
             last_good=next((one for one in checkpoints if one.is_verified), None),
             newest=next(iter(checkpoints), None),
             best=_best_of(run_dir),
-            quarantined=reasons(run_dir),
             remedies=max(remedies, key=lambda one: _whole(one.get("tick"), 0), default=None),
             advice=open_advice(incidents),
             loop=loop_of(run_dir),
@@ -214,7 +210,6 @@ class StoryReader:
 
 
 def _phases(written: Any) -> tuple[Phase, ...]:
-    """Read the phases of an incident; none if they are damaged."""
     try:
         found = tuple(Phase(str(name), int(began), int(ended)) for name, began, ended in written or ())
     except (TypeError, ValueError, OverflowError):
@@ -287,7 +282,6 @@ def last_good_of(run_dir: Path) -> Checkpoint | None:
 
 
 def _best_of(run_dir: Path) -> Checkpoint | None:
-    """Return the weights with the least evaluation loss, if any were written."""
     path = run_dir / "best"
     node = read_json(path / "best.json")
     step = node.get("step") if isinstance(node, dict) else None

@@ -73,7 +73,6 @@ class Traces:
         self._there = there
 
     def _list(self) -> Iterator[str]:
-        """List the traces that the run has."""
         token = None
         while True:
             page = self._search.search_traces(
@@ -164,7 +163,6 @@ def _state(incident: Incident) -> str:
 
 
 def _facts(chapter: Chapter) -> dict[str, dict[str, Any]]:
-    """Return what is known from each part of a treatment; what is empty is left out."""
     incident, view = chapter.incident, IncidentView.of(chapter)
     anomaly, diagnosis, decision = incident.anomaly, incident.diagnosis, incident.decision
     actions = list(zip(decision.actions, list_remedies(incident), strict=True))

@@ -215,7 +215,6 @@ class UploaderProcess:
             pause = min(2 * pause, _RESTART_AT_MOST_S)
 
     def _run(self) -> int:
-        """Start one, watch what it notes until it ends, and return its exit code."""
         cursor = UploadCursor(self._directory)
         if cursor.get("trouble") is not None:  # of the previous one
             cursor.note(trouble=None)
@@ -259,7 +258,6 @@ class UploaderProcess:
 
 
 def _last_lines(said: IO[bytes]) -> list[str]:
-    """Return the last lines that a process wrote, without secrets."""
     said.seek(max(0, said.seek(0, os.SEEK_END) - _TAIL_BYTES))
     lines = [" ".join(line.split()) for line in said.read().decode("utf-8", "replace").splitlines()]
     return [masked(line) for line in lines if line]

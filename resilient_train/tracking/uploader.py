@@ -170,7 +170,6 @@ class Uploader:
         connection.client.set_terminated(connection.run_id, _STATUSES.get(ended, "FAILED"), last_sign_ms(self.run_dir))
 
     def _show_sweep(self, connection: Connection) -> None:
-        """Show in the run of the sweep how its jobs fare, if this is one of them."""
         if "sweep" not in (began := first_start(self.outbox)):
             return
         if (parent := show_sweep(connection, began)) is not None:

@@ -297,32 +297,6 @@ def test_a_full_disk_costs_nothing_but_a_line_in_the_log(tmp_path: Path) -> None
     assert "caught up" in news
 
 
-WITH_A_LIMIT = """
-import logging, resource, sys
-from pathlib import Path
-from resilient_train.record.journal import Journal, read
-logging.basicConfig(format="%(levelname)s %(message)s", level="INFO", stream=sys.stdout)
-journal = Journal(Path(sys.argv[1]))
-journal.write("before")
-resource.setrlimit(resource.RLIMIT_FSIZE, (150, resource.RLIM_INFINITY))
-journal.write("during", text="x" * 200)
-journal.write("during", text="y" * 200)
-assert len(journal.waiting) == 2 and len(read(journal.path)) == 1
-assert journal.path.stat().st_size == 150, "the write was to fail half way"
-resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-journal.close()
-assert not journal.waiting and read(journal.path) == journal.entries and len(journal.entries) == 3
-"""
-
-
-def test_a_write_that_fails_half_way_is_done_again_whole(tmp_path: Path) -> None:
-    """What a failed write left behind is cut off before the next try, and closing is one."""
-    command = [sys.executable, "-c", WITH_A_LIMIT, str(tmp_path / "journal.jsonl")]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert [line.split()[0] for line in result.stdout.splitlines()] == ["WARNING", "INFO"]
-
-
 def test_what_is_lost_in_the_end_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A directory that never comes back: two entries, one warning, one error, no exception."""
     journal = Journal(tmp_path / "gone" / "journal.jsonl")

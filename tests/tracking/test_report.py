@@ -299,7 +299,7 @@ def test_ten_thousand_bad_rows_make_a_short_report() -> None:
 
 def test_the_report_has_every_incident_with_all_that_is_known_of_it() -> None:
     """Evidence, culprit, inputs, what was done, times and advice."""
-    said = plain(report(story(*map(incident, range(1, 31)), quarantined={77: "nan at [2]"})))
+    said = plain(report(story(*map(incident, range(1, 31)))))
     for number in range(1, 31):
         assert f"{number}. Step {150 + number}: " in said
     for part in (
@@ -308,7 +308,6 @@ def test_the_report_has_every_incident_with_all_that_is_known_of_it() -> None:
         "dtype float32, min 0.0",
         "detect 0.002 s, diagnose 0.278 s",
         "step 158 is the last to be trusted",
-        "nan at [2]",
     ):
         assert part in said, part
 
@@ -407,8 +406,6 @@ def test_a_story_knows_what_is_left_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "best").mkdir()
     (tmp_path / "best" / "weights.safetensors").write_text("")
     (tmp_path / "best" / "best.json").write_text(json.dumps({"step": 40, "loss": 0.5, "odd": "x", "nan": float("nan")}))
-    rows = [{"row": 3, "reason": "rotten"}, {"row": "x"}, 7]
-    (tmp_path / "quarantine.json").write_text(json.dumps({"rows": rows}))
     (tmp_path / "config.yaml").write_text("run: {steps: 300}")
     (tmp_path / "summary.json").write_text(
         json.dumps({"status": "preempted", "exit_code": 75, "steps": 60, "ticks": 80})
@@ -420,7 +417,6 @@ def test_a_story_knows_what_is_left_of_a_run(tmp_path: Path) -> None:
     assert of.newest is not None
     assert (of.newest.path, of.newest.is_verified) == (left, False)
     assert of.best == Checkpoint(40, tmp_path / "best", "best", metrics={"loss": 0.5})
-    assert of.quarantined == {3: "rotten"}
     assert of.remedies == {"tick": 80}
     assert re.search(r"Newer, not yet verified\*\*: step 60", note(of, nowhere))
 
@@ -434,7 +430,7 @@ def test_a_story_of_a_damaged_directory_is_told_all_the_same(content: str, tmp_p
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / name).write_text(content)
     of: Story = read_story(tmp_path)
-    assert (of.status, of.last_good, of.newest, of.best, dict(of.quarantined)) == ("failed", None, None, None, {})
+    assert (of.status, of.last_good, of.newest, of.best) == ("failed", None, None, None)
     assert note(of, nowhere).startswith(
         "**Failed.** **Do:** start it again. At step 0: its process was killed (no exit message)."
     )
