@@ -206,17 +206,6 @@ def test_rows_that_raise_are_named_and_replaced(program: ModuleType, workers: in
     assert f"{program.__file__}:{line('raises')}" in guard.incidents[0].diagnosis.advice
 
 
-def test_an_error_in_the_model_is_the_users_own(program: ModuleType) -> None:
-    """It ends the run with its own traceback: it is not data."""
-
-    def loss(model: Any, batch: Any) -> Any:
-        raise ZeroDivisionError("mine")
-
-    program.loss = loss  # type: ignore[attr-defined]
-    with pytest.raises(ZeroDivisionError, match="mine"):
-        trained(program, program.Rows())
-
-
 def test_an_outlier_is_named(program: ModuleType) -> None:
     """A label that is a million times too large: the row, and what is odd about it.
 

@@ -138,24 +138,10 @@ def test_layers_say_between_which_two_it_broke(objective: Callable[..., Tensor],
     assert said in layers.bracket(is_loss_finite=bool(loss.isfinite()))
 
 
-OVERRIDES = ["model=mlp", "data=digits", "objective=classification", "run.name=examined"]
-
-
-def test_the_command_examines_a_batch_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the weights of the run, and model and data of the command line: another configuration is refused."""
-    made = load(OVERRIDES)
-    (tmp_path / "config.yaml").write_text(made.yaml(tmp_path))
-    folder = tmp_path / "checkpoints"
-    assert command.main([str(tmp_path), *OVERRIDES, "--json"]) == 2  # it has no weights yet
-    assert "no weights" in capsys.readouterr().err
-    assert not folder.exists()
-    save_file({name: one * 0 for name, one in model_of(made.config).state_dict().items()}, tmp_path / WEIGHTS)
-    assert command.main([str(tmp_path), *OVERRIDES, "--rows", "3,7", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["loss"] == pytest.approx(2.302585)  # of ten classes: the weights are those of the run
-    assert found["batch"][0]["shape"][0] == 2
-    assert command.main([str(tmp_path), *OVERRIDES, "model.hidden=[3]"]) == 2
-    assert "give the overrides of its command" in capsys.readouterr().err
+OVERRIDES = [
+    *("model=mlp", "data=digits", "objective=custom", "objective._target_=test_examine.of_zero"),
+    *("accelerate.mixed_precision=bf16", "run.name=examined"),
+]
 
 
 def of_zero(model: Any, batch: Any) -> Tensor:
@@ -163,16 +149,28 @@ def of_zero(model: Any, batch: Any) -> Tensor:
     return scores.square().mean() + torch.log(scores * 0).mean()
 
 
-def test_the_command_computes_as_the_run_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In its mixed precision, with the lines that it had patched last, if they can be patched here."""
-    overrides = ["model=mlp", "data=digits", "objective=custom", "objective._target_=test_examine.of_zero"]
-    overrides += ["accelerate.mixed_precision=bf16", "run.name=examined"]
-    made = load(overrides)
+def test_the_command_examines_a_batch_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the weights and mixed precision of the run, and the lines that it had patched last, if they can be here.
+
+    Model and data are those of the command line: another configuration is refused.
+    """
+
+    def examined(*more: str) -> int:
+        return command.main([str(tmp_path), *OVERRIDES, *more])
+
+    made = load(OVERRIDES)
     (tmp_path / "config.yaml").write_text(made.yaml(tmp_path))
-    save_file(model_of(made.config).state_dict(), tmp_path / WEIGHTS)
-    assert command.main([str(tmp_path), *overrides, "--json"]) == 1
+    assert examined("--json") == 2
+    assert "no weights" in capsys.readouterr().err
+    assert not (tmp_path / "checkpoints").exists()
+    save_file({name: one * 0 for name, one in model_of(made.config).state_dict().items()}, tmp_path / WEIGHTS)
+    assert examined("--rows", "3,7", "--json") == 1
     found = json.loads(capsys.readouterr().out)
-    assert {one["range"]["dtype"] for one in found["layers"] if one["kind"] == "Linear"} == {"bfloat16"}
+    assert found["batch"][0]["shape"][0] == 2
+    linear = [one["range"] for one in found["layers"] if one["kind"] == "Linear"]
+    assert {(one["dtype"], one["max"]) for one in linear} == {("bfloat16", 0.0)}
+    assert examined("model.hidden=[3]") == 2
+    assert "give the overrides of its command" in capsys.readouterr().err
     number = of_zero.__code__.co_firstlineno + 2
     text = Path(__file__).read_text().splitlines()[number - 1].strip()
     line = {"file": __file__, "function": "of_zero", "text": text, "count": 0, "line": number, "op": "log"}
@@ -181,7 +179,7 @@ def test_the_command_computes_as_the_run_does(tmp_path: Path, capsys: pytest.Cap
         journal = Journal(tmp_path / JOURNAL)
         journal.write("remedies_in_force", remedies={"tick": tick, "armor": [one], "knobs": Knobs().state_dict()})
         journal.close()
-        assert command.main([str(tmp_path), *overrides]) == code
+        assert examined() == code
     assert "cannot be put in force" in capsys.readouterr().err
     (tmp_path / JOURNAL).unlink()
-    assert command.main([str(tmp_path), *overrides]) == 1  # nothing stays patched
+    assert examined() == 1  # nothing stays patched
