@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,32 +14,33 @@ from torch import distributions as d
 
 from resilient_train.numerics.domains import call_distribution
 
-MADE: dict[str, tuple[Callable[..., Any], Callable[[Tensor], dict[str, Any]], float]] = {
-    "Normal": (d.Normal, lambda x: {"loc": torch.zeros(2), "scale": x}, 0.0),
-    "Gamma": (d.Gamma, lambda x: {"concentration": x, "rate": 1.0}, 0.0),
-    "Beta": (d.Beta, lambda x: {"concentration1": x, "concentration0": torch.ones_like(x.detach())}, 0.0),
-    "Bernoulli": (d.Bernoulli, lambda x: {"probs": x}, 0.0),
+MADE: dict[str, tuple[Callable[..., Any], Callable[[Tensor], dict[str, Any]]]] = {
+    "Normal": (d.Normal, lambda x: {"loc": torch.zeros(2), "scale": x}),
+    "Gamma": (d.Gamma, lambda x: {"concentration": x, "rate": 1.0}),
+    "Beta": (d.Beta, lambda x: {"concentration1": x, "concentration0": torch.ones_like(x.detach())}),
+    "Bernoulli": (d.Bernoulli, lambda x: {"probs": x}),
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("bad", [0.0, -0.5, -2.0, -100.0, -1e30, -math.inf])
 @pytest.mark.parametrize("name", MADE)
-def test_a_parameter_outside_is_moved_inside(name: str, bad: float, dtype: torch.dtype) -> None:
+def test_a_parameter_outside_is_moved_inside(name: str, dtype: torch.dtype) -> None:
     """The others stay as they are, and the gradient arrives as it is, not 1e13 times as large."""
-    made, given, border = MADE[name]
-    parameter = torch.tensor([bad, 0.4], dtype=dtype, requires_grad=True)
-    kwargs = given(parameter)
-    moved = getattr(call_distribution(made, (), kwargs), next(key for key, one in kwargs.items() if one is parameter))
-    assert moved.dtype == dtype
-    assert moved[1] == parameter[1]
-    if name == "Bernoulli" and bad == 0.0:
-        assert moved[0] == 0.0, "it is inside"
-        return
-    assert border < moved[0] <= border + 0.4
-    moved.sum().backward()
-    assert parameter.grad is not None
-    assert parameter.grad.tolist() == [1.0, 1.0]
+    made, given = MADE[name]
+    for bad in (-0.5, -2.0, -100.0, -1e30, -math.inf, *([] if name == "Bernoulli" else [0.0])):
+        parameter = torch.tensor([bad, 0.4], dtype=dtype, requires_grad=True)
+        kwargs = given(parameter)
+        key = next(key for key, one in kwargs.items() if one is parameter)
+        moved = getattr(call_distribution(made, (), kwargs), key)
+        assert moved.dtype == dtype
+        assert moved[1] == parameter[1]
+        assert 0.0 < moved[0] <= 0.4
+        moved.sum().backward()
+        assert parameter.grad is not None
+        assert parameter.grad.tolist() == [1.0, 1.0]
+    probs = call_distribution(d.Bernoulli, (torch.tensor([math.inf, 0.4, 0.0]),), {}).probs
+    assert 0.9 < probs[0] < 1.0
+    assert probs[2] == 0.0, "it is inside"
 
 
 def test_a_width_of_zero_has_a_bounded_slope() -> None:
@@ -50,20 +52,15 @@ def test_a_width_of_zero_has_a_bounded_slope() -> None:
     assert width.grad.abs().max() < 1e11
 
 
-@pytest.mark.parametrize("bad", [1.2, 1e9, math.inf, -5.0])
-def test_a_value_outside_of_the_support_is_moved(bad: float) -> None:
+def test_a_value_outside_of_the_support_is_moved() -> None:
+    """However narrow the support is."""
     beta = d.Beta(torch.tensor([2.0, 2.0]), torch.tensor([2.0, 2.0]))
-    got = call_distribution(beta.log_prob, (torch.tensor([bad, 0.5]),), {})
-    assert got.isfinite().all()
-    assert got[1] == beta.log_prob(torch.tensor(0.5))[1]  # type: ignore[no-untyped-call]
-    bounds = torch.tensor([1e-3, 2e-3])
-    uniform = d.Uniform(bounds[0], bounds[1])
-    assert call_distribution(uniform.log_prob, (torch.tensor(bad),), {}).isfinite(), "a narrow support"
-
-
-def test_an_infinite_probability_is_moved_below_one() -> None:
-    probs = call_distribution(d.Bernoulli, (torch.tensor([math.inf, 0.4]),), {}).probs
-    assert 0.9 < probs[0] < 1.0
+    uniform = d.Uniform(torch.tensor(1e-3), torch.tensor(2e-3))
+    for bad in (1.2, 1e9, math.inf, -5.0):
+        got = call_distribution(beta.log_prob, (torch.tensor([bad, 0.5]),), {})
+        assert got.isfinite().all()
+        assert got[1] == beta.log_prob(torch.tensor(0.5))[1]  # type: ignore[no-untyped-call]
+        assert call_distribution(uniform.log_prob, (torch.tensor(bad),), {}).isfinite()
 
 
 def test_a_matrix_that_is_not_positive_definite_is_moved_as_far_inside_as_the_nearest_other() -> None:
@@ -89,22 +86,15 @@ def test_shares_that_do_not_add_up_are_scaled_and_the_others_stay_as_they_are() 
     assert probs[1] == d.Dirichlet(torch.ones(3)).log_prob(shares[1])  # type: ignore[no-untyped-call]
 
 
-@pytest.mark.parametrize("made", [lambda x: d.Normal(0.0, x), lambda x: d.Bernoulli(x)])
-def test_nan_stays(made: Callable[[Tensor], Any]) -> None:
-    """It was made elsewhere, and must not be hidden."""
-    with pytest.raises(ValueError, match="constraint"):
-        call_distribution(made, (torch.tensor([math.nan, 1.0]),), {})
-
-
-@pytest.mark.parametrize(
-    ("of", "bad"),
-    [
+def test_what_stands_for_nothing_is_refused() -> None:
+    """A NaN was made elsewhere, and must not be hidden; for no count stands an impossible one, which the data makes."""
+    for made in (partial(d.Normal, 0.0), d.Bernoulli):
+        with pytest.raises(ValueError, match="constraint"):
+            call_distribution(made, (torch.tensor([math.nan, 1.0]),), {})
+    for of, bad in (
         (d.Poisson(torch.tensor([1.0, 2.0])), -1.0),
         (d.Bernoulli(torch.tensor([0.3, 0.4])), 0.9),
         (d.Categorical(torch.tensor([0.3, 0.7])), 2.0),
-    ],
-)
-def test_a_count_that_is_impossible_is_refused(of: d.Distribution, bad: float) -> None:
-    """No count stands for it: what makes it is in the data."""
-    with pytest.raises(ValueError, match="support"):
-        call_distribution(of.log_prob, (torch.tensor([bad, 1.0]),), {})
+    ):
+        with pytest.raises(ValueError, match="support"):
+            call_distribution(of.log_prob, (torch.tensor([bad, 1.0]),), {})
