@@ -59,12 +59,6 @@ def statistics(tensors: Sequence[Tensor]) -> tuple[Mapping[str, Any], ...]:
         return tuple(map(_range_of, tensors[:4]))
 
 
-def numbers_of(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The plain numbers that decide what a power is: its exponent, or its base."""
-    numbers = [one for one in (*args, *kwargs.values()) if op == "pow" and type(one) in (int, float)]
-    return [{"shape": [], "dtype": "number", "value": float(one)} for one in numbers]
-
-
 def _range_of(tensor: Tensor) -> dict[str, Any]:
     values = _values(tensor).detach()
     if values.is_complex():

@@ -29,7 +29,6 @@ from resilient_train.diagnose.frames import (
     kinds_of_numbers,
     line_of,
     memory_of,
-    numbers_of,
     statistics,
     user_line,
 )
@@ -71,6 +70,7 @@ class _Call:
     number: int
     op: str
     line: Line | None
+    numbers: Sequence[Mapping[str, Any]] = ()  # plain ones that it was given
     of_inputs: Origin | None = None  # of inputs that are not finite
 
 
@@ -146,10 +146,14 @@ class Microscope(TorchFunctionMode):
             in_place = is_in_place(name)
         inputs = floating((args, {key: value for key, value in kwargs.items() if key != "out"}))
         was = [kinds_of(one) for one in inputs] if in_place else []
-        call = _Call(self._calls, op_name(name), user_line(self._names))
+        op = op_name(name)
+        # What decides what a power is: its exponent, or its base.
+        powers = [one for one in (*args, *kwargs.values()) if op == "pow" and type(one) in (int, float)]
+        numbers = [{"shape": [], "dtype": "number", "value": float(one)} for one in powers]
+        call = _Call(self._calls, op, user_line(self._names), numbers)
         self._calls += 1
         if call.number == self._look_at:
-            self.inputs = (*statistics(inputs), *numbers_of(call.op, args, kwargs))
+            self.inputs = (*statistics(inputs), *call.numbers)
         outer, self.backward = (self.backward, None) if func is torch.autograd.grad else (None, self.backward)
         try:
             result = func(*args, **kwargs)
@@ -166,8 +170,6 @@ class Microscope(TorchFunctionMode):
                     continue
                 given = kinds_of_numbers((args, kwargs))
                 origin = self._origin(call, kinds, inputs, was, given, output.numel() == 1)
-                if origin is not None and origin.inputs and origin.call == call.number:
-                    origin = replace(origin, inputs=(*origin.inputs, *numbers_of(call.op, args, kwargs)))
                 if func is torch.autograd.grad and self.backward is not None:
                     origin = self.backward
                 self._note(output, origin)
@@ -240,7 +242,7 @@ class Microscope(TorchFunctionMode):
             made = Origin("forward", call.op, kind, call.number, call.line, was_given=True)
             return self._as_number if self._as_number is not None and given else made
         after = self._after([one.grad_fn for one in inputs], call.op)
-        ranges = () if was else statistics(inputs)
+        ranges = () if was else (*statistics(inputs), *call.numbers)
         return Origin("forward", call.op, kind, call.number, call.line, ranges, is_scalar, after)
 
     def _first(self, inputs: Iterable[Tensor]) -> Origin | None:
