@@ -293,7 +293,7 @@ class Weights:
         return {
             "clean_step": self.clean_step,
             "base": None if self.base is None else list(self.base),
-            "past": {name: list(astuple(past)) for name, past in self._past.items()},
+            "past": {name: [past.length, past.largest, past.times] for name, past in self._past.items()},
             "usual_rate": self._usual_rate,
             "bounded": sorted(self._bounded),
             "paths": [list(astuple(path)) for path in self.paths],
