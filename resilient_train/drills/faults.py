@@ -108,7 +108,12 @@ def _spoiled(tree: Any, new: Callable[[Any], Any], *, first_row: bool = False) -
 def _needs_floats(name: str, what: str, tree: Any) -> str | None:
     """Say that a batch or a row has nothing to spoil; None if it holds a floating-point number."""
     found: list[Any] = []
-    _spoiled(tree, lambda numbers: found.append(numbers) or numbers)  # type: ignore[func-returns-value]
+
+    def note(numbers: Any) -> Any:
+        found.append(numbers)
+        return numbers
+
+    _spoiled(tree, note)
     return None if found else f"{what} hold no floating-point numbers: {name} needs some; use inf_loss or nan_grad"
 
 
