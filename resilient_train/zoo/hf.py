@@ -50,7 +50,8 @@ def hf_causal_lm(
         config = read(source, **{"use_cache": False, **overrides})  # cached keys and values are waste in training
         model = auto.from_pretrained(source, config=config) if pretrained else auto.from_config(config)
     except Exception as error:  # its errors have no class in common
-        raise ValueError(f"transformers cannot build {source!r}: {_shortened(error)}") from error
+        hint = "" if source in types else similar(source, types)
+        raise ValueError(f"transformers cannot build {source!r}: {_shortened(error)}{hint}") from error
     trained: nn.Module = model.to(width).train()  # from_pretrained returns a model in eval mode
     return trained
 
