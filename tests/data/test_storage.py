@@ -7,13 +7,13 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from group import alone
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -106,19 +106,26 @@ def guard_over(data: Any, **given: Any) -> Guard:
 
 def trained(data: Any, **given: Any) -> Guard:
     guard = guard_over(data, **given)
-    for batch in guard.batches(STEPS):
-        guard.step(batch)
-    guard.close()
+    try:
+        for batch in guard.batches(STEPS):
+            guard.step(batch)
+    finally:
+        guard.close()
     return guard
+
+
+@pytest.fixture(scope="module")
+def unharmed() -> str:
+    """The weights of a run whose storage never failed."""
+    return trained(Rows()).state.weights_sha256()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("how", [lambda: Away(100), Now], ids=["away", "now and then"])
 def test_what_fails_for_a_moment_costs_nothing(
-    how: Callable[[], Any], workers: int, caplog: pytest.LogCaptureFixture
+    how: Callable[[], Any], workers: int, unharmed: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No row is blamed, no sample lost: the weights are those of a run whose storage never failed."""
-    unharmed = trained(Rows()).state.weights_sha256()
     with caplog.at_level(logging.WARNING, "resilient_train"):
         guard = trained(Rows(how()), num_workers=workers)
     assert guard.incidents == []
@@ -144,42 +151,33 @@ def test_the_watchdog_hears_of_pauses() -> None:
     """Nobody takes waiting for the storage for a hang."""
     beats: list[float] = []
     away = Away(100)
-    guard = guard_over(Rows(away), beat=lambda: beats.append(time.monotonic()))
-    for batch in guard.batches(STEPS):
-        guard.step(batch)
+    trained(Rows(away), beat=lambda: beats.append(time.monotonic()))
     assert [beat for beat in beats if beat < away.until], "no beat while it waited"
 
 
-def program(run_dir: Path, share: float) -> dict[str, Any]:
-    """A whole program, on a storage of which a share fails for good from the 400th fetch on."""
-    fetches = iter(range(10**9))
+@pytest.mark.parametrize("share", [1.0, 0.4])
+def test_a_storage_that_fails_for_good_ends_the_run_in_words(
+    share: float, unharmed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With code 1 and no row in quarantine; where it can be read again, the run resumes, and loses nothing."""
+    monkeypatch.setattr("resilient_train.data.rows.PAUSES_S", (0.01, 0.02))
+    fetches = count()
 
     def fails(row: int) -> Exception | None:
         return io_error() if next(fetches) > 400 and row % 100 < 100 * share else None
 
-    guard = guard_over(Rows(fails), run_dir=run_dir, disk=DiskConfig(every=1000), resume=True, steps=STEPS)
-    began = None
-    try:
-        for batch in guard.batches():
-            began = guard.clock.step if began is None else began
-            guard.step(batch)
-    except (TrainError, OSError) as error:
-        return {"code": getattr(error, "exit_code", 1), "words": str(error)}
-    guard.close()
-    return {"began": began, "incidents": len(guard.incidents), "weights": guard.state.weights_sha256()}
-
-
-@pytest.mark.parametrize("share", [1.0, 0.4])
-def test_a_storage_that_fails_for_good_ends_the_run_in_words(share: float, tmp_path: Path) -> None:
-    """With code 1 and no row in quarantine; where it can be read again, the run resumes, and loses nothing."""
-    code, failed = alone(program, tmp_path / "run", share)
-    assert (code, failed["code"]) == (0, 1)
-    assert "the storage of the data fails" in failed["words"]
+    kept: dict[str, Any] = {"run_dir": tmp_path / "run", "disk": DiskConfig(every=1000), "resume": True, "steps": STEPS}
+    with pytest.raises(TrainError, match="the storage of the data fails") as failed:
+        trained(Rows(fails), **kept)
+    assert failed.value.exit_code == 1
     assert not (tmp_path / "run" / "quarantine.json").exists()
-    code, resumed = alone(program, tmp_path / "run", 0.0)
-    assert code == 0
-    unharmed = trained(Rows()).state.weights_sha256()
-    assert resumed == {"began": 20, "incidents": 0, "weights": unharmed}, "the newest proven state was on disk"
+    guard, steps = guard_over(Rows(), **kept), list[int]()
+    for batch in guard.batches():
+        steps.append(guard.clock.step)
+        guard.step(batch)
+    guard.close()
+    assert steps[0] == 20, "the newest proven state was on disk"
+    assert (guard.incidents, guard.state.weights_sha256()) == ([], unharmed)
 
 
 def test_rows_that_always_raise_are_not_waited_for(caplog: pytest.LogCaptureFixture) -> None:
