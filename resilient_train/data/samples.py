@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
+from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -224,7 +225,10 @@ class MapSamples(Samples):
                 self._batches = self._start()
             batches = [next(self._batches) for _ in range(self.slicing.accumulation)]
         except Exception as error:
-            trouble = in_one_line(error)  # not the error itself, which would keep the workers alive
+            trouble = in_one_line(error)
+            clear_frames(
+                error.__traceback__
+            )  # torch's hold the error: a cycle that would keep the workers alive
             # What a worker passes on has its traceback. An error without one is the worker's own: it dies or is dead.
             lost_worker = self.num_workers > 0 and "Original Traceback" not in text_of(error)
             is_of_rows = may_pass(error) and not lost_worker

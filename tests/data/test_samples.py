@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -371,7 +372,7 @@ def test_rows_that_raise_are_told_with_others_in_their_places(kind: Any, workers
     first = rows_of(plain.next_update())
     plain.load_state_dict({"position": 0})
     missing |= set(first[:2])
-    samples = by_hand(kind(40, missing), workers=workers)
+    others, samples = active_children(), by_hand(kind(40, missing), workers=workers)
     seen = set()
     for old in epoch_of(plain):
         new = samples.next_update()
@@ -388,6 +389,7 @@ def test_rows_that_raise_are_told_with_others_in_their_places(kind: Any, workers
             assert row.error == f"{what} ({__file__}:{LINE})"
     assert seen == missing
     samples.close()
+    assert {*active_children()} <= {*others}, "a worker that has raised outlives its loader"
 
 
 @pytest.mark.parametrize("workers", [0, 2])

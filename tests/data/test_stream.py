@@ -76,16 +76,11 @@ def test_an_order_looks_random() -> None:
     assert abs(np.corrcoef(first, second)[0, 1]) < chance
 
 
-def test_epochs_and_seeds_differ_in_their_order() -> None:
-    """There is another order for every epoch and every seed."""
-    orders = {
-        tuple(key.row for key in Stream(50, seed).take(50 * epoch, 50).keys) for seed in (0, 1) for epoch in (0, 1)
-    }
+def test_the_order_is_that_of_the_seed_and_the_epoch_if_it_is_shuffled() -> None:
+    """There is another order for every epoch and every seed; without shuffling it is 0, 1, 2, ... in every epoch."""
+    takes = [(seed, epoch) for seed in (0, 1) for epoch in (0, 1)]
+    orders = {tuple(key.row for key in Stream(50, seed).take(50 * epoch, 50).keys) for seed, epoch in takes}
     assert len(orders) == 4
-
-
-def test_without_shuffling_rows_come_in_their_own_order() -> None:
-    """shuffle=false means 0, 1, 2, ... in every epoch."""
     assert [key.row for key in Stream(3, 9, shuffle=False).take(0, 7).keys] == [0, 1, 2, 0, 1, 2, 0]
 
 
@@ -131,7 +126,7 @@ def test_quarantine_is_the_same_for_any_world(
     n: int, seed: int, batch_size: int, world: int, data: st.DataObject
 ) -> None:
     """However an update is cut, and whenever the rows were put there, the same rows stand in the same places."""
-    bad = data.draw(st.sets(st.integers(0, n - 1), min_size=1, max_size=n - 1))
+    bad = data.draw(st.sets(st.integers(0, n - 1), max_size=n - 1))
     whole, dealt = Stream(n, seed), Stream(n, seed)
     whole.quarantine(bad)
     for row in bad:
@@ -140,6 +135,7 @@ def test_quarantine_is_the_same_for_any_world(
     at = data.draw(st.integers(0, 3 * n))
     keys = whole.take(at, samples).keys
     mine = [Slicing(batch_size, 1, rank, world).of_this_rank(dealt.take(at, samples).keys) for rank in range(world)]
+    assert all(len(batches) == 4 // world for batches in mine)
     assert [key for number in range(4 // world) for rank in range(world) for key in mine[rank][number]] == keys
 
 
@@ -155,6 +151,8 @@ def test_others_are_healthy_rows_beside_those_that_are_given(
     keys = stream.take(data.draw(positions), count).keys
     others = stream.others(keys, draw, without=without)
     assert others == stream.others(list(keys), draw, without=sorted(without))
+    if n - len(bad) - len(without) > 20 and count > 5:  # enough that another draw, or other keys, cannot give the same
+        assert others != stream.others(keys, draw + 1, without=without)
     healthy = set(range(n)) - bad - without
     beside = healthy - {key.row for key in keys}
     if not healthy:
@@ -166,29 +164,10 @@ def test_others_are_healthy_rows_beside_those_that_are_given(
     assert len(rows) == min(count, len(beside or healthy))
 
 
-def test_another_draw_gives_others() -> None:
-    """Controls differ from one draw to the next, and with what they are for."""
-    stream = Stream(1000, 3)
-    keys = stream.take(0, 8).keys
-    assert len({tuple(stream.others(keys[:4], draw)) for draw in range(20)}) == 20
-    assert stream.others(keys[:4], 0) != stream.others(keys[4:], 0)
-
-
 def test_quarantining_every_row_is_refused() -> None:
     """A stream without a healthy row would search for ever."""
     with pytest.raises(ValueError, match="all 3 rows"):
         Stream(3, 0).quarantine([0, 1, 2])
-
-
-@given(st.integers(1, 6), st.sampled_from([(1, 4), (2, 2), (4, 1)]))
-def test_ranks_and_micro_batches_cut_an_update_into_the_same_groups(batch_size: int, cut: tuple[int, int]) -> None:
-    """Four processes, two that accumulate twice, and one that accumulates four times work on the same groups."""
-    world, accumulation = cut
-    keys = [Key(0, 0, index) for index in range(4 * batch_size)]
-    groups = [Slicing(batch_size, 1, rank, world).of_this_rank(keys) for rank in range(world)]
-    assert all(len(mine) == accumulation for mine in groups)
-    dealt = [groups[rank][number] for number in range(accumulation) for rank in range(world)]
-    assert dealt == [keys[start : start + batch_size] for start in range(0, len(keys), batch_size)]
 
 
 def test_the_digest_of_skipped_ranges_is_that_of_what_is_skipped() -> None:

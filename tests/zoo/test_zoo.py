@@ -71,9 +71,11 @@ def score(model: nn.Module, data: Dataset[Any], objective: Callable[..., Any], m
 
 
 def test_gpt_never_looks_ahead() -> None:
-    """Changing a token leaves all earlier logits as they were and changes the later ones."""
-    model = GPT(**TINY | {"layers": 3}).eval()
+    """Changing a token leaves all earlier logits as they were and changes the later ones. Dropout is for training."""
+    model = GPT(**TINY | {"layers": 3}, dropout=0.2)
     ids = torch.randint(32, (2, 20))
+    assert not torch.equal(model(ids), model(ids))
+    model.eval()
     changed = ids.clone()
     changed[:, 12] = (changed[:, 12] + 1) % 32
     before, after = model(ids), model(changed)
@@ -82,26 +84,13 @@ def test_gpt_never_looks_ahead() -> None:
 
 
 def test_gpt_with_gpt2_sizes_is_gpt2() -> None:
-    """The 124M parameters of GPT-2, its head tied to its embedding; the default model has under a million."""
+    """The 124M parameters of GPT-2, its head tied to its embedding; initial weights favour no token."""
     with torch.device("meta"):
         model = GPT(vocab_size=50257, context=1024, layers=12, heads=12, width=768)
-        assert size(model) == 124_439_808
-        assert model.head.weight is model.tokens.weight
-        assert 800_000 < size(GPT()) < 1_000_000
-
-
-def test_gpt_starts_at_the_loss_of_a_guess() -> None:
-    """The initial weights favour no token."""
+    assert size(model) == 124_439_808
+    assert model.head.weight is model.tokens.weight
     loss, _ = language_model(GPT(), torch.randint(256, (4, 64)))
     assert loss.item() == pytest.approx(torch.tensor(256.0).log().item(), abs=0.1)
-
-
-def test_gpt_dropout_acts_in_training_only() -> None:
-    """Two passes differ in training and agree in evaluation."""
-    model, ids = GPT(**TINY, dropout=0.2), torch.randint(32, (1, 16))
-    assert not torch.equal(model(ids), model(ids))
-    model.eval()
-    assert torch.equal(model(ids), model(ids))
 
 
 @pytest.mark.parametrize(
@@ -119,35 +108,30 @@ def test_models_compile_in_one_piece(model: nn.Module, batch: Tensor) -> None:
     assert torch.allclose(compiled(batch), model(batch), atol=1e-6)
 
 
-@pytest.mark.parametrize("side", [4, 8, 28])
-def test_resnet_takes_small_images_of_any_side(side: int) -> None:
-    """Pooling is global, so an 8x8 digit works as well as a larger picture."""
-    assert ResNet(in_channels=3, classes=7, width=4, depth=8)(torch.rand(2, 3, side, side)).shape == (2, 7)
-
-
-def test_resnet_20_has_the_layers_and_weights_of_the_paper() -> None:
-    """Depth counts convolutions and the head; 0.27M parameters."""
-    model = ResNet(in_channels=3)
+@pytest.mark.parametrize("side", [4, 28])
+def test_resnet_20_has_the_layers_and_weights_of_the_paper(side: int) -> None:
+    """Depth counts convolutions and the head; 0.27M parameters. Pooling is global, so images have any side."""
+    model = ResNet(in_channels=3, classes=7)
     convolutions = [m for m in model.modules() if isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3)]
     assert len(convolutions) + 1 == 20
     assert 270_000 < size(model) < 275_000
+    assert model(torch.rand(2, 3, side, side)).shape == (2, 7)
 
 
-@pytest.mark.parametrize("norm", [False, "layer", "batch"])
-def test_mlp_learns_digits(norm: str | bool) -> None:
-    """Most held-out digits are told apart after 150 steps, with every norm."""
-    model = MLP(norm=norm, dropout=0.1)
-    before, after = train(model, digits(), classification, steps=150)
+@pytest.mark.parametrize(
+    ("model", "steps", "lr"),
+    [
+        *(({"kind": MLP, "norm": norm, "dropout": 0.1}, 150, 3e-3) for norm in (False, "layer", "batch")),
+        ({"kind": ResNet, "depth": 8}, 60, 1e-2),
+    ],
+    ids=["mlp", "mlp with layer norm", "mlp with batch norm", "resnet"],
+)
+def test_models_learn_digits(model: dict[str, Any], steps: int, lr: float) -> None:
+    """Most held-out digits are told apart after some steps."""
+    net = model.pop("kind")(**model)
+    before, after = train(net, digits(), classification, steps, lr)
     assert after < before / 3
-    assert score(model, digits("eval"), classification, "accuracy") > 0.9
-
-
-def test_resnet_learns_digits() -> None:
-    """Most held-out digits are told apart after 60 steps."""
-    model = ResNet(depth=8)
-    before, after = train(model, digits(), classification, steps=60, lr=1e-2)
-    assert after < before / 3
-    assert score(model, digits("eval"), classification, "accuracy") > 0.8
+    assert score(net, digits("eval"), classification, "accuracy") > 0.8
 
 
 def test_gpt_learns_a_markov_chain_down_to_its_entropy() -> None:
@@ -156,14 +140,6 @@ def test_gpt_learns_a_markov_chain_down_to_its_entropy() -> None:
     before, after = train(GPT(**TINY), data, language_model, steps=120, lr=1e-2)
     assert before > 2.2
     assert 1.3 < after < 1.5
-
-
-def test_gpt_learns_python() -> None:
-    """A small decoder leaves the frequency of single bytes behind within 80 steps."""
-    data = PythonSource(context=64, max_bytes=400_000)
-    before, after = train(GPT(**TINY | {"vocab_size": 256}), data, language_model, steps=80, lr=1e-2)
-    assert before > 3.5
-    assert after < 2.9
 
 
 # ----------------------------------------------------------------------------------------------------------------- data
@@ -183,31 +159,6 @@ def test_digits_are_split_without_overlap_or_loss() -> None:
         assert len(images.unique(dim=0)) == 1797  # type: ignore[no-untyped-call]
 
 
-def text_of(ids: Tensor) -> str:
-    return bytes(ids.tolist()).decode("utf-8", errors="replace")
-
-
-@pytest.fixture(scope="module")
-def library() -> list[str]:
-    """The text of every file of the standard library."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files = [path for path in root.rglob("*.py") if not {"site-packages", "test"} & set(path.parts)]
-    return [path.read_text(encoding="utf-8", errors="replace") for path in files]
-
-
-@pytest.mark.parametrize("split", ["train", "eval"])
-def test_python_source_windows_are_real_source_text(split: str, library: list[str]) -> None:
-    """Windows of context + 1 tokens decode to text that stands in a file of the standard library."""
-    data = PythonSource(split, context=60, max_bytes=60_000)
-    found = 0
-    for i in range(0, len(data), len(data) // 10):
-        ids = data[i]["input_ids"]
-        assert ids.shape == (61,)
-        assert ids.dtype == torch.long
-        found += any(text_of(ids) in text for text in library)
-    assert found >= 8  # a window may lie across two files
-
-
 def test_python_source_predicts_every_token_once() -> None:
     """By default a window begins with the last token of the one before it."""
     data = PythonSource(context=50, max_bytes=10_000)
@@ -219,11 +170,11 @@ def test_python_source_predicts_every_token_once() -> None:
 
 
 def test_python_source_splits_share_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every file is in one split, whole, and moves to no other when files are added beside it."""
+    """Every file is in one split, whole, and moves to no other when files are added next to it."""
 
     def names(split: str) -> set[str]:
         data = PythonSource(split, context=1, stride=1, eval_share=0.3)
-        return set(text_of(data.tokens).split())
+        return set(bytes(data.tokens.tolist()).decode().split())
 
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     (tmp_path / "deep").mkdir()
@@ -235,7 +186,6 @@ def test_python_source_splits_share_no_file(tmp_path: Path, monkeypatch: pytest.
     assert train | held_out == {f"word{i}" for i in range(40)}
     assert not train & held_out
     assert 4 < len(held_out) < 20
-
     for i in range(40, 80):
         (tmp_path / "deep" / f"{i}.py").write_text(f"word{i}\n")
     assert train < names("train")
@@ -255,33 +205,30 @@ def test_synthetic_rows_depend_on_seed_split_and_index_alone(kind: str) -> None:
     assert not torch.equal(rows(), rows(seed=1))
 
 
-def test_synthetic_can_be_learned() -> None:
+@pytest.mark.parametrize(
+    ("kind", "outputs", "objective", "metric", "expected"),
+    [("regression", 1, regression, "mae", (0.0, 0.4)), ("classification", 10, classification, "accuracy", (0.6, 1.0))],
+)
+def test_synthetic_can_be_learned(kind: str, outputs: int, objective: Any, metric: str, expected: Any) -> None:
     """What is learned on the train rows holds for the eval rows: they share the teacher."""
-    model = MLP(out_features=1)
-    before, after = train(model, Synthetic("regression"), regression, steps=250)
-    assert after < before / 4
-    assert score(model, Synthetic("regression", split="eval"), regression, "mae") < 0.4
-    scores = MLP()
-    train(scores, Synthetic(), classification, steps=250)
-    assert score(scores, Synthetic(split="eval"), classification, "accuracy") > 0.6
+    model = MLP(out_features=outputs)
+    train(model, Synthetic(kind), objective, steps=250)
+    low, high = expected
+    assert low < score(model, Synthetic(kind, split="eval"), objective, metric) < high
 
 
 @pytest.mark.parametrize(
     ("build", "error"),
     [
         (lambda: GPT(width=100, heads=3), "width must be a multiple of heads, got width=100 and heads=3"),
-        (lambda: GPT(layers=0), "layers must be at least 1, got 0"),
         (lambda: GPT(**TINY)(torch.zeros(1, 65, dtype=torch.long)), "65 tokens does not fit the model's context of 64"),
         (lambda: ResNet(depth=19), r"depth must be 6n\+2 .*, got 19"),
         (lambda: MLP(norm="group"), "norm must be false, layer or batch, got 'group'"),
         (lambda: MLP(hidden=[64, 0]), "hidden must be at least 1, got 0"),
         (lambda: MLP(in_features=10)(torch.rand(2, 1, 8, 8)), r"shape \[1, 8, 8\] has 64 features, .*in_features=10"),
         (lambda: digits("test"), "split must be train or eval, got 'test'"),
-        (lambda: digits(eval_share=1.0), "eval_share must lie between 0 and 1, got 1.0"),
-        (lambda: PythonSource(stride=0), "stride must be at least 1, got 0"),
         (lambda: PythonSource(max_bytes=100), "100 tokens of train text hold no window of 129: raise max_bytes"),
         (lambda: Synthetic("images"), "kind must be classification, regression or tokens, got 'images'"),
-        (lambda: Synthetic(rows=0), "rows must be at least 1, got 0"),
     ],
 )
 def test_models_and_data_say_what_is_wrong(build: Callable[[], Any], error: str) -> None:
@@ -355,35 +302,20 @@ def test_model_loss_takes_the_loss_in_any_form(output: Any) -> None:
     assert model_loss(lambda x, y: output, (1, 2))[0] == 2
 
 
+IDS, LABELS = torch.zeros(2, 4).long(), torch.zeros(3).long()
+
+
 @pytest.mark.parametrize(
     ("objective", "model", "batch", "error"),
     [
         (language_model, None, torch.rand(2, 8), "needs integer token ids, got float32 of shape .2, 8.; choose"),
-        (language_model, None, torch.zeros(8, dtype=torch.long), r"rows \[batch, time\].*got int64 of shape \[8\]"),
         (language_model, None, {"text": "a"}, "needs a batch with input_ids, got the keys text"),
-        (
-            language_model,
-            nn.Embedding(4, 4),
-            {"input_ids": torch.zeros(2, 4).long(), "labels": torch.zeros(2, 3).long()},
-            r"labels of the ids' shape \[2, 4\], got int64 of shape \[2, 3\]",
-        ),
+        (language_model, None, {"input_ids": IDS, "labels": IDS[:, 1:]}, r"ids' shape \[2, 4\], got .* \[2, 3\]"),
         (classification, None, (torch.rand(2, 3), torch.rand(2)), "integer class labels, got float32 of shape .2."),
-        (
-            classification,
-            nn.Linear(3, 4),
-            (torch.rand(2, 3), torch.zeros(3).long()),
-            r"labels \[3\], got .*\[2, 4\]",
-        ),
+        (classification, nn.Linear(3, 4), (torch.rand(2, 3), LABELS), r"labels \[3\], got .*\[2, 4\]"),
         (classification, None, torch.rand(2, 3), "needs a batch \\(inputs, targets\\) or a mapping, got float32"),
-        (classification, None, {"image": 1, "category": 2}, "labels or label or y or target, got the keys image, cat"),
-        (classification, lambda x: (x,), (torch.rand(2, 3), torch.zeros(2).long()), "from the model, got a tuple"),
-        (
-            model_loss,
-            lambda **_: {"logits": 1},
-            {"input_ids": 1},
-            "one loss from .* keys logits; does",
-        ),
-        (model_loss, lambda *_: torch.rand(3), (1, 2), r"got float32 of shape \[3\]"),
+        (classification, lambda x: (x,), (torch.rand(2, 3), IDS[:, 0]), "from the model, got a tuple"),
+        (model_loss, lambda **_: {"logits": 1}, {"input_ids": 1}, "one loss from .* keys logits; does"),
     ],
 )
 def test_objectives_say_what_is_wrong(objective: Any, model: Any, batch: Any, error: str) -> None:
@@ -452,8 +384,6 @@ def test_hf_causal_lm_learns(offline: Path) -> None:
         ({"name": "gpt2", "n_layrs": 2}, "model type gpt2 has no field 'n_layrs'; did you mean n_layer"),
         ({"name": "gtp2"}, "cannot build 'gtp2': .*; did you mean gpt2"),
         ({"name": "t5"}, "cannot build 't5': Unrecognized configuration class"),
-        ({"name": "gpt2", "n_layer": "two"}, "'n_layer' expected int, got str"),
-        ({}, "needs a name or a path"),
         ({"path": "nowhere"}, "path=nowhere is not a folder with a config.json"),
         ({"name": "gpt2", "dtype": "int8"}, "dtype must be a floating dtype .*, got int8"),
     ],
@@ -527,7 +457,6 @@ def test_hf_dataset_streams_and_keeps_its_place(offline: Path, rows: list[dict[s
     ("arguments", "error"),
     [
         ({}, "has the splits train: pass split=... to choose one"),
-        ({"streaming": True}, "has the splits train: pass split=... to choose one"),
         ({"split": "trian"}, "cannot load 'json': Unknown split \"trian\". Should be one of"),
         ({"split": "train", "columns": ["x", "z"]}, "has no columns z; it has x, y, note"),
         (
@@ -535,7 +464,6 @@ def test_hf_dataset_streams_and_keeps_its_place(offline: Path, rows: list[dict[s
             "transform=no.such.function cannot be imported: there is no module no",
         ),
         ({"split": "train", "transform": "sys.path"}, "transform=sys.path is a list, not a function of a row"),
-        ({"split": "train", "data_fils": 1}, "cannot load 'json': .*data_fils"),
         ({"split": "train", "data_files": "nowhere.jsonl"}, "cannot load 'json': Unable to find .*nowhere.jsonl"),
     ],
 )
