@@ -226,9 +226,7 @@ class MapSamples(Samples):
             batches = [next(self._batches) for _ in range(self.slicing.accumulation)]
         except Exception as error:
             trouble = in_one_line(error)
-            clear_frames(
-                error.__traceback__
-            )  # torch's hold the error: a cycle that would keep the workers alive
+            clear_frames(error.__traceback__)  # torch's hold the error: a cycle that would keep the workers alive
             # What a worker passes on has its traceback. An error without one is the worker's own: it dies or is dead.
             lost_worker = self.num_workers > 0 and "Original Traceback" not in text_of(error)
             is_of_rows = may_pass(error) and not lost_worker
