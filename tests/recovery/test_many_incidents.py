@@ -6,7 +6,7 @@ import dataclasses
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,7 +20,7 @@ from resilient_train.recover.policy import named
 from resilient_train.tracking.story import StoryReader, read_story
 
 BAD_EVERY, BATCH = 8, 4
-EARLY, LATE, ENOUGH = range(50, 70), range(150, 170), 170
+EARLY, LATE, ENOUGH = range(50, 65), range(120, 135), 135
 
 
 class Counted(files.Disk):
@@ -80,7 +80,7 @@ def test_the_last_of_many_incidents_costs_what_an_early_one_does(
     batches = guard.batches()
     for part in (range(EARLY.start), EARLY, range(EARLY.stop, LATE.start), LATE):
         written, syncs = disk.written, disk.syncs
-        with counted_lines() if part in (EARLY, LATE) else nothing() as lines:
+        with counted_lines() if part in (EARLY, LATE) else nullcontext([0]) as lines:
             while len(guard.incidents) < part.stop:
                 guard.step(next(batches))
         costs[part] = [disk.written - written, disk.syncs - syncs, lines[0]]
@@ -93,9 +93,4 @@ def test_the_last_of_many_incidents_costs_what_an_early_one_does(
     assert (tmp_path / "journal.jsonl").stat().st_size < 5_000 * ENOUGH
     assert read[LATE] < 1.5 * read[EARLY], read
     assert reader.read() == read_story(tmp_path)
-    assert {one.outcome for one in guard.incidents[:100]} == {"recovered"}
-
-
-@contextmanager
-def nothing() -> Iterator[list[int]]:
-    yield [0]
+    assert {one.outcome for one in guard.incidents[:75]} == {"recovered"}

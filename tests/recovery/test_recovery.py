@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -118,16 +117,6 @@ class LostMoments(Program):
                 state["exp_avg_sq"].zero_()
 
 
-class ExplodingRate(Program):
-    """The schedule is asked once an attempt, and wrong for some of them."""
-
-    asked, wrong = 0, 5
-
-    def rate(self, step: int) -> float:
-        self.asked += 1
-        return super().rate(step) * (100 if AT < self.asked <= AT + self.wrong else 1)
-
-
 @pytest.fixture(scope="module")
 def healthy_loss() -> float:
     program = Program().trained()
@@ -135,38 +124,30 @@ def healthy_loss() -> float:
     return program.evaluated()
 
 
-@pytest.mark.parametrize("program", Program.__subclasses__(), ids=lambda program: program.__name__)
+SKIPPED = {  # what each comes to: a fault that does not come again costs an attempt; a changed weight a rewind
+    NanRows: None,
+    NanGradient: [("nonfinite_grad", "transient", ["repeat"])],
+    LossTimesTenThousand: None,
+    StrayWrite: [("weights_jump", "corruption", ["rewind"])],
+    LostMoments: None,
+}
+
+
+@pytest.mark.parametrize("program", SKIPPED, ids=lambda program: program.__name__)
 def test_a_run_gets_over_what_its_own_code_and_data_bring(program: type[Program], healthy_loss: float) -> None:
     """It makes all its steps, with finite weights, and learns what it would have learnt without."""
     run = program().trained()
     assert run.guard.clock.step == STEPS
     assert run.guard.incidents
     assert all(bool(weight.isfinite().all()) for weight in run.model.parameters())
-    assert run.evaluated() < (1.5 if program is ExplodingRate else 1.25) * healthy_loss
+    assert run.evaluated() < 1.25 * healthy_loss
     assert {one.outcome for one in run.guard.incidents} <= {Outcome.RECOVERED, Outcome.RECURRED}
     assert run.guard.incidents[-1].outcome is Outcome.RECOVERED
-
-
-def test_a_rate_that_stays_wrong_behind_the_rewind(healthy_loss: float) -> None:
-    """Damage that the rewound run takes again, to a lesser degree, is noticed as well."""
-
-    class ForTenAttempts(ExplodingRate):
-        wrong = 10
-
-    assert ForTenAttempts().trained().evaluated() < 1.5 * healthy_loss
-
-
-def signals(run: Program) -> list[tuple[str, str, list[str]]]:
-    return [
+    found = [
         (one.anomaly.signal, one.diagnosis.cause, [action.remedy for action in one.decision.actions])
         for one in run.guard.incidents
     ]
-
-
-def test_what_left_nothing_behind_is_skipped_and_what_did_is_rewound() -> None:
-    """A fault that does not come again costs an attempt; a weight that changed by itself costs a rewind."""
-    assert signals(NanGradient().trained()) == [("nonfinite_grad", "transient", ["repeat"])]
-    assert signals(StrayWrite().trained()) == [("weights_jump", "corruption", ["rewind"])]
+    assert SKIPPED[program] in (None, found)
 
 
 class Poison(Program):
@@ -179,13 +160,7 @@ class Poison(Program):
         return loss * (math.nan if self.attempts > self.since else 1)
 
 
-@pytest.mark.parametrize(
-    ("since", "proven"),
-    [
-        (0, 0),
-        (80, 50),
-    ],
-)
+@pytest.mark.parametrize(("since", "proven"), [(0, 0), (80, 50)])
 def test_a_run_that_cannot_be_saved_ends_soon_and_keeps_its_last_good_state(
     since: int, proven: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -210,49 +185,6 @@ def test_a_run_that_cannot_be_saved_ends_soon_and_keeps_its_last_good_state(
     assert lines[-1]["outcome"] == "gave_up"
 
 
-OWN_POLICY = """
-ladders:
-  default: [[{rewind: {older: 1}}, {lower_lr: {factor: 0.3, rewarm: 5}}, {tighten_clip: {factor: 0.5}}]]
-strikes: 2
-forgive_after: 30
-relax_after: 20
-budget: {incidents: 3, run: 3, window: 400}
-"""
-
-
-def test_a_policy_of_ones_own_is_followed(tmp_path: Path, healthy_loss: float) -> None:
-    """A ladder written from scratch, in a YAML file of the user's."""
-    (tmp_path / "mine.yaml").write_text(OWN_POLICY)
-    NanGradient.recovery = tmp_path / "mine.yaml"
-    try:
-        run = NanGradient().trained()
-    finally:
-        del NanGradient.recovery
-    assert signals(run) == [("nonfinite_grad", "transient", ["rewind", "lower_lr", "tighten_clip"])]
-    assert run.guard.incidents[0].rewound_to == 50
-    assert run.evaluated() < 1.5 * healthy_loss  # of a lower rate: by a third of what it was, relaxing
-
-
-def test_a_loop_that_hands_its_loss_over_is_cured_as_well(healthy_loss: float) -> None:
-    """Forward and backward stay in the user's hands."""
-
-    class HandedOver(NanGradient):
-        def trained(self) -> Program:
-            self.guard.objective = None
-            self.guard._recovery.explainer._search = None
-            self.guard.steps = STEPS
-            for features, labels in self.guard.batches():
-                self.attempts += 1
-                loss = F.cross_entropy(self.model(features), labels)
-                self.guard.world.accelerator.backward(loss)
-                self.guard.update(loss)
-            return self
-
-    run = HandedOver().trained()
-    assert signals(run) == [("nonfinite_grad", "unknown", ["skip"])]
-    assert run.evaluated() < 1.25 * healthy_loss
-
-
 # -------------------------------------------------------------------------------------------------------- the command
 
 LEARN = ["model=mlp", "data=synthetic", "objective=classification", "accelerate.cpu=true", "tracking=none"]
@@ -260,10 +192,13 @@ KEYS = {"id", "step", "tick", "rank", "signal", "cause", "culprit", "rows", "adv
 KEYS |= {"steps_lost", "seconds", "outcome"}
 
 
-def test_a_drilled_run_finishes_and_writes_its_incidents_down(
+def test_a_drilled_run_writes_its_incidents_down(
     run_command: command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Exit code 0, one line of incidents.jsonl with what the contract names, and the count in the summary."""
+    """Exit code 0, one line of incidents.jsonl with what the contract names, and the count in the summary.
+
+    recovery=off ends at the first incident with 3, keeps the last good state and says where it is.
+    """
     monkeypatch.chdir(tmp_path)
     outcome = run_command([*LEARN, "drill=nan_grad", "run.steps=100", "run.name=drilled"])
     assert outcome.code == 0, outcome.stderr
@@ -278,18 +213,11 @@ def test_a_drilled_run_finishes_and_writes_its_incidents_down(
     assert (summary["status"], summary["steps"], summary["ticks"], summary["steps_lost"]) == ("completed", 100, 101, 1)
     assert "nonfinite_grad" in outcome.stdout
 
-
-def test_a_run_that_shall_not_recover_stops_with_code_3(
-    run_command: command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """recovery=off ends at the first incident, keeps the last good state and says where it is."""
-    monkeypatch.chdir(tmp_path)
     outcome = run_command([*LEARN, "drill=nan_grad", "recovery=off", "run.steps=100", "run.name=stopped"])
     assert outcome.code == 3
     summary = outcome.summary("runs/stopped")
     assert (summary["status"], summary["exit_code"], summary["steps"]) == ("gave_up", 3, 25)
     assert summary["incidents"]["total"] == 1
-    assert os.listdir("runs/stopped/checkpoints") == ["step-00000025"]
     said = outcome.stdout + outcome.stderr
     for words in ("gave up at step 50", "nonfinite_grad", "runs/stopped/checkpoints/step-00000025"):
         assert words in said
