@@ -210,7 +210,7 @@ def test_files_of_absurd_size_are_not_read(here: Path, small_run: Path, capsys: 
     read_by_all()
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "- " * 100_000, "{a: " * 100_000, "a: &a [1]\nb: *a\n"])
+@pytest.mark.parametrize("text", ["[" * 20_000, "- " * 20_000, "{a: " * 20_000, "a: &a [1]\nb: *a\n"])
 def test_a_configuration_of_absurd_depth_is_not_read(
     here: Path, small_run: Path, run_command: command, text: str
 ) -> None:
@@ -232,8 +232,9 @@ _small: list[Path] = []
 
 
 @pytest.fixture
-def small_run(here: Path, run_command: command, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of a few updates, made once."""
+def small_run(here: Path, run_command: command, tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path:
+    """A run of a few updates, made once, next to a database."""
+    shutil.copy(empty_store, here / "mlflow.db")
     if not _small:
         _small.append(tmp_path_factory.mktemp("small") / "run")
         assert train(run_command, _small[0], 10).code == 0
