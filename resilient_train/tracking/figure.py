@@ -34,7 +34,6 @@ _LOG_ABOVE = 30.0  # times the smallest value: then the axis is logarithmic
 _TIMES, _SPANS = 1e3, 12.0  # of the usual: larger values are marked at the edge, or all else is one flat line
 _STRIP_WIDTH, _LANE, _BELOW = 5.2, 0.34, 0.62  # inches; a wider strip would push MLflow's page aside
 _LEGEND_ROW = 0.2  # inches
-_DIGIT = 0.025  # of the width, for a digit of a number
 
 
 def draw_incident(chapter: Chapter, points: Sequence[Point]) -> bytes:
@@ -75,11 +74,6 @@ def draw_strip(story: Story) -> bytes:
             if ticks := [one.anomaly.tick for one in some if one.outcome is outcome]:
                 name = OUTCOMES[outcome]
                 axes.plot(ticks, [lane] * len(ticks), mark, color=edge, markerfacecolor=fill, markersize=9, label=name)
-        last = -end
-        for one in some:
-            if (tick := one.anomaly.tick) - last > _DIGIT * (1 + len(str(one.id))) * end:
-                axes.annotate(f"{one.id}", (tick, lane), (0, 7), textcoords="offset points", ha="center", fontsize=9)
-                last = tick
     _add_legend(figure, axes, 3)
     return _png(figure)
 

@@ -66,11 +66,6 @@ def link(label: str, url: str | None, most: int | None = None) -> str:
     return f"[{text(label, most)}]({url})"
 
 
-def image(label: str, url: str) -> str:
-    """Show a picture, or its words where it cannot be loaded."""
-    return f"!{link(label, url)}"
-
-
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Put cells, which are markdown already, into a table; MLflow shows it without lines and margins."""
     lines = [_GAP.join(titles), "|".join(["---"] * len(titles)), *map(_GAP.join, rows)]
@@ -173,7 +168,7 @@ def note(story: Story, trace_url: PageUrl, picture_url: PageUrl = _nowhere, stri
     if story.advice:
         parts.append(f"**What to change**\n\n{_advice(story, most=1_600)}")
     if story.chapters and strip_url is not None:
-        parts.append(image("The incidents of the run, by cause, over its ticks", strip_url))
+        parts.append(f"!{link('The incidents of the run, by cause, over its ticks', strip_url)}")
     last = ["**What is left**", _left(story, most=1_300)] if story.chapters else [_left(story, most=1_300)]
     room = LIMIT - sum(len(part) + 2 for part in parts + last)
     if story.chapters:
@@ -189,7 +184,7 @@ def report(story: Story) -> str:
     if story.chapters:
         rows = [_row(one, _nowhere, _nowhere, None) for one in newest]
         parts += ["## What to change", _advice(story, None) if story.advice else "No incident asks for a change."]
-        parts += ["## What went wrong, and what was done", table(_titles(story), rows)]
+        parts += ["## What went wrong, and what was done", table(_TITLES, rows)]
     if older := len(story.chapters) - len(newest):
         parts.append(f"And {older:,} before them: `resilient-train incidents` prints them.")
     parts += ["## What is left", _left(story, None)]
@@ -279,11 +274,6 @@ def _checkpoint(one: Checkpoint | None, most: int | None) -> str:
 # ----------------------------------------------------------------------------------------------------------- incidents
 
 
-def _titles(story: Story) -> Sequence[str]:
-    zone = _time(story.chapters[-1].opened_ms, "%Z")
-    return [f"when ({text(zone, 20)})" if one == "when" and zone else one for one in _TITLES]
-
-
 def _row(chapter: Chapter, trace_url: PageUrl, picture_url: PageUrl, most: int | None) -> Sequence[str]:
     """Return one incident as cells, each of no more than `most` characters without its address."""
     incident, view = chapter.incident, IncidentView.of(chapter)
@@ -318,11 +308,11 @@ def _time(ms: int, form: str) -> str:
 
 def _newest(story: Story, trace_url: PageUrl, picture_url: PageUrl, room: int) -> str:
     order = ", the newest first" if len(story.chapters) > 1 else ""
-    head, titles = f"**What went wrong, and what was done**{order}\n\n", _titles(story)
+    head = f"**What went wrong, and what was done**{order}\n\n"
     cells = (_row(one, trace_url, picture_url, 200) for one in reversed(story.chapters))
-    rows = rows_that_fit(titles, cells, room - len(head) - 60)
+    rows = rows_that_fit(_TITLES, cells, room - len(head) - 60)
     older = len(story.chapters) - len(rows)
-    return head + table(titles, rows) + (f"\n\nAnd {older:,} before them, in {code(REPORT)}." if older else "")
+    return head + table(_TITLES, rows) + (f"\n\nAnd {older:,} before them, in {code(REPORT)}." if older else "")
 
 
 def _incident(chapter: Chapter) -> str:
