@@ -12,6 +12,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+from resilient_train.app import parser_of
 from resilient_train.app.terminal import Page, counting
 from resilient_train.checkpoint.store import CANDIDATE, DEMOTED, VERIFIED, Damaged, Entry, Store, verify
 from resilient_train.checkpoint.weights import NotExportable, export, export_weights
@@ -24,19 +25,12 @@ Lists the checkpoints of a run, the newest first, after reading all of each to v
   candidate   written by a stop on request; a resume loads it and finishes verifying it
   demoted     the trouble began before it: no resume loads it
   damaged     differs from what was written: no resume loads it"""
-_EXIT_CODES = "exit code: 0 if a run can resume, 1 if no checkpoint is usable, 2 if RUN_DIR is no directory"
+_EXIT_CODES = "0 if a run can resume, 1 if no checkpoint is usable, 2 if RUN_DIR is no directory"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """List and verify, or export; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="resilient-train checkpoints",
-        description=_HELP,
-        epilog=_EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the directory of the run, such as runs/NAME")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser = parser_of("checkpoints", _HELP, _EXIT_CODES)
     exports = parser.add_mutually_exclusive_group()
     folder = "export the newest verified checkpoint to a new folder, for from_pretrained of transformers"
     exports.add_argument("--export", type=Path, metavar="DIR", help=folder)

@@ -19,10 +19,6 @@ from resilient_train.record.journal import JOURNAL, read
 from resilient_train.secrets import masked
 
 _LAUNCH = ".launch"
-_OF_A_START = (  # the lock last
-    *(CONFIG, "train.log", JOURNAL, "incidents.jsonl", "progress", SUMMARY, "mlflow.json", ".place"),
-    *(_LAUNCH, LOCK),
-)
 
 
 @dataclass
@@ -42,18 +38,6 @@ class RunDirectory:
 
     def log(self, rank: int) -> Path:
         return self.path / ("train.log" if rank == 0 else f"train.rank{rank}.log")
-
-    def remove_start(self) -> None:
-        """Remove the files of a start that was refused, unless there are other files."""
-        with contextlib.suppress(OSError):
-            if set(os.listdir(self.path)) - set(_OF_A_START):
-                return
-        for name in _OF_A_START:
-            with contextlib.suppress(OSError):
-                remove(self.path / name)
-        if self.is_made:
-            with contextlib.suppress(OSError):
-                self.path.rmdir()
 
 
 def claim(
@@ -146,20 +130,16 @@ def _was_launched_by_this(run_dir: Path) -> bool:
         return False
 
 
-def launcher_of(run_dir: Path) -> tuple[str, bool] | None:
-    """Return what may restart the newest process of a run, and whether it is known to be alive; None if nothing would.
-
-    A process of another host or a queue cannot be seen from here.
-    """
+def launcher_of(run_dir: Path) -> str:
+    """Return what may restart the newest process of a run; nothing if nothing would, or if it is known to be gone."""
     try:
         words = read_plain(run_dir / _LAUNCH).decode(errors="replace").split()
     except OSError:
-        return None
+        return ""
     match words:
-        case ["agent", *_, host, process] if process.isdigit() and host == socket.gethostname():
-            return (f"its launcher, process {process},", True) if Path("/proc", process).exists() else None
-        case ["agent", *_, host, _]:
-            return f"its launcher on {host}", False
+        case ["agent", *_, host, process] if process.isdigit():
+            is_here = host == socket.gethostname()
+            return "" if is_here and not Path("/proc", process).exists() else f"its launcher on {host}"
         case ["slurm", job]:
-            return f"SLURM's job {job}", False
-    return None
+            return f"SLURM's job {job}"
+    return ""

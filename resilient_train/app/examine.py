@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from resilient_train.app import parser_of
 from resilient_train.errors import ConfigError, TrainError
 from resilient_train.reader import find_in_working_directory
 from resilient_train.record.journal import plain
@@ -23,21 +24,14 @@ Runs forward and backward of one batch under the microscope, and changes nothing
 gradients arrive there, the first operation that makes a value that is not finite, inputs that are out of scale. The
 weights are those of the newest verified checkpoint; mixed precision, patched lines and epsilon are those of the run.
 Give the overrides that the run was started with: model, data and objective are never taken from the run directory."""
-_EXIT_CODES = "exit code: 0 if loss and gradients are finite, 1 if not, 2 if RUN_DIR or the overrides do not fit"
+_EXIT_CODES = "0 if loss and gradients are finite, 1 if not, 2 if RUN_DIR or the overrides do not fit"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Examine one batch; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="resilient-train examine",
-        description=_HELP,
-        epilog=_EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the directory of the run, such as runs/NAME")
+    parser = parser_of("examine", _HELP, _EXIT_CODES)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="the overrides of the run's own command")
     parser.add_argument("--rows", help="rows of the data set, such as 3,77; default: the first data.batch_size rows")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     given = parser.parse_intermixed_args(arguments)
     find_in_working_directory()
     try:

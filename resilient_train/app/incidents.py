@@ -5,7 +5,6 @@ It reads what the run has written, also while the run is at work, and changes no
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import sys
@@ -17,6 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from resilient_train.app import parser_of
 from resilient_train.app.directory import launcher_of
 from resilient_train.app.status import Status, status_of
 from resilient_train.app.terminal import Page, Words
@@ -31,7 +31,7 @@ from resilient_train.types import Culprit, Outcome
 from resilient_train.wording import OUTCOMES, counted, duration, noticed, printable, reached_suffix
 
 _LOOK_EVERY_S = 1.0
-_RESTARTS_WITHIN_S = 120.0  # by a launcher on another host, which cannot be seen
+_RESTARTS_WITHIN_S = 120.0  # by a launcher, which may be on another host and cannot be seen then
 
 _STYLES = {"clean": "bold green", "recovered": "bold green", "gave_up": "bold red", "failed": "bold red"}
 _STYLES |= {"unrecovered": "bold red", "no_progress": "bold yellow", "observed": "bold yellow"}
@@ -51,13 +51,12 @@ _OUTCOMES = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the incidents of a run; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="resilient-train incidents",
-        description="Print whether a run is all right, and its incidents, the oldest first.",
-        epilog="0 printed; 1 the journal cannot be read; 2 no run there. With --follow: the exit code of the run.",
+    parser = parser_of(
+        "incidents",
+        "Print whether a run is all right, and its incidents, the oldest first.",
+        "0 printed; 1 the journal cannot be read; 2 no run there. With --follow: the exit code of the run.",
+        json="one line of JSON for each, as in incidents.jsonl",
     )
-    parser.add_argument("run_dir", type=Path, help="the directory of the run")
-    parser.add_argument("--json", action="store_true", help="one line of JSON for each, as in incidents.jsonl")
     parser.add_argument("--follow", action="store_true", help="print new incidents until the run has ended")
     parser.add_argument("--last", type=int, metavar="N", help="only the last N")
     given = parser.parse_args(arguments)
@@ -127,8 +126,7 @@ def _restarted_by(run_dir: Path, status: Status, ended_s: float) -> str | None:
     """Return who will restart a run that ended so many seconds ago; empty while it is too early to say."""
     if status.state not in ("killed", "failed"):
         return None
-    name, is_seen = launcher_of(run_dir) or ("", False)
-    if name and (is_seen or ended_s < _RESTARTS_WITHIN_S):
+    if (name := launcher_of(run_dir)) and ended_s < _RESTARTS_WITHIN_S:
         return name
     # Between two processes of a run none is at work for a moment: a kill has to be seen twice.
     return "" if status.state == "killed" and ended_s < 2 * _LOOK_EVERY_S else None

@@ -36,7 +36,7 @@ from resilient_train.errors import (
     in_one_line,
     short_message,
 )
-from resilient_train.files import commit_text
+from resilient_train.files import commit_text, remove
 from resilient_train.ranks.lock import DirectoryLock
 from resilient_train.ranks.process_exit import StopRequests, has_lost_sibling
 from resilient_train.ranks.watchdog import Hang, Phase, Watchdog
@@ -103,7 +103,8 @@ def run(composed: Composed, *, shows_address: bool = True) -> Ending:
                 ending = session.end(error, requests)
             if ending.is_refused:
                 terminal.close()
-                directory.remove_start()
+                with suppress(OSError):
+                    remove(directory.path)
         if ending.exit_code == 0:
             world.leave()
         return ending
@@ -328,7 +329,7 @@ class _Session:
         loss = run.evaluated["loss"] if run and run.evaluated else summary.final_loss
         # Several processes, or a launcher, need the directory to find the refusal in.
         is_alone = self.world.size == 1 and "WORLD_SIZE" not in os.environ
-        is_refused = isinstance(error, ConfigError) and directory.is_new and run is None and is_alone
+        is_refused = isinstance(error, ConfigError) and directory.is_made and run is None and is_alone
         return Ending(summary.exit_code, None if error else loss, is_refused, directory.path)
 
     def _alert(self, event: str, message: str, summary: Summary) -> None:

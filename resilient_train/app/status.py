@@ -6,13 +6,13 @@ the run's code. Launchers hide the exit code of a run; this one is true.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from resilient_train.app import parser_of
 from resilient_train.record.endings import (
     REFUSED,
     SUMMARY,
@@ -67,14 +67,8 @@ class Status:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the status of a run; return its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="resilient-train status",
-        description="Print the status of a run in one line, and end with its exit code.",
-        epilog="0 finished, or running; 1 failed, hung or killed; 2 refused, or no run there; 3 gave up; 75 stopped on "
-        "request: the same command resumes.",
-    )
-    parser.add_argument("run_dir", type=Path, help="the directory of the run")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    codes = "0 finished, or running; 1 failed, hung or killed; 2 refused, or no run there; 3 gave up; 75 stopped"
+    parser = parser_of("status", "Print the status of a run in one line, and end with its exit code.", codes)
     given = parser.parse_args(arguments)
     status, story = status_of(given.run_dir), None
     with suppress(OSError):  # `incidents` says why

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from resilient_train.app import parser_of
 from resilient_train.app.terminal import counting
 from resilient_train.errors import TrainError
 from resilient_train.record.endings import at_work
@@ -31,6 +32,12 @@ from resilient_train.tracking.tracker import EXPERIMENT
 from resilient_train.tracking.uploader import Busy, Uploader, backfill, needs_backfill
 from resilient_train.wording import counted, printable
 
+_HELP = """\
+Uploads to MLflow what could not be uploaded during the run. Nothing is uploaded twice.
+The address of the run is used unless another is given. If it holds a token or a password, which is not written down,
+give it again by --uri or MLFLOW_TRACKING_URI, or use MLflow's own variables for them. Those, and
+~/.mlflow/credentials, are sent to no address that only the directory names: give it by --uri."""
+
 _EVERY_S = 1.5  # between uploads while a run lasts
 _RETRY_AT_MOST_S = 30.0
 _PAUSES_S = (2.0, 5.0, 0.0)  # after each attempt to finish
@@ -40,14 +47,7 @@ _SURVIVES_S = 6.0  # how long an attached process may upload what a killed run h
 
 def main(arguments: list[str] | None = None) -> int:
     """Upload; return 0 if MLflow has everything, 1 if not, 2 if there is nothing to upload or the store is unknown."""
-    parser = argparse.ArgumentParser(
-        prog="resilient-train sync",
-        description="Upload to MLflow what could not be uploaded during the run. Nothing is uploaded twice.",
-        epilog="The address of the run is used unless another is given. If it holds a token or a password, which is "
-        "not written down, give it again by --uri or MLFLOW_TRACKING_URI, or use MLflow's own variables for them. "
-        "Those, and ~/.mlflow/credentials, are sent to no address that only the directory names: give it by --uri.",
-    )
-    parser.add_argument("run_dir", type=Path, help="the directory of the run")
+    parser = parser_of("sync", _HELP, "0 if MLflow has everything, 1 if not, 2 if the store is unknown", json="")
     parser.add_argument(
         "--uri", "--tracking-uri", help="another tracking store: sqlite:///file.db, http://host:5000, ..."
     )

@@ -27,7 +27,6 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 from resilient_train import __version__
 from resilient_train.app import VERBS
 from resilient_train.app.config import CONF
-from resilient_train.app.config.manual import meanings
 from resilient_train.errors import ConfigError, TrainError, in_one_line, text_of, unusable
 from resilient_train.files import read_yaml_text
 from resilient_train.reader import no_such, similar
@@ -58,7 +57,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser = _Parser()
     given, unknown = parser.parse_known_intermixed_args(words)
     if unknown:
-        raise _unknown_option(unknown[0], [*words, ""][words.index(unknown[0]) + 1])
+        word = unknown[0].partition("=")[0]
+        hint = similar(word, option_names()) or "."
+        raise unusable(word, f"no such option{hint} A setting has no dashes: key=value; --help explains every key")
     options = []
     for action in parser._actions:
         value = getattr(given, action.dest, None)
@@ -72,19 +73,6 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 def option_names() -> list[str]:
     """List the options in their long form."""
     return [name for action in _Parser()._actions for name in action.option_strings if name.startswith("--")]
-
-
-def _unknown_option(word: str, next_word: str) -> ConfigError:
-    """Suggest the key that is likely meant, with the value that was given: `--steps 10` for `run.steps=10`."""
-    typed, equals, value = word.partition("=")
-    if not equals and not next_word.startswith("-") and "=" not in next_word:
-        value = next_word
-    name = typed.lstrip("-").replace("-", "_")
-    keys = [known.partition("=")[0] for known in meanings() if not known.endswith(".")]
-    key = next((one for one in keys if name in (one, one.rpartition(".")[2])), None)
-    meant = masked_override(f"{key}={value or '...'}")
-    hint = f"; did you mean {meant}?" if key else similar(typed, option_names()) or "."
-    return unusable(typed, f"no such option{hint} A setting has no dashes: key=value; --help explains every key")
 
 
 def name_of(overrides: Sequence[str]) -> str:

@@ -125,7 +125,6 @@ _ALWAYS = (
     *("run.steps", "run.seed", "data.batch_size", "clip.max_norm", "model.", "optimizer.", "schedule."),
     *("accelerate.gradient_accumulation_steps", "accelerate.mixed_precision"),
 )
-_TARGETS = ("model._target_", "data.train._target_", "objective._target_", "optimizer._target_", "schedule._target_")
 _NEVER = ("hydra.", "tracking.", "run.name", "run.dir", "run.resume")  # the place of a run and how it is shown
 
 
@@ -290,10 +289,6 @@ def _compared(settings: Mapping[str, Any], choices: Mapping[str, Any], overrides
     found = {}
     for key, value in sorted(settings.items()):
         is_given = not key.startswith(_NEVER) and any(f"{key}.".startswith(f"{one}.") for one in given if "." in one)
-        if key in _TARGETS:
-            is_shown = chosen.get(key.partition(".")[0]) == "custom"  # else the option implies it
-        else:
-            is_shown = key.startswith(_ALWAYS)
-        if is_given or is_shown:
+        if is_given or (key.startswith(_ALWAYS) and not key.endswith("._target_")):  # which the option implies
             found[key] = value
     return chosen | found
