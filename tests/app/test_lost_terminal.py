@@ -21,7 +21,6 @@ from warm import ENVIRONMENT, Forked, python
 
 from resilient_train.app.terminal import Terminal, counting, fail_safe, survive_hangup, until_unread
 from resilient_train.record.incident_log import IncidentLog
-from resilient_train.tracking.review import where_to_look
 from resilient_train.wording import log
 
 MINE = ["model=custom", "model._target_=strangers.Plain", "data=custom", "data.train._target_=strangers.Fixed"]
@@ -75,7 +74,7 @@ def test_a_command_line_ends_with_its_own_code_when_nobody_hears_it(tmp_path: Pa
     """A true interpreter: neither its last flush nor what it says of a mistake is worth another code."""
     read, write = os.pipe()
     os.close(read)
-    for words, code in ((["--help"], 0), (["--cfg", "job"], 0), (["run.stesp=1"], 2)):
+    for words, code in ((["--help"], 0), (["run.stesp=1"], 2)):
         command = [sys.executable, "-m", "resilient_train", *words]
         done = subprocess.run(command, env=ENVIRONMENT, cwd=tmp_path, stdout=write, stderr=subprocess.PIPE, text=True)
         assert (done.returncode, done.stderr.count("\n")) == (code, code // 2), done.stderr
@@ -91,20 +90,16 @@ def long_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "config.yaml").write_text("run: {steps: 300}\n")
     for number in range(1, 301):
         book.add(incident(number, None))
-        book.record_treatment(incident(number, None))
         book.close(incident(number))
     book.close_files()
     (place / "summary.json").write_text('{"status": "completed", "exit_code": 0, "steps": 300}')
     return place
 
 
-@pytest.mark.parametrize("more", [[], ["--json"], ["--follow"]], ids=" ".join)
 @pytest.mark.parametrize("environment", [{}, {"FORCE_COLOR": "1"}], ids=["plain", "as a terminal"])
-def test_incidents_end_quietly_when_the_reader_has_read_enough(
-    more: list[str], environment: dict[str, str], long_run: Path
-) -> None:
+def test_incidents_end_quietly_when_the_reader_has_read_enough(environment: dict[str, str], long_run: Path) -> None:
     """As with `| head -1`."""
-    command = [sys.executable, "-m", "resilient_train", "incidents", str(long_run), *more]
+    command = [sys.executable, "-m", "resilient_train", "incidents", str(long_run), "--follow"]
     with subprocess.Popen(
         command, env=ENVIRONMENT | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -201,17 +196,3 @@ def test_who_waits_for_mlflow_is_told_why_and_may_leave(tmp_path: Path) -> None:
     told = out.read_text().splitlines()
     assert told[-2] == "to upload the rest, from any machine that has the directory:"
     assert told[-1].endswith(" -m resilient_train sync runs/run")
-
-
-@pytest.mark.parametrize(
-    ("command", "url", "told"),
-    [
-        ("mlflow ui", "http://x", ["to see it, start\n  mlflow ui", "and open\n  http://x"]),
-        ("", "http://x", ["to see it, open\n  http://x"]),
-        ("mlflow ui", None, ["to see it, start\n  mlflow ui"]),
-        ("", None, []),
-    ],
-)
-def test_where_to_look_is_said_in_whole_sentences(command: str, url: str | None, told: list[str]) -> None:
-    """Of a database, of a server, of a store without pages."""
-    assert where_to_look(command, url) == told

@@ -55,16 +55,9 @@ def test_a_run_that_needs_attention_runs_the_command(
         assert "s3cret" not in line
 
 
-def test_a_hang_runs_the_command_before_the_process_ends() -> None:
-    """From the thread of the watchdog, as the loop never returns."""
-    words = [*SMALL, "drill=hang", "drill.at=[6]", "run.step_timeout=3", "run.start_timeout=300", quoted(NOTE)]
-    done = launch(Path.cwd(), 1, "-m", "resilient_train", *words)
-    about = json.loads(Path("alert.json").read_text())
-    assert (done.codes, about["event"], about["exit_code"]) == ([1], "hang", 1)
-
-
 def test_a_hang_before_the_first_update_is_reported_like_any_other() -> None:
-    """With an incident, a summary and an alert; the run's code has not even returned the model."""
+    """With an incident, a summary and an alert, from the thread of the watchdog: the user's code does not even return
+    the model."""
     code = ["import time", "def model():", "    time.sleep(3600)", "def rows():", "    return [(0.0, 1)] * 64"]
     Path("mine.py").write_text("\n".join(code))
     words = ["model=custom", "model._target_=mine.model", "data=custom", "data.train._target_=mine.rows"]

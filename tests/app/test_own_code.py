@@ -7,19 +7,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
+from textwrap import dedent
 
 PACKAGE = {
-    "__init__.py": "",
     "network.py": """
         import torch
 
         class Two(torch.nn.Module):
             def __init__(self, hidden, activation="relu"):
                 super().__init__()
-                self.one = torch.nn.Linear(2, hidden)
-                self.two = torch.nn.Linear(hidden, 2)
+                self.one, self.two = torch.nn.Linear(2, hidden), torch.nn.Linear(hidden, 2)
                 self.activation = getattr(torch, activation)
 
             def forward(self, points):
@@ -29,19 +26,16 @@ PACKAGE = {
         import random, torch
 
         class Rings(torch.utils.data.Dataset):
-            def __init__(self, count, jitter=0.05):
-                self.count, self.jitter = count, jitter
+            def __init__(self, count):
+                self.count = count
 
             def __len__(self):
                 return self.count
 
             def __getitem__(self, index):
                 ring = index % 2
-                angle, radius = random.uniform(0, 6.2832), 0.4 + 0.6 * ring + random.gauss(0, self.jitter)
-                x = torch.tensor([radius, 0.0]) @ torch.tensor(
-                    [[torch.cos(torch.tensor(angle)), torch.sin(torch.tensor(angle))], [0.0, 0.0]]
-                )
-                return {"where": x, "ring": ring}
+                way = torch.nn.functional.normalize(torch.randn(2), dim=0)
+                return {"where": way * (0.4 + 0.6 * ring + random.gauss(0, 0.05)), "ring": ring}
         """,
     "judge.py": """
         import torch
@@ -60,19 +54,12 @@ COMMAND += ["objective=custom", "objective._target_=rings.judge.loss"]
 COMMAND += ["run.steps=200", "optimizer.lr=0.02", "accelerate.cpu=true", "tracking=none"]
 
 
-@pytest.fixture
-def elsewhere(tmp_path: Path) -> Path:
-    """A folder with the stranger's package in it, far from our checkout."""
-    package = tmp_path / "a place of their own" / "rings"
-    package.mkdir(parents=True)
-    for name, text in PACKAGE.items():
-        lines = [line.removeprefix(" " * 8) for line in text.strip("\n").splitlines()]
-        (package / name).write_text("\n".join(lines) + "\n")
-    return package.parent
-
-
-def test_a_package_that_knows_nothing_of_us_trains_from_the_wheel(elsewhere: Path, installed_wheel: Path) -> None:
+def test_a_package_that_knows_nothing_of_us_trains_from_the_wheel(tmp_path: Path, installed_wheel: Path) -> None:
     """From the wheel and from the user's folder, by the installed command; `examine` finds their modules, too."""
+    elsewhere = tmp_path / "a place of their own"
+    (elsewhere / "rings").mkdir(parents=True)
+    for name, text in PACKAGE.items():
+        (elsewhere / "rings" / name).write_text(dedent(text))
     environment = {**os.environ, "PYTHONPATH": str(installed_wheel), "OMP_NUM_THREADS": "1"}
     start = [sys.executable, str(installed_wheel / "bin/resilient-train")]
 

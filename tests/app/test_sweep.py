@@ -127,6 +127,7 @@ def test_a_sweep_ends_with_a_table_and_is_one_run_in_mlflow(
     for file in here.rglob("summary.json"):
         run = runs.pop(json.loads(file.read_text())["mlflow"]["run_id"])
         assert (run.info.status, run.data.tags["resilience.incidents"]) == ("FINISHED", "1")
+        assert {"config.yaml", "train.log"} <= {one.path for one in client.list_artifacts(run.info.run_id)}
         assert f"lr={run.data.params['optimizer.lr']}" == run.info.run_name or file.parent.parent.name == "other"
         written = [one for one, _ in entries(file.with_name(OUTBOX)) if one is not None and one["kind"] == METRICS]
         mine = [(one["tick"], one["values"]["loss"]) for one in written if "loss" in one["values"]]

@@ -25,7 +25,7 @@ HANDFUL += ["configuration: a remedy [nope]", "guard: nothing wrong"]
 
 
 def test_a_handful_holds(tmp_path: Path) -> None:
-    """One command tries them, prints a table and the count, and keeps what became of each."""
+    """One command tries them, prints a table and the count, and keeps what became of each; there are hundreds."""
     command = [sys.executable, ATTACKS, "--json", "tried.json", "--only", *HANDFUL]
     done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -35,10 +35,6 @@ def test_a_handful_holds(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "4 inputs, 0 failed"
     tried = json.loads((tmp_path / "tried.json").read_text())
     assert {f"{one['group']}: {one['name']}" for one in tried} == {*HANDFUL}
-
-
-def test_there_are_hundreds() -> None:
-    """What is tried is at least what was promised."""
     command = [sys.executable, ATTACKS, "--list"]
     listed = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True).stdout.splitlines()
     assert len({*listed}) == len(listed) >= 200
@@ -47,11 +43,6 @@ def test_there_are_hundreds() -> None:
 @pytest.fixture
 def place(tmp_path: Path) -> Place:
     return Place(tmp_path / "place", tmp_path)
-
-
-def test_nothing_is_found_where_nothing_is(place: Place) -> None:
-    (place.path / "train.log").write_text("all is well\n")
-    place.audit()
 
 
 @pytest.mark.parametrize(
@@ -64,27 +55,23 @@ def test_nothing_is_found_where_nothing_is(place: Place) -> None:
     ],
 )
 def test_what_got_in_or_out_is_found(place: Place, name: str, text: str, why: str) -> None:
-    """In whatever file of the place, and in what its processes printed."""
+    """In whatever file of the place, and in what its processes printed; nothing is where nothing is."""
+    (place.path / "train.log").write_text("all is well\n")
+    place.audit()
     (place.path / name).parent.mkdir(parents=True, exist_ok=True)
     (place.path / name).write_text(text)
     with pytest.raises(Failed, match=why):
         place.audit()
 
 
-def test_what_hangs_is_ended(place: Place) -> None:
-    """Its limit is a failure of the input, not of the harness."""
+def test_what_hangs_dies_or_shows_a_traceback_is_a_failure(place: Place) -> None:
+    """Of the input, not of the harness."""
     started = place.start(time.sleep, 600)
     with pytest.raises(Failed, match="hangs: it has not ended after 1 s"):
         started.end("it", 1.0)
     assert started.forked.ended() is not None
-
-
-def test_a_signal_is_no_end(place: Place) -> None:
     with pytest.raises(Failed, match="died of signal 6"):
         place.start(os.abort).end("it", 60.0)
-
-
-def test_a_traceback_is_no_refusal(place: Place) -> None:
     (said := place.path / "said").write_text("Traceback (most recent call last):\n  ...\nKeyError: 5\n")
     with pytest.raises(Failed, match="shows a traceback: KeyError: 5"):
         judged("it", 1, said, said, 0.0)

@@ -49,22 +49,15 @@ def test_the_wheel_says_what_it_is(wheel: Path) -> None:
     assert "resilient-train = resilient_train.__main__:main" in text_of(wheel, "entry_points.txt")
 
 
-@pytest.mark.parametrize("command", [[sys.executable, "-m", "resilient_train"], ["resilient-train"]], ids=["-m", "bin"])
-def test_the_wheel_runs_from_anywhere(installed_wheel: Path, tmp_path: Path, command: list[str]) -> None:
-    """Both forms of the command find code and configuration without the checkout, in any directory, and explain it."""
+def test_the_wheel_runs_from_anywhere(installed_wheel: Path, tmp_path: Path) -> None:
+    """The command finds code and configuration without the checkout, in any directory, and explains it."""
     search = {"PYTHONPATH": str(installed_wheel), "PATH": f"{installed_wheel}/bin:{os.environ['PATH']}"}
     environment = {**os.environ, **search}
-    told = printed_by([*command, "--help"], cwd=tmp_path, env=environment)
-    for words in (
-        "model: custom, gpt, hf_causal_lm, mlp, resnet",
-        "experiment: demo",
-        "accumulation_steps",
-        "--config-dir",
-    ):
+    told = printed_by(["resilient-train", "--help"], cwd=tmp_path, env=environment)
+    for words in ("model: custom, gpt, hf_causal_lm, mlp, resnet", "experiment: demo", "--config-dir"):
         assert words in told
-    where = printed_by(
-        [sys.executable, "-c", "import resilient_train as r; print(r.__file__)"], cwd=tmp_path, env=environment
-    )
+    program = "import resilient_train as r; print(r.__file__)"
+    where = printed_by([sys.executable, "-c", program], cwd=tmp_path, env=environment)
     assert Path(where.strip()).is_relative_to(installed_wheel)
     assert not list(tmp_path.iterdir())
 
@@ -156,17 +149,17 @@ def begin(repository: Path, *extras: str, **variables: str) -> "subprocess.Popen
 
 
 def set_up(repository: Path, *extras: str, **variables: str) -> tuple[int, str]:
-    """The exit code of scripts/environment and the first word of what it says."""
+    """The exit code of scripts/environment and what it says."""
     process = begin(repository, *extras, **variables)
     _, said = process.communicate()
-    return process.returncode, said.split(" ")[0]
+    return process.returncode, said
 
 
 def test_an_environment_is_made_when_it_has_to_be(repository: Path) -> None:
     """Made again after an interruption, made once for two calls at once, left alone until an ingredient changes."""
     mark = repository / ".venv/mark"
     (repository / "power-cut").touch()
-    assert set_up(repository) == (-signal.SIGKILL, "Making")
+    assert set_up(repository)[0] == -signal.SIGKILL
     mark.touch()
     (repository / "power-cut").unlink()
 
@@ -179,13 +172,14 @@ def test_an_environment_is_made_when_it_has_to_be(repository: Path) -> None:
     with (repository / "pyproject.toml").open("a") as project:
         project.write("[tool.ruff]\n")
     assert set_up(repository) == (0, ""), "a lint rule is nothing to install"
-    assert set_up(repository, "dev") == (0, "Adding")
+    assert set_up(repository, "dev")[1].startswith("Adding")
     assert set_up(repository, "dev") == (0, "")
     assert set_up(repository) == (0, ""), "more than asked for will do"
 
     (repository / "constraints/cpu.txt").write_text("torch==1\n")
     (repository / "find").symlink_to("/bin/false")  # the first command of a making: its decision is all we want here
-    assert set_up(repository, PATH=f"{repository}:{os.environ['PATH']}") == (1, "Making")
+    code, words = set_up(repository, PATH=f"{repository}:{os.environ['PATH']}")
+    assert (code, words.split()[0]) == (1, "Making")
 
 
 def test_an_environment_behind_a_link_is_left_alone(repository: Path, tmp_path: Path) -> None:
@@ -206,19 +200,16 @@ def test_an_environment_of_somebody_else_is_left_alone(repository: Path) -> None
     (site_packages,) = (repository / ".venv/lib").glob("python*/site-packages")
     (site_packages / "mine-1.dist-info").mkdir()
     (site_packages / "mine-1.dist-info/METADATA").write_text("Name: mine\nVersion: 1\n")
-    process = begin(repository)
-    _, said = process.communicate()
-    assert process.returncode == 1
+    code, said = set_up(repository)
+    assert (code, said.count("\n")) == (1, 1)
     assert "holds packages that this script did not install" in said
-    assert said.count("\n") == 1
     assert not (repository / ".venv/stamp").exists()
 
 
 def test_a_missing_python_is_named_in_one_line(repository: Path) -> None:
     """PYTHON that will not do: one line with its value, and nothing half-made."""
-    process = begin(repository, PYTHON="no-such-python")
-    _, said = process.communicate()
-    assert process.returncode == 1
+    code, said = set_up(repository, PYTHON="no-such-python")
+    assert code == 1
     assert "PYTHON=no-such-python is no Python 3.11 or newer" in said
     assert said.count("\n") == 1
     assert not (repository / ".venv").exists()
