@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from command import command, train
+from command import MINE, command, train
 from group import Group
 from kills import stand
 from safetensors.torch import load_file
@@ -25,9 +25,7 @@ from warm import ENVIRONMENT, Forked, python
 from resilient_train.app.config.compose import load
 from resilient_train.app.status import status_of
 
-MINE = ["model=custom", "model._target_=strangers.Plain", "data=custom", "data.train._target_=strangers.Fixed"]
-MINE += ["objective=custom", "objective._target_=strangers.mse_and_more", "accelerate.cpu=true", "tracking=none"]
-
+RMSE = "objective._target_=strangers.mse_and_more"
 LR = "torch.optim.lr_scheduler"
 FIELDS = {"status", "exit_code", "steps", "ticks", "steps_lost", "final_loss", "eval", "incidents", "seconds"}
 FIELDS |= {"step_ms", "trial_updates", "weights_sha256", "state_sha256", "mlflow", "first_loss", "verdict"}
@@ -47,7 +45,7 @@ def runs() -> list[str]:
 
 def test_a_run_leaves_its_configuration_log_weights_and_summary(run_command: command) -> None:
     """Everything is in one directory, and the summary has the fields that scripts rely on."""
-    outcome = run_command([*MINE, "run.steps=30", "run.name=first", "data.eval._target_=strangers.Fixed"])
+    outcome = run_command([*MINE, "run.steps=30", "run.name=first", "data.eval._target_=strangers.Fixed", RMSE])
     assert outcome.code == 0
     assert "completed 30 steps" in outcome.stdout
     files = {"config.yaml", "incidents.jsonl", "journal.jsonl", "summary.json", "train.log", "weights.safetensors"}

@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import Outcome, command
+from command import MINE, Outcome, command
 
 from resilient_train.app.config.compose import load
 from resilient_train.ranks.lock import DirectoryLock, holder_of
 
 LR = "torch.optim.lr_scheduler"
-OWN = ["model=custom", "model._target_=strangers.Plain", "data=custom", "data.train._target_=strangers.Fixed"]
-OWN += ["objective=custom", "objective._target_=strangers.mse", "run.steps=3", "tracking=none", "accelerate.cpu=true"]
+OWN = [*MINE, "run.steps=3"]
 
 # What is typed, and what the line has to say; the exit code is 2.
 REFUSED = [

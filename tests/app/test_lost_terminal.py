@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
+from command import MINE
 from moody import Door
 from stories import incident
 from warm import ENVIRONMENT, Forked, python
@@ -23,9 +24,7 @@ from resilient_train.app.terminal import Terminal, counting, fail_safe, survive_
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.wording import log
 
-MINE = ["model=custom", "model._target_=strangers.Plain", "data=custom", "data.train._target_=strangers.Fixed"]
-MINE += ["objective=custom", "objective._target_=strangers.mse", "accelerate.cpu=true", "tracking=none"]
-MINE += ["run.steps=300", "run.log_every=1", "run.name=run", "checkpoint.disk.every=0"]
+LONG = [*MINE, "run.steps=300", "run.log_every=1", "run.name=run", "checkpoint.disk.every=0"]
 
 
 def its_log(place: Path) -> str:
@@ -38,7 +37,7 @@ def test_a_run_whose_pipe_is_closed_goes_on_to_its_end(ending: list[str], tmp_pa
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     run = Forked(
-        python, "-m", "resilient_train", *MINE, *ending, place=tmp_path, out=pipe, errors=tmp_path / "errors.txt"
+        python, "-m", "resilient_train", *LONG, *ending, place=tmp_path, out=pipe, errors=tmp_path / "errors.txt"
     )
     with pipe.open() as said:
         head = [said.readline() for _ in range(3)]
@@ -55,7 +54,7 @@ def test_a_run_whose_terminal_is_closed_goes_on_to_its_end(tmp_path: Path) -> No
     master, slave = pty.openpty()
     name = Path(os.ttyname(slave))
     environment = {**ENVIRONMENT, "TERM": "xterm-256color"}
-    run = Forked(python, "-m", "resilient_train", *MINE, place=tmp_path, out=name, environment=environment)
+    run = Forked(python, "-m", "resilient_train", *LONG, place=tmp_path, out=name, environment=environment)
     heard = b""
     while b"/300" not in heard and run.ended() is None:
         if select.select([master], [], [], 1.0)[0]:
@@ -181,7 +180,7 @@ def test_who_waits_for_mlflow_is_told_why_and_may_leave(tmp_path: Path) -> None:
     door.mood = "hang"
     out = tmp_path / "out.txt"
     more = ["tracking=mlflow", f"tracking.uri={door.address}", "tracking.drain_s=600", "run.steps=3"]
-    run = Forked(python, "-m", "resilient_train", *[*MINE, *more], place=tmp_path, out=out)
+    run = Forked(python, "-m", "resilient_train", *[*LONG, *more], place=tmp_path, out=out)
     try:
         why = "uploading to MLflow, for up to 600 s (tracking.drain_s); Ctrl-C leaves the rest to resilient-train sync"
         deadline = time.monotonic() + 200

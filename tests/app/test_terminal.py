@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from command import command
+from command import MINE, command
+from stories import CLIMBED
 from warm import ENVIRONMENT
 
 import resilient_train
@@ -36,12 +37,12 @@ from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Dia
 
 Said = pytest.CaptureFixture[str]
 
-MINE = ["model=custom", "model._target_=strangers.Plain", "data=custom", "data.train._target_=strangers.Fixed"]
-MINE += ["objective=custom", "objective._target_=strangers.mse", "accelerate.cpu=true", "tracking=none"]
+
+Columns = Callable[..., None]
 
 
 @pytest.fixture
-def columns(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def columns(monkeypatch: pytest.MonkeyPatch) -> Columns:
     """Let this process print to a terminal so wide."""
 
     def set_width(count: int, **more: str) -> None:
@@ -62,11 +63,8 @@ def without_colour(text: str) -> str:
 def incident(number: int, step: int, **more: object) -> Incident:
     """A jump of the loss that a rewind cured."""
     anomaly = Anomaly(Signal.LOSS_SPIKE, step, step + 10, step - 5, "loss 8.12 where 2.9 to 3.4 was usual")
-    diagnosis = Diagnosis(
-        Cause.EXPLOSION, "The loss jumped and stayed there: lower the learning rate, or clip tighter."
-    )
     decision = Decision((Action("rewind"), Action("lower_lr", {"factor": 0.5, "rewarm": 20})))
-    one = Incident(number, anomaly, diagnosis, decision, rewound_to=step - 7, steps_lost=8, seconds=0.25)
+    one = Incident(number, anomaly, CLIMBED, decision, rewound_to=step - 7, steps_lost=8, seconds=0.25)
     return dataclasses.replace(one, **more)  # type: ignore[arg-type]
 
 
@@ -74,12 +72,10 @@ def blamed(file: str, line: int) -> Diagnosis:
     return Diagnosis(Cause.OPERATION, "Add an epsilon.", Culprit("backward", "sqrt", "net.0", file, line), rows=(77,))
 
 
-def write(
-    run_dir: Path, *met: Incident, config: str = "run: {steps: 300}\n", summary: dict[str, object] | None = None
-) -> Path:
+def write(run_dir: Path, *met: Incident, summary: dict[str, object] | None = None) -> Path:
     """A run directory that tells of these."""
     run_dir.mkdir(exist_ok=True)
-    (run_dir / "config.yaml").write_text(config)
+    (run_dir / "config.yaml").write_text("run: {steps: 300}\n")
     book = IncidentLog(run_dir)
     book.run_history.note_update_size(1, 32)
     for one in met:
@@ -106,7 +102,7 @@ def met(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("width", [40, 72, 200])
-def test_the_story_fits_the_terminal(width: int, met: Path, columns: Callable[..., None], capsys: Said) -> None:
+def test_the_story_fits_the_terminal(width: int, met: Path, columns: Columns, capsys: Said) -> None:
     """However wide: the verdict first, in colour; then what, why, who, what was done, what it cost, what to do."""
     columns(width)
     assert incidents.main([str(met)]) == 0
@@ -133,7 +129,7 @@ def test_the_story_fits_the_terminal(width: int, met: Path, columns: Callable[..
     assert hanging or width == 200, "what is wrapped is indented"
 
 
-def test_without_colour_it_is_plain_and_whole(met: Path, columns: Callable[..., None], capsys: Said) -> None:
+def test_without_colour_it_is_plain_and_whole(met: Path, columns: Columns, capsys: Said) -> None:
     """In a pipe each line stays one, whatever the width; with NO_COLOR only the colours go."""
     columns(40, FORCE_COLOR="")
     assert incidents.main([str(met)]) == 0
@@ -160,59 +156,36 @@ def test_what_is_left_to_change_is_counted_and_listed_first(met: Path, capsys: S
     assert listed == [one for one in review(read_story(met)) if one.startswith("to change: ")]
 
 
-@pytest.mark.parametrize(
-    ("outcomes", "summary", "verdict"),
-    [
-        ([], {}, "All is well: 300 steps; no incidents."),
-        ([Outcome.RECOVERED], {"ticks": 300}, "Recovered: 300 steps; 1 incident (1 explosion), it did not come back."),
-        (
-            [Outcome.RECURRED, Outcome.RECURRED, Outcome.RECOVERED],
-            {"ticks": 435},
-            "Recovered: 300 steps; 3 incidents (3 explosion), 2 came back and needed a second treatment. 135 of 435",
-        ),
-        (
-            [None],
-            None,
-            "Killed (no exit message): at step 0 of 300. In all, 1 incident (1 explosion), 1 open. The same",
-        ),
-        (
-            [Outcome.RECOVERED, None],
-            {"status": "preempted", "exit_code": 75, "steps": 120},
-            "Stopped on request: at step 120 of",
-        ),
-        (
-            [Outcome.GAVE_UP],
-            {"status": "gave_up", "exit_code": 3, "steps": 90},
-            "Gave up, needs attention: at step 90 of",
-        ),
-        ([], {"status": "failed", "exit_code": 1, "steps": 7}, "Failed: at step 7 of 300"),
-    ],
-    ids=["clean", "recovered", "recovered in the end", "killed", "stopped", "gave up", "failed"],
-)
+CURED, AGAIN = Outcome.RECOVERED, Outcome.RECURRED
+VERDICTS: list[tuple[list[Outcome | None], dict[str, object] | None, str]] = [
+    ([], {}, "All is well: 300 steps; no incidents."),
+    ([CURED], {"ticks": 300}, "Recovered: 300 steps; 1 incident (1 explosion), it did not come back."),
+    (
+        [AGAIN, CURED],
+        {"ticks": 435},
+        "Recovered: 300 steps; 2 incidents (2 explosion), 1 came back and needed a",
+    ),
+    (
+        [None],
+        None,
+        "Killed (no exit message): at step 0 of 300. In all, 1 incident (1 explosion), 1 open. The same",
+    ),
+    ([CURED, None], {"status": "preempted", "exit_code": 75, "steps": 120}, "Stopped on request: at step 120 of"),
+    ([Outcome.GAVE_UP], {"status": "gave_up", "exit_code": 3, "steps": 90}, "Gave up, needs attention: at step 90 of"),
+    ([], {"status": "failed", "exit_code": 1, "steps": 7}, "Failed: at step 7 of 300"),
+]
+
+
+@pytest.mark.parametrize(("outcomes", "summary", "verdict"), VERDICTS)
 def test_the_first_line_says_whether_the_run_is_all_right(
     outcomes: list[Outcome | None], summary: dict[str, object] | None, verdict: str, tmp_path: Path, capsys: Said
 ) -> None:
     """Of a run that has ended, in whatever way."""
-    run_dir = write(
-        tmp_path / "run", *(incident(n, 40 + n, outcome=one) for n, one in enumerate(outcomes, 1)), summary=summary
-    )
-    assert incidents.main([str(run_dir)]) == 0
+    met = [incident(n, 40 + n, outcome=one) for n, one in enumerate(outcomes, 1)]
+    assert incidents.main([str(write(tmp_path / "run", *met, summary=summary))]) == 0
     said = capsys.readouterr().out
     assert said.startswith(verdict)
-    if "Killed" in verdict:
-        assert "The same command begins at step 0 again." in said.splitlines()[0]
-
-
-def test_a_run_at_work_is_told_of_as_such(tmp_path: Path, capsys: Said) -> None:
-    """With its process, and with what is not over yet."""
-    run_dir = write(tmp_path / "run", incident(1, 40))
-    lock = DirectoryLock(run_dir)
-    assert incidents.main([str(run_dir)]) == 0
-    lock.release()
-    said = capsys.readouterr().out
-    assert said.startswith("Recovering: at step 0 of 300; incident 1 (the loss jumped, step 40) is open")
-    assert f"Running, process {os.getpid()} on" in said
-    assert "outcome  open: it counts as recovered once the run has stayed healthy" in said
+    assert ("The same command begins at step 0 again." in said.splitlines()[0]) == ("Killed" in verdict)
 
 
 def test_programs_get_the_lines_of_incidents_jsonl(met: Path, capsys: Said) -> None:
@@ -306,18 +279,15 @@ def test_nothing_in_a_journal_is_obeyed(tmp_path: Path, capsys: Said) -> None:
     )
     run_dir = write(tmp_path / "run", summary={"status": "failed", "exit_code": 1})
     line = {**as_line(one), "evidence": bad}
-    entries = [
-        {"n": 1, "at": -(10**18), "kind": "began"},
-        {"n": 2, "at": 10**30, "kind": "incident_opened", "incident": line},
-        {"n": 3, "at": -(10**30), "kind": "incident_closed", "incident": {**line, "outcome": "recovered"}},
-        {
-            "n": 4,
-            "at": 0,
-            "kind": "remedies_in_force",
-            "remedies": {"armor": {"file": bad}, "knobs": [bad], "tick": bad},
-        },
-        {"n": 5, "at": 0, "kind": "incident_opened", "incident": [bad]},
+    remedies = {"armor": {"file": bad}, "knobs": [bad], "tick": bad}
+    kinds: list[tuple[int, str, dict[str, object]]] = [
+        (-(10**18), "began", {}),
+        (10**30, "incident_opened", {"incident": line}),
+        (-(10**30), "incident_closed", {"incident": {**line, "outcome": "recovered"}}),
+        (0, "remedies_in_force", {"remedies": remedies}),
+        (0, "incident_opened", {"incident": [bad]}),
     ]
+    entries = [{"n": number, "at": at, "kind": kind, **more} for number, (at, kind, more) in enumerate(kinds, 1)]
     (run_dir / "journal.jsonl").write_bytes(b"".join(seal(json.dumps(entry)) for entry in entries))
     (run_dir / "train.log").write_text(f"2026-01-01 10:00:00 ERROR {bad}\n", errors="replace")
     assert incidents.main([str(run_dir)]) == 0
@@ -355,11 +325,11 @@ def test_following_shows_each_incident_once_and_ends_with_the_run(tmp_path: Path
     lock, book = DirectoryLock(run_dir), IncidentLog(run_dir)
     one = incident(1, 40)
     following = Following(run_dir, capsys)
-    following.until("All is well so far", "no incidents")
+    following.until("All is well so far", "no incidents", f"Running, process {os.getpid()} on ")
     book.add(one)
     following.until("incident 1: the loss jumped (loss_spike) at step 40; being treated\n")
     book.record_treatment(one)
-    following.until("  remedy   rewound to step 33")
+    following.until("  remedy   rewound to step 33", "outcome  open: it counts as recovered once the run has stayed")
     book.close(dataclasses.replace(one, outcome=Outcome.RECOVERED))
     following.until("\nincident 1: recovered\n")
     (run_dir / "summary.json").write_text('{"status": "preempted", "exit_code": 75, "steps": 120, "ticks": 130}')
@@ -443,7 +413,7 @@ def test_a_run_ends_with_what_a_person_wants_to_know(here: Path, run_command: co
 
 
 def test_a_run_that_fails_ends_with_what_is_left(here: Path, run_command: command) -> None:
-    """The error on one line, and from where the same command would go on; of a mistake before the start only that."""
+    """The error on one line, and from where the same command would go on."""
     what = [*MINE, "checkpoint.disk.every=10", "checkpoint.verify_after=2", "run.name=run", "run.steps=60"]
     failed = run_command([*what, "objective._target_=strangers.RaisesLater"])
     assert failed.code == 1
@@ -455,31 +425,19 @@ def test_a_run_that_fails_ends_with_what_is_left(here: Path, run_command: comman
     newest = re.fullmatch(r"newest checkpoint: runs/run/checkpoints/step-000000(\d+) \(step \1\)", told[1])
     assert newest, told
     assert told[2] == f"the same command resumes from step {newest[1]}"
-    wrong = run_command([*MINE, "run.name=wrong", "+model.widht=3"])
-    assert wrong.code == 2
-    assert "met" not in wrong.stdout
 
 
 def test_however_much_a_run_has_met_its_end_is_told_on_one_page(tmp_path: Path) -> None:
     """Two hundred incidents of every cause, each at a line of its own, cured in many ways."""
-    several = [
-        incident(
-            number,
-            100 + number,
-            diagnosis=dataclasses.replace(
-                blamed(f"/x/file{number}.py", number), cause=list(Cause)[number % len(Cause)], advice=f"Mend {number}."
-            ),
-            decision=Decision((Action("lower_lr", {"factor": 0.5}), Action(f"mine.remedy_{number % 7}"))),
-            outcome=Outcome.RECOVERED,
-        )
-        for number in range(1, 201)
-    ]
+    several = []
+    for number in range(1, 201):
+        cause, advice = list(Cause)[number % len(Cause)], f"Mend {number}."
+        diagnosis = dataclasses.replace(blamed(f"/x/file{number}.py", number), cause=cause, advice=advice)
+        decision = Decision((Action("lower_lr", {"factor": 0.5}), Action(f"mine.remedy_{number % 7}")))
+        several.append(incident(number, 100 + number, diagnosis=diagnosis, decision=decision, outcome=CURED))
     lines = review(read_story(write(tmp_path / "run", *several, summary={})), resumed_from=100)
     assert len(lines) <= 20
     assert lines[1].startswith("recovered: met 200 incidents (20 ")
-    assert sum(line.startswith("  ") for line in lines) == 7
-    assert "  and 4 other causes" in lines
-    assert all(";" in line and line.endswith("other ways") for line in lines if re.match(r"  \w+: ", line))
     assert [line for line in lines if line.startswith("to change: ")][-1] == "to change: 195 more"
 
 
@@ -497,10 +455,10 @@ def test_whoever_reviews_a_run_with_a_drill_reads_that_it_was_on_purpose(tmp_pat
     assert sentence in said.splitlines()[0]
     assert said.count("  drill    nan_grad, on purpose\n") == 1
     assert said.index("tick 50") < said.index("  drill ") < said.index("tick 100")
-    assert sentence in review(read_story(met))[0]
-    assert sentence in note(read_story(met), lambda number: None).splitlines()[0].replace("\\_", "_")
-    whole = report(read_story(met))
-    assert whole.count("(drill: nan\\_grad)") == 2, "in its row and in its section"
+    story = read_story(met)
+    for page in (review(story)[0], note(story, lambda number: None).splitlines()[0].replace("\\_", "_")):
+        assert sentence in page
+    assert report(story).count("(drill: nan\\_grad)") == 2, "in its row and in its section"
 
 
 # --------------------------------------------------------------------------------------------------- manual, completion
@@ -537,7 +495,7 @@ def test_everything_at_the_root_is_explained_in_the_order_of_the_design() -> Non
 
 
 @pytest.mark.parametrize("width", [40, 120])
-def test_the_manual_fits_the_terminal(width: int, columns: Callable[..., None], run_command: command) -> None:
+def test_the_manual_fits_the_terminal(width: int, columns: Columns, run_command: command) -> None:
     """A line for each key, wrapped under itself; examples on top."""
     columns(width)
     shown = run_command(["--help"]).stdout

@@ -17,10 +17,7 @@ sys.path.append(str(HERE.parent / "benchmarks"))
 from attacks_place import SECRETS, Failed, Place, judged
 
 ATTACKS = str(HERE.parent / "benchmarks" / "attacks.py")
-HANDFUL = [
-    "files: summary.json as a pipe",
-    "checkpoints: custom_checkpoint_0.pkl",
-]
+HANDFUL = ["files: summary.json as a pipe", "checkpoints: custom_checkpoint_0.pkl"]
 HANDFUL += ["configuration: a remedy [nope]", "guard: nothing wrong"]
 
 
@@ -40,11 +37,6 @@ def test_a_handful_holds(tmp_path: Path) -> None:
     assert len({*listed}) == len(listed) >= 200
 
 
-@pytest.fixture
-def place(tmp_path: Path) -> Place:
-    return Place(tmp_path / "place", tmp_path)
-
-
 @pytest.mark.parametrize(
     ("name", "text", "why"),
     [
@@ -54,9 +46,9 @@ def place(tmp_path: Path) -> Place:
         ("out-1.txt", SECRETS[1], "a secret is in out-1.txt"),
     ],
 )
-def test_what_got_in_or_out_is_found(place: Place, name: str, text: str, why: str) -> None:
-    """In whatever file of the place, and in what its processes printed; nothing is where nothing is."""
-    (place.path / "train.log").write_text("all is well\n")
+def test_what_got_in_or_out_is_found(tmp_path: Path, name: str, text: str, why: str) -> None:
+    """In whatever file of the place, and in what its processes printed; nothing is found where nothing is."""
+    place = Place(tmp_path / "place", tmp_path)
     place.audit()
     (place.path / name).parent.mkdir(parents=True, exist_ok=True)
     (place.path / name).write_text(text)
@@ -64,29 +56,13 @@ def test_what_got_in_or_out_is_found(place: Place, name: str, text: str, why: st
         place.audit()
 
 
-def test_what_hangs_dies_or_shows_a_traceback_is_a_failure(place: Place) -> None:
+def test_what_hangs_dies_or_shows_a_traceback_is_a_failure(tmp_path: Path) -> None:
     """Of the input, not of the harness."""
-    started = place.start(time.sleep, 600)
+    place = Place(tmp_path / "place", tmp_path)
     with pytest.raises(Failed, match="hangs: it has not ended after 1 s"):
-        started.end("it", 1.0)
-    assert started.forked.ended() is not None
+        place.start(time.sleep, 600).end("it", 1.0)
     with pytest.raises(Failed, match="died of signal 6"):
         place.start(os.abort).end("it", 60.0)
     (said := place.path / "said").write_text("Traceback (most recent call last):\n  ...\nKeyError: 5\n")
     with pytest.raises(Failed, match="shows a traceback: KeyError: 5"):
         judged("it", 1, said, said, 0.0)
-
-
-def test_other_weights_are_no_good_end(place: Place) -> None:
-    """A run that says it is complete has to be the one that nobody disturbed."""
-    (place.prepared / "weights.json").write_text('{"30": "abc"}')
-    (said := place.path / "said").write_text("")
-    place.run_dir.mkdir()
-    for digest, steps in (("abc", 30), ("abd", 30), ("abc", 29)):
-        summary = {"status": "completed", "steps": steps, "weights_sha256": digest}
-        (place.run_dir / "summary.json").write_text(json.dumps(summary))
-        if (digest, steps) == ("abc", 30):
-            place.unharmed(judged("it", 0, said, said, 0.0))
-        else:
-            with pytest.raises(Failed, match="ended with 0"):
-                place.unharmed(judged("it", 0, said, said, 0.0))

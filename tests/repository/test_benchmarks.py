@@ -78,19 +78,14 @@ def test_each_part_leaves_more_time_that_makes_progress(printed: dict[str, str])
         assert shares[start : start + 5] == sorted(shares[start : start + 5])
 
 
-def test_step_cost_prints_ratio_and_counts(printed: dict[str, str]) -> None:
-    """Both loops do the same work, block by block, and are counted."""
-    lines = printed["step cost"].splitlines()
-    head, plain, ours = [line.split() for line in lines if line.startswith("  ")][:3]
-    assert head[:3] == ["loop", "step", "ms"]
-    assert [plain[0], ours[0]] == ["plain", "ours"]
+def test_tables_have_a_row_for_each_loop_and_way(printed: dict[str, str]) -> None:
+    """Both loops do the same work, block by block; a snapshot is taken and restored in turn with plain copies."""
+    head, plain, ours = [line.split() for line in printed["step cost"].splitlines() if line.startswith("  ")][:3]
+    assert (head[:3], plain[0], ours[0]) == (["loop", "step", "ms"], "plain", "ours")
     assert "target: ours beside plain" in printed["step cost"]
-
-
-def test_snapshot_prints_every_way(printed: dict[str, str]) -> None:
-    """A snapshot is taken and restored in turn with plain copies."""
     for way in ("flat", "per tensor", "take", "restore"):
         assert f"  {way} " in printed["snapshot"]
+    assert "--venv DIR" in printed["rivals"]  # which need a network to be installed, so this is all that is tried
 
 
 def test_agreement_is_one_small_collective_an_update(printed: dict[str, str]) -> None:
@@ -98,11 +93,6 @@ def test_agreement_is_one_small_collective_an_update(printed: dict[str, str]) ->
     (row,) = [line for line in printed["agreement"].splitlines() if line.startswith("  2 ")]
     assert row.split("  ")[-1].strip().startswith("86 with 1, ")  # scans, replicas, snapshots and looks are due in 14
     assert row.count("1.21, 60.48") == 2  # as the model says: else it would have ended with 1
-
-
-def test_rivals_tell_their_options(printed: dict[str, str]) -> None:
-    """The others need a network to be installed, so this is all that is tried of them."""
-    assert "--venv DIR" in printed["rivals"]
 
 
 def test_the_clinic_judges_a_case_and_keeps_its_runs(printed: dict[str, str]) -> None:

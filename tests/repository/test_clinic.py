@@ -59,11 +59,7 @@ def test_where_no_line_is_guilty_none_may_be_accused(cause: str, wrong: bool) ->
 def test_rows_are_right_if_all_incidents_together_name_them_and_no_others(rows: list[Any], verdict: str) -> None:
     """Some of them, or all and others, are half right."""
     assert run(ROWS, *[said("data", rows=some) for some in rows]).rows == verdict
-
-
-def test_rows_of_another_cause_are_not_counted() -> None:
-    """Rows on which an operation broke are not called rotten."""
-    assert run(ROWS, said("operation", rows=[3, 7])).rows == UNKNOWN
+    assert run(ROWS, said("operation", rows=[3, 7])).rows == UNKNOWN, "on which an operation broke"
 
 
 @pytest.mark.parametrize(

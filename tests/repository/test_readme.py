@@ -62,18 +62,13 @@ def options(group: str) -> set[str]:
     return {path.stem for path in (CONF / group).glob("*.yaml")}
 
 
-def test_there_is_something_to_check() -> None:
-    """The patterns above find what they are looking for."""
-    assert len(TRAINING) >= 7
-    assert len(COMMANDS) > len(TRAINING)
-
-
-@pytest.mark.parametrize("line", TRAINING)
-def test_every_training_command_is_valid(line: str) -> None:
+def test_every_training_command_is_valid() -> None:
     """Its overrides compose into a checked configuration."""
-    words = [word for word in shlex.split(line) if not word.startswith("--")]
-    words = [re.sub("^run.resume=.*", "run.resume=auto", word.replace("0,1,2", "0")) for word in words]
-    assert load(words).config.run.steps > 0
+    assert len(COMMANDS) > len(TRAINING) >= 7, "the patterns above find what they are looking for"
+    for line in TRAINING:
+        words = [word for word in shlex.split(line) if not word.startswith("--")]
+        words = [re.sub("^run.resume=.*", "run.resume=auto", word.replace("0,1,2", "0")) for word in words]
+        assert load(words).config.run.steps > 0, line
 
 
 def test_scripts_that_are_named_exist() -> None:
@@ -97,14 +92,6 @@ def test_the_own_code_of_the_readme_trains_as_printed(
     outcome = run_command([*shlex.split(line), "run.steps=60", "run.name=own", "tracking=none"])
     assert outcome.code == 0, outcome.stderr
     assert outcome.summary("runs/own")["final_loss"] < 8
-
-
-def test_install_lines_name_extras_that_exist() -> None:
-    """pip would only warn about a misspelt one."""
-    import tomllib
-
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert set(re.findall(r'-e "\.\[(\w+)\]"', PAGES["command"])) <= set(extras)
 
 
 def test_the_table_of_files_is_what_runs_leave(
@@ -134,24 +121,16 @@ def test_exit_codes_are_those_of_the_errors() -> None:
     assert sorted(map(int, promised)) == sorted({0, errors.Stopped.exit_code, *(kind.exit_code for kind in kinds)})
 
 
-@pytest.mark.parametrize(
-    ("group", "page", "head", "elsewhere"),
-    [
+def test_tables_name_exactly_the_options_there_are() -> None:
+    """A policy, drill or check that comes or goes has to come or go on the page as well."""
+    for group, page, head, elsewhere in (
         ("recovery", POLICIES, "policy", set()),
         ("drill", DRILLS, "drill", {"none", "gauntlet", "demo"}),
-    ],
-    ids=["policies", "drills"],
-)
-def test_tables_name_exactly_the_options_there_are(group: str, page: str, head: str, elsewhere: set[str]) -> None:
-    """A policy or drill that comes or goes has to come or go on the page as well."""
-    listed = [row[0] for row in table(page, head)]
-    assert len(listed) == len(set(listed))
-    assert {*listed} | elsewhere == options(group)
-    assert all(f"`{name}`" in page or f"{group}={name}" in page for name in elsewhere)
-
-
-def test_the_table_of_checks_names_every_check() -> None:
-    """Those of the default set, beside a setting that is none; the sets of checks are named, too."""
+    ):
+        listed = [row[0] for row in table(page, head)]
+        assert len(listed) == len(set(listed))
+        assert {*listed} | elsewhere == options(group)
+        assert all(f"`{name}`" in page or f"{group}={name}" in page for name in elsewhere)
     checks = set(yaml.safe_load((CONF / "checks" / "default.yaml").read_text()))
     assert names(PAGES["checks"], "check") == checks - {"expect"}
     assert all(f"`{name}`" in PAGES["checks"] for name in options("checks"))
@@ -310,14 +289,10 @@ def test_the_page_of_policies_lists_what_there_is() -> None:
     for key, value in defaults.items():
         if isinstance(value, int):
             assert re.search(rf"^\| `{key}` \|.*\| {str(value).lower()} \|$", POLICIES, re.M), key
+    tree = yaml.safe_load(block(POLICIES, "yaml", "# mine/recovery/mine.yaml"))
+    assert parse({"ladders": tree["ladders"]}).ladders == parse(tree).ladders, "only the ladders have to be given"
 
 
 def vars_of(kind: type) -> dict[str, Any]:
     """Return the fields of a dataclass with their defaults."""
     return {field.name: field.default for field in dataclasses.fields(kind)}
-
-
-def test_the_policy_of_the_page_may_leave_out_what_it_says() -> None:
-    """Only the ladders have to be given."""
-    tree = yaml.safe_load(block(POLICIES, "yaml", "# mine/recovery/mine.yaml"))
-    assert parse({"ladders": tree["ladders"]}).ladders == parse(tree).ladders
