@@ -249,6 +249,8 @@ def _allowed(kind: Any, limits: Mapping[str, Any]) -> str:
     if origin is Literal or (kind is str and "one_of" in limits):
         names = [str(one) for one in inner or limits["one_of"]]
         return names[0] if len(names) == 1 else f"one of {', '.join(names)}"
+    if origin is dict:
+        return "a mapping"
     if isinstance(origin, type) and issubclass(origin, Sequence):
         return f"a list, each {_allowed(inner[0], limits)}"
     bounds = [f"{name} {limits[key]}" for key, name in _LIMITS.items() if key in limits] if kind in (int, float) else []

@@ -270,7 +270,7 @@ def test_a_policy_of_ones_own_recovers(name: str, policies: list[str], run_comma
     assert [action.remedy for action in incident.decision.actions] == wanted[name]
     file = Path("mine/recovery/mine.yaml")
     file.write_text(file.read_text().replace("lower_lr", "lower_rl"))
-    outcome = run_command([*policies, "recovery=mine"])
+    outcome = run_command([*policies, "recovery=mine", "run.name=other"])
     (line,) = [line for line in block(POLICIES, "text").splitlines() if line.startswith("error:")]
     assert outcome.code == 2
     assert line.removesuffix("...") in outcome.stderr

@@ -173,13 +173,11 @@ class Composed:
         return _digest(_without_place(self.resolved))
 
     def other_run(self, written: Path) -> list[str]:
-        """Describe what makes a config.yaml another run than this one; more steps do not."""
-        both = []
-        for tree in (_read(written), self.resolved):
-            both.append(_identity(tree))
-            if both[-1].get("schedule.steps", "") == _flat(tree).get("run.steps"):
-                both[-1]["schedule.steps"] = "run.steps"
-        return [f"{key}: {how}" for key, how in _differences(*both).items()]
+        """Describe what makes a config.yaml another run than this one; more steps do not, nor a schedule with them."""
+        changes = self.changes(written)
+        parts = (*_IDENTITY, "drill.")
+        steps = changes.get("run.steps")
+        return [f"{key}: {how}" for key, how in changes.items() if key.startswith(parts) and how != steps]
 
 
 def composed(
