@@ -145,30 +145,24 @@ def test_a_fault_fires_once_even_if_its_place_comes_again(fault: Fault) -> None:
 
 def test_a_hot_stretch_goes_on_after_a_restart() -> None:
     """A restart within its ticks finds the rate still hot, and does not journal it again; two that overlap are one."""
-    journal, fault = Journal(), HotLr(at=[2], updates=3, factor=30)
-    place = UpdatePlace(tick=3, step=3, start=0, micro=0, rank=0)
-    assert journal.drill(fault).rate_factor(place) == 30
-    assert journal.drill(fault).rate_factor(place) == 30
+    journal, fault, place = Journal(), HotLr(at=[2], updates=3, factor=30), UpdatePlace(3, 3, 0, 0, 0)
+    assert [journal.drill(fault).rate_factor(place) for _ in range(2)] == [30, 30]
     assert journal.ticks == [("hot_lr", 2)]
     assert Journal().drill(HotLr(at=[2, 3], updates=5)).rate_factor(replace(place, tick=4)) == 100
 
 
-@pytest.mark.parametrize("kind", [NanBatch, InfLoss, LossSpike, NanGrad, BitFlip, BadMoments])
-def test_a_firing_is_journalled_before_it_acts(kind: Callable[..., Fault], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_firing_is_journalled_before_it_acts() -> None:
     """When the fault acts, the journal has it already: what kills the process is not repeated for ever."""
-    journal = Journal()
-    acted = []
-    spoil = kind.spoil  # type: ignore[attr-defined]
+    model, was_whole = torch.nn.Linear(3, 1), []
+    before = [one.detach().clone() for one in model.parameters()]
 
-    def watched(fault: Fault, *things: Any) -> Any:
-        acted.append(list(journal.ticks))
-        return spoil(fault, *things)
+    def fired(*firing: Any) -> None:
+        was_whole.append(all(map(torch.equal, before, model.parameters())))
 
-    monkeypatch.setattr(kind, "spoil", watched)
-    run = Run(journal.drill(kind(at=[2])), micro_batches=1)
-    run.attempt(1)
-    run.attempt(2)
-    assert acted == [[(kind.name, 2)]]  # type: ignore[attr-defined]
+    drill = Drill([BitFlip(at=[2])], has_fired=lambda number: False, fired=fired)
+    drill.between_updates(UpdatePlace(2, 2, 0, 0, 0), model, [])
+    assert was_whole == [True]
+    assert not all(map(torch.equal, before, model.parameters()))
 
 
 def test_every_rank_journals_the_firings_of_all() -> None:
@@ -428,14 +422,8 @@ def test_a_drill_is_read_as_it_is_written(node: Mapping[str, Any], faults: list[
 @pytest.mark.parametrize(
     ("node", "line"),
     [
-        (
-            {"fault": "nan_bach"},
-            "drill.fault=nan_bach: no such fault; did you mean nan_batch? There are bad_moments, bad",
-        ),
-        (
-            {"fault": "hot_lr", "facto": 3},
-            "drill.facto=3: no such key; did you mean factor? There are seed, optional,",
-        ),
+        ({"fault": "nan_bach"}, "drill.fault=nan_bach: no such fault; did you mean nan_batch? There are bad"),
+        ({"fault": "hot_lr", "facto": 3}, "drill.facto=3: no such key; did you mean factor? There are seed"),
         ({"fualts": []}, "drill.fualts=[]: no such key; did you mean faults? There are fault, faults, seed"),
         ({"fault": "nan_grad", "faults": []}, "drill.faults: give either drill.fault, for one, or drill.faults"),
         ({"faults": "nan_grad"}, "drill.faults=nan_grad: must be a list, such as [{nan_batch: {at: [50]}}]"),
@@ -446,11 +434,7 @@ def test_a_drill_is_read_as_it_is_written(node: Mapping[str, Any], faults: list[
         ({"fault": "nan_grad", "at": "soon"}, "drill.at=soon: soon is neither a tick"),
         ({"fault": "nan_grad", "at": [101]}, "drill.at=[101]: the run has only 100 steps: nothing would strike at"),
         ({"fault": "nan_grad", "at": []}, "drill.at: nan_grad would never strike: give it ticks, such as [100], or a"),
-        ({"fault": "nan_grad", "rank": "first"}, "drill.rank=first: must be a whole number (at least 0) or all"),
-        (
-            {"fault": "bad_row", "share": 0},
-            "drill.rows: no row would be bad: name some, such as [17], or a share above",
-        ),
+        ({"fault": "bad_row", "share": 0}, "drill.rows: no row would be bad: name some, such as [17], or a share"),
     ],
 )
 def test_what_cannot_be_read_is_reported_in_one_line(node: Mapping[str, Any], line: str) -> None:

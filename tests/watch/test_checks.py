@@ -567,25 +567,17 @@ def test_a_wrong_or_missing_key_or_value_is_named(change: dict[str, object], tol
 @pytest.mark.parametrize("seed", range(5))
 def test_whether_a_rewind_has_helped(rise: float, noise: float, told_after: int | None, seed: int) -> None:
     """A loss that stays worse than it was where the run went back to is an anomaly since then, else all is over."""
-    run = warmed_up()
+    run, dice = warmed_up(), random.Random(seed)
     list(run.play(curve(100, seed=99, noise=noise)[50:]))
-    dice = random.Random(seed)
-    for _ in range(100):
-        run.attempt(3.0 * (1 + dice.gauss(0, noise)))
-    since, found = run.step, None
-    damage = Anomaly(Signal.DIVERGENCE, since, run.tick, since, "")
-    run.rewind(damage, copy.deepcopy(run.checks.state_dict()), since)
-    for number in range(1, 60):
-        if (anomaly := run.attempt(3.0 * rise * (1 + dice.gauss(0, noise))).anomaly) is not None:
-            found = (number, anomaly.signal, anomaly.since)
-            break
-    assert run.checks.rewind_check.is_open == (told_after is not None)
-    if told_after is None:
-        assert found is None
-    else:
-        assert found is not None
-        assert found[0] <= told_after
-        assert found[1:] == (Signal.NOT_RECOVERED, since) or found[1] is Signal.LOSS_SPIKE
+    list(run.play((3.0 * (1 + dice.gauss(0, noise)), 1.0) for _ in range(100)))
+    since = run.step
+    run.rewind(Anomaly(Signal.DIVERGENCE, since, run.tick, since, ""), run.checks.state_dict(), since)
+    found = run.alarms((3.0 * rise * (1 + dice.gauss(0, noise)), 1.0) for _ in range(59))
+    assert run.checks.rewind_check.is_open == bool(found) == (told_after is not None)
+    for first in found[:1]:
+        assert told_after is not None
+        assert first.step - since <= told_after
+        assert (first.signal, first.since) == (Signal.NOT_RECOVERED, since) or first.signal is Signal.LOSS_SPIKE
 
 
 @functools.cache

@@ -1,8 +1,10 @@
-"""Scans: damage to weights and moments is found and named, and healthy training never is."""
+"""Scans: damage to weights and moments is found and named, and healthy training never is. Names of gradients."""
 
 from __future__ import annotations
 
+import csv
 import json
+import pathlib
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from resilient_train import Guard
 from resilient_train.types import Anomaly, Signal
 from resilient_train.watch.config import (
     Every,
@@ -26,6 +29,7 @@ from resilient_train.watch.config import (
     WeightsConfig,
     named,
 )
+from resilient_train.watch.layout import nonfinite
 from resilient_train.watch.scans import Scans
 from resilient_train.watch.weights import Path, adam_stride
 
@@ -628,3 +632,64 @@ def test_a_loop_may_shrink_its_weights_a_little() -> None:
         scans.landed(step, [{"lr": 0.01}], 1.0)
         if step % 10 == 0:
             assert scans.judge(step, step, scans.measure().tolist()) is None
+
+
+# ----------------------------------------------------------------------------------------------------------- gradients
+
+
+@pytest.mark.parametrize(
+    ("norms", "said"),
+    [
+        ({"a.weight": 1.0, "b.weight": 2.0}, ""),
+        ({"a.weight": NAN, "b.weight": INF}, "no gradient is finite"),
+        ({"a.weight": NAN, "b.weight": 2.0}, "the gradient of `a.weight` is not finite (1 of 2 weights)"),
+        (
+            {"a.weight": NAN, "b.weight": NAN, "b.bias": INF, "c.weight": 1.0},
+            "the gradients of `a.weight`, `b.weight` and `b.bias` are not finite "
+            "(3 of 4 weights, from `b` on backward)",
+        ),
+        (
+            {"a.weight": 1.0, "b.weight": NAN, "c": NAN, "d": NAN, "e": NAN},
+            "the gradients of `b.weight`, `c`, `d` and 1 more are not finite (4 of 5 weights)",
+        ),
+    ],
+)
+def test_the_weights_are_named(norms: dict[str, float], said: str) -> None:
+    """A few of them, how many there are, and where it began if that shows."""
+    assert nonfinite(norms) == said
+
+
+class Deep(nn.Module):
+    """The gradient breaks between `second` and `third`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.second(self.first(inputs).tanh())
+        found: Tensor = self.third(hidden + (inputs.sum(-1, keepdim=True) * hidden).abs().pow(0.5))
+        return found
+
+
+def test_a_run_names_them_without_a_replay_and_records_the_norms(tmp_path: pathlib.Path) -> None:
+    """Where the loop makes the loss: in the evidence of the incident, next to its table, and in what is uploaded."""
+    torch.manual_seed(0)
+    rows = torch.randn(64, 3)
+    rows[40] = 0.0
+    model = Deep()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    guard = Guard(None, model, optimizer, data=rows, batch_size=8, steps=60, run_dir=tmp_path / "run")
+    reported: set[str] = set()
+    for batch in guard.batches():
+        loss = model(batch).square().mean()
+        loss.backward()
+        guard.update(loss)
+        reported |= (report.values if (report := guard.report()) else {}).keys()
+    first = guard.incidents[0]
+    assert first.anomaly.evidence.endswith("are not finite (4 of 6 weights, from `second` on backward)")
+    with (tmp_path / "run" / "incidents" / "0001-layers.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert [line["first"] for line in lines if line["tick"] == str(first.anomaly.tick)] == ["nan"]
+    assert all(float(line["third"]) > 0 for line in lines)
+    assert {"grad_norm/first", "grad_norm/second", "grad_norm/third"} <= reported
