@@ -333,8 +333,9 @@ class _Watched(ShadowSchedule):
         if self._left_at is not None and self._left_at != self._counts():
             why = "remove scheduler.step(), the guard does it when an update is accepted"
             raise TrainError(f"the loop stepped the scheduler itself: {why}")
-        # No farther than a one-cycle schedule was made for: it would raise.
-        super().advance(min(step * self.stride, getattr(self.scheduler, "total_steps", sys.maxsize)))
+        # With several processes no farther than a one-cycle schedule was made for: it would raise.
+        last = getattr(self.scheduler, "total_steps", sys.maxsize) if self.stride > 1 else sys.maxsize
+        super().advance(min(step * self.stride, last))
         self._left_at = self._counts()
 
     def load_state_dict(self, state: Any) -> None:
