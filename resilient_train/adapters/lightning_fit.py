@@ -65,25 +65,24 @@ class Fit:
     # Beginning and end.
 
     def _wrap(self) -> None:
-        # Plain functions: a copy of the module or of a callback must not copy what is here.
         trainer, fit_loop = self._trainer, self._trainer.fit_loop
-        run, convert, validate = self._inner.run, self._plugin.convert_input, self._loop.val_loop.run
-        end, loaders = fit_loop.on_run_end, fit_loop._load_combined_loader_states
-        backward, save, note = self._strategy.backward, trainer.save_checkpoint, self._module.log
-        self._replace(self._inner, "run", lambda *given: self._run(run, *given))
-        self._replace(self._strategy, "backward", lambda *given, **more: self._backward(backward, *given, **more))
-        self._replace(self._plugin, "optimizer_step", lambda *given, **more: self._step(*given, **more))
-        self._replace(self._plugin, "clip_grad_by_norm", lambda *given: self._clip(*given))
-        self._replace(self._plugin, "convert_input", lambda batch: convert(self._unnumbered(batch)))
-        self._replace(self._module, "log", lambda *given, **more: None if self._is_quiet else note(*given, **more))
-        self._replace(self._loop.val_loop, "run", lambda: self._validate(validate))
-        self._replace(trainer, "save_checkpoint", lambda *given, **more: self._save(save, *given, **more))
-        self._replace(fit_loop, "on_run_end", lambda: self._end(end))
-        self._replace(fit_loop, "_load_combined_loader_states", lambda: self._number_rows(loaders))
+        self._replace(self._inner, "run", self._run)
+        self._replace(self._strategy, "backward", self._backward)
+        self._replace(self._plugin, "optimizer_step", self._step)
+        self._replace(self._plugin, "clip_grad_by_norm", self._clip)
+        self._replace(self._plugin, "convert_input", lambda plain, batch: plain(self._unnumbered(batch)))
+        self._replace(self._module, "log", self._log)
+        self._replace(self._loop.val_loop, "run", self._validate)
+        self._replace(trainer, "save_checkpoint", self._save)
+        self._replace(fit_loop, "on_run_end", self._end)
+        self._replace(fit_loop, "_load_combined_loader_states", self._number_rows)
 
-    def _replace(self, owner: Any, name: str, new: Callable[..., Any]) -> None:
+    def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
+        """Let `method` take the place of one of an instance, which it gets as its first argument."""
+        plain = getattr(owner, name)
         self._replaced.append((owner, name, vars(owner).get(name, _ABSENT)))
-        vars(owner)[name] = new
+        # A plain function: a copy of the module or of a callback must not copy what is here.
+        vars(owner)[name] = lambda *given, **more: method(plain, *given, **more)
 
     def begin(self, options: dict[str, Any], made: int | None) -> None:
         """Make the guard: the model is on its device, and optimizers and loader are made.
@@ -207,16 +206,13 @@ class Fit:
         if self._is_open:
             follower.samples.feed_more(follower.fed, batch, rows)
             follower.fed.before.append(self._place())
-            return self._next(kwargs)
-        fed = follower.feed([batch], [rows] if rows else [])
-        fed.number, fed.before = index, [self._place()]
-        self._is_open, self._has_gradients, self._output = True, False, None
-        self._logged = Logged(self._trainer, self._metrics)
-        return self._next(kwargs)
-
-    def _next(self, kwargs: Any) -> Any:
-        kwargs = OrderedDict(kwargs, batch=self._follower.next_batch())
-        self._follower.note(self._zero())  # for a training_step without a loss
+        else:
+            fed = follower.feed([batch], [rows] if rows else [])
+            fed.number, fed.before = index, [self._place()]
+            self._is_open, self._has_gradients, self._output = True, False, None
+            self._logged = Logged(self._trainer, self._metrics)
+        kwargs = OrderedDict(kwargs, batch=follower.next_batch())
+        follower.note(self._zero())  # for a training_step without a loss
         return kwargs
 
     def _backward(self, plain: Callable[..., Any], loss: torch.Tensor, *given: Any, **more: Any) -> Any:
@@ -225,7 +221,7 @@ class Fit:
         self._follower.note(loss * self._trainer.accumulate_grad_batches)  # of which it is a share
         return result
 
-    def _step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **more: Any) -> Any:
+    def _step(self, plain: Any, optimizer: Any, model: Any, closure: Callable[[], Any], **more: Any) -> Any:
         """Take the place of the optimizer's step."""
         self._follower.norm = None
         result = self._plugin._wrap_closure(model, optimizer, closure)
@@ -256,7 +252,11 @@ class Fit:
         self._follower.leave_out()
         self._is_open, self._logged = False, None
 
-    def _clip(self, optimizer: Any, clip_val: float) -> None:
+    def _log(self, plain: Callable[..., None], *given: Any, **more: Any) -> None:
+        if not self._is_quiet:
+            plain(*given, **more)
+
+    def _clip(self, plain: Any, optimizer: Any, clip_val: float) -> None:
         norm = torch.nn.utils.clip_grad_norm_(self._plugin.main_params(optimizer), clip_val)
         if self._training is not None:
             self._training.norm = norm.float()

@@ -78,7 +78,7 @@ class ManualFit(Fit):
         self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
         return result
 
-    def _step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **more: Any) -> Any:
+    def _step(self, plain: Any, optimizer: Any, model: Any, closure: Callable[[], Any], **more: Any) -> Any:
         """Take the place of the step of one optimizer."""
         if (replayed := self._replayed) is not None:
             result, replayed.has_stepped = closure(), True
@@ -93,8 +93,8 @@ class ManualFit(Fit):
         self._followed.step_one(optimizer, self._zero() if loss is None else loss)  # None: it ran backward itself
         return result
 
-    def _clip(self, optimizer: Any, clip_val: float) -> None:
-        super()._clip(optimizer, clip_val)
+    def _clip(self, plain: Any, optimizer: Any, clip_val: float) -> None:
+        super()._clip(plain, optimizer, clip_val)
         if self._replayed is None and self._followed.norm is not None:
             self._norms[id(getattr(optimizer, "_optimizer", optimizer))] = self._followed.norm
 

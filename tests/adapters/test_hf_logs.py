@@ -100,7 +100,8 @@ def test_a_callback_before_the_step_reads_the_gradients(tmp_path: Path) -> None:
     """Once for each step of the trainer, also if an update is refused and retried."""
     found: dict[bool, list[float]] = {}
     for is_guarded in (False, True):
-        trainer = programs.trainer("vit", tmp_path / f"{is_guarded}", "nan_grad" if is_guarded else "")
+        fault = "nan_grad" if is_guarded else ""
+        trainer = programs.trainer("vit", tmp_path / f"{is_guarded}", fault, steps=programs.AT + 4)
         trainer.add_callback(norms := Norms())
         (resilient_train.hf.guard(trainer) if is_guarded else trainer).train()
         found[is_guarded] = norms.read
