@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,7 +83,10 @@ class Replay:
         attributes = self._backups.attributes()
         self._backups.set_attributes(self.attributes)
         self._backups.set_scale(1.0)  # what is not finite then is no overflow that a lower scale prevents
-        with randomness.preserved(self._device), _in_eager(self.model):
+        may_be_compiled = hasattr(self.model, "_orig_mod") or "torch._dynamo" in sys.modules
+        # The microscope cannot look into a fused kernel.
+        in_eager = torch.compiler.set_stance("force_eager") if may_be_compiled else nullcontext()
+        with randomness.preserved(self._device), in_eager:
             try:
                 with layers or nullcontext():
                     return self._replayed([_copied(batch) for batch in batches], start, microscope)
@@ -147,13 +150,3 @@ def _copied(batch: Any) -> Any:
     if type(batch) in (dict, list, tuple):
         return tree_map(lambda leaf: leaf, batch)
     return copy.copy(batch)
-
-
-@contextmanager
-def _in_eager(model: nn.Module) -> Iterator[None]:
-    """Run compiled code uncompiled: the microscope cannot look into a fused kernel."""
-    if hasattr(model, "_orig_mod") or "torch._dynamo" in sys.modules:
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    else:
-        yield
