@@ -15,11 +15,7 @@ from resilient_train.reader import Unimportable, find, similar
 
 
 def hf_causal_lm(
-    name: str | None = None,
-    path: str | None = None,
-    pretrained: bool = False,
-    dtype: str = "float32",
-    **overrides: Any,
+    name: str | None = None, path: str | None = None, pretrained: bool = False, dtype: str = "float32", **overrides: Any
 ) -> nn.Module:
     """Build a causal language model of transformers, with random weights or with `pretrained` ones.
 

@@ -84,13 +84,7 @@ def test_the_order_is_that_of_the_seed_and_the_epoch_if_it_is_shuffled() -> None
     assert [key.row for key in Stream(3, 9, shuffle=False).take(0, 7).keys] == [0, 1, 2, 0, 1, 2, 0]
 
 
-@given(
-    rows,
-    seeds,
-    positions,
-    counts,
-    st.lists(st.tuples(st.integers(0, 300), st.integers(1, 60)), max_size=5),
-)
+@given(rows, seeds, positions, counts, st.lists(st.tuples(st.integers(0, 300), st.integers(1, 60)), max_size=5))
 def test_skipped_ranges_are_passed_over_and_nothing_else_is(
     n: int, seed: int, at: int, count: int, ranges: list[tuple[int, int]]
 ) -> None:

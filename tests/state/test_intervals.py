@@ -20,10 +20,7 @@ class Run:
         self.noted: list[tuple[int, int, int]] = []
         self.memory = Interval("checkpoint.memory.every", memory, begins_at=25, least=5, most=1_000)
         self.disk = Interval("checkpoint.disk.every", disk, begins_at=200, least=50, most=20_000)
-        self.intervals = Intervals(
-            *(self.memory, self.disk, lambda choose: choose(), self.note),
-            now=lambda: self.time,
-        )
+        self.intervals = Intervals(*(self.memory, self.disk, lambda choose: choose(), self.note), now=lambda: self.time)
 
     def note(self, *what: int) -> None:
         self.noted.append(what)  # type: ignore[arg-type]

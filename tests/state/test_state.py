@@ -184,8 +184,7 @@ def ring_of_five() -> Bench:
 
 
 @pytest.mark.parametrize(
-    ("before", "to", "after", "best"),
-    [(5, 1, 5, 5), (3, 1, 1, 3), (5, 2, 3, 5), (5, 2, 2, 5), (5, 2, 1, 1)],
+    ("before", "to", "after", "best"), [(5, 1, 5, 5), (3, 1, 1, 3), (5, 2, 3, 5), (5, 2, 2, 5), (5, 2, 1, 1)]
 )
 def test_the_best_trusted_state_is_kept_for_the_end(before: int, to: int, after: int, best: int) -> None:
     """Trouble since `before` led to a rewind, so what came later is not trusted. Then trouble since `after` came.
