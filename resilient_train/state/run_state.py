@@ -102,16 +102,14 @@ def _in_optimizer(live: Tree, saved: Any, optimizer: Optimizer) -> Iterator[str]
     for place, values in moments.items():
         if type(place) is not int or not 0 <= place < len(weights) or not isinstance(values, dict):
             yield "it has moments of a weight that the optimizer does not have"
-        if not is_plain:
-            continue
-        tensors = [value for value in values.values() if isinstance(value, torch.Tensor | UnreadTensor)]
-        shapes = (torch.Size(), torch.Size((1,)), weights[place].shape)
-        if any(one.shape not in shapes for one in tensors):
-            yield f"the moments of weight {place} have another shape than the weight"
-        if not all(one.dtype.is_floating_point or one.dtype.is_complex for one in tensors):
-            yield f"the moments of weight {place} do not have a floating-point dtype"
-        if any(isinstance(value, str | bytes | dict | list | tuple) for value in values.values()):
-            yield f"the moments of weight {place} are not numbers"
+        for value in values.values() if is_plain else ():
+            if isinstance(value, torch.Tensor | UnreadTensor):
+                has_shape = value.shape in (torch.Size(), torch.Size((1,)), weights[place].shape)
+                fits_weight = has_shape and (value.dtype.is_floating_point or value.dtype.is_complex)
+            else:
+                fits_weight = not isinstance(value, str | bytes | dict | list | tuple)
+            if not fits_weight:
+                yield f"the moments of weight {place} are of another shape or type than it"
 
 
 def _is_like(here: Any, there: Any) -> bool:
