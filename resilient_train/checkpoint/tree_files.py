@@ -251,14 +251,14 @@ class SerializedTree:
 
     def _tensor(self, tensor: Any, path: Place) -> dict[str, Any]:
         name, local = self._name(path), local_part(tensor)
-        is_sharded = local is not tensor
-        is_known = tensor.dtype in (_COMMON if is_sharded else _DTYPES.values())
+        is_part = local is not tensor
+        is_known = tensor.dtype in (_COMMON if is_part else _DTYPES.values())
         if local.layout is not torch.strided or local.is_meta or not is_known:
             raise _unfit(path, f"is a {local.layout} tensor of {tensor.dtype} on {local.device}")
         described = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape)}
         if (device := original_device(local).type) != "cpu":
             described["device"] = device
-        if is_sharded:
+        if is_part:
             self.sharded[name] = tensor
             return {"spread": name, **described}
         self._tensors[name] = tensor
