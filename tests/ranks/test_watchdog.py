@@ -153,7 +153,7 @@ def test_a_row_that_never_comes_in_a_worker_names_the_worker(nursery: Nursery) -
 @pytest.mark.parametrize("when", ["Greedy", "GreedySoon"])
 def test_code_that_keeps_pythons_lock_is_ended_from_c(when: str, nursery: Nursery) -> None:
     """Also right behind the first update. No Python runs any more; the main thread's stack is in the log."""
-    arguments = [*OWN, f"data.train._target_=test_watchdog.{when}", f"run.dir={when}", "run.step_timeout=1"]
+    arguments = [*OWN, f"data.train._target_=test_watchdog.{when}", f"run.dir={when}"]
     started = hangs(nursery, *arguments)
     assert started.wait() == 1, started.output
     log = (nursery.place / when / "train.log").read_text()

@@ -5,13 +5,10 @@ from __future__ import annotations
 import math
 from copy import deepcopy
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import get_total_norm
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiplicativeLR, OneCycleLR, SequentialLR, StepLR
@@ -29,7 +26,7 @@ from resilient_train.update.schedule import (
     cosine,
     linear,
 )
-from resilient_train.update.updater import Updater, parameter_groups
+from resilient_train.update.updater import Attempt, Updater, parameter_groups
 
 CPU = torch.device("cpu")
 
@@ -57,16 +54,6 @@ def rates(curve: Any, warmup_steps: int, steps: range) -> list[float]:
 def test_rates_by_step(curve: Any, warmup_steps: int, expected: list[float]) -> None:
     """The rate of the update after 0, 1, 2, ... accepted ones."""
     assert rates(curve, warmup_steps, range(6)) == expected
-
-
-@given(st.integers(0, 50), st.integers(1, 100), st.floats(0, 1), st.sampled_from([linear, cosine]))
-def test_a_rate_never_exceeds_its_peak_nor_jumps(warmup: int, steps: int, final: float, curve: Any) -> None:
-    """From one step to the next it changes by less than the steepest of its parts."""
-    schedule = CurveSchedule([1.0], partial(curve, steps=steps, final_factor=final, warmup_steps=warmup), warmup)
-    seen = [schedule.settings(step)[0]["lr"] for step in range(steps + warmup + 5)]
-    assert all(0 <= rate <= 1 + 1e-9 for rate in seen)
-    steepest = max(1 / max(1, warmup), math.pi / 2 / max(1, steps - warmup))
-    assert all(abs(b - a) <= steepest + 1e-9 for a, b in pairwise(seen))
 
 
 SCHEDULERS: dict[str, Any] = {
@@ -240,35 +227,37 @@ def test_which_weights_decay() -> None:
     assert exempt("*") == [(3, 0.0)]
 
 
+def constant_updater(optimizer: torch.optim.Optimizer, gather: Any = None) -> Updater:
+    rates = [group["lr"] for group in optimizer.param_groups]
+    return Updater([optimizer], [CurveSchedule(rates, constant, 0)], ClipConfig(None, None), gather, device=CPU)
+
+
+def update(updater: Updater, step: int, lr: float = 1.0) -> Attempt:
+    """Make an update in which every gradient is 1."""
+    for weight in updater.weights:
+        weight.grad = torch.ones_like(weight)
+    return updater.apply(step, torch.zeros(()), KnobValues(lr=lr))
+
+
 def test_rates_are_derived_and_never_compound() -> None:
     """A knob is a factor of what the schedule says, not of what the group was set to."""
     weight = nn.Parameter(torch.zeros(()))
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    updater = Updater([optimizer], [CurveSchedule([1.0], constant, 0)], ClipConfig(None, None), device=CPU)
+    updater = constant_updater(torch.optim.SGD([weight], lr=1.0))
     for step in range(3):
-        weight.grad = torch.ones(())
-        assert updater.apply(step, torch.zeros(()), KnobValues(lr=0.5)).settings == [{"lr": 0.5}]
+        assert update(updater, step, lr=0.5).settings == [{"lr": 0.5}]
         assert weight.grad is None
     assert weight.item() == -1.5
 
 
-def constant_updater(optimizer: torch.optim.Optimizer) -> Updater:
-    rates = [group["lr"] for group in optimizer.param_groups]
-    return Updater([optimizer], [CurveSchedule(rates, constant, 0)], ClipConfig(None, None), device=CPU)
-
-
 def digest_of(lr: float) -> float:
     """The digest that a rank with this rate sends to the others."""
-    weight = nn.Parameter(torch.zeros(()))
     sent: list[torch.Tensor] = []
 
     def gather(mine: torch.Tensor) -> torch.Tensor:
         sent.append(mine)
         return mine[None]
 
-    schedule, optimizer = CurveSchedule([lr], constant, 0), torch.optim.SGD([weight], lr=lr)
-    weight.grad = torch.ones(())
-    Updater([optimizer], [schedule], ClipConfig(None, None), gather, device=CPU).apply(0, torch.zeros(()))
+    update(constant_updater(torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=lr), gather), 0)
     return float(sent[0][-1])
 
 
@@ -283,30 +272,28 @@ def test_ranks_whose_rates_differ_in_the_last_digit_are_alike(rate: float) -> No
 @pytest.mark.parametrize("at", [0, 2])
 def test_a_rate_that_the_loop_sets_is_not_overwritten_silently(at: int) -> None:
     """It is an error, at the first update and later; other settings are the loop's own."""
-    weight = nn.Parameter(torch.zeros(()))
-    optimizer = torch.optim.AdamW([weight], lr=1.0)
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(()))], lr=1.0)
     updater = constant_updater(optimizer)
     for step in range(at):
         optimizer.param_groups[0]["weight_decay"] = 0.1 * step
-        weight.grad = torch.ones(())
-        updater.apply(step, torch.zeros(()))
+        update(updater, step)
     optimizer.param_groups[0]["lr"] *= 0.5
-    weight.grad = torch.ones(())
     with pytest.raises(TrainError, match=r"the loop set lr itself, to 0.5 .* 1: give it to the guard as schedule="):
-        updater.apply(at, torch.zeros(()))
+        update(updater, at)
 
 
 def test_a_rate_that_the_loop_sets_later_is_followed(caplog: Any) -> None:
     """Where it gave no schedule: also after a rewind, at the same steps, and with a rate that is lowered meanwhile."""
-    weight = nn.Parameter(torch.zeros(()))
-    optimizer = torch.optim.SGD([weight, *nn.Linear(1, 1).parameters()], lr=1.0)
-    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(()))], "lr": 2.0})
+    groups: list[dict[str, Any]] = [
+        {"params": nn.Linear(1, 1).parameters()},
+        {"params": [nn.Parameter(torch.zeros(()))], "lr": 2.0},
+    ]
+    optimizer = torch.optim.SGD(groups, lr=1.0)
     schedule = LoopSchedule([1.0, 2.0])
     updater = Updater([optimizer], [schedule], ClipConfig(None, None), device=CPU)
 
     def rates(step: int, lr: float = 1.0) -> list[float]:
-        weight.grad = torch.ones(())
-        return [one["lr"] for one in updater.apply(step, torch.zeros(()), KnobValues(lr=lr)).settings]
+        return [one["lr"] for one in update(updater, step, lr).settings]
 
     early = deepcopy(schedule.state_dict())
     assert rates(0) == rates(19) == [1.0, 2.0]
@@ -356,24 +343,18 @@ def test_a_resumed_run_takes_the_rates_that_it_is_given_now() -> None:
 
 def test_a_rate_that_is_set_back_is_no_mistake_of_the_loop() -> None:
     """By an undone attempt, or by a state of the optimizer from before the guard or from another rate."""
-    weight = nn.Parameter(torch.zeros(()))
-    optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.9)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0, momentum=0.9)
     early = deepcopy(optimizer.state_dict())
     updater = constant_updater(optimizer)
-
-    def update(step: int, lr: float) -> Any:
-        weight.grad = torch.ones(())
-        return updater.apply(step, torch.zeros(()), KnobValues(lr=lr))
-
-    update(0, 1.0)
+    update(updater, 0)
     late = deepcopy(optimizer.state_dict())
     before = deepcopy(optimizer.state_dict()["param_groups"])
-    updater.undo(update(1, 0.5))
+    updater.undo(update(updater, 1, 0.5))
     assert optimizer.state_dict()["param_groups"] == before
-    update(1, 0.25)
+    update(updater, 1, 0.25)
     for state in (late, early):
         optimizer.load_state_dict(state)
-        assert update(1, 0.5).settings[0]["lr"] == 0.5
+        assert update(updater, 1, 0.5).settings[0]["lr"] == 0.5
 
 
 def test_a_group_that_is_added_later_is_refused() -> None:
