@@ -180,6 +180,14 @@ class Nursery:
         started.wait()
         return started
 
+    def struck(self, number: signal.Signals, run_dir: Path, tick: int, *arguments: str, hold: int) -> int:
+        """Start it, send it a signal behind update `tick`, and return its exit code; it is held at step `hold`."""
+        with held_at(self.place, hold):
+            started = self.start(*arguments)
+            assert at_tick(run_dir, tick)(started), started.output
+            started.strike(number)
+        return started.wait()
+
 
 def _command(*arguments: str) -> None:
     _note_writings()

@@ -118,11 +118,7 @@ def test_samples_that_ended_the_process_twice_are_passed_over(nursery: Nursery) 
 def test_samples_are_not_blamed_for_a_kill_on_the_way_to_them(nursery: Nursery) -> None:
     """Who is killed in an update, and then before the first update of the next start, met those samples once."""
     run_dir, own = nursery.place / "on_the_way", [*DIGITS, *DISK, "run.steps=120", "run.dir=on_the_way"]
-    with held_at(nursery.place, 80):
-        started = nursery.start(*own)
-        assert at_tick(run_dir, 70)(started)
-        started.strike(signal.SIGKILL)
-        assert started.wait() == -signal.SIGKILL
+    assert nursery.struck(signal.SIGKILL, run_dir, 70, *own, hold=80) == -signal.SIGKILL
     with held_at(nursery.place, 0, "before"):
         again = nursery.start(*own)
         assert again.until(lambda: len(taken_up_at(run_dir)) == 1)
@@ -410,11 +406,7 @@ def test_an_open_incident_is_closed_and_counted_by_whoever_goes_on(nursery: Nurs
     ladder = "[{do:[skip],strikes:1},{do:[skip,{lower_lr:{factor:0.5}}],strikes:1}]"
     arguments = [*TREATED, *PLAIN_ROWS, "drill=nan_grad", "drill.at=[80,150]", "run.dir=open"]
     arguments += [f"recovery.ladders.default={ladder}", f"recovery.ladders.transient={ladder}"]
-    with held_at(nursery.place, 110):
-        started = nursery.start(*arguments)
-        assert at_tick(run_dir, 100)(started)
-        started.strike(signal.SIGKILL)
-        assert started.wait() == -signal.SIGKILL
+    assert nursery.struck(signal.SIGKILL, run_dir, 100, *arguments, hold=110) == -signal.SIGKILL
     (chapter,) = read_story(run_dir).chapters
     assert chapter.incident.outcome is None
     assert incidents(run_dir) == []
@@ -431,11 +423,7 @@ def test_the_run_in_mlflow_is_the_same_one(nursery: Nursery, empty_store: Path) 
     run_dir, store = nursery.place / "tracked", shutil.copy(empty_store, nursery.place / "tracked.db")
     arguments = [*DIGITS, *DISK, "run.steps=200", "run.dir=tracked", "tracking=mlflow", "run.log_every=10"]
     arguments += [f"tracking.uri=sqlite:///{store}", "tracking.drain_s=600"]
-    with held_at(nursery.place, 150):
-        started = nursery.start(*arguments)
-        assert at_tick(run_dir, 120)(started)
-        started.strike(signal.SIGTERM)
-        assert started.wait() == 75, started.output
+    assert nursery.struck(signal.SIGTERM, run_dir, 120, *arguments, hold=150) == 75
     stopped = summary(run_dir)
     last = nursery.run(*arguments)
     assert last.code == 0, last.output

@@ -126,7 +126,7 @@ class TestRequests:
             assert not requests.asked()
 
 
-# ----------------------------------------------------------------------------------------------------------- 20 moments
+# -------------------------------------------------------------------------------------------------------------- moments
 
 FAULTS = "drill.faults=[{nan_batch:{at:[60]}},{hot_lr:{at:[180],updates:12,factor:1000}},{bad_row:{rows:[700]}}]"
 STEPS = 420
@@ -249,11 +249,7 @@ def test_a_request_while_a_users_code_is_built_is_no_mistake_of_his(here: Path, 
 def test_a_candidate_is_gone_on_from_and_proven_later(nursery: Nursery) -> None:
     """What is left at a stop is newer than what has its proof, and gets it from the updates that follow."""
     run_dir, arguments = nursery.place / "candidate", [*DIGITS, *DISK, "run.steps=120", "run.dir=candidate"]
-    with held_at(nursery.place, 60):
-        started = nursery.start(*arguments)
-        assert at_tick(run_dir, 55)(started)
-        started.strike(signal.SIGTERM)
-    assert started.wait() == 75
+    assert nursery.struck(signal.SIGTERM, run_dir, 55, *arguments, hold=60) == 75
     step = summary(run_dir)["steps"]
     assert kinds(run_dir)[step] == "candidate"
     with held_at(nursery.place, step + 20):  # more than its proof takes
