@@ -115,38 +115,23 @@ def test_samples_that_ended_the_process_twice_are_passed_over(nursery: Nursery) 
     assert summary(run_dir)["steps"] == 60
 
 
-def test_samples_are_not_blamed_for_a_kill_on_the_way_to_them(nursery: Nursery) -> None:
-    """Who is killed in an update, and then before the first update of the next start, met those samples once."""
-    run_dir, own = nursery.place / "on_the_way", [*DIGITS, *DISK, "run.steps=120", "run.dir=on_the_way"]
+def test_samples_are_not_blamed_for_kills_up_to_the_first_update_after_a_start(nursery: Nursery) -> None:
+    """Who is killed in an update, and then before the first update of the next start, met those samples once.
+
+    To compile takes minutes in which processes are preempted, whatever the samples of the first update.
+    """
+    run_dir, own = nursery.place / "preempted", [*DIGITS, *DISK, "run.steps=120", "run.dir=preempted"]
     assert nursery.struck(signal.SIGKILL, run_dir, 70, *own, hold=80) == -signal.SIGKILL
-    with held_at(nursery.place, 0, "before"):
-        again = nursery.start(*own)
-        assert again.until(lambda: len(taken_up_at(run_dir)) == 1)
-        again.strike(signal.SIGKILL)
-        assert again.wait() == -signal.SIGKILL
-    last = nursery.run(*own)
-    assert last.code == 0, last.output
-    assert [one["actions"] for one in incidents(run_dir) if one["rows"]] == []
-
-
-def test_samples_are_not_blamed_for_kills_in_the_first_update_after_a_start(nursery: Nursery) -> None:
-    """To compile takes minutes in which processes are preempted, whatever the samples."""
-    run_dir, own = nursery.place / "preempted", [*DIGITS, *DISK, "run.steps=60"]
-    with held_at(nursery.place, 30):
-        started = nursery.start(*own, "run.dir=preempted")
-        assert started.until(lambda: is_held(nursery.place))
-        started.strike(signal.SIGTERM)
-        assert started.wait() == 75
-    for _ in range(2):
-        with held_at(nursery.place, 0):
-            started = nursery.start(*own, "run.dir=preempted")
+    for where in ("before", "in", "in"):
+        with held_at(nursery.place, 0, where):
+            started = nursery.start(*own)
             assert started.until(lambda: is_held(nursery.place))
             started.strike(signal.SIGKILL)
             assert started.wait() == -signal.SIGKILL
-    last = nursery.run(*own, "run.dir=preempted")
+    last = nursery.run(*own)
     assert last.code == 0, last.output
     assert [one for one in incidents(run_dir) if one["rows"] or one["actions"] != [{"remedy": "go_on"}]] == []
-    assert summary(run_dir)["steps"] == 60
+    assert summary(run_dir)["steps"] == 120
 
 
 DEADLY_ROW = 700
