@@ -71,7 +71,7 @@ def load_into(model: nn.Module, source: Path) -> None:
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError("run.init_from", source, f"has no weights that can be read: {error}") from error
     own = _tensors(model)
-    for name in sorted(own.keys() | saved.keys()):
+    for name in [*own, *sorted(saved.keys() - own.keys())]:
         theirs, ours = (list(some[name].shape) if name in some else "missing" for some in (saved, own))
         if theirs != ours:
             why = f"does not fit the model: {name} is {theirs} there, and {ours} in the model"
