@@ -185,7 +185,9 @@ class StoryReader:
             step, tick = (_whole(summary.get(key), known) for key, known in (("steps", step), ("ticks", tick)))
         end = ended_as(run_dir)
         status = "failed" if end in ("killed", "failed") else status_by(incidents, summary, step=step)
-        why = KILLED if end == "killed" else why_incomplete(run_dir, summary) or ""
+        why = ""
+        if status == "failed":
+            why = KILLED if end == "killed" else why_incomplete(run_dir, summary) or ""
         # A checkpoint may be newer than the journal, as knobs relax.
         remedies = [one for one in (self._remedies, *(one.remedies for one in checkpoints)) if one is not None]
         return Story(
@@ -197,7 +199,7 @@ class StoryReader:
             tick=max(tick, step),
             steps=planned_steps(run_dir),
             summary=summary,
-            why=why if status == "failed" else "",
+            why=why,
             last_good=next((one for one in checkpoints if one.is_verified), None),
             newest=next(iter(checkpoints), None),
             best=_best_of(run_dir),
