@@ -42,15 +42,10 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
-def warnings_alone(caplog: pytest.LogCaptureFixture) -> None:
-    """What a slow machine is told of its waiting is no part of what is looked at here."""
-    caplog.set_level(logging.WARNING, "resilient_train")
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out what the machine says of a store."""
+def alone(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out what the machine says of a store, and what a slow one is told of its waiting."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    caplog.set_level(logging.WARNING, "resilient_train")
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +57,8 @@ def home(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path:
     return home
 
 
-def config(uri: str | None = None, *, drain_s: float = LONG_S) -> TrackingConfig:
-    return TrackingConfig("mlflow", uri, EXPERIMENT, drain_s)
+def config(uri: str | None = None) -> TrackingConfig:
+    return TrackingConfig("mlflow", uri, EXPERIMENT, LONG_S)
 
 
 def client_of(run: TrackedRun | None) -> MlflowClient:
@@ -93,11 +88,12 @@ def outbox(run_dir: Path) -> Iterator[Outbox]:
     assert box.close(LONG_S)
 
 
-def uploaded(run_dir: Path, home: Path) -> TrackedRun | None:
+def uploaded(run_dir: Path, home: Path) -> TrackedRun:
     """Upload it as the process of a run would, but here, where MLflow is loaded already."""
     uploader = Uploader(run_dir, locate(None, home), EXPERIMENT)
     uploader.finish()
     uploader.close()
+    assert uploader.run is not None
     return uploader.run
 
 
@@ -168,7 +164,6 @@ def test_what_mlflow_does_not_take_as_it_is_arrives_all_the_same(home: Path, tmp
     params = fetched(run).data.params
     layers = {f"layer.{index}": str(index) for index in range(250)}
     assert params == layers | {"long": "x" * 5997 + "...", "a_b": "1"}
-    assert run is not None
     assert [one.path for one in client_of(run).list_artifacts(run.run_id)] == ["report.md", "two.txt"]
     assert [file.name for file in (home / "mlartifacts").rglob("two.txt")] == ["two.txt"]
 
@@ -191,7 +186,6 @@ def test_an_entry_that_somebody_else_wrote_harms_nobody(home: Path, tmp_path: Pa
         box.put(ENDED, status=["completed"])
     run = uploaded(tmp_path / "odd", home)
     assert [row[2] for row in history(run, "train/loss")][-1:] == [1.0]
-    assert run is not None
     assert [one.path for one in client_of(run).list_artifacts(run.run_id)] == ["report.md"]
 
 
