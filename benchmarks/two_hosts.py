@@ -135,7 +135,7 @@ class Host:
     def starts(self) -> list[str]:
         """What rank 0 said whenever it began here: how many processes it found, and on how many hosts."""
         said = self.out.read_text(errors="replace")
-        return re.findall(r"^\d+ process(?:es on \d+ hosts?)?(?=,| on)", said, re.MULTILINE)
+        return re.findall(r"^\d+ process(?:es)?(?=,| on)", said, re.MULTILINE)
 
     def _at_home(self, *command: str) -> None:
         subprocess.run(["nsenter", f"--target={self._init.pid}", "--net", *command], check=True)
