@@ -22,7 +22,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from resilient_train.app import VERBS
+from resilient_train.app import HOME, VERBS
 from resilient_train.app.config import CONF, command_line, manual
 from resilient_train.app.config.command_line import VERSION_BASE, explained, name_of, parse, typed
 from resilient_train.app.terminal import Page, survive_hangup
@@ -36,6 +36,7 @@ from resilient_train.record.outbox import OUTBOX
 from resilient_train.secrets import learn, masked, masked_override, masked_tree, masked_yaml
 from resilient_train.tracking.connection import UploadCursor
 from resilient_train.tracking.review import ui_command, where_to_look
+from resilient_train.tracking.tracker import note_refused_jobs
 
 _ARTIFACTS = "mlartifacts"  # of MLflow, next to the runs
 _LAST_WORD_S = 2.0  # seconds that other ranks wait for rank 0's report
@@ -48,6 +49,7 @@ class Job:
     name: str  # in a sweep; else empty
     exit_code: int
     directory: Path | None = None  # None if it was refused before it had one
+    tracking: Any = None  # its part of the configuration; None if that was refused
 
     @property
     def summary(self) -> dict[str, Any] | None:
@@ -167,6 +169,7 @@ def _job(raw: DictConfig) -> float | None:
             tree = yaml.safe_load(read_plain(file).decode("utf-8"))
             if (hidden := masked_tree(tree)) != tree:
                 commit_text(file, yaml.safe_dump(hidden, sort_keys=False))
+    tracking = None
     try:
         from resilient_train.app.config.compose import from_hydra
 
@@ -175,10 +178,10 @@ def _job(raw: DictConfig) -> float | None:
         from resilient_train.app.run import run
 
         ending = run(composed, shows_address=not is_sweep or os.getpid() != _main_process)
-        code, loss, directory = ending.exit_code, ending.loss, ending.directory
+        code, loss, directory, tracking = ending.exit_code, ending.loss, ending.directory, composed.config.tracking
     except Exception as error:
         code, loss, directory = _complain(error, given), None, None
-    _jobs.append(Job(name_of(given) if is_sweep else "", code, directory))
+    _jobs.append(Job(name_of(given) if is_sweep else "", code, directory, tracking))
     if code and os.getpid() != _main_process:
         raise _JobEnded(f"job {hydra_config.job.num}", code)
     if code == Stopped.exit_code and is_sweep:
@@ -228,10 +231,13 @@ def show_sweep(jobs: Sequence[Job]) -> None:
     page = Page()
     page.line("the sweep has ended:")
     page.table(rows, indent=2)
-    tracked = [one.directory for one in jobs if one.directory is not None and (one.directory / OUTBOX).is_file()]
+    tracked = [(one.directory, one.tracking) for one in jobs if one.directory and (one.directory / OUTBOX).is_file()]
     if not tracked:
         return
-    cursor = UploadCursor(tracked[-1])
+    directory, config = tracked[-1]
+    if config is not None and (refused := [one.name for one in jobs if one.summary is None]):
+        note_refused_jobs(config, directory, HOME.absolute(), refused)
+    cursor = UploadCursor(directory)
     where, sweep_url = cursor.get("tracking_uri"), cursor.get("sweep_url")
     if where is not None and sweep_url is not None:
         for lines in where_to_look(ui_command(where), sweep_url):

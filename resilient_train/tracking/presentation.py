@@ -243,7 +243,7 @@ def _picture(number: int) -> str:
 PARENT = "mlflow.parentRunId"
 
 _WELL = ("clean", "recovered", "observed")
-_STATUSES = (*_WELL, "recovering", "preempted", "no_progress", "unrecovered", "failed", "gave_up")
+_STATUSES = (*_WELL, "recovering", "preempted", "no_progress", "unrecovered", "refused", "failed", "gave_up")
 _WORDS = {"unrecovered": "not recovered", "no_progress": "the loss did not fall", "preempted": "stopped on request"}
 _WORDS |= {"gave_up": "gave up"}
 _JOB_TITLES = ("job", "status", "incidents", "causes", "step", "loss", "evaluation loss")
@@ -256,8 +256,8 @@ class Job:
     """A job of the sweep, as its run in MLflow has it."""
 
     name: str
-    status: str  # resilience.status
-    page: str
+    status: str  # resilience.status; refused: it ended before it had a run
+    page: str | None = None
     is_running: bool = False
     incidents: int = 0
     causes: str = ""
@@ -292,10 +292,11 @@ class Job:
         return text(_WORDS.get(self.status, self.status) + (" so far" if self.is_running else ""))
 
 
-def show_sweep(connection: Connection, began: Mapping[str, object]) -> str | None:
+def show_sweep(connection: Connection, began: Mapping[str, object], refused: Sequence[str]) -> str | None:
     """Show in the run of the sweep how its jobs fared; return the run's id. None if the run is of no sweep.
 
-    Several jobs may end at once: what is shown is read again until it is that of all of them.
+    `refused` names jobs that have no run. Several jobs may end at once: what is shown is read again until it is that of
+    all of them.
     """
     client, experiment_id = connection.client, connection.experiment_id
     parent = client.get_run(connection.run_id).data.tags.get(PARENT)
@@ -307,7 +308,7 @@ def show_sweep(connection: Connection, began: Mapping[str, object]) -> str | Non
     for _ in range(_ATTEMPTS):
         of_parent = f"tags.`{PARENT}` = '{parent}'"
         runs = client.search_runs([experiment_id], of_parent, order_by=["start_time"], max_results=_MOST_JOBS)
-        jobs = [*map(Job.of, runs)]
+        jobs = [*map(Job.of, runs), *(Job(name, "refused") for name in refused)]
         if jobs == shown:
             break
         shown = jobs
@@ -327,7 +328,8 @@ def show_sweep(connection: Connection, began: Mapping[str, object]) -> str | Non
 def tags_of(jobs: Sequence[Job]) -> dict[str, str]:
     """Return the tags that the list of runs shows: the worst status, all incidents and causes."""
     worst = max(_STATUSES.index(one.status) if one.status in _STATUSES else 0 for one in jobs)
-    found = {"resilience.status": _STATUSES[worst], "resilience.incidents": str(sum(one.incidents for one in jobs))}
+    status = "failed" if _STATUSES[worst] == "refused" else _STATUSES[worst]
+    found = {"resilience.status": status, "resilience.incidents": str(sum(one.incidents for one in jobs))}
     if causes := dict.fromkeys(cause for one in jobs for cause in one.causes.split(", ") if cause):
         found["resilience.cause"] = ", ".join(causes)
     return found

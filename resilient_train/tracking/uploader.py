@@ -13,7 +13,17 @@ from typing import Any
 from resilient_train.record.endings import CONFIG, LOOP, SUMMARY, ended_as, is_run, last_sign_ms, loop_of, read_ending
 from resilient_train.record.incident_log import INCIDENTS
 from resilient_train.record.journal import JOURNAL, Entry, entries, entries_after, plain
-from resilient_train.record.outbox import ARTIFACT, BEGAN, ENDED, METRICS, OUTBOX, PARAMS, Outbox, seal_before
+from resilient_train.record.outbox import (
+    ARTIFACT,
+    BEGAN,
+    ENDED,
+    METRICS,
+    OUTBOX,
+    PARAMS,
+    REFUSED_JOBS,
+    Outbox,
+    seal_before,
+)
 from resilient_train.record.progress import position_of
 from resilient_train.tracking.connection import (
     Connection,
@@ -172,7 +182,10 @@ class Uploader:
     def _show_sweep(self, connection: Connection) -> None:
         if "sweep" not in (began := first_start(self.outbox)):
             return
-        if (parent := show_sweep(connection, began)) is not None:
+        noted = [one for one, _ in entries(self.outbox) if one is not None and one["kind"] == REFUSED_JOBS]
+        names = noted[-1].get("names") if noted else None
+        refused = [str(one) for one in names] if isinstance(names, list) else []
+        if (parent := show_sweep(connection, began, refused)) is not None:
             self.cursor.note(sweep_url=url(connection.run.tracking_uri, connection.experiment_id, parent))
 
     def _attach(self, connection: Connection, path: str) -> None:
