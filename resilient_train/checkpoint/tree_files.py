@@ -206,6 +206,8 @@ def load_tree(directory: Path, device: torch.device = _CPU) -> Tree:
         tree = _Reading(tensors, shares, device).node(json.loads(text, object_pairs_hook=_without_repeated_keys))
         if unused := sorted([*tensors, *shares]):
             raise ValueError(f"{TREE} has no place for {unused[0]:.120}")
+    except MemoryError:  # says nothing about the files
+        raise
     except Exception as error:  # whatever a forged file leads to
         raise ValueError(f"{directory} is damaged: {' '.join(str(error).split())}") from error
     return tree

@@ -91,7 +91,7 @@ def test_the_page_of_a_large_sweep_has_the_jobs_that_need_attention() -> None:
 def test_a_sweep_ends_with_a_table_and_is_one_run_in_mlflow(
     here: Path, run_command: command, nursery: Nursery, empty_store: Path
 ) -> None:
-    """A job that is refused is in the table and counted by MLflow; the four that trained are child runs with their rows.
+    """A job that is refused is in the table and counted in MLflow; those that trained are child runs with their rows.
 
     Another run writes to the same file of SQLite meanwhile, and is none of them.
     """
