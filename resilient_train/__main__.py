@@ -8,7 +8,12 @@ from functools import partial
 from importlib import import_module
 
 from resilient_train.app import VERBS
-from resilient_train.ranks.process_exit import exit_on_request, exit_with_agent, ignore_requests
+from resilient_train.ranks.process_exit import (
+    exit_on_request,
+    exit_with_agent,
+    ignore_requests,
+    warn_of_running_threads,
+)
 
 
 def main() -> None:
@@ -34,6 +39,7 @@ def main() -> None:
         command.main()
     finally:
         ignore_requests()
+        warn_of_running_threads()
 
 
 if __name__ == "__main__":

@@ -127,6 +127,20 @@ def ignore_requests() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+def warn_of_running_threads() -> None:
+    """If the process does not end within seconds, name the threads it waits for: mostly those of user code."""
+
+    def warn() -> None:
+        names = [one.name for one in threading.enumerate() if not one.daemon and one is not threading.main_thread()]
+        if names:
+            print(f"the run has ended; its process waits for non-daemon threads: {', '.join(names)}", file=sys.stderr)
+
+    timer = threading.Timer(3.0, warn)
+    timer.daemon = True
+    with suppress(RuntimeError):  # no thread can be started
+        timer.start()
+
+
 @contextmanager
 def exit_on_request_in_c() -> Iterator[None]:
     """Let a request end the process also while its main thread waits in C, where no Python handler can run.

@@ -19,6 +19,7 @@ from kills import Nursery, checkpoints, in_journal, incidents, left_overs, summa
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from resilient_train import numerics
 from resilient_train.adapters.guard import Guard
 from resilient_train.checkpoint.store import WEIGHTS, Entry, Store
 from resilient_train.errors import ConfigError
@@ -398,3 +399,39 @@ def test_what_is_being_written_and_not_to_be_trusted_is_waited_for(
     kinds = [one.manifest.kind for one in Store(tmp_path / "run").entries() if one.manifest]
     assert kinds == ["verified" if is_trusted else "demoted"]
     guard.let_go()
+
+
+def test_whatever_ends_a_loop_the_safe_operations_are_as_they_were(tmp_path: Path) -> None:
+    """A raised eps is a knob of the run, and of the process that outlives it."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    guard = guarded(tmp_path / "run", disk=0)
+    before = numerics.eps(torch.float32)
+
+    guard._controls.knobs.turn_eps(1000.0)
+
+    def train() -> None:
+        for batch in guard.batches(20):
+            guard.step(batch)
+            if guard.clock.step == 5:
+                assert numerics.eps(torch.float32) > before
+                raise LookupError
+
+    with pytest.raises(LookupError):
+        train()
+    assert numerics.eps(torch.float32) == before
+    guard.let_go()
+
+
+def leaves_a_thread(model: nn.Module, batch: Any) -> Tensor:
+    if len(_updates) == 1:
+        threading.Thread(target=time.sleep, args=(600,), name="uploads").start()
+    return loss_of(model, batch)
+
+
+def test_a_thread_that_keeps_a_run_from_ending_is_named(nursery: Nursery) -> None:
+    """The run is complete, and its process waits, as Python does."""
+    done = nursery.start(*SLOW, "objective._target_=test_saving.leaves_a_thread", "run.dir=stays", "run.steps=5")
+    assert done.until((nursery.place / "stays/summary.json").exists)
+    assert done.until(lambda: "waits for non-daemon threads: uploads" in done.output)
+    assert summary(nursery.place / "stays")["status"] == "completed"
+    done.strike(signal.SIGKILL)

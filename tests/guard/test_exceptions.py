@@ -365,3 +365,8 @@ def test_rows_are_treated_by_what_follows_from_them() -> None:
     guard = run(hidden, data)
     assert {one.decision.actions[0].remedy for one in guard.incidents} == {"quarantine"}
     assert sorted(row for one in guard.incidents for row in one.diagnosis.rows) == [9, 77]
+
+
+def test_healthy_runs_are_what_they_were() -> None:
+    """Bit for bit, with a policy that treats exceptions and with one that lets them pass."""
+    assert len({run(squared, table(()), recovery=one).state.sha256() for one in ("balanced", "off")}) == 1
