@@ -89,6 +89,10 @@ MAY_KNOW: dict[str, set[str]] = {
 }
 AROUND = {"zoo", "tracking", "adapters", "app", "__main__", "__init__"}
 
+# Physical lines, blank ones and docstrings included.
+MOST_LINES = {"engine": 21_600, "package": 31_100, "tests": 33_700}
+MOST_FILES = 140
+
 # Parts of a run: only they themselves may set their attributes.
 WIRED = (
     *("self._recovery", "self._keeper", "self._controls", "self._examination", "self._sizer", "self._parts"),
@@ -148,6 +152,18 @@ def test_a_file_keeps_to_the_house(file: Path) -> None:
         for target in node.targets if isinstance(node, ast.Assign) else []:
             is_wired = isinstance(target, ast.Attribute) and ast.unparse(target.value) in WIRED
             assert not is_wired, f"{place}:{target.lineno}: {ast.unparse(target)} is set from outside"
+
+
+def test_the_house_does_not_grow() -> None:
+    """A change that adds lines pays for them elsewhere, or raises a limit here and says why. README has the limits."""
+    lines = {file: len(file.read_text(encoding="utf-8").splitlines()) for file in FILES}
+    assert sum(size for file, size in lines.items() if room(file) not in AROUND) <= MOST_LINES["engine"]
+    assert sum(lines.values()) <= MOST_LINES["package"]
+    assert len(FILES) <= MOST_FILES
+    tests = Path(__file__).parents[1].rglob("*.py")
+    assert sum(len(file.read_text(encoding="utf-8").splitlines()) for file in tests) <= MOST_LINES["tests"]
+    said = " ".join((HOUSE.parent / "README.md").read_text(encoding="utf-8").split())
+    assert f"{MOST_LINES['engine']:,} lines, and {MOST_LINES['package']:,} with what is around it" in said
 
 
 def test_the_engine_knows_nothing_around_it() -> None:
