@@ -40,6 +40,6 @@ class RunParts:
         """Return what checks and scans have learned, for a snapshot."""
         return {"panel": self.checks.state_dict(), "scans": self.scans.state_dict()}
 
-    def restore_checks_state(self, state: Mapping[str, Any]) -> None:
-        self.checks.load_state_dict(state["panel"])
-        self.scans.load_state_dict(state["scans"])
+    def restore_checks_state(self, state: Mapping[str, Any]) -> list[str]:
+        """Restore what checks and scans had learned; return those that another version did not save."""
+        return self.checks.load_state_dict(state["panel"]) + self.scans.load_state_dict(state["scans"])

@@ -11,11 +11,12 @@ from typing import Any
 from resilient_train.types import SPIKES, Anomaly, Signal, Vitals
 from resilient_train.watch.config import ChecksConfig
 from resilient_train.watch.limit import GradLimit, Refusals, ScaleCollapse, loss_limit
-from resilient_train.watch.loss import Alarm, Creep, Jump, Level, PlainState, Slow
+from resilient_train.watch.loss import Alarm, Creep, Jump, Level, PlainState, Slow, load_each
 from resilient_train.watch.rate import EarlyDivergence, NoProgress, RateRise
 from resilient_train.watch.reference import Reference, RewindCheck, Standing
 
-_REMEMBERED = 2048  # updates: further back than the memory snapshots of a run reach
+_REMEMBERED = 10_000  # updates: further back than the memory snapshots of a run reach
+_IN_CHECKPOINT = 2048  # updates
 _LATEST = 3  # losses whose median shows how far the loss is above the reference
 _AROUND = 2  # steps before and after a declared change without alarms
 _MOST_REPEATS = 2  # of one update that a limit refused by mistake
@@ -51,10 +52,20 @@ class Checks:
         self.no_progress = NoProgress(config.no_progress)
         self._scale = ScaleCollapse(config.scale)
         self._refusals = Refusals(config.limit)
-        self._checks: tuple[PlainState, ...] = (  # those with a state
-            *(self._level, self._grad_limit, self.early_divergence, self._jump, self._creep),
-            *(self._slow, self._rate_rise, self.rewind_check, self.no_progress, self._scale, self._refusals),
-        )
+        self._checks: dict[str, PlainState] = {  # those with a state, by their names in checkpoints
+            "level": self._level,
+            "grad_limit": self._grad_limit,
+            "overshoot": self.early_divergence,
+            "jump": self._jump,
+            "creep": self._creep,
+            "slow": self._slow,
+            "rate": self._rate_rise,
+            "probation": self.rewind_check,
+            "no_progress": self.no_progress,
+            "scale": self._scale,
+            "refusals": self._refusals,
+        }
+        self._empty = self.state_dict()
         self._accepted: dict[int, tuple[float, float]] = {}  # loss and gradient norm of accepted updates, by step
         self.is_only_reported = False  # the policy does nothing about the damage, so one alarm about it is enough
         self._declared: set[int] = set()  # steps without alarms
@@ -262,26 +273,34 @@ class Checks:
 
     def persistent_state(self) -> dict[str, Any]:
         """Return the state that does not rewind, for a process that resumes here, as plain data."""
-        own = {"is_only_reported": self.is_only_reported, "declared": sorted(self._declared)}
-        own["accepted"] = [[step, *measured] for step, measured in self._accepted.items()]
-        checks = (one for one in self._checks if one is not self.rewind_check)  # which is a remedy in effect
-        return own | {type(one).__name__: one.persistent_state() for one in checks}
+        own = {"only_reported": self.is_only_reported, "declared": sorted(self._declared)}
+        own["path"] = [[step, *measured] for step, measured in [*self._accepted.items()][-_IN_CHECKPOINT:]]
+        return own | {name: one.persistent_state() for name, one in self._persistent().items()}
 
-    def load_persistent_state(self, state: Mapping[str, Any]) -> None:
-        self.is_only_reported = state["is_only_reported"]
-        self._declared |= set(state["declared"])
-        self._accepted = {step: (loss, norm) for step, loss, norm in state["accepted"]}
-        for one in self._checks:
-            if one is not self.rewind_check:
-                one.load_persistent_state(state[type(one).__name__])
+    def _persistent(self) -> dict[str, PlainState]:
+        return {name: one for name, one in self._checks.items() if one.persistent and one is not self.rewind_check}
+
+    def load_persistent_state(self, state: Mapping[str, Any]) -> list[str]:
+        """Load it. Returns the checks that start empty, because another version saved other things of them."""
+        self.is_only_reported = state.get("only_reported") is True
+        self._declared |= set(state.get("declared", ()))
+        self._accepted = {step: (loss, norm) for step, loss, norm in state.get("path", ())}
+        lacking = []
+        for name, one in self._persistent().items():
+            saved = state.get(name)
+            if isinstance(saved, Mapping) and saved.keys() == set(one.persistent):
+                one.load_persistent_state(saved)
+            else:
+                lacking.append(name)
+        return lacking
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that rewinds with the run, as plain data."""
-        return {type(one).__name__: one.state_dict() for one in self._checks}
+        return {name: one.state_dict() for name, one in self._checks.items()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for one in self._checks:
-            one.load_state_dict(state[type(one).__name__])
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+        """Load it. Returns the checks that start empty, because another version saved other things of them."""
+        return load_each(self._checks, state, self._empty)
 
 
 def _which(vitals: Vitals) -> int:

@@ -106,6 +106,7 @@ class Layout:
         self.skipped: list[str] = []  # not measured: sparse, or of a type without norms
         groups = self.groups()
         self.kinds = [kind_of(optimizer) for optimizer in optimizers for _ in optimizer.param_groups]
+        self._size = [len(group["params"]) for group in groups]
         owner = {weight: number for number, group in enumerate(groups) for weight in group["params"]}
         self.names: dict[Tensor, str] = {weight: _plain(name) for name, weight in model.named_parameters()}
         for number, group in enumerate(groups):  # weights that the model does not have
@@ -125,6 +126,10 @@ class Layout:
     def groups(self) -> list[dict[str, Any]]:
         """The parameter groups of all optimizers, as they are now: loading a state replaces them."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def fits(self) -> bool:
+        """Whether the optimizers still have as many weights as they had."""
+        return [len(group["params"]) for group in self.groups()] == self._size
 
     def buffers(self) -> Gauge[str]:
         """The buffers, looked up again, since a forward may replace them."""

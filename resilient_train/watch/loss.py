@@ -64,6 +64,21 @@ class PlainState:
                 setattr(self, name, state[name])
 
 
+def load_each(parts: Mapping[str, Any], state: Mapping[str, Any], empty: Mapping[str, Any]) -> list[str]:
+    """Load the state of each part, or the empty one where another version saved other things: returns which."""
+    lacking = []
+    for name, part in parts.items():
+        try:
+            saved = state.get(name, {})
+            if isinstance(empty[name], dict) and saved.keys() != empty[name].keys():
+                raise KeyError(name)
+            part.load_state_dict(saved)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+            part.load_state_dict(empty[name])
+            lacking.append(name)
+    return lacking
+
+
 class Level(PlainState):
     """The range of the accepted losses: their median, their spread upwards, and the scale for thresholds in shares.
 

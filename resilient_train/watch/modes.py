@@ -71,20 +71,17 @@ _COSTLY = (
 )
 
 
-def _is_compiled(model: nn.Module) -> bool:
-    return any(
-        type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
-        for module in model.modules()
-    )
-
-
 class EvaluationLoss:
     """Compares, now and then, the loss of a training batch in evaluation mode with that in training mode."""
 
     def __init__(self, config: EvaluationConfig, model: nn.Module, backups: Backups, *, is_alone: bool) -> None:
         """`is_alone`: there is one rank. Several would have to agree on a forward that fails on one of them."""
         self.config, self.model, self._backups = config, model, backups
-        self.is_on = config.every > 0 and is_alone and not _is_compiled(model)  # for the other mode it may take minutes
+        is_compiled = any(  # compiling for the other mode may take minutes
+            type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+            for module in model.modules()
+        )
+        self.is_on = config.every > 0 and is_alone and not is_compiled
         self._differences: list[float] = []  # of all healthy comparisons
 
     def is_due(self, step: int) -> bool:
@@ -135,7 +132,8 @@ class NormStatistics:
         self.factor, self.device = config.factor, device
         named = [(name, one) for name, one in model.named_modules() if isinstance(one, _BatchNorm)]
         self.modules = [(name, one) for name, one in named if one.track_running_stats]
-        self.every = config.every if self.modules and not _is_compiled(model) else 0  # hooks would undo a compilation
+        is_compiled = any(type(module).__name__ == "OptimizedModule" for module in model.modules())
+        self.every = config.every if self.modules and not is_compiled else 0  # hooks would undo a compilation
         self.clean_step = 0  # the newest step whose running statistics were in the range of its batches
         self.is_armed = False
         self._handles: list[RemovableHandle] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
-from math import inf
+from math import inf, isnan
 from typing import Any
 
 from resilient_train.types import Signal
@@ -44,8 +44,8 @@ class Moment:
 class _Faded:
     """What the updates since the last measurement leave of second moments, and what their gradients add."""
 
+    updates: int
     left: list[float]  # the least share of each group's that is left
-    updates: int = 0
     total_left: float = 1.0  # the share that is left of the sum over all groups
     added: float = 0.0  # what the gradients added to that sum
     unknown: int = 0  # updates for which the sum is not known
@@ -65,7 +65,7 @@ class Moments:
         self.clean_step = 0
         self.held = self.failed = 0  # measurements in which the sum did
         self.remarks: list[str] = []
-        self._faded = _Faded([1.0] * len(kinds))
+        self._faded = _Faded(0, [1.0] * len(kinds))
         self._bounded: set[str] = set()  # tensors of the user's optimizers that were finite once
         self._sums: dict[str, float] | None = None  # of second moments, at the last measurement
         self._steps: dict[str, float] = {}  # counts of updates, at the last measurement
@@ -106,11 +106,11 @@ class Moments:
         else:
             named = {**{moment.name: value for moment, value in plain.items()}, **sums}
             # A user's own optimizer may have an infinity on purpose, such as a best loss.
-            free = {moment.name for moment in plain if not moment.by_torch}
+            free = {moment.name for moment, value in plain.items() if not moment.by_torch and not isnan(value)}
             found = nonfinite(Signal.NONFINITE_OPTIMIZER, named, free, self._bounded)
         if found is None and self._sums is not None:
             found = self._shrunk(self._sums, squares) or self._wrong_sum(self._sums, squares, steps)
-        self._faded = _Faded([1.0] * len(self.kinds))
+        self._faded = _Faded(0, [1.0] * len(self.kinds))
         if found is None:
             self.clean_step = step
         if found is None or found.acceptable:
@@ -174,10 +174,10 @@ class Moments:
         self.clean_step, self.held = state["clean_step"], state["held"]
         self._bounded |= set(state["bounded"])
         self._sums, self._steps = state["sums"], state["steps"]
-        left, *rest = state["faded"]
-        self._faded = _Faded(list(left), *rest)
+        updates, left, *rest = state["faded"]
+        self._faded = _Faded(updates, list(left), *rest)
         if len(left) != len(self.kinds):  # it is of a run with other optimizers
-            self._faded, self._sums = _Faded([1.0] * len(self.kinds)), None
+            self._faded, self._sums = _Faded(0, [1.0] * len(self.kinds)), None
 
 
 def _share_left(setting: Mapping[str, Any]) -> float | None:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from resilient_train.types import Anomaly, Signal
 from resilient_train.watch.config import ChecksConfig, Every
 from resilient_train.watch.layout import Item, Layout, State, digest
+from resilient_train.watch.loss import load_each
 from resilient_train.watch.modes import NormStatistics
 from resilient_train.watch.moments import Moments
 from resilient_train.watch.weights import Found, Weights
@@ -64,16 +65,22 @@ class Scans:
 
         `unreplicated` names the weights that differ between ranks; None: there are no replicas.
         """
-        self.layout = layout = Layout(model, optimizers)
-        self._weights = Weights(config.weights, layout.weights.items, layout.kinds)
-        self._moments = Moments(config.optimizer, layout.kinds, layout.is_whole)
-        self._norms = NormStatistics(config.norms, model, layout.device)
-        self.replicas = Replicas(config.replicas, unreplicated if layout.is_whole else None)
+        self.config, self.model, self.optimizers = config, model, list(optimizers)
         self._remarks: list[str] = []
-        self._skipped_known = self._step = 0
+        self._step = 0
         self._landed: list[tuple[Settings, float | None]] = []  # updates that were not added up yet
         self._times_found: dict[tuple[int, str], int] = {}  # by step and subject; does not rewind
         self._pending: _Pending | None = None
+        self._lay_out(clean_step=0)
+        self._norms = NormStatistics(config.norms, model, self.layout.device)
+        self.replicas = Replicas(config.replicas, unreplicated if self.layout.is_whole else None)
+
+    def _lay_out(self, clean_step: int) -> None:
+        self.layout = layout = Layout(self.model, self.optimizers)
+        self._weights = Weights(self.config.weights, layout.weights.items, layout.kinds)
+        self._moments = Moments(self.config.optimizer, layout.kinds, layout.is_whole)
+        self._weights.clean_step = self._moments.clean_step = clean_step
+        self._skipped_known = 0
 
     @property
     def clean_step(self) -> int:
@@ -109,6 +116,8 @@ class Scans:
         landed, self._landed = self._landed, []
         live = self.layout.groups()
         for groups, clipped_norm in landed:
+            if len(live) != len(self.layout.kinds) or len(groups) != len(live):
+                return  # groups were added: the next measurement starts from scratch
             settings = [{**group, **setting} for group, setting in zip(live, groups, strict=True)]
             for scan in (self._weights, self._moments):
                 if scan.every:
@@ -132,6 +141,10 @@ class Scans:
         If it is never judged, as something raised in between, the next measurement covers its updates as well.
         """
         self._add_up()
+        if not self.layout.fits():
+            self._norms.clean_step = clean_step = self.clean_step
+            self._lay_out(clean_step)
+            self._remarks.append("the optimizers have other weights than before: scans start again")
         if fresh := self.layout.skipped[self._skipped_known :]:
             self._skipped_known = len(self.layout.skipped)
             self._remarks.append(f"not scanned, being sparse or of a type without norms: {', '.join(fresh)}")
@@ -226,24 +239,30 @@ class Scans:
     def state_dict(self) -> dict[str, Any]:
         """Return what is compared against, as plain data."""
         self._add_up()
-        return {
-            "step": self._step,
-            "shares": self.layout.shares,
-            "weights": self._weights.state_dict(),
-            "optimizer": self._moments.state_dict(),
-            "norms": self._norms.state_dict(),
-        }
+        own = {"step": self._step, "shares": self.layout.shares}
+        return own | {name: scan.state_dict() for name, scan in self._by_name().items()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def _by_name(self) -> dict[str, Weights | Moments | NormStatistics]:  # as in checkpoints
+        return {"weights": self._weights, "optimizer": self._moments, "norms": self._norms}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+        """Load it. Returns the scans that start empty, because another version saved other things of them."""
         self._pending = None
         self._landed.clear()
         self._step = state["step"]
-        self._weights.load_state_dict(state["weights"])
-        self._moments.load_state_dict(state["optimizer"])
-        self._norms.load_state_dict(state["norms"])
+        layout = self.layout
+        empty = {
+            "weights": Weights(self.config.weights, layout.weights.items, layout.kinds).state_dict(),
+            "optimizer": Moments(self.config.optimizer, layout.kinds, layout.is_whole).state_dict(),
+        }
+        scans = self._by_name()
+        lacking = load_each(scans, state, {**empty, "norms": [0, {}]})
+        for name in lacking:
+            scans[name].clean_step = self._step  # the state was verified
         if state["shares"] != self.layout.shares:  # the bounds are those of the largest share of a sharded tensor
             self.rebase()
         self.replicas.clean_step = self._step  # the state was verified, or is the same file for all ranks
+        return lacking
 
 
 class Replicas:

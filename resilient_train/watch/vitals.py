@@ -17,7 +17,8 @@ from resilient_train.ranks.world import World
 from resilient_train.state.tree import leaves
 from resilient_train.types import Anomaly, Signal, Vitals
 
-_KEPT = 2048  # updates: further back than the memory snapshots of a run reach
+_KEPT = 10_000  # updates in memory: further back than the memory snapshots of a run reach
+_IN_CHECKPOINT = 2048  # updates
 _TREND = 32  # accepted updates that show a trend of losses and gradient norms
 _RECENT_STEPS = 64  # a rise of the learning rate within these may be the cause of trouble
 _FIRST_PACES = 8  # updates whose rate is the usual one where the run has no older ones
@@ -149,7 +150,8 @@ def mean_over_ranks(world: World, metrics: Mapping[str, torch.Tensor | float]) -
     """Average metrics over the ranks that have them. Waits for the device, with one read and one exchange."""
     values = [torch.as_tensor(value, dtype=torch.float32, device=world.device) for value in metrics.values()]
     ranks = world.all_of(dict(zip(metrics, torch.stack(values).tolist() if values else [], strict=True)))
-    return {name: fmean(row[name] for row in ranks if name in row) for name in sorted(set().union(*ranks))}
+    found = {name: [row[name] for row in ranks if name in row] for name in sorted(set().union(*ranks))}
+    return {name: sum(row) / len(row) for name, row in found.items()}  # nan of inf and -inf, where fmean raises
 
 
 class PastUpdate(NamedTuple):
@@ -242,6 +244,8 @@ class UpdateHistory:
 
         A slow one may have begun earlier: after step `since`, from which on things went wrong.
         """
+        if self._rate_stood(since):
+            return None
         known = [one for one in self._passed if one.lr_ratio > _LEAST_PACE]
         if len(known) <= _LEAP_AFTER:
             return None
@@ -259,6 +263,20 @@ class UpdateHistory:
         if first is None or highest < _LEAP * usual or highest <= 1.0:  # up to the configured rate it is a warm-up
             return None
         return Leap(first, highest / usual, usual, False)
+
+    def _rate_stood(self, since: int | None) -> bool:
+        """Say whether it is plain from the recent steps, or those after `since`, that the rate did not rise.
+
+        To read all of them takes long.
+        """
+        first_recent, highest = None, 0.0
+        for one in (one for one in reversed(self._passed) if one.lr_ratio > _LEAST_PACE):
+            if first_recent is None:
+                first_recent = min(one.step - _RECENT_STEPS, one.step if since is None else since) + 1
+            if one.step < first_recent:
+                return highest <= min(_LEAP, _WARM_UP_STAGE, _RISE_BEGINS) * one.lr_ratio
+            highest = max(highest, one.lr_ratio)
+        return False
 
     def trace(self, step: int) -> int:
         """Return a digest of the measurements after a step; it is equal only if each of them was, to the last bit."""
@@ -284,7 +302,7 @@ class UpdateHistory:
 
     def state_dict(self, step: int) -> list[list[float]]:
         """Return the latest updates up to a step as plain data."""
-        latest = [one for one in self._passed if one.step <= step]
+        latest = [one for one in self._passed if one.step <= step][-_IN_CHECKPOINT:]
         first = [one for one in self._first.values() if one.step <= step and one not in latest]
         return [list(map(float, one)) for one in (*first, *latest)]
 

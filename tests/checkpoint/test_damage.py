@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from command import command, train
-from sealed import CPU, write
+from sealed import CPU, seal, write
 
 from resilient_train.checkpoint import store as manifests
 from resilient_train.checkpoint.store import MANIFEST, WEIGHTS, Damaged, Store
@@ -182,6 +182,26 @@ def test_a_run_goes_on_from_the_previous_one_and_says_so(
         _made["sha"] = Path(outcome.summary(tmp_path / "whole")["weights_sha256"])
     assert outcome.summary(copied)["weights_sha256"] == str(_made["sha"])
     assert Store(copied).entries()[0].step == 40
+
+
+def test_statistics_that_another_version_did_not_keep_start_empty(copied: Path, run_command: command) -> None:
+    """One line says which, and what wrote the checkpoint; the run goes on all the same."""
+    newest = Store(copied).entries()[0].path
+    tree = json.loads((newest / TREE).read_text())
+    memory = tree["dict"]["memory"]["dict"]
+    statistics = memory["statistics"]["dict"]
+    del statistics["panel"]["dict"]["rate"], statistics["scans"]["dict"]["norms"]
+    statistics["panel"]["dict"]["creep"]["dict"] = {}
+    statistics["panel"]["dict"]["slow"]["dict"]["more"] = 1
+    del statistics["scans"]["dict"]["weights"]["dict"]["paths"], memory["panel"]["dict"]["refusals"]
+    (newest / TREE).write_text(json.dumps(tree))
+    seal(newest)
+    outcome = train(run_command, copied, 40)
+    assert outcome.code == 0, outcome.stderr
+    told = f"{newest}, written by resilient_train "
+    (line,) = [line for line in outcome.stdout.splitlines() if "no statistics of" in line]
+    assert told in line
+    assert line.endswith("has no statistics of creep, slow, rate, weights, norms, refusals: these start empty")
 
 
 def test_without_one_that_verifies_a_run_says_so_and_stops(copied: Path, run_command: command) -> None:

@@ -9,7 +9,8 @@ import json
 import random
 import struct
 from collections.abc import Callable, Iterable, Iterator
-from math import exp, inf, isfinite, nan, sin
+from math import exp, inf, isfinite, isnan, nan, sin
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from resilient_train.types import Anomaly, Signal, Vitals
 from resilient_train.watch.checks import Checks, Finding
 from resilient_train.watch.config import ChecksConfig, checks_from, named
 from resilient_train.watch.limit import NO_LIMIT
-from resilient_train.watch.vitals import UpdateHistory
+from resilient_train.watch.vitals import UpdateHistory, mean_over_ranks
 
 Curve = Iterable[tuple[float, float]]
 
@@ -281,7 +282,7 @@ def test_refused_updates_whose_loss_is_out_of_range_mean_damage() -> None:
 def test_overflows_are_ordinary_until_they_do_not_end() -> None:
     """A scaler finds its scale in a few updates; twenty in a row are a collapse. None enters a statistic."""
     run = warmed_up()
-    before = run.checks.state_dict()["Level"]
+    before = run.checks.state_dict()["level"]
     scale = 2.0**16
     findings = []
     for _ in range(20):
@@ -291,7 +292,7 @@ def test_overflows_are_ordinary_until_they_do_not_end() -> None:
     anomaly = findings[19].anomaly
     assert anomaly is not None
     assert (anomaly.signal, anomaly.landed, anomaly.since) == (Signal.SCALE_COLLAPSE, True, 399)
-    assert run.checks.state_dict()["Level"] == before
+    assert run.checks.state_dict()["level"] == before
     run = warmed_up()  # below the least useful scale at once, and told once until it has recovered
     assert [run.overflow(2.0**-11).anomaly is not None for _ in range(3)] == [True, False, False]
 
@@ -330,10 +331,10 @@ def test_a_change_nobody_undid_is_told_once_and_never_becomes_usual() -> None:
     """Without rewinds: one alarm, then peace, and nothing is learned from the new level, however long it lasts."""
     run = warmed_up()
     assert len(run.alarms(curve(1000, high=6.0, at=600)[400:])) == 1
-    level, limits = run.checks.state_dict()["Level"], run.checks.limits
+    level, limits = run.checks.state_dict()["level"], run.checks.limits
     assert max(level["losses"]) < 4.5
     assert run.alarms((loss, norm) for loss, norm in curve(3000, seed=1, low=6.0)[400:]) == []
-    assert run.checks.state_dict()["Level"] == level
+    assert run.checks.state_dict()["level"] == level
     assert run.checks.limits == limits
     assert run.checks.rewind_check.is_open
 
@@ -515,6 +516,28 @@ def test_statistics_rewind(
         run.step, run.position = place
         assert [_without_ticks(finding) for finding in run.play(after)] == expected
         assert state == kept
+
+
+def test_updates_are_known_further_back_than_snapshots_reach() -> None:
+    """A race of rates starts from the oldest verified snapshot, thousands of steps back; checkpoints hold fewer."""
+    run, updates = Run(), UpdateHistory()
+    assert run.alarms((3.0 + 0.01 * (index % 7), 1.0) for index in range(9_000)) == []
+    for step in range(1, 9_001):
+        updates.add(Vitals(step, step, True, 3.0, 1.0, 1e-3, 32 * step, 32 * step + 32, lr_ratio=1.0))
+    assert run.checks.loss_at(10) is not None
+    assert updates.next_after(10) is not None
+    assert updates.leap() is None
+    assert len(run.checks.persistent_state()["path"]) == 2048
+    assert len(updates.state_dict(9_000)) == 2048 + 8  # the first ones of the run
+
+
+def test_a_metric_that_is_infinite_in_both_directions_has_no_mean() -> None:
+    """It is inf on one rank and -inf on another: nan, and no exception."""
+    rows = [{"a": inf, "b": 1.0}, {"a": -inf}]
+    world: Any = SimpleNamespace(device="cpu", all_of=lambda mine: rows)
+    found = mean_over_ranks(world, rows[0])
+    assert isnan(found["a"])
+    assert found["b"] == 1.0
 
 
 # The configuration.

@@ -30,6 +30,7 @@ from resilient_train.watch.config import (
     named,
 )
 from resilient_train.watch.layout import nonfinite
+from resilient_train.watch.modes import NormStatistics
 from resilient_train.watch.scans import Scans
 from resilient_train.watch.weights import Path, adam_stride
 
@@ -277,6 +278,45 @@ def test_a_copy_that_is_refreshed_now_and_then_is_healthy(share: float, pause: i
         if step % pause == 0:
             with torch.no_grad():
                 model.target.weight.lerp_(model.down.weight, share)
+
+
+@pytest.mark.parametrize("is_new_group", [True, False])
+def test_groups_and_weights_may_be_added(is_new_group: bool) -> None:
+    """New weights in an optimizer are scanned from then on, and a line says so."""
+    model: Any = Net()
+    run = Run(lambda _: [optim.Adam([*model.up.parameters(), *model.norm.parameters()], lr=1e-3)], model)
+    assert run.updates(52) is None
+    clean = run.scans.clean_step
+    if is_new_group:
+        run.optimizers[0].add_param_group({"params": list(model.down.parameters()), "lr": 1e-3})
+        run.rates[0].append(1e-3)
+    else:  # their gradients are not in the norm that the run knows
+        run.optimizers[0].param_groups[0]["params"].extend(model.down.parameters())
+    assert run.updates(4) is None
+    assert run.scans.clean_step == clean
+    assert run.updates(40) is None
+    assert run.scans.clean_step > clean
+    assert "other weights" in " ".join(run.scans.remarks())
+
+
+def test_nan_of_ones_own_optimizer_is_never_on_purpose() -> None:
+    """Not even before the first scan, where an infinity is."""
+    run = Run(OPTIMIZERS["one's own"])
+    assert run.updates(2) is None
+    run.optimizers[0].state[run.weights[0]]["best"].fill_(NAN)
+    found = run.finding()
+    assert found.signal is Signal.NONFINITE_OPTIMIZER
+    assert "best of up.weight" in found.evidence
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_statistics_are_scanned_unless_hooks_would_undo_a_compilation(is_whole: bool) -> None:
+    """`model.compile()` keeps its hooks; a model that `torch.compile` has wrapped is left alone."""
+    model = Net()
+    if not is_whole:
+        model.compile()
+    net: Any = torch.compile(model) if is_whole else model
+    assert NormStatistics(config(norms=5).norms, net, torch.device("cpu")).every == (0 if is_whole else 5)
 
 
 def test_sparse_gradients_are_taken() -> None:
