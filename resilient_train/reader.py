@@ -118,6 +118,10 @@ class DiskConfig:
 T = TypeVar("T")
 
 _REFUSED = object()
+_WORDS_OF_BOOL = {
+    **dict.fromkeys(("true", "yes", "on", "1"), True),
+    **dict.fromkeys(("false", "no", "off", "0"), False),
+}
 _NAMES = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text", types.NoneType: "null"}
 _LIMITS = {"at_least": "at least", "above": "greater than", "at_most": "at most"}
 
@@ -217,17 +221,27 @@ def _converted(value: Any, kind: Any, limits: Mapping[str, Any]) -> Any:
     if origin is dict:
         return value if isinstance(value, Mapping) else _REFUSED
     if isinstance(origin, type) and issubclass(origin, Sequence):
-        every = [_converted(one, inner[0], limits) for one in value] if is_list(value) else [_REFUSED]
+        if not is_list(value):
+            return _REFUSED
+        is_mixed = origin is tuple and inner[-1:] != (...,)  # a type for each place
+        if is_mixed and len(value) != len(inner):
+            return _REFUSED
+        kinds = inner if is_mixed else [*inner[:1], Any][:1] * len(value)
+        every = [_converted(one, its, limits) for one, its in zip(value, kinds, strict=True)]
         return _REFUSED if _REFUSED in every else every if origin is list else tuple(every)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if kind in (int, float):
-        if isinstance(value, str):  # YAML reads 1e-4 as a text, and an environment variable is one
+        if (
+            isinstance(value, str) and "as_is" not in limits
+        ):  # YAML reads 1e-4 as a text, and an environment variable is one
             with suppress(ValueError):
                 return _converted(kind(value), kind, limits)
         return value if is_number and isinstance(value, kind | int) and _is_within(value, limits) else _REFUSED
     if kind is str:
-        value = str(value) if is_number else value  # a name such as 2024
+        value = str(value) if is_number and "as_is" not in limits else value  # a name such as 2024
         return value if isinstance(value, str) and value in limits.get("one_of", (value,)) else _REFUSED
+    if kind is bool and "as_is" not in limits:  # as environment variables and people write them
+        return _WORDS_OF_BOOL.get(str(value).lower(), _REFUSED)
     if isinstance(value, str) and getattr(kind, "__name__", "") == "Tensor":  # of torch, which is not imported here
         return _REFUSED
     return value if kind not in _NAMES or isinstance(value, kind) else _REFUSED
@@ -252,7 +266,7 @@ def _allowed(kind: Any, limits: Mapping[str, Any]) -> str:
     if origin is dict:
         return "a mapping"
     if isinstance(origin, type) and issubclass(origin, Sequence):
-        return f"a list, each {_allowed(inner[0], limits)}"
+        return f"a list, each {_allowed(inner[0], limits)}" if len({*inner} - {...}) == 1 else "a list"
     bounds = [f"{name} {limits[key]}" for key, name in _LIMITS.items() if key in limits] if kind in (int, float) else []
     return _NAMES.get(kind, getattr(kind, "__name__", "a value")) + (f" ({', '.join(bounds)})" if bounds else "")
 

@@ -74,7 +74,8 @@ def check_settings(**given: Any) -> None:
         if isinstance(value, ClipConfig | DiskConfig | MemoryConfig | ChecksConfig):
             read(type(value), asdict(value), name)
         elif name in _NUMBERS:
-            checked(name, value, *_NUMBERS[name])
+            kind, limits = _NUMBERS[name]
+            checked(name, value, kind, {**limits, "as_is": True})
 
 
 def accelerator(given: Any, model: Any, accumulate: int = 1, scaler: Any = None) -> Any:
@@ -415,12 +416,19 @@ def checks(given: ChecksConfig | Mapping[str, Any] | str) -> ChecksConfig:
     return checks_config.named(given) if isinstance(given, str) else checks_config.checks_from(dict(given))
 
 
-def cautions(samples: Samples, waits: Iterable[str], *, has_objective: bool) -> Iterator[str]:
+def cautions(
+    samples: Samples, disk: DiskConfig, memory: MemoryConfig | None, waits: Iterable[str], *, has_objective: bool
+) -> Iterator[str]:
     """Say what is missing in a loop. `waits` are optimizers that the gate has to wait for."""
     if isinstance(samples, DrawnSamples):
         yield "data: a function draws the batches, so bad rows have no names: the update that drew them is skipped"
     if isinstance(samples, LoaderSamples):
         yield "data: your own loader does not rewind: after a rewind the loop gets the batches that come next"
+    if 0 < samples.rows < samples.slicing.samples:
+        many = f"an update takes {samples.slicing.samples:,} rows, and the data set has {samples.rows:,}"
+        yield f"data: {many}: each update takes rows more than once"
+    if disk.every and memory is not None and not memory.every:
+        yield "checkpoints come from snapshots in memory, which are off: there will be only one, at the end"
     if waiting := " and ".join(waits):
         yield f"{waiting}: not fused, so each step waits for the device; use fused=True if it is available"
     if not has_objective:

@@ -209,7 +209,7 @@ class Guard(guard.EngineGuard):
             self._left: Path | None = None  # the state at the end of the loop
             self._handled: BaseException | None = None  # an error that the caller handles with this loop
             waits = synchronous(updater.optimizers) if device.type != "cpu" else []
-            self._cautions = [*arguments.cautions(samples, waits, has_objective=measured is not None)]
+            self._cautions = [*arguments.cautions(samples, disk, memory, waits, has_objective=measured is not None)]
             self._unused = warn_if_unused(self, world, self._direct_steps) if is_own_loop else None
         except BaseException:
             if home.lock is not None:

@@ -19,6 +19,10 @@ from resilient_train.record.journal import JOURNAL, read
 from resilient_train.secrets import masked
 
 _LAUNCH = ".launch"
+_OF_A_START = (  # the lock last
+    *(CONFIG, "train.log", JOURNAL, "incidents.jsonl", "progress", SUMMARY, "mlflow.json", ".place"),
+    *(_LAUNCH, LOCK),
+)
 
 
 @dataclass
@@ -38,6 +42,15 @@ class RunDirectory:
 
     def log(self, rank: int) -> Path:
         return self.path / ("train.log" if rank == 0 else f"train.rank{rank}.log")
+
+    def remove_start(self) -> None:
+        """Remove the files of a start that was refused, unless there are others, such as a cache of user code."""
+        with contextlib.suppress(OSError):
+            if {*os.listdir(self.path)} <= {*_OF_A_START}:
+                for name in _OF_A_START:
+                    with contextlib.suppress(FileNotFoundError):
+                        remove(self.path / name)
+                self.path.rmdir()
 
 
 def claim(

@@ -36,7 +36,7 @@ from resilient_train.errors import (
     in_one_line,
     short_message,
 )
-from resilient_train.files import commit_text, remove
+from resilient_train.files import commit_text
 from resilient_train.ranks.lock import DirectoryLock
 from resilient_train.ranks.process_exit import StopRequests, has_lost_sibling
 from resilient_train.ranks.watchdog import Hang, Phase, Watchdog
@@ -103,8 +103,7 @@ def run(composed: Composed, *, shows_address: bool = True) -> Ending:
                 ending = session.end(error, requests)
             if ending.is_refused:
                 terminal.close()
-                with suppress(OSError):
-                    remove(directory.path)
+                directory.remove_start()
         if ending.exit_code == 0:
             world.leave()
         return ending

@@ -889,3 +889,14 @@ def test_the_gan_example_shows_what_it_says(tmp_path: Path, monkeypatch: pytest.
     untrained = gan.distance(gan.Gan())
     for form in ("in_turn", "together"):
         assert gan.distance(getattr(gan, form)(tmp_path / form)) < 0.6 * untrained
+
+
+def test_an_update_larger_than_the_data_set_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Rows come more than once in it, which hardly anybody means."""
+    loops = Loops()
+    with caplog.at_level("INFO", "resilient_train"):
+        loops.run("objective", 3, data=rows(40), batch_size=64)
+        assert "an update takes 64 rows, and the data set has 40" in caplog.text
+        caplog.clear()
+        Loops().run("objective", 3, data=rows(40), batch_size=40)
+        assert "an update takes" not in caplog.text

@@ -58,7 +58,12 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     given, unknown = parser.parse_known_intermixed_args(words)
     if unknown:
         word = unknown[0].partition("=")[0]
-        hint = similar(word, option_names()) or "."
+        name = word.lstrip("-").replace("-", "_")
+        from resilient_train.app.config.manual import meanings  # which knows this module
+
+        keys = [known.partition("=")[0] for known in meanings()]
+        key = next((one for one in keys if name in (one, one.rpartition(".")[2])), None)
+        hint = f"; did you mean {key}=...?" if key else similar(word, option_names()) or "."
         raise unusable(word, f"no such option{hint} A setting has no dashes: key=value; --help explains every key")
     options = []
     for action in parser._actions:

@@ -62,7 +62,8 @@ def check_target(key: str, node: Node, *, given: int = 0) -> Any:
     if not callable(target):
         raise ConfigError(f"{key}._target_", path, f"is a {type(target).__name__}, not a class or function")
     known = parameters(target)
-    hints = reader.hints(target.__init__ if inspect.isclass(target) else target)
+    of = target.__init__ if inspect.isclass(target) else target if inspect.isroutine(target) else type(target).__call__
+    hints = reader.hints(of)
     takes_any = any(one.kind is one.VAR_KEYWORD for one in known.values())
     named = [one for one in known.values() if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
     free = {one.name: one for one in named[given:] if one.kind is not one.POSITIONAL_ONLY}
@@ -70,7 +71,9 @@ def check_target(key: str, node: Node, *, given: int = 0) -> Any:
         if isinstance(value, Mapping) and "_target_" in value:
             check_target(f"{key}.{name}", value)
         elif name in free:
-            reader.checked(f"{key}.{name}", value, hints.get(name, Any), {})
+            kind = hints.get(name, Any)
+            if value is not None or free[name].default is not None:  # `x: int = None` is a usual way to write it
+                reader.checked(f"{key}.{name}", value, kind, {"as_is": True})  # it is passed on as it is
         elif name not in _HYDRAS_OWN and not takes_any:
             takes = reader.similar(name, free, f"it takes {', '.join(free) or 'no arguments'}")
             raise ConfigError(f"{key}.{name}", value, f"{path} has no such argument{takes}")
@@ -175,9 +178,11 @@ class Composed:
     def other_run(self, written: Path) -> list[str]:
         """Describe what makes a config.yaml another run than this one; more steps do not, nor a schedule with them."""
         changes = self.changes(written)
-        parts = (*_IDENTITY, "drill.")
-        steps = changes.get("run.steps")
-        return [f"{key}: {how}" for key, how in changes.items() if key.startswith(parts) and how != steps]
+        if not changes and not _read(written):
+            return [f"{written.name}: cannot be read"]
+        parts, steps = (*_IDENTITY, "drill."), changes.get("run.steps")
+        same = [key for key, how in changes.items() if key.startswith("schedule.") and how == steps]
+        return [f"{key}: {how}" for key, how in changes.items() if key.startswith(parts) and key not in same]
 
 
 def composed(
