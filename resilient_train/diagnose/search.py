@@ -251,17 +251,18 @@ class Search:
         reproduced = first is not None and refused.would_refuse(first)
         if not any(self._world.all_of(reproduced)):
             return Observations(failure=why)
-        filler, is_compared = self._control(refused)
+        filler, control = self._control(refused)
         seen = None if is_spike else self._seen(refused)
         origin = seen.origin if seen is not None else None
         facts = Observations(
             reproduced=reproduced,
-            everywhere=is_compared and filler is None,
-            is_compared=is_compared,
+            everywhere=control is not None and filler is None,
+            is_compared=control is not None,
             batch_is_bad=not is_spike
             and not refused.nan_is_usual
             and any(by_rows.nonfinite_fields(one) for one in refused.inputs),
             size=first.norm if first is not None and not is_spike else 0.0,
+            layer=_grown(first, control) if is_spike and first and control else None,
             failure=why,
             bracket=seen.bracket if seen is not None else "",
         )
@@ -293,21 +294,21 @@ class Search:
         make, look = partial(self._batches_of, refused), self._replay.under_microscope
         return self._tried(refused.update.start, make, look, takes_errors=refused.is_error)[0]
 
-    def _control(self, refused: Refused) -> tuple[Keys | None, bool]:
-        """Replay other rows at the same weights; return the keys of a healthy draw, and whether any was replayed."""
+    def _control(self, refused: Refused) -> tuple[Keys | None, Replayed | None]:
+        """Replay other rows at the same weights; return the keys of a healthy draw, and what was measured last."""
         keys = refused.update.keys
         filler: Keys | None = None
-        is_compared = False
+        measured: Replayed | None = None
         if not any(self._world.all_of(bool(keys))):
-            return None, False
+            return None, None
         for draw in range(_CONTROLS):
             others = [self._samples.others(some, draw) for some in keys]
             tried, _ = self._tried(refused.update.start, partial(self._made, others), takes_errors=refused.is_error)
             if tried is not None and filler is None:
-                is_compared, filler = True, others if not refused.would_refuse(tried) else None
+                measured, filler = tried, others if not refused.would_refuse(tried) else None
             if all(self._world.all_of(filler is not None)):
                 break
-        return filler, is_compared
+        return filler, measured
 
     def _guilty(
         self, keys: Keys, filler: Keys | None, breaks: Callable[[Keys], bool | None], *, together: bool = False
@@ -401,3 +402,9 @@ def _attempted(function: Callable[[], T]) -> tuple[T | None, str]:
         return function(), ""
     except Exception as error:
         return None, f"{type(error).__name__}: {text_of(error)}".splitlines()[0]
+
+
+def _grown(now: Replayed, usual: Replayed) -> tuple[str, float] | None:
+    """The weight whose gradient is farthest above that of a healthy batch."""
+    grown = {name: norm / usual.by_layer[name] for name, norm in now.by_layer.items() if usual.by_layer.get(name)}
+    return max(grown.items(), key=lambda one: one[1], default=None)

@@ -96,6 +96,7 @@ class Observations:
     rows: tuple[int, ...] = ()  # each of them breaks a healthy batch
     odd: Mapping[int, str] = field(default_factory=dict)  # by row: which of its values are unusual
     batch_is_bad: bool = False  # it holds values that are not finite
+    layer: tuple[str, float] | None = None  # whose gradient is farthest above its usual, and how many times
     size: float = 0.0  # of the gradient, measured in doubles
     bracket: str = ""  # between which two layers it broke
     failure: str = ""  # why a replay was impossible
@@ -125,6 +126,7 @@ def together(observed: Sequence[Observations]) -> Observations:
         odd={row: why for one in again for row, why in one.odd.items()},
         batch_is_bad=any(one.batch_is_bad for one in again),
         size=max(one.size for one in again),
+        layer=max((one.layer for one in again if one.layer), key=lambda one: one[1], default=None),
         failure=failure,
     )
 
@@ -234,11 +236,14 @@ def without_rows(found: Diagnosis) -> Diagnosis:
 
 def on_spike(facts: Observations, climb: float, jump: float = 1.0) -> Diagnosis:
     """Diagnose a loss or gradient norm `jump` times the usual, which had climbed to `climb` times it before."""
+    layer = ""
+    if facts.layer is not None:
+        layer = f" The gradient of `{facts.layer[0]}` is farthest above its usual, {facts.layer[1]:.3g} times."
     if facts.rows and not facts.everywhere:
-        return on_bad_rows(facts.odd_rows) if facts.odd_rows else _on_ordinary_rows(facts.rows)
+        return on_bad_rows(facts.odd_rows) if facts.odd_rows else _on_ordinary_rows(facts.rows, layer)
     if (facts.everywhere and (climb >= _CLIMB or jump >= _LEAP)) or (not facts.is_compared and climb >= _CLIMB):
         times = max(climb, jump) if facts.everywhere else climb
-        return Diagnosis(Cause.EXPLOSION, _CLIMBED.format(times=times))
+        return Diagnosis(Cause.EXPLOSION, _CLIMBED.format(times=times) + layer)
     why = "Only this batch does it, and no row of it alone: if many follow, lower the learning rate."
     if facts.everywhere:
         why = (
@@ -247,7 +252,7 @@ def on_spike(facts: Observations, climb: float, jump: float = 1.0) -> Diagnosis:
         )
     elif not facts.is_compared:
         why = "It comes again with this batch; no other rows could be tried."
-    return Diagnosis(Cause.UNKNOWN, why)
+    return Diagnosis(Cause.UNKNOWN, why + layer)
 
 
 def on_bad_rows(*odd: Mapping[int, str]) -> Diagnosis:
@@ -277,9 +282,9 @@ def on_changed(was: float, now: float) -> Diagnosis:
     )
 
 
-def _on_ordinary_rows(rows: tuple[int, ...]) -> Diagnosis:
+def _on_ordinary_rows(rows: tuple[int, ...], layer: str = "") -> Diagnosis:
     """Nothing is odd about the rows: the weights may be at fault, so none is quarantined."""
-    return Diagnosis(Cause.UNKNOWN, f"Look at {_rows(rows)}: the batch is ordinary without {_it(rows)}.")
+    return Diagnosis(Cause.UNKNOWN, f"Look at {_rows(rows)}: the batch is ordinary without {_it(rows)}.{layer}")
 
 
 def on_operation(culprit: Culprit) -> str:

@@ -179,9 +179,11 @@ def fits(called: Callable[..., Any], positional: int, keywords: tuple[str, ...])
 def substitute(name: str) -> Operation | None:
     """Return what to call instead of torch's function, method or operator of that name, with the same arguments.
 
-    Those that write into their input (`div_`, `__itruediv__`) have none.
+    Those that write into their input (`div_`, `__itruediv__`) have none, nor those that take lists (`_foreach_sqrt`)
+    or compute in another type (`float_power`).
     """
-    if is_in_place(name):
+    is_hidden = name.startswith("_") and not name.endswith("__")
+    if is_in_place(name) or is_hidden or name == "float_power":
         return None
     return _REVERSED.get(name) or _SAFE.get(op_name(name).removeprefix("special_"))
 
@@ -197,7 +199,7 @@ def _linalg_norm(
     return values
 
 
-def _with_dim(function: Operation) -> Operation:
+def with_dim(function: Operation) -> Operation:
     """`torch.softmax(input, dim, dtype)` and `F.softmax(input, dim, _stacklevel, dtype)` share a name."""
 
     def operation(input: Tensor, dim: int | None = None, *rest: Any, dtype: Any = None, **_: Any) -> Tensor:
@@ -232,8 +234,8 @@ _SAFE: dict[str, Operation] = {
     },
     **dict.fromkeys(("vector_norm", "linalg_vector_norm"), _vector_norm),
     "linalg_norm": _linalg_norm,
-    "softmax": _with_dim(safe.softmax),
-    "log_softmax": _with_dim(safe.log_softmax),
+    "softmax": with_dim(safe.softmax),
+    "log_softmax": with_dim(safe.log_softmax),
 }
 _REVERSED: dict[str, Operation] = {
     # as torch computes it: a quotient would round differently

@@ -6,6 +6,7 @@ module if x is `self`. Whatever is not torch's is called as it is.
 
 from __future__ import annotations
 
+import math
 import operator
 from types import FunctionType
 from typing import Any
@@ -18,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from resilient_train.numerics.domains import call_distribution, is_distribution
 from resilient_train.numerics.operations import (
     computes,
+    family,
     fits,
     is_torchs_code,
     is_torchs_own,
@@ -25,6 +27,7 @@ from resilient_train.numerics.operations import (
     overloads,
     substitute,
     torchs_name,
+    with_dim,
 )
 from resilient_train.numerics.repair import Operation, call_and_repair, call_safe, guarded, is_repairable
 from resilient_train.numerics.safe import is_lost
@@ -94,19 +97,41 @@ def wide(value: Any) -> Any:
 
 # The logarithm of these can be computed in one, finite where the value in between has left any type.
 IN_ONE: dict[str, Operation] = {
-    "softmax": torch.log_softmax,
+    "softmax": with_dim(torch.log_softmax),
     "sigmoid": functional.logsigmoid,
     "i0": lambda input: torch.special.i0e(input).log() + input.abs(),
 }
 
 
 def logarithm(of: str) -> Operation:
-    """What a wider form calls instead of `owner.softmax(...).log()`; the owner is a tensor, or a module of torch's."""
+    """What is called instead of `torch.log(owner.softmax(...))`.
 
-    def in_one(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return IN_ONE[of](*((owner, *args) if isinstance(owner, Tensor) else args), **kwargs)
+    Where the inner value has rounded to zero its slope is zero too, and a logarithm of it could not learn: there, and
+    where it is infinite, it is what can be computed for both in one. `owner` is a tensor, or has a function of torch's
+    or a module of that name; whatever else has it is called once, as it is.
+    """
+    log = method("log")
 
-    return in_one
+    def armored_logarithm(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
+        inner, given, in_one = getattr(owner, of), args, kwargs
+        if isinstance(owner, Tensor):
+            inner, given = getattr(guarded(owner), of), (owner, *args)
+        elif type(inner) is nn.Softmax:
+            in_one = {**kwargs, "dim": inner.dim}
+        elif type(inner) is not nn.Sigmoid and family(torchs_name(inner)) != of:
+            given = ()
+        elif args and isinstance(args[0], Tensor):
+            args = (guarded(args[0]), *args[1:])
+        value = inner(*args, **kwargs)
+        if not given or not isinstance(value, Tensor) or not value.is_floating_point():
+            return log(value)
+        with torch.no_grad():
+            is_known = torch.isfinite(IN_ONE[of](*given, **in_one))  # by itself, and not since it was repaired
+        both = call_and_repair(IN_ONE[of], "", given, in_one)
+        left = ((value >= 0.0) & (value < torch.finfo(value.dtype).tiny)) | (value == math.inf)
+        return torch.where(left & is_known, both, log(value))
+
+    return armored_logarithm
 
 
 def widened(value: Any, wider: Any, bare: Any) -> Any:

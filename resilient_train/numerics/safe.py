@@ -335,9 +335,21 @@ def normalize(input: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12) -
     divisor = length.clamp_min(eps)
     near = divisor <= _reach(length.dtype)
     pull = (x / divisor / divisor).abs().sum(dim, True).masked_fill(length < eps, 0.0)  # what reaches the norm, at most
-    bad = near | _overflows((divisor.reciprocal() + pull).to(x.dtype))
+    bad = near | _overflows((divisor.reciprocal() + pull).to(x.dtype)) | _is_steep(x, length, p, dim, pull)
     value = x / torch.where(near, _eps(length.dtype), divisor)
     return torch.where(bad, value, functional.normalize(torch.where(bad, 0.5, input), p, dim, eps))
+
+
+def _is_steep(x: Tensor, length: Tensor, p: float, dim: int, grad: Tensor) -> Tensor:
+    """Say which slices have a norm whose slope torch cannot compute; of norms 0, 1, 2 and inf it always can."""
+    if p in (0.0, 1.0, 2.0) or math.isinf(p):
+        return torch.zeros_like(length, dtype=torch.bool)
+    if p < 1:
+        slope = x.abs().pow(p - 1).masked_fill(x == 0, 0.0) * grad * length.pow(1 - p)
+    else:
+        scale = (grad / length.pow(p - 1)).masked_fill(length == 0, 0.0)
+        slope = (x * x.abs().pow(p - 2) if p > 2 else x.abs().pow(p - 1)) * scale
+    return is_lost(slope.abs().amax(dim, True)) & ~length.isnan()
 
 
 @instead_of(torch.cosine_similarity)

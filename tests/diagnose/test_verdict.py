@@ -111,6 +111,7 @@ def test_a_single_number_that_overflows_is_patched_only_if_it_is_a_product_of_ma
         (replace(AGAIN, rows=(3,)), 1, Cause.UNKNOWN, (), "row 3"),  # nothing is odd about it
         (replace(AGAIN, everywhere=True, rows=(3,)), 1e3, Cause.EXPLOSION, (), "climbed to 1e+03 times"),
         (replace(AGAIN, everywhere=True), 1, Cause.UNKNOWN, (), "Other batches"),
+        (replace(ONLY_HERE, layer=("head.weight", 40.0)), 1e3, Cause.UNKNOWN, (), "`head.weight`"),
         (AGAIN, 1e3, Cause.EXPLOSION, (), "climbed"),  # and no other rows could be tried
         (AGAIN, 1, Cause.UNKNOWN, (), "no other rows"),
     ],

@@ -200,6 +200,67 @@ def test_what_a_safe_operation_makes_up_does_not_stand_out(write: Write, armor: 
     assert module.compute(x[:2], torch.zeros(2)).tolist() == [0.0, 0.0]  # there is none
 
 
+def test_a_logarithm_of_what_rounded_to_zero_still_learns(write: Write, armor: Armor) -> None:
+    """`log(softmax(x))` with a logit of 1000: where it breaks it is torch's own of both in one, slope included."""
+    module = write("""
+        def by_method(x):
+            return x.softmax(-1).log()  # guilty
+        def by_function(x):
+            return torch.log(F.softmax(x, dim=-1))  # guilty
+        def implicitly(x):
+            return torch.log(F.softmax(x))  # guilty
+        class Net(nn.Module):
+            def __init__(self, softmax):
+                super().__init__()
+                self.softmax = softmax
+            def forward(self, x):
+                return torch.log(self.softmax(x))  # guilty
+        def sigmoid(x):
+            return torch.log(nn.Sigmoid()(x)) + torch.log(torch.sigmoid(x))  # guilty
+        class Own(nn.Linear):
+            calls = 0
+            def forward(self, x):
+                self.calls += 1
+                return super().forward(x).abs()
+        class Wide(nn.Module):
+            def __init__(self, norm):
+                super().__init__()
+                self.norm = norm
+            def forward(self, x):
+                return torch.log(self.norm(x))  # guilty
+    """)
+    put_on(armor, module, *["log"] * 6)
+    x = torch.tensor([[1000.0, 0.0, -3.0], [-2000.0, 0.0, -1000.0]])
+    with pytest.warns(UserWarning, match="Implicit dimension"):
+        torch.testing.assert_close(slopes(module.implicitly, x), slopes(lambda x: x.log_softmax(-1), x))
+    for function in (module.by_method, module.by_function, module.Net(nn.Softmax(-1))):
+        torch.testing.assert_close(slopes(function, x), slopes(lambda x: x.log_softmax(-1), x))
+    assert finite(slopes(module.by_function, torch.tensor([[1.0, -INF, 2.0]])))
+    assert finite(slopes(module.sigmoid, x))
+    for net in (module.Net, module.Wide):  # a user's own is called once, in its own type
+        own = module.Own(3, 3)
+        torch.testing.assert_close(net(own)(x), resilient_train.numerics.log(own(x)))
+        assert own.calls == 2
+
+
+def test_lists_and_doubles_have_no_substitute(write: Write, armor: Armor) -> None:
+    """`float_power` computes in another type, and `_foreach_sqrt` takes lists: they stay torch's."""
+    module = write("""
+        def power(x):
+            return torch.float_power(x, 3)  # guilty
+        def roots(x):
+            return torch._foreach_sqrt([x, x])[1]  # guilty
+        def lengths(x):
+            return torch._foreach_norm([x, x])[1]  # guilty
+    """)
+    x = torch.rand(40) + 0.1
+    functions = (module.power, module.roots, module.lengths)
+    bare = [slopes(function, x) for function in functions]
+    put_on(armor, module, "pow", "sqrt", "norm")
+    assert all(same_bits(slopes(function, x), one) for function, one in zip(functions, bare, strict=True))
+    assert module.power(torch.tensor([2, 3])).dtype is torch.float64
+
+
 WIDER = {  # what overflows on the way to a value that does not, and the same by another formula
     "torch.log(torch.exp(x).sum(-1))": ("exp", lambda x: x.logsumexp(-1)),
     "torch.exp(x).cumsum(-1).log()": ("exp", lambda x: x.logcumsumexp(-1)),
