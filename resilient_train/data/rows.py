@@ -197,13 +197,14 @@ class RepeatableBatches:
     """Fetches and collates the rows of one micro-batch, each with the random numbers that belong to it.
 
     Seeding three generators for every row costs more than many a row, and most data sets draw no random numbers. So
-    rows are fetched without seeding until a batch draws after all. That batch is fetched again, and from then on every
-    row is seeded. The process's generators are left in any state: each update seeds them afterwards.
+    if the first batch draws none, rows are fetched without seeding until a batch draws after all. That batch is
+    fetched again, and from then on every row is seeded. The process's generators are left in any state: each update
+    seeds them afterwards.
     """
 
     def __init__(self, dataset: Any, collate: Collate) -> None:
         self.dataset, self.collate = dataset, collate
-        self._draws = False
+        self._draws: bool | None = None  # unknown before the first batch
         self._probe: _Probe | None = None
 
     def __getitems__(self, keys: Sequence[Key]) -> list[Any]:
@@ -212,6 +213,8 @@ class RepeatableBatches:
 
     def collated(self, keys: Sequence[Key]) -> Any:
         """Make one micro-batch."""
+        if self._draws is None:
+            return self._first(keys)
         if not self._draws:
             self._probe = self._probe or _Probe(mix(Purpose.PROBE, keys[0].seed))
             seed_host(self._probe.seed)
@@ -226,10 +229,23 @@ class RepeatableBatches:
         seed_host(mix(Purpose.COLLATE, *keys[0]))
         return self.collate(rows)
 
+    def _first(self, keys: Sequence[Key]) -> Any:
+        """Make the first batch with its random numbers, and find out whether it draws any: it is fetched only once."""
+        rows, self._draws = [], False
+        for key in keys:
+            probe = _Probe(mix(Purpose.ROW, *key))
+            seed_host(probe.seed)
+            rows.append(self.dataset[key.row])
+            self._draws |= not probe.is_untouched()
+        probe = _Probe(mix(Purpose.COLLATE, *keys[0]))
+        batch = self.of_rows(rows, keys)
+        self._draws |= not probe.is_untouched()
+        return batch
+
     def fetch(self, key: Key) -> Any:
         """Fetch one row, in the way in which a batch is fetched."""
         seed_host(mix(Purpose.ROW, *key))
-        return self.dataset[key.row] if self._draws else self._plain([key])[0]
+        return self.dataset[key.row] if self._draws is not False else self._plain([key])[0]
 
     def _plain(self, keys: Sequence[Key]) -> list[Any]:
         rows = [key.row for key in keys]

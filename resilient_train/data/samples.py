@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
-from traceback import clear_frames
+from traceback import clear_frames, walk_tb
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from resilient_train.data.rows import (
     with_substitutes,
 )
 from resilient_train.data.stream import AT_ONCE, VERSION, Key, Ranges, Span, Stream
-from resilient_train.errors import StorageFailed, in_one_line, text_of
+from resilient_train.errors import StorageFailed, in_one_line
 from resilient_train.ranks.process_exit import exit_with_parent
 
 _log = logging.getLogger("resilient_train")
@@ -227,8 +227,10 @@ class MapSamples(Samples):
         except Exception as error:
             trouble = in_one_line(error)
             clear_frames(error.__traceback__)  # torch's hold the error: a cycle that would keep the workers alive
-            # What a worker passes on has its traceback. An error without one is the worker's own: it dies or is dead.
-            lost_worker = self.num_workers > 0 and "Original Traceback" not in text_of(error)
+            # What a worker passes on is raised by torch's `reraise`, perhaps in words of the exception's own. Any other
+            # error is the worker's own: it dies or is dead.
+            is_passed_on = any(frame.f_code.co_name == "reraise" for frame, _ in walk_tb(error.__traceback__))
+            lost_worker = self.num_workers > 0 and not is_passed_on
             is_of_rows = may_pass(error) and not lost_worker
         else:
             planned = self._plan.ahead.popleft()

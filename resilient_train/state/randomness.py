@@ -140,14 +140,17 @@ def set_deterministic(enabled: bool) -> None:
         return
     torch.backends.cudnn.benchmark = False
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, at the first matrix product
+    if getattr(warnings.showwarning, "is_ours", False):  # of an earlier run of this process
+        return
     plain, logged = warnings.showwarning, set[str]()
 
     def show(message: Warning | str, *place: Any, **more: Any) -> None:
-        operation, is_deterministic, _ = str(message).partition(" does not have a deterministic")
-        if not is_deterministic:
+        text = str(message)
+        if "deterministic" not in text:
             plain(message, *place, **more)
-        elif operation not in logged:
+        elif (operation := text.split(" does not have")[0]) not in logged:
             logged.add(operation)
             _log.warning("run.deterministic: torch has no deterministic form of %s: its results may vary", operation)
 
+    show.is_ours = True  # type: ignore[attr-defined]
     warnings.showwarning = show

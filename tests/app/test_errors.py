@@ -67,6 +67,8 @@ REFUSED = [
     ("model._target_=strangers.__name__", "model._target_", "is a str, not a class or function"),
     ("model._target_=strangers.nothing", "model._target_", "returned a list; expected a torch.nn.Module"),
     ("model._target_=strangers.frozen", "model._target_", "trainable"),
+    ("data.train=5", "error: data.train=5: must be a mapping"),
+    ("data=digits data.train=5", "error: data.train=5: must be a mapping"),
     ("data.train._target_=strangers.number", "data.train._target_", "int", "__len__"),
     ("data.train._target_=strangers.nothing", "data.train._target_", "empty"),
     ("data.train._target_=strangers.Forgetful", "data.train._target_", "state_dict", "load_state_dict"),
@@ -189,6 +191,11 @@ def test_a_file_that_is_no_configuration_is_named(text: str, why: str, place: Pa
     outcome = run_command(["--config-dir=own", *OWN, "checks=odd"])
     assert outcome.code == 2, outcome.stderr
     assert re.search(rf"own/checks/odd\.yaml: is no configuration: .*{why}", only_line(outcome))
+
+
+def test_a_directory_may_be_named_like_a_number() -> None:
+    """Hydra reads nan as one."""
+    assert load([*OWN, "run.dir=nan"]).config.run.dir == "nan"
 
 
 def test_what_help_offers_can_be_typed(run_command: command) -> None:

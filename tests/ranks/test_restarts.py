@@ -172,6 +172,11 @@ def test_an_agent_that_is_killed_takes_along_who_is_still_importing(tmp_path: Pa
         assert gone(launched.all)
 
 
+WRAPPED = """
+import os, subprocess, sys, time
+if "TORCHELASTIC_RUN_ID" in os.environ:  # a script between the agent and the process
+    sys.exit(subprocess.call([sys.executable, "-c", sys.argv[1]]))
+"""
 STAYS = """
 import os, time
 from resilient_train.ranks.process_exit import exit_with_agent
@@ -194,6 +199,16 @@ def is_there(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
+
+
+def test_a_script_between_the_agent_and_a_process_does_not_keep_it(tmp_path: Path) -> None:
+    """Nobody kills the script: the process looks for its agent itself."""
+    agent = "import os, subprocess, sys; e = {**os.environ, 'TORCHELASTIC_RUN_ID': '1'};"
+    agent += "subprocess.call([sys.executable, '-c', sys.argv[1], sys.argv[2]], env=e)"
+    with said_by(agent, WRAPPED, STAYS) as (started, said):
+        stays = int(said.readline())
+        started.kill()
+    assert gone(lambda: is_there(stays))
 
 
 def test_without_an_agent_a_process_stays() -> None:

@@ -8,7 +8,7 @@ import json
 import platform
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -194,6 +194,8 @@ def composed(
     """
     unresolved: Any = OmegaConf.to_container(raw, resolve=False)
     raw = OmegaConf.create(unresolved)  # not read-only
+    if not isinstance(raw.data.train, Mapping):  # before other keys refer to its own
+        raise ConfigError("data.train", raw.data.train, "must be a mapping")
     if raw.run.name is None:
         words = []  # what a person recognises the run by; a custom model or data set is named after its target
         for group, node in (("model", raw.model), ("data", raw.data.train)):
@@ -213,8 +215,8 @@ def composed(
         raise explained(error, given) from error
     if missing := sorted(OmegaConf.missing_keys(OmegaConf.create(resolved))):
         raise unusable(missing[0], f"has to be given: {missing[0]}=...")
-    require_finite("", resolved)
     config = reader.read(Config, resolved, "")
+    require_finite("", asdict(config))  # not of `resolved`: Hydra reads a text such as run.dir=nan as a number
     if config.run.deterministic and AUTO in (config.checkpoint.memory.every, config.checkpoint.disk.every):
         raise ConfigError("run.deterministic", True, "cannot be with an interval of auto, which follows from a clock")
     learn(resolved)
