@@ -42,6 +42,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in text_of(error) for words in _ON_THE_HOST)
 
 
+def memory_evidence(error: BaseException, device: torch.device) -> str:
+    """Return the message of an out-of-memory error in one line, on a GPU with the memory in use."""
+    said = " ".join(text_of(error).split()).split(" Of the allocated memory")[0][:200] or type(error).__name__
+    if device.type != "cuda":
+        return said
+    free, total = (size / 2**30 for size in torch.cuda.mem_get_info(device))
+    held = torch.cuda.max_memory_allocated(device) / 2**30
+    return f"{said}; at most {held:.2f} GiB were in use, {free:.2f} of {total:.2f} GiB are free"
+
+
 @dataclass
 class StartedUpdate:
     """An update whose forward and backward are under way."""
@@ -123,7 +133,7 @@ class Loop:
             return self._computed(batch, spoil)
         except Exception as error:
             if is_out_of_memory(error):
-                return " ".join(text_of(error).split())[:200] or type(error).__name__
+                return memory_evidence(error, self.parts.world.device)
             if not stands_in or not self._may_be_of_batch(error):
                 raise
             tried, text = 0, in_one_line(error)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import yaml
 
 MOST_BYTES, _MOST_JSON, _MOST_YAML = 2**29, 2**26, 2**18  # bytes: no run writes more
-_MOST_NODES = 100_000  # values of YAML
+_DEEPEST, _MOST_NODES = 64, 100_000  # levels and values of YAML
 _TEMPORARY = ".resilient-tmp"
 _log = logging.getLogger("resilient_train")
 _at_disk: dict[int, float] = {}  # by thread: since when it waits for the disk, on the monotonic clock
@@ -208,21 +208,23 @@ def read_plain(path: Path, last: int | None = None, most: int = MOST_BYTES) -> b
 def read_yaml_text(path: Path) -> str:
     """Read a YAML file if it is cheap to load: aliases unfold to any size. Raises OSError, ValueError or YAMLError."""
     text = read_plain(path, most=_MOST_YAML).decode("utf-8")
-    known: dict[int, int] = {}
+    known: dict[int, tuple[int, int]] = {}
 
-    def unfolded(node: Any) -> int:
+    def unfolded(node: Any) -> tuple[int, int]:  # into so many values, on so many levels
         if id(node) not in known:
             parts = () if isinstance(node, yaml.ScalarNode) else node.value
             pairs = (part if isinstance(part, tuple) else (part,) for part in parts)
-            known[id(node)] = 1 + sum(unfolded(one) for pair in pairs for one in pair)
+            inner = [(1, 0), *(unfolded(one) for pair in pairs for one in pair)]
+            known[id(node)] = sum(values for values, _ in inner), 1 + max(levels for _, levels in inner)
         return known[id(node)]
 
     try:
         tree = yaml.compose(text, yaml.SafeLoader)
-        if tree is not None and unfolded(tree) > _MOST_NODES:
-            raise ValueError(f"it unfolds to more than {_MOST_NODES:,} values")
+        values, levels = unfolded(tree) if tree is not None else (0, 0)
     except RecursionError:
-        raise ValueError("it has too many levels, or an alias inside of what it names") from None
+        raise ValueError(f"it has more than {_DEEPEST} levels, or an alias inside of what it names") from None
+    if levels > _DEEPEST or values > _MOST_NODES:
+        raise ValueError(f"it has more than {_DEEPEST} levels, or unfolds to more than {_MOST_NODES:,} values")
     return text
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 import torch
 
 from resilient_train.errors import TrainError
@@ -59,13 +57,14 @@ class MicroBatchSizer:
         if halved is None or is_exhausted or not self._samples.slice_as(halved):
             raise TrainError(f"{what}; {_SMALLER}")
         if self._world.size > 1:
-            advice = _SMALLER
-            with suppress(OSError):
-                if self._place is not None:
+            advice = "the same command, or a restart by the launcher, resumes with micro-batches of half the rows"
+            try:
+                if self._place is None:
+                    advice = _SMALLER
+                else:
                     progress.leave(self._place, OutOfMemory(halved.batch_size * 2, step, self._world.rank, evidence))
-                    advice = (
-                        "the same command, or a restart by the launcher, resumes with micro-batches of half the rows"
-                    )
+            except OSError as error:
+                advice = f"{_SMALLER} ({self._place} could not take a note: {error.strerror})"
             raise TrainError(f"{what}; {advice}")
 
     def note_smaller(

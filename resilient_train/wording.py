@@ -21,6 +21,7 @@ from resilient_train.types import (
     Incident,
     Outcome,
     Signal,
+    Tried,
 )
 
 log = logging.getLogger("resilient_train")
@@ -123,9 +124,19 @@ def describe_arms(incident: Incident) -> list[str]:
     names = [", ".join(_remedy(action, incident) for action in one.actions) or "as it is" for one in incident.tried]
     width = max(map(len, names))
     return [f"{'':<{width}}  {'later loss':>10}  {'refused':>7}"] + [
-        f"{name:<{width}}  {one.loss:>10.4g}  {one.anomalies:>7,}{'  chosen' if one.won else ''}"
+        f"{name:<{width}}  {one.loss:>10.4g}  {one.anomalies:>7,}{_chosen(one, incident) if one.won else ''}"
         for name, one in zip(names, incident.tried, strict=True)
     ]
+
+
+def _chosen(arm: Tried, incident: Incident) -> str:
+    """Mark the arm that was chosen, and say why if another one has a lower loss."""
+    lower = [one for one in incident.tried if one.loss < arm.loss]
+    if not lower:
+        return "  chosen"
+    if all(one.anomalies > arm.anomalies for one in lower):
+        return "  chosen: fewer refused"
+    return "  chosen: none is clearly better, and it is the mildest"
 
 
 def drill_suffix(incident: Incident) -> str:
@@ -298,6 +309,8 @@ def remedies_in_short(incident: Incident) -> str:
 
 def _remedy(action: Action, incident: Incident) -> str:
     settings: dict[str, Any] = {**action.settings}
+    if action.remedy == "rewind" and incident.rewound_to is None:
+        return "no rewind, as there was no state to go back to"
     if action.remedy == "rewind":
         settings = {"rewound_to": incident.rewound_to}
     elif action.remedy == "armor" and (where := incident.diagnosis.symptom) is not None:

@@ -38,7 +38,7 @@ Entry = dict[str, Any]
 _log = logging.getLogger("resilient_train")
 
 _FORMAT = 1
-_LONGEST_LINE = 2**24  # bytes
+_LONGEST_LINE = 2**24  # bytes, of an outbox
 _OURS = {"n", "at", "kind", "format", "crc"}
 _SEALED = re.compile(rb'(?P<body>\{.*), "crc": "(?P<crc>[0-9a-f]{8})"\}')
 
@@ -161,15 +161,18 @@ def entries_after(path: Path, offset: int = 0, number: int = 0) -> Iterator[tupl
 
 def damaged_lines(path: Path) -> int:
     """Count the lines of a journal that cannot be read, without the last one if it is being written."""
-    return sum(entry is None for entry, _ in entries(path)) if path.exists() else 0
+    return sum(entry is None for entry, _ in entries(path, most=MOST_BYTES)) if path.exists() else 0
 
 
 def entries(path: Path, start: int = 0, most: int | None = None) -> Iterator[tuple[Entry | None, int]]:
-    """Yield the entries after byte `start`, each with where it ends; None for a damaged line."""
+    """Yield the entries after byte `start`, each with where it ends; None for a damaged line.
+
+    A longer file than `most` raises OSError; its lines may be as long as it is.
+    """
     with open_plain(path, most=most) as file:
         end = start if 0 <= start <= os.fstat(file.fileno()).st_size else 0
         file.seek(end)
-        for line in iter(partial(file.readline, _LONGEST_LINE), b""):
+        for line in iter(partial(file.readline, most or _LONGEST_LINE), b""):
             if not line.endswith(b"\n"):  # it is being written, or was when a kill came
                 return
             end += len(line)

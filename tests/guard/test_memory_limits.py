@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from resilient_train.adapters.guard import Guard
+from resilient_train.computation import memory_evidence
 from resilient_train.errors import TrainError
 from resilient_train.reader import DiskConfig, MemoryConfig
 from resilient_train.record import progress
@@ -115,6 +118,30 @@ def test_where_halving_ends_the_run_ends(batch_size: int, room: int, policy: str
     with pytest.raises(TrainError, match=r"out of memory in update 1: .*use a smaller data.batch_size"):
         trained(guard)
     assert len(guard.incidents) == (named(policy).halvings if batch_size == 32 else 0)
+
+
+def test_what_the_run_directory_cannot_take_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With several ranks, whose next start would read it."""
+    guard = guarded(Tight(8), run_dir=tmp_path, disk=DiskConfig(every=4))
+    sizer = guard._sizer
+    monkeypatch.setattr(sizer._world, "size", 2)
+    with pytest.raises(TrainError, match="the same command, or a restart by the launcher, resumes"):
+        sizer.make_smaller(1, "no room")
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(progress, "leave", Mock(side_effect=full))
+    with pytest.raises(TrainError, match=r"use a smaller .*could not take a note: No space left on device\)"):
+        sizer.make_smaller(1, "no room")
+
+
+def test_on_a_gpu_the_memory_in_use_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch's message says of its own allocator is left out."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**29, 2**33))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**31)
+    error = torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB. Of the allocated memory 6 GiB is")
+    said = "CUDA out of memory. Tried to allocate 2 GiB."
+    assert memory_evidence(error, torch.device("cpu")) == said
+    used = "; at most 6.00 GiB were in use, 0.50 of 8.00 GiB are free"
+    assert memory_evidence(error, torch.device("cuda")) == said + used
 
 
 def part(run_dir: Path, steps: int) -> Any:

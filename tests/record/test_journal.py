@@ -24,7 +24,7 @@ from resilient_train.adapters.reporter import verdict_of
 from resilient_train.errors import TrainError
 from resilient_train.record.incident_lines import as_line, from_line
 from resilient_train.record.incident_log import IncidentLog
-from resilient_train.record.journal import Journal, plain, read
+from resilient_train.record.journal import Journal, damaged_lines, plain, read
 from resilient_train.tracking.story import Chapter, Phase, read_story, status_by
 from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
 from resilient_train.wording import (
@@ -159,6 +159,18 @@ def test_what_follows_a_damaged_line_is_kept(
     assert b"man_batch" in path.read_bytes()
     assert journal.write("later")["n"] == 4
     assert Journal(path).entries == journal.entries
+
+
+def test_an_entry_may_be_long(tmp_path: Path) -> None:
+    """20 MB in one line, and what follows it is neither forgotten nor cut off."""
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path)
+    for rows in ("x", "x" * 20_000_000, "x"):
+        journal.write("rows", rows=rows)
+    size = path.stat().st_size
+    assert len(Journal(path).entries) == len(read(path)) == 3
+    assert damaged_lines(path) == 0
+    assert path.stat().st_size == size
 
 
 def test_a_tail_that_is_no_entry_is_cut_off(
@@ -344,6 +356,15 @@ def test_a_line_has_the_contracts_keys_first() -> None:
     assert (line["rank"], line["rows"], line["outcome"]) == (1, [17, 90_000], "recovered")
     assert line["culprit"]["inputs"] == [{"name": "x", "min": "-inf", "shape": [2, 3]}]
     assert list(line["culprit"]) == ["phase", "op", "module", "file", "line", "inputs"]
+
+
+def test_a_line_of_an_earlier_version_is_read() -> None:
+    """The symptom was named `follower`."""
+    symptom = Culprit("forward", "exp", "net", "mine.py", 32)
+    incident = dataclasses.replace(POISON, diagnosis=dataclasses.replace(POISON.diagnosis, symptom=symptom))
+    line = as_line(incident)
+    line["follower"] = line.pop("symptom")
+    assert from_line(line).diagnosis.symptom == symptom
 
 
 words = st.text(max_size=8)
@@ -641,6 +662,7 @@ def test_every_remedy_has_words() -> None:
         (Action("skip", {"updates": 2000}), "skipped 2,000 "),
         (Action("lower_lr", {"factor": 0.1, "rewarm": 20}), "learning rate x0.1 with 20 steps of warm-up"),
         (Action("limit_lr", {"to": 1.0, "leapt_to": 53.0}), "learning rate at most x1 of the configured one"),
+        (Action("rewind"), "no rewind, as there was no state to go back to; nothing was lost"),
         (Action("higher_precision", {"steps": 2000}), "full precision for 2,000 steps"),
         (Action("mine.knock", {"how_often": 3, "loudly": True}), "mine.knock (how often 3, loudly yes)"),
         (Action("lower_lr", {"factor": "nan", "rewarm": "x"}), "learning rate xnan with x steps of warm-up"),

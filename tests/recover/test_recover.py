@@ -399,6 +399,8 @@ def ladder(*rungs: Any) -> dict[str, Any]:
         (ladder({"do": ["skip"], "strikes": 0}), "data[0].strikes=0: must be a whole number (at least 1) or null"),
         (ladder({"skip": {"updates": 3}}), "recovery.ladders.data[0]={'skip': {'updates': 3}}: a rung is a list"),
         (ladder(["skip", "rewind", "skip"]), "recovery.ladders.data[0][2]: skip is named twice in one rung"),
+        (ladder(["repeat", "skip"]), "recovery.ladders.data[0][0]: repeat makes no sense next to skip"),
+        (ladder(["rewind", "repeat"]), "recovery.ladders.data[0][1]: repeat makes no sense next to rewind"),
         ({"ladders": {"default": "skip"}}, "recovery.ladders.default=skip: a ladder is a list of rungs"),
         (
             {"ladders": {"default": [], "dat": []}},
@@ -467,10 +469,13 @@ def test_a_policy_of_ones_own(tmp_path: Path) -> None:
 BOMB = "ladders: &a [x,x,x,x,x,x,x,x]\n" + "".join(
     f"{new}: &{new} [{','.join([f'*{old}'] * 8)}]\n" for old, new in itertools.pairwise("abcdefgh")
 )
+CHAIN = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}]\n" for n in range(1, 99))
 NO_POLICIES = {
     "unfolds": (BOMB, "unfolds to more than 100,000 values"),
     "holds itself": ("ladders: &a {default: *a}", "an alias inside of what it names"),
-    "is deep": ("ladders: " + "[" * 5000 + "]" * 5000, "too many levels"),
+    "is deep": ("ladders: " + "[" * 5000 + "]" * 5000, "more than 64 levels"),
+    "is too deep": ("ladders: " + "[" * 100 + "]" * 100, "more than 64 levels, or unfolds"),
+    "is deep by aliases": (CHAIN, "more than 64 levels"),
     "names what is not there": ("ladders: *a", "undefined alias"),
     "has a tag": ("ladders: !!python/name:os.system", "could not determine a constructor"),
     "is binary": ("\0\1", "special characters are not allowed"),
@@ -503,6 +508,10 @@ class Halve(Remedy):
 class Useless:
     def apply(self, run):
         pass
+
+class Plain(Remedy):
+    def __init__(self, times=1):
+        self.times = times
 """
 
 
@@ -520,6 +529,7 @@ def test_a_remedy_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "my_remedies.Half": "cannot be imported: my_remedies has no Half; did you mean Halve?",
         "my_remedy.Halve": "cannot be imported: there is no module my_remedy on the path",
         "my_remedies.Useless": "is not a remedy: it is another class; write a dataclass that inherits from resil",
+        "my_remedies.Plain": "is not a remedy: it is no dataclass; write a dataclass that inherits from resil",
         "json.dumps": "is not a remedy: it is a function; write a",
         "subprocess.Popen": "is not a remedy: it is another class; write a",
         "sys.path": "is not a remedy: it is a list; write a",
@@ -1020,6 +1030,19 @@ def test_no_knob_is_below_0_or_not_finite(name: str, value: Any) -> None:
     """Where a file says so it is refused."""
     with pytest.raises(ValueError, match=f"the knob {name} is {value}, not a number from 0 up"):
         Knobs().load_state_dict({**Knobs().state_dict(), name: value})
+
+
+def test_knobs_of_an_earlier_version_are_read() -> None:
+    """With its re-warming under way, without what it did not know; where it lacks what it had, it is damaged."""
+    old = {"lr": 0.5, "clip": 1.0, "eps": 1.0, "ceiling": None, "higher_precision": 0, "rewarm": [3, 100]}
+    old |= {"healthy": 7, "patience": 1, "relaxing": True}
+    knobs = Knobs()
+    knobs.load_state_dict(old)
+    assert (knobs.warmed, knobs.warms_for, knobs.healthy, knobs.relaxing) == (3, 100, 7, True)
+    assert knobs.values == KnobValues(lr=0.5 * 4 / 100)
+    for name in old.keys() - {"ceiling"}:
+        with pytest.raises(KeyError):
+            Knobs().load_state_dict({key: value for key, value in old.items() if key != name})
 
 
 @pytest.mark.parametrize("signal", list(Signal))

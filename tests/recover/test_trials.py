@@ -17,6 +17,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from group import alone, together
+from stories import incident as any_incident
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
@@ -25,7 +26,7 @@ from resilient_train.adapters.guard import Guard
 from resilient_train.reader import DiskConfig
 from resilient_train.record.incident_lines import as_line, from_line
 from resilient_train.recover.trials import Arm, best_arm, fastest, holds, is_far_lower, may_win
-from resilient_train.types import Action
+from resilient_train.types import Action, Tried
 from resilient_train.watch.config import NoProgressConfig
 from resilient_train.watch.config import named as checks_named
 from resilient_train.watch.rate import NoProgress
@@ -191,6 +192,21 @@ def train(guard: Guard) -> Guard:
     for batch in guard.batches():
         guard.step(batch)
     return guard
+
+
+@pytest.mark.parametrize(
+    ("tried", "mark"),
+    [
+        ([(0.312, 0, True), (0.4, 0, False)], "chosen"),
+        ([(0.312, 0, True), (0.2923, 0, False)], "chosen: none is clearly better, and it is the mildest"),
+        ([(0.312, 0, True), (0.2, 3, False)], "chosen: fewer refused"),
+    ],
+)
+def test_the_table_of_a_trial_says_why_an_arm_was_chosen(tried: list[tuple[float, int, bool]], mark: str) -> None:
+    """Where another one has a lower loss."""
+    arms = tuple(Tried((), anomalies, loss, won) for loss, anomalies, won in tried)
+    _, row, _ = describe_arms(any_incident(1, tried=arms))
+    assert row.endswith(f"  {mark}")
 
 
 def final(guard: Guard) -> float:
