@@ -232,7 +232,7 @@ def test_two_deterministic_runs_of_a_process_replace_warnings_once(
     finally:
         set_deterministic(False)
     for text in 2 * ["Deterministic behavior needs a workspace: this is not deterministic", "something else"]:
-        warnings.showwarning(text, UserWarning, "x.py", 1)  # type: ignore[arg-type]
+        warnings.showwarning(text, UserWarning, "x.py", 1)
     assert caplog.text.count("no deterministic form") == 1
     assert plain == 2 * ["something else"]
 
