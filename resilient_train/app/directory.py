@@ -143,16 +143,16 @@ def _was_launched_by_this(run_dir: Path) -> bool:
         return False
 
 
-def launcher_of(run_dir: Path) -> str:
-    """Return what may restart the newest process of a run; nothing if nothing would, or if it is known to be gone."""
+def launcher_of(run_dir: Path) -> tuple[str, bool]:
+    """Return what may restart the newest process of a run, and whether it is seen to be alive; "" if nothing would."""
     try:
         words = read_plain(run_dir / _LAUNCH).decode(errors="replace").split()
     except OSError:
-        return ""
+        return "", False
     match words:
         case ["agent", *_, host, process] if process.isdigit():
             is_here = host == socket.gethostname()
-            return "" if is_here and not Path("/proc", process).exists() else f"its launcher on {host}"
+            return "" if is_here and not Path("/proc", process).exists() else f"its launcher on {host}", is_here
         case ["slurm", job]:
-            return f"SLURM's job {job}"
-    return ""
+            return f"SLURM's job {job}", False
+    return "", False

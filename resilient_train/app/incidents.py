@@ -126,7 +126,8 @@ def _restarted_by(run_dir: Path, status: Status, ended_s: float) -> str | None:
     """Return who will restart a run that ended so many seconds ago; empty while it is too early to say."""
     if status.state not in ("killed", "failed"):
         return None
-    if (name := launcher_of(run_dir)) and ended_s < _RESTARTS_WITHIN_S:
+    name, is_seen = launcher_of(run_dir)
+    if name and (is_seen or ended_s < _RESTARTS_WITHIN_S):
         return name
     # Between two processes of a run none is at work for a moment: a kill has to be seen twice.
     return "" if status.state == "killed" and ended_s < 2 * _LOOK_EVERY_S else None

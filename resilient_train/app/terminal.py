@@ -143,7 +143,7 @@ class _FailSafe:
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # the run continues without its log file
-_SPEED_OVER_S = 30
+_SPEED_OVER_S = 300  # two steps at least: one may take minutes
 
 
 class Terminal:

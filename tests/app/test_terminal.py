@@ -357,7 +357,7 @@ def test_following_waits_for_a_launcher_to_start_the_run_again(tmp_path: Path, c
     assert following.end() == 1
     for launch, who in (("", ""), ("nonsense", ""), ("slurm 1234", "SLURM's job 1234")):
         (run_dir / ".launch").write_text(launch)
-        assert launcher_of(run_dir) == who
+        assert launcher_of(run_dir)[0] == who
 
 
 # ----------------------------------------------------------------------------------------------------- the end of a run
