@@ -72,7 +72,8 @@ def from_line(line: Any) -> Incident:
     before = line["step"] - 1 if type(line["step"]) is int else 0
     parts = {
         "anomaly": _record(Anomaly, {"since": max(before, 0), "evidence": "", **line}),
-        "diagnosis": _record(Diagnosis, {"symptom": line.get("follower"), **line}),  # as earlier versions name it
+        # `follower` is the symptom in earlier versions; `ranks` are those of the anomaly.
+        "diagnosis": _record(Diagnosis, {"symptom": line.get("follower"), **line, "ranks": []}),
         "decision": _record(Decision, line),
         "tried": tuple(map(_arm, _value(tuple[Mapping[str, Any], ...], line.get("tried", []), "tried"))),
     }

@@ -365,6 +365,7 @@ def test_a_line_of_an_earlier_version_is_read() -> None:
     line = as_line(incident)
     line["follower"] = line.pop("symptom")
     assert from_line(line).diagnosis.symptom == symptom
+    assert from_line({**line, "ranks": [1]}).diagnosis.ranks == ()  # those are where the anomaly began
 
 
 words = st.text(max_size=8)
