@@ -59,7 +59,7 @@ class EngineGuard:
         self._loop, self._sizer = loop, MicroBatchSizer(recovery)
         evaluation, is_alone = self._checks.config.evaluation, self.world.size == 1
         self._evaluation_loss = EvaluationLoss(evaluation, loop.bare, loop.backups, is_alone=is_alone)
-        self._examination = Examination(self.world, self.clock, self._scans, loop.backups)
+        self._examination = Examination(self.world, self.clock, self._checks, self._scans, loop.backups)
         self._direct_steps, self._verify_after = loop.direct_steps, verify_after
         self._begun: StartedUpdate | None = None
         self._newest_begun: StartedUpdate | None = None
@@ -352,7 +352,7 @@ class EngineGuard:
             what = inputs, update.failed, flight.begun.raised, flight.gradients
             refined = scanned or self._examination.refine_signal(anomaly, *what, spiked=spiked)
             self._recovery.name_guilty_ranks(self._examination.guilty_ranks())
-            usual, is_error = self._examination.nan_is_usual, refined.signal is Signal.EXCEPTION
+            usual, is_error = self._checks.nan_is_usual, refined.signal is Signal.EXCEPTION
             attempted = None if vitals.accepted else refused(flight.was_modified, usual, is_error)
             self._treat(refined, update, attempted, began=flight.begun.started_at)
         return self._recovery.observes and vitals.accepted and begun is None  # then nothing was undone
@@ -365,6 +365,7 @@ class EngineGuard:
         is_first, self._has_accepted = not self._has_accepted, True
         if is_first:  # optimizers create their state in their first step
             keeper.check()
+            self._examination.learn_usual_batches(flight.begun.inputs)
         if flight.snapshot is not None:
             flight.snapshot.remedies = self._controls.state_dict()
         is_back = self._checks.rewind_check.is_at_reference(step)
@@ -377,7 +378,6 @@ class EngineGuard:
             if self.objective is None:
                 warn_of_scalers(self._updater.scaler)
             log.info("%s", self._ring.describe())  # its size is known now that the optimizer has its moments
-            self._examination.learn_usual_batches(flight.begun.inputs)
 
     def _treat(self, anomaly: Anomaly, update: Update, refused: Refused | None = None, *, began: float | None) -> None:
         with self._reporting_failure():

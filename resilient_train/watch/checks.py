@@ -68,6 +68,7 @@ class Checks:
         self._empty = self.state_dict()
         self._accepted: dict[int, tuple[float, float]] = {}  # loss and gradient norm of accepted updates, by step
         self.is_only_reported = False  # the policy does nothing about the damage, so one alarm about it is enough
+        self.nan_is_usual = False  # healthy batches hold values that are not finite, such as masks
         self._declared: set[int] = set()  # steps without alarms
         self._repeats = 0  # of the newest update
         self._latest: deque[float] = deque(maxlen=_LATEST)  # losses of attempted updates
@@ -274,6 +275,7 @@ class Checks:
     def persistent_state(self) -> dict[str, Any]:
         """Return the state that does not rewind, for a process that resumes here, as plain data."""
         own = {"only_reported": self.is_only_reported, "declared": sorted(self._declared)}
+        own["nan_is_usual"] = self.nan_is_usual
         own["path"] = [[step, *measured] for step, measured in [*self._accepted.items()][-_IN_CHECKPOINT:]]
         return own | {name: one.persistent_state() for name, one in self._persistent().items()}
 
@@ -283,6 +285,7 @@ class Checks:
     def load_persistent_state(self, state: Mapping[str, Any]) -> list[str]:
         """Load it. Returns the checks that start empty, because another version saved other things of them."""
         self.is_only_reported = state.get("only_reported") is True
+        self.nan_is_usual |= state.get("nan_is_usual") is True
         self._declared |= set(state.get("declared", ()))
         self._accepted = {step: (loss, norm) for step, loss, norm in state.get("path", ())}
         lacking = []

@@ -13,6 +13,7 @@ from resilient_train.ranks.world import World, odd_ones
 from resilient_train.state.copies import Backup, Backups
 from resilient_train.state.run_state import Clock
 from resilient_train.types import Anomaly, Signal
+from resilient_train.watch.checks import Checks
 from resilient_train.watch.layout import GradientNorms, nonfinite
 from resilient_train.watch.scans import Scans
 from resilient_train.watch.vitals import Sent, all_finite
@@ -34,13 +35,12 @@ class _Launched(NamedTuple):
 class Examination:
     """Launches measurements and judges them an update later, when the vitals are read; or at once, after trouble."""
 
-    def __init__(self, world: World, clock: Clock, scans: Scans, backups: Backups) -> None:
-        self._world, self._clock, self._scans, self._backups = world, clock, scans, backups
+    def __init__(self, world: World, clock: Clock, checks: Checks, scans: Scans, backups: Backups) -> None:
+        self._world, self._clock, self._checks, self._scans, self._backups = world, clock, checks, scans, backups
         self._scan: _Launched | None = None
         self._comparison: _Launched | None = None  # of replicas
         self._suspicion: tuple[int, list[int]] | None = None  # the step, and digests by rank, without a majority
         self._guilty: tuple[int, ...] = ()  # ranks on which an earlier difference began
-        self.nan_is_usual = False  # healthy batches hold values that are not finite, such as masks
 
     def launch(self, before: Backup) -> None:
         """Measure what is due. `before` has the buffers as they were before the newest forward.
@@ -133,8 +133,8 @@ class Examination:
         return Anomaly(Signal.RANK_MISMATCH, *place, evidence, ranks=odd)
 
     def learn_usual_batches(self, batches: Sequence[Any]) -> None:
-        """Learn from the first update, which was healthy, whether NaN in a batch is usual."""
-        self.nan_is_usual = bool(self._ranks_where(not all_finite(batches)))
+        """Learn from the first healthy update of a process whether NaN in a batch is usual."""
+        self._checks.nan_is_usual |= bool(self._ranks_where(not all_finite(batches)))
 
     def refine_signal(
         self,
@@ -170,7 +170,7 @@ class Examination:
             return anomaly
         if names := nonfinite(gradients.by_weight()):
             anomaly = dataclasses.replace(anomaly, evidence=f"{anomaly.evidence}; {names}")
-        if self.nan_is_usual or not (ranks := self._ranks_where(not all_finite(batches))):
+        if self._checks.nan_is_usual or not (ranks := self._ranks_where(not all_finite(batches))):
             return anomaly
         evidence = f"the batch holds values that are not finite; {anomaly.evidence}"
         signal = Signal.NONFINITE_BATCH

@@ -174,11 +174,13 @@ def test_rotten_rows_are_named_and_replaced(program: ModuleType, way: dict[str, 
     assert guard.clock.tick == 70 + len(guard.incidents)
 
 
-@pytest.mark.parametrize("missing", [False, True])
-def test_an_ordinary_row_that_an_operation_cannot_take_is_no_rotten_row(program: ModuleType, missing: bool) -> None:
+@pytest.mark.parametrize(("missing", "before"), [(False, 0), (True, 0), (True, 4)])
+def test_an_ordinary_row_that_an_operation_cannot_take_is_no_rotten_row(
+    program: ModuleType, missing: bool, before: int, tmp_path: Path
+) -> None:
     """A row of zeros is fine, and a division by its length is not: armor, not quarantine.
 
-    Nor is a row rotten for a label that is missing, where that is so in most rows.
+    Nor is a row rotten for a label that is missing, where that is so in most rows; also after a resume.
     """
 
     def loss(model: Any, batch: Any) -> torch.Tensor:
@@ -191,7 +193,10 @@ def test_an_ordinary_row_that_an_operation_cannot_take_is_no_rotten_row(program:
     if missing:
         program.loss = loss  # type: ignore[attr-defined]
         rows.labels[::2] = math.nan
-    guard = trained(program, rows, breaks="length")
+    kept: dict[str, Any] = {"run_dir": tmp_path / "run", "resume": True, "disk": before} if before else {}
+    if before:
+        trained(program, rows, steps=before, **kept)
+    guard = trained(program, rows, breaks="length", **kept)
     assert {one.diagnosis.cause for one in guard.incidents} == {Cause.OPERATION}
     assert named(guard.incidents, program, "div", "length", "forward")
     assert all(one.diagnosis.rows == () for one in guard.incidents)
