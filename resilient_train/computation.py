@@ -203,23 +203,26 @@ class _Forwards:
     """Counts the forwards of a model in DistributedDataParallel: each begins with a broadcast of the buffers.
 
     The other ranks make as many as the batch that raised would have made: a stand-in leaves out those that were made.
+    Each forward that ends sets whether the next one broadcasts; the first finds what the micro-batch before has left.
     """
 
     def __init__(self, model: Any) -> None:
-        self._model, self._made, self._synced, self._is_again = model, 0, 0, False
+        self._model, self._made, self._synced, self._is_again, self._syncs_first = model, 0, 0, False, True
         self.are_together = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
         model.register_forward_pre_hook(self._count)
 
     def begin(self) -> None:
         self._made = self._synced = 0
+        self._syncs_first = self._model.require_forward_param_sync
 
     def again(self) -> None:
         self._synced, self._made, self._is_again = max(self._synced, self._made), 0, True
+        self._model.require_forward_param_sync = self._syncs_first
 
     def end(self) -> None:
-        self._model.require_forward_param_sync, self._is_again = True, False
+        self._is_again = False
 
     def _count(self, model: nn.Module, args: Sequence[Any]) -> None:
         self._made += 1
-        if self._is_again:
-            self._model.require_forward_param_sync = self._made > self._synced
+        if self._is_again and self._made <= self._synced:
+            self._model.require_forward_param_sync = False

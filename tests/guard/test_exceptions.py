@@ -303,6 +303,41 @@ def test_an_exception_on_one_rank_is_seen_by_all() -> None:
     assert len({weights for _, (_, weights) in ranks}) == 1
 
 
+def twice(model: Any, batch: Any) -> Tensor:
+    """Two forwards: some rows raise before both, some between them, and some in the second."""
+    x, sensors, _ = batch
+    if 8 in sensors:
+        raise ValueError("before")
+    with torch.no_grad():
+        model(x, sensors.clamp(max=4))
+    if 9 in sensors:
+        raise ValueError("between")
+    return squared(model, batch)
+
+
+WHERE = torch.tensor([7, 8, 9])
+
+
+def accumulated(bad: list[int]) -> tuple[list[int], str]:
+    from accelerate import Accelerator
+
+    data = table(bad=())
+    data.tensors[1][bad] = WHERE
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    guard = run(twice, data, accelerator, 12, shuffle=False)
+    return sorted(row for one in guard.incidents for row in one.diagnosis.rows), guard.state.weights_sha256()
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_ranks_broadcast_alike_in_every_micro_batch(number: int) -> None:
+    """Forwards broadcast by what the last one, with or without a reduction, has left: no rank waits for another."""
+    bad = [64 * update + 32 * number + 16 for update in (1, 2, 3)]  # of rank 1
+    ranks = together(2, accumulated, bad)
+    assert [code for code, _ in ranks] == [0, 0]
+    assert ranks[0] == ranks[1]
+    assert ranks[0][1][0] == bad
+
+
 UNREACHABLE = "def objective(model, batch):\n    return functional.mse_loss(model(batch[0].log()), batch[1])"
 
 
