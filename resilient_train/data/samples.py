@@ -178,9 +178,9 @@ class Samples(ABC):
         """Fetch one row as it comes from the data set. Leaves the host's generators in any state."""
         return self._indexed()[1].fetch(key)
 
-    def others(self, keys: Sequence[Key], draw: int) -> list[Key]:
-        """Return as many other healthy rows, for comparison: the same ones for the same draw."""
-        return self.stream.others(keys, draw)
+    def others(self, keys: Sequence[Key], draw: int, *, least: int = 1) -> list[Key]:
+        """Return as many other healthy rows, or `least`, for comparison: the same ones for the same draw."""
+        return self.stream.others([*keys] * -(-least // max(1, min(least, len(keys)))), draw)
 
     def left_out(self) -> Any:
         """Return what is skipped and in quarantine now, for `leave_out`."""

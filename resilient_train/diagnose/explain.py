@@ -223,7 +223,7 @@ class Explainer:
             return {row: why for row, why in found if why}
 
         with randomness.preserved(self._world.device):  # fetching rows changes it
-            others = self._samples.others(keys_at(suspects)[:_OTHERS], 0)
+            others = self._samples.others(keys_at(suspects)[:_OTHERS], 0, least=by_rows.ENOUGH)
             usual = by_rows.usual_sizes([fetched(key) for key in others])
             odd = odd_at(suspects)
             if not any(self._world.all_of(bool(odd))):

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten_with_path
 from resilient_train.state.tree import leaves, with_dicts
 
 MOST_TRIALS = 200  # of a search; a batch of 1,024 with three guilty rows takes 60
-_ENOUGH = 16  # other rows, with fewer of which nothing is said of a small number
+ENOUGH = 16  # other rows, with fewer of which nothing is said of a small number
 _FAR_BELOW = 1e3  # times: what divides by so small a number, or takes its logarithm, is far out
 _OUT_OF_SCALE = 1e3  # times the median of the columns
 _LARGE = 30.0  # the size of half of the columns: first weights are made for inputs of about 1
@@ -26,6 +26,8 @@ def guilty(count: int) -> Generator[Sequence[int], bool, tuple[int, ...]]:
     It asks for trials: yields places, and is sent whether a batch breaks that keeps the rows there and has others in
     all other places. Nothing is returned where no part of the batch does it alone, or where most of it does.
     """
+    if count == 1:
+        return (0,) if (yield [0]) else ()
     found: list[int] = []
     waiting = [list(range(count))]
     trials = 0
@@ -72,7 +74,7 @@ def outlying_fields(row: Any, others: Sequence[Any], far: float) -> list[str]:
             continue
         # A single number that is always positive, such as a chance or a deviation: losses divide by those.
         known = sorted(one[field] for one in numbers if field in one)
-        lowest = known[len(known) // 16] if len(known) >= _ENOUGH and known[0] > 0 else 0.0
+        lowest = known[len(known) // 16] if len(known) >= ENOUGH and known[0] > 0 else 0.0
         if 0 < mine.get(field, 0.0) * max(far, _FAR_BELOW) < lowest:
             found.append(
                 f"{_largest_of(row, field)}, where nearly all of {len(known)} other rows have {lowest:.3g} or more"

@@ -383,7 +383,9 @@ class Search:
 
     def _odd(self, guilty: Sequence[Key], filler: Keys, far: float, nan_is_usual: bool) -> dict[int, str]:
         """What is unusual about guilty rows, compared with healthy ones."""
-        others = [self._samples.fetched(key) for key in [key for some in filler for key in some][:_OTHERS]]
+        known = [key for some in filler for key in some][:_OTHERS]
+        known += self._samples.others(guilty, 0, least=by_rows.ENOUGH) if len(known) < by_rows.ENOUGH else []
+        others = [self._samples.fetched(key) for key in known]
         found = {}
         for key in guilty:
             row = self._samples.fetched(key)

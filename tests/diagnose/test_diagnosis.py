@@ -233,6 +233,43 @@ def test_an_outlier_is_named(program: ModuleType) -> None:
     assert "['labels'] is 3e+06" in guard.incidents[0].diagnosis.advice
 
 
+@pytest.mark.parametrize("raises", [True, False])
+def test_a_row_alone_in_its_update_is_named(program: ModuleType, raises: bool) -> None:
+    """With a batch of one row it is that row which raises, or that an exponential cannot hold."""
+    plain, rows = program.loss, program.Rows()
+    (bad,) = trained(program, rows, steps=1, batch_size=1).samples.rows_at(20, 21)
+    marked = rows.labels[bad].clone()
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        if raises and bool(batch[1] == marked):
+            raise ValueError("no such place")
+        made: torch.Tensor = plain(model, batch) + 1e-3 * batch[0].exp().mean()
+        return made
+
+    program.loss = loss  # type: ignore[attr-defined]
+    if not raises:
+        rows.inputs[bad] = 1e6
+    guard = trained(program, rows, batch_size=1)
+    assert [(one.diagnosis.cause, one.diagnosis.rows) for one in guard.incidents] == [(Cause.DATA, (bad,))]
+
+
+def test_an_ordinary_row_alone_in_its_update_is_not_put_away(program: ModuleType) -> None:
+    """It is compared with more than the one row that another batch holds, which may be a small one."""
+    plain, rows = program.loss, program.Rows()
+    rows.labels[:] = torch.where(torch.arange(512) % 2 == 0, 0.01, 1.0) * torch.linspace(1.0, 1.1, 512)
+    first = trained(program, rows, steps=1, batch_size=1).samples
+    bad = [row for start in range(20, 60) for row in first.rows_at(start, start + 1) if row % 2][::4]
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        made: torch.Tensor = plain(model, batch)
+        return made * (1e6 if bool((batch[1] == rows.labels[bad]).any()) else 1.0)
+
+    program.loss = loss  # type: ignore[attr-defined]
+    guard = trained(program, rows, batch_size=1)
+    assert guard.incidents
+    assert not guard.samples.stream.quarantined
+
+
 def test_a_replay_that_fails_ends_no_run(program: ModuleType) -> None:
     """Then it is not known what it was, and that is said."""
     plain, calls = program.loss, 0

@@ -225,6 +225,7 @@ def test_guilty_rows_are_found_one_by_one(count: int, data: st.DataObject) -> No
     bad = data.draw(st.sets(st.integers(0, count - 1), min_size=1, max_size=max(1, count // 3)))
     assert searched(count, lambda places: bool(bad & set(places))) == tuple(sorted(bad))
     assert searched(count, lambda places: True) == ((0,) if count == 1 else ())
+    assert searched(count, lambda places: False) == ()
 
 
 def test_rows_that_break_only_together_are_not_named() -> None:
