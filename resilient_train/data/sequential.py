@@ -53,7 +53,7 @@ class IterableSamples(Samples):
         self.skipped = Ranges()
         self._pristine = copy.deepcopy(dataset.state_dict())
         self._state_is_exact = True  # until a rewind shows otherwise
-        self._first_rows: dict[tuple[int, int], str] = {}  # digests by positions
+        self._first_rows: dict[tuple[int, int], str] = {}  # digests by place and samples of an update
         self._pledge: dict[str, Any] | None = None  # the newest state of the data set whose rows were not read yet
         self._proof: dict[str, Any] | None = None  # the newest one within an epoch, with the digest of its rows
         self._recent: deque[_Read] = deque(maxlen=2)
@@ -118,7 +118,7 @@ class IterableSamples(Samples):
         They can if the rows that follow will be compared with those read before, or, in another process, if an earlier
         state of the run leads to the rows that were read after it.
         """
-        if any(place == self.position for place, _ in reversed(self._first_rows)):
+        if (self.position, self.slicing.samples) in self._first_rows:
             return True
         if proof is None:
             return False
@@ -142,11 +142,12 @@ class IterableSamples(Samples):
         positions = [at for span in self.skipped.outside(place, self.slicing.samples) for at in range(*span)]
         stop = positions[-1] + 1
         rows = self._read(epoch, row, stop - place, retries)
-        digest = _digest(rows)
+        count = self.slicing.samples  # more rows are read if a range is skipped, perhaps only since a rewind to here
+        digest = _digest(rows[:count])
         if self._pledge is not None and (self._pledge["epoch"], self._pledge["row"]) == (epoch, row):
-            self._proof = {**self._pledge, "rows": len(rows), "digest": digest}
+            self._proof = {**self._pledge, "rows": count, "digest": digest}
         self._pledge = None
-        known = self._first_rows.setdefault((place, stop), digest)
+        known = self._first_rows.setdefault((place, count), digest)
         if known != digest:
             # Some states leave out what a shuffle buffer holds: after a rewind its rows would be missing, without any
             # error. From now on a rewind starts at the beginning of its epoch and reads again.
@@ -157,7 +158,7 @@ class IterableSamples(Samples):
             )
             self._read_to(epoch, row)
             rows = [self._next_row() for _ in rows]
-            if _digest(rows) != known:
+            if _digest(rows[:count]) != known:
                 raise TrainError(f"data.train: this {kind} gives other rows when it is read again")
         if len(self._first_rows) > _REMEMBERED:
             del self._first_rows[next(iter(self._first_rows))]
