@@ -175,8 +175,15 @@ class Samples(ABC):
         return self._indexed()[1].collated(keys)
 
     def fetched(self, key: Key) -> Any:
-        """Fetch one row as it comes from the data set. Leaves the host's generators in any state."""
-        return self._indexed()[1].fetch(key)
+        """Fetch one row as it comes from the data set; None if it raises, which is an incident when it is trained on.
+
+        Leaves the host's generators in any state.
+        """
+        rows = self._indexed()[1]
+        try:
+            return rows.fetch(key)
+        except Exception:
+            return None
 
     def others(self, keys: Sequence[Key], draw: int, *, least: int = 1) -> list[Key]:
         """Return as many other healthy rows, or `least`, for comparison: the same ones for the same draw."""

@@ -210,10 +210,7 @@ class Explainer:
 
         def fetched(key: Key) -> Any:
             self._heartbeat()
-            try:
-                return self._samples.fetched(key)
-            except Exception:  # a row that cannot be fetched is an incident when it is trained on
-                return None
+            return self._samples.fetched(key)
 
         def keys_at(starts: Sequence[int]) -> list[Key]:
             return [key for start in starts for some in self._samples.keys_at(start) for key in some]

@@ -155,7 +155,7 @@ def on_nonfinite(facts: Observations, climb: float, *, is_first: bool = False) -
     if facts.blames_rows:
         return on_bad_rows(facts.odd_rows)
     if facts.batch_is_bad and not facts.everywhere:
-        why = facts.failure or "its rows are finite when they are fetched again"
+        why = facts.failure or "none of its rows was seen to hold them when fetched again"
         return Diagnosis(Cause.DATA, f"The batch holds values that are not finite: {why}.")
     climbs = climb >= _CLIMB and (facts.everywhere or not facts.is_compared)
     if culprit is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -189,3 +190,22 @@ def test_rows_that_always_raise_are_not_waited_for(caplog: pytest.LogCaptureFixt
     guard = trained(Rows(fails))
     assert {row for one in guard.incidents for row in one.diagnosis.rows} == {17, 90}
     assert "tried again in" not in caplog.text
+
+
+@pytest.mark.parametrize("label", [math.nan, 3e6])
+def test_a_storage_that_fails_in_a_diagnosis_ends_no_run(label: float) -> None:
+    """Rows are looked at one by one, and none can be fetched then: what is odd about them is not known."""
+
+    class Batches(Rows):
+        def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:
+            inputs, labels = super().__getitem__(row)
+            return inputs, labels if row != 17 else torch.full_like(labels, label)
+
+        def __getitems__(self, rows: list[int]) -> list[Any]:
+            if len(rows) == 1:
+                raise io_error()
+            return [self[row] for row in rows]
+
+    guard = trained(Batches())
+    assert guard.clock.step == STEPS
+    assert guard.incidents
