@@ -145,6 +145,7 @@ class EngineGuard:
         EngineGuard._newest = id(begun)
         self._keeper.progress.updating(begun.tick, self.clock.step, update.start, update.stop)
         if self.drill is not None:
+            self._ring.copier.before_change()
             self.drill.between_updates(self._place(), self.state.model, self._updater.optimizers)
         self._scans.arm(self.attempted_step)
         self.seeds.for_update(update.start)

@@ -110,7 +110,7 @@ class CheckpointKeeper:
         writer, ring = self._writer, self._parts.ring
         has_copied = bool(ring.snapshots) and ring.snapshots[-1].step == self._parts.clock.step
         is_saving = self.saving_since is not None
-        tick, copying = self._parts.clock.tick, ring.copying
+        tick, copying = self._parts.clock.tick, ring.copier.seconds() if has_copied else None
         self._intervals.updated(tick, has_copied=has_copied, is_saving=is_saving, copying=copying)
         self._read_outcomes()
         if not self._writes or (snapshot := ring.newest_verified()) is None:

@@ -127,6 +127,44 @@ def test_a_frozen_weight_stays_shared_after_a_rewind() -> None:
     assert len(copies) == 1
 
 
+def perturbed(weight: nn.Parameter) -> None:
+    """Go uphill and back, as sharpness-aware minimization does."""
+    with torch.no_grad():
+        before = weight.clone()
+        weight.add_(0.1)
+        weight.copy_(before)
+
+
+def perturbed_without_a_trace(weight: nn.Parameter) -> None:
+    before = weight.data.clone()
+    for _ in range(5):
+        weight.data.add_(0.1)
+    weight.data.copy_(before)  # counts no version
+
+
+@pytest.mark.parametrize("change", [lambda weight: None, perturbed, perturbed_without_a_trace])
+def test_a_large_state_is_copied_while_the_run_computes(change: Callable[[nn.Parameter], None]) -> None:
+    torch.manual_seed(0)
+    net = nn.Linear(2500, 2500)  # 72 MB with its moments
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, fused=True)
+    state = RunState(net, [optimizer], [], Position(), Clock(), device=CPU)
+    ring = Ring(state, MemoryConfig(every=1, keep=2, max_gib=None))
+    for step in range(4):
+        net(torch.randn(2, 2500)).square().mean().backward()
+        before = state.sha256()
+        snapshot = ring.take(step, verified=True)
+        assert snapshot is not None
+        change(net.weight)
+        ring.copier.before_change()
+        optimizer.step()
+        assert state.sha256() != before
+        ring.restore(snapshot)
+        assert state.sha256() == before
+        optimizer.step()
+        optimizer.zero_grad()
+        assert ring.copier.seconds()
+
+
 def test_ranks_agree_on_how_many_snapshots_fit() -> None:
     """The least that any rank allows and the most that any needs decide; each look asks as often on every rank."""
     size = nbytes(Bench().state.live())
