@@ -48,22 +48,21 @@ def made(layers: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return net, torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
 
 
-def train_plain(layers: int, steps: int, on_step: OnStep) -> str:
+def train_plain(layers: int, steps: int, on_step: OnStep) -> None:
     """Train with a loop written by hand."""
     net, adam = made(layers)
     batches = iter(DataLoader(PythonSource(context=CONTEXT), batch_size=1, shuffle=True))
     for _ in range(steps):
         loss, _ = language_model(net, next(batches))
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         adam.step()
         adam.zero_grad()
         on_step()
-    return ""
 
 
-def train_guarded(memory: int, disk: int, layers: int, steps: int, on_step: OnStep) -> str:
-    """Train with a guard; return what it says about its memory."""
+def train_guarded(memory: int, disk: int, layers: int, steps: int, on_step: OnStep) -> None:
+    """Train with a guard."""
     from resilient_train import Guard
     from resilient_train.reader import MemoryConfig
 
@@ -83,10 +82,9 @@ def train_guarded(memory: int, disk: int, layers: int, steps: int, on_step: OnSt
         for batch in guard.batches():
             guard.step(batch)
             on_step()
-        return Path(scratch, "run", "summary.json").read_text()
 
 
-LOOPS = {
+LOOPS: dict[str, Callable[[int, int, OnStep], object]] = {
     "plain": train_plain,
     "guarded, no copies": partial(train_guarded, 0, 0),
     "a snapshot every 25 steps": partial(train_guarded, EACH["snapshots"], 0),

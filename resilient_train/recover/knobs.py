@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 MIN_LR = MIN_CLIP = 1e-6
 MAX_EPS = 1e8
@@ -28,8 +28,7 @@ _BOUNDS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class KnobValues:
+class KnobValues(NamedTuple):
     """What the next update uses."""
 
     lr: float = 1.0  # factor of the scheduled rate, re-warming included
@@ -39,6 +38,9 @@ class KnobValues:
     leapt_to: float = 0.0  # the multiple that the schedule rose to in one step; 0: it did not
     higher_precision: bool = False  # without autocast
     share: float = 0.0  # of the norm of the weights, by which SGD may change them; 0: no limit
+
+
+_AS_CONFIGURED = KnobValues()
 
 
 @dataclass
@@ -120,7 +122,7 @@ class Knobs:
         `was_limited`: the schedule asked for more than the ceiling. `may_relax`: the loss is back at the level before
         the trouble; until then nothing is relaxed.
         """
-        if self.patience == 1 and not self.relaxing and not self.warms_for and self.values == KnobValues():
+        if self.patience == 1 and not self.relaxing and not self.warms_for and self.values == _AS_CONFIGURED:
             return  # nothing is turned
         self.ceiling_met |= was_limited
         self.higher_precision = max(0, self.higher_precision - 1)

@@ -138,7 +138,7 @@ class Gate:
         if not is_whole:
             limits = limits.clone()
             limits[0].fill_(NO_LIMIT)
-        refused = (heads <= limits).all().logical_not().float()
+        refused = (heads > limits).any().float()  # no NaN is left in them
         for optimizer in optimizers:
             optimizer.found_inf = refused  # type: ignore[attr-defined]
             try:

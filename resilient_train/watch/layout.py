@@ -46,9 +46,11 @@ class Gauge(Generic[Item]):
         """`named` says of each tensor what it is; the vectors are made on `device`."""
         self.items = [item for item, _ in named]
         self.tensors, self.device = [tensor for _, tensor in named], device
+        self._are_plain = not any(is_sharded(one) or one.is_complex() or not one.numel() for one in self.tensors)
+        self._is_uniform = self._are_plain and len({(one.dtype, one.device) for one in self.tensors}) == 1
 
     def _parts(self) -> list[Tensor]:
-        return [_here(one) for one in self.tensors]
+        return self.tensors if self._are_plain else [_here(one) for one in self.tensors]
 
     def lengths(self) -> Tensor:
         """The L2 norm of each, which overflows on large finite values."""
@@ -80,7 +82,7 @@ class Gauge(Generic[Item]):
     def _row(self, scalars: Sequence[Tensor]) -> Tensor:
         if not scalars:
             return torch.zeros(0, device=self.device)
-        if len({(one.dtype, one.device) for one in scalars}) > 1:  # else one transfer for all
+        if not self._is_uniform and len({(one.dtype, one.device) for one in scalars}) > 1:  # else one transfer for all
             scalars = [one.to(self.device, torch.float32, non_blocking=True) for one in scalars]
         return torch.stack(tuple(scalars)).to(self.device, torch.float32, non_blocking=True)
 

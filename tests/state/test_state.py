@@ -127,7 +127,7 @@ def test_a_frozen_weight_stays_shared_after_a_rewind() -> None:
     assert len(copies) == 1
 
 
-def perturbed(weight: nn.Parameter) -> None:
+def perturbed(weight: torch.Tensor) -> None:
     """Go uphill and back, as sharpness-aware minimization does."""
     with torch.no_grad():
         before = weight.clone()
@@ -135,7 +135,7 @@ def perturbed(weight: nn.Parameter) -> None:
         weight.copy_(before)
 
 
-def perturbed_without_a_trace(weight: nn.Parameter) -> None:
+def perturbed_without_a_trace(weight: torch.Tensor) -> None:
     before = weight.data.clone()
     for _ in range(5):
         weight.data.add_(0.1)
@@ -143,16 +143,17 @@ def perturbed_without_a_trace(weight: nn.Parameter) -> None:
 
 
 @pytest.mark.parametrize("change", [lambda weight: None, perturbed, perturbed_without_a_trace])
-def test_a_large_state_is_copied_while_the_run_computes(change: Callable[[nn.Parameter], None]) -> None:
+def test_a_large_state_is_copied_while_the_run_computes(change: Callable[[torch.Tensor], None]) -> None:
     torch.manual_seed(0)
     net = nn.Linear(2500, 2500)  # 72 MB with its moments
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, fused=True)
-    state = RunState(net, [optimizer], [], Position(), Clock(), device=CPU)
+    clock = Clock()
+    state = RunState(net, [optimizer], [], Position(), clock, device=CPU)
     ring = Ring(state, MemoryConfig(every=1, keep=2, max_gib=None))
-    for step in range(4):
+    for clock.step in range(4):
         net(torch.randn(2, 2500)).square().mean().backward()
         before = state.sha256()
-        snapshot = ring.take(step, verified=True)
+        snapshot = ring.take(clock.step, verified=True)
         assert snapshot is not None
         change(net.weight)
         ring.copier.before_change()
