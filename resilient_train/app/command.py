@@ -190,13 +190,16 @@ def _job(raw: DictConfig) -> float | None:
 
 
 def _complain(error: Exception, overrides: Sequence[str] = ()) -> int:
-    """Print what is wrong, once for all launched processes; return the exit code."""
+    """Print what is wrong, once on each host if it is the same for all launched processes; return the exit code."""
     ended = explained(error, overrides)
     if _wants_traceback:  # not from Hydra, which would print the overrides with their secrets
         print(masked("".join(traceback.format_exception(error))), end="", file=sys.stderr)
         return ended.exit_code
-    if launched_rank() == 0:
-        print(f"error: {masked(str(ended))}", file=sys.stderr)
+    # What rank 0 decided for all has no cause; any other error may be that of this rank alone, and it has no log yet.
+    is_own = not isinstance(ended, ConfigError) and (ended is not error or ended.__cause__ is not None)
+    if (rank := launched_rank()) == 0 or is_own or os.environ.get("LOCAL_RANK") == "0":
+        print(f"error{f' on rank {rank}' if rank else ''}: {masked(str(ended))}", file=sys.stderr)
+    if rank == 0:
         settings = dict(word.partition("=")[::2] for word in overrides)
         name = settings.get("run.name")
         directory = settings.get("run.dir") or (f"runs/{name}" if name else None)
