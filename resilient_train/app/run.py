@@ -340,7 +340,9 @@ class _Session:
         about |= {"host": platform.node(), **{key: asdict(summary)[key] for key in fields}}
         line, words = f"{json.dumps(masked_tree(about))}\n", shlex.split(self.config.notify.command)
         try:
-            done = subprocess.run(words, input=line, text=True, capture_output=True, timeout=_ALERT_S, check=False)
+            done = subprocess.run(
+                words, input=line, text=True, errors="replace", capture_output=True, timeout=_ALERT_S, check=False
+            )
         except (OSError, subprocess.SubprocessError) as error:
             log.warning("notify.command could not be run: %s", in_one_line(error))
             return

@@ -76,8 +76,9 @@ def test_a_hang_before_the_first_update_is_reported_like_any_other() -> None:
     [
         ("no-such-program --now", "notify.command could not be run"),
         (f"{sys.executable} -c 'raise SystemExit(\"no network\")'", "notify.command exited with 1: no network"),
+        (f"{sys.executable} -c 'import os; exit(os.write(2, bytes([255])))'", "notify.command exited with 1: \ufffd"),
     ],
-    ids=["not there", "fails"],
+    ids=["not there", "fails", "no UTF-8"],
 )
 def test_a_failing_command_is_a_warning(words: str, said: str, run_command: command) -> None:
     """It changes neither the exit code nor what the run leaves."""
