@@ -312,13 +312,14 @@ class IncidentLog:
 
     def _recall(self, entry: Entry) -> None:
         kind = entry["kind"]
-        if kind == PHASE and type(entry.get("number")) is int:
-            self._awaiting_update_ms.pop(entry["number"], None)
-        if kind == AGAIN and (known := self._incidents.get(entry.get("number", 0))) is not None:
+        number = entry["number"] if type(entry.get("number")) is int else 0
+        if kind == PHASE:
+            self._awaiting_update_ms.pop(number, None)
+        if kind == AGAIN and (known := self._incidents.get(number)) is not None:
             try:
                 tick, step = entry["at_update"]
                 again = (*known.again, (int(tick), int(step)))
-            except (KeyError, TypeError, ValueError):
+            except (KeyError, TypeError, ValueError, OverflowError):
                 log.warning("entry %d of the journal is left out: it names no update", entry["n"])
                 return
             self._incidents[known.id] = replace(known, again=again, further=len(again))
