@@ -227,7 +227,9 @@ class Follower:
         incidents = self.guard.incidents
         since = min((one.anomaly.since for one in incidents[self._seen :] if one.anomaly.reached_weights), default=None)
         self._seen = len(incidents)
-        damaged = [path for step, path in self._saved if since is not None and step > since]
+        if since is None:
+            return []
+        damaged = [path for step, path in self._saved if step > since]
         self._saved = [one for one in self._saved if one[1] not in damaged]
         for path in damaged:
             if is_main and path.exists():

@@ -9,7 +9,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple, NoReturn
 
 import lightning
 import pytest
@@ -26,7 +27,7 @@ from warm import ENVIRONMENT
 
 import resilient_train
 from resilient_train import GaveUp, Guard
-from resilient_train.adapters.follower import OLDEST
+from resilient_train.adapters.follower import OLDEST, Follower
 from resilient_train.state.tree import sha256
 
 
@@ -191,6 +192,18 @@ def test_a_checkpoint_from_after_the_damage_began_is_renamed(recovery: str, tmp_
     assert f"unverified-2-checkpoint-{programs.AT + 2}" in saved
     if recovery == "off":
         assert max(int(name.rpartition("-")[2]) for name in saved if name.startswith("checkpoint")) <= since
+
+
+def test_a_healthy_step_looks_at_no_earlier_checkpoint() -> None:
+    """Its cost does not grow with their number."""
+
+    class Unread(list[Any]):
+        def __iter__(self) -> NoReturn:
+            raise AssertionError
+
+    follower = object.__new__(Follower)
+    vars(follower).update(guard=SimpleNamespace(incidents=[]), _seen=0, _saved=Unread())
+    assert follower.rename_damaged(is_main=True) == []
 
 
 class Stream(IterableDataset[dict[str, torch.Tensor]]):
