@@ -127,8 +127,17 @@ def _sources(run_dir: Path) -> set[str]:
 def _launch() -> str | None:
     """Name what all restarts of one launch share; None if nothing restarts this process."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        return f"agent {os.environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {os.getppid()}"
+        parent = os.getppid()
+        return f"agent {os.environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {parent}.{_began(parent)}"
     return f"slurm {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else None
+
+
+def _began(process: int | str) -> str:
+    """Return when a process began, in ticks since the boot, as its number may be in use again; "" if it is gone."""
+    try:
+        return read_plain(Path("/proc", str(process), "stat")).rpartition(b")")[2].split()[19].decode()
+    except (OSError, IndexError):
+        return ""
 
 
 def _was_launched_by_this(run_dir: Path) -> bool:
@@ -150,9 +159,11 @@ def launcher_of(run_dir: Path) -> tuple[str, bool]:
     except OSError:
         return "", False
     match words:
-        case ["agent", *_, host, process] if process.isdigit():
-            is_here = host == socket.gethostname()
-            return "" if is_here and not Path("/proc", process).exists() else f"its launcher on {host}", is_here
+        case ["agent", *_, host, process] if process.partition(".")[0].isdigit():
+            number, _, began = process.partition(".")
+            is_here, now = host == socket.gethostname(), _began(number)
+            is_gone = is_here and (not now or began not in ("", now))
+            return "" if is_gone else f"its launcher on {host}", is_here
         case ["slurm", job]:
             return f"SLURM's job {job}", False
     return "", False

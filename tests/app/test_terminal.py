@@ -22,7 +22,7 @@ from stories import CLIMBED
 from warm import ENVIRONMENT
 
 import resilient_train
-from resilient_train.app import incidents, status
+from resilient_train.app import directory, incidents, status
 from resilient_train.app.config import CONF, Config
 from resilient_train.app.config.manual import Option, meanings, nodes
 from resilient_train.app.directory import launcher_of
@@ -342,7 +342,9 @@ def test_following_shows_each_incident_once_and_ends_with_the_run(tmp_path: Path
     assert len(capsys.readouterr().out.splitlines()) == 1
 
 
-def test_following_waits_for_a_launcher_to_start_the_run_again(tmp_path: Path, capsys: Said) -> None:
+def test_following_waits_for_a_launcher_to_start_the_run_again(
+    tmp_path: Path, capsys: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As long as it may be there, and says so; once that has gone, the run has ended as its last process did."""
     run_dir = write(tmp_path / "run")
     (run_dir / "summary.json").write_text('{"status": "failed", "exit_code": 1, "steps": 120, "ticks": 130}')
@@ -355,7 +357,15 @@ def test_following_waits_for_a_launcher_to_start_the_run_again(tmp_path: Path, c
         lock.release()
         launcher.kill()
     assert following.end() == 1
-    for launch, who in (("", ""), ("nonsense", ""), ("slurm 1234", "SLURM's job 1234")):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a run")
+    own, here = str(directory._launch()), socket.gethostname()
+    number, _, began = own.rpartition(" ")[2].partition(".")
+    assert (number, int(began) > 0) == (str(os.getppid()), True)
+    of_another = f"agent a run {here} {number}.{int(began) - 1}"  # its number is in use again
+    for launch, who in (
+        *(("", ""), ("nonsense", ""), ("slurm 1234", "SLURM's job 1234")),
+        *((own, f"its launcher on {here}"), (of_another, "")),
+    ):
         (run_dir / ".launch").write_text(launch)
         assert launcher_of(run_dir)[0] == who
 
