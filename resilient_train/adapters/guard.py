@@ -345,6 +345,7 @@ class Guard(guard.EngineGuard):
         self.samples.close()
         self._keeper.shutdown()
         self._recovery.note_saves()
+        self._keeper.progress.close()
 
     def report(self) -> Report | None:
         """Collect the numbers of the newest update with a verdict; None if they were reported already.

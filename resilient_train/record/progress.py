@@ -144,6 +144,12 @@ class Progress:
         """Note that the process does something else now, after `tick` attempted updates if that changed."""
         self._note(replace(self._position, doing=doing, tick=self._position.tick if tick is None else tick))
 
+    def close(self) -> None:
+        """Close the file; a later note opens it again."""
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
+
     @property
     def is_updating(self) -> bool:
         """Say whether an update is being made."""
@@ -158,14 +164,15 @@ class Progress:
         slot = (record + zlib.crc32(record).to_bytes(4, "little")).ljust(_SLOT, b"\0")
         try:
             if self._file >= 0 and not os.fstat(self._file).st_nlink:  # it was removed
-                os.close(self._file)
-                self._file = -1
+                self.close()
             if self._file < 0:
                 self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
                 if os.fstat(self._file).st_size > 2 * _SLOT:  # it was no record
                     os.ftruncate(self._file, 2 * _SLOT)
             os.pwrite(self._file, slot, self._number % 2 * _SLOT)
             self._is_failing = False
+            if position.doing is Doing.ENDED:
+                self.close()
         except OSError as error:
             if not self._is_failing:
                 _log.warning("%s cannot be written: %s", self._path, error.strerror)

@@ -149,6 +149,8 @@ def test_every_job_of_a_sweep_has_its_own_directory(run_command: command) -> Non
         assert run_command([*MINE, "--multirun", "run.steps=2,3", place]).code == 0
     summaries = [*Path("runs").glob("*/summary.json"), *Path("swept").glob("*/summary.json")]
     assert sorted(json.loads(one.read_text())["steps"] for one in summaries) == [2, 2, 2, 3, 3, 3]
+    left_open = [os.path.realpath(one) for one in Path("/proc/self/fd").iterdir()]
+    assert not [one for one in left_open if one.startswith(str(Path.cwd()))], "a long sweep runs out of descriptors"
 
 
 def test_a_folder_of_configurations_of_ones_own(run_command: command) -> None:
