@@ -388,6 +388,7 @@ class RunReporter:
         if self.place.lock is None or self._ending is None or self._is_over:
             return
         self._is_over = True
+        self.incident_log.close_files()
         _unreported.discard(self)
         if self._ending.status == "completed":
             log.info("%s", completed(self._ending))

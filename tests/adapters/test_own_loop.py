@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from resilient_train.adapters.guard import Guard
 from resilient_train.app import incidents, status, sync
 from resilient_train.errors import ConfigError, DirectoryInUse, GaveUp
 from resilient_train.ranks.lock import DirectoryLock
+from resilient_train.types import Outcome
 
 PROGRAM = """
 import os, sys, time
@@ -373,3 +375,23 @@ def test_a_close_that_raises_still_lets_go(error: Exception, tmp_path: Path, mon
     assert let_go
     DirectoryLock(tmp_path / "run").release()
     assert str(error) in json.loads((tmp_path / "run" / "summary.json").read_text())["why"]
+
+
+def test_the_end_of_a_loop_writes_what_the_disk_refused_and_closes_its_files(tmp_path: Path) -> None:
+    """Also where nothing else happens in between; and each update was noted once in `progress`."""
+    rows, model, listed = torch.rand(64, 2), torch.nn.Linear(2, 1), tmp_path / "run/incidents.jsonl"
+    rows[5] = torch.nan
+    guard = Guard(
+        *(Accelerator(cpu=True), model, torch.optim.SGD(model.parameters(), 0.01)),
+        data=torch.utils.data.TensorDataset(rows), batch_size=4, steps=80, run_dir=tmp_path / "run",
+        objective=lambda model, batch: model(batch[0]).square().mean(),
+    )  # fmt: skip
+    listed.unlink()
+    listed.mkdir()
+    for batch in guard.batches():
+        guard.step(batch)
+    assert [one.outcome for one in guard.incidents] == [Outcome.RECOVERED]
+    listed.rmdir()
+    guard.close()
+    assert json.loads(listed.read_text())["outcome"] == "recovered"
+    assert not [one for one in Path("/proc/self/fd").iterdir() if str(tmp_path) in os.path.realpath(one)]
