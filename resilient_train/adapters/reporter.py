@@ -95,14 +95,13 @@ def place(run_dir: str | Path | None, world: World, resumes: bool, tracking: Any
     path = world.on_main(lambda: _claim(named, locks, resumes=resumes))
     if path != named:
         log.info("%s holds another run: this one writes to %s", run_dir, path)
-    lock = locks[0] if locks else None
     try:
         incident_log = IncidentLog(path if world.is_main else None, run_dir=path)
     except BaseException:
-        if lock is not None:
+        for lock in locks:
             lock.release()
         raise
-    return Place(incident_log, path, lock, store, resumes, world.rank)
+    return Place(incident_log, path, locks[0] if locks else None, store, resumes, world.rank)
 
 
 def _tracking(given: str | bool | None, run_dir: Path) -> TrackingConfig | None:
@@ -423,8 +422,7 @@ class RunReporter:
         if error is not None and self._ending is None:
             self.fail(error)
         elif self.place.rank and not self._is_over:
-            why = "left its loop, without an error"
-            endings.note_failure(self._directory, self.place.rank, why, in_training=True)
+            endings.note_failure(self._directory, self.place.rank, "left its loop, without an error", in_training=True)
         self.end("ended", exit_code=1)  # by a break that was meant, or by sys.exit(1), which leaves no trace
         self.conclude()
         self._release()
@@ -446,4 +444,7 @@ def _at_exit() -> None:
     """Report loops that ended without a report: the interpreter has an error that was not caught."""
     error = None if hasattr(sys, "ps1") else getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     for one in list(_unreported):
-        one.left(error)
+        try:
+            one.left(error)
+        except Exception as failed:
+            log.error("the end of the loop in %s could not be reported: %s", one.place.directory, in_one_line(failed))

@@ -121,7 +121,8 @@ class OutboxTracker(Tracker):
         why = "uploading to MLflow, for up to %g s (tracking.drain_s); Ctrl-C leaves the rest to resilient-train sync"
         explaining = threading.Timer(_EXPLAIN_AFTER_S, _log.info, (why, self._config.drain_s))
         explaining.daemon = True
-        explaining.start()
+        with contextlib.suppress(RuntimeError):  # at the exit of the interpreter Python 3.12 starts none
+            explaining.start()
         is_written = True
         try:
             is_written = self._outbox.close(_WRITE_WITHIN_S)
@@ -167,10 +168,13 @@ class UploaderProcess:
         self._ending = threading.Event()
         self._is_complete = self._is_over = False
         self._thread = threading.Thread(target=self._main, name="uploader", daemon=True)
-        self._thread.start()
+        with contextlib.suppress(RuntimeError):  # as above
+            self._thread.start()
 
     def end(self, within_s: float) -> str | None:
         """Let it upload the rest, for no longer than `within_s`; return what prevented that, if anything did."""
+        if self._thread.ident is None:
+            return "no thread could be started for it"
         self._ending.set()
         try:
             self._ask_to_end()

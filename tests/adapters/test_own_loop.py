@@ -395,3 +395,38 @@ def test_the_end_of_a_loop_writes_what_the_disk_refused_and_closes_its_files(tmp
     guard.close()
     assert json.loads(listed.read_text())["outcome"] == "recovered"
     assert not [one for one in Path("/proc/self/fd").iterdir() if str(tmp_path) in os.path.realpath(one)]
+
+
+EXITS = """
+import atexit, threading
+import torch
+from resilient_train import Guard
+
+def refuse(thread):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+def made(name):
+    model = torch.nn.Linear(2, 1)
+    guard = Guard(None, model, torch.optim.SGD(model.parameters(), 0.1), data=[torch.ones(2)] * 8, batch_size=4,
+                  steps=9, run_dir=name, objective=lambda model, batch: model(batch).mean(), tracking="sqlite:///x.db")
+    for batch in guard.batches():
+        guard.step(batch)
+        return guard
+
+guards = [made(name) for name in ("one", "two", "three")]
+guards[1].reporter.left = lambda error: 1 / 0
+atexit.register(setattr, threading.Thread, "start", refuse)
+"""
+
+
+def test_each_loop_is_reported_at_the_exit_where_no_thread_can_be_started(tmp_path: Path) -> None:
+    """As in Python 3.12: what is to be uploaded is left on disk, and how to upload it is printed."""
+    (tmp_path / "exits.py").write_text(EXITS)
+    done = launch(tmp_path, 1, "exits.py")
+    assert done.is_well, done.stderr
+    for name in ("one", "three"):
+        assert json.loads((tmp_path / name / "summary.json").read_text())["status"] == "ended"
+        assert '"kind": "ended"' in (tmp_path / name / "outbox.jsonl").read_text()
+    assert done.stderr.count("to upload the rest") == 2
+    assert "two could not be reported: ZeroDivisionError" in done.stderr
+    assert "Traceback" not in done.stderr
