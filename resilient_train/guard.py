@@ -91,9 +91,12 @@ class EngineGuard:
                 elif (snapshot := self._ring.take(step)) is not None:  # None: it has a snapshot already, or no slot
                     self._in_flight.snapshot = snapshot
             start = self.samples.next_start  # noted before they are fetched: a data set may hang
-            progress.updating(self.clock.tick + 1, self.clock.step, start, start + self.samples.slicing.samples)
+            stop = start + self.samples.slicing.samples
+            progress.updating(self.clock.tick + 1, self.clock.step, start, stop)
             with self._reporting_failure():
                 update = self._recovery.next_update()
+            if (update.start, update.stop) != (start, stop):  # samples before them are left out
+                progress.updating(self.clock.tick + 1, self.clock.step, update.start, update.stop)
             self._begin(update)
             for number, batch in enumerate(update.batches, start=1):
                 yield from self._hand_out(batch, is_last=number == len(update.batches))
@@ -143,7 +146,6 @@ class EngineGuard:
         begun = StartedUpdate(update, tick, self.attempted_step + 1, backup, [], time.monotonic())
         self._begun = self._newest_begun = begun
         EngineGuard._newest = id(begun)
-        self._keeper.progress.updating(begun.tick, self.clock.step, update.start, update.stop)
         if self.drill is not None:
             self._ring.copier.before_change()
             self.drill.between_updates(self._place(), self.state.model, self._updater.optimizers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import isfinite
@@ -66,7 +66,8 @@ class Checks:
             "refusals": self._refusals,
         }
         self._empty = self.state_dict()
-        self._accepted: dict[int, tuple[float, float]] = {}  # loss and gradient norm of accepted updates, by step
+        # Loss and gradient norm of accepted updates, by step. Of a dict, the first entry is slow to find and remove.
+        self._accepted = OrderedDict[int, tuple[float, float]]()
         self.is_only_reported = False  # the policy does nothing about the damage, so one alarm about it is enough
         self.nan_is_usual = False  # healthy batches hold values that are not finite, such as masks
         self._declared: set[int] = set()  # steps without alarms
@@ -124,7 +125,7 @@ class Checks:
         """
         reference = self.rewind_check.reference
         trusted = since if reference is None else max(since, reference.step)
-        self._accepted = {other: measured for other, measured in self._accepted.items() if other <= trusted}
+        self._accepted = OrderedDict((other, one) for other, one in self._accepted.items() if other <= trusted)
         self._latest.clear()
         self.rewind_check.rewound(step, {other: loss for other, (loss, _) in self._accepted.items()}, rate)
         if len(self._accepted) >= self.config.limit.warmup:
@@ -188,7 +189,7 @@ class Checks:
             self._level.learn(loss)
             self._accepted.setdefault(step, (loss, vitals.grad_norm))
             if len(self._accepted) > _REMEMBERED:
-                del self._accepted[next(iter(self._accepted))]
+                self._accepted.popitem(last=False)
         self.no_progress.see(loss)
         risen = self._rate_rise.see(step, loss, vitals.lr_ratio, self._reference)
         climbed = None
@@ -287,7 +288,7 @@ class Checks:
         self.is_only_reported = state.get("only_reported") is True
         self.nan_is_usual |= state.get("nan_is_usual") is True
         self._declared |= set(state.get("declared", ()))
-        self._accepted = {step: (loss, norm) for step, loss, norm in state.get("path", ())}
+        self._accepted = OrderedDict((step, (loss, norm)) for step, loss, norm in state.get("path", ()))
         lacking = []
         for name, one in self._persistent().items():
             saved = state.get(name)

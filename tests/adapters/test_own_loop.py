@@ -15,6 +15,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from group import Group, launch
+from kills import stand
 from warm import ENVIRONMENT
 
 from resilient_train.adapters.guard import Guard
@@ -394,6 +395,7 @@ def test_the_end_of_a_loop_writes_what_the_disk_refused_and_closes_its_files(tmp
     listed.rmdir()
     guard.close()
     assert json.loads(listed.read_text())["outcome"] == "recovered"
+    assert stand(tmp_path / "run").number < 1.2 * guard.clock.tick
     assert not [one for one in Path("/proc/self/fd").iterdir() if str(tmp_path) in os.path.realpath(one)]
 
 
