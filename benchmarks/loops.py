@@ -17,6 +17,7 @@ from interleaved import Job, Loop, OnStep
 OVERRIDES = {
     "gpt": "model=gpt model.layers=5 model.width=256 model.context=128 data=python_source data.batch_size=2",
     "mlp": "model=mlp data=digits objective=classification",
+    "tiny": "data.batch_size=1",  # the language model that the command trains by default, of 0.86 M weights
 }
 
 
@@ -44,6 +45,15 @@ def is_bad_anywhere(loss: torch.Tensor) -> bool:
 
 def ours(job: Job, on_step: OnStep, tell: Callable[[Any], None]) -> None:
     """Train as `python -m resilient_train` does: its guard, its lines and its log file included."""
+    _by_command(job, on_step, tell)
+
+
+def unchecked(job: Job, on_step: OnStep, tell: Callable[[Any], None]) -> None:
+    """Train as `ours`, without checks, policy and snapshots."""
+    _by_command(job, on_step, tell, "checks=off", "recovery=off", "checkpoint.memory.every=0")
+
+
+def _by_command(job: Job, on_step: OnStep, tell: Callable[[Any], None], *changed: str) -> None:
     from resilient_train.app.build import assemble
     from resilient_train.app.config.compose import load
     from resilient_train.app.terminal import Terminal
@@ -55,7 +65,7 @@ def ours(job: Job, on_step: OnStep, tell: Callable[[Any], None]) -> None:
         settings = [f"run.steps={job.steps}", f"run.log_every={job.log_every}", "data.eval._target_=null"]
         shown = [f"tracking={job.tracking}", f"tracking.uri=sqlite:///{scratch}/mlflow.db"]
         where = [f"accelerate.cpu={'ACCELERATE_USE_CPU' in os.environ}"]  # as several processes on a CPU need it
-        config = load([*OVERRIDES[job.workload].split(), *settings, *shown, *where]).config
+        config = load([*OVERRIDES[job.workload].split(), *settings, *shown, *where, *changed]).config
         world = World.joined(config.accelerate)
         terminal = Terminal(is_main=True)
         terminal.log_to(Path(scratch, "train.log"))

@@ -39,6 +39,7 @@ class Workload:
 
 WORKLOADS = {
     "gpt": Workload(lambda: GPT(layers=5, width=256, context=128), PythonSource, language_model, batch_size=2),
+    "tiny": Workload(GPT, PythonSource, language_model, batch_size=1),
     "mlp": Workload(MLP, digits, classification, batch_size=32),
 }
 LR, WARMUP_STEPS, FINAL_FACTOR = 1e-3, 20, 0.1
