@@ -17,13 +17,14 @@ from typing import Any
 from resilient_train.app import parser_of
 from resilient_train.errors import ConfigError, TrainError
 from resilient_train.reader import find_in_working_directory
+from resilient_train.record.endings import SUMMARY, read_ending
 from resilient_train.record.journal import plain
 
 _HELP = """\
 Runs forward and backward of one batch under the microscope, and changes nothing: what every layer puts out and which
-gradients arrive there, the first operation that makes a value that is not finite, inputs that are out of scale. The
-weights are those of the newest verified checkpoint; mixed precision, patched lines and epsilon are those of the run.
-Give the overrides that the run was started with: model, data and objective are never taken from the run directory."""
+gradients arrive there, the first operation that makes a value that is not finite, inputs that are out of scale. It
+takes the final weights of a run that finished, else those of the newest verified checkpoint, and the run's mixed
+precision, patched lines and epsilon. Give the overrides of the run: no model or data is built from its directory."""
 _EXIT_CODES = "0 if loss and gradients are finite, 1 if not, 2 if RUN_DIR or the overrides do not fit"
 
 
@@ -72,7 +73,8 @@ def _examined(given: argparse.Namespace) -> Any:
     rows = compose.build("data.train", config.data.train)
     model: nn.Module = build.model_of(config)
     kept = (one.path for one in Store(run_dir).entries() if one.manifest and one.manifest.kind == VERIFIED)
-    weights.load_into(model, run_dir if (run_dir / WEIGHTS).exists() else next(kept, run_dir))
+    done = (read_ending(run_dir, SUMMARY) or {}).get("status") == "completed"  # else its weights are of an earlier end
+    weights.load_into(model, run_dir if done and (run_dir / WEIGHTS).exists() else next(kept, run_dir), "RUN_DIR")
     if given.rows:
         try:
             chosen = [rows[int(row)] for row in given.rows.split(",")]

@@ -64,18 +64,18 @@ def stored(directory: Path) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def load_into(model: nn.Module, source: Path) -> None:
-    """Load the weights in a file or a run directory into `model`; all names and shapes must be the same."""
+def load_into(model: nn.Module, source: Path, key: str = "run.init_from") -> None:
+    """Load the weights of a file, a checkpoint or a run into `model`; all names and shapes must be the same."""
     try:
         saved = stored(source) if source.is_dir() else _loaded(source)
     except (OSError, ValueError, SafetensorError) as error:
-        raise ConfigError("run.init_from", source, f"has no weights that can be read: {error}") from error
+        raise ConfigError(key, source, f"has no weights that can be read: {error}") from error
     own = _tensors(model)
     for name in [*own, *sorted(saved.keys() - own.keys())]:
         theirs, ours = (list(some[name].shape) if name in some else "missing" for some in (saved, own))
         if theirs != ours:
             why = f"does not fit the model: {name} is {theirs} there, and {ours} in the model"
-            raise ConfigError("run.init_from", source, why)
+            raise ConfigError(key, source, why)
     for name, tensor in own.items():
         tensor.copy_(saved[name])
 

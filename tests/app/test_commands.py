@@ -23,6 +23,7 @@ from kills import stand
 from safetensors.torch import load_file
 from warm import ENVIRONMENT, Forked, python
 
+from resilient_train.app import examine
 from resilient_train.app.config.compose import load
 from resilient_train.app.status import status_of
 from resilient_train.state.randomness import set_deterministic
@@ -274,6 +275,18 @@ def test_training_starts_from_given_weights(run_command: command) -> None:
     outcome = run_command([*MINE, "run.steps=1", "run.name=second", "run.init_from=runs/first", "run.log_every=1"])
     assert outcome.summary("runs/second")["final_loss"] < outcome.summary("runs/first")["final_loss"] * 1.5
     assert outcome.summary("runs/second")["steps"] == 1
+    assert "completed 1 step in " in outcome.stdout
+
+
+def test_examine_takes_the_weights_that_a_run_has_now(run_command: command, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of its end; once it continues, those of its newest checkpoint, and not the file of the earlier end."""
+    told = [*MINE, "run.steps=2", "run.name=first"]
+    run_command(told)
+    Path("runs/first/weights.safetensors").write_bytes(b"of an earlier end")
+    assert examine.main(["runs/first", *told]) == 2
+    assert "error: RUN_DIR=runs/first: has no weights that can be read" in capsys.readouterr().err
+    Path("runs/first/summary.json").unlink()  # as a process does that begins in there
+    assert examine.main(["runs/first", *told]) == 0
 
 
 def test_a_seed_makes_a_run(run_command: command) -> None:
