@@ -25,7 +25,8 @@ Lists the checkpoints of a run, the newest first, after reading all of each to v
   candidate   written by a stop on request; a resume loads it and finishes verifying it
   demoted     the trouble began before it: no resume loads it
   damaged     differs from what was written: no resume loads it"""
-_EXIT_CODES = "0 if a run can resume, 1 if no checkpoint is usable, 2 if RUN_DIR is no directory"
+_EXIT_CODES = """0 if a run can resume or none was written, 1 if no checkpoint is usable, 2 if RUN_DIR is no directory;
+of --export and --weights: 1 if nothing was exported, 2 if there is no such checkpoint"""
 
 
 def main(arguments: list[str] | None = None) -> int:

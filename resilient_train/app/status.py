@@ -53,7 +53,7 @@ class Status:
         because = f": {self.why}" if self.why else ""
         lines = {
             "running": f"running, {at}, {self.process}",
-            "completed": f"completed, {self.step or 0:,} steps{because}",
+            "completed": f"completed, {counted(self.step or 0, 'step')}{because}",
             "preempted": f"stopped on request at {at}; {self.onward}",
             "gave_up": self.why or "gave up: the end of its train.log says why",
             "killed": f"killed (no exit message) at {at}; {self.onward}",
@@ -67,7 +67,8 @@ class Status:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the status of a run; return its exit code."""
-    codes = "0 finished, or running; 1 failed, hung or killed; 2 refused, or no run there; 3 gave up; 75 stopped"
+    codes = "0 finished, running, or closed by guard.close(); 1 failed, hung, killed, or left without guard.close(); "
+    codes += "2 refused, or no run there; 3 gave up; 75 stopped on request"
     parser = parser_of("status", "Print the status of a run in one line, and end with its exit code.", codes)
     given = parser.parse_args(arguments)
     status, story = status_of(given.run_dir), None
