@@ -30,7 +30,7 @@ from resilient_train.update.updater import Attempt
 from resilient_train.watch.layout import GradientNorms
 from resilient_train.watch.modes import AnomalyMode
 from resilient_train.watch.vitals import Sent, versions
-from resilient_train.wording import IN_FILE_ONLY, log
+from resilient_train.wording import IN_FILE_ONLY, counted, log
 
 _ON_THE_HOST = ("can't allocate memory", "not enough memory", "std::bad_alloc")
 
@@ -154,7 +154,7 @@ class Loop:
                     log.info("%s", "".join(traceback.format_exception(error)), extra=IN_FILE_ONLY)
                 return computed
             if tried and (self.parts.clock.step or before):  # a plain bug ends the first update as in a plain loop
-                said = f"{tried} other batches at the same weights raise as well"
+                said = f"{counted(tried, 'other batch')} at the same weights raise{'s' * (tried == 1)} as well"
                 error.add_note(f"resilient_train: {said}")
                 log.error("update %d: %s: it is a bug", begun.step, said)
             raise

@@ -9,7 +9,7 @@ from resilient_train.record import progress
 from resilient_train.record.progress import OutOfMemory
 from resilient_train.recovery import Recovery
 from resilient_train.types import ProcessIncident, Signal
-from resilient_train.wording import log
+from resilient_train.wording import counted, log
 
 _SMALLER = "use a smaller data.batch_size with more accelerate.gradient_accumulation_steps, or activation checkpointing"
 
@@ -74,7 +74,7 @@ class MicroBatchSizer:
         self._has_changed()
         rows, recovery = self._samples.slicing.batch_size, self._recovery
         recovery.controls.micro_batch = rows
-        what = f"{evidence}; micro-batches of {rows} rows from now on"
+        what = f"{evidence}; micro-batches of {counted(rows, 'row')} from now on"
         found = ProcessIncident(Signal.OUT_OF_MEMORY, step, step - 1, what, "smaller_batch", ranks=ranks)
         recovery.note_process_incident(found, began=began)
         recovery.note_remedies()

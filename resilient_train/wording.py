@@ -68,16 +68,16 @@ _NOT_ABOUT_WEIGHTS = {
 }
 
 # Each remedy in words: of its phrases the first one whose settings are all given. The last one names none, and stands
-# for all of its kind where they are counted. Settings that the phrase does not say follow in brackets.
+# for all of its kind where they are counted. A unit may follow a setting. Other settings follow in brackets.
 _REMEDIES: dict[str, tuple[str, ...]] = {
     "rewind": ("rewound to step {rewound_to} (verified)", "rewound"),
-    "skip": ("skipped {updates} update(s) of data", "skipped the suspect samples"),
+    "skip": ("skipped {updates update} of data", "skipped the suspect samples"),
     "quarantine": ("rows in quarantine",),
     "repeat": ("retried the update",),
     "report": ("reported only",),
     "reset_moments": ("reset the optimizer's moments",),
     "lower_lr": (
-        "learning rate x{factor} with {rewarm} steps of warm-up",
+        "learning rate x{factor} with {rewarm step} of warm-up",
         "learning rate x{factor}",
         "learning rate turned down",
     ),
@@ -91,8 +91,8 @@ _REMEDIES: dict[str, tuple[str, ...]] = {
     "mend_eps": ("raised an epsilon that is 0 in its dtype",),
     "armor": ("patched {symptom}, too", "patched that line"),
     "lower_loss_scale": ("loss scale x{factor}", "loss scale lowered"),
-    "higher_precision": ("full precision for {steps} steps", "full precision"),
-    TRIAL: ("tried {of} remedies for {steps} steps", "tried several remedies"),
+    "higher_precision": ("full precision for {steps step}", "full precision"),
+    TRIAL: ("tried {of} remedies for {steps step}", "tried several remedies"),
     OBSERVE: ("only observed",),
     "go_on": ("the run was resumed",),
     "fall_back": ("fell back to the previous one",),
@@ -101,7 +101,7 @@ _REMEDIES: dict[str, tuple[str, ...]] = {
     "end": ("the process was ended",),
 }
 _UNSAID = ("by_loss", "lasting", "leapt_to")
-_SETTING = re.compile(r"\{(\w+)\}")
+_SETTING = re.compile(r"\{(\w+) ?(\w*)\}")
 
 
 def describe(incident: Incident) -> str:
@@ -318,8 +318,8 @@ def _remedy(action: Action, incident: Incident) -> str:
     settings = {name: value for name, value in settings.items() if value is not None and name not in _UNSAID}
     said = action.remedy  # a remedy of the user's, perhaps a dotted name
     if phrases := _REMEDIES.get(said):
-        phrase = next(one for one in phrases if settings.keys() >= {*_SETTING.findall(one)})
-        said = _SETTING.sub(lambda found: _amount(settings.pop(found[1])), phrase)
+        phrase = next(one for one in phrases if settings.keys() >= {name for name, _ in _SETTING.findall(one)})
+        said = _SETTING.sub(lambda found: counted(settings.pop(found[1]), found[2]), phrase)
     rest = ", ".join(f"{name.replace('_', ' ')} {_amount(value)}" for name, value in settings.items())
     return f"{said} ({rest})" if rest else said
 
@@ -330,10 +330,10 @@ def printable(text: str) -> str:
 
 
 def counted(number: Any, unit: str) -> str:
-    """Say how many there are: "1 step", "2,000 steps"."""
+    """Say how many there are: "1 step", "2,000 steps"; only the number without a unit."""
     plural = f"{unit}es" if unit.endswith("ch") else f"{unit}s"
     plural = f"{unit[:-1]}ies" if unit.endswith("try") else plural
-    return f"{_amount(number)} {unit if number == 1 else plural}"
+    return f"{_amount(number)} {unit if number == 1 else plural}" if unit else _amount(number)
 
 
 def _amount(value: Any) -> str:

@@ -54,7 +54,7 @@ from resilient_train.watch.config import ChecksConfig
 from resilient_train.watch.modes import AnomalyMode
 from resilient_train.watch.scans import Scans
 from resilient_train.watch.vitals import UpdateHistory, mean_over_ranks
-from resilient_train.wording import log
+from resilient_train.wording import counted, log
 
 _NO_TOTAL = "this yields the rest of a planned total: give one with Guard(steps=...), or ask for n more updates"
 _RECOVERED_AFTER = 50  # accepted updates at least, until an incident counts as recovered
@@ -391,7 +391,7 @@ class Guard(guard.EngineGuard):
             self.reporter.begin(planned, self._settings if planned is None else {"steps": planned, **self._settings})
             if self.attempted_step >= last and not self.stopped:
                 what = "of the plan" if planned is None or last >= planned else "that the loop asks for"
-                log.info("no batches: all %s steps %s are made", f"{last:,}", what)
+                log.info("no batches: nothing is left of the %s %s", counted(last, "step"), what)
             yield from self.updates_until(last, plan=self.steps)
             if self.stopped:
                 self.reporter.end("preempted", Stopped.exit_code)

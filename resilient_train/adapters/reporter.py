@@ -50,7 +50,7 @@ from resilient_train.tracking.tracker import EXPERIMENT, Tracker, TrackingConfig
 from resilient_train.types import Incident, Vitals
 from resilient_train.update.turns import DirectStepCheck
 from resilient_train.watch.vitals import UpdateHistory
-from resilient_train.wording import duration, log
+from resilient_train.wording import counted, duration, log
 
 REPORT_EVERY = 10  # accepted updates of the caller's loop
 _JUDGED_AFTER = 50  # steps: before, a loss that has not fallen means nothing
@@ -167,7 +167,7 @@ def warn_if_unused(guard: object, world: World, direct_steps: DirectStepCheck) -
     """Warn when a guard is deleted, or the process ends, unless `detach` was called by then."""
 
     def warn() -> None:
-        steps = f" while its optimizers made {direct_steps.count:,} steps" if direct_steps.count else ""
+        steps = f" while its optimizers made {counted(direct_steps.count, 'step')}" if direct_steps.count else ""
         (log.warning if world.is_main else log.debug)(_UNUSED, steps)
 
     return weakref.finalize(guard, warn)
@@ -208,7 +208,7 @@ def completed(summary: Summary) -> str:
     results = {"recent loss": summary.final_loss}
     results |= {f"evaluation {name}": value for name, value in (summary.eval or {}).items()}
     known = ", ".join(f"{name} {value:.4g}" for name, value in results.items() if value is not None)
-    return f"completed {summary.steps:,} steps in {duration(summary.seconds)}{f': {known}' if known else ''}"
+    return f"completed {counted(summary.steps, 'step')} in {duration(summary.seconds)}{f': {known}' if known else ''}"
 
 
 def print_review(run_dir: Path, resumed_from: int | None = None) -> None:

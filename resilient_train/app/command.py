@@ -226,10 +226,8 @@ def show_sweep(jobs: Sequence[Job]) -> None:
         total, cured = incidents.get("total", 0), incidents.get("recovered", 0)
         status = str(summary.get("verdict") or summary.get("status"))
         status += f" ({job.exit_code})" if job.exit_code else ""
-        counts, shown = (
-            f"{total} ({cured} recovered)" if total else "0",
-            f"{loss:.4g}" if isinstance(loss, float) else "",
-        )
+        counts = f"{total} ({cured} recovered)" if total else "0"
+        shown = f"{loss:.4g}" if isinstance(loss, float) else ""
         rows.append((job.name, status, shown, counts, os.path.relpath(str(job.directory))))
     page = Page()
     page.line("the sweep has ended:")

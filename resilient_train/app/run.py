@@ -382,10 +382,8 @@ def _place_of(hang: Hang) -> tuple[str, bool]:
         workers = getattr(frame.f_locals.get("self"), "_workers", [])
         if workers and frame.f_code.co_filename.endswith(_LOADER):
             pids = ", ".join(str(one.pid) for one in workers)
-            return (
-                f"no line of yours: it waits for a batch from the workers of the data loader (processes {pids})",
-                False,
-            )
+            waits = f"it waits for a batch from the workers of the data loader (processes {pids})"
+            return f"no line of yours: {waits}", False
     return "no line of yours", False
 
 
@@ -401,7 +399,7 @@ def _already_finished(composed: Composed, directory: RunDirectory, summary: dict
         return Ending(int(summary["exit_code"]), None, directory=directory.path)
     loss = summary.get("final_loss")
     known = f"{loss:.4g}" if isinstance(loss, float) else "unknown"
-    log.info("%s is complete: %s steps, loss %s", directory.path, summary["steps"], known)
+    log.info("%s is complete: %s, loss %s", directory.path, counted(summary["steps"], "step"), known)
     for line in describe_changes(changes):
         log.info("differs from this command: %s", line)
     log.info("training is complete; run.resume=never starts a new run in a sibling directory")

@@ -207,7 +207,7 @@ def _report(uploader: Uploader, store: Store, trouble: str | None) -> int:
     for why in uploader.refused:
         print(printable(f"MLflow refused {masked(why)}"), file=sys.stderr)
     if uploader.damaged:
-        print(f"  but {uploader.damaged:,} damaged lines of {OUTBOX} are left out")
+        print(f"  but {counted(uploader.damaged, 'damaged line')} of {OUTBOX} could not be read")
     for line in where_to_look(ui_command(where), uploader.run.url if uploader.run is not None else None):
         print(line)
     return 0

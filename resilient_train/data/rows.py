@@ -19,6 +19,7 @@ from resilient_train.data.stream import Key, Stream
 from resilient_train.errors import StorageFailed, in_one_line
 from resilient_train.state.randomness import Purpose, mix, preserved, seed_host
 from resilient_train.state.tree import sha256
+from resilient_train.wording import counted
 
 _log = logging.getLogger("resilient_train")
 
@@ -296,7 +297,7 @@ def fingerprint(dataset: Any, rows: Iterable[int] | None = None) -> dict[str, An
 def change(known: Mapping[str, Any], dataset: Any) -> str:
     """Say how a data set differs from an earlier fingerprint of it; empty if it does not."""
     if len(dataset) != known["rows"]:
-        return f"it has {len(dataset):,} rows, and had {known['rows']:,}"
+        return f"it has {counted(len(dataset), 'row')}, and had {known['rows']:,}"
     now = fingerprint(dataset, map(int, known["digests"]))["digests"]
     odd = [row for row, was in known["digests"].items() if was and now.get(row) and not now[row].startswith(was)]
     return f"row {min(odd, key=int)} is not what it was" if odd else ""  # earlier versions wrote 16 digits

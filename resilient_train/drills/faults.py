@@ -27,6 +27,7 @@ from resilient_train.errors import ConfigError, unusable
 from resilient_train.reader import check, is_list, limited, mapping, no_such, read
 from resilient_train.state.randomness import preserved
 from resilient_train.state.tree import local_part, rebuilt
+from resilient_train.wording import counted
 
 Spoils = Literal["batch", "loss", "gradients", "rate", "state"]  # state: weights, moments or the process
 
@@ -379,7 +380,7 @@ def _ticks(key: str, at: Any, steps: int) -> list[int]:
         elif isinstance(one, bool) or not isinstance(one, int) or one < 1:
             raise ConfigError(key, at, f"{one} is neither a tick (1, 2, ...) nor a fraction of the run between 0 and 1")
         elif one > steps:
-            raise ConfigError(key, at, f"the run has only {steps} steps: nothing would strike at tick {one}")
+            raise ConfigError(key, at, f"the run has only {counted(steps, 'step')}: nothing would strike at tick {one}")
         else:
             ticks.add(one)
     return sorted(ticks)

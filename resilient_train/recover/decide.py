@@ -69,10 +69,7 @@ _BY_SIGNAL = {  # what a signal suggests by itself
     ),
     (Cause.PROCESS, Signal.CRASH): "See the last lines of the process that died, on its terminal or in train.log.",
     (Cause.PROCESS, Signal.DISK_FULL): "Make room on the disk of the run directory, or keep fewer checkpoints.",
-    (
-        Cause.PROCESS,
-        Signal.CHECKPOINT_FAILED,
-    ): "Find what kept the state from being written: its traceback is in the log.",
+    (Cause.PROCESS, Signal.CHECKPOINT_FAILED): "Find what kept the state from being written: the log has a traceback.",
     (Cause.PROCESS, Signal.CHECKPOINT_DAMAGED): "Check the disk: a file differs from what was written.",
 }
 _DIAGNOSES = {signal: Diagnosis(cause, advice) for (cause, signal), advice in _BY_SIGNAL.items()}
@@ -231,7 +228,7 @@ def _over_rows(policy: Policy, actions: Sequence[Action], case: Case) -> str | N
     if all(action.remedy != "quarantine" for action in actions):
         return None
     if guilty > (allowed := policy.budget.rows_of(rows)):
-        share = f"{guilty:,} of its {rows:,} rows are guilty"
+        share = f"{guilty:,} of its {counted(rows, 'row')} {'is' if guilty == 1 else 'are'} guilty"
         return f"the data set is broken: {share}, and the budget allows for {allowed:,}"
     if guilty + case.facts.given >= rows:
         share = f"all of its {rows:,} rows are guilty"

@@ -19,6 +19,7 @@ from resilient_train.reader import MemoryConfig
 from resilient_train.state.copies import Copier, Frozen, room
 from resilient_train.state.run_state import RunState
 from resilient_train.state.tree import Tree, local_part, nbytes, put_together, taken_apart
+from resilient_train.wording import counted
 
 _GIB = 2**30
 _USUAL_INTERVAL = 25  # updates
@@ -83,7 +84,7 @@ class Ring:
         budget = f"{_readable(max(2, self._slots) * size)} of memory, of {_readable(allowed)} allowed ({why})"
         if not self._slots:
             return f"no snapshots in memory: this run cannot rewind; two take {budget}"
-        often = f"taken every {self.interval.steps} steps{' at first' if self.interval.is_auto else ''}"
+        often = f"taken every {counted(self.interval.steps, 'step')}{' at first' if self.interval.is_auto else ''}"
         return f"rewinds to one of {self._slots} snapshots, {often}: {budget}"
 
     def is_due(self, step: int) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from resilient_train.types import Signal
 from resilient_train.watch.config import WeightsConfig
+from resilient_train.wording import counted
 
 _ROUNDING = 1e-4  # relative error of a float32 norm, from one measurement to the next
 _COARSE_ROUNDING = 2**-8  # relative error of bfloat16, in each update
@@ -245,8 +246,8 @@ class Weights:
                 moved, room = abs(now - before), slack * reached + rounding * before
                 if isfinite(now) and moved > room:
                     bound = f"{before + room:.4g}" if now > before else f"{max(before - room, 0.0):.4g}"
-                    evidence = f"{what} {before:.4g} -> {now:.4g} where {path.updates} updates can reach {bound}"
-                    return moved / room if room else inf, evidence
+                    evidence = f"{what} {before:.4g} -> {now:.4g} where {counted(path.updates, 'update')} can reach "
+                    return moved / room if room else inf, f"{evidence}{bound}"
         if path is not None and path.updates and path.rate / path.updates > _LEAP * self._usual_rate > 0:
             return 0.0, ""
         has_bound = path is not None and not path.unknown

@@ -70,7 +70,7 @@ def test_the_rest_of_a_plan_is_what_is_left_of_it(caplog: pytest.LogCaptureFixtu
     guard = guard_of(steps=50)
     made = [steps_of(guard, guard.batches(20)), steps_of(guard, guard.batches()), steps_of(guard, guard.batches(20))]
     assert made == [20, 30, 0]
-    assert "no batches: all 50 steps of the plan are made" in caplog.text
+    assert "no batches: nothing is left of the 50 steps of the plan" in caplog.text
 
 
 def test_what_has_no_plan_cannot_ask_for_its_rest() -> None:
@@ -113,7 +113,7 @@ def test_epochs_that_are_made_already_yield_nothing(caplog: pytest.LogCaptureFix
     guard = guard_of(steps=1000)
     assert [steps_of(guard, epoch) for epoch in guard.epochs(2)] == [LENGTH, LENGTH]
     assert list(guard.epochs(2)) == []
-    assert f"no batches: all {2 * LENGTH} steps that the loop asks for are made" in caplog.text
+    assert f"no batches: nothing is left of the {2 * LENGTH} steps that the loop asks for" in caplog.text
 
 
 class Endless(IterableDataset[Any]):

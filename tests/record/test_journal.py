@@ -660,7 +660,9 @@ def test_an_incident_is_told_in_a_few_lines() -> None:
 def test_every_remedy_has_words() -> None:
     """One and many, thousands, remedies that are not known here, and settings that nobody foresaw."""
     for action, expected in (
-        (Action("skip", {"updates": 2000}), "skipped 2,000 "),
+        (Action("skip", {"updates": 2000}), "skipped 2,000 updates of data"),
+        (Action("skip", {"updates": 1}), "skipped 1 update of data"),
+        (Action("lower_lr", {"factor": 0.1, "rewarm": 1}), "learning rate x0.1 with 1 step of warm-up"),
         (Action("lower_lr", {"factor": 0.1, "rewarm": 20}), "learning rate x0.1 with 20 steps of warm-up"),
         (Action("limit_lr", {"to": 1.0, "leapt_to": 53.0}), "learning rate at most x1 of the configured one"),
         (Action("rewind"), "no rewind, as there was no state to go back to; nothing was lost"),

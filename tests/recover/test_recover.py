@@ -255,12 +255,12 @@ def test_guilty_rows_are_put_in_quarantine(
         ({}, [1, 1, 2], 100, 3, None),
         ({}, [1], 10, 0, None),
         ({}, [1, 2], 10, 0, "2 of its 10 rows are guilty, and the budget allows for 1"),
-        ({}, [0], 1, 0, "1 of its 1 rows are guilty, and the budget allows for 0"),
+        ({}, [0], 1, 0, "1 of its 1 row is guilty, and the budget allows for 0"),
         ({}, [1], 1_000_000, 1000, "1,001 of its 1,000,000 rows are guilty, and the budget allows for 1,000"),
         ({"rows": 3}, [1, 2, 3, 4], 100, 0, "4 of its 100 rows are guilty, and the budget allows for 3"),
         ({"share": 1}, list(range(99)), 100, 0, None),
         ({"share": 1}, list(range(100)), 100, 0, "100 of its 100 rows are guilty, and the budget allows for 99"),
-        ({"share": 0}, [1], 100, 0, "1 of its 100 rows are guilty, and the budget allows for 0"),
+        ({"share": 0}, [1], 100, 0, "1 of its 100 rows is guilty, and the budget allows for 0"),
     ],
 )
 def test_a_data_set_loses_so_many_rows_and_no_more(
