@@ -67,7 +67,7 @@ class Status:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the status of a run; return its exit code."""
-    codes = "0 finished, running, or closed by guard.close(); 1 failed, hung, killed, or left without guard.close(); "
+    codes = "0 finished, running, or closed by guard.close(); 1 failed, hung, killed, or left without guard.close();\n"
     codes += "2 refused, or no run there; 3 gave up; 75 stopped on request"
     parser = parser_of("status", "Print the status of a run in one line, and end with its exit code.", codes)
     given = parser.parse_args(arguments)
