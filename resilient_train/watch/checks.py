@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from math import isfinite
+from math import inf, isfinite
 from typing import Any
 
 from resilient_train.types import SPIKES, Anomaly, Signal, Vitals
@@ -114,8 +114,13 @@ class Checks:
 
     def loss_excess(self) -> float:
         """Return how far the loss is above the reference, relative to the size of such losses; 0 if not known."""
-        reference, latest = self.rewind_check.reference, sorted(self._latest)
-        return reference.excess(latest[len(latest) // 2]) if reference is not None and latest else 0.0
+        reference = self.rewind_check.reference
+        return reference.excess(self._median_latest()) if reference is not None and self._latest else 0.0
+
+    def _median_latest(self) -> float:
+        """The median of the latest losses that are finite; inf if none is. NaN has no place among sorted numbers."""
+        finite = sorted(filter(isfinite, self._latest))
+        return finite[len(finite) // 2] if finite else inf
 
     def rewound(self, step: int, since: int, rate: float = 1.0) -> None:
         """Note a rewind to `step`, whose state was loaded before; the learning rate is multiplied by `rate` from here.
@@ -183,7 +188,7 @@ class Checks:
             return self._about_loss(vitals, Signal.DIVERGENCE, diverged)
         outside = self._is_outside(loss)
         jumped = self._jump.see(step, loss, outside)
-        if check.learns_again(step, sorted(self._latest)[len(self._latest) // 2]):
+        if check.learns_again(step, self._median_latest()):
             jumped = None
         if not outside:
             self._level.learn(loss)

@@ -363,6 +363,27 @@ def test_a_change_that_was_declared_becomes_usual() -> None:
     assert alarm.signal is Signal.LOSS_SPIKE
 
 
+@pytest.mark.parametrize(
+    ("losses", "median"),
+    [
+        ([3.2, nan, 3.2], 3.2),
+        ([3.2, inf, nan], 3.2),
+        ([nan, 9.0, 3.2], 9.0),
+        ([nan, inf, nan], inf),
+        ([3.2, 3.4, 9.0], 3.4),
+    ],
+)
+def test_how_far_the_loss_is_off_is_said_by_losses_that_are_finite(losses: list[float], median: float) -> None:
+    """A single NaN, as of a refused update, does not cut the rate to a hundredth."""
+    run = warmed_up()
+    run.checks.require_recovery(run.step, run.step + 1)
+    for loss in losses:
+        run.attempt(loss)
+    reference = run.checks.rewind_check.reference
+    assert reference is not None
+    assert run.checks.loss_excess() == pytest.approx(reference.excess(median))
+
+
 @pytest.mark.parametrize("climb", [0.0, 0.05])
 def test_what_rewinds_cannot_undo_is_an_alarm_each_time(climb: float) -> None:
     """With a rewind at every alarm the level, or a climb, is never taken for usual: to end that is for the policy."""
