@@ -117,6 +117,9 @@ class EngineGuard:
             return False
         if self.attempted_step >= last and self.settle() and self.clock.step >= last:
             self.examine(is_end=is_plan)
+            if is_plan and self.attempted_step >= last and self._recovery.is_unrecovered():  # treated, not rewound
+                with self._reporting_failure():
+                    raise self._recovery.end_unrecovered()
         return self.attempted_step < last
 
     def examine(self, *, is_end: bool = False) -> bool:

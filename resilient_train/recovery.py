@@ -220,8 +220,9 @@ class Recovery:
 
     @property
     def is_damaged(self) -> bool:
-        """Whether the state may hold damage that was only observed."""
-        return self.observes and (self._observed is not None or self._ended_damaged or not self._is_back())
+        """Whether the state may hold damage: the loss is not back, or an anomaly was only observed."""
+        was_observed = self._observed is not None or self._ended_damaged or not self._is_back()
+        return was_observed if self.observes else self.is_unrecovered()
 
     def _set_reference(self, anomaly: Anomaly, diagnosis: Diagnosis, decision: Decision) -> None:
         """If damage has to be undone, require the loss to return to its level at `since`, and keep that state."""
@@ -402,7 +403,8 @@ class Recovery:
         checks, clock = self.parts.checks, self.parts.clock
         reference = checks.rewind_check.reference
         assert reference is not None
-        since = checks.not_recovered_since(clock.step)
+        since, newest = checks.not_recovered_since(clock.step), self.parts.ring.newest_verified()
+        self.keeper.distrust(max(since, newest.step if newest else 0))  # what was left on the way is no result either
         self.incident_log.close_all(Outcome.UNRECOVERED)
         path, is_restored = self._restore_best(since)
         if not is_restored:

@@ -221,7 +221,7 @@ class CheckpointKeeper:
     def finish(self, remedies: Mapping[str, Any], *, healthy: bool, damaged: bool = False) -> Path | None:
         """Write the present state, as verified at a healthy end, else as a candidate. All ranks call this.
 
-        One that may hold damage that was only observed is a candidate, too.
+        One that may hold damage is a candidate, too.
         """
         parts = self._parts
         self.wait()

@@ -8,6 +8,7 @@ import math
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -25,7 +26,7 @@ from torch.utils.data import TensorDataset
 from resilient_train.adapters.guard import Guard
 from resilient_train.app.status import status_of
 from resilient_train.errors import GaveUp
-from resilient_train.reader import DiskConfig
+from resilient_train.reader import DiskConfig, MemoryConfig
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.run_history import RunHistory
 from resilient_train.watch.config import named
@@ -83,8 +84,8 @@ class Loop:
         given = None if hands_over else objective
         self.guard = Guard(accelerator, prepared, optimizer, schedule=schedule, objective=given, **more)
 
-    def train(self, steps: int, after: Callable[[int], Any] = lambda tick: None) -> Loop:
-        self.guard.steps = steps
+    def train(self, steps: int, after: Callable[[int], Any] = lambda tick: None, plan: int | None = NEVER) -> Loop:
+        self.guard.steps = steps if plan == NEVER else plan
         for batch in self.guard.batches(steps):
             if self.hands_over:
                 loss = self.objective(self.guard.model, batch)
@@ -220,6 +221,51 @@ def test_a_run_that_ends_in_the_midst_of_it_is_not_recovered(is_planned: bool) -
     assert guard.clock.step < 150
     assert made[0].told()[-1][2] in ("unrecovered", "gave_up")
     assert made[0].loss() < 0.5
+
+
+def raised(made: list[Loop], by: Callable[[int], float]) -> Callable[[Any, Any], Tensor]:
+    """A loss that is higher from some attempted update on, whatever is learned."""
+    return lambda model, batch: cross_entropy(model, batch) + 1 + (by(made[0].guard.clock.tick) if made else 0)
+
+
+def kinds(run: Path) -> dict[int, str]:
+    """Of the checkpoints of a run, by step."""
+    manifests = [json.loads(one.read_text()) for one in run.glob("checkpoints/*/manifest.json")]
+    return {one["step"]: one["kind"] for one in manifests}
+
+
+def test_what_a_chunk_leaves_off_its_reference_is_not_verified(tmp_path: Path) -> None:
+    """It is a candidate until its loss is back; whoever closes the run returns to the state from before, for good."""
+    made: list[Loop] = []
+    more: dict[str, Any] = {"run_dir": tmp_path / "run", "disk": 25, "resume": True}
+    made.append(Loop(objective=raised(made, lambda tick: (tick >= 150) * (3 if tick < 156 else 0.25)), **more))
+    guard = made[0].train(160, plan=None).guard
+    assert guard.leave() is not None
+    saved = kinds(tmp_path / "run")
+    assert saved.pop(160) == "candidate"
+    assert max(saved) < 150
+    with pytest.raises(GaveUp) as error:
+        guard.close()
+    assert str(error.value.last_good).endswith(f"step-{max(saved):08}")
+    again, steps = Loop(**more), list[int]()
+    again.train(190, lambda tick: steps.append(again.guard.clock.step)).guard.close()
+    assert steps[0] == guard.clock.step == max(saved)
+
+
+@pytest.mark.parametrize(
+    ("recovery", "exit_code", "kind"),
+    [("balanced", 3, None), ("skip", 0, "verified"), ("observe", 0, "candidate"), ("off", 3, None)],
+)
+def test_a_planned_end_without_a_way_back(recovery: str, exit_code: int, kind: str | None, tmp_path: Path) -> None:
+    """No state can be restored, and the last remedy cannot show what it does: that is no completed run."""
+    made: list[Loop] = []
+    small = MemoryConfig(every=25, keep=4, max_gib=1e-6)
+    made.append(Loop(objective=shuffled_from(150, made), recovery=recovery, memory=small, run_dir=tmp_path, disk=25))
+    with pytest.raises(GaveUp) if exit_code else nullcontext():
+        made[0].train(165)
+    made[0].guard.close()
+    assert json.loads((tmp_path / "summary.json").read_text())["exit_code"] == exit_code
+    assert kinds(tmp_path).get(165) == kind
 
 
 def test_skipping_alone_reports_it_and_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
