@@ -253,15 +253,19 @@ class Recovery:
 
     def _restore_best(self, since: int) -> tuple[Path | None, bool]:
         """Restore the best verified state and leave it on disk; return its path, and whether there was such a state."""
-        ring, path = self.parts.ring, None
+        ring = self.parts.ring
         snapshot = ring.last_good(since) or ring.newest_verified()  # a newer one was verified at the reference's level
         if snapshot is not None:
             ring.restore(snapshot)
             self.parts.updates.rewound(snapshot.step)
             path = self.keeper.save(snapshot)
+        else:  # the run was resumed a moment ago, or memory is short
+            path = self.keeper.restore(since)
+            ring.clear()
+            self.parts.updates.rewound(self.parts.clock.step)
         self.note_saves()
         self.parts.checks.rewind_check.end()
-        return path, snapshot is not None
+        return path, snapshot is not None or path is not None
 
     def ranks_differ(self, digests: Sequence[float], *, began: float | None = None) -> NoReturn:
         """End the run on all ranks, because they decided differently: another collective might wait forever.

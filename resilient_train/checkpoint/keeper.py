@@ -273,8 +273,8 @@ class CheckpointKeeper:
         if plan.path is not None:
             self._load(Entry.of(plan.path), resuming=True)
 
-    def restore(self, since: int) -> bool:
-        """Load the newest verified checkpoint not after `since`; False if none can be read. All ranks call this."""
+    def restore(self, since: int) -> Path | None:
+        """Load the newest verified checkpoint not after `since`; return its path. All ranks call this."""
         self.wait()
         damaged: list[tuple[Entry, str]] = []
         with at_disk():
@@ -286,7 +286,7 @@ class CheckpointKeeper:
         if entry is not None:
             self._load(entry, resuming=False)
             self.save_events += incidents_of_damage(damaged, entry.step)
-        return entry is not None
+        return entry.path if entry is not None else None
 
     def has_verified(self, since: int) -> bool:
         """Say whether there is a checkpoint for `restore`, as far as manifests say. All ranks call this."""

@@ -268,6 +268,28 @@ def test_a_planned_end_without_a_way_back(recovery: str, exit_code: int, kind: s
     assert kinds(tmp_path).get(165) == kind
 
 
+@pytest.mark.parametrize(("more", "policy"), [(math.nan, {"default": []}), (3.0, {"default": [["reset_moments"]]})])
+def test_a_run_that_was_just_resumed_ends_on_its_best_checkpoint(more: float, policy: Any, tmp_path: Path) -> None:
+    """It gives up, or is closed, while nothing in memory is verified: the disk has what was, behind the candidate."""
+    first = Loop(run_dir=tmp_path, disk=25, resume=True)
+    first.train(200, lambda tick: tick == 70 and first.guard.stop_now())
+    assert first.guard.leave() is not None
+    first.guard.close()
+    verified = max(step for step, kind in kinds(tmp_path).items() if kind == "verified")
+    policy = {"ladders": policy, "strikes": 9}
+    loop = Loop(
+        objective=lambda model, batch: cross_entropy(model, batch) + more,
+        recovery=policy,
+        run_dir=tmp_path,
+        disk=25,
+        resume=True,
+    )
+    with pytest.raises(GaveUp) as error:
+        loop.train(80)
+    assert str(error.value.last_good).endswith(f"step-{verified:08}")
+    assert (loop.guard.clock.step, loop.weights()) == (verified, healthy(verified)[0])
+
+
 def test_skipping_alone_reports_it_and_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """One alarm, and in the end the outcome: `recovery=skip` never goes back, and never says that it is well."""
     caplog.set_level(logging.INFO, "resilient_train")
