@@ -18,7 +18,6 @@ import torch
 from resilient_train.adapters import arguments
 from resilient_train.adapters.guard import Guard
 from resilient_train.data.fed import Fed, FedSamples
-from resilient_train.errors import TrainError, own_error
 from resilient_train.state.copies import Backup
 from resilient_train.state.randomness import RecordedStates
 from resilient_train.update.schedule import Schedule
@@ -93,7 +92,7 @@ class Follower:
         self.norm: torch.Tensor | None = None  # of its gradients, before they were clipped
         self._saved: list[tuple[int, Path]] = []  # accepted updates, and the trainer's checkpoint after them
         self._seen = len(guard.incidents)
-        self._handled = sys.exc_info()[1]  # by the caller, while the loop runs: an earlier attempt may have failed
+        guard._handled = sys.exc_info()[1]  # by the caller, while the loop runs: an earlier attempt may have failed
 
     # What the trainer's calls become.
 
@@ -200,14 +199,8 @@ class Follower:
 
     def close(self) -> None:
         """End the loop: its last state was examined, or an error ended it."""
-        error, self._handled = own_error(self._handled), None
-        is_alone = self.guard.world.size == 1 or isinstance(error, TrainError)  # which all ranks raise together
         try:
-            if error is None or is_alone:
-                self.guard.close()
-            else:  # the others may wait in a collective of the model
-                self.guard.reporter.closed(error, self.guard.steps)
-                self.guard.let_go()
+            self.guard.close()
         finally:
             self._batches = iter(())
             for group in self._updater._groups():

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.utils.data import Dataset
 
 from resilient_train.adapters.guard import Guard
 from resilient_train.drills import Drill, NanGrad
+from resilient_train.ranks.world import join
 from resilient_train.reader import DiskConfig, MemoryConfig
 from resilient_train.record.quarantine import QUARANTINE
 
@@ -210,3 +212,28 @@ def test_strikes_count_on_every_rank_of_a_run_that_goes_on(tmp_path: Path) -> No
     assert (first, second) == (0, 0)
     assert mine == theirs
     assert mine[0] == [["skip"], ["go_on"], ["rewind", "skip"]]
+
+
+def closes_at_the_end(at: int) -> float:
+    """One rank's own code raises in the middle of the loop, and what is written around it closes the guard."""
+    join(cpu=True, limit=timedelta(seconds=20))
+    model, began = nn.Linear(5, 1), 0.0
+    accelerator = Accelerator(cpu=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    guard = Guard(accelerator, accelerator.prepare(model), optimizer, data=Rows(), batch_size=4, objective=mse)
+    try:
+        for batch in guard.batches(STEPS):
+            guard.step(batch)
+            began = time.monotonic()
+            if guard.clock.tick == at and accelerator.process_index:
+                raise ValueError("of one rank alone")
+    except (ValueError, RuntimeError):
+        guard.close()
+    return time.monotonic() - began
+
+
+def test_an_error_on_one_rank_does_not_wait_for_the_others() -> None:
+    """They are in the collectives of the model, and learn of it by its end: no timeout of the group has to pass."""
+    ended = together(2, closes_at_the_end, 12)
+    assert [code for code, _ in ended] == [0, 0]
+    assert max(seconds for _, seconds in ended) < 10
