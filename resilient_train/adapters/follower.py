@@ -92,7 +92,6 @@ class Follower:
         self.norm: torch.Tensor | None = None  # of its gradients, before they were clipped
         self._saved: list[tuple[int, Path]] = []  # accepted updates, and the trainer's checkpoint after them
         self._seen = len(guard.incidents)
-        guard._handled = sys.exc_info()[1]  # by the caller, while the loop runs: an earlier attempt may have failed
 
     # What the trainer's calls become.
 

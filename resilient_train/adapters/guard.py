@@ -207,7 +207,7 @@ class Guard(guard.EngineGuard):
             super().__init__(parts, treating, loop, verify_after=verify_after, drill=drill)
             self._owes_resume = bool(resume)
             self._left: Path | None = None  # the state at the end of the loop
-            self._handled: BaseException | None = None  # an error that the caller handles with this loop
+            self._handled = sys.exc_info()[1]  # an error that the caller handles with this loop
             waits = synchronous(updater.optimizers) if device.type != "cpu" else []
             self._cautions = [*arguments.cautions(samples, disk, memory, waits, has_objective=measured is not None)]
             self._unused = warn_if_unused(self, world, self._direct_steps) if is_own_loop else None

@@ -270,20 +270,15 @@ def test_a_planned_end_without_a_way_back(recovery: str, exit_code: int, kind: s
 
 @pytest.mark.parametrize(("more", "policy"), [(math.nan, {"default": []}), (3.0, {"default": [["reset_moments"]]})])
 def test_a_run_that_was_just_resumed_ends_on_its_best_checkpoint(more: float, policy: Any, tmp_path: Path) -> None:
-    """It gives up, or is closed, while nothing in memory is verified: the disk has what was, behind the candidate."""
-    first = Loop(run_dir=tmp_path, disk=25, resume=True)
-    first.train(200, lambda tick: tick == 70 and first.guard.stop_now())
+    """It gives up, or its plan ends, while nothing in memory is verified: the disk has what was, behind the candidate."""
+    saving: dict[str, Any] = {"run_dir": tmp_path, "disk": 25, "resume": True}
+    first: Loop = Loop(stop=lambda: first.guard.clock.tick >= 70, **saving)
+    first.train(200)
     assert first.guard.leave() is not None
     first.guard.close()
     verified = max(step for step, kind in kinds(tmp_path).items() if kind == "verified")
-    policy = {"ladders": policy, "strikes": 9}
-    loop = Loop(
-        objective=lambda model, batch: cross_entropy(model, batch) + more,
-        recovery=policy,
-        run_dir=tmp_path,
-        disk=25,
-        resume=True,
-    )
+    saving["recovery"] = {"ladders": policy, "strikes": 9}
+    loop = Loop(objective=lambda model, batch: cross_entropy(model, batch) + more, **saving)
     with pytest.raises(GaveUp) as error:
         loop.train(80)
     assert str(error.value.last_good).endswith(f"step-{verified:08}")
