@@ -260,7 +260,7 @@ class EngineGuard:
     def _end_update(self, begun: StartedUpdate) -> bool:
         attempt, gate, self._begun = self._updater.newest, self._updater.gate, None
         if attempt.restarts:  # a schedule that starts again makes the loss jump on purpose
-            self._checks.expect(self.clock.step + 1)
+            self._checks.schedule_restarts(self.clock.step + 1)
         self.clock.tick += 1
         sent = Sent(attempt.measured, attempt.numbers)
         gradients = GradientNorms(attempt.norms, is_recorded=attempt.records_norms)
