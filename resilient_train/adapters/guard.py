@@ -296,10 +296,11 @@ class Guard(guard.EngineGuard):
         is_apart = not (error is None or isinstance(error, TrainError) or self.world.size == 1)
         try:
             if not is_apart and ((self.settle() and self._examine_now() is None) or self._recovery.observes):
-                if error is None and self._recovery.is_unrecovered():
+                is_off = error is None and self._recovery.is_unrecovered()
+                if is_off and not (self.stopped and self._left):
                     gave_up = self._recovery.end_unrecovered()
                 else:
-                    if error is None:  # else incidents stay open, for the process that resumes
+                    if error is None and not is_off:  # else incidents stay open, for the process that resumes
                         self._recovery.finish()
                         if self.steps is None and not self.stopped and self._left is None:
                             self._complete()
@@ -436,8 +437,7 @@ class Guard(guard.EngineGuard):
             self.reporter.end("completed", digests=(self.state.weights_sha256(), self.state.sha256()))
 
     def _finish_saving(self, *, healthy: bool) -> Path | None:
-        remedies, damaged = self._controls.state_dict(), self._recovery.is_damaged
-        left = self._keeper.finish(remedies, healthy=healthy, damaged=damaged)
+        left = self._keeper.finish(self._controls.state_dict(), healthy=healthy, damaged=self._recovery.is_damaged)
         self._recovery.note_saves(is_complete=healthy)
         self._recovery.process_ends()
         return left
