@@ -292,10 +292,9 @@ class Guard(guard.EngineGuard):
         """End a run, at its last step or before: check the last update, close recovered incidents, end workers."""
         self._put_back_batch()
         error, gave_up, self._handled = own_error(self._handled), None, None
-        # All ranks raise a TrainError together; with any other the rest may wait in a collective of the model.
-        is_apart = not (error is None or isinstance(error, TrainError) or self.world.size == 1)
+        all_close = self.world.size == 1 or error is None or isinstance(error, TrainError)  # else some are in the model
         try:
-            if not is_apart and ((self.settle() and self._examine_now() is None) or self._recovery.observes):
+            if all_close and ((self.settle() and self._examine_now() is None) or self._recovery.observes):
                 is_off = error is None and self._recovery.is_unrecovered()
                 if is_off and not (self.stopped and self._left):
                     gave_up = self._recovery.end_unrecovered()
@@ -305,7 +304,7 @@ class Guard(guard.EngineGuard):
                         if self.steps is None and not self.stopped and self._left is None:
                             self._complete()
                     self._recovery.note_saves(is_complete=True)
-            self._recovery.process_ends(was_killed=is_apart)  # the reporter knows whether this one was
+            self._recovery.process_ends(was_killed=not all_close)  # the reporter knows whether this one was
         except BaseException as raised:  # the last update may be one too many for the policy
             error = raised
             raise
