@@ -24,6 +24,7 @@ from resilient_train.checkpoint.store import WEIGHTS, Damaged, Manifest, verify
 from resilient_train.checkpoint.tree_files import NAMES, chunks, is_share, load_tree
 from resilient_train.errors import ConfigError, in_one_line
 from resilient_train.state.tree import full_tensor, own_class, reshard
+from resilient_train.wording import log
 
 BEST, PRETRAINED = "best", "pretrained"  # their names in a run directory
 
@@ -46,7 +47,14 @@ def gathered(model: nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:
 
 def save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     """Commit weights to a file."""
-    files.commit(path, chunks(tensors))
+    files.commit(path, chunks(_usual(tensors, path)))
+
+
+def _usual(tensors: Mapping[str, torch.Tensor], path: Path) -> dict[str, torch.Tensor]:
+    """Leave out, and name, what a safetensors file cannot hold."""
+    if odd := [f"{name} ({str(one.dtype)[6:]})" for name, one in sorted(tensors.items()) if one.dtype not in NAMES]:
+        log.warning("%s has no %s: safetensors have no such types; only checkpoints hold them", path, ", ".join(odd))
+    return {name: one for name, one in tensors.items() if one.dtype in NAMES}
 
 
 def stored(directory: Path) -> dict[str, torch.Tensor]:
@@ -197,7 +205,7 @@ def export(run_dir: Path, checkpoint: Path, to: Path) -> Manifest:
             files.disk.make_directory(new)
             for name, content in configs.items():
                 files.write_file(new / name, [_as_text(content).encode()])
-            files.write_file(new / _MODEL, chunks(_joined(checkpoint)))
+            files.write_file(new / _MODEL, chunks(_usual(_joined(checkpoint), to)))
             files.commit_directory(new, to)
         finally:
             if new.exists():
@@ -211,7 +219,7 @@ def export_weights(checkpoint: Path, to: Path) -> Manifest:
         raise NotExportable(f"{to} is there already: --weights makes a new file")
     manifest = verify(checkpoint)
     with _writing(to):
-        files.commit(to, chunks(_joined(checkpoint)))
+        files.commit(to, chunks(_usual(_joined(checkpoint), to)))
     return manifest
 
 

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import command
+from command import MINE, command
 from safetensors.torch import load_file
+from torch import nn
 
 from resilient_train.app import checkpoints
+from resilient_train.checkpoint.tree_files import load_tree
 from resilient_train.checkpoint.weights import PRETRAINED, describe
 
 HF = ["model=hf_causal_lm", "data=python_source", "data.batch_size=2", "data.eval._target_=null", "run.steps=30"]
@@ -101,3 +103,35 @@ def test_what_cannot_be_exported_is_told_in_one_line(run_command: command, capsy
     assert checkpoints.main(["run", "--export", "new"]) == 1
     assert f"{newest}: weights.safetensors is 0 bytes long" in capsys.readouterr().err
     assert not Path("new").exists()
+
+
+class Complex(nn.Module):
+    """A complex weight, and a buffer of a type that the format does not have either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.phase = nn.Linear(6, 1), nn.Parameter(torch.ones(6, dtype=torch.complex64))
+        self.register_buffer("mask", torch.ones(6, dtype=torch.uint16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head((x * self.phase).real)
+        return out
+
+
+def test_what_the_format_cannot_hold_is_left_out_and_named(run_command: command) -> None:
+    """The run is complete, also when it is started again, and its checkpoint has the rest."""
+    own = [*MINE, "model._target_=test_export.Complex", "run.dir=run", "run.steps=30", "run.eval_every=10"]
+    own += [
+        "optimizer=custom",
+        "optimizer._target_=torch.optim.SGD",
+        "+optimizer.lr=0.01",
+        "data.eval._target_=strangers.Fixed",
+    ]
+    done = run_command(own)
+    assert done.code == 0, done.stdout + done.stderr
+    assert "weights.safetensors has no mask (uint16), phase (complex64)" in done.stdout
+    assert "is complete" in run_command(own).stdout
+    usual = {"head.weight", "head.bias"}
+    assert load_file("run/weights.safetensors").keys() == load_file("run/best/weights.safetensors").keys() == usual
+    (checkpoint,) = Path("run/checkpoints").iterdir()
+    assert {*load_tree(checkpoint)["parts"]["weights"]} == {"phase"}

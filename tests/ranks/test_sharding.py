@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import Dataset
 
+from resilient_train.app import checkpoints
 from resilient_train.app.command import main
 from resilient_train.checkpoint.store import Damaged, verify
 from resilient_train.checkpoint.tree_files import are_complete, load_tree, share_name
@@ -294,6 +295,28 @@ def test_a_checkpoint_of_several_is_whole_for_who_reads_it(place: Path, killed: 
     model = MLP()
     load_into(model, newest)
     assert torch.equal(model.state_dict()["layers.0.weight"], found["layers.0.weight"])
+
+
+class Turning(MLP):
+    """With a buffer of a type that safetensors do not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("turns", torch.ones(4, dtype=torch.complex64))
+
+
+def test_weights_of_several_leave_out_what_the_format_cannot_hold(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The file of the run, and one that is made of a checkpoint."""
+    own = ["model=custom", "model._target_=test_sharding.Turning", "run.steps=20", "accelerate.fsdp=true"]
+    done = launch(tmp_path, 2, *own, "run.dir=run")
+    assert not any(done.codes), done.said
+    run_dir, exported = tmp_path / "run", tmp_path / "exported.safetensors"
+    assert checkpoints.main([str(run_dir), "--weights", str(exported)]) == 0
+    assert "has no turns (complex64)" in done.said
+    assert "has no turns (complex64)" in caplog.text
+    assert load_file(exported).keys() == load_file(run_dir / "weights.safetensors").keys() == {*MLP().state_dict()}
 
 
 @pytest.mark.parametrize(
