@@ -146,10 +146,12 @@ class Watchdog:
         code: list[int] = []
         reporting = threading.Thread(target=lambda: code.append(self._report(hang)), daemon=True)
         reporting.start()
-        reporting.join(_REPORT_S)
-        while reporting.is_alive() and (began := self._saving_since()) is not None:
-            if self._is_late(time.monotonic() - began):
-                break
+        until = time.monotonic() + _REPORT_S
+        while reporting.is_alive() and time.monotonic() < until:
+            if (began := self._saving_since()) is not None:
+                if self._is_late(time.monotonic() - began):
+                    break
+                until = time.monotonic() + _REPORT_S  # another save may follow, and the summary
             self._arm_backstop()
             reporting.join(_LOOK_S)
         os._exit(code_for_agent(code[0]) if code else 1)

@@ -59,6 +59,13 @@ def stalls_in_an_evaluation(model: nn.Module, batch: Any) -> Tensor:
     return loss_of(model, batch)
 
 
+def stalls_in_an_evaluation_on_a_slow_disk(model: nn.Module, batch: Any) -> Tensor:
+    """To save takes longer than a report may, and what comes behind it longer than a look."""
+    if not model.training and not Path("go").exists():
+        os.fsync = lambda fd: (time.sleep(0.7), _sync(fd))[1]
+    return stalls_in_an_evaluation(model, batch)
+
+
 def asked(where: str, name: str, *more: str) -> list[str]:
     own = [*DIGITS, *OFTEN, f"objective._target_=test_saving.stalls_in_{where}", f"run.dir={name}", "run.grace=1"]
     return [*own, "run.steps=80", "run.eval_every=59", "checkpoint.disk.every=1000", *more]
@@ -71,12 +78,13 @@ def place(nursery: Nursery) -> Path:
     return nursery.place
 
 
-def test_where_grace_runs_out_the_newest_proven_state_is_left(nursery: Nursery, place: Path) -> None:
+@pytest.mark.parametrize("where", ["an_evaluation", "an_evaluation_on_a_slow_disk"])
+def test_where_grace_runs_out_the_newest_proven_state_is_left(where: str, nursery: Nursery, place: Path) -> None:
     """75 says that a state is on disk: nothing was there before, and the same command goes on from it.
 
     The log says where it stood.
     """
-    arguments, run_dir = asked("an_evaluation", "run"), place / "run"
+    arguments, run_dir = asked(where, where), place / where
     started = nursery.start(*arguments)
     assert started.until((place / STALLED).exists), started.output
     started.strike(signal.SIGTERM)
