@@ -242,10 +242,11 @@ class _Session:
                 with suppress(OSError):  # this host may not have the directory
                     progress.leave(directory.path, mine)
                 time.sleep(_FOR_OTHERS_S)  # rank 0 would only see that this process ended
-            if run is not None:
+            if run is not None and self.has_begun:
                 run.guard.hung(evidence, in_update=hang.phase is Phase.STEP)
-            elif self.has_begun:  # it hangs before there is a guard
-                anomaly = Anomaly(Signal.HANG, 1, 0, 0, evidence)
+            else:  # it hangs before it has resumed: the file `progress` still is the previous process's
+                last = position_of(directory.path) or Position()
+                anomaly = Anomaly(Signal.HANG, last.step + 1, last.tick, last.step, evidence)
                 decision = Decision((Action("end"),))
                 self.incident_log.record_treatment(self.incident_log.open(anomaly, by_signal(anomaly), decision))
         else:
@@ -253,7 +254,7 @@ class _Session:
             if (why := endings.failure(directory.path) if another_failed else None) is not None:
                 log.error("error: %s", why)
             code = 75 if self._save_newest() and not another_failed else 1  # 75: the same command resumes
-            if run is not None:
+            if run is not None and self.has_begun:
                 run.guard.ended(was_killed=another_failed and why is None)
         if world.is_main:
             summary = self._summary("preempted" if code == 75 else "failed", code)

@@ -32,7 +32,8 @@ class RunHistory:
         self.fired_drills: list[FiredDrill] = []
         self._fired: set[int] = set()
         self._drill_details: dict[int, Mapping[str, Any]] = {}
-        self._endings: list[tuple[int, int, bool]] = []  # samples in use when a process ended, in its first update
+        # By tick, which no two processes end at: the samples in use when one ended, and whether in its first update.
+        self._endings: dict[int, tuple[int, int, bool]] = {}
         for entry in journal.entries if journal else []:
             self._recall(entry)
 
@@ -51,7 +52,7 @@ class RunHistory:
         that is killed meanwhile is killed whatever its samples are.
         """
         self._note("process_ended", tick=tick, start=start, stop=stop, in_first=in_first)
-        same = list(takewhile(lambda one: one[:2] == (start, stop), reversed(self._endings)))
+        same = list(takewhile(lambda one: one[:2] == (start, stop), reversed(self._endings.values())))
         return 0 if all(one[2] for one in same) else len(same)
 
     def note_update_size(self, processes: int, samples: int) -> None:
@@ -93,8 +94,8 @@ class RunHistory:
                 self.remedies = with_earlier(remedies, self.remedies)
             case {"kind": "checkpoint_saved"}:
                 self.has_saved = True
-            case {"kind": "process_ended", "start": int(start), "stop": int(stop)}:
-                self._endings.append((start, stop, entry.get("in_first") is True))
+            case {"kind": "process_ended", "tick": int(tick), "start": int(start), "stop": int(stop)}:
+                self._endings[tick] = (start, stop, entry.get("in_first") is True)
             case {"kind": "began", "processes": int(processes), "samples": int(samples)}:
                 if 0 < processes <= _MOST and 0 < samples <= _MOST:
                     self.began_with = (processes, samples)

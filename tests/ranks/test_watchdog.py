@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import re
 import signal
@@ -10,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import command
+from command import MINE, command
 from group import Group
+from held import held_at, is_held
 from kills import Nursery, Started, in_journal, incidents, left_overs, stand, summary, taken_up_at
+from strangers import Counting
 from torch import Tensor, nn
 
 from resilient_train.ranks.watchdog import Watchdog
@@ -166,6 +169,49 @@ def test_the_start_has_a_limit_of_its_own(nursery: Nursery) -> None:
     started = hangs(nursery, *arguments, "run.start_timeout=4", "run.step_timeout=1")
     assert started.wait() == 1, started.output
     assert float(re.findall(r"no start was finished for ([\d.]+) s", started.output)[0]) >= 4
+
+
+class Stuck(Counting):
+    """Rows of which it takes for ever, while a file says so, to find those that come next; no signal ends that."""
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        super().load_state_dict(state)
+        while self.at and Path("stuck").exists():
+            Path(MARK).touch()
+            with contextlib.suppress(BaseException):
+                time.sleep(3600)
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_a_resume_that_hangs_leaves_what_is_known_of_the_process_before(is_asked: bool, nursery: Nursery) -> None:
+    """That it was killed, and in which update: the start that goes on writes that down, and blames no samples."""
+    run_dir = nursery.place / f"stuck-{is_asked}"
+    arguments = [
+        *MINE,
+        "data.train._target_=test_watchdog.Stuck",
+        *OWN[3:9],
+        f"run.dir={run_dir}",
+        "recovery.crashes=2",
+    ]
+    with held_at(nursery.place, 60):
+        started = nursery.start(*arguments)
+        assert started.until(lambda: is_held(nursery.place) and any(run_dir.glob("checkpoints/step-*")))
+        started.strike(signal.SIGKILL)
+        started.wait()
+    before = stand(run_dir)
+    (nursery.place / "stuck").touch()
+    started = hangs(nursery, *arguments, "run.grace=1", f"run.start_timeout={600 if is_asked else 3}")
+    if is_asked:
+        started.strike(signal.SIGTERM)
+    assert started.wait() == (75 if is_asked else 1), started.output
+    assert stand(run_dir) == before
+    assert summary(run_dir)["ticks"] == before.tick
+    (nursery.place / "stuck").unlink()
+    last = nursery.run(*arguments)
+    assert last.code == 0, last.output
+    found = {one["signal"]: (one["tick"], one["actions"]) for one in incidents(run_dir)}
+    assert found.pop("crash") == (before.tick, [{"remedy": "go_on"}])
+    assert found == ({} if is_asked else {"hang": (before.tick, [{"remedy": "end"}])})
 
 
 @pytest.fixture
