@@ -222,8 +222,7 @@ class Guard(guard.EngineGuard):
         A change after an update that is refused a moment later stays, until a rewind undoes it.
         """
         for name, item in items.items():
-            lacks = [verb for verb in ("state_dict", "load_state_dict") if not callable(getattr(item, verb, None))]
-            if lacks:
+            if lacks := [verb for verb in ("state_dict", "load_state_dict") if not callable(getattr(item, verb, None))]:
                 why = f"a {type(item).__name__} has no {' and no '.join(lacks)}, so it cannot rewind"
                 raise TypeError(f"keep({name}=...): {why}")
             if self._has_begun:
@@ -309,8 +308,10 @@ class Guard(guard.EngineGuard):
             error = raised
             raise
         finally:
-            self.reporter.closed(gave_up or error, self.steps)
-            self.let_go()
+            try:
+                self.let_go()  # first: what is being written ends before the directory is another process's
+            finally:
+                self.reporter.closed(gave_up or error, self.steps)
         if gave_up is not None:
             raise gave_up
 
@@ -354,8 +355,7 @@ class Guard(guard.EngineGuard):
 
         Waits for the device, and for the other ranks: all of them have to call it.
         """
-        knobs = self._controls.knobs.values
-        factors = {"lr": knobs.lr, "clip": knobs.clip, "eps": knobs.eps}
+        factors = {name: getattr(self._controls.knobs.values, name) for name in ("lr", "clip", "eps")}
         read = partial(mean_over_ranks, self.world, self.metrics)
         return self.reporter.report(self.newest, read, self.samples.slicing.samples, factors)
 

@@ -424,8 +424,7 @@ class RunReporter:
         elif self.place.rank and not self._is_over:
             endings.note_failure(self._directory, self.place.rank, "left its loop, without an error", in_training=True)
         self.end("ended", exit_code=1)  # by a break that was meant, or by sys.exit(1), which leaves no trace
-        self.conclude()
-        self._release()
+        self.conclude()  # the directory stays locked until the process has ended: something may still be written
 
     def _release(self) -> None:
         """Let another process resume in the directory."""

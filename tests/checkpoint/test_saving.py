@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -23,7 +24,9 @@ from resilient_train import numerics
 from resilient_train.adapters.guard import Guard
 from resilient_train.checkpoint.store import WEIGHTS, Entry, Store
 from resilient_train.errors import ConfigError
+from resilient_train.ranks.lock import holder_of
 from resilient_train.reader import DiskConfig, MemoryConfig
+from resilient_train.record.journal import read
 
 DIGITS = ["model=mlp", "data=digits", "objective=custom", "tracking=none", "run.log_every=100", "schedule=constant"]
 OFTEN = ["checkpoint.memory.every=10", "checkpoint.verify_after=5"]
@@ -407,6 +410,28 @@ def test_what_is_being_written_and_not_to_be_trusted_is_waited_for(
     kinds = [one.manifest.kind for one in Store(tmp_path / "run").entries() if one.manifest]
     assert kinds == ["verified" if is_trusted else "demoted"]
     guard.let_go()
+
+
+def test_no_other_process_comes_in_before_the_writer_is_done(tmp_path: Path) -> None:
+    """It would take for left over what is being written, and two would write to the journal."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    guard = guarded(tmp_path / "run", disk=5)
+    guard.steps = 1000  # closed before, it waits for no state of its own
+    Sluggish.may.clear()
+    guard._keeper._store.__class__ = Sluggish
+    for batch in guard.batches(60):
+        guard.step(batch)
+        if guard._keeper._writer.writing:
+            break
+    closing = threading.Thread(target=guard.close, daemon=True)
+    closing.start()
+    closing.join(0.5)
+    assert closing.is_alive()
+    assert holder_of(tmp_path / "run") == f"process {os.getpid()} on {socket.gethostname()}"
+    Sluggish.may.set()
+    closing.join(60)
+    assert holder_of(tmp_path / "run") is None
+    assert [entry["kind"] for entry in read(tmp_path / "run/journal.jsonl")][-1] == "checkpoint_saved"
 
 
 def test_whatever_ends_a_loop_the_safe_operations_are_as_they_were(tmp_path: Path) -> None:
