@@ -63,7 +63,8 @@ def _list(run_dir: Path, *, as_json: bool) -> int:
                 found.append((entry, kind, damage))
             done(number)
     resume, kind = next(((one.path.name, kind) for one, kind, _ in found if kind in (VERIFIED, CANDIDATE)), (None, ""))
-    is_stuck = resume is None and (bool(found) or _were_written(run_dir))
+    are_demoted = bool(found) and all(kind == DEMOTED for _, kind, _ in found)
+    is_stuck = resume is None and not are_demoted and (bool(found) or _were_written(run_dir))
     page = Page()
     if as_json:
         checkpoints = [_as_dict(*one) for one in found]
@@ -72,6 +73,8 @@ def _list(run_dir: Path, *, as_json: bool) -> int:
     page.table([_row(*one) for one in found])
     if resume is not None:
         page.line(f"a resume would load {resume}{', and finish verifying it' if kind == CANDIDATE else ''}")
+    elif are_demoted:
+        page.line("a resume would begin at step 0 again: the trouble began before each of them")
     elif is_stuck:
         what = "none of them" if found else "none: those that were written are gone"
         page.line(f"a resume would load {what}; run.resume=never starts a new run in a sibling directory")

@@ -212,7 +212,7 @@ class _Session:
         if run.guard.resume():
             self.resumed_from = run.guard.clock.step
             log.info("resumes from step %d", self.resumed_from)
-        elif directory.resumes:
+        elif directory.resumes and self.world.is_main and not self.incident_log.run_history.has_saved:
             log.info("the run there had no checkpoint yet: it begins at step 0 again")
         self.has_begun = True
         if directory.resumes and self.world.is_main:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -34,6 +35,7 @@ from resilient_train.types import ProcessIncident, Signal
 from resilient_train.wording import IN_FILE_ONLY, log
 
 _WAIT_FOR_RANKS_S = 5.0
+_NOT_DEMOTED = "checkpoints that may contain damage could not be demoted"
 
 
 class CheckpointKeeper:
@@ -61,7 +63,9 @@ class CheckpointKeeper:
         self._shared_writes = 0
         self.resumption = Resumption(parts, history, self.progress, self._store, directory, how)
         self.previous_samples_per_update = 0  # as in ResumePlan
-        self._last_saved = 0  # the newest step on disk that the run was not rewound past
+        # The steps of checkpoints that can be trusted, the newest last: of each the step itself, or an earlier one that
+        # the run was rewound to since. If they are sharded, all ranks have the same.
+        self._trusted: list[int] = []
         self._highest_saved = 0  # the highest step that was written, rewound or not
         self._last_rewind = (0, 0)  # tick and step
         self._candidate: Entry | None = None  # the run was resumed from it, and it is not verified yet
@@ -115,13 +119,17 @@ class CheckpointKeeper:
         self._read_outcomes()
         if not self._writes or (snapshot := ring.newest_verified()) is None:
             return
-        is_due = self._config.every and snapshot.step - self._last_saved >= self._interval.steps
+        # At once if all were demoted: until then a kill would cost the whole run.
+        every = self._interval.steps if self._trusted or not self._highest_saved else 1
+        is_due = self._config.every and snapshot.step - self._last_saved >= every
         if self._is_sharded and is_due:
             if not any_busy:
-                self._last_saved = snapshot.step  # even if that fails: the ranks would try again at different times
+                self._note_saved(snapshot.step)  # even if that fails: the ranks would try again at different times
                 writer.offer(self._job(snapshot))
         elif not self._commits or not writer.is_free:
             return
+        elif self._store.is_behind:
+            writer.offer(Job(snapshot.step, self._parts.clock.tick, self._demote_rest, failed=_NOT_DEMOTED))
         elif self._best is not None and self._best.is_ripe(snapshot.step):
             writer.offer(Job(snapshot.step, self._parts.clock.tick, self._best.write))
         elif self._candidate is not None and snapshot.step >= self._candidate.step:
@@ -151,18 +159,21 @@ class CheckpointKeeper:
             self._best.distrust(since)
         if self._candidate is not None and self._candidate.step > since:
             self._candidate = None
+        self._trusted = [step for step in self._trusted if step <= since]
         if not self._commits or since >= self._highest_saved:
             return
         try:
-            for entry in self._store.demote(since):
-                log.info("the checkpoint %s is demoted: it may contain damage", entry.path.name)
-        except OSError as error:
-            log.error("checkpoints that may contain damage could not be demoted: %s", error.strerror)
+            self._store.demote(since)
+        except OSError as error:  # `verified` tries again
+            log.error("%s: %s", _NOT_DEMOTED, error.strerror)
+
+    def _demote_rest(self) -> None:
+        self._store.demote()
 
     def rewound(self, step: int) -> None:
         """Note that the run went back to a step."""
         self._read_outcomes()
-        self._last_saved = min(self._last_saved, step)
+        self._trusted = [min(one, step) for one in self._trusted]
         self._last_rewind = self._parts.clock.tick, step
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
@@ -301,12 +312,22 @@ class CheckpointKeeper:
         self.resumption.load(entry, resuming=resuming)
         is_own = entry.path.parent == self._store.path
         self.is_verified = entry.kind != CANDIDATE  # on ranks that write nothing, too: all take the same snapshots
-        self._last_saved = self._parts.clock.step if is_own else 0
+        self._trusted = [self._parts.clock.step] if is_own else []
         self._candidate = entry if is_own and self._commits and not self.is_verified else None
-        if is_own and self._commits:
-            self._highest_saved = max([self._highest_saved, *(one.step for one in self._store.entries())])
+        if is_own:  # all ranks: any step above 0 says that there were checkpoints
+            steps = [one.step for one in self._store.entries()] if self._commits else self._trusted
+            self._highest_saved = max([self._highest_saved, *steps])
 
     # Writing.
+
+    @property
+    def _last_saved(self) -> int:
+        return self._trusted[-1] if self._trusted else 0
+
+    def _note_saved(self, step: int, counts_as: int | None = None) -> None:
+        self._highest_saved = max(self._highest_saved, step)
+        newest = max(self._last_saved, step if counts_as is None else counts_as)
+        self._trusted = [*self._trusted, newest][-max(self._config.keep, 1) :]  # older ones are pruned
 
     def _unsaved(self) -> Snapshot | None:
         """The newest verified snapshot, if no checkpoint is as new."""
@@ -329,6 +350,8 @@ class CheckpointKeeper:
         return job
 
     def _save_now(self, snapshot: Snapshot) -> Path | None:
+        if self._is_sharded:
+            self._note_saved(snapshot.step)
         entry = self._write_now(self._job(snapshot)).entry if self._writes else None
         return entry.path if entry is not None else None
 
@@ -354,6 +377,8 @@ class CheckpointKeeper:
                 assert shared is not None
                 store.write_share(lambda: snapshot.parts, shared)
                 return None
+            with suppress(OSError):
+                store.demote()  # what the disk did not take before
             content = snapshot.parts
             persistent["passed"] = updates.state_dict(step)
             manifest = Manifest(
@@ -391,18 +416,16 @@ class CheckpointKeeper:
             if job.error is not None:  # rank 0 gets a note, and writes it to the journal
                 log.error("this rank's share of step %d could not be written: %s", step, job.trouble)
         elif job.error is None:
-            if job.entry is not None:
-                self._highest_saved = max(self._highest_saved, step)
+            if job.entry is not None and not self._is_sharded:  # else that was noted on all ranks
                 rewind_tick, rewind_step = self._last_rewind
-                is_after = job.tick > rewind_tick
-                self._last_saved = max(self._last_saved, step if is_after else min(step, rewind_step))
+                self._note_saved(step, step if job.tick > rewind_tick else min(step, rewind_step))
             if self._is_failing:
                 log.info("checkpoints are saved again: step %d", step)
                 self._is_failing = False
                 self.save_events.append(None)
         elif not self._is_failing:
             self._is_failing = True
-            what = f"the checkpoint of step {step:,} could not be written: {job.trouble}"
+            what = f"{job.failed or f'the checkpoint of step {step:,} could not be written'}: {job.trouble}"
             signal = Signal.DISK_FULL if job.is_disk_full else Signal.CHECKPOINT_FAILED
             self.save_events.append(ProcessIncident(signal, step, step, what, "try_again"))
             if not job.is_disk_full:

@@ -82,11 +82,18 @@ class Resumption:
             hung = progress.who_hung(noted, max(self.parts.world.size, noted[-1].rank + 1))
         damaged: list[tuple[Entry, str]] = []
         self.store.sweep()
-        entry = self._named()
+        entries = self.store.entries()
+        left = [one for one in entries if one.is_usable or one.manifest is None]
+        are_demoted = bool(entries) and not left
+        entry = self._named(again=are_demoted)
         if entry is None:
-            entries = [one for one in self.store.entries() if one.is_usable or one.manifest is None]
-            entry = self.newest_readable(entries, damaged)
-        if entry is None and (history.has_saved or damaged):
+            entry = self.newest_readable(left, damaged)
+        if entry is None and are_demoted:
+            why = f"every checkpoint in {self.store.path} was demoted, as it may contain damage"
+            if others := [one for one in history.sources if not self._is_own(Path(one))]:
+                raise TrainError(f"{why}, and this run began from {others[0]}: run.resume={others[0]} returns there")
+            log.warning("%s: the run begins at step 0 again", why)
+        elif entry is None and (history.has_saved or damaged):
             why = "; ".join(f"{one.path.name} {reason}" for one, reason in damaged) or "they are gone"
             what = f"no usable checkpoint in {self.store.path}: {why}"
             raise TrainError(f"cannot resume: {what}. run.resume=never starts a new run")
@@ -198,10 +205,18 @@ class Resumption:
         run.updater.accept(run.clock.step)
         run.clock.tick = max(run.clock.tick, manifest.tick)
 
-    def _named(self) -> Entry | None:
-        """The checkpoint that the user named. None after the first start: a restart resumes from the newest one."""
+    def _is_own(self, source: Path) -> bool:
+        """Say whether a path is this run's directory, or in it."""
+        return self.store.path.parent.absolute() in (source.absolute(), *source.absolute().parents)
+
+    def _named(self, *, again: bool) -> Entry | None:
+        """The checkpoint that the user named. None after the first start: a restart resumes from the newest one.
+
+        `again`: there is none, and the run begins where it began, unless that was a checkpoint of its own.
+        """
         source, history, store = self.how.source, self.history, self.store
-        if source is None or (masked(str(source)) in history.sources and history.has_saved):
+        is_known = source is not None and masked(str(source)) in history.sources and history.has_saved
+        if source is None or (is_known and (not again or self._is_own(source))):
             return None
         if not source.is_dir():
             why = "no such directory; expected auto, never, or the directory of a checkpoint or of a run"
@@ -213,8 +228,7 @@ class Resumption:
             why = damaged[-1][1] if damaged else "there is no checkpoint"
             raise TrainError(f"run.resume={source}: no usable checkpoint there: {why}")
         if entry.path.absolute().parent == store.path.absolute():
-            for one in store.demote(entry.step):
-                log.info("%s is newer than that: it is removed once a later checkpoint is verified", one.path.name)
+            store.demote(entry.step)
         elif store.usable():
             why = f"{store.path.parent} has checkpoints of its own: choose another run.name"
             raise ConfigError("run.resume", entry.path, why)

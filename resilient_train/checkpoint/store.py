@@ -42,6 +42,7 @@ from resilient_train.checkpoint.tree_files import (
     write_share,
 )
 from resilient_train.files import Written, is_left_over, open_plain
+from resilient_train.wording import log
 
 CHECKPOINTS = "checkpoints"  # its name in a run directory
 MANIFEST, WEIGHTS = "manifest.json", "weights.safetensors"
@@ -254,6 +255,7 @@ class Store:
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / CHECKPOINTS
+        self._doubtful: set[Path] = set()  # to be demoted, but the disk did not take that yet
 
     def entries(self) -> list[Entry]:
         """List all checkpoints, the latest first; only manifests are read.
@@ -262,13 +264,24 @@ class Store:
         """
         found: list[Entry] = []
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            found += [Entry.of(path) for path in self.path.iterdir() if _NAME.fullmatch(path.name)]
+            found += [self._entry(path) for path in self.path.iterdir() if _NAME.fullmatch(path.name)]
         found.sort(key=lambda one: one.age, reverse=True)
         entries = [one for one in found if one.manifest is not None]
         for damaged in reversed([one for one in found if one.manifest is None]):
             places = (at for at, one in enumerate(entries) if one.manifest is None or one.step <= damaged.age[1])
             entries.insert(next(places, len(entries)), damaged)
         return entries
+
+    def _entry(self, path: Path) -> Entry:
+        entry = Entry.of(path)
+        if path not in self._doubtful or entry.manifest is None:
+            return entry
+        return replace(entry, manifest=replace(entry.manifest, kind=DEMOTED))
+
+    @property
+    def is_behind(self) -> bool:
+        """Say whether a checkpoint could not be demoted yet."""
+        return bool(self._doubtful)
 
     def usable(self) -> list[Entry]:
         """The checkpoints that the run may resume from, the latest first."""
@@ -351,9 +364,25 @@ class Store:
         files.commit_text(entry.path / MANIFEST, manifest.text())
         return Entry(entry.path, manifest)
 
-    def demote(self, since: int) -> list[Entry]:
-        """Mark every checkpoint after `since`, the newest step that can be trusted."""
-        return [self.mark(one, DEMOTED) for one in self.usable() if one.step > since]
+    def demote(self, since: int | None = None) -> list[Entry]:
+        """Mark every checkpoint after `since`, the newest step that can be trusted, and those that could not be before.
+
+        Raises OSError after all of them if one could not be marked; to this store it is demoted all the same.
+        """
+        if since is not None:
+            self._doubtful |= {one.path for one in self.usable() if one.step > since}
+        demoted, trouble = list[Entry](), None
+        for path in sorted(self._doubtful, reverse=True):
+            try:
+                if (entry := Entry.of(path)).is_usable:  # else it was removed meanwhile
+                    demoted.append(self.mark(entry, DEMOTED))
+                    log.info("the checkpoint %s is demoted: it is removed once a later one is verified", path.name)
+                self._doubtful.discard(path)
+            except OSError as error:
+                trouble = error
+        if trouble is not None:
+            raise trouble
+        return demoted
 
     def prune(self, keep: int, keep_every: int, reference: int | None = None) -> None:
         """Remove old checkpoints, and others once a newer one is verified; keep the newest until step `reference`."""

@@ -33,6 +33,7 @@ class Job:
     tick: int
     write: Callable[[], Entry | None]  # None: it was not a checkpoint
     snapshot: Snapshot | None = None  # that it reads
+    failed: str = ""  # how a message about a failure begins, if it writes no checkpoint
     entry: Entry | None = None  # the checkpoint that it wrote
     error: Exception | None = None
     is_offered: bool = False  # it is written in the background

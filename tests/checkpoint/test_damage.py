@@ -10,11 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command import command, train
+from command import SAVING, command, train
 from sealed import CPU, seal, write
 
+from resilient_train.app import checkpoints
 from resilient_train.checkpoint import store as manifests
-from resilient_train.checkpoint.store import MANIFEST, WEIGHTS, Damaged, Store
+from resilient_train.checkpoint.store import DEMOTED, MANIFEST, WEIGHTS, Damaged, Store
 from resilient_train.checkpoint.tree_files import TENSORS, TREE
 
 IN_THE_SUITE, IN_ALL = 36, 500
@@ -220,6 +221,40 @@ def test_without_one_that_verifies_a_run_says_so_and_stops(copied: Path, run_com
     outcome = train(run_command, copied, 40)
     assert outcome.code == 1
     assert "they are gone" in outcome.stdout + outcome.stderr
+
+
+def demote_all(run_dir: Path) -> None:
+    for entry in Store(run_dir).entries():
+        Store.mark(entry, DEMOTED)
+
+
+def test_where_every_checkpoint_is_demoted_a_run_begins_again(
+    copied: Path, run_command: command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who restarts it need do nothing; it says so, and ends as it would have without them."""
+    demote_all(copied)
+    assert checkpoints.main([str(copied)]) == 0
+    assert "a resume would begin at step 0 again" in capsys.readouterr().out
+    outcome = train(run_command, copied, 40)
+    assert outcome.code == 0, outcome.stderr
+    assert f"every checkpoint in {copied}/checkpoints was demoted" in outcome.stdout
+    assert "no checkpoint yet" not in outcome.stdout
+    train(run_command, copied.with_name("whole"), 40)
+    assert outcome.summary(copied)["weights_sha256"] == outcome.summary(copied.with_name("whole"))["weights_sha256"]
+
+
+def test_a_run_that_began_from_another_begins_there_again(copied: Path, run_command: command) -> None:
+    """It was never at a step 0 of its own; without the name of the other one it says what to give."""
+    more, own = copied.with_name("more"), [*SAVING, "run.steps=40", f"run.dir={copied.with_name('more')}"]
+    named = f"run.resume={copied}"
+    assert run_command([*own, named]).code == 0
+    demote_all(more)
+    refused = run_command([*own, "run.steps=50"])
+    assert refused.code == 1
+    assert f"this run began from {copied}: {named} returns there" in refused.stderr
+    again = run_command([*own, "run.steps=50", named])
+    assert again.code == 0, again.stderr
+    assert "resumes from step 30" in again.stdout
 
 
 def test_damage_is_told_where_ticks_were_lost(tmp_path: Path) -> None:

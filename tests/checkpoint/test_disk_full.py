@@ -22,6 +22,8 @@ from resilient_train.checkpoint import store as manifests
 from resilient_train.checkpoint import weights, writer
 from resilient_train.checkpoint.store import Store
 from resilient_train.record.journal import read
+from resilient_train.types import Anomaly, Signal, Vitals
+from resilient_train.watch.checks import Checks, Finding
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small disk")
 
@@ -177,6 +179,35 @@ def test_a_disk_that_is_full_at_the_very_end(monkeypatch: pytest.MonkeyPatch, ru
     again = train(run_command, disk, 30)
     assert again.code == 0
     assert outcome.summary(disk / "run")["status"] == "completed"
+
+
+def test_what_a_full_disk_keeps_from_being_demoted_is_demoted_later(
+    monkeypatch: pytest.MonkeyPatch, run_command: command, disk: Path
+) -> None:
+    """All checkpoints that an anomaly reaches back behind: once there is room, no process resumes from one of them."""
+    judge, seen = Checks.judge, dict[str, list[int]]()
+
+    def judged(checks: Checks, vitals: Vitals) -> Finding:
+        found = judge(checks, vitals)
+        late = Anomaly(Signal.DIVERGENCE, vitals.step + 1, vitals.tick, 12, "the loss rises")
+        return Finding(late) if vitals.tick == 45 else found
+
+    def bad() -> list[int]:
+        usable = [one.manifest for one in Store(disk / "run").usable() if one.manifest is not None]
+        return [one.step for one in usable if one.step > 12 and one.tick < 45]
+
+    def free() -> None:
+        seen["full"] = bad()
+        (disk / "ballast").unlink()
+
+    monkeypatch.setattr(Checks, "judge", judged)
+    At(monkeypatch, {40: lambda: fill(disk), 60: free, 75: lambda: seen.update(then=bad())})
+    outcome = train(run_command, disk, 90, "checkpoint.disk.keep=5")
+    assert outcome.code == 0, outcome.stderr
+    assert seen == {"full": [30, 20], "then": []}
+    told = "checkpoints that may contain damage could not be demoted: No space left on device"
+    assert told in outcome.stdout + outcome.stderr
+    assert ("disk_full", "recovered") in incidents(disk / "run")
 
 
 class ReadOnly(files.Disk):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import signal
 import sqlite3
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -37,6 +39,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from resilient_train.tracking.story import read_story
+from resilient_train.types import Anomaly, Signal, Vitals
+from resilient_train.watch.checks import Checks, Finding
 
 DIGITS = ["model=mlp", "data=digits", "objective=classification", "tracking=none", "run.log_every=100"]
 EVERY, MEMORY, PROOF, KEEP = 20, 10, 12, 2
@@ -147,6 +151,40 @@ def deadly(model: nn.Module, batch: Any) -> Tensor:
     if (batch[0].flatten(1) == picture.flatten()).all(1).any():
         os.kill(os.getpid(), signal.SIGKILL)
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def diverges(model: nn.Module, batch: Any) -> Tensor:
+    """The checks find in update 55 that the run is bad since step 35; as soon as nothing is written, 63 is its last."""
+    Checks.judge = _judged  # type: ignore[assignment,method-assign]
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+_judge = Checks.judge
+
+
+def _judged(checks: Checks, vitals: Vitals) -> Finding:
+    if vitals.tick == 63 and Path("deadly").exists():
+        while any(thread.name == "checkpoint-writer" for thread in threading.enumerate()):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+    found = _judge(checks, vitals)
+    if vitals.tick == 55:
+        return Finding(Anomaly(Signal.DIVERGENCE, vitals.step + 1, vitals.tick, 35, "the loss rises"))
+    return found
+
+
+def test_a_kill_after_all_checkpoints_were_demoted_costs_what_any_kill_does(nursery: Nursery) -> None:
+    """The newest state that is still verified is written at once, and the same command goes on from it."""
+    run_dir, own = nursery.place / "demoted", [*DIGITS, *DISK, "run.steps=120", "run.dir=demoted", "objective=custom"]
+    own += ["checkpoint.disk.every=40", "objective._target_=test_resume.diverges"]
+    (nursery.place / "deadly").touch()
+    started = nursery.start(*own)
+    assert started.wait() == -signal.SIGKILL, started.output
+    assert "step-00000040 is demoted" in started.output
+    last = nursery.run(*own)
+    assert last.code == 0, last.output
+    assert taken_up_at(run_dir) == [30]
+    assert summary(run_dir)["steps"] == 120
 
 
 # ----------------------------------------------------------------------------------------------- what has changed since

@@ -62,10 +62,15 @@ def stalls_in_an_evaluation(model: nn.Module, batch: Any) -> Tensor:
     return loss_of(model, batch)
 
 
+def unhurried(fd: Any) -> None:
+    time.sleep(0.7)
+    _sync(fd)
+
+
 def stalls_in_an_evaluation_on_a_slow_disk(model: nn.Module, batch: Any) -> Tensor:
     """To save takes longer than a report may, and what comes behind it longer than a look."""
     if not model.training and not Path("go").exists():
-        os.fsync = lambda fd: (time.sleep(0.7), _sync(fd))[1]
+        os.fsync = unhurried
     return stalls_in_an_evaluation(model, batch)
 
 

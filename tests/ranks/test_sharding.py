@@ -19,6 +19,7 @@ import torch
 from group import together
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kills import in_journal
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import Dataset
@@ -232,6 +233,23 @@ def test_rewound_killed_and_gone_on_with_it_is_the_run_without_a_fault(place: Pa
     assert here["incidents"] == {"total": 2, "recovered": 2, "by_cause": {"optimizer": 1, "process": 1}}
     mine, theirs = load_file(killed / "weights.safetensors"), load_file(place / "healthy/weights.safetensors")
     assert all(torch.equal(mine[name], weight) for name, weight in theirs.items())
+
+
+def test_ranks_agree_on_the_checkpoint_after_all_were_demoted(tmp_path: Path) -> None:
+    """They write the newest state that is still verified together, at the next update."""
+    own = ["objective=custom", "objective._target_=test_resume.diverges", "accelerate.fsdp=true", "run.dir=run"]
+    own += [
+        "recovery.ladders.explosion=[{do:[rewind],strikes:null}]",
+        "checkpoint.disk.every=40",
+        "checkpoint.memory.every=10",
+    ]
+    done = launch(tmp_path, 2, *own)
+    assert not any(done.codes), done.said
+    saved = [one["step"] for one in in_journal(tmp_path / "run", "checkpoint_saved")]
+    assert "step-00000040 is demoted" in done.said
+    assert saved[0] == 40
+    assert 0 < saved[1] <= 35
+    assert saved[-1] == 60
 
 
 def test_another_number_of_processes_goes_on(place: Path, killed: Path) -> None:
