@@ -296,6 +296,7 @@ class Trials:
         Each micro-batch frees its graph before the next, as in training. An objective may need one: it differentiates.
         """
         parts, loop, losses = self._parts, self._loop, []
+        is_sharded = parts.state.is_sharded  # before a forward, which may leave no weight sharded
         assert loop.objective is not None
         for start, batches in self._judged:
             made, trouble = [], 0
@@ -303,13 +304,13 @@ class Trials:
                 loop.seeds.for_update(start)
                 for batch in batches:
                     loss, _ = loop.objective(loop.bare, parts.world.on_device(batch))
-                    if parts.state.is_sharded:  # only a backward makes every rank drop the weights of the others again
+                    if is_sharded:  # only a backward makes every rank drop the weights of the others again
                         loop.anomaly_mode.backward(loss)
                         parts.updater.drop_gradients()
                     made.append(loss.detach().float())
                     del loss
             except Exception as error:
-                if parts.world.size == 1 or parts.state.is_sharded:  # there other ranks are inside of this forward
+                if parts.world.size == 1 or is_sharded:  # there other ranks are inside of this forward
                     raise
                 trouble = _ENDS if is_out_of_memory(error) else _FAILED
                 log.info("note: an arm of a trial failed: %s", in_one_line(error))

@@ -236,13 +236,12 @@ def test_rewound_killed_and_gone_on_with_it_is_the_run_without_a_fault(place: Pa
 
 
 def test_ranks_agree_on_the_checkpoint_after_all_were_demoted(tmp_path: Path) -> None:
-    """They write the newest state that is still verified together, at the next update."""
+    """They write the newest state that is still verified together, at the next update.
+
+    Before, a trial has run the model without a backward, behind which no weight of a single block is in parts.
+    """
     own = ["objective=custom", "objective._target_=test_resume.diverges", "accelerate.fsdp=true", "run.dir=run"]
-    own += [
-        "recovery.ladders.explosion=[{do:[rewind],strikes:null}]",
-        "checkpoint.disk.every=40",
-        "checkpoint.memory.every=10",
-    ]
+    own += ["checkpoint.disk.every=40", "checkpoint.memory.every=10", "run.eval_every=10"]
     done = launch(tmp_path, 2, *own)
     assert not any(done.codes), done.said
     saved = [one["step"] for one in in_journal(tmp_path / "run", "checkpoint_saved")]
