@@ -179,7 +179,7 @@ class Stuck(Counting):
         while self.at and Path("stuck").exists():
             Path(MARK).touch()
             with contextlib.suppress(BaseException):
-                time.sleep(3600)
+                time.sleep(600)
 
 
 @pytest.mark.parametrize("is_asked", [False, True])
