@@ -429,6 +429,7 @@ class RunReporter:
     def _release(self) -> None:
         """Let another process resume in the directory."""
         _unreported.discard(self)
+        self.progress.close()
         if self.place.lock is not None:
             self.place.lock.release()
 
