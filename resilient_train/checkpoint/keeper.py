@@ -128,8 +128,8 @@ class CheckpointKeeper:
                 writer.offer(self._job(snapshot))
         elif not self._commits or not writer.is_free:
             return
-        elif self._store.is_behind:
-            writer.offer(Job(snapshot.step, self._parts.clock.tick, self._demote_rest, failed=_NOT_DEMOTED))
+        elif self._store.doubtful:
+            writer.offer(Job(snapshot.step, self._parts.clock.tick, self._store.demote, failed=_NOT_DEMOTED))
         elif self._best is not None and self._best.is_ripe(snapshot.step):
             writer.offer(Job(snapshot.step, self._parts.clock.tick, self._best.write))
         elif self._candidate is not None and snapshot.step >= self._candidate.step:
@@ -166,9 +166,6 @@ class CheckpointKeeper:
             self._store.demote(since)
         except OSError as error:  # `verified` tries again
             log.error("%s: %s", _NOT_DEMOTED, error.strerror)
-
-    def _demote_rest(self) -> None:
-        self._store.demote()
 
     def rewound(self, step: int) -> None:
         """Note that the run went back to a step."""

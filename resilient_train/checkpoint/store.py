@@ -255,7 +255,7 @@ class Store:
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / CHECKPOINTS
-        self._doubtful: set[Path] = set()  # to be demoted, but the disk did not take that yet
+        self.doubtful: set[Path] = set()  # to be demoted, but the disk did not take that yet
 
     def entries(self) -> list[Entry]:
         """List all checkpoints, the latest first; only manifests are read.
@@ -274,14 +274,9 @@ class Store:
 
     def _entry(self, path: Path) -> Entry:
         entry = Entry.of(path)
-        if path not in self._doubtful or entry.manifest is None:
+        if path not in self.doubtful or entry.manifest is None:
             return entry
         return replace(entry, manifest=replace(entry.manifest, kind=DEMOTED))
-
-    @property
-    def is_behind(self) -> bool:
-        """Say whether a checkpoint could not be demoted yet."""
-        return bool(self._doubtful)
 
     def usable(self) -> list[Entry]:
         """The checkpoints that the run may resume from, the latest first."""
@@ -370,14 +365,14 @@ class Store:
         Raises OSError after all of them if one could not be marked; to this store it is demoted all the same.
         """
         if since is not None:
-            self._doubtful |= {one.path for one in self.usable() if one.step > since}
+            self.doubtful |= {one.path for one in self.usable() if one.step > since}
         demoted, trouble = list[Entry](), None
-        for path in sorted(self._doubtful, reverse=True):
+        for path in sorted(self.doubtful, reverse=True):
             try:
                 if (entry := Entry.of(path)).is_usable:  # else it was removed meanwhile
                     demoted.append(self.mark(entry, DEMOTED))
                     log.info("the checkpoint %s is demoted: it is removed once a later one is verified", path.name)
-                self._doubtful.discard(path)
+                self.doubtful.discard(path)
             except OSError as error:
                 trouble = error
         if trouble is not None:

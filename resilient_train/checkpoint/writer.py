@@ -31,7 +31,7 @@ class Job:
 
     step: int
     tick: int
-    write: Callable[[], Entry | None]  # None: it was not a checkpoint
+    write: Callable[[], object]  # returns an Entry if it was a checkpoint
     snapshot: Snapshot | None = None  # that it reads
     failed: str = ""  # how a message about a failure begins, if it writes no checkpoint
     entry: Entry | None = None  # the checkpoint that it wrote
@@ -102,7 +102,7 @@ class Writer:
     def _execute(self, job: Job) -> None:
         self.began = time.monotonic()
         try:
-            job.entry = job.write()
+            job.entry = made if isinstance(made := job.write(), Entry) else None
             self._pause = self._not_before = 0.0
             if job.entry is not None:
                 self._prune(job.entry)

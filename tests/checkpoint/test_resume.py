@@ -184,7 +184,6 @@ def test_a_kill_after_all_checkpoints_were_demoted_costs_what_any_kill_does(nurs
     last = nursery.run(*own)
     assert last.code == 0, last.output
     assert taken_up_at(run_dir) == [30]
-    assert summary(run_dir)["steps"] == 120
 
 
 # ----------------------------------------------------------------------------------------------- what has changed since

@@ -392,19 +392,25 @@ class Sluggish(Store):
         return super().write(*given, **more)
 
 
-@pytest.mark.parametrize(("since", "is_trusted"), [(4, False), (60, True)])
-def test_what_is_being_written_and_not_to_be_trusted_is_waited_for(
-    since: int, is_trusted: bool, tmp_path: Path
-) -> None:
-    """And only that: it has to be marked before a diagnosis, in which the process may end."""
+def writing(run_dir: Path) -> Guard:
+    """One that is at its first checkpoint."""
     AcceleratorState._reset_state(reset_partial_state=True)
-    guard = guarded(tmp_path / "run", disk=5)
+    guard = guarded(run_dir, disk=5)
     Sluggish.may.clear()
     guard._keeper._store.__class__ = Sluggish
     for batch in guard.batches(60):
         guard.step(batch)
         if guard._keeper._writer.writing:
             break
+    return guard
+
+
+@pytest.mark.parametrize(("since", "is_trusted"), [(4, False), (60, True)])
+def test_what_is_being_written_and_not_to_be_trusted_is_waited_for(
+    since: int, is_trusted: bool, tmp_path: Path
+) -> None:
+    """And only that: it has to be marked before a diagnosis, in which the process may end."""
+    guard = writing(tmp_path / "run")
     doubt = threading.Thread(target=guard._keeper.distrust, args=(since,))
     doubt.start()
     doubt.join(0.2 if not is_trusted else 60)
@@ -419,15 +425,8 @@ def test_what_is_being_written_and_not_to_be_trusted_is_waited_for(
 
 def test_no_other_process_comes_in_before_the_writer_is_done(tmp_path: Path) -> None:
     """It would take for left over what is being written, and two would write to the journal."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    guard = guarded(tmp_path / "run", disk=5)
+    guard = writing(tmp_path / "run")
     guard.steps = 1000  # closed before, it waits for no state of its own
-    Sluggish.may.clear()
-    guard._keeper._store.__class__ = Sluggish
-    for batch in guard.batches(60):
-        guard.step(batch)
-        if guard._keeper._writer.writing:
-            break
     closing = threading.Thread(target=guard.close, daemon=True)
     closing.start()
     closing.join(0.5)
