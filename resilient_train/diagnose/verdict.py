@@ -16,18 +16,34 @@ _HUGE = 1e15  # sums and squares of it leave float32
 _TINY = 1e-12
 _BEYOND = 1e18  # its square, and so a norm of it, leaves float32
 
+_BEFORE = "mask those elements before it (after it their gradient stays NaN)"
 # Operations that are singular somewhere: where, and what to do about it.
 SINGULAR = {
-    "log": ("is infinite at 0 and NaN below", "clamp its input from below, or use a form that takes logits"),
-    "div": ("is not finite where its denominator is 0", "add an epsilon to the denominator, or mask those elements"),
-    "sqrt": ("has an infinite slope at 0 and is NaN below", "add an epsilon inside, or mask those elements"),
-    "rsqrt": ("is infinite at 0", "add an epsilon inside"),
+    "log": (
+        "is infinite at 0 and NaN below",
+        f"{_BEFORE}, clamp its input from below, or use a form that takes logits",
+    ),
+    "div": (
+        "is not finite where its denominator is 0",
+        f"{_BEFORE}, or keep the denominator above a size that is usual for it (a tiny epsilon makes huge quotients)",
+    ),
+    "sqrt": (
+        "has an infinite slope at 0 and is NaN below",
+        f"{_BEFORE}, or add an epsilon inside that is not tiny next to usual values (else its slope is huge)",
+    ),
+    "rsqrt": (
+        "is infinite at 0",
+        f"{_BEFORE}, or add an epsilon inside that is not tiny next to usual values (else it is huge)",
+    ),
     "pow": (
         "is NaN for a negative base with a fractional exponent, and has an infinite value or slope at 0 for exponents "
         "below 1",
-        "clamp the base from below",
+        f"{_BEFORE}, or clamp the base from below",
     ),
-    "norm": ("has no slope at 0", "add an epsilon, or mask the rows that are zero"),
+    "norm": (
+        "has no slope at 0",
+        "add an epsilon inside, or mask the rows that are zero before it (after it their gradient stays NaN)",
+    ),
     "std": ("has an infinite slope where all values are equal", "add an epsilon to the variance and take its root"),
     "atan2": ("has no slope at the origin", "move both arguments away from 0 together"),
     "acos": ("has an infinite slope at -1 and 1 and is NaN beyond", "clamp its input to just inside of -1 and 1"),
@@ -291,11 +307,15 @@ def on_operation(culprit: Culprit) -> str:
     """What is wrong with a singular operation, and what to do about it."""
     where, inputs, name = _place(culprit), culprit.inputs, _family(culprit.op)
     if name is None:
-        return f"{where} makes values that are not finite of {_reached(inputs) or 'what it is given'}: mask them."
+        return f"{where} makes values that are not finite of {_reached(inputs) or 'what it is given'}: mask them before it."
     wrong, fix = SINGULAR[name]
     # Of a quotient the denominator counts; and zeros say nothing about what is singular elsewhere.
     counted = inputs[1:2] if name == "div" and len(inputs) > 1 else inputs
     reached = "" if name in NOT_AT_ZERO else _reached(counted)
+    if culprit.phase == "backward" and culprit.op in (*_WITH_POLES, "log2", "log10"):
+        if any(one.get("zeros") for one in counted):  # its value is not finite, and the loss is
+            late = "the loss hides them after it, too late for the gradient"
+            fix = fix.replace("after it their gradient stays NaN", late)
     return f"{where} {wrong}{f', reached by {reached}' if reached else ''}: {fix}."
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from resilient_train.tracking.review import active_remedies, next_start, samples_skipped, to_do, verdict
-from resilient_train.tracking.story import Advice, Chapter, Checkpoint, Story
+from resilient_train.tracking.story import SENTENCES, Advice, Chapter, Checkpoint, Story
 from resilient_train.types import OUTSIDE, Cause, Culprit, Incident, Outcome
 from resilient_train.wording import (
     OUTCOMES,
@@ -30,6 +30,10 @@ _MARKS = {one: f"\\{one}" for one in "*_[]~"}
 _MARKS |= {"&": "&amp;", "<": "&lt;", ">": "&gt;"} | {one: f"&#{ord(one)};" for one in "|`\\@$¨"}
 _SYNTAX = re.compile(r":(?!\d\d:\d\d\b)(?=//|[^\s:]*:)|(?<=\bwww)\.|^[#+=-]|^\d(?=\d*[.)])", re.IGNORECASE)
 _PLAIN_CODE = re.compile(r"[^`|\\¨]+")
+# What an advice asks for: a sentence that begins with it and explains it, or what follows an explanation.
+_ASKS = re.compile(
+    r"(Look|Check|Find)\b[^:]*|.*: ((?:check|clamp|declare|fix|handle|if|keep|look|lower|mask|raise|use)\b.*)"
+)
 _HARMLESS_URL = re.compile(r"[\w#?&=%./:;,+~-]+")
 _LONGEST_URL = 400
 _GAP = "&ensp; | "
@@ -223,8 +227,10 @@ def _asked(advice: Advice, incidents: Sequence[Incident]) -> str:
         return f"fix {'row' if len(rows) == 1 else 'rows'} {', '.join(map(str, rows[:8]))}{more}"
     if first.cause in (Cause.EXPLOSION, Cause.RATE):
         return "lower the learning rate"
-    asks = advice.text.partition(": ")[2] or advice.text
-    return worded(asks.rstrip("."), 120)
+    asks = next((found for one in SENTENCES.split(advice.text) if (found := _ASKS.match(one))), None)
+    if asks is None:
+        return worded(advice.text.rstrip("."), 120)
+    return worded((asks[2] or asks[0][:1].lower() + asks[0][1:].removesuffix(" of the data")).rstrip("."), 120)
 
 
 def _advice(story: Story, most: int | None) -> str:

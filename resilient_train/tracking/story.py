@@ -40,7 +40,8 @@ _LATEST_MS = 2**42  # 2109: later times are damage
 _REPEATS = (Cause.EXPLOSION, Cause.RATE, Cause.OVERFLOW)  # the next run of this configuration meets it, too
 _MOST_ROWS = 8  # that are named
 
-_SENTENCES = re.compile(r"(?<=\.) (?=[A-Z`])")
+SENTENCES = re.compile(r"(?<=\.) (?=[A-Z`])")
+_LOOK_AT = re.compile(r"Look at rows? ([\d, ]*\d)[^:]* of the data: the batch is ordinary without ")
 _NUMBERS = re.compile(r"(?P<name>`[^`]*`)|\[[\d, ]+\]|\b(?:nan|inf)\b|(?<![\w.])[+-]?\d[\d.,]*(?:e[+-]?\d+)?\b")
 
 
@@ -335,6 +336,7 @@ def open_advice(incidents: Sequence[Incident]) -> tuple[Advice, ...]:
     for one in sorted(incidents, key=lambda one: one.diagnosis.symptom is not None):
         diagnosis, kind = one.diagnosis, _kind(one)
         about: object = "rows" if diagnosis.rows else _asked(diagnosis.advice)
+        about = "look at" if _LOOK_AT.match(diagnosis.advice) else about
         if diagnosis.culprit is not None:
             # An operation that failed only because of another line asks for the same as that line.
             first = first_of_line.setdefault(kind, (kind, diagnosis.cause))
@@ -387,7 +389,7 @@ def _asked(advice: str) -> str:
     Names stay: another tensor is another place to look at. The sentences after it are hints.
     """
     words = " ".join(advice.split())
-    asks = next((one for one in _SENTENCES.split(words) if ": " in one), words)
+    asks = next((one for one in SENTENCES.split(words) if ": " in one), words)
     return _NUMBERS.sub(lambda found: found["name"] or "#", asks)
 
 
@@ -395,8 +397,14 @@ def _words(group: Sequence[Incident]) -> str:
     """Name all rows, or take the words of the newest incident, if possible not of one that another line caused."""
     rows = sorted({row for one in group if one.diagnosis.culprit is None for row in one.diagnosis.rows})
     if len(group) > 1 and len(rows) > 1:
-        more = f" and {len(rows) - _MOST_ROWS:,} more" if rows[_MOST_ROWS:] else ""
-        shown = ", ".join(map(str, rows[:_MOST_ROWS])) + more
-        return f"Fix or remove rows {shown} of the data: quarantine.json has the reason for each."
+        return f"Fix or remove rows {_listed(rows)} of the data: quarantine.json has the reason for each."
+    looked = [found for one in group if (found := _LOOK_AT.match(one.diagnosis.advice))]
+    if len(rows := sorted({int(row) for found in looked for row in found[1].split(",")})) > 1:
+        return f"Look at rows {_listed(rows)} of the data: the batches are ordinary without them."
     newest = max(group, key=lambda one: (one.diagnosis.symptom is None, one.id))
     return " ".join(newest.diagnosis.advice.split())
+
+
+def _listed(rows: Sequence[int]) -> str:
+    more = f" and {len(rows) - _MOST_ROWS:,} more" if rows[_MOST_ROWS:] else ""
+    return ", ".join(map(str, rows[:_MOST_ROWS])) + more

@@ -308,3 +308,16 @@ def test_every_singular_operation_has_advice() -> None:
         assert told.startswith(f"`{op}` at losses.py:41 ")
         assert ("32 elements that are 0: " in told) == (op not in NOT_AT_ZERO)
         assert told.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("phase", "zeros", "is_late"), [("backward", 1, True), ("forward", 1, False), ("backward", 0, False)]
+)
+def test_a_mask_after_the_operation_is_said_to_come_too_late(phase: str, zeros: int, is_late: bool) -> None:
+    """The loss is finite although the quotient is not: it was masked already, and that does not help the gradient."""
+    quotient = replace(culprit("div", values(1, 2), values(0, 1, zeros=zeros)), phase=phase)
+    told = on_operation(quotient)
+    assert ("the loss hides them after it, too late for the gradient" in told) == is_late
+    assert ("after it their gradient stays NaN" in told) != is_late
+    assert "mask those elements before it" in told
+    assert "a tiny epsilon makes huge quotients" in told

@@ -251,6 +251,48 @@ def test_what_was_not_over_asks_for_its_advice(outcome: Outcome, changed: dict[s
 
 
 @pytest.mark.parametrize(
+    ("advice", "asks"),
+    [
+        (
+            "Look at row 1502 of the data: the batch is ordinary without it. The gradient of `u` is high.",
+            "look at row 1502",
+        ),
+        ("Check the disk: a file differs from what was written.", "check the disk"),
+        ("Only some batches raise KeyError: 'a': handle that in your code.", "handle that in your code"),
+        (
+            "Weights moved far. A hint: if it returns, raise its eps, or `x.y`.",
+            "if it returns, raise its eps, or `x.y`",
+        ),
+        (
+            "train.log says where each rank was: often one of them waits.",
+            "train.log says where each rank was: often one of them waits",
+        ),
+    ],
+)
+def test_an_advice_is_cut_only_where_it_is_known_what_it_asks_for(advice: str, asks: str) -> None:
+    """At a colon there may be the reason behind the request, or before it."""
+    first, *_ = note(
+        story(incident(5, Outcome.UNRECOVERED, diagnosis=Diagnosis(Cause.UNKNOWN, advice))), nowhere
+    ).splitlines()
+    assert f"**Do:** {asks}." in first
+
+
+def test_rows_to_look_at_are_one_advice() -> None:
+    """As bad rows are, though nothing is known about them but what follows: none of them stands for the others."""
+    told = "Look at row {} of the data: the batch is ordinary without it. The gradient of `up` is {} times its usual."
+    rows = [(977,), (313,), (1502,), (313,)]
+    met = [
+        incident(at, Outcome.RECURRED, further=3, diagnosis=Diagnosis(Cause.UNKNOWN, told.format(*row, at)))
+        for at, row in enumerate(rows, start=1)
+    ]
+    (said,) = (line for line in review(story(*met, step=160)) if line.startswith("to change: "))
+    assert said.removeprefix("to change: ") == (
+        "Look at rows 313, 977, 1502 of the data: the batches are ordinary without them. (4 incidents)"
+    )
+    assert "**Do:** look at rows 313, 977, 1502." in note(story(*met, step=160), nowhere)
+
+
+@pytest.mark.parametrize(
     ("changed", "said"),
     [
         ({"status": "unrecovered"}, "read in the report what was tried, then try another policy or a lower"),
