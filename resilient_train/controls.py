@@ -16,7 +16,7 @@ import torch
 from resilient_train.checkpoint.keeper import CheckpointKeeper
 from resilient_train.diagnose.search import lost_eps
 from resilient_train.errors import TrainError, in_one_line
-from resilient_train.numerics.armor import Armor, CannotArmor, PatchedLine
+from resilient_train.numerics.armor import Armor, CannotArmor, LineChanged, PatchedLine
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.quarantine import Quarantine, Quarantined
 from resilient_train.record.surroundings import REMEDY, REWIND, Phases
@@ -51,6 +51,7 @@ class Controls(RunControl):
         self.micro_batch: int | None = None  # rows of a micro-batch that fit into memory, where it was made smaller
         self._armor = Armor()
         # Lines that were patched, or cannot be: file, line, operation; an empty one is all that a line computes.
+        self.changed_lines: list[PatchedLine] = []  # that an earlier process had patched
         self._handled_lines: set[tuple[str, int, str]] = parts.search.tried if parts.search is not None else set()
         self._incident: Incident | None = None  # the one that is being treated, and what was done so far
         self._suspects = (0, 0)  # the samples that it may come from
@@ -296,6 +297,11 @@ class Controls(RunControl):
         for patch in patches:
             try:
                 again = self._armor.add_again(patch)
+            except LineChanged:
+                if patch not in self.changed_lines:  # the journal and a checkpoint may both have it
+                    log.info("%s:%d was changed since: its patch is removed", patch.file, patch.line)
+                self.changed_lines.append(patch)
+                self._handled_lines -= {(patch.file, patch.line, op) for op in (patch.op, "")}
             except CannotArmor as why:
                 log.warning("can no longer patch `%s` at %s:%d: %s", patch.op, patch.file, patch.line, why)
             else:

@@ -373,6 +373,7 @@ class Recovery:
         parts.clock.tick = max(parts.clock.tick, plan.tick)
         if plan.skipped is not None:
             controls.skip_samples(*plan.skipped)
+        if plan.skipped is not None or controls.changed_lines:
             self.note_remedies()
         for found in plan.found:
             number = self.note_process_incident(found)

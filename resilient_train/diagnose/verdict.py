@@ -307,15 +307,16 @@ def on_operation(culprit: Culprit) -> str:
     """What is wrong with a singular operation, and what to do about it."""
     where, inputs, name = _place(culprit), culprit.inputs, _family(culprit.op)
     if name is None:
-        return f"{where} makes values that are not finite of {_reached(inputs) or 'what it is given'}: mask them before it."
+        of = _reached(inputs) or "what it is given"
+        return f"{where} makes values that are not finite of {of}: mask them before it."
     wrong, fix = SINGULAR[name]
     # Of a quotient the denominator counts; and zeros say nothing about what is singular elsewhere.
     counted = inputs[1:2] if name == "div" and len(inputs) > 1 else inputs
     reached = "" if name in NOT_AT_ZERO else _reached(counted)
-    if culprit.phase == "backward" and culprit.op in (*_WITH_POLES, "log2", "log10"):
-        if any(one.get("zeros") for one in counted):  # its value is not finite, and the loss is
-            late = "the loss hides them after it, too late for the gradient"
-            fix = fix.replace("after it their gradient stays NaN", late)
+    has_pole = culprit.op in (*_WITH_POLES, "log2", "log10") and any(one.get("zeros") for one in counted)
+    if has_pole and culprit.phase == "backward":  # its value is not finite, and the loss is
+        late = "the loss hides them after it, too late for the gradient"
+        fix = fix.replace("after it their gradient stays NaN", late)
     return f"{where} {wrong}{f', reached by {reached}' if reached else ''}: {fix}."
 
 

@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from resilient_train.numerics.ast_patch import PREFIX, CannotArmor, Target, patch, replacement
+from resilient_train.numerics.ast_patch import PREFIX, CannotArmor, LineChanged, Target, patch, replacement
 from resilient_train.secrets import MASK, masked
 
-__all__ = ["Armor", "CannotArmor", "PatchedLine"]
+__all__ = ["Armor", "CannotArmor", "LineChanged", "PatchedLine"]
 
 _FUTURE = reduce(or_, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names))
 
@@ -83,7 +83,7 @@ class Armor:
         _, source = _found(patched.file)
         lines = source.lines_with(patched.function, patched.text)
         if patched.count >= len(lines):
-            raise CannotArmor(f"{patched.function} in {patched.file} has no such line any more: {patched.text}")
+            raise LineChanged(f"{patched.function} in {patched.file} has no such line any more: {patched.text}")
         return self.add(source.filename, lines[patched.count], patched.op)
 
     def remove(self, first: int = 0) -> None:

@@ -46,6 +46,10 @@ class CannotArmor(Exception):
     """The line cannot be patched. The message says why, in one line for a person."""
 
 
+class LineChanged(CannotArmor):
+    """The function has no such line any more: a person has changed it since it was patched."""
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """A line and an operation, as `torch` names the function."""

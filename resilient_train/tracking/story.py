@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from resilient_train.files import read_json
+from resilient_train.files import read_json, read_plain
 from resilient_train.record.endings import (
     CHECKPOINTS,
     SUMMARY,
@@ -31,6 +31,7 @@ from resilient_train.record.journal import JOURNAL, Entry, entries_after
 from resilient_train.record.outbox import seal_before
 from resilient_train.record.progress import position_of
 from resilient_train.record.run_history import DRILL_FIRED, REMEDIES, FiredDrill, fired_drills, with_earlier
+from resilient_train.secrets import MASK, masked
 from resilient_train.types import Cause, Incident, Outcome, kind_of
 
 _CHECKPOINT = re.compile(r"step-\d{8,18}(\.\d+)?")
@@ -38,6 +39,7 @@ _QUIET = 50  # updates without what came back, after which it is over
 KILLED = "its process was killed (no exit message)"
 _LATEST_MS = 2**42  # 2109: later times are damage
 _REPEATS = (Cause.EXPLOSION, Cause.RATE, Cause.OVERFLOW)  # the next run of this configuration meets it, too
+_LARGEST_SOURCE = 2**22  # bytes
 _MOST_ROWS = 8  # that are named
 
 SENTENCES = re.compile(r"(?<=\.) (?=[A-Z`])")
@@ -141,6 +143,9 @@ class StoryReader:
         self._began_ms: int | None = None
         self._remedies: Mapping[str, Any] | None = None  # as they were last written down
         self._drills: list[Entry] = []
+        self._patched: dict[
+            tuple[str, int], tuple[str, int]
+        ] = {}  # text and count of each line, as it was patched last
 
     def _read_journal(self) -> None:
         if self._seal != seal_before(self._journal, self._end):  # another file took its place
@@ -151,6 +156,10 @@ class StoryReader:
             self._add(entry)
             if entry["kind"] == REMEDIES and isinstance(remedies := entry.get("remedies"), dict):
                 self._remedies = with_earlier(remedies, self._remedies)
+                for one in remedies["armor"] if isinstance(remedies.get("armor"), list) else ():
+                    match one:
+                        case {"file": str(file), "line": int(line), "text": str(text), "count": int(count)}:
+                            self._patched[file, line] = text, count
             elif entry["kind"] == DRILL_FIRED:
                 self._drills.append(entry)
         self._seal = seal_before(self._journal, self._end)
@@ -189,6 +198,7 @@ class StoryReader:
         why = ""
         if status == "failed":
             why = KILLED if end == "killed" else why_incomplete(run_dir, summary) or ""
+        changed = {line for line, (text, count) in self._patched.items() if _is_changed(line[0], text, count)}
         # A checkpoint may be newer than the journal, as knobs relax.
         remedies = [one for one in (self._remedies, *(one.remedies for one in checkpoints)) if one is not None]
         return Story(
@@ -205,11 +215,28 @@ class StoryReader:
             newest=next(iter(checkpoints), None),
             best=_best_of(run_dir),
             remedies=max(remedies, key=lambda one: _whole(one.get("tick"), 0), default=None),
-            advice=open_advice(incidents),
+            advice=open_advice([one for one in incidents if _line_of(one) not in changed]),
             loop=loop_of(run_dir),
             fired_drills=fired_drills(self._drills),
             resumes=resumes(run_dir),
         )
+
+
+def _line_of(incident: Incident) -> tuple[str, int] | None:
+    culprit = incident.diagnosis.culprit
+    return (culprit.file, culprit.line) if culprit is not None else None
+
+
+def _is_changed(file: str, text: str, count: int) -> bool:
+    """Say whether a line that was patched is not in its source any more."""
+    path = Path(file)
+    if not text or path.suffix != ".py" or not path.is_absolute():
+        return False
+    try:
+        lines = [line.strip() for line in read_plain(path, most=_LARGEST_SOURCE).decode().split("\n")]
+    except (OSError, ValueError):  # on another machine, perhaps
+        return False
+    return sum(line == text or (MASK in text and masked(line) == text) for line in lines) <= count
 
 
 def _phases(written: Any) -> tuple[Phase, ...]:
