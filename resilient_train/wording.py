@@ -82,7 +82,7 @@ _REMEDIES: dict[str, tuple[str, ...]] = {
         "learning rate turned down",
     ),
     "limit_lr": (
-        "learning rate at most x{to} of the configured one, while the schedule asks for more",
+        "learning rate held at {to} until the schedule is below it again",
         "learning rate limited",
     ),
     "tighten_clip": ("gradient clip x{factor}", "gradient clip tightened"),
@@ -108,7 +108,7 @@ def describe(incident: Incident) -> str:
     """Say in a few lines what was noticed, what was done about it, and what a person can do."""
     diagnosis = incident.diagnosis
     return _indented(
-        f"! {_sign(incident)}",
+        f"! incident {incident.id:,}, {_sign(incident)}",
         incident.anomaly.evidence,
         f"{_cause(diagnosis)}; {_done(incident)}",
         *(f"  {line}" for line in describe_arms(incident)),
@@ -315,6 +315,8 @@ def _remedy(action: Action, incident: Incident) -> str:
         settings = {"rewound_to": incident.rewound_to}
     elif action.remedy == "armor" and (where := incident.diagnosis.symptom) is not None:
         settings = {"symptom": f"{where.op}, {where.file}:{where.line}"}
+    elif action.remedy == "limit_lr" and type(to := settings.get("to")) in (int, float):
+        settings["to"] = "the configured one" if to == 1 else f"x{to:.3g} of the configured one"
     settings = {name: value for name, value in settings.items() if value is not None and name not in _UNSAID}
     said = action.remedy  # a remedy of the user's, perhaps a dotted name
     if phrases := _REMEDIES.get(said):

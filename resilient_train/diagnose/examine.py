@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import isfinite, sqrt
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from resilient_train.diagnose.frames import Layers, Output, floating, statistics
 from resilient_train.diagnose.replay import Replay
 from resilient_train.diagnose.verdict import Observations
 from resilient_train.errors import ConfigError, in_one_line
-from resilient_train.numerics.armor import Armor, CannotArmor, PatchedLine
+from resilient_train.numerics.armor import Armor, CannotArmor, LineChanged, PatchedLine
 from resilient_train.recover.knobs import Knobs
 from resilient_train.state.copies import Backups
 from resilient_train.state.randomness import Seeds
@@ -42,6 +43,7 @@ class Examined:
     weights: Mapping[str, float]  # the norm of each weight's gradient
     diagnosis: Diagnosis | None  # of what is not finite: operation, line and advice, as far as they are known
     remarks: tuple[str, ...]
+    in_force: tuple[str, ...] = ()  # the patches of the run: without them it may not be healthy
 
     @property
     def is_healthy(self) -> bool:
@@ -65,6 +67,7 @@ class Examined:
             where = f" ({describe_culprit(self.diagnosis.culprit)})" if self.diagnosis.culprit is not None else ""
             lines += [f"cause {self.diagnosis.cause}{where}", f"advice: {self.diagnosis.advice}"]
         is_quiet = self.is_healthy and not self.remarks and self.diagnosis is None
+        lines += [f"in force: {one}" for one in self.in_force]
         return "\n".join([*lines, *self.remarks, *["nothing here is out of order"] * is_quiet])
 
 
@@ -110,6 +113,7 @@ def examine(
     with _in_force(remedies or {}) as (replay.armored, higher), _in_precision(model, None if higher else dtype, device):
         first = replay.of([batch], 0, layers=layers)
         seen = replay.under_microscope([batch], 0)
+    patches = [(f"patch of `{op}`" if op else "patch", Path(file).name, at) for file, at, op in sorted(replay.armored)]
     bad_fields = rows.nonfinite_fields(batch)
     is_healthy, origin = isfinite(first.loss) and isfinite(first.norm), seen.origin
     diagnosis = None
@@ -130,6 +134,7 @@ def examine(
         weights=first.by_layer,
         diagnosis=diagnosis,
         remarks=tuple(remarks),
+        in_force=tuple(f"{what} at {name}:{at}" for what, name, at in patches),
     )
 
 
@@ -150,7 +155,9 @@ def _in_force(remedies: Mapping[str, Any]) -> Iterator[tuple[set[tuple[str, int,
         for line in lines:
             try:
                 armor.add_again(line)
-            except CannotArmor as why:  # it was mended since
+            except CannotArmor as error:
+                is_changed = isinstance(error, LineChanged)
+                why = f"{line.file}:{line.line} was changed since it was patched" if is_changed else error
                 log.warning("%s: it is examined as it is", why)
         numerics.raise_eps(knobs.values.eps)
         yield {(one.file, one.line, one.op) for one in armor.lines}, knobs.values.higher_precision

@@ -73,6 +73,7 @@ def _is_number(value: object) -> bool:
     return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
 
 
+SCRIPT = "resilient-train"
 WEIGHTS = "weights.safetensors"  # of a run that finished
 
 _MOST_CAUSES, _MOST_CURES, _MOST_ADVICE, _MOST_LEFT = 6, 2, 5, 4
@@ -123,6 +124,8 @@ def to_change(story: Story) -> list[str]:
         for one in story.advice
     ]
     lines = shortened(lines, _MOST_ADVICE, "to change: {:,} more")
+    if story.status == "recovered" and all(one.drill for one in story.incidents):
+        lines = ["nothing to change: all incidents are on purpose (drill)"]
     what = to_do(story) if story.status != "failed" else ""  # its error is printed above, and what a start would do
     return [f"to do: {what}", *lines] if what else lines
 
@@ -335,7 +338,14 @@ def _wholes(values: Any) -> list[int]:
 
 def command(verb: str, directory: Path) -> str:
     """Return the command line of a verb for a run directory, as it works from here."""
-    return f"{python()} -m resilient_train {verb} {shlex.quote(near(directory))}"
+    return f"{program()} {verb} {shlex.quote(near(directory))}"
+
+
+def program() -> str:
+    """Return our command as the user has started it, or as it works: the script may not be on the PATH."""
+    is_module = Path(sys.argv[0]).name == "__main__.py"
+    is_found = shutil.which(SCRIPT) == str(Path(sys.executable).with_name(SCRIPT))
+    return SCRIPT if is_found and not is_module else f"{python()} -m resilient_train"
 
 
 def near(path: Path) -> str:
@@ -362,7 +372,7 @@ def ui_command(tracking_uri: str) -> str:
 
 def where_to_look(command_line: str, url: str | None) -> list[str]:
     """Say how to see a run in MLflow: the command that serves its database, if it is one, and the address."""
-    lines = [f"to see it, start\n  {command_line}"] if command_line else []
+    lines = [f"to see it, start (it answers after half a minute)\n  {command_line}"] if command_line else []
     if url:
         lines.append(f"{'and' if lines else 'to see it,'} open\n  {url}")
     return lines

@@ -22,7 +22,7 @@ from typing import IO, Any
 from resilient_train.record.outbox import ARTIFACT, BEGAN, ENDED, METRICS, OUTBOX, PARAMS, REFUSED_JOBS, Outbox
 from resilient_train.secrets import masked
 from resilient_train.tracking.connection import Store, TrackedRun, UploadCursor, cut, left_in, locate
-from resilient_train.tracking.review import command
+from resilient_train.tracking.review import command, program
 from resilient_train.wording import counted
 
 EXPERIMENT = "resilient_train"  # of the caller's own loop; conf/tracking names the same one for the command
@@ -118,8 +118,8 @@ class OutboxTracker(Tracker):
         self.begin()
         self._outbox.put(ENDED, status=status)
         assert self.uploader is not None
-        why = "uploading to MLflow, for up to %g s (tracking.drain_s); Ctrl-C leaves the rest to resilient-train sync"
-        explaining = threading.Timer(_EXPLAIN_AFTER_S, _log.info, (why, self._config.drain_s))
+        why = "uploading to MLflow, for up to %g s (tracking.drain_s); Ctrl-C leaves the rest to %s sync"
+        explaining = threading.Timer(_EXPLAIN_AFTER_S, _log.info, (why, self._config.drain_s, program()))
         explaining.daemon = True
         with contextlib.suppress(RuntimeError):  # at the exit of the interpreter Python 3.12 starts none
             explaining.start()

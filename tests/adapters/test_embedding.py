@@ -770,7 +770,7 @@ def test_incidents_are_seen_and_little_is_loaded(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == ["False", "set()"]
     incidents = len((tmp_path / "here/incidents.jsonl").read_text().splitlines())
     assert done.stderr.count("the batch is not finite") == incidents > 0
-    assert done.stderr.count("resilient_train: ! step") == incidents
+    assert done.stderr.count("resilient_train: ! incident ") == incidents
 
 
 def test_who_sets_up_logging_decides(
@@ -850,7 +850,7 @@ def test_two_processes_decide_alike(tmp_path: Path) -> None:
     assert told[0]["clock"]["step"] == 30
     # Accelerate's schedulers go a step for each process.
     assert told[0]["lr"] == pytest.approx(1e-2 * 0.99**58 * 0.5)
-    assert done.stderr.count("! step") == 2  # rank 0 alone talks
+    assert done.stderr.count("! incident ") == 2  # rank 0 alone talks
     assert "not prepared for 2 processes" in (tmp_path / "error1").read_text()
     assert (tmp_path / "here/incidents.jsonl").read_text().count("\n") == 2
 

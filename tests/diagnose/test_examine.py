@@ -180,6 +180,6 @@ def test_the_command_examines_a_batch_of_a_run(tmp_path: Path, capsys: pytest.Ca
         journal.write("remedies_in_force", remedies={"tick": tick, "armor": [one], "knobs": Knobs().state_dict()})
         journal.close()
         assert examined() == code
-    assert "cannot be put in force" in capsys.readouterr().err
+        assert (f"in force: patch of `log` at test_examine.py:{number}\n" in capsys.readouterr().out) == (code == 0)
     (tmp_path / JOURNAL).unlink()
     assert examined() == 1  # nothing stays patched

@@ -642,11 +642,11 @@ def seen(incident: Incident, **changes: Any) -> Incident:
 def test_an_incident_is_told_in_a_few_lines() -> None:
     """What was noticed, the evidence, what was done and what it cost; rows and the place in the user's code."""
     assert describe(acted(Action("skip"), steps_lost=1)) == (
-        "! step 1,204: the loss is not finite (nonfinite_loss), refused before it reached the weights\n"
+        "! incident 1, step 1,204: the loss is not finite (nonfinite_loss), refused before it reached the weights\n"
         "  cause unknown; skipped the suspect samples; nothing was lost"
     )
     assert describe(SPIKE) == (
-        "! step 1,204: the loss jumped (loss_spike), in the weights since step 1,191\n"
+        "! incident 3, step 1,204: the loss jumped (loss_spike), in the weights since step 1,191\n"
         "  loss 8.12 where 2.9 to 3.4 was usual\n"
         "  cause explosion; rewound to step 1,177 (verified), learning rate x0.5 with 20 steps of warm-up, "
         "in 0.12 s; 27 steps lost"
@@ -664,7 +664,11 @@ def test_every_remedy_has_words() -> None:
         (Action("skip", {"updates": 1}), "skipped 1 update of data"),
         (Action("lower_lr", {"factor": 0.1, "rewarm": 1}), "learning rate x0.1 with 1 step of warm-up"),
         (Action("lower_lr", {"factor": 0.1, "rewarm": 20}), "learning rate x0.1 with 20 steps of warm-up"),
-        (Action("limit_lr", {"to": 1.0, "leapt_to": 53.0}), "learning rate at most x1 of the configured one"),
+        (Action("limit_lr", {"to": 1.0, "leapt_to": 53.0}), "learning rate held at the configured one until"),
+        (
+            Action("limit_lr", {"to": 2.5}),
+            "learning rate held at x2.5 of the configured one until the schedule is below",
+        ),
         (Action("rewind"), "no rewind, as there was no state to go back to; nothing was lost"),
         (Action("higher_precision", {"steps": 2000}), "full precision for 2,000 steps"),
         (Action("mine.knock", {"how_often": 3, "loudly": True}), "mine.knock (how often 3, loudly yes)"),

@@ -132,8 +132,9 @@ def test_what_a_drill_made_is_marked_wherever_it_is_shown_and_nothing_is_advised
     found = incidents(here / "run")
     assert found
     assert all(one["tick"] != 60 for one in found), "it is noticed in a later update"
-    assert said.count("on purpose (drill: hot_lr)") == said.count("\n! step") == len(found)
-    assert "to change" not in said
+    assert said.count("on purpose (drill: hot_lr)") == said.count("\n! incident ") == len(found)
+    assert "\nto change: " not in said
+    assert "\nnothing to change: all incidents are on purpose (drill)\n" in said
     capsys.readouterr()
     assert shown.main(["run"]) == 0
     page = capsys.readouterr().out

@@ -324,6 +324,8 @@ def test_a_drill_is_named_in_the_first_line_and_asks_for_nothing() -> None:
     assert all("on purpose (drill: bad_row)" in row[3] for row in cells(said)[1:])
     assert "What to change" not in said
     said = note(story(*drilled, incident(4)), nowhere)
+    assert "nothing to change: all incidents are on purpose (drill)" in review(story(*drilled))
+    assert "nothing to change" not in " ".join(review(story(*drilled, incident(4))))
     assert said.startswith("**Recovered from 4 incidents so far, 3 of them on purpose (drill).**")
 
 

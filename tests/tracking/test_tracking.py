@@ -363,6 +363,20 @@ def test_the_command_that_opens_a_database_can_be_pasted(monkeypatch: pytest.Mon
         assert ui_command(uri) == (f"{programs}/{expected}" if expected else "")
 
 
+def test_one_name_for_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """That by which it was started, if it works from here: the script, or the module."""
+    script, path = Path(sys.executable).with_name("resilient-train"), os.environ["PATH"]
+    for started, where, expected in (
+        (script, f"{script.parent}:{path}", "resilient-train"),
+        (script, "/usr/bin", f"{sys.executable} -m resilient_train"),
+        ("/x/resilient_train/__main__.py", f"{script.parent}:{path}", "python -m resilient_train"),
+        ("train.py", f"{script.parent}:{path}", "resilient-train"),
+    ):
+        monkeypatch.setattr(sys, "argv", [str(started)])
+        monkeypatch.setenv("PATH", where)
+        assert command("incidents", tmp_path) == f"{expected} incidents {tmp_path}"
+
+
 def test_the_link_opens_the_overview_and_gives_no_password_away() -> None:
     """A database has its page where `mlflow ui` listens; a link with *** for a password would open nothing."""
     for uri, root in {
