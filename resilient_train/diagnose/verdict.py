@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,6 +13,8 @@ from resilient_train.types import Cause, Culprit, Diagnosis
 
 _CLIMB = 100.0  # times the usual: an explosion on its way
 _LEAP = 1e4  # the same, at once: no task changes so much
+_LOOK_AT = re.compile(r"Look at rows? ([\d, ]*\d) of the data: the batch is ordinary without ")
+_MOST_ROWS = 8  # that are named
 _HUGE = 1e15  # sums and squares of it leave float32
 _TINY = 1e-12
 _BEYOND = 1e18  # its square, and so a norm of it, leaves float32
@@ -303,6 +306,15 @@ def _on_ordinary_rows(rows: tuple[int, ...], layer: str = "") -> Diagnosis:
     return Diagnosis(Cause.UNKNOWN, f"Look at {_rows(rows)}: the batch is ordinary without {_it(rows)}.{layer}")
 
 
+def with_more_rows(known: Diagnosis, found: Diagnosis) -> Diagnosis:
+    """The diagnosis of an incident with the rows to look at of an update that continues it: those are others, often."""
+    both = [one for one in map(_LOOK_AT.match, (known.advice, found.advice)) if one]
+    rows = sorted({int(row) for one in both for row in one[1].split(",")})
+    if len(both) < 2 or not 1 < len(rows) <= _MOST_ROWS:
+        return known
+    return replace(known, advice=_on_ordinary_rows(tuple(rows)).advice)
+
+
 def on_operation(culprit: Culprit) -> str:
     """What is wrong with a singular operation, and what to do about it."""
     where, inputs, name = _place(culprit), culprit.inputs, _family(culprit.op)
@@ -393,7 +405,7 @@ def _place(culprit: Culprit) -> str:
 
 
 def _rows(rows: Sequence[int]) -> str:
-    shown = ", ".join(str(row) for row in rows[:8]) + (", ..." if len(rows) > 8 else "")
+    shown = ", ".join(str(row) for row in rows[:_MOST_ROWS]) + (", ..." if len(rows) > _MOST_ROWS else "")
     return f"row{'s' if len(rows) > 1 else ''} {shown} of the data"
 
 

@@ -24,6 +24,7 @@ from resilient_train.diagnose.verdict import (
     on_operation,
     on_spike,
     together,
+    with_more_rows,
     without_rows,
 )
 from resilient_train.types import Anomaly, Cause, Culprit, Signal
@@ -321,3 +322,14 @@ def test_a_mask_after_the_operation_is_said_to_come_too_late(phase: str, zeros: 
     assert ("after it their gradient stays NaN" in told) != is_late
     assert "mask those elements before it" in told
     assert "a tiny epsilon makes huge quotients" in told
+
+
+def test_an_incident_names_the_rows_of_all_updates_that_continue_it() -> None:
+    """Each batch had another one that it was not ordinary without."""
+    known = one = on_spike(replace(ONLY_HERE, rows=(977,), layer=("up", 9.0)), 1)
+    for rows in ((977,), (313,), (1502,), (313, 977)):
+        known = with_more_rows(known, on_spike(replace(ONLY_HERE, rows=rows, layer=("up", 7.0)), 1))
+        assert (known == one) == (rows == (977,))
+    assert known.advice == "Look at rows 313, 977, 1502 of the data: the batch is ordinary without them."
+    assert known.rows == ()
+    assert with_more_rows(known, on_spike(ONLY_HERE, 1)) == known
