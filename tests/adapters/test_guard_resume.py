@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -15,13 +17,14 @@ import torch
 from accelerate import Accelerator
 from group import alone, together
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 from resilient_train.adapters.guard import Guard
 from resilient_train.drills import Drill, NanGrad
 from resilient_train.ranks.world import join
 from resilient_train.reader import DiskConfig, MemoryConfig
 from resilient_train.record.quarantine import QUARANTINE
+from resilient_train.tracking.story import read_story
 
 STEPS, ROWS, BATCH = 60, 64, 8
 KILLER = 39  # whose company of the first epoch is nowhere near it in the second
@@ -237,3 +240,50 @@ def test_an_error_on_one_rank_does_not_wait_for_the_others() -> None:
     ended = together(2, closes_at_the_end, 12)
     assert [code for code, _ in ended] == [0, 0]
     assert max(seconds for _, seconds in ended) < 10
+
+
+def test_a_patched_line_that_was_changed_since_is_said_once_and_asks_for_nothing_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As soon as its source is fixed; the incident stays."""
+    source, run_dir = tmp_path / "ratio.py", tmp_path / "run"
+    source.write_text(
+        "def loss(model, batch):\n    error = model(batch[0]).square()[:, 0]\n    return (error / batch[1]).mean()\n"
+    )
+    scales = torch.ones(ROWS)
+    scales[KILLER] = 0.0
+
+    def trained(steps: int) -> list[str]:
+        caplog.clear()
+        sys.modules.pop("ratio", None)
+        spec = importlib.util.spec_from_file_location("ratio", source)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        torch.manual_seed(0)
+        model = nn.Linear(5, 1)
+        guard = Guard(
+            *(None, model, torch.optim.AdamW(model.parameters())),
+            data=TensorDataset(Rows().inputs, scales),
+            batch_size=BATCH,
+            objective=module.loss,
+            run_dir=run_dir,
+            disk=10,
+            resume=True,
+            steps=steps,
+        )
+        for batch in guard.batches():
+            guard.step(batch)
+        guard.close()
+        return [one.getMessage() for one in caplog.records if "was changed since" in one.getMessage()]
+
+    with caplog.at_level("INFO", logger="resilient_train"):
+        assert trained(30) == []
+        assert ["`div` at ratio.py:3" in one.text for one in read_story(run_dir).advice] == [True]
+        source.write_text(source.read_text().replace("error / batch[1]", "error / batch[1].clamp(0.5)"))
+        assert read_story(run_dir).advice == ()
+        assert trained(40) == [f"{source}:3 was changed since: its patch is removed"]
+        assert trained(50) == []
+    story = read_story(run_dir)
+    assert (len(story.incidents), story.advice, story.remedies and story.remedies["armor"]) == (1, (), [])
