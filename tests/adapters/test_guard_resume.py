@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -255,24 +253,13 @@ def test_a_patched_line_that_was_changed_since_is_said_once_and_asks_for_nothing
 
     def trained(steps: int) -> list[str]:
         caplog.clear()
-        sys.modules.pop("ratio", None)
-        spec = importlib.util.spec_from_file_location("ratio", source)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        space: dict[str, Any] = {}
+        exec(compile(source.read_text(), str(source), "exec"), space)
         torch.manual_seed(0)
         model = nn.Linear(5, 1)
-        guard = Guard(
-            *(None, model, torch.optim.AdamW(model.parameters())),
-            data=TensorDataset(Rows().inputs, scales),
-            batch_size=BATCH,
-            objective=module.loss,
-            run_dir=run_dir,
-            disk=10,
-            resume=True,
-            steps=steps,
-        )
+        how: dict[str, Any] = {"batch_size": BATCH, "run_dir": run_dir, "disk": 10, "resume": True, "steps": steps}
+        data, optimizer = TensorDataset(Rows().inputs, scales), torch.optim.AdamW(model.parameters())
+        guard = Guard(None, model, optimizer, data=data, objective=space["loss"], **how)
         for batch in guard.batches():
             guard.step(batch)
         guard.close()

@@ -253,20 +253,14 @@ def test_what_was_not_over_asks_for_its_advice(outcome: Outcome, changed: dict[s
 @pytest.mark.parametrize(
     ("advice", "asks"),
     [
-        (
-            "Look at row 1502 of the data: the batch is ordinary without it. The gradient of `u` is high.",
-            "look at row 1502",
-        ),
+        ("Look at row 1502 of the data: the batch is ordinary without it. `u` is high.", "look at row 1502"),
         ("Check the disk: a file differs from what was written.", "check the disk"),
         ("Only some batches raise KeyError: 'a': handle that in your code.", "handle that in your code"),
         (
             "Weights moved far. A hint: if it returns, raise its eps, or `x.y`.",
             "if it returns, raise its eps, or `x.y`",
         ),
-        (
-            "train.log says where each rank was: often one of them waits.",
-            "train.log says where each rank was: often one of them waits",
-        ),
+        ("The log says where it was: often it waits.", "The log says where it was: often it waits"),
     ],
 )
 def test_an_advice_is_cut_only_where_it_is_known_what_it_asks_for(advice: str, asks: str) -> None:
