@@ -81,7 +81,7 @@ class Writer:
             self._execute(job)
 
         try:
-            threading.Thread(target=write, name="checkpoint-writer", daemon=True).start()
+            threading.Thread(target=write, name="checkpoint-writer").start()
         except RuntimeError as error:  # the machine has no thread left
             self._fail(job, error)
             self._end(job)

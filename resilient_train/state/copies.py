@@ -43,7 +43,7 @@ class _ThreadCopy:
         self._targets, self._sources = targets, sources
         self._versions = [one._version for one in sources]
         self._is_complete, self.seconds = False, 0.0
-        self._thread = threading.Thread(target=self._copy, name="snapshot-copy", daemon=True)
+        self._thread = threading.Thread(target=self._copy, name="snapshot-copy")
         with suppress(RuntimeError):  # the machine has no thread left
             self._thread.start()
 
