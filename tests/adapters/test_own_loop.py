@@ -190,6 +190,32 @@ def test_an_interpreter_of_its_own_knows_of_the_error_that_ended_it(
     assert said(capsys, place)[1].startswith("failed at step 70 of 120: ValueError: of mine")
 
 
+AT_WORK = """
+import torch
+from torch.nn.functional import mse_loss
+from resilient_train import Guard
+from resilient_train.reader import MemoryConfig
+
+model = torch.nn.Linear(2000, 2000)
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+guard = Guard(
+    *(None, model, optimizer), data=torch.randn(64, 2000), batch_size=2, steps=100, verify_after=2,
+    objective=lambda model, x: mse_loss(model(x), x), run_dir="mine", disk=40, memory=MemoryConfig(20, 3, None),
+)
+for batch in guard.batches(43):
+    guard.step(batch)
+"""
+
+
+def test_a_program_that_ends_waits_for_the_checkpoint_that_is_written(tmp_path: Path) -> None:
+    """Its thread would be stopped in the middle of torch's code, which aborts the process."""
+    told = subprocess.run(
+        [sys.executable, "-c", AT_WORK], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True
+    )
+    assert told.returncode == 0, told.stderr
+    assert "mine/checkpoints/step-00000040 (step 40)" in told.stderr
+
+
 # -------------------------------------------------------------------------------------------------------------- MLflow
 
 MLFLOW = [
