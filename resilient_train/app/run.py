@@ -73,6 +73,7 @@ class Ending:
     loss: float | None  # of the evaluation if there was one, else of the training
     is_refused: bool = False  # before there was anything to keep
     directory: Path | None = None
+    why: str = ""  # it did not complete
 
 
 def run(composed: Composed, *, shows_address: bool = True) -> Ending:
@@ -314,15 +315,21 @@ class _Session:
                     self._alert("error", short_message(error), summary)
                 elif error is None and summary.verdict in _NOT_WELL:
                     self._alert("not_recovered", f"completed, but {_NOT_WELL[summary.verdict]}", summary)
-            if self.has_begun and summary.ticks:
-                print_review(directory.path, self.resumed_from)
+            has_ticks = self.has_begun and summary.ticks > 0
+            # A start that fails is shown like any other end; a wrong configuration, and what a person ended, is not.
+            if has_ticks or (error is not None and not isinstance(error, ConfigError | KeyboardInterrupt | Stopped)):
+                if has_ticks:
+                    print_review(directory.path, self.resumed_from)
+                elif run is None:  # it failed before these were noted
+                    self.tracker.params(self.composed.params)
+                    self.tracker.artifact(directory.config)
                 requests.may_interrupt = True
                 try:
                     run_log = directory.log(0)
                     finish_uploads(self.tracker, summary, directory.path, run_log, shows_address=self.shows_address)
                 finally:
                     requests.may_interrupt = False
-            else:  # a wrong configuration is not uploaded
+            else:
                 self.tracker.drop()
         if isinstance(error, KeyboardInterrupt):
             raise error
@@ -330,7 +337,8 @@ class _Session:
         # Several processes, or a launcher, need the directory to find the refusal in.
         is_alone = self.world.size == 1 and "WORLD_SIZE" not in os.environ
         is_refused = isinstance(error, ConfigError) and directory.is_made and run is None and is_alone
-        return Ending(summary.exit_code, None if error else loss, is_refused, directory.path)
+        why = "" if error is None or isinstance(error, Stopped) else short_message(error)
+        return Ending(summary.exit_code, None if error else loss, is_refused, directory.path, why)
 
     def _alert(self, event: str, message: str, summary: Summary) -> None:
         """Run the user's command, if there is one, with a line of JSON on its input. A failure is only a warning."""

@@ -5,7 +5,7 @@ Each line is an entry with a checksum, as in the journal:
     {"n": 17, "at": 1767225600000, "kind": "metrics", "tick": 400, "values": {"loss": 2.31}, "crc": "5f3a9c01"}
 
 The first one, `opened`, holds a unique key; `began` and `ended` mark the processes of a run; `metrics`, `params` and
-`artifact` are what to show; `refused_jobs` names the jobs of a sweep that have no outbox. A separate process uploads
+`artifact` are what to show; `refused_jobs` are the jobs of a sweep that have no outbox. A separate process uploads
 them, now or later.
 """
 

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,12 +15,23 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from resilient_train.record.endings import CHECKPOINTS, SUMMARY, ended_as
-from resilient_train.record.journal import JOURNAL
+from resilient_train.record.endings import CHECKPOINTS, SUMMARY, ended_as, why_incomplete
+from resilient_train.record.journal import JOURNAL, plain
 from resilient_train.record.surroundings import around
-from resilient_train.tracking.connection import KEY, Connection, is_there, is_unreachable, run_page, sweep_key
+from resilient_train.tracking.connection import KEY, Connection, cut, is_there, is_unreachable, run_page, sweep_key
 from resilient_train.tracking.figure import draw_incident, draw_strip
-from resilient_train.tracking.report import LIMIT, REPORT, code, link, note, report, rows_that_fit, table, text
+from resilient_train.tracking.report import (
+    LIMIT,
+    REPORT,
+    asked_of,
+    code,
+    link,
+    note,
+    report,
+    rows_that_fit,
+    table,
+    text,
+)
 from resilient_train.tracking.review import run_cost
 from resilient_train.tracking.story import Chapter, Checkpoint, Story, StoryReader
 from resilient_train.tracking.traces import Traces, trace_id_of
@@ -186,7 +198,12 @@ class Presentation:
 
         strip = f"get-artifact?path={STRIP}&run_uuid={self._run_id}"  # its content, for a page of the same server
         said = note(story, trace, picture, strip)
-        self._connection.show_tags(self._run_id, tags(story.incidents, story.status), said)
+        why = story.why or (story.status == "gave_up" and why_incomplete(self._run_dir, story.summary)) or ""
+        loss = (story.summary or {}).get("final_loss")
+        why = cut(why.partition("; the traceback is in ")[0], _LONGEST_WHY)
+        brief = {"to_do": asked_of(story)[:_MOST_NAMED], "why": why, "loss": loss}
+        shown = tags(story.incidents, story.status) | {_BRIEF: json.dumps(plain(brief))}
+        self._connection.show_tags(self._run_id, shown, said)
 
     def _draw(self, chapter: Chapter) -> None:
         number = chapter.incident.id
@@ -241,14 +258,15 @@ def _picture(number: int) -> str:
 # ---------------------------------------------------------------------------------------------------------- a sweep
 
 PARENT = "mlflow.parentRunId"
+_BRIEF = "mlflow.resilience.brief"  # what the sweep says of a job; MLflow shows no tag of such a name
 
 _WELL = ("clean", "recovered", "observed")
 _STATUSES = (*_WELL, "recovering", "preempted", "no_progress", "unrecovered", "refused", "failed", "gave_up")
 _WORDS = {"unrecovered": "not recovered", "no_progress": "the loss did not fall", "preempted": "stopped on request"}
 _WORDS |= {"gave_up": "gave up"}
-_JOB_TITLES = ("job", "status", "incidents", "causes", "step", "loss", "evaluation loss")
+_JOB_TITLES = ("job", "status", "incidents", "causes", "step", "recent loss", "evaluation loss", "reason")
 _JOB_METRICS = ("train/step", "train/loss", "validation/loss")
-_MOST_NAMED, _MOST_JOBS, _ATTEMPTS = 3, 1_000, 3
+_MOST_NAMED, _MOST_JOBS, _ATTEMPTS, _LONGEST_WHY = 3, 1_000, 3, 200
 
 
 @dataclass(frozen=True)
@@ -263,6 +281,8 @@ class Job:
     causes: str = ""
     metrics: tuple[float | None, ...] = (None,) * len(_JOB_METRICS)
     ended_ms: int = 0
+    why: str = ""
+    to_do: tuple[str, ...] = ()  # markdown
 
     @classmethod
     def of(cls, run: Run) -> Job:
@@ -270,7 +290,10 @@ class Job:
         status = tags.get("resilience.status", "clean")
         if info.status not in ("RUNNING", "FINISHED") and status in (*_WELL, "recovering"):
             status = "failed"  # killed, perhaps with its uploader
-        incidents = tags.get("resilience.incidents", "")
+        incidents, brief = tags.get("resilience.incidents", ""), {}
+        with contextlib.suppress(ValueError):
+            brief = json.loads(tags.get(_BRIEF, "{}"))
+        values = run.data.metrics | ({} if brief.get("loss") is None else {"train/loss": brief["loss"]})
         return cls(
             name=str(info.run_name),
             status=status,
@@ -278,8 +301,10 @@ class Job:
             is_running=info.status == "RUNNING",
             incidents=int(incidents) if incidents.isdecimal() else 0,
             causes=tags.get("resilience.cause", ""),
-            metrics=tuple(run.data.metrics.get(name) for name in _JOB_METRICS),
+            metrics=tuple(values.get(name) for name in _JOB_METRICS),
             ended_ms=info.end_time or 0,
+            why=brief.get("why", ""),
+            to_do=tuple(brief.get("to_do", ())),
         )
 
     @property
@@ -292,10 +317,10 @@ class Job:
         return text(_WORDS.get(self.status, self.status) + (" so far" if self.is_running else ""))
 
 
-def show_sweep(connection: Connection, began: Mapping[str, object], refused: Sequence[str]) -> str | None:
+def show_sweep(connection: Connection, began: Mapping[str, object], refused: Sequence[Job]) -> str | None:
     """Show in the run of the sweep how its jobs fared; return the run's id. None if the run is of no sweep.
 
-    `refused` names jobs that have no run. Several jobs may end at once: what is shown is read again until it is that of
+    `refused` are jobs that have no run. Several jobs may end at once: what is shown is read again until it is that of
     all of them.
     """
     client, experiment_id = connection.client, connection.experiment_id
@@ -308,7 +333,7 @@ def show_sweep(connection: Connection, began: Mapping[str, object], refused: Seq
     for _ in range(_ATTEMPTS):
         of_parent = f"tags.`{PARENT}` = '{parent}'"
         runs = client.search_runs([experiment_id], of_parent, order_by=["start_time"], max_results=_MOST_JOBS)
-        jobs = [*map(Job.of, runs), *(Job(name, "refused") for name in refused)]
+        jobs = [*map(Job.of, runs), *refused]
         if jobs == shown:
             break
         shown = jobs
@@ -339,7 +364,8 @@ def _verdict(jobs: Sequence[Job]) -> str:
     so_far = " so far" if any(one.is_running for one in jobs) else ""
     if ill := sum(not one.is_well for one in jobs):
         return f"{ill:,} of {counted(len(jobs), 'job')} {'needs' if ill == 1 else 'need'} attention{so_far}"
-    return f"all {len(jobs):,} jobs fared well{so_far}" if len(jobs) > 1 else f"the only job fared well{so_far}"
+    did = "recovered" if all(one.status == "recovered" for one in jobs) else "fared well"
+    return f"all {len(jobs):,} jobs {did}{so_far}" if len(jobs) > 1 else f"the only job {did}{so_far}"
 
 
 def note_of(jobs: Sequence[Job]) -> str:
@@ -347,18 +373,23 @@ def note_of(jobs: Sequence[Job]) -> str:
     ill = [one for one in jobs if not one.is_well]
     incidents = sum(one.incidents for one in jobs)
     met = f"{counted(incidents, 'incident')} in all" if incidents else "no incidents"
-    do = "Nothing to change"
+    asked = Counter(thing for one in jobs for thing in one.to_do).most_common()
+    do = "; ".join(thing + f" ({counted(n, 'job')})" * (len(jobs) > 1) for thing, n in asked[:_MOST_NAMED])
+    do += f"; and {len(asked) - _MOST_NAMED:,} more" if len(asked) > _MOST_NAMED else ""
     if ill:
         named = [f"{link(one.name, one.page, 400)} ({one.words})" for one in ill[:_MOST_NAMED]]
         more = f" and {len(ill) - _MOST_NAMED:,} more" if len(ill) > _MOST_NAMED else ""
-        do = f"**Do:** look at {', '.join(named)}{more}"
+        do = f"look at {', '.join(named)}{more}{do and f'; {do}'}"
     verdict = _verdict(jobs)
-    first = f"**{verdict[:1].upper()}{verdict[1:]}.** {do}; {met}."
+    what = f"**Do:** {do}" if do else "Nothing to change"
+    first = f"**{verdict[:1].upper()}{verdict[1:]}.** {what}; {met}."
     last = "A name leads to the page of the job, whose description begins with its verdict."
     order = [*ill, *(one for one in jobs if one.is_well)]
-    rows = rows_that_fit(_JOB_TITLES, map(_job_row, order), LIMIT - len(first + last) - 60)
+    titles = _JOB_TITLES if any(one.why for one in jobs) else _JOB_TITLES[:-1]
+    cells = (_job_row(one)[: len(titles)] for one in order)
+    rows = rows_that_fit(titles, cells, LIMIT - len(first + last) - 60)
     more = f" And {len(jobs) - len(rows):,} more, in the list of runs." if len(rows) < len(jobs) else ""
-    return f"{first}\n\n{table(_JOB_TITLES, rows)}\n\n{last}{more}\n"
+    return f"{first}\n\n{table(titles, rows)}\n\n{last}{more}\n"
 
 
 def _job_row(job: Job) -> list[str]:
@@ -369,4 +400,5 @@ def _job_row(job: Job) -> list[str]:
         f"{job.incidents:,}",
         text(job.causes, 80),
         *("" if one is None else f"{one:,.0f}" if name.endswith("/step") else f"{one:.4g}" for name, one in values),
+        text(job.why),
     ]

@@ -207,13 +207,18 @@ def _verdict(story: Story, most: int | None = None) -> str:
     if drilled := sum(bool(one.drill) for one in incidents):
         share = "all" if drilled == len(incidents) else f"{drilled:,} of them"
         words += f", {share} on purpose (drill)"
-    asked = list(dict.fromkeys(_asked(one, incidents) for one in story.advice))
+    asked = asked_of(story)
     more = f"; and {len(asked) - _MOST_TO_DO:,} more" if len(asked) > _MOST_TO_DO else ""
     if things := [*filter(None, [to_do(story)]), *asked[:_MOST_TO_DO]]:
         do = f" **Do:** {'; '.join(things)}{more}."
     else:
         do = " Nothing to change." if incidents else ""
     return f"**{words}.**{do} {text(sentences[:1].upper() + sentences[1:], most)}"
+
+
+def asked_of(story: Story) -> list[str]:
+    """Say in a few words each what the incidents ask for, the most important first."""
+    return list(dict.fromkeys(_asked(one, story.incidents) for one in story.advice))
 
 
 def _asked(advice: Advice, incidents: Sequence[Incident]) -> str:

@@ -277,9 +277,14 @@ def build(config: TrackingConfig, directory: Path, home: Path, sweep: Mapping[st
     return OutboxTracker(config, directory, locate(config.uri, home), sweep)
 
 
-def note_refused_jobs(config: TrackingConfig, directory: Path, home: Path, names: Sequence[str]) -> None:
-    """Show in the run of a sweep which jobs were refused: they have no outbox, so it goes into that of another job."""
+def note_refused_jobs(
+    config: TrackingConfig, directory: Path, home: Path, jobs: Sequence[tuple[str, str, str]]
+) -> None:
+    """Show in the run of a sweep which jobs were refused: name, status and reason of each.
+
+    They have no outbox, so it goes into that of another job.
+    """
     outbox = Outbox(directory / OUTBOX)
-    outbox.put(REFUSED_JOBS, names=[masked(one) for one in names])
+    outbox.put(REFUSED_JOBS, jobs=[[masked(word) for word in one] for one in jobs])
     if outbox.close(_WRITE_WITHIN_S):
         UploaderProcess(directory, locate(config.uri, home), config).end(config.drain_s)

@@ -10,7 +10,17 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from resilient_train.record.endings import CONFIG, LOOP, SUMMARY, ended_as, is_run, last_sign_ms, loop_of, read_ending
+from resilient_train.record.endings import (
+    CONFIG,
+    LOOP,
+    SUMMARY,
+    at_work,
+    ended_as,
+    is_run,
+    last_sign_ms,
+    loop_of,
+    read_ending,
+)
 from resilient_train.record.incident_log import INCIDENTS
 from resilient_train.record.journal import JOURNAL, Entry, entries, entries_after, plain
 from resilient_train.record.outbox import (
@@ -38,7 +48,7 @@ from resilient_train.tracking.connection import (
     root_cause,
     url,
 )
-from resilient_train.tracking.presentation import Presentation, show_sweep
+from resilient_train.tracking.presentation import Job, Presentation, show_sweep
 
 ENTRIES_AT_ONCE = 200
 _STATUSES = {"completed": "FINISHED", "ended": "FINISHED", "closed": "FINISHED"}
@@ -183,8 +193,9 @@ class Uploader:
         if "sweep" not in (began := first_start(self.outbox)):
             return
         noted = [one for one, _ in entries(self.outbox) if one is not None and one["kind"] == REFUSED_JOBS]
-        names = noted[-1].get("names") if noted else None
-        refused = [str(one) for one in names] if isinstance(names, list) else []
+        found = noted[-1].get("jobs") if noted else None
+        rows = [one for one in found if isinstance(one, list) and len(one) == 3] if isinstance(found, list) else []
+        refused = [Job(str(name), str(status), why=str(why)) for name, status, why in rows]
         if (parent := show_sweep(connection, began, refused)) is not None:
             self.cursor.note(sweep_url=url(connection.run.tracking_uri, connection.experiment_id, parent))
 
@@ -222,7 +233,9 @@ def needs_backfill(run_dir: Path) -> bool:
         began = [one for one, _ in entries(run_dir / OUTBOX) if one is not None and one["kind"] == BEGAN]
     except OSError:
         return is_run(run_dir)
-    return bool(began) and began[-1].get("late") is True  # the newest process may have been tracked
+    if not began:  # killed before its first update
+        return is_run(run_dir) and at_work(run_dir) is None
+    return began[-1].get("late") is True  # the newest process may have been tracked
 
 
 def backfill(run_dir: Path, tracking_uri: str, experiment: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from command import command
 from kills import Nursery
 
+from resilient_train.app import sync
 from resilient_train.app.config.command_line import name_of
 from resilient_train.record.journal import entries
 from resilient_train.record.outbox import METRICS, OUTBOX
@@ -54,6 +56,11 @@ def fared(name: str, status: str, **more: Any) -> sweep.Job:
         (
             [fared("seed=1", "clean"), fared("seed=2", "recovered", incidents=3, is_running=True)],
             "**All 2 jobs fared well so far.** Nothing to change; 3 incidents in all.",
+            "recovered",
+        ),
+        (
+            [fared(f"seed={one}", "recovered", incidents=1, to_do=("fix `div` at `ecg.py:48`",)) for one in (1, 2)],
+            "**All 2 jobs recovered.** **Do:** fix `div` at `ecg.py:48` (2 jobs); 2 incidents in all.",
             "recovered",
         ),
         (
@@ -102,6 +109,7 @@ def test_a_sweep_ends_with_a_table_and_is_one_run_in_mlflow(
     other = nursery.start(*both, f"run.dir={here}/other/run")
     outcome = run_command(["--multirun", *both, "optimizer.lr=1e-3,2e-3,3e-3,4e-3,high"])
     assert outcome.code == 2
+    assert re.search(r"\n  lr=high: optimizer.lr=high: must be a finite number", outcome.stdout)
     before, _, end = outcome.stdout.partition("the sweep has ended:")
     names = ["lr=0.001", "lr=0.002", "lr=0.003", "lr=0.004"]
     table = [line.split()[:2] for line in end.splitlines()[2:7]]
@@ -121,6 +129,7 @@ def test_a_sweep_ends_with_a_table_and_is_one_run_in_mlflow(
     assert tags["resilience.cause"] == "transient"
     assert note.startswith("**1 of 5 jobs needs attention.** **Do:** look at lr=high (refused); 4 incidents in all.")
     assert all(f"runs/{run.info.run_id}?" in note for run in children)
+    assert "| optimizer.lr=high: must be a finite number" in note
     assert "to see it, start" not in before
     assert end.count("to see it, start") == 1
     assert f"runs/{parent}?" in end
@@ -131,6 +140,35 @@ def test_a_sweep_ends_with_a_table_and_is_one_run_in_mlflow(
         assert f"lr={run.data.params['optimizer.lr']}" == run.info.run_name or file.parent.parent.name == "other"
         written = [one for one, _ in entries(file.with_name(OUTBOX)) if one is not None and one["kind"] == METRICS]
         mine = [(one["tick"], one["values"]["loss"]) for one in written if "loss" in one["values"]]
+        assert f"| {json.loads(file.read_text())['final_loss']:.4g}&" in note or file.parent.parent.name == "other"
         history = client.get_metric_history(run.info.run_id, "train/loss")
         assert [(one.step, one.value) for one in history] == mine
     assert list(runs) == [parent]
+
+
+def test_a_job_that_fails_before_its_first_update_is_a_failed_run_of_the_sweep(
+    here: Path, run_command: command, empty_store: Path
+) -> None:
+    """The sweep's address is printed, although the last job was refused; `sync` knows the run."""
+    from mlflow import MlflowClient
+
+    Path("failing.py").write_text("def loss(model, batch):\n    raise RuntimeError('no channels')\n")
+    uri = f"sqlite:///{shutil.copy(empty_store, here / 'mlflow.db')}"
+    line = [*SMALL[:2], *SMALL[3:], f"tracking.uri={uri}", "objective=custom"]
+    outcome = run_command(["--multirun", *line, "objective._target_=failing.loss,failing.gone"])
+    assert outcome.code == 2
+    _, _, end = outcome.stdout.partition("the sweep has ended:")
+    assert [line.split()[1:3] for line in end.splitlines()[2:4]] == [["failed", "(1)"], ["refused", "(2)"]]
+    assert "_target_=failing.loss: RuntimeError: no channels" in end
+    client = MlflowClient(uri)
+    runs = client.search_runs([one.experiment_id for one in client.search_experiments()])
+    (child,) = [one for one in runs if "mlflow.parentRunId" in one.data.tags]
+    (parent,) = [one for one in runs if one is not child]
+    assert {one.info.status for one in runs} == {"FAILED"}
+    assert f"runs/{parent.info.run_id}?" in end
+    note = parent.data.tags["mlflow.note.content"]
+    assert note.startswith("**2 of 2 jobs need attention.**")
+    assert "RuntimeError: no channels (" in note
+    assert child.data.params["run.steps"] == "12"
+    (directory,) = {file.parent for file in here.rglob("summary.json")}
+    assert sync.main([str(directory)]) == 0
