@@ -259,7 +259,8 @@ def _allowed(kind: Any, limits: Mapping[str, Any]) -> str:
     if "null" in limits:
         return f"{_allowed(kind, {name: one for name, one in limits.items() if name != 'null'})} or null"
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(_allowed(one, limits) for one in inner)
+        typed = [one for one in inner if getattr(one, "__name__", "") != "Tensor"]  # which no configuration can give
+        return " or ".join(_allowed(one, limits) for one in typed)
     if origin is Literal or (kind is str and "one_of" in limits):
         names = [str(one) for one in inner or limits["one_of"]]
         return names[0] if len(names) == 1 else f"one of {', '.join(names)}"

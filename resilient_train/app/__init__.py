@@ -5,6 +5,8 @@ from pathlib import Path
 
 HOME = Path("runs")  # of run directories, and of MLflow's database if no other store is configured
 
+NO_RUN = "no run there; expected the directory of a run, such as runs/NAME"  # of every verb
+
 VERBS = {  # the words that a command line may begin with; each is a module here
     "incidents": "whether a run is all right, and its incidents",
     "checkpoints": "the checkpoints of a run, and which one a resume loads",

@@ -12,10 +12,11 @@ import time
 from functools import partial
 from pathlib import Path
 
-from resilient_train.app import parser_of
+from resilient_train.app import NO_RUN, parser_of
 from resilient_train.app.terminal import Page, counting
 from resilient_train.checkpoint.store import CANDIDATE, DEMOTED, VERIFIED, Damaged, Entry, Store, verify
 from resilient_train.checkpoint.weights import NotExportable, export, export_weights
+from resilient_train.record.endings import CHECKPOINTS, is_run
 from resilient_train.record.journal import JOURNAL, read
 from resilient_train.wording import duration, printable
 
@@ -25,7 +26,7 @@ Lists the checkpoints of a run, the newest first, after reading all of each to v
   candidate   written by a stop on request; a resume loads it and finishes verifying it
   demoted     the trouble began before it: no resume loads it
   damaged     differs from what was written: no resume loads it"""
-_EXIT_CODES = """0 if a run can resume or none was written, 1 if no checkpoint is usable, 2 if RUN_DIR is no directory;
+_EXIT_CODES = """0 if a run can resume or none was written, 1 if no checkpoint is usable, 2 if no run is there;
 of --export and --weights: 1 if nothing was exported, 2 if there is no such checkpoint"""
 
 
@@ -42,8 +43,8 @@ def main(arguments: list[str] | None = None) -> int:
     run_dir: Path = given.run_dir
     if given.checkpoint and not (given.export or given.weights):
         parser.error("--checkpoint needs --export DIR or --weights FILE")
-    if not run_dir.is_dir():
-        print(f"{run_dir} is no directory: expected the directory of a run, such as runs/NAME", file=sys.stderr)
+    if not (is_run(run_dir) or (run_dir / JOURNAL).exists() or (run_dir / CHECKPOINTS).is_dir()):
+        print(printable(f"{run_dir}: {NO_RUN}"), file=sys.stderr)
         return 2
     return _export(run_dir, given) if given.export or given.weights else _list(run_dir, as_json=given.json)
 

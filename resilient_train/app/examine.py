@@ -14,10 +14,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from resilient_train.app import parser_of
+from resilient_train.app import NO_RUN, parser_of
 from resilient_train.errors import ConfigError, TrainError
 from resilient_train.reader import find_in_working_directory
-from resilient_train.record.endings import SUMMARY, read_ending
+from resilient_train.record.endings import SUMMARY, is_run, read_ending
 from resilient_train.record.journal import plain
 
 _HELP = """\
@@ -60,6 +60,8 @@ def _examined(given: argparse.Namespace) -> Any:
 
     run_dir: Path = given.run_dir
     written = run_dir / "config.yaml"
+    if not is_run(run_dir):
+        raise TrainError(f"{run_dir}: {NO_RUN}")
     if not written.is_file():
         why = "has no config.yaml, as the run of a loop: use resilient_train.examine(model, objective, batch)"
         raise ConfigError("RUN_DIR", run_dir, why)

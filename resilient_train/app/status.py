@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from resilient_train.app import parser_of
+from resilient_train.app import NO_RUN, parser_of
 from resilient_train.record.endings import (
     REFUSED,
     SUMMARY,
@@ -24,7 +24,7 @@ from resilient_train.record.endings import (
     why_incomplete,
 )
 from resilient_train.record.progress import position_of
-from resilient_train.tracking.review import incidents_met, near, next_directory
+from resilient_train.tracking.review import incidents_met, near, next_directory, next_start
 from resilient_train.tracking.story import last_good_of, planned_steps, read_story
 from resilient_train.wording import counted, printable
 
@@ -60,7 +60,7 @@ class Status:
             "closed": f"closed by its program at {at}; {self.onward}",
             "ended": f"its program ended at {at} without guard.close(); {self.onward}",
             "refused": f"the last start was refused{because}",
-            "none": "no run there; expected the directory of a run, such as runs/NAME",
+            "none": NO_RUN,
         }
         return f"{run_dir}: {lines.get(self.state, f'{self.state} at {at}{because}')}"
 
@@ -74,6 +74,8 @@ def main(arguments: list[str] | None = None) -> int:
     status, story = status_of(given.run_dir), None
     with suppress(OSError):  # `incidents` says why
         story = read_story(given.run_dir)
+    if story is not None and status.state in ("completed", "gave_up"):
+        status = replace(status, onward=f"the same command {next_start(story)}")
     if given.json:
         known = {"incidents": len(story.incidents), "to_change": [one.text for one in story.advice]} if story else {}
         print(json.dumps({"run_dir": str(given.run_dir), **asdict(status), **known}))

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from resilient_train.app import parser_of
+from resilient_train.app import NO_RUN, parser_of
 from resilient_train.app.terminal import counting
 from resilient_train.errors import TrainError
 from resilient_train.record.endings import at_work
@@ -92,8 +92,8 @@ def _destination(run_dir: Path, uri: str | None, experiment: str | None, *, atta
                 began = entry
     except OSError as error:
         if not is_late and not attached:
-            why = f"no {OUTBOX} can be read there ({error.strerror or error}), and nothing else of a run"
-            raise TrainError(f"{why}: expected the directory of a run, such as runs/NAME") from None
+            is_absent = isinstance(error, FileNotFoundError | NotADirectoryError)
+            raise TrainError(NO_RUN if is_absent else f"{OUTBOX} cannot be read ({error.strerror or error})") from None
     cursor = UploadCursor(run_dir)
     known_uri, known_experiment = cursor.get("tracking_uri"), cursor.get("experiment")
     if began is not None:

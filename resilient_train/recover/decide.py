@@ -67,7 +67,9 @@ _BY_SIGNAL = {  # what a signal suggests by itself
     (Cause.PROCESS, Signal.HANG): (
         "train.log says where each rank was: often one of them waits for data or for a collective."
     ),
-    (Cause.PROCESS, Signal.CRASH): "See the last lines of the process that died, on its terminal or in train.log.",
+    (Cause.PROCESS, Signal.CRASH): (
+        "See the last lines of the process that died, on its terminal or in its log (train.log, if it was the command)."
+    ),
     (Cause.PROCESS, Signal.DISK_FULL): "Make room on the disk of the run directory, or keep fewer checkpoints.",
     (Cause.PROCESS, Signal.CHECKPOINT_FAILED): "Find what kept the state from being written: the log has a traceback.",
     (Cause.PROCESS, Signal.CHECKPOINT_DAMAGED): "Check the disk: a file differs from what was written.",

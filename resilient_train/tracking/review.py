@@ -89,6 +89,8 @@ def review(story: Story, resumed_from: int | None = None) -> list[str]:
         seconds = story.summary.get("seconds")
         took = f" in {duration(seconds)}" if isinstance(seconds, int | float) else ""
         made = f"made {story.step:,}{of} steps{took}; "
+        if (at := _gave_up_at(story)) > story.step + 1:
+            made = f"gave up at step {at:,}{of}{took}, and returned to step {story.step:,}; "
     lines = [f"{made}{'met ' if story.chapters else ''}{incidents_met(story)}.{cost_and_drill(story)}"]
     if resumed_from is not None:
         began = (
@@ -115,6 +117,11 @@ def review(story: Story, resumed_from: int | None = None) -> list[str]:
         lines.append("newest checkpoint: none")
     lines.append(f"the same command {next_start(story)}")
     return lines + [f"for the full report: {command('incidents', story.directory)}"] * bool(story.chapters)
+
+
+def _gave_up_at(story: Story) -> int:
+    """Return the step at which a run gave up; it may have returned to an earlier one. 0 if it has not given up."""
+    return story.incidents[-1].anomaly.step if story.status == "gave_up" and story.incidents else 0
 
 
 def to_change(story: Story) -> list[str]:
@@ -178,6 +185,8 @@ def verdict(story: Story) -> tuple[str, str]:
             return f"The loss did not fall{why}", f"{where}; {costs}"
         case "gave_up":
             why = "".join(f": {noticed(one.anomaly, by_name=False)}, {why_of(one)}" for one in story.incidents[-1:])
+            if (at := _gave_up_at(story)) > story.step + 1:
+                where = where.replace(f"step {story.step:,}", f"step {at:,}", 1) + f", returned to step {story.step:,}"
             return "Gave up, needs attention", f"{where}{why}. {in_all}"
         case "preempted":
             return "Stopped on request", f"{where}; {costs}"
@@ -212,7 +221,7 @@ def next_start(story: Story) -> str:
         onward = "trains longer if `run.steps` is raised" if story.is_complete else onward
         return f"{new}; with {_resuming(story.directory)} this one {onward}"
     if story.loop is not None and story.summary is not None:
-        return "resumes if `steps` is raised" if story.is_complete else onward
+        return "resumes if more steps or epochs are planned" if story.is_complete else onward
     if story.summary is None:
         return f"is refused while this run is at work; if its process is gone, it {onward}"
     if story.is_complete:

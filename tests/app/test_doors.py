@@ -19,7 +19,7 @@ from kills import COMMAND, Nursery, stand
 from launched import Launched, never_imported
 from warm import ENVIRONMENT
 
-from resilient_train.app import checkpoints, status
+from resilient_train.app import checkpoints, examine, incidents, status, sync
 
 FOR_EVER = "run.steps=10000000"
 
@@ -137,6 +137,7 @@ def test_status_is_quick_and_speaks_to_programs(tmp_path: Path) -> None:
     start = [sys.executable, "-c", program + "sys.exit('torch' in sys.modules)", str(tmp_path)]
     found = json.loads(subprocess.run(start, check=True, capture_output=True).stdout)
     assert (found["state"], found["exit_code"], found["step"], found["steps"]) == ("completed", 0, 3, 3)
+    assert found["onward"] == "the same command exits with 0; raise `run.steps` to train longer"
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints
@@ -198,10 +199,14 @@ def test_checkpoints_of_which_none_verifies_end_with_1(saved: Path, capsys: Said
 
 
 def test_checkpoints_that_are_not_there(tmp_path: Path, capsys: Said) -> None:
-    """A run without any begins at its first step, which is no trouble; no directory is a mistake."""
+    """A run without any begins at its first step, which is no trouble; where no run is, all verbs say the same."""
+    for verb in (checkpoints, incidents, status, sync, examine):
+        for path in (tmp_path, tmp_path / "nowhere"):
+            assert verb.main([str(path)]) == 2
+            said = capsys.readouterr().err.removeprefix("error: ")
+            assert said == f"{path}: no run there; expected the directory of a run, such as runs/NAME\n"
+    (tmp_path / "config.yaml").touch()
     assert listed(capsys, tmp_path) == (0, None, {})
-    assert checkpoints.main([str(tmp_path / "nowhere")]) == 2
-    assert "is no directory" in capsys.readouterr().err
 
 
 def test_a_listing_is_what_a_resume_does(saved: Path, run_command: command, capsys: Said) -> None:

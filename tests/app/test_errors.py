@@ -38,6 +38,7 @@ REFUSED = [
     ("run.steps=null", "run.steps=null: must be a whole number"),
     ("data.collate=5 accelerate.ddp=5", "accelerate.ddp=5: must be a mapping"),
     ("optimizer.lr=fast", "optimizer.lr=fast: must be a finite number"),
+    ("modl=gpt", "modl=gpt: no such key; did you mean model? There are run, ", ", experiment"),
     ("optimizer.lr=-1", "error: optimizer.lr=-1: ", "AdamW", "learning rate"),
     ("optimizer.betas=[1.5,0.9]", "error: optimizer.betas=[1.5, 0.9]: ", "AdamW"),
     ("optimizer.betas=[0.9,nan]", "optimizer.betas[1]=nan: must be a finite number"),

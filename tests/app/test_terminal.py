@@ -172,6 +172,11 @@ VERDICTS: list[tuple[list[Outcome | None], dict[str, object] | None, str]] = [
     ),
     ([CURED, None], {"status": "preempted", "exit_code": 75, "steps": 120}, "Stopped on request: at step 120 of"),
     ([Outcome.GAVE_UP], {"status": "gave_up", "exit_code": 3, "steps": 90}, "Gave up, needs attention: at step 90 of"),
+    (
+        [Outcome.GAVE_UP],
+        {"status": "gave_up", "exit_code": 3, "steps": 20, "ticks": 41},
+        "Gave up, needs attention: at step 41 of 300, returned to step 20: ",
+    ),
     ([], {"status": "failed", "exit_code": 1, "steps": 7}, "Failed: at step 7 of 300"),
 ]
 
@@ -416,10 +421,24 @@ def test_a_run_ends_with_what_a_person_wants_to_know(here: Path, run_command: co
     }
     gave_up = run_command([*often, "run.steps=20", "run.name=other", "drill=nan_grad", "recovery=off"])
     assert gave_up.code == 3
-    told = after(gave_up.stdout, "made ")
-    assert re.match(r"made \d of 20 steps in \d+ s; met 1 incident \(1 transient\), 1 gave up\.", told[0])
+    told = after(gave_up.stdout, "gave up at ")
+    assert re.match(
+        r"gave up at step \d+ of 20 in \d+ s, and returned to step 0; met 1 incident \(1 transient\), 1 gave up\.",
+        told[0],
+    )
     assert "  transient: gave up" in told
     assert re.fullmatch(r"the same command says so again at once and ends with 3; .* resumes from step \d+", told[-2])
+
+
+def test_a_run_that_gives_up_says_to_which_step_it_returned(tmp_path: Path) -> None:
+    """Updates that were undone are none that it made. A loop over its epochs has no `steps` that can be raised."""
+    ended = {"status": "gave_up", "exit_code": 3, "steps": 20, "ticks": 41}
+    run_dir = write(tmp_path / "run", incident(1, 41, outcome=Outcome.GAVE_UP), summary=ended)
+    first = review(read_story(run_dir))[0]
+    assert first.startswith("gave up at step 41 of 300 in 42 s, and returned to step 20; met 1 incident")
+    run_dir = write(tmp_path / "loop", summary={})
+    (run_dir / "loop.json").write_text('{"steps": 300, "goes_on": true}')
+    assert review(read_story(run_dir))[-1] == "the same command resumes if more steps or epochs are planned"
 
 
 def test_a_run_that_fails_ends_with_what_is_left(here: Path, run_command: command) -> None:
@@ -551,6 +570,7 @@ def test_the_manual_tells_of_one_thing_where_asked(
         ("--help model=gtp", "--help model=gtp: no such option; did you mean gpt? There are custom, gpt,"),
         ("--help checks.jmup", "--help checks.jmup: no such key; did you mean checks.jump?"),
         ("--mutlirun run.seed=1,2", "--mutlirun: no such option; did you mean --multirun?"),
+        ("--incidents", "--incidents: no such option; did you mean resilient-train incidents RUN_DIR?"),
         ("--nonsense 10", "--nonsense: no such option. A setting has no dashes: key=value"),
         ("--cfg jbo", "--cfg/-c: invalid choice: 'jbo' (choose from 'job', 'hydra', 'all')"),
         ("--config-dir", "--config-dir/-cd: expected one argument"),

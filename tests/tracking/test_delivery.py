@@ -478,7 +478,7 @@ def _children(pid: int) -> list[int]:
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        *(("nothing there", OUTBOX), ("no address", "--uri"), ("a secret", "MLFLOW_TRACKING_URI")),
+        *(("nothing there", "no run there"), ("no address", "--uri"), ("a secret", "MLFLOW_TRACKING_URI")),
         *(("elsewhere", "--uri"), ("a bracket", "http://[::1: is no address")),
     ],
 )

@@ -59,6 +59,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     if unknown:
         word = unknown[0].partition("=")[0]
         name = word.lstrip("-").replace("-", "_")
+        if name in VERBS:
+            raise unusable(word, f"no such option; did you mean resilient-train {name} RUN_DIR?")
         from resilient_train.app.config.manual import meanings  # which knows this module
 
         keys = [known.partition("=")[0] for known in meanings()]
@@ -190,6 +192,8 @@ def _unknown_key(key: str, overrides: Sequence[str]) -> ConfigError:
         node = composed_raw(chosen)
     for name in key.split("."):
         known, below = [str(one) for one in node if one != "hydra"], node.get(name)
+        if not parent:  # groups that have no node unless one of their options is chosen, such as experiment
+            known += sorted(one.name for one in CONF.iterdir() if one.is_dir() and one.name not in known)
         if not isinstance(below, DictConfig):
             break
         node, parent = below, f"{parent}{name}."
