@@ -293,7 +293,8 @@ class Job:
         incidents, brief = tags.get("resilience.incidents", ""), {}
         with contextlib.suppress(ValueError):
             brief = json.loads(tags.get(_BRIEF, "{}"))
-        values = run.data.metrics | ({} if brief.get("loss") is None else {"train/loss": brief["loss"]})
+        # The mean of the last losses, as everywhere else; while it runs, and if that is NaN, the last one.
+        values = run.data.metrics | ({"train/loss": brief["loss"]} if type(brief.get("loss")) is float else {})
         return cls(
             name=str(info.run_name),
             status=status,
