@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from resilient_train.files import MOST_BYTES
 from resilient_train.record.endings import (
     CONFIG,
     LOOP,
@@ -207,6 +208,8 @@ class Uploader:
             self._refuse(f"{path} is no file of the run")
         elif not whole.is_file():
             self._refuse(f"{path} is gone")
+        elif whole.stat().st_size > MOST_BYTES:
+            self._refuse(f"{path} is too large to be one that a run has written")
         else:
             connection.client.log_artifact(connection.run_id, str(whole))
 

@@ -320,7 +320,9 @@ def test_the_command_that_is_told_works_without_an_activated_environment(
     monkeypatch.setenv("PATH", "/usr/bin")
     assert command("sync", tmp_path / "my run") == f"{sys.executable} -m resilient_train sync 'my run'"
     monkeypatch.setenv("PATH", f"/usr/bin:{Path(sys.executable).parent}")
-    assert command("incidents", tmp_path / "runs/a") == "python -m resilient_train incidents runs/a"
+    for started, told in (("mine.py", "resilient-train"), ("resilient_train/__main__.py", "python -m resilient_train")):
+        monkeypatch.setattr(sys, "argv", [started])
+        assert command("incidents", tmp_path / "runs/a") == f"{told} incidents runs/a"
 
 
 @pytest.mark.parametrize("uri", ["./mlruns", "mlruns", "/data/mlruns", "file:mlruns", "file:///data/mlruns"])
