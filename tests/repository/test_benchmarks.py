@@ -20,6 +20,7 @@ COMMANDS = {
     "snapshot": "snapshot.py --size 4M --blocks 2 --rounds 1",
     "agreement": "agreement.py --counts --processes 2 --tensors 4",
     "rivals": "rivals.py --help",
+    "large state": "large_state.py --help",
     "ettr": "ettr.py --days 10 --runs 5",
     "many ranks": "many_ranks.py --ranks 2 24 --updates 60",
     "gpu": "gpu.py --tiny --blocks 2 --steps 5",
@@ -85,6 +86,7 @@ def test_tables_have_a_row_for_each_loop_and_way(printed: dict[str, str]) -> Non
     assert "target: ours beside plain" in printed["step cost"]
     for way in ("flat", "per tensor", "take", "restore"):
         assert f"  {way} " in printed["snapshot"]
+    assert "--layers" in printed["large state"]
     assert "--venv DIR" in printed["rivals"]  # which need a network to be installed, so this is all that is tried
 
 
