@@ -371,6 +371,7 @@ class EngineGuard:
         is_first, self._has_accepted = not self._has_accepted, True
         if is_first:  # optimizers create their state in their first step
             keeper.check()
+        if is_first and (step == 1 or not self._checks.knows_usual_batches):
             self._examination.learn_usual_batches(flight.begun.inputs)
         if flight.snapshot is not None:
             flight.snapshot.remedies = self._controls.state_dict()

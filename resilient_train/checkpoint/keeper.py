@@ -114,7 +114,7 @@ class CheckpointKeeper:
         writer, ring = self._writer, self._parts.ring
         has_copied = bool(ring.snapshots) and ring.snapshots[-1].step == self._parts.clock.step
         is_saving = self.saving_since is not None
-        tick, copying = self._parts.clock.tick, ring.copier.seconds() if has_copied else None
+        tick, copying = self._parts.clock.tick, ring.copying
         self._intervals.updated(tick, has_copied=has_copied, is_saving=is_saving, copying=copying)
         self._read_outcomes()
         if not self._writes or (snapshot := ring.newest_verified()) is None:
@@ -128,8 +128,6 @@ class CheckpointKeeper:
                 writer.offer(self._job(snapshot))
         elif not self._commits or not writer.is_free:
             return
-        elif self._store.doubtful:
-            writer.offer(Job(snapshot.step, self._parts.clock.tick, self._store.demote, failed=_NOT_DEMOTED))
         elif self._best is not None and self._best.is_ripe(snapshot.step):
             writer.offer(Job(snapshot.step, self._parts.clock.tick, self._best.write))
         elif self._candidate is not None and snapshot.step >= self._candidate.step:
@@ -422,7 +420,7 @@ class CheckpointKeeper:
                 self.save_events.append(None)
         elif not self._is_failing:
             self._is_failing = True
-            what = f"{job.failed or f'the checkpoint of step {step:,} could not be written'}: {job.trouble}"
+            what = f"the checkpoint of step {step:,} could not be written: {job.trouble}"
             signal = Signal.DISK_FULL if job.is_disk_full else Signal.CHECKPOINT_FAILED
             self.save_events.append(ProcessIncident(signal, step, step, what, "try_again"))
             if not job.is_disk_full:

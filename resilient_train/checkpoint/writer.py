@@ -33,7 +33,6 @@ class Job:
     tick: int
     write: Callable[[], object]  # returns an Entry if it was a checkpoint
     snapshot: Snapshot | None = None  # that it reads
-    failed: str = ""  # how a message about a failure begins, if it writes no checkpoint
     entry: Entry | None = None  # the checkpoint that it wrote
     error: Exception | None = None
     is_offered: bool = False  # it is written in the background

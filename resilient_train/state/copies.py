@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from operator import is_
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from resilient_train.state.tree import as_bytes, copy_into, fits, with_home
+from resilient_train.state.tree import copy_into, fits, with_home
 
-_BIG = 2**16  # bytes: smaller tensors are not worth copying on another stream, or in a thread
-_WORTH_A_THREAD = 2**26  # bytes in all
-_APART = 2**16  # elements that lie between two that are compared
-_WHOLE = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size of an element: bits are compared, a NaN included
+_BIG = 2**16  # bytes: smaller tensors are not worth copying on another stream
 
 
 def room(
@@ -33,61 +27,17 @@ def room(
     ]
 
 
-class _ThreadCopy:
-    """A thread that copies tensors of the host's memory while the run computes.
-
-    A loop may change weights in its own step, as sharpness-aware minimization does, and change them back before the
-    optimizer steps. So what was copied is compared at the end, and copied again where it is not what is there.
-    """
-
-    def __init__(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        self._targets, self._sources = targets, sources
-        self._versions = [one._version for one in sources]
-        self._is_complete, self.seconds = False, 0.0
-        self._thread = threading.Thread(target=self._copy, name="snapshot-copy")
-        with suppress(RuntimeError):  # the machine has no thread left
-            self._thread.start()
-
-    def _copy(self) -> None:
-        began = time.perf_counter()
-        for target, source in zip(self._targets, self._sources, strict=True):
-            np.copyto(as_bytes(target).numpy(), as_bytes(source).numpy())  # torch would use threads of its own
-        self.seconds = time.perf_counter() - began
-        self._is_complete = True
-
-    def is_sound(self) -> bool:
-        """Wait until all is copied. False: the loop has changed what was being copied, and it was copied again."""
-        if self._thread.ident is not None:
-            self._thread.join()
-        is_sound = self._is_complete and self._versions == [one._version for one in self._sources]
-        is_sound = is_sound and all(map(_is_alike, self._targets, self._sources))
-        if not is_sound:
-            copy_into(self._targets, self._sources)
-        return is_sound
-
-
-def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Compare elements at both ends and in between: what a loop does to a weight meanwhile, it does to much of it."""
-    as_whole = _WHOLE.get(one.element_size(), torch.uint8)
-    mine, theirs = one.view(as_whole).flatten(), other.view(as_whole).flatten()
-    return torch.equal(mine[::_APART], theirs[::_APART]) and torch.equal(mine[-1:], theirs[-1:])
-
-
 class Copier:
     """Copies the state of a run into the memory of a snapshot, which is pinned host memory if the run uses CUDA.
 
-    Large tensors that only an optimizer changes are copied during the next forward and backward: on a second stream
-    where they are on a GPU, by a thread where there is much of them in the host's memory. All others, which a forward
-    or the loop may change at any time, are copied first.
+    There, large tensors that only an optimizer changes are copied on a second stream during the next forward. All
+    others, which a forward or the loop may change at any time, are copied first, on the current stream.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._copied: torch.cuda.Event | None = None  # recorded after the latest copy
-        self._sources: list[torch.Tensor] = []  # being copied: keeps their memory from being reused
-        self._by_thread: _ThreadCopy | None = None
-        self._may_wait = True  # the loop leaves weights as they are until the optimizer steps
-        self._seconds = self._seconds_at_once = 0.0  # of the newest copy
+        self._sources: list[torch.Tensor] = []  # being copied on that stream: keeps their memory from being reused
 
     def empty(self, source: torch.Tensor) -> torch.Tensor:
         """Allocate memory for a copy of one tensor."""
@@ -97,54 +47,32 @@ class Copier:
 
     def fill(self, targets: list[torch.Tensor], sources: list[torch.Tensor], trained: int) -> None:
         """Copy; only optimizers change the first `trained` of the sources."""
-        self.before_change()
-        began = time.perf_counter()
-        later = [at for at in range(trained) if self._can_wait(targets[at], sources[at])]
-        if self._stream is None and sum(sources[at].nbytes for at in later) < _WORTH_A_THREAD:
-            later = []
-        at_once = sorted(set(range(len(sources))) - set(later))
-        now = [targets[at] for at in at_once], [sources[at] for at in at_once]
-        copy_into(*now, non_blocking=self._stream is not None)
-        waiting = [sources[at].detach() for at in later]  # a weight may be given other memory
         if self._stream is None:
-            self._by_thread = _ThreadCopy([targets[at] for at in later], waiting) if later else None
-        else:
-            self._stream.wait_stream(torch.cuda.current_stream())
-            self._sources = waiting
-            with torch.cuda.stream(self._stream):
-                copy_into([targets[at] for at in later], waiting, non_blocking=True)
-                self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                self._copied.record()
-        self._seconds = self._seconds_at_once = time.perf_counter() - began
-
-    def _can_wait(self, target: torch.Tensor, source: torch.Tensor) -> bool:
-        if source.nbytes < _BIG or self._stream is not None:
-            return source.nbytes >= _BIG and source.is_cuda
-        is_plain = type(source.detach()) is torch.Tensor and source.layout is torch.strided
-        is_here = is_plain and source.device.type == "cpu"
-        return self._may_wait and is_here and source.is_contiguous() and target.is_contiguous()
+            copy_into(targets, sources)
+            return
+        self.before_change()
+        later = [place for place in range(trained) if sources[place].is_cuda and sources[place].nbytes >= _BIG]
+        at_once = sorted(set(range(len(sources))) - set(later))
+        copy_into([targets[place] for place in at_once], [sources[place] for place in at_once], non_blocking=True)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        self._sources = [sources[place].detach() for place in later]  # a weight may be given other memory
+        with torch.cuda.stream(self._stream):
+            copy_into([targets[place] for place in later], self._sources, non_blocking=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
 
     def before_change(self) -> None:
-        """Finish copying before the weights change. Of a GPU the device does, and the host does not wait."""
+        """Make the device finish copying before the weights change; the host does not wait."""
         if self._sources:
             assert self._copied is not None
             torch.cuda.current_stream().wait_event(self._copied)
             self._sources = []
-        if (copying := self._by_thread) is not None:  # two threads may come here: both wait
-            self._may_wait &= copying.is_sound()
-            self._seconds = self._seconds_at_once + copying.seconds
-            self._by_thread = None
 
     def wait(self) -> None:
         """Wait on the host until copies can be read."""
         if self._copied is not None:
             self._copied.synchronize()
         self.before_change()
-
-    def seconds(self) -> float | None:
-        """Return how long the newest copy took, on the host: what it cost at most. None if a device copies."""
-        self.before_change()
-        return self._seconds if self._stream is None else None
 
 
 class Frozen:

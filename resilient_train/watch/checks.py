@@ -70,6 +70,7 @@ class Checks:
         self._accepted = OrderedDict[int, tuple[float, float]]()
         self.is_only_reported = False  # the policy does nothing about the damage, so one alarm about it is enough
         self.nan_is_usual = False  # healthy batches hold values that are not finite, such as masks
+        self.knows_usual_batches = False  # the process before has learned that
         self._declared: set[int] = set()  # steps without alarms
         self._repeats = 0  # of the newest update
         self._latest: deque[float] = deque(maxlen=_LATEST)  # losses of attempted updates
@@ -313,6 +314,7 @@ class Checks:
         """Load it. Returns the checks that start empty, because another version saved other things of them."""
         self.is_only_reported = state.get("only_reported") is True
         self.nan_is_usual |= state.get("nan_is_usual") is True
+        self.knows_usual_batches = "nan_is_usual" in state
         self._declared |= set(state.get("declared", ()))
         self._accepted = OrderedDict((step, (loss, norm)) for step, loss, norm in state.get("path", ()))
         lacking = []

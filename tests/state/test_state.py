@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -126,42 +125,6 @@ def test_a_frozen_weight_stays_shared_after_a_rewind() -> None:
     copies = {held.parts["weights"]["teacher.weight"].data_ptr() for held in bench.ring.snapshots}
     assert len(bench.ring.snapshots) == 2
     assert len(copies) == 1
-
-
-def perturbed(weight: torch.Tensor) -> None:
-    """Change a weight while it is copied, and change it back, as sharpness-aware minimization does."""
-    with torch.no_grad():
-        weight.neg_()
-        time.sleep(0.05)
-        weight.neg_()
-
-
-def perturbed_without_a_trace(weight: torch.Tensor) -> None:
-    perturbed(weight.data)  # counts no version
-
-
-@pytest.mark.parametrize("change", [lambda weight: None, perturbed, perturbed_without_a_trace])
-def test_a_large_state_is_copied_while_the_run_computes(change: Callable[[torch.Tensor], None]) -> None:
-    torch.manual_seed(0)
-    net = nn.Linear(2500, 2500)  # 72 MB with its moments
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, fused=True)
-    clock = Clock()
-    state = RunState(net, [optimizer], [], Position(), clock, device=CPU)
-    ring = Ring(state, MemoryConfig(every=1, keep=2, max_gib=None))
-    for clock.step in range(4):
-        net(torch.randn(2, 2500)).square().mean().backward()
-        before = state.sha256()
-        snapshot = ring.take(clock.step, verified=True)
-        assert snapshot is not None
-        change(net.weight)
-        ring.copier.before_change()
-        assert ring.copier.seconds()
-        optimizer.step()
-        assert state.sha256() != before
-        if clock.step:  # at first the optimizer has no moments
-            ring.restore(snapshot)
-            assert state.sha256() == before
-        optimizer.zero_grad()
 
 
 def test_ranks_agree_on_how_many_snapshots_fit() -> None:
