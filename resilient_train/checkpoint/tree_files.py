@@ -154,7 +154,8 @@ def collect_shares(directory: Path, shared: SharedWrite, seconds: float) -> dict
 
 
 def _pause(shared: SharedWrite, deadline: float, why: str) -> None:
-    if time.monotonic() > deadline or shared.cancelled.wait(_LOOK_S):
+    is_over = not threading.main_thread().is_alive()  # the program ends: other ranks may be gone
+    if is_over or time.monotonic() > deadline or shared.cancelled.wait(_LOOK_S):
         raise OSError(0, why)
 
 
