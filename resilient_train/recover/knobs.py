@@ -94,7 +94,8 @@ class Knobs:
 
         `leapt_to` is what the schedule rose to in one step: as it falls from there, so does the limit.
         """
-        self.ceiling, self.leapt_to = max(MIN_LR, min(self.ceiling or math.inf, ceiling)), leapt_to
+        ceiling = max(MIN_LR, min(self.ceiling or math.inf, ceiling))
+        self.ceiling, self.leapt_to = _bounded("ceiling", ceiling), leapt_to
         self.patience = max(self.patience, _LONG_PATIENCE)
 
     def limit_update(self, share: float) -> None:
