@@ -50,8 +50,8 @@ class Controls(RunControl):
         self.knobs = Knobs(relax_after=policy.relax_after)
         self.micro_batch: int | None = None  # rows of a micro-batch that fit into memory, where it was made smaller
         self._armor = Armor()
-        # Lines that were patched, or cannot be: file, line, operation; an empty one is all that a line computes.
         self.changed_lines: list[PatchedLine] = []  # that an earlier process had patched
+        # Lines that were patched, or cannot be: file, line, operation; an empty one is all that a line computes.
         self._handled_lines: set[tuple[str, int, str]] = parts.search.tried if parts.search is not None else set()
         self._incident: Incident | None = None  # the one that is being treated, and what was done so far
         self._suspects = (0, 0)  # the samples that it may come from

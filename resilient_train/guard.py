@@ -150,7 +150,7 @@ class EngineGuard:
         self._begun = self._newest_begun = begun
         EngineGuard._newest = id(begun)
         if self.drill is not None:
-            self._ring.copier.before_change()
+            self._ring.copier.before_change()  # a device may still be copying what it spoils
             self.drill.between_updates(self._place(), self.state.model, self._updater.optimizers)
         self._scans.arm(self.attempted_step)
         self.seeds.for_update(update.start)

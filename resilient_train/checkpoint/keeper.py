@@ -35,7 +35,6 @@ from resilient_train.types import ProcessIncident, Signal
 from resilient_train.wording import IN_FILE_ONLY, log
 
 _WAIT_FOR_RANKS_S = 5.0
-_NOT_DEMOTED = "checkpoints that may contain damage could not be demoted"
 
 
 class CheckpointKeeper:
@@ -162,8 +161,8 @@ class CheckpointKeeper:
             return
         try:
             self._store.demote(since)
-        except OSError as error:  # `verified` tries again
-            log.error("%s: %s", _NOT_DEMOTED, error.strerror)
+        except OSError as error:  # the next checkpoint that is written tries again
+            log.error("checkpoints that may contain damage could not be demoted: %s", error.strerror)
 
     def rewound(self, step: int) -> None:
         """Note that the run went back to a step."""

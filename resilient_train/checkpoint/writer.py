@@ -31,7 +31,7 @@ class Job:
 
     step: int
     tick: int
-    write: Callable[[], object]  # returns an Entry if it was a checkpoint
+    write: Callable[[], Entry | None]  # None: it was not a checkpoint
     snapshot: Snapshot | None = None  # that it reads
     entry: Entry | None = None  # the checkpoint that it wrote
     error: Exception | None = None
@@ -80,6 +80,7 @@ class Writer:
             self._execute(job)
 
         try:
+            # No daemon: the interpreter would end it in the middle of torch's code, which aborts the process.
             threading.Thread(target=write, name="checkpoint-writer").start()
         except RuntimeError as error:  # the machine has no thread left
             self._fail(job, error)
@@ -101,7 +102,7 @@ class Writer:
     def _execute(self, job: Job) -> None:
         self.began = time.monotonic()
         try:
-            job.entry = made if isinstance(made := job.write(), Entry) else None
+            job.entry = job.write()
             self._pause = self._not_before = 0.0
             if job.entry is not None:
                 self._prune(job.entry)

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import cycle, islice
 from operator import itemgetter
 from traceback import clear_frames, walk_tb
 from typing import Any
@@ -187,7 +188,7 @@ class Samples(ABC):
 
     def others(self, keys: Sequence[Key], draw: int, *, least: int = 1) -> list[Key]:
         """Return as many other healthy rows, or `least`, for comparison: the same ones for the same draw."""
-        return self.stream.others([*keys] * -(-least // max(1, min(least, len(keys)))), draw)
+        return self.stream.others([*islice(cycle(keys), max(least, len(keys)))], draw)
 
     def left_out(self) -> Any:
         """Return what is skipped and in quarantine now, for `leave_out`."""

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from resilient_train.types import Cause, Culprit, Diagnosis
+from resilient_train.wording import rows_to_look_at
 
 _CLIMB = 100.0  # times the usual: an explosion on its way
 _LEAP = 1e4  # the same, at once: no task changes so much
-_LOOK_AT = re.compile(r"Look at rows? ([\d, ]*\d) of the data: the batch is ordinary without ")
 _MOST_ROWS = 8  # that are named
 _HUGE = 1e15  # sums and squares of it leave float32
 _TINY = 1e-12
@@ -308,9 +307,9 @@ def _on_ordinary_rows(rows: tuple[int, ...], layer: str = "") -> Diagnosis:
 
 def with_more_rows(known: Diagnosis, found: Diagnosis) -> Diagnosis:
     """The diagnosis of an incident with the rows to look at of an update that continues it: those are others, often."""
-    both = [one for one in map(_LOOK_AT.match, (known.advice, found.advice)) if one]
-    rows = sorted({int(row) for one in both for row in one[1].split(",")})
-    if len(both) < 2 or not 1 < len(rows) <= _MOST_ROWS:
+    both = rows_to_look_at(known.advice), rows_to_look_at(found.advice)
+    rows = sorted({*both[0], *both[1]})
+    if not all(both) or not 1 < len(rows) <= _MOST_ROWS:
         return known
     return replace(known, advice=_on_ordinary_rows(tuple(rows)).advice)
 

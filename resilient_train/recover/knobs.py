@@ -40,7 +40,7 @@ class KnobValues(NamedTuple):
     share: float = 0.0  # of the norm of the weights, by which SGD may change them; 0: no limit
 
 
-_AS_CONFIGURED = KnobValues()
+AS_CONFIGURED = KnobValues()
 
 
 @dataclass
@@ -123,7 +123,7 @@ class Knobs:
         `was_limited`: the schedule asked for more than the ceiling. `may_relax`: the loss is back at the level before
         the trouble; until then nothing is relaxed.
         """
-        if self.patience == 1 and not self.relaxing and not self.warms_for and self.values == _AS_CONFIGURED:
+        if self.patience == 1 and not self.relaxing and not self.warms_for and self.values == AS_CONFIGURED:
             return  # nothing is turned
         self.ceiling_met |= was_limited
         self.higher_precision = max(0, self.higher_precision - 1)

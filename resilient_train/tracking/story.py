@@ -33,6 +33,7 @@ from resilient_train.record.progress import position_of
 from resilient_train.record.run_history import DRILL_FIRED, REMEDIES, FiredDrill, fired_drills, with_earlier
 from resilient_train.secrets import MASK, masked
 from resilient_train.types import Cause, Incident, Outcome, kind_of
+from resilient_train.wording import rows_to_look_at
 
 _CHECKPOINT = re.compile(r"step-\d{8,18}(\.\d+)?")
 _QUIET = 50  # updates without what came back, after which it is over
@@ -43,7 +44,6 @@ _LARGEST_SOURCE = 2**22  # bytes
 _MOST_ROWS = 8  # that are named
 
 SENTENCES = re.compile(r"(?<=\.) (?=[A-Z`])")
-_LOOK_AT = re.compile(r"Look at rows? ([\d, ]*\d)[^:]* of the data: the batch is ordinary without ")
 _NUMBERS = re.compile(r"(?P<name>`[^`]*`)|\[[\d, ]+\]|\b(?:nan|inf)\b|(?<![\w.])[+-]?\d[\d.,]*(?:e[+-]?\d+)?\b")
 
 
@@ -143,9 +143,8 @@ class StoryReader:
         self._began_ms: int | None = None
         self._remedies: Mapping[str, Any] | None = None  # as they were last written down
         self._drills: list[Entry] = []
-        self._patched: dict[
-            tuple[str, int], tuple[str, int]
-        ] = {}  # text and count of each line, as it was patched last
+        # Text and count of each line, by file and number, as it was patched last.
+        self._patched: dict[tuple[str, int], tuple[str, int]] = {}
 
     def _read_journal(self) -> None:
         if self._seal != seal_before(self._journal, self._end):  # another file took its place
@@ -363,7 +362,7 @@ def open_advice(incidents: Sequence[Incident]) -> tuple[Advice, ...]:
     for one in sorted(incidents, key=lambda one: one.diagnosis.symptom is not None):
         diagnosis, kind = one.diagnosis, _kind(one)
         about: object = "rows" if diagnosis.rows else _asked(diagnosis.advice)
-        about = "look at" if _LOOK_AT.match(diagnosis.advice) else about
+        about = "look at" if rows_to_look_at(diagnosis.advice) else about
         if diagnosis.culprit is not None:
             # An operation that failed only because of another line asks for the same as that line.
             first = first_of_line.setdefault(kind, (kind, diagnosis.cause))
@@ -425,8 +424,7 @@ def _words(group: Sequence[Incident]) -> str:
     rows = sorted({row for one in group if one.diagnosis.culprit is None for row in one.diagnosis.rows})
     if len(group) > 1 and len(rows) > 1:
         return f"Fix or remove rows {_listed(rows)} of the data: quarantine.json has the reason for each."
-    looked = [found for one in group if (found := _LOOK_AT.match(one.diagnosis.advice))]
-    if len(rows := sorted({int(row) for found in looked for row in found[1].split(",")})) > 1:
+    if len(rows := sorted({row for one in group for row in rows_to_look_at(one.diagnosis.advice)})) > 1:
         return f"Look at rows {_listed(rows)} of the data: the batches are ordinary without them."
     newest = max(group, key=lambda one: (one.diagnosis.symptom is None, one.id))
     return " ".join(newest.diagnosis.advice.split())

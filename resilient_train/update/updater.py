@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from resilient_train.errors import TrainError
 from resilient_train.reader import ClipConfig
-from resilient_train.recover.knobs import KnobValues
+from resilient_train.recover.knobs import AS_CONFIGURED, KnobValues
 from resilient_train.state.tree import is_sharded
 from resilient_train.update.clip import clip, clip_further, clip_to_share
 from resilient_train.update.gate import DIGESTS, Agreement, Flag, Gate
@@ -29,8 +29,6 @@ from resilient_train.wording import log
 _UPPER = 2 if sys.byteorder == "little" else 0  # where the two upper bytes of a float32 begin
 LR_OF_GUARD = "lr_of_guard"  # a key of each parameter group: the lr that the guard set; rewinds with the group
 _FIRST_UPDATES = 8  # in which a rate that the loop sets is an error
-
-_AS_CONFIGURED = KnobValues()
 
 Settings = Sequence[Mapping[str, Any]]  # by parameter group of all optimizers
 
@@ -122,7 +120,7 @@ class Updater:
         self,
         step: int,
         loss: torch.Tensor,
-        knobs: KnobValues = _AS_CONFIGURED,
+        knobs: KnobValues = AS_CONFIGURED,
         *,
         rate_factor: float = 1.0,
         digest: int = 0,

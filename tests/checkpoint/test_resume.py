@@ -174,7 +174,7 @@ def _judged(checks: Checks, vitals: Vitals) -> Finding:
 
 
 def test_a_kill_after_all_checkpoints_were_demoted_costs_what_any_kill_does(nursery: Nursery) -> None:
-    """The newest state that is still verified is written at once, and the same command goes on from it."""
+    """The newest state that is still verified is written at once, and the same command continues from it."""
     run_dir, own = nursery.place / "demoted", [*DIGITS, *DISK, "run.steps=120", "run.dir=demoted", "objective=custom"]
     own += ["checkpoint.disk.every=40", "objective._target_=test_resume.diverges"]
     (nursery.place / "deadly").touch()

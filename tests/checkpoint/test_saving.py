@@ -88,7 +88,7 @@ def place(nursery: Nursery) -> Path:
 
 @pytest.mark.parametrize("where", ["an_evaluation", "an_evaluation_on_a_slow_disk"])
 def test_where_grace_runs_out_the_newest_proven_state_is_left(where: str, nursery: Nursery, place: Path) -> None:
-    """75 says that a state is on disk: nothing was there before, and the same command goes on from it.
+    """75 says that a state is on disk: nothing was there before, and the same command continues from it.
 
     The log says where it stood.
     """

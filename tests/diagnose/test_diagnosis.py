@@ -175,12 +175,12 @@ def test_rotten_rows_are_named_and_replaced(program: ModuleType, way: dict[str, 
 
 
 @pytest.mark.parametrize(("missing", "before"), [(False, 0), (True, 0), (True, 4)])
-def test_an_ordinary_row_that_an_operation_cannot_take_is_no_rotten_row(
+def test_an_ordinary_row_that_an_operation_cannot_take_is_no_bad_row(
     program: ModuleType, missing: bool, before: int, tmp_path: Path
 ) -> None:
     """A row of zeros is fine, and a division by its length is not: armor, not quarantine.
 
-    Nor is a row rotten for a label that is missing, where that is so in most rows; also after a resume.
+    Nor is a row bad for a label that is missing, where that is so in most rows; also after a resume.
     """
 
     def loss(model: Any, batch: Any) -> torch.Tensor:
