@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import fcntl
 import logging
 import os
 import resource
+import signal
 import struct
 import sys
 import threading
@@ -27,7 +29,8 @@ _log = logging.getLogger("resilient_train")
 _LOOK_S = 0.5
 _REPORT_S = 3.0  # to write down where it hangs, and to begin to save what can be saved
 _BACKSTOP_S = 4.0  # after the limit the backstop in C acts: some code never lets another thread run
-_TICKS = 4  # seconds after that in which the process has to be running, not stopped
+_RUNNING = 4  # seconds after that in which the process has to be running, not stopped
+_STACKS = signal.SIGRTMAX - 1 if hasattr(signal, "SIGRTMAX") else 0  # the signal that writes down all stacks
 _LATE_S = 1.0  # a look that comes so much later than planned: the process may have been stopped
 _SWITCHES = 4  # of this thread in a second: one that waits for Python's lock is woken 200 times, a stopped one never
 
@@ -69,14 +72,13 @@ class Watchdog:
         self._phase, self._since = Phase.START, time.monotonic()
         self._main = threading.main_thread().ident
         self._stops: list[tuple[float, float]] = []  # until when the process was stopped, and for how long
-        self._exit_timer: _ExitTimer | None = None
-        if log is not None:
-            with contextlib.suppress(OSError, AttributeError):  # where the C library is not glibc
-                self._exit_timer = _ExitTimer()
+        self._backstop: _Backstop | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
+        if self._log is not None:
+            self._backstop = _Backstop(self._log)
         self._arm_backstop()
         self._thread.start()
         return self
@@ -84,7 +86,8 @@ class Watchdog:
     def __exit__(self, *exc: object) -> None:
         self._over.set()
         self._thread.join()
-        self._disarm_backstop()
+        if self._backstop is not None:
+            self._backstop.close()
 
     def beat(self, phase: Phase = Phase.STEP) -> None:
         """Note that the run made progress."""
@@ -158,21 +161,10 @@ class Watchdog:
 
     def _arm_backstop(self) -> None:
         """Let C end the process if this thread never runs again, as some code keeps Python's lock."""
-        if self._log is None:
+        if self._backstop is None:
             return
-        if not (limit := self._limits[self._phase]):
-            self._disarm_backstop()  # of the previous phase
-            return
-        left = max(limit - self._passed(self._since), 0.0) + _BACKSTOP_S
-        faulthandler.dump_traceback_later(left, exit=self._exit_timer is None, file=self._log)
-        if self._exit_timer is not None:
-            self._exit_timer.start_in(left)
-
-    def _disarm_backstop(self) -> None:
-        if self._log is not None:
-            faulthandler.cancel_dump_traceback_later()
-        if self._exit_timer is not None:
-            self._exit_timer.start_in(0.0)
+        limit = self._limits[self._phase]
+        self._backstop.start_in(max(limit - self._passed(self._since), 0.0) + _BACKSTOP_S if limit else 0.0)
 
 
 def _switches() -> int:
@@ -180,24 +172,63 @@ def _switches() -> int:
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw if hasattr(resource, "RUSAGE_THREAD") else 0
 
 
-class _ExitTimer:
-    """Ends the process from C after `_TICKS` seconds in which it was running, unless it is started again before.
+class _Backstop:
+    """Ends the process from C, with all stacks in the log, after a time in which nobody started it again.
 
-    `faulthandler.dump_traceback_later(exit=True)` is not enough: it ends a process that was stopped (SIGSTOP, `docker
-    pause`) as soon as that continues, since its time is over by then. A timer that repeats, however, expires only once
-    for all the time it missed. So each expiry reads one byte of a stream by `getc`, and when the bytes are used up the
-    stream calls `_exit` as its function to read more. glibc does all of that, also while code keeps Python's lock.
+    `faulthandler.dump_traceback_later` is only for C libraries other than glibc: its time is over as soon as a process
+    that was stopped (SIGSTOP, `docker pause`) continues, and to read the stacks of threads that run may crash the
+    process. Here stacks are read once the process has been running for some seconds beyond its time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, log: IO[str]) -> None:
+        self._log = log
+        self._timers: list[_RunningTimer] = []
+        self._pipe: tuple[int, ...] = ()
+        with contextlib.suppress(OSError, AttributeError):
+            self._pipe = reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+            self._timers = [_RunningTimer("write", writing, _RUNNING - 1), _RunningTimer("_exit", 1, _RUNNING)]
+            # Threads of timers block signals: only one for the whole process reaches faulthandler, as a pipe sends it.
+            fcntl.fcntl(reading, fcntl.F_SETOWN, os.getpid())
+            fcntl.fcntl(reading, 10, _STACKS)  # F_SETSIG
+            fcntl.fcntl(reading, fcntl.F_SETFL, os.O_NONBLOCK | os.O_ASYNC)
+            faulthandler.register(_STACKS, log)
+
+    def start_in(self, seconds: float) -> None:
+        """Start to count in so many seconds, replacing an earlier start; 0: never."""
+        for timer in self._timers:
+            timer.start_in(seconds)
+        if not self._timers:
+            if seconds:
+                faulthandler.dump_traceback_later(seconds, exit=True, file=self._log)
+            else:
+                faulthandler.cancel_dump_traceback_later()
+
+    def close(self) -> None:
+        """Never end the process."""
+        self.start_in(0.0)
+        if self._timers:
+            faulthandler.unregister(_STACKS)
+        for end in self._pipe:
+            os.close(end)
+
+
+class _RunningTimer:
+    """Calls a function of C once the process has been running for some seconds, unless it is started again before.
+
+    A timer that repeats expires only once for all the time in which the process was stopped. So each expiry reads one
+    byte of a stream by `getc`, and when the bytes are used up the stream calls the function, as the one that reads
+    more. glibc does all of that, also while code keeps Python's lock.
+    """
+
+    def __init__(self, function: str, argument: int, seconds: int) -> None:
         """Raises OSError, or AttributeError where the C library is another."""
         self._library = library = ctypes.CDLL("librt.so.1")  # before glibc 2.34 timers are there
         library.fopencookie.restype = ctypes.c_void_p
         library.fopencookie.argtypes = [ctypes.c_void_p, ctypes.c_char_p, _StreamFunctions]
         library.ungetc.argtypes = [ctypes.c_int, ctypes.c_void_p]
-        self._timer, self._starts = ctypes.c_void_p(), 0.0
-        functions = _StreamFunctions(read=ctypes.cast(library._exit, ctypes.c_void_p))
-        self._stream = library.fopencookie(1, b"r", functions)  # the 1 is what `_exit` is called with
+        self._timer, self._starts, self._seconds = ctypes.c_void_p(), 0.0, seconds
+        functions = _StreamFunctions(read=ctypes.cast(getattr(library, function), ctypes.c_void_p))
+        self._stream = library.fopencookie(argument, b"r", functions)
         getc = ctypes.cast(library.getc, ctypes.c_void_p).value
         event = struct.pack("PiiP40x", self._stream or 0, 0, 2, getc)  # struct sigevent; 2 is SIGEV_THREAD
         if not self._stream or library.timer_create(time.CLOCK_MONOTONIC, event, ctypes.byref(self._timer)):
@@ -214,7 +245,7 @@ class _ExitTimer:
         self._starts = now + seconds if seconds else 0.0
 
     def _fill(self) -> None:
-        for _ in range(_TICKS):
+        for _ in range(self._seconds):
             self._library.ungetc(0, self._stream)
 
 

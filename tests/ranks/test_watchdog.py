@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import re
 import signal
 import time
@@ -61,7 +62,7 @@ class Greedy(Endless):
 
     def wait(self) -> None:
         Path(MARK).touch()
-        ctypes.PyDLL(None).sleep(3600)
+        ctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)  # in C
 
 
 class GreedySoon(Greedy):
@@ -160,7 +161,7 @@ def test_code_that_keeps_pythons_lock_is_ended_from_c(when: str, nursery: Nurser
     started = hangs(nursery, *arguments)
     assert started.wait() == 1, started.output
     log = (nursery.place / when / "train.log").read_text()
-    assert re.search(rf'File "{re.escape(__file__)}", line {line_of("sleep(3600)")} in wait', log)
+    assert re.search(rf'File "{re.escape(__file__)}", line {line_of("# in C")} in wait', log)
 
 
 def test_the_start_has_a_limit_of_its_own(nursery: Nursery) -> None:
@@ -275,6 +276,9 @@ def test_processes_that_were_stopped_continue(tmp_path: Path) -> None:
     for place in places:
         assert summary(place / "run")["status"] == "completed"
         assert in_journal(place / "run", "incident_opened") == []
+        log = (place / "run" / "train.log").read_text()
+        assert "that is no hang" in log
+        assert "most recent call first" not in log, "to read the stacks of threads that run may crash the process"
 
 
 def test_without_limits_nothing_is_ended(nursery: Nursery) -> None:
