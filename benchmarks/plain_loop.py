@@ -92,8 +92,13 @@ def train(
     log_every: int,
     on_step: Callable[[int], None] | None = None,
     is_bad: Callable[[torch.Tensor], bool] | None = None,
+    step_through: Callable[[torch.Tensor, torch.Tensor, Any], None] | None = None,
 ) -> None:
-    """Train for `steps` updates; `on_step` hears of each, and `is_bad` is asked about each loss before its update."""
+    """Train for `steps` updates.
+
+    `on_step` hears of each, `is_bad` is asked about each loss before its update, and `step_through` is given loss,
+    gradient norm and optimizer to make the step.
+    """
     accelerator, model, optimizer = prepared.accelerator, prepared.model, prepared.optimizer
     model.train()
     step = 0
@@ -104,8 +109,11 @@ def train(
             if is_bad is not None and is_bad(loss):
                 optimizer.zero_grad()
                 continue
-            accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
+            norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            if step_through is None:
+                optimizer.step()
+            else:
+                step_through(loss, norm, optimizer)
             prepared.scheduler.step()
             optimizer.zero_grad()
             step += 1
