@@ -197,9 +197,8 @@ class Guard(guard.EngineGuard):
             keeper = CheckpointKeeper(disk, parts, incidents.directory, incidents.run_history, how)
             direct_steps = DirectStepCheck(optimizers)
             treats = any(policy.ladders.values()) and not policy.observe
-            loop = Loop(
-                *(parts, model, unwrapped, measured, anomaly_mode, direct_steps, backups, seeds, stop), treats=treats
-            )
+            looped = parts, model, unwrapped, measured, anomaly_mode, direct_steps, backups, seeds, stop
+            loop = Loop(*looped, treats=treats)
             controls = Controls(parts, policy, quarantined, keeper, Trials(parts, loop, policy, lambda: self.steps))
             recovered_after = max(verify_after, _RECOVERED_AFTER)
             treating = Recovery(parts, policy, incidents, controls, keeper, recovered_after=recovered_after)
@@ -223,8 +222,8 @@ class Guard(guard.EngineGuard):
         """
         for name, item in items.items():
             if lacks := [verb for verb in ("state_dict", "load_state_dict") if not callable(getattr(item, verb, None))]:
-                why = f"a {type(item).__name__} has no {' and no '.join(lacks)}, so it cannot rewind"
-                raise TypeError(f"keep({name}=...): {why}")
+                missing = " and no ".join(lacks)
+                raise TypeError(f"keep({name}=...): a {type(item).__name__} has no {missing}, so it cannot rewind")
             if self._has_begun:
                 raise TrainError(f"keep({name}=...): the run has begun, and its first state lacks this: call it before")
             self.state.keep(name, item)
@@ -310,8 +309,11 @@ class Guard(guard.EngineGuard):
         finally:
             try:
                 self.let_go()  # first: what is being written ends before the directory is another process's
+            except BaseException as raised:
+                error = raised
+                raise
             finally:
-                self.reporter.closed(gave_up or error, self.steps)
+                self.reporter.closed(gave_up or error, self.steps, is_writing=not self._keeper.wait(0))
         if gave_up is not None:
             raise gave_up
 
@@ -406,9 +408,8 @@ class Guard(guard.EngineGuard):
     def _start(self) -> None:
         """Resume, if that is asked for, and verify the first state."""
         self._handled = sys.exc_info()[1]
-        if not self._has_begun:
-            for line in self._cautions:
-                log.info("%s", line)
+        for line in self._cautions if not self._has_begun else ():
+            log.info("%s", line)
         if self._owes_resume and self.resume():
             log.info("resumed from step %d", self.clock.step)
         if not self._has_begun:
@@ -419,10 +420,9 @@ class Guard(guard.EngineGuard):
         self._put_back_batch()
         self.seeds.between(self.samples.position)
         if not self._ring.snapshots and self._in_flight is None:
-            if self.clock.step == 0:
-                found = self._examination.examine_now()  # later examinations compare with this one
-                if found is not None and found.signal is Signal.RANK_MISMATCH:
-                    raise RanksDiffer(f"{found.evidence}, before the first update: {_FROM_THE_START}")
+            found = self._examination.examine_now() if self.clock.step == 0 else None  # later ones compare with it
+            if found is not None and found.signal is Signal.RANK_MISMATCH:
+                raise RanksDiffer(f"{found.evidence}, before the first update: {_FROM_THE_START}")
             if self._keeper.is_verified or self._ring.is_due(self.clock.step):  # else no snapshot is taken at this step
                 self._controls.snapshot(self.clock.step, verified=self._keeper.is_verified)
             if self._checks.rewind_check.is_open:  # since before the process ended

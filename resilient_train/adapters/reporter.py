@@ -394,13 +394,18 @@ class RunReporter:
         print_review(self._directory)
         finish_uploads(self._tracker, self._ending, self._directory)
 
-    def closed(self, error: BaseException | None, planned: int | None) -> None:
-        """Report that the caller closed the loop, perhaps because of an error."""
+    def closed(self, error: BaseException | None, planned: int | None, *, is_writing: bool = False) -> None:
+        """Report that the caller closed the loop, perhaps by an error; the directory is free unless it `is_writing`."""
         if error is not None and not isinstance(error, GeneratorExit):
             self.fail(error)
         self.end("completed" if planned is None or self.clock.step >= planned else "closed")
         self.conclude()
-        self._release()
+        if is_writing:
+            return
+        _unreported.discard(self)
+        self.progress.close()
+        if self.place.lock is not None:  # let another process resume in the directory
+            self.place.lock.release()
 
     def left_state(self, path: Path | None) -> None:
         """Report where the state at the end was written; a loop that was asked to stop ends with this."""
@@ -425,13 +430,6 @@ class RunReporter:
             endings.note_failure(self._directory, self.place.rank, "left its loop, without an error", in_training=True)
         self.end("ended", exit_code=1)  # by a break that was meant, or by sys.exit(1), which leaves no trace
         self.conclude()  # the directory stays locked until the process has ended: something may still be written
-
-    def _release(self) -> None:
-        """Let another process resume in the directory."""
-        _unreported.discard(self)
-        self.progress.close()
-        if self.place.lock is not None:
-            self.place.lock.release()
 
     @property
     def _directory(self) -> Path:

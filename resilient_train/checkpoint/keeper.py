@@ -258,10 +258,11 @@ class CheckpointKeeper:
             before = parts.world.on_main(written_before) if healthy and not damaged else None
             return before or self._on_all(write)
 
-    def wait(self, seconds: float | None = None) -> None:
-        """Wait until nothing is being written."""
-        self._writer.wait(seconds)
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until nothing is being written; False if it still is after so many seconds."""
+        is_over = self._writer.wait(seconds)
         self._read_outcomes()
+        return is_over
 
     def shutdown(self) -> None:
         """Stop at the end of the run. Other ranks may have exited: wait `_WAIT_FOR_RANKS_S` at most for shares."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,10 @@ from warm import ENVIRONMENT
 
 from resilient_train.adapters.guard import Guard
 from resilient_train.app import incidents, status, sync
+from resilient_train.checkpoint.writer import Job, Writer
 from resilient_train.errors import ConfigError, DirectoryInUse, GaveUp
 from resilient_train.ranks.lock import DirectoryLock
+from resilient_train.reader import MemoryConfig
 from resilient_train.types import Outcome
 
 PROGRAM = """
@@ -402,6 +406,45 @@ def test_a_close_that_raises_still_lets_go(error: Exception, tmp_path: Path, mon
     assert let_go
     DirectoryLock(tmp_path / "run").release()
     assert str(error) in json.loads((tmp_path / "run" / "summary.json").read_text())["why"]
+
+
+def test_a_close_that_is_interrupted_while_it_writes_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By Ctrl-C: the summary says so, and the directory stays locked until what is being written has ended."""
+    model, run_dir, go_on = torch.nn.Linear(2, 1), tmp_path / "run", threading.Event()
+    guard = Guard(
+        *(None, model, torch.optim.SGD(model.parameters(), 0.1)), data=[torch.ones(2)] * 8, batch_size=4,
+        objective=lambda model, batch: model(batch).square().mean(), verify_after=1, run_dir=run_dir, disk=2,
+        memory=MemoryConfig(2, 4, None),
+    )  # fmt: skip
+    write, wait = Writer._execute, Writer.wait
+
+    def slowly(writer: Writer, job: Job) -> None:
+        go_on.wait(60)
+        write(writer, job)
+
+    def interrupted(writer: Writer, seconds: float | None = None) -> bool:
+        if seconds is None:
+            signal.raise_signal(signal.SIGINT)
+        return wait(writer, seconds)
+
+    monkeypatch.setattr(Writer, "_execute", slowly)
+    for batch in guard.batches(12):
+        guard.step(batch)
+    guard.stop_now()
+    monkeypatch.setattr(Writer, "wait", interrupted)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            guard.close()
+        assert json.loads((run_dir / "summary.json").read_text())["status"] == "failed"
+        with pytest.raises(DirectoryInUse):
+            DirectoryLock(run_dir)
+    finally:
+        go_on.set()
+        monkeypatch.setattr(Writer, "wait", wait)
+    guard.close()
+    DirectoryLock(run_dir).release()
 
 
 def test_the_end_of_a_loop_writes_what_the_disk_refused_and_closes_its_files(tmp_path: Path) -> None:
