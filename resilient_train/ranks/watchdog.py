@@ -173,7 +173,7 @@ def _switches() -> int:
 
 
 class _Backstop:
-    """Ends the process from C, with all stacks in the log, after a time in which nobody started it again.
+    """Ends the process from C, with all stacks in the log, unless it is started again in time.
 
     `faulthandler.dump_traceback_later` is only for C libraries other than glibc: its time is over as soon as a process
     that was stopped (SIGSTOP, `docker pause`) continues, and to read the stacks of threads that run may crash the
