@@ -67,7 +67,7 @@ def train_guarded(memory: int, disk: int, layers: int, steps: int, on_step: OnSt
     from resilient_train.reader import MemoryConfig
 
     net, adam = made(layers)
-    with TemporaryDirectory(prefix="large_state-", dir=Path.cwd()) as scratch:
+    with TemporaryDirectory(dir=Path.cwd()) as scratch:
         guard = Guard(
             *(None, net, adam),
             objective=language_model,
@@ -92,8 +92,9 @@ LOOPS: dict[str, Callable[[int, int, OnStep], object]] = {
 }
 
 
-def in_child(name: str, layers: int, each: int, blocks: int, pipe: Connection) -> None:
+def in_child(name: str, layers: int, each: int, blocks: int, scratch: str, pipe: Connection) -> None:
     """Run a block of steps whenever asked to, and answer with the seconds of each and the peak of memory so far."""
+    os.chdir(scratch)  # which is not this process's to remove: it is killed in the end
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     seconds: list[float] = []
@@ -117,9 +118,9 @@ def each_of(name: str) -> int:
     return EACH["checkpoints" if "checkpoint" in name else "snapshots"]
 
 
-def measure(layers: int, blocks: int, names: list[str]) -> dict[str, Any]:
+def measure(layers: int, blocks: int, names: list[str], scratch: str) -> dict[str, Any]:
     """Time blocks of all loops in turn. Returns seconds by loop, [block][step], and the peaks of memory."""
-    children = {name: spawn(in_child, name, layers, each_of(name), blocks) for name in names}
+    children = {name: spawn(in_child, name, layers, each_of(name), blocks, scratch) for name in names}
 
     def asked(name: str, *, is_first: bool = False) -> Any:
         process, pipe = children[name]
@@ -167,7 +168,8 @@ def main() -> None:
     print(f"{weights / 1e6:.0f} M weights, {12 * weights / GIB:.2f} GiB of state, {os.cpu_count()} cores, ", end="")
     print(f"torch {torch.__version__}, load {os.getloadavg()[0]:.1f}", flush=True)
     names = list(dict.fromkeys(["plain", *given.only]))
-    figures = measure(given.layers, given.blocks, names)
+    with TemporaryDirectory(prefix="large_state-", dir=Path.cwd(), ignore_cleanup_errors=True) as scratch:
+        figures = measure(given.layers, given.blocks, names, scratch)
     rows = []
     for name in names:
         blocks, beside = (np.array(figures["seconds"][one]) for one in (name, "plain"))
