@@ -126,7 +126,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, metavar="N", default=3, help=fresh)
     lines = "steps between two lines (default: %(default)s)"
     parser.add_argument("--log-every", type=int, metavar="N", default=10, help=lines)
-    parser.add_argument("--loops", nargs="+", choices=list(ALL), default=list(LOOPS), help="default: all but the last")
+    parser.add_argument(
+        "--loops", nargs="+", choices=list(ALL), default=list(LOOPS), help=f"default: {' '.join(LOOPS)}"
+    )
     tracks = "where ours shows the run; mlflow: a new SQLite database (default: %(default)s)"
     parser.add_argument("--tracking", choices=sorted(STEPS_PER_BLOCK), default="none", help=tracks)
     several = "to count collectives in; 1: they are not counted (default: %(default)s)"

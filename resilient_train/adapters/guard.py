@@ -310,7 +310,7 @@ class Guard(guard.EngineGuard):
             try:
                 self.let_go()  # first: what is being written ends before the directory is another process's
             except BaseException as raised:
-                error = raised
+                error = error or raised
                 raise
             finally:
                 self.reporter.closed(gave_up or error, self.steps, is_writing=not self._keeper.wait(0))

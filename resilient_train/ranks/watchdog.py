@@ -77,10 +77,10 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
-        if self._log is not None:
-            self._backstop = _Backstop(self._log)
-        self._arm_backstop()
         self._thread.start()
+        if self._log is not None:
+            self._backstop = _Backstop(self._log, self._thread.native_id or 0)
+        self._arm_backstop()
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -180,18 +180,21 @@ class _Backstop:
     process. Here stacks are read once the process has been running for some seconds beyond its time.
     """
 
-    def __init__(self, log: IO[str]) -> None:
+    def __init__(self, log: IO[str], thread: int) -> None:
+        """The stacks are written by a `thread` of this native id, which waits for Python's lock then."""
         self._log = log
         self._timers: list[_RunningTimer] = []
         self._pipe: tuple[int, ...] = ()
         with contextlib.suppress(OSError, AttributeError):
             self._pipe = reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-            self._timers = [_RunningTimer("write", writing, _RUNNING - 1), _RunningTimer("_exit", 1, _RUNNING)]
-            # Threads of timers block signals: only one for the whole process reaches faulthandler, as a pipe sends it.
-            fcntl.fcntl(reading, fcntl.F_SETOWN, os.getpid())
+            timers = [_RunningTimer("write", writing, _RUNNING - 1), _RunningTimer("_exit", 1, _RUNNING)]
+            # Threads of timers block signals, so what they write into a pipe sends one. Not to the main thread: that
+            # would interrupt what hangs there, or never arrive.
+            fcntl.fcntl(reading, 15, struct.pack("ii", 0, thread))  # F_SETOWN_EX, F_OWNER_TID
             fcntl.fcntl(reading, 10, _STACKS)  # F_SETSIG
-            fcntl.fcntl(reading, fcntl.F_SETFL, os.O_NONBLOCK | os.O_ASYNC)
             faulthandler.register(_STACKS, log)
+            fcntl.fcntl(reading, fcntl.F_SETFL, os.O_NONBLOCK | os.O_ASYNC)
+            self._timers = timers
 
     def start_in(self, seconds: float) -> None:
         """Start to count in so many seconds, replacing an earlier start; 0: never."""
@@ -205,7 +208,7 @@ class _Backstop:
 
     def close(self) -> None:
         """Never end the process."""
-        self.start_in(0.0)
+        self.start_in(0.0)  # a timer that has expired gets new bytes, so it does not write into a pipe that is closed
         if self._timers:
             faulthandler.unregister(_STACKS)
         for end in self._pipe:
