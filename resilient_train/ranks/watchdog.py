@@ -191,7 +191,7 @@ class _Backstop:
             # Threads of timers block signals, so what they write into a pipe sends one. Not to the main thread: that
             # would interrupt what hangs there, or never arrive.
             fcntl.fcntl(reading, 15, struct.pack("ii", 0, thread))  # F_SETOWN_EX, F_OWNER_TID
-            fcntl.fcntl(reading, 10, _STACKS)  # F_SETSIG
+            fcntl.fcntl(reading, fcntl.F_SETSIG, _STACKS)
             faulthandler.register(_STACKS, log)
             fcntl.fcntl(reading, fcntl.F_SETFL, os.O_NONBLOCK | os.O_ASYNC)
             self._timers = timers
