@@ -2,11 +2,13 @@
 
 If another batch passes at the same weights, that one takes the place of the batch that raised, and the loss of the
 update is NaN: so every rank meets the others in its collectives, learns of the exception at the gate, and refuses the
-update, which is then examined like any other. If no batch passes it is a bug, and the run ends with its traceback.
+update, which is then examined like any other. If no batch passes it is a bug, and the run ends with its traceback,
+unless a patch has a value for what raised: the weights may have left the domain of an operation.
 """
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from resilient_train.data.samples import Update
+from resilient_train.diagnose.frames import Line, line_of
 from resilient_train.errors import TrainError, in_one_line, text_of
 from resilient_train.run_parts import RunParts
 from resilient_train.state import randomness
@@ -112,6 +115,7 @@ class Loop:
         has_forwards = self.objective is not None and isinstance(self.model, DistributedDataParallel)
         self._forwards = _Forwards(self.model) if has_forwards else None
         self._logged: set[str] = set()
+        self._examined: dict[Line | None, int] = {}  # where every batch raised, and the tick of the first
 
     def compute(
         self,
@@ -136,7 +140,7 @@ class Loop:
                 return memory_evidence(error, self.parts.world.device)
             if not stands_in or not self._may_be_of_batch(error):
                 raise
-            tried, text = 0, in_one_line(error)
+            tried = 0
             for other in self._others(begun, before):
                 try:
                     if self._forwards is not None:
@@ -148,16 +152,36 @@ class Loop:
                 finally:
                     if self._forwards is not None:
                         self._forwards.end()
-                begun.raised.append(text)
-                if text not in self._logged:
-                    self._logged.add(text)
-                    log.info("%s", "".join(traceback.format_exception(error)), extra=IN_FILE_ONLY)
+                self._note(begun, error)
                 return computed
             if tried and (self.parts.clock.step or before):  # a plain bug ends the first update as in a plain loop
+                if self._may_be_patched(error, begun.tick):
+                    self._note(begun, error)
+                    for weight in self.model.parameters():
+                        weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
+                    return torch.full((), math.nan, device=self.parts.world.device), {}
                 said = f"{counted(tried, 'other batch')} at the same weights raise{'s' * (tried == 1)} as well"
                 error.add_note(f"resilient_train: {said}")
                 log.error("update %d: %s: it is a bug", begun.step, said)
             raise
+
+    def _note(self, begun: StartedUpdate, error: Exception) -> None:
+        begun.raised.append(text := in_one_line(error))
+        if text not in self._logged:
+            self._logged.add(text)
+            log.info("%s", "".join(traceback.format_exception(error)), extra=IN_FILE_ONLY)
+
+    def _may_be_patched(self, error: Exception, tick: int) -> bool:
+        """Whether what every batch raises may be for want of a value that a patch has, as often as none was tried.
+
+        Other ranks wait in the collectives of this update, and a loss scaler for its gradients.
+        """
+        found = line_of(error, {})
+        first = self._examined.setdefault(found.line, tick)
+        is_new = tick <= first + 1  # the verdict on an update comes after the next one
+        is_of_matrices = isinstance(error, torch.linalg.LinAlgError)  # type: ignore[attr-defined]
+        has_domain = is_of_matrices or bool(found.of_distribution)
+        return has_domain and is_new and self.parts.world.size == 1 and self.parts.updater.scaler is None
 
     def _computed(self, batch: Any, spoil: Callable[[Tensor], Tensor] = lambda loss: loss) -> Computed:
         assert self.objective is not None

@@ -23,7 +23,7 @@ from resilient_train.ranks.world import odd_ones
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.progress import Doing
 from resilient_train.record.surroundings import DECIDE, DIAGNOSE, REWIND, Phases
-from resilient_train.recover.decide import Earlier, by_signal, decide
+from resilient_train.recover.decide import BY_DECAY, Earlier, by_signal, decide
 from resilient_train.recover.policy import Policy
 from resilient_train.recover.remedies import is_mild
 from resilient_train.run_parts import RunParts
@@ -174,7 +174,7 @@ class Recovery:
         step, started, before, phases = parts.clock.step, time.perf_counter(), trials.updates, Phases()
         found, is_whole = trials.race(self.controls)
         made = trials.updates - before
-        check.tried(step, is_tried=made > 0)
+        check.tried(step, is_tried=made > 0 or found is not None)
         if found is None:
             if is_whole:
                 trials.raced_in_vain = True
@@ -187,11 +187,13 @@ class Recovery:
         parts.checks.require_recovery(step, step)
         if parts.checks.rewind_check.is_open:
             parts.ring.keep_reference(step)
-        anomaly = Anomaly(Signal.NO_PROGRESS, step, parts.clock.tick, found.since, check.evidence)
+        fell = f", and the weights fell to {found.left:.2g} of their norm" if found.left < 1 else ""
+        anomaly = Anomaly(Signal.NO_PROGRESS, step, parts.clock.tick, found.since, check.evidence + fell)
         self.keeper.distrust(found.since)
         decision = Decision((Action("rewind"), found.cut), rung=OUTSIDE)
         is_off = parts.checks.rewind_check.is_open
-        incident = self.incident_log.open(anomaly, by_signal(anomaly), decision, is_off=is_off)
+        diagnosis = by_signal(anomaly) if found.left == 1 else BY_DECAY
+        incident = self.incident_log.open(anomaly, diagnosis, decision, is_off=is_off)
         incident = replace(incident, tried=found.tried)
         incident = self.controls.apply(incident, (0, 0), phases, started, was_refused=False)
         self.note_remedies()

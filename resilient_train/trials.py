@@ -33,6 +33,7 @@ from resilient_train.wording import log
 
 _FAILED, _ENDS = 1, 2  # what ranks tell each other: this arm failed, or the trial has to end
 _LONGEST_RACE = 48  # updates of an arm in a short run
+_VANISHED = 0.5  # of the norm of the weights: in healthy runs it grows
 NO_LIMITS = torch.finfo(torch.float32).max, torch.finfo(torch.float32).max
 
 
@@ -50,11 +51,12 @@ class TrialControl(RunControl, Protocol):
 
 
 class Faster(NamedTuple):
-    """A lower rate that overtook the run."""
+    """A lower rate that overtook the run, or a lower decay where the weights vanish."""
 
     since: int  # the step from which it did
     cut: Action
-    tried: tuple[Tried, ...]
+    tried: tuple[Tried, ...] = ()
+    left: float = 1.0  # of the norm of the weights
 
 
 class Trials:
@@ -110,6 +112,10 @@ class Trials:
         if not verified or verified[-1].step > step // 4 or left < 2 * each + cost_of(1, JUDGED):
             return None, False
         since, made = verified[-1], parts.updates.next_after(verified[-1].step)
+        groups = [group for optimizer in parts.updater.optimizers for group in optimizer.param_groups]
+        left_of_weights = parts.ring.shrunk_since(since) if any(one.get("weight_decay") for one in groups) else 1.0
+        if left_of_weights < _VANISHED:
+            return Faster(since.step, Action("lower_decay", {"factor": 0.0}), left=left_of_weights), True
         recorded = made.loss if made is not None else parts.checks.loss_at(since.step + 1)  # of an earlier process
         if recorded is None:
             return None, False

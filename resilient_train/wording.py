@@ -50,7 +50,7 @@ _NOTICED = {
     Signal.CHECKPOINT_DAMAGED: "a checkpoint is damaged",
     Signal.RANK_MISMATCH: "the ranks differ",
     Signal.NOT_RECOVERED: "the loss is not back where it was",
-    Signal.NO_PROGRESS: "the loss stands, and a lower learning rate overtakes it",
+    Signal.NO_PROGRESS: "the loss stands where it need not",
 }
 
 OUTCOMES = {
@@ -85,8 +85,9 @@ _REMEDIES: dict[str, tuple[str, ...]] = {
         "learning rate held at {to} until the schedule is below it again",
         "learning rate limited",
     ),
-    "tighten_clip": ("gradient clip x{factor}", "gradient clip tightened"),
+    "tighten_clip": ("gradients clipped to a norm of {to}", "gradient clip x{factor}", "gradient clip tightened"),
     "limit_update": ("updates limited to {share} of the weights' norm", "updates limited"),
+    "lower_decay": ("weight decay x{factor}", "weight decay lowered"),
     "raise_eps": ("epsilon x{factor}", "epsilon raised"),
     "mend_eps": ("raised an epsilon that is 0 in its dtype",),
     "armor": ("patched {symptom}, too", "patched that line"),
@@ -318,6 +319,8 @@ def _remedy(action: Action, incident: Incident) -> str:
         settings = {"symptom": f"{where.op}, {where.file}:{where.line}"}
     elif action.remedy == "limit_lr" and type(to := settings.get("to")) in (int, float):
         settings["to"] = "the configured one" if to == 1 else f"x{to:.3g} of the configured one"
+    elif action.remedy == "tighten_clip" and settings.get("to"):
+        settings.pop("factor", None)
     settings = {name: value for name, value in settings.items() if value is not None and name not in _UNSAID}
     said = action.remedy  # a remedy of the user's, perhaps a dotted name
     if phrases := _REMEDIES.get(said):

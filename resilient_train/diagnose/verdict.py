@@ -113,6 +113,7 @@ class Observations:
     is_tried: bool = False  # that operation is patched and broke again, or cannot be patched
     rows: tuple[int, ...] = ()  # each of them breaks a healthy batch
     odd: Mapping[int, str] = field(default_factory=dict)  # by row: which of its values are unusual
+    have_passed: bool = False  # the rows were trained on before, in an earlier epoch
     batch_is_bad: bool = False  # it holds values that are not finite
     layer: tuple[str, float] | None = None  # whose gradient is farthest above its usual, and how many times
     size: float = 0.0  # of the gradient, measured in doubles
@@ -142,6 +143,7 @@ def together(observed: Sequence[Observations]) -> Observations:
         is_compared=any(one.is_compared for one in again),
         rows=tuple(sorted({row for one in again for row in one.rows})),
         odd={row: why for one in again for row, why in one.odd.items()},
+        have_passed=all(one.have_passed for one in again if one.rows),
         batch_is_bad=any(one.batch_is_bad for one in again),
         size=max(one.size for one in again),
         layer=max((one.layer for one in again if one.layer), key=lambda one: one[1], default=None),
@@ -219,7 +221,8 @@ def on_nonfinite(facts: Observations, climb: float, *, is_first: bool = False) -
 def on_error(facts: Observations, error: str) -> Diagnosis:
     """Diagnose an exception of user code that other batches at the same weights do not raise.
 
-    Rows that are not finite or far from others come first, then an operation that a patch can give a value, then rows.
+    Rows that are not finite or far from others come first, then an operation that a patch can give a value, then rows,
+    unless these were trained on before: then a line that does not take what the weights make of them.
     """
     if facts.blames_rows:
         return on_bad_rows(facts.odd_rows)
@@ -233,6 +236,10 @@ def on_error(facts: Observations, error: str) -> Diagnosis:
             advice = f"{found} raised {error}: keep what it is given within its domain, or catch it there."
             return Diagnosis(Cause.OPERATION, advice, culprit, patchable=True)
     if facts.rows and not facts.everywhere:
+        if facts.have_passed and culprit is not None:
+            since = f"{_rows(facts.rows)}, which passed it in an earlier epoch"
+            advice = f"{_place(culprit)} raised {error} with {since}: keep what it is given in its domain, or catch it."
+            return Diagnosis(Cause.OPERATION, advice, culprit, facts.rows)
         remedy = f"fix or remove {_it(facts.rows)}, or catch the error."
         return Diagnosis(Cause.DATA, f"{_rows(facts.rows).capitalize()} raised {error}: {remedy}", None, facts.rows)
     which = "Only some batches raise" if facts.is_compared else "The batch raises"

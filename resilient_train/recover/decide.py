@@ -75,6 +75,10 @@ _BY_SIGNAL = {  # what a signal suggests by itself
     (Cause.PROCESS, Signal.CHECKPOINT_DAMAGED): "Check the disk: a file differs from what was written.",
 }
 _DIAGNOSES = {signal: Diagnosis(cause, advice) for (cause, signal), advice in _BY_SIGNAL.items()}
+BY_DECAY = Diagnosis(
+    Cause.OPTIMIZER,
+    "Weights decay faster than they learn: lower weight_decay, or use AdamW, whose decay is apart from the gradient.",
+)
 _SPIKE_LANDED = Diagnosis(Cause.EXPLOSION, f"The loss jumped and stayed there: {_CALMER}.")
 
 
@@ -304,6 +308,6 @@ def decisions_digest(incidents: Iterable[Incident], before: int = 0) -> int:
 def update_digest(decisions: int, step: int, tick: int, start: int, samples: int, knobs: KnobValues) -> int:
     """Digest the inputs of an update. It is computed for every update, so it is cheap."""
     # Factors rounded to float32: their last digit may differ between machines, without effect.
-    factors = (knobs.lr, knobs.clip, knobs.eps, knobs.ceiling, knobs.leapt_to, knobs.share, knobs.higher_precision)
-    whole = crc32(pack("<5q6f?", decisions, step, tick, start, samples, *factors))
+    factors = (knobs.lr, knobs.clip, knobs.eps, knobs.ceiling, knobs.leapt_to, knobs.share, knobs.decay, knobs.norm)
+    whole = crc32(pack("<5q8f?", decisions, step, tick, start, samples, *factors, knobs.higher_precision))
     return (whole ^ (whole >> DIGEST_BITS)) & ((1 << DIGEST_BITS) - 1)

@@ -15,15 +15,25 @@ _RELAX_EPS_FACTOR = 10**0.5  # eps is divided by it: two steps undo a tenfold
 _REGAIN_FACTOR = 2 ** (1 / 8)  # of lr in one step of the climb to `regain`: eight steps double it
 _LONG_PATIENCE = 8  # at least, where the configured rate never worked, or failed at once
 _MAX_PATIENCE = 64
-_DECAY = 50  # healthy updates until a limit of updates is 0.7 of what it was
+_FALLS = 50  # healthy updates until a limit of updates is 0.7 of what it was
 _LEAST_SHARE = 0.1  # of it: no less, or it would slow down healthy training late in a long run
-_LATER = {"regain", "ceiling", "ceiling_met", "leapt_to", "share", "limited"}  # keys that older states lack
+_LATER = {
+    "regain",
+    "ceiling",
+    "ceiling_met",
+    "leapt_to",
+    "share",
+    "limited",
+    "decay",
+    "norm",
+}  # keys that older states lack
 _BOUNDS = {
     "lr": (MIN_LR, 1.0),
     "clip": (MIN_CLIP, 1.0),
     "eps": (1.0, MAX_EPS),
     "regain": (0.0, 1.0),
     "share": (0.0, 1.0),
+    "decay": (0.0, 1.0),
     "patience": (1, _MAX_PATIENCE),
 }
 
@@ -38,6 +48,8 @@ class KnobValues(NamedTuple):
     leapt_to: float = 0.0  # the multiple that the schedule rose to in one step; 0: it did not
     higher_precision: bool = False  # without autocast
     share: float = 0.0  # of the norm of the weights, by which SGD may change them; 0: no limit
+    decay: float = 1.0  # factor of the configured weight decay
+    norm: float = 0.0  # that gradients are clipped to at most, whatever is configured; 0: no such limit
 
 
 AS_CONFIGURED = KnobValues()
@@ -57,6 +69,8 @@ class Knobs:
     leapt_to: float = 0.0
     share: float = 0.0  # at first
     limited: int = 0  # healthy updates since it was set
+    decay: float = 1.0
+    norm: float = 0.0
     higher_precision: int = 0  # steps left in it
     warmed: int = 0  # steps done of the present re-warming, ...
     warms_for: int = 0  # ... and all of its steps
@@ -74,7 +88,9 @@ class Knobs:
             ceiling=self.ceiling or math.inf,
             leapt_to=self.leapt_to,
             higher_precision=self.higher_precision > 0,
-            share=self.share * max(_LEAST_SHARE, math.sqrt(_DECAY / (_DECAY + self.limited))),
+            share=self.share * max(_LEAST_SHARE, math.sqrt(_FALLS / (_FALLS + self.limited))),
+            decay=self.decay,
+            norm=self.norm,
         )
 
     def turn_lr(self, factor: float, rewarm: int = 0, regain: float = 0.0, *, lasting: bool = False) -> None:
@@ -105,13 +121,18 @@ class Knobs:
         """
         self.share, self.limited = share, 0
 
-    def turn_clip(self, factor: float) -> None:
-        """Multiply the limits of the clip."""
+    def turn_clip(self, factor: float, to: float = 0.0) -> None:
+        """Multiply the limits of the clip; with `to`, clip to that norm at most, for the rest of the run."""
         self.clip = _bounded("clip", self.clip * factor)
+        self.norm = min(to, self.norm or to) if to else self.norm
 
     def turn_eps(self, factor: float) -> None:
         """Multiply epsilon."""
         self.eps = _bounded("eps", self.eps * factor)
+
+    def turn_decay(self, factor: float) -> None:
+        """Multiply the weight decay, for the rest of the run."""
+        self.decay = _bounded("decay", self.decay * factor)
 
     def turn_precision(self, steps: int) -> None:
         """Stay in higher precision for at least so many steps."""

@@ -199,12 +199,13 @@ class LimitLr(Remedy):
 
 @dataclass(frozen=True)
 class TightenClip(Remedy):
-    """Multiply the limits of the gradient clip; they relax by themselves."""
+    """Multiply the limits of the gradient clip; they relax by themselves. Or clip to a norm, and let that stay."""
 
     factor: float = limited(0.5, above=0, at_most=1)
+    to: float = limited(0.0, at_least=0)  # this norm instead
 
     def apply(self, run: RunControl) -> None:
-        run.knobs.turn_clip(self.factor)
+        run.knobs.turn_clip(1.0 if self.to else self.factor, self.to)
 
 
 @dataclass(frozen=True)
@@ -226,6 +227,16 @@ class LimitUpdate(Remedy):
 
     def apply(self, run: RunControl) -> None:
         run.knobs.limit_update(self.share)
+
+
+@dataclass(frozen=True)
+class LowerDecay(Remedy):
+    """Multiply the weight decay, for the rest of the run: where the loss stands because the weights vanish."""
+
+    factor: float = limited(0.0, at_least=0, at_most=1)
+
+    def apply(self, run: RunControl) -> None:
+        run.knobs.turn_decay(self.factor)
 
 
 @dataclass(frozen=True)
@@ -320,6 +331,7 @@ KNOWN: dict[str, type[Remedy]] = {
     "limit_lr": LimitLr,
     "tighten_clip": TightenClip,
     "limit_update": LimitUpdate,
+    "lower_decay": LowerDecay,
     "raise_eps": RaiseEps,
     "mend_eps": MendEps,
     "armor": PatchOperation,

@@ -188,6 +188,19 @@ class Ring:
         share = _USUAL_INTERVAL / (self.snapshots[-1].step - self.snapshots[-2].step)
         return self._agree((share * moved / norm) ** 0.5 if norm else math.inf)  # a rank may hold no part of a weight
 
+    def shrunk_since(self, since: Snapshot) -> float:
+        """Return the norm of the matrices of the newest snapshot, as a share of that of an older one.
+
+        Of weights that are sharded, what the rank says whose part shrank most. The host waits; a collective.
+        """
+        self.copier.wait()
+        now = was = 0.0
+        for name, weight in self.snapshots[-1].parts["weights"].items():
+            if name in since.parts["weights"] and len(weight.shape) > 1:  # those of norms begin at 1, and matter less
+                now += float(torch.linalg.vector_norm(local_part(weight))) ** 2
+                was += float(torch.linalg.vector_norm(local_part(since.parts["weights"][name]))) ** 2
+        return self._agree((now / was) ** 0.5 if was else 1.0)
+
     def clear(self) -> None:
         """Drop everything: the run continues from a checkpoint."""
         self._drop_set_aside()

@@ -329,7 +329,7 @@ def _results(story: Story) -> str:
 
 
 def _knobs(knobs: Mapping[str, Any]) -> list[str]:
-    names = {"lr": "learning rate", "clip": "gradient clip", "eps": "epsilon"}
+    names = {"lr": "learning rate", "clip": "gradient clip", "eps": "epsilon", "decay": "weight decay"}
     factors = {names[key]: knobs.get(key) for key in names}
     lines = [f"{name} x{one:.3g}" for name, one in factors.items() if type(one) in (int, float) and one != 1]
     if type(steps := knobs.get("higher_precision")) is int and steps > 0:

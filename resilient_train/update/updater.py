@@ -107,8 +107,9 @@ class Updater:
         self._over_ranks = over_ranks if any(map(is_sharded, self.weights)) else None
         # Torch's own zero_grad only sets gradients to None, at fifty times the cost.
         self._own_zero_grad = [one for one in optimizers if type(one).zero_grad is not Optimizer.zero_grad]
-        self._configured = [  # rate and epsilon of each group
-            (float(group.get("initial_lr", group["lr"]) or 0.0), group.get("eps")) for group in self._groups()
+        self._configured = [  # rate, epsilon and decay of each group
+            (float(group.get("initial_lr", group["lr"]) or 0.0), group.get("eps"), group.get("weight_decay"))
+            for group in self._groups()
         ]
         # Groups, by number, whose optimizer sets the rate itself in its step: their updates are scaled instead.
         self._own_rates = {number for number, group in enumerate(self._groups()) if group["lr"] is None}
@@ -134,8 +135,11 @@ class Updater:
         turns, one = self.turns, self.turns.current
         scale = self._unscale(self.optimizers if one is None else [one])
         weights = self.weights if one is None else turns.weights
+        tightened, usual = knobs.clip, self.usual_norm or knobs.norm or None
+        if knobs.norm and (configured := self.clipping.max_norm or usual):
+            tightened = min(tightened, knobs.norm / configured)
         if not self.trainer_clips:
-            how = knobs.clip, self.usual_norm, self._over_ranks
+            how = tightened, usual, self._over_ranks
 
             def note(norms: torch.Tensor) -> None:
                 names = [self._names.get(id(one), "?") for one in weights if one.grad is not None]
@@ -150,7 +154,7 @@ class Updater:
             elif self.changes_after_norm:
                 after, _ = clip(weights, ClipConfig(None, None), over_ranks=self._over_ranks)
                 norm = torch.where(after.isfinite(), norm, after)
-            grad_norm, max_norm = clip_further(weights, norm, self.clipping.max_norm, knobs.clip, self.usual_norm)
+            grad_norm, max_norm = clip_further(weights, norm, self.clipping.max_norm, tightened, usual)
         set_rates = self._set(step, knobs.lr * rate_factor, knobs)
         if knobs.share:
             # At a lower rate, by a remedy or by the schedule, updates are shorter, too; 0: not known on the host.
@@ -249,7 +253,7 @@ class Updater:
         settings, before, paces = [], [], [(0.0, 0.0)]
         planned = [setting for schedule in self.schedules for setting in schedule.settings(step)]
         each = zip(self._groups(), planned, self._configured, strict=True)
-        for number, (group, setting, (usual, eps)) in enumerate(each):
+        for number, (group, setting, (usual, eps, decay)) in enumerate(each):
             lr = setting["lr"] or 0.0
             times = 1.0 if number in self._own_rates else factor  # else its updates would be scaled twice
             # A rate as a multiple of the configured one; 0 for a tensor, which the host would have to wait for.
@@ -263,6 +267,8 @@ class Updater:
                 weights = group["params"] if self.mends_eps else ()
                 kinds = [torch.finfo(one.dtype) for one in weights if one.is_floating_point()]
                 setting["eps"] = max([eps * knobs.eps, *(math.sqrt(one.smallest_normal * one.eps) for one in kinds)])
+            if knobs.decay < 1 and isinstance(decay, int | float):
+                setting["weight_decay"] = decay * knobs.decay
             old: dict[str, Any] = {name: group.get(name) for name in setting}
             old[LR_OF_GUARD] = group.get(LR_OF_GUARD, old["lr"])  # missing if the loop has loaded a state
             group.update(setting)

@@ -191,6 +191,74 @@ def test_an_operation_with_a_value_to_give_is_patched(objective: Any, op: str, b
     guard._controls.unpatch()
 
 
+class Exact(nn.Module):
+    """A line with a width: as the data has no noise, the best width is none, which no distribution takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.width = nn.Linear(4, 1), nn.Parameter(torch.tensor(0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.line(x)[:, 0]
+        return out
+
+
+def narrowing(model: Any, batch: Any) -> Tensor:
+    density = torch.distributions.Normal(model(batch[0]), F.relu(model.width))  # type: ignore[no-untyped-call]
+    loss: Tensor = -density.log_prob(batch[1]).mean()  # type: ignore[no-untyped-call]
+    return loss
+
+
+def narrowed(recovery: str) -> Guard:
+    torch.manual_seed(0)
+    model, x = Exact(), torch.randn(ROWS, 4)
+    with torch.no_grad():
+        data = TensorDataset(x, model(x))
+    optimizer = torch.optim.SGD(model.parameters(), lr=2e-2)
+    guard = Guard(
+        *(None, model, optimizer), data=data, batch_size=16, steps=STEPS, objective=narrowing, recovery=recovery
+    )
+    for batch in guard.batches():
+        guard.step(batch)
+    return guard
+
+
+def test_weights_that_leave_the_domain_of_every_batch() -> None:
+    """A patch has a value there, and the run goes on; without one, what every batch raises ends it."""
+    with pytest.raises(ValueError, match="GreaterThan") as raised:
+        narrowed("conservative")
+    assert any("raise as well" in note for note in raised.value.__notes__)
+    guard = narrowed("balanced")
+    assert guard.clock.step == STEPS
+    first = guard.incidents[0]
+    assert first.anomaly.signal is Signal.EXCEPTION
+    assert (first.diagnosis.culprit and first.diagnosis.culprit.op) == "Normal"
+    assert [one.remedy for one in first.decision.actions] == ["armor"]
+    guard._controls.unpatch()
+
+
+def test_a_line_that_rows_have_passed_before_is_named() -> None:
+    """The weights decide whether it takes them. The rows are put aside all the same."""
+    data = table(bad=())
+    data.tensors[1].clamp_(max=3)[9] = 4
+
+    def strict(model: Any, batch: Any) -> Tensor:
+        if 4 in batch[1] and model.offsets[4].abs() > 0.01:  # which the first epoch has taught it
+            raise ValueError("that is off by too much")  # strict
+        return squared(model, batch)
+
+    guard = run(strict, data)
+    raised = [one for one in guard.incidents if one.anomaly.signal is Signal.EXCEPTION]
+    assert raised
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    for one in raised:
+        assert one.diagnosis.cause is Cause.OPERATION
+        assert one.diagnosis.culprit is not None
+        assert lines[one.diagnosis.culprit.line - 1].endswith("# strict")
+        assert one.diagnosis.rows == (9,)
+        assert [action.remedy for action in one.decision.actions] == ["quarantine"]
+
+
 def counts(model: Any, batch: Any) -> Tensor:
     """Counts, one of which is negative: a Poisson distribution refuses it."""
     x, sensors, y = batch

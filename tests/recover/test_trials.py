@@ -10,6 +10,7 @@ import re
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -178,11 +179,11 @@ def next_letter(model: Any, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0][:, :-1]).flatten(0, 1), batch[0][:, 1:].flatten())
 
 
-def language(lr: float, steps: int = 150, recovery: Any = "balanced", **more: Any) -> Guard:
+def language(lr: float, steps: int = 150, recovery: Any = "balanced", optimizer: Any = None, **more: Any) -> Guard:
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True)
     model = LanguageModel()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    optimizer = (optimizer or partial(torch.optim.AdamW, lr=lr))(model.parameters())
     model, optimizer = accelerator.prepare(model, optimizer)
     given = {"objective": next_letter, "data": text(), "batch_size": 8, "clip": 1.0, **more}
     return Guard(accelerator, model, optimizer, steps=steps, recovery=recovery, **given)
@@ -233,6 +234,23 @@ def test_a_rate_that_was_quietly_too_high_is_found_and_lowered(tmp_path: Path) -
     assert 0 < summary["trial_updates"] <= 200
     assert summary["ticks"] == guard.clock.tick  # updates of a trial are no ticks
     assert guard.clock.tick < 150 + incident.anomaly.step + 5
+
+
+@pytest.mark.parametrize(("decay", "is_found"), [(1.0, True), (0.001, False)])
+def test_a_decay_that_takes_the_weights_away_is_taken_back(decay: float, is_found: bool) -> None:
+    """Adam divides it by its own size. Nothing learns, so no trial could show it; the norm of the weights does."""
+    adam = partial(torch.optim.Adam, lr=0.02, weight_decay=decay)
+    guard = train(language(0.02, optimizer=adam))
+    mended = final(train(language(0.02, optimizer=partial(adam, weight_decay=0.0))))
+    assert [action.remedy for one in guard.incidents for action in one.decision.actions] == (
+        ["rewind", "lower_decay"] if is_found else []
+    )
+    assert final(guard) < 1.05 * mended
+    if is_found:
+        [incident] = guard.incidents
+        assert (incident.anomaly.signal, incident.diagnosis.cause) == ("no_progress", "optimizer")
+        assert "of their norm" in incident.anomaly.evidence
+        assert not incident.tried
 
 
 @pytest.mark.parametrize(("travel", "is_found"), [(0.4, True), (10.0, False)])
