@@ -157,8 +157,8 @@ class Loop:
             if tried and (self.parts.clock.step or before):  # a plain bug ends the first update as in a plain loop
                 if self._may_be_patched(error, begun.tick):
                     self._note(begun, error)
-                    for weight in self.model.parameters():
-                        weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
+                    for weight in self.parts.updater.weights:
+                        weight.grad = torch.zeros_like(weight)
                     return torch.full((), math.nan, device=self.parts.world.device), {}
                 said = f"{counted(tried, 'other batch')} at the same weights raise{'s' * (tried == 1)} as well"
                 error.add_note(f"resilient_train: {said}")

@@ -217,8 +217,7 @@ class RewindCheck(PlainState):
 
     def ends_back(self, step: int) -> bool:
         """Whether a run that ends at `step` is back, however few losses show it. Losses that still fall are not."""
-        after = min(len(self._losses), max(0, step - self.goal)) or len(self._losses)
-        return self._standing(step, after) is Standing.BACK
+        return self._standing(step, self._counted(step)) is Standing.BACK
 
     def is_at_reference(self, step: int) -> bool:
         """Whether the losses since the rewind are at the reference: only then states count as good."""
@@ -228,12 +227,16 @@ class RewindCheck(PlainState):
 
     def evidence(self, step: int) -> str:
         assert self.reference is not None
-        losses = list(self._losses)[-max(1, step - self.goal) :]
+        losses = list(self._losses)[-self._counted(step) :]
         mean = sum(losses) / max(1, len(losses))
         return (
             f"the last losses ({len(losses)}) average {mean:.4g} where {self.reference.expected(step):.4g} was usual "
             f"at step {self.reference.step:,}"
         )
+
+    def _counted(self, step: int) -> int:
+        """How many of the newest losses count: those beyond the goal, or all where the run has not come that far."""
+        return min(len(self._losses), max(0, step - self.goal)) or len(self._losses)
 
     def _standing(self, step: int, count: int) -> Standing:
         assert self.reference is not None

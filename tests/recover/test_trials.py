@@ -242,15 +242,13 @@ def test_a_decay_that_takes_the_weights_away_is_taken_back(decay: float, is_foun
     adam = partial(torch.optim.Adam, lr=0.02, weight_decay=decay)
     guard = train(language(0.02, optimizer=adam))
     mended = final(train(language(0.02, optimizer=partial(adam, weight_decay=0.0))))
-    assert [action.remedy for one in guard.incidents for action in one.decision.actions] == (
-        ["rewind", "lower_decay"] if is_found else []
-    )
+    remedies = [action.remedy for one in guard.incidents for action in one.decision.actions]
+    assert remedies == ["rewind", "lower_decay"] * is_found
     assert final(guard) < 1.05 * mended
     if is_found:
         [incident] = guard.incidents
         assert (incident.anomaly.signal, incident.diagnosis.cause) == ("no_progress", "optimizer")
         assert "of their norm" in incident.anomaly.evidence
-        assert not incident.tried
 
 
 @pytest.mark.parametrize(("travel", "is_found"), [(0.4, True), (10.0, False)])

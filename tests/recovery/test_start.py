@@ -93,7 +93,8 @@ def test_what_explodes_for_other_reasons_than_the_rate_is_trained_with_that_rate
         else:
             guard.step(batch)
     assert loss_of(net, rows, criterion) < 0.1 * first
-    assert "limit_update" in [action.remedy for one in guard.incidents for action in one.decision.actions]
+    tried = {action.remedy for one in guard.incidents for action in one.decision.actions}
+    assert tried & {"limit_update", "tighten_clip"}
     assert hands_over or optimizer.param_groups[0]["lr"] == 0.05  # where nothing is replayed other remedies come first
     assert guard.clock.tick < 1.5 * STEPS
 
