@@ -22,7 +22,17 @@ from resilient_train.errors import StorageFailed, TrainError, in_one_line
 from resilient_train.recover.knobs import Knobs
 from resilient_train.recover.policy import Policy
 from resilient_train.recover.remedies import RunControl, remedy
-from resilient_train.recover.trials import JUDGED, Arm, best_arm, cost_of, fastest, holds, is_far_lower, may_win
+from resilient_train.recover.trials import (
+    JUDGED,
+    Arm,
+    best_arm,
+    cost_of,
+    fastest,
+    holds,
+    is_far_lower,
+    may_win,
+    on_its_way,
+)
 from resilient_train.run_parts import RunParts
 from resilient_train.state.ring import Snapshot
 from resilient_train.types import Action, Tried
@@ -128,7 +138,12 @@ class Trials:
             rates = [Action("lower_lr", {"factor": rate, "lasting": True}) for rate in self._policy.rates]
             while rates and not fastest(arms) and left - self._cost >= 2 * each and may_win(arms, first):
                 arms.append(self._run((rates.pop(0),), steps, since))
-            if not (best := fastest(arms)):
+            best, longer = fastest(arms), min(step // 2, 2 * steps)
+            if not best and (slow := on_its_way(arms, first)) and left - self._cost >= 2 * cost_of(longer, JUDGED):
+                steps, each = longer, cost_of(longer, JUDGED)
+                arms[slow] = self._run(arms[slow].actions, steps, since)
+                best = fastest(arms)
+            if not best:
                 return None, True
             control_arm = self._run((), steps, since)
             if is_held := holds(arms[best], control_arm, arms[0], first):

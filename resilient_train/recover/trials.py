@@ -14,6 +14,7 @@ LONG_ENOUGH = 200  # updates: over fewer a lower rate nearly always looks better
 _NOISE = 2.0  # standard errors of a mean difference
 _NEARLY_ALL, _ENOUGH = 15 / 16, 8  # of the losses that are compared, and so many at least
 _BEHIND = 0.1  # of the way that the run has come
+_SLOWER = 0.4  # the same, of an arm that is tried for longer: it had half of the updates or fewer
 _RISEN = 0.2  # of the loss
 _FAR = 0.4  # of the loss: at the same age, noise and a falling rate explain less
 _LEARNED = 0.1  # of the first loss
@@ -118,6 +119,12 @@ def may_win(arms: Sequence[Arm], first: float) -> bool:
     if len(arms) == 2:
         return arms[1].loss <= arms[0].loss + _BEHIND * max(0.0, first - arms[0].loss)
     return len(arms) < 2 or fastest(arms) > 0
+
+
+def on_its_way(arms: Sequence[Arm], first: float) -> int:
+    """Return the place of the best of the lower rates if it came most of the way from the `first` loss; else 0."""
+    best = min(range(1, len(arms)), key=lambda place: arms[place].loss, default=0)
+    return best if best and arms[best].loss <= arms[0].loss + _SLOWER * max(0.0, first - arms[0].loss) else 0
 
 
 def is_lower(arm: Arm, other: Arm, share: float = _LEAST_GAIN) -> bool:

@@ -121,6 +121,9 @@ def test_a_race_may_be_won_late_or_end_early() -> None:
         assert is_far_lower(arm(cut(0.1), int(anomalies), *losses), now) is is_far
     tries_more = [may_win(arms, 3.0) for arms in ([now], [now, behind], [now, close], [now, close, close])]
     assert tries_more == [True, False, True, False]
+    lost = arm(cut(0.1), 0, 2.8, 2.9)
+    assert [on_its_way(arms, 4.0) for arms in ([now], [now, lost, behind], [now, close, lost])] == [0, 2, 1]
+    assert on_its_way([now, behind], 2.5) == 0  # the run has come as little
 
 
 CHECK = NoProgressConfig(every=64, window=1024, share=0.45, travel=0.4)
