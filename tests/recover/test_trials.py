@@ -26,7 +26,7 @@ from torch.utils.data import Dataset, TensorDataset
 from resilient_train.adapters.guard import Guard
 from resilient_train.reader import DiskConfig
 from resilient_train.record.incident_lines import as_line, from_line
-from resilient_train.recover.trials import Arm, best_arm, fastest, holds, is_far_lower, may_win
+from resilient_train.recover.trials import Arm, best_arm, fastest, holds, is_far_lower, may_win, on_its_way
 from resilient_train.types import Action, Tried
 from resilient_train.watch.config import NoProgressConfig
 from resilient_train.watch.config import named as checks_named
