@@ -55,6 +55,11 @@ def ended(case: Any, seed: int, *, skips: bool) -> float:
     return loss if math.isfinite(loss) else math.inf
 
 
+def shapes(case: Any, *, mended: bool) -> dict[str, torch.Size]:
+    """The weights of a program by name, of its first seed."""
+    return {name: one.shape for name, one in case.program(0, mended=mended).model.state_dict().items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--set", choices=SETS, default="first")
@@ -77,6 +82,8 @@ def main() -> None:
                 faults.add("a plain loop does as well")
             cured = " skip cures" if stick.is_near(skipping) else ""
             told.append(f"{stick.start:.3g}->{stick.healthy:.3g} plain {plain:.3g}{cured}")
+        if shapes(case, mended=True) != shapes(case, mended=False):
+            faults.add("the mended twin has other weights")
         guilty = case.program(0).guilty
         if guilty.ops and not guilty_lines(case):
             faults.add("no line is marked # guilty")

@@ -38,6 +38,7 @@ def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
 def program(seed: int, *, mended: bool = False) -> Program:
     torch.manual_seed(seed)
     regions, numbers, count = 8 + seed % 5, 5, 1600
+    width = int(torch.randint(24, 48, ()))
     region = torch.randint(regions, (count + 128,))
     policy = torch.randn(count + 128, numbers)
     mean = (0.7 * torch.randn(regions)[region] + 0.5 * policy[:, 0] - 0.4 * policy[:, 1].abs()).exp()
@@ -46,7 +47,7 @@ def program(seed: int, *, mended: bool = False) -> Program:
     if not mended:
         paid[recovered] *= -torch.rand(len(recovered)).clamp(min=0.01)
     return Program(
-        model=Severity(regions, numbers, int(torch.randint(24, 48, ()))),
+        model=Severity(regions, numbers, width),
         rows=TensorDataset(region[:count], policy[:count], paid[:count]),
         loss=loss,
         optimizer=partial(torch.optim.Adam, lr=5e-3),
