@@ -191,15 +191,17 @@ class Ring:
     def shrunk_since(self, since: Snapshot) -> float:
         """Return the norm of the matrices of the newest snapshot, as a share of that of an older one.
 
-        Of weights that are sharded, what the rank says whose part shrank most. The host waits; a collective.
+        Of weights that are sharded, what the rank says whose part shrank least. The host waits; a collective.
         """
         self.copier.wait()
         now = was = 0.0
         for name, weight in self.snapshots[-1].parts["weights"].items():
-            if name in since.parts["weights"] and len(weight.shape) > 1:  # those of norms begin at 1, and matter less
+            if (
+                name in since.parts["weights"] and len(weight.shape) > 1 and weight.dtype.is_floating_point
+            ):  # those of norms begin at 1, and matter less
                 now += float(torch.linalg.vector_norm(local_part(weight))) ** 2
                 was += float(torch.linalg.vector_norm(local_part(since.parts["weights"][name]))) ** 2
-        return self._agree((now / was) ** 0.5 if was else 1.0)
+        return -self._agree(-((now / was) ** 0.5) if was else 0.0) or 1.0  # 0: no part of any
 
     def clear(self) -> None:
         """Drop everything: the run continues from a checkpoint."""

@@ -135,7 +135,7 @@ class Updater:
         turns, one = self.turns, self.turns.current
         scale = self._unscale(self.optimizers if one is None else [one])
         weights = self.weights if one is None else turns.weights
-        tightened, usual = knobs.clip, self.usual_norm or knobs.norm or None
+        tightened, usual = knobs.clip, max(self.usual_norm or 0.0, 2 * knobs.norm) or None
         if knobs.norm and (configured := self.clipping.max_norm or usual):
             tightened = min(tightened, knobs.norm / configured)
         if not self.trainer_clips:
