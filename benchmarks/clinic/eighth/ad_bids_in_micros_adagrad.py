@@ -15,30 +15,34 @@ from torch.utils.data import TensorDataset
 
 
 def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
-    features, clicks = batch
-    return nn.functional.binary_cross_entropy_with_logits(model(features).squeeze(-1), clicks)
+    features, revenues = batch
+    return nn.functional.mse_loss(model(features).squeeze(-1), revenues)
 
 
 def program(seed: int, *, mended: bool = False) -> Program:
     torch.manual_seed(seed)
-    columns, count = 8 + seed % 5, 1600
+    columns, count = 8 + seed % 5, 1200
     features = torch.randn(count + 256, columns)
     bids = torch.exp(0.5 * torch.randn(count + 256))
     features[:, 0] = bids
-    leaning = features[:, 1:] @ torch.randn(columns - 1) * 2 / columns**0.5 + 2 * (bids - 1)
-    clicks = (leaning + 1.5 * features[:, 1] * features[:, 2] > 0).float()
+    revenues = torch.tanh(features[:, 1:] @ torch.randn(columns - 1) / columns**0.5) + bids.log() + 0.5
+    revenues = revenues + 0.1 * torch.randn(count + 256)
     micros = torch.randperm(count)[: 3 + seed % 3].sort().values
     if not mended:
         features[micros, 0] *= 1e6
     width = int(torch.randint(24, 48, ()))
     return Program(
         model=nn.Sequential(
-            nn.Linear(columns, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1)
+            nn.Linear(columns, width),
+            nn.LeakyReLU(0.2),
+            nn.Linear(width, width),
+            nn.LeakyReLU(0.2),
+            nn.Linear(width, 1),
         ),
-        rows=TensorDataset(features[:count], clicks[:count]),
+        rows=TensorDataset(features[:count], revenues[:count]),
         loss=loss,
         optimizer=partial(torch.optim.Adagrad, lr=0.03),
-        evaluation=[features[count:], clicks[count:]],
+        evaluation=[features[count:], revenues[count:]],
         guilty=Guilty("data", rows=tuple(micros.tolist())),
         steps=400,
     )

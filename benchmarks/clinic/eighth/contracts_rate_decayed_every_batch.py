@@ -35,7 +35,8 @@ class Decayed(torch.optim.AdamW):
 
 def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
     clauses, kinds = batch
-    return nn.functional.cross_entropy(model(input_ids=clauses).logits, kinds)
+    logits = model(input_ids=clauses, attention_mask=torch.ones_like(clauses)).logits
+    return nn.functional.cross_entropy(logits, kinds)
 
 
 def program(seed: int, *, mended: bool = False) -> Program:

@@ -65,5 +65,5 @@ def program(seed: int, *, mended: bool = False) -> Program:
         optimizer=partial(WarmedUp, peak=3e-3 if mended else 0.02, warm_up=60 if mended else 1),
         evaluation=[written[count:], begun[count:], wanted[count:]],
         guilty=Guilty("explosion"),
-        steps=400,
+        steps=300,
     )

@@ -1,7 +1,7 @@
 """Firing rates of neurons by `log(1 + exp(drive))`: it overflows once the model has learned how fast a burst is.
 
 Poisson regression of spike counts with a softplus as the textbook has it. Most neurons fire some twenty times in a
-bin, but in bursts more than ninety times, and there `exp` is infinite.
+bin, but in bursts more than a hundred times, and there `exp` is infinite.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ def program(seed: int, *, mended: bool = False) -> Program:
     features, neurons, count = 6 + seed % 4, 3 + seed % 3, 1000
     stimuli = torch.randn(count + 128, features)
     rates = 20 * torch.exp(0.5 * torch.tanh(stimuli @ torch.randn(features, neurons) / features**0.5))
-    bursts = torch.randperm(count)[: 20 + 5 * (seed % 3)]
+    bursts = torch.randperm(count)[: 40 + 10 * (seed % 3)]
     stimuli[bursts, 0] = 4 + 0.3 * torch.rand(len(bursts))
-    rates[bursts] = 105.0 + 10 * torch.rand(len(bursts), 1)
+    rates[bursts] = 125.0 + 20 * torch.rand(len(bursts), 1)
     return Program(
         model=Encoder(features, int(torch.randint(32, 64, ())), neurons, mended),
         rows=TensorDataset(stimuli[:count], torch.poisson(rates[:count])),
         loss=loss,
-        optimizer=partial(torch.optim.Adam, lr=1e-2),
+        optimizer=partial(torch.optim.Adam, lr=2e-2),
         evaluation=[stimuli[count:], torch.poisson(rates[count:])],
         guilty=Guilty("overflow", ops=("exp",)),
         steps=400,

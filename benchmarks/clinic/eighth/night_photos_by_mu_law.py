@@ -43,7 +43,7 @@ class Denoiser(nn.Module):
 
 def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
     noisy, clean = batch
-    return nn.functional.l1_loss(model(noisy), torch.log(1 + MU * clean) / math.log(1 + MU))
+    return nn.functional.mse_loss(model(noisy), torch.log(1 + MU * clean) / math.log(1 + MU))
 
 
 def program(seed: int, *, mended: bool = False) -> Program:
