@@ -22,12 +22,14 @@ def clip(
     config: ClipConfig,
     tightened: float = 1.0,
     usual: float | None = None,
+    most: float = 0.0,
     over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
     note: Callable[[torch.Tensor], None] | None = None,
 ) -> tuple[torch.Tensor, float | None]:
     """Clip the gradients in place, by norm and then by value.
 
-    Where no norm is configured, a tightened clip starts from the `usual` one. Returns the norm of the gradients
+    Where no norm is configured, a tightened clip starts from the `usual` one. `most` is a norm that is not exceeded in
+    any case; 0: there is none. Returns the norm of the gradients
     before, and the norm they were clipped to, if any. `over_ranks` sums over the ranks where gradients are sharded;
     where they are not, `note` is called with the norms of the single ones.
     """
@@ -41,8 +43,7 @@ def clip(
     is_plain, norm = _is_plain(grads), _norm(grads, over_ranks, note)
     if over_ranks is not None:
         grads = [local_part(grad) for grad in grads]
-    configured = usual if config.max_norm is None and tightened < 1 else config.max_norm
-    max_norm = None if configured is None else configured * tightened
+    max_norm = _limit(config.max_norm, tightened, usual, most)
     if max_norm is not None:
         factor = (max_norm / (norm + 1e-6)).clamp_(max=1.0)
         if is_plain and factor.dtype is grads[0].dtype:
@@ -62,20 +63,27 @@ def clip_further(
     max_norm: float | None,
     tightened: float = 1.0,
     usual: float | None = None,
+    most: float = 0.0,
 ) -> tuple[torch.Tensor, float | None]:
     """Tighten the clip of gradients that a trainer has measured, and clipped to `max_norm` if that is given.
 
     Returns the same as `clip`.
     """
-    configured = usual if max_norm is None else max_norm
-    if tightened >= 1 or configured is None:
+    limit = _limit(max_norm, tightened, usual, most)
+    if limit is None or limit == max_norm:
         return norm, max_norm
     clipped = norm if max_norm is None else norm.clamp(max=max_norm)
-    factor = (configured * tightened / (clipped + 1e-6)).clamp_(max=1.0)
+    factor = (limit / (clipped + 1e-6)).clamp_(max=1.0)
     for weight in weights:
         if weight.grad is not None:
             weight.grad.mul_(factor.to(weight.grad.device))
-    return norm, configured * tightened
+    return norm, limit
+
+
+def _limit(configured: float | None, tightened: float, usual: float | None, most: float) -> float | None:
+    begins = usual if configured is None and tightened < 1 else configured
+    limits = [] if begins is None else [begins * tightened]
+    return min([*limits, most] if most else limits, default=None)
 
 
 @torch.no_grad()

@@ -135,17 +135,14 @@ class Updater:
         turns, one = self.turns, self.turns.current
         scale = self._unscale(self.optimizers if one is None else [one])
         weights = self.weights if one is None else turns.weights
-        tightened, usual = knobs.clip, max(self.usual_norm or 0.0, 2 * knobs.norm) or None
-        if knobs.norm and (configured := self.clipping.max_norm or usual):
-            tightened = min(tightened, knobs.norm / configured)
+        limits = knobs.clip, self.usual_norm, knobs.norm
         if not self.trainer_clips:
-            how = tightened, usual, self._over_ranks
 
             def note(norms: torch.Tensor) -> None:
                 names = [self._names.get(id(one), "?") for one in weights if one.grad is not None]
                 self._norms.append((names, norms))
 
-            grad_norm, max_norm = clip(weights, self.clipping, *how, note)
+            grad_norm, max_norm = clip(weights, self.clipping, *limits, self._over_ranks, note)
         else:
             if (norm := self.trainers_norm) is None:
                 norm, _ = clip(weights, ClipConfig(None, None), over_ranks=self._over_ranks)
@@ -154,7 +151,7 @@ class Updater:
             elif self.changes_after_norm:
                 after, _ = clip(weights, ClipConfig(None, None), over_ranks=self._over_ranks)
                 norm = torch.where(after.isfinite(), norm, after)
-            grad_norm, max_norm = clip_further(weights, norm, self.clipping.max_norm, tightened, usual)
+            grad_norm, max_norm = clip_further(weights, norm, self.clipping.max_norm, *limits)
         set_rates = self._set(step, knobs.lr * rate_factor, knobs)
         if knobs.share:
             # At a lower rate, by a remedy or by the schedule, updates are shorter, too; 0: not known on the host.

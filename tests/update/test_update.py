@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, MultiplicativeLR, OneCyc
 from resilient_train.errors import TrainError
 from resilient_train.reader import ClipConfig
 from resilient_train.recover.knobs import KnobValues
-from resilient_train.update.clip import clip, clip_to_share
+from resilient_train.update.clip import clip, clip_further, clip_to_share
 from resilient_train.update.schedule import (
     CurveSchedule,
     LoopSchedule,
@@ -124,6 +124,44 @@ def test_clipping(max_norm: float | None, max_value: float | None, expected: lis
     weights = gradients(3.0, 4.0)
     norm, clipped_to = clip(weights, ClipConfig(max_norm, max_value))
     assert (norm.item(), clipped_to) == (5, max_norm)
+    assert [weight.grad.item() for weight in weights if weight.grad is not None] == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("config", "tightened", "usual", "most", "limit", "expected"),
+    [
+        (ClipConfig(2.5, None), 0.5, None, 0.0, 1.25, [0.75, 1]),
+        (ClipConfig(None, None), 0.5, 2.0, 0.0, 1.0, [0.6, 0.8]),
+        (ClipConfig(None, None), 0.5, None, 0.0, None, [3, 4]),  # nothing to start from
+        (ClipConfig(None, None), 1.0, 2.0, 0.0, None, [3, 4]),
+        # to a norm: whatever is configured or usual
+        (ClipConfig(None, None), 1.0, None, 1.0, 1.0, [0.6, 0.8]),
+        (ClipConfig(None, None), 1.0, 0.2, 1.0, 1.0, [0.6, 0.8]),
+        (ClipConfig(2.5, None), 1.0, None, 1.0, 1.0, [0.6, 0.8]),
+        (ClipConfig(0.5, None), 1.0, None, 1.0, 0.5, [0.3, 0.4]),
+        (ClipConfig(2.5, None), 0.1, None, 1.0, 0.25, [0.15, 0.2]),
+        (ClipConfig(None, 0.7), 1.0, 9.0, 1.0, 1.0, [0.6, 0.7]),  # the limit of a value is another one
+    ],
+)
+@pytest.mark.parametrize("measured", [False, True])
+def test_a_clip_is_tightened(
+    config: ClipConfig,
+    tightened: float,
+    usual: float | None,
+    most: float,
+    limit: float | None,
+    expected: list[float],
+    measured: bool,
+) -> None:
+    """By a factor of what is configured, or usual where nothing is; and to a norm. In the same way behind a trainer."""
+    weights = gradients(3.0, 4.0)
+    if measured and config.max_value is None:  # a trainer clips by value itself
+        norm, _ = clip(weights, config)
+        norm, clipped_to = clip_further(weights, norm, config.max_norm, tightened, usual, most)
+    else:
+        norm, clipped_to = clip(weights, config, tightened, usual, most)
+    assert norm.item() == 5
+    assert clipped_to == pytest.approx(limit)
     assert [weight.grad.item() for weight in weights if weight.grad is not None] == pytest.approx(expected, rel=1e-4)
 
 
