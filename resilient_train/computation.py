@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from resilient_train.data.samples import Update
 from resilient_train.diagnose.frames import Line, line_of
+from resilient_train.diagnose.verdict import has_value
 from resilient_train.errors import TrainError, in_one_line, text_of
 from resilient_train.run_parts import RunParts
 from resilient_train.state import randomness
@@ -179,9 +180,8 @@ class Loop:
         found = line_of(error, {})
         first = self._examined.setdefault(found.line, tick)
         is_new = tick <= first + 1  # the verdict on an update comes after the next one
-        is_of_matrices = isinstance(error, torch.linalg.LinAlgError)  # type: ignore[attr-defined]
-        has_domain = is_of_matrices or bool(found.of_distribution)
-        return has_domain and is_new and self.parts.world.size == 1 and self.parts.updater.scaler is None
+        is_plain = self.parts.world.size == 1 and self.parts.updater.scaler is None
+        return is_plain and is_new and (has_value(error) or bool(found.of_distribution))
 
     def _computed(self, batch: Any, spoil: Callable[[Tensor], Tensor] = lambda loss: loss) -> Computed:
         assert self.objective is not None

@@ -128,7 +128,7 @@ class Stream:
     def take(self, position: int, count: int) -> Span:
         """Return the next `count` samples from `position` on, without skipped ranges."""
         spans = self.skipped.outside(position, count)
-        return Span(spans[0][0], spans[-1][1], [key for span in spans for key in self._keys(*span)])
+        return Span(spans[0][0], spans[-1][1], [key for span in spans for key in self.keys(*span)])
 
     def quarantine(self, rows: Iterable[int]) -> None:
         """Replace these rows by healthy ones from now on. All other places of the stream stay as they were."""
@@ -164,7 +164,7 @@ class Stream:
                     used.clear()
         return others
 
-    def _keys(self, start: int, stop: int) -> list[Key]:
+    def keys(self, start: int, stop: int) -> list[Key]:
         keys: list[Key] = []
         while start < stop:
             epoch, slot = divmod(start, self.rows)

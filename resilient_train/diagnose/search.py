@@ -287,7 +287,7 @@ class Search:
         if not found or filler is None:
             return facts
         odd = self._odd(found, filler, _ABSURD if facts.culprit else _FAR, refused.nan_is_usual)
-        passed = all(key.epoch > 0 for key in found)
+        passed = self._samples.have_passed(found)
         return replace(facts, rows=tuple(sorted({key.row for key in found})), odd=odd, have_passed=passed)
 
     def _seen(self, refused: Refused) -> Replayed | None:

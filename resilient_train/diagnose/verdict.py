@@ -243,7 +243,13 @@ def on_error(facts: Observations, error: str) -> Diagnosis:
         remedy = f"fix or remove {_it(facts.rows)}, or catch the error."
         return Diagnosis(Cause.DATA, f"{_rows(facts.rows).capitalize()} raised {error}: {remedy}", None, facts.rows)
     which = "Only some batches raise" if facts.is_compared else "The batch raises"
+    which = "Every batch raises" if facts.everywhere else which
     return Diagnosis(Cause.UNKNOWN, f"{which} {error}: handle that in your code.", culprit)
+
+
+def has_value(error: BaseException) -> bool:
+    """Whether a patch has a value where this was raised: by the operation that its text begins with."""
+    return str(error).partition(":")[0].removeprefix("torch.").replace(".", "_") in _HAS_VALUE
 
 
 def without_rows(found: Diagnosis) -> Diagnosis:
