@@ -14,6 +14,9 @@ from resilient_train.state.tree import leaves, with_dicts
 MOST_TRIALS = 200  # of a search; a batch of 1,024 with three guilty rows takes 60
 ENOUGH = 16  # other rows, with fewer of which nothing is said of a small number
 _FAR_BELOW = 1e3  # times: what divides by so small a number, or takes its logarithm, is far out
+_WIDTHS = 4.0  # of the range in which nearly all others are: what is as far from it is no tail
+_NARROW = 2.0  # the ends of that range, one by the other
+_COLUMNS = 1_000  # of a field that is searched column by column
 _OUT_OF_SCALE = 1e3  # times the median of the columns
 _LARGE = 30.0  # the size of half of the columns: first weights are made for inputs of about 1
 _FEW_COLUMNS = 10_000  # of pictures no number is given
@@ -60,7 +63,10 @@ def nonfinite_fields(row: Any) -> list[str]:
 
 
 def outlying_fields(row: Any, others: Sequence[Any], far: float) -> list[str]:
-    """Name the fields of a row whose values lie `far` times beyond those of other rows, or that are far nearer to 0."""
+    """Name the fields of a row whose values lie `far` times beyond those of other rows, or that are far nearer to 0.
+
+    And those in which others are all alike, as absolute temperatures or years are, but this one is not.
+    """
     found = []
     usual, numbers, mine = [_sizes(other) for other in others], [_numbers(other) for other in others], _numbers(row)
     for field, size in _sizes(row).items():
@@ -79,7 +85,28 @@ def outlying_fields(row: Any, others: Sequence[Any], far: float) -> list[str]:
             found.append(
                 f"{_largest_of(row, field)}, where nearly all of {len(known)} other rows have {lowest:.3g} or more"
             )
-    return found
+    return found or [*_out_of_narrow(row, others)]
+
+
+def _out_of_narrow(row: Any, others: Sequence[Any]) -> Iterator[str]:
+    """Name fields of a row, or columns, that are far out of a range that is narrow beside its distance from 0."""
+    theirs: dict[str, list[torch.Tensor]] = {}
+    for other in others:
+        for field, values in _fields(other):
+            theirs.setdefault(field, []).append(values)
+    for field, values in _fields(row):
+        same = [one for one in theirs.get(field, []) if one.shape == values.shape]
+        if len(same) < ENOUGH or values.dim() > 1 or values.numel() > _COLUMNS or values.is_complex():
+            continue
+        by_size = torch.stack(same).double().reshape(len(same), -1).sort(0).values
+        low, high = by_size[len(same) // 16], by_size[-1 - len(same) // 16]
+        is_narrow = (low * high > 0) & (torch.maximum(low / high, high / low) <= _NARROW) & (high > low)
+        mine = values.double().flatten()
+        far = is_narrow & (torch.maximum(low - mine, mine - high) > _WIDTHS * (high - low))
+        for place in far.nonzero().flatten().tolist()[:1]:
+            name = f"{field} at [{place}]" if values.dim() else field
+            usual = f"nearly all of {len(same)} other rows have {float(low[place]):.4g} to {float(high[place]):.4g}"
+            yield f"{name} is {float(mine[place]):.3g}, where {usual}"
 
 
 def usual_sizes(rows: Sequence[Any]) -> dict[str, float]:

@@ -123,6 +123,7 @@ def _in_whole(place: Sequence[int], whole: Tensor) -> list[int]:
 
 _CONTROLS = 4  # draws of other rows at most, where the first ones break as well
 _OTHERS = 128  # rows that a row is compared with
+_AGAIN = 3  # places of the data where an ordinary row made the loss or the gradient jump: as many epochs
 _FAR = 4.0  # times the largest of those: what makes a gradient jump is an outlier
 _ABSURD = 1e4  # the same where an operation broke: one that cannot take a large value is to blame itself
 _NONFINITE = (Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD, Signal.NONFINITE_BATCH)
@@ -160,6 +161,7 @@ class Search:
         """`beat` is called after every replay: a search takes longer than the watchdog allows an update."""
         self.armored = replay.armored
         self.tried: set[tuple[str, int, str]] = set()  # operations that were patched, or cannot be
+        self._spiked: dict[int, set[int]] = {}  # rows that made the loss or the gradient jump: starts of those updates
         self._replay, self._samples, self._world, self._beat = replay, samples, world, beat
 
     def diagnose(self, anomaly: Anomaly, refused: Refused, history: History) -> Diagnosis | None:
@@ -287,8 +289,12 @@ class Search:
         if not found or filler is None:
             return facts
         odd = self._odd(found, filler, _ABSURD if facts.culprit else _FAR, refused.nan_is_usual)
+        rows = tuple(sorted({key.row for key in found}))
+        for row in rows if is_spike else ():
+            self._spiked.setdefault(row, set()).add(refused.update.start)
+        are_again = all(len(self._spiked.get(row, ())) >= _AGAIN for row in rows)
         passed = self._samples.have_passed(found)
-        return replace(facts, rows=tuple(sorted({key.row for key in found})), odd=odd, have_passed=passed)
+        return replace(facts, rows=rows, odd=odd, have_passed=passed, are_again=are_again)
 
     def _seen(self, refused: Refused) -> Replayed | None:
         """Look at the update under the microscope."""

@@ -114,6 +114,7 @@ class Observations:
     rows: tuple[int, ...] = ()  # each of them breaks a healthy batch
     odd: Mapping[int, str] = field(default_factory=dict)  # by row: which of its values are unusual
     have_passed: bool = False  # the rows were trained on before, in an earlier epoch
+    are_again: bool = False  # each of the rows made the loss or the gradient jump in earlier updates
     batch_is_bad: bool = False  # it holds values that are not finite
     layer: tuple[str, float] | None = None  # whose gradient is farthest above its usual, and how many times
     size: float = 0.0  # of the gradient, measured in doubles
@@ -144,6 +145,7 @@ def together(observed: Sequence[Observations]) -> Observations:
         rows=tuple(sorted({row for one in again for row in one.rows})),
         odd={row: why for one in again for row, why in one.odd.items()},
         have_passed=all(one.have_passed for one in again if one.rows),
+        are_again=all(one.are_again for one in again if one.rows),
         batch_is_bad=any(one.batch_is_bad for one in again),
         size=max(one.size for one in again),
         layer=max((one.layer for one in again if one.layer), key=lambda one: one[1], default=None),
@@ -271,7 +273,9 @@ def on_spike(facts: Observations, climb: float, jump: float = 1.0) -> Diagnosis:
     if facts.layer is not None:
         layer = f" The gradient of `{facts.layer[0]}` is farthest above its usual, {facts.layer[1]:.3g} times."
     if facts.rows and not facts.everywhere:
-        return on_bad_rows(facts.odd_rows) if facts.odd_rows else _on_ordinary_rows(facts.rows, layer)
+        if facts.odd_rows:
+            return on_bad_rows(facts.odd_rows)
+        return _on_rows_again(facts.rows) if facts.are_again else _on_ordinary_rows(facts.rows, layer)
     if (facts.everywhere and (climb >= _CLIMB or jump >= _LEAP)) or (not facts.is_compared and climb >= _CLIMB):
         times = max(climb, jump) if facts.everywhere else climb
         return Diagnosis(Cause.EXPLOSION, _CLIMBED.format(times=times) + layer)
@@ -311,6 +315,13 @@ def on_changed(was: float, now: float) -> Diagnosis:
         f"At weights at which the loss was {was:.4g} it is {now:.4g}: look for wrong labels, or for what changed in "
         "the data or the objective; a change on purpose is declared with checks.expect.",
     )
+
+
+def _on_rows_again(rows: tuple[int, ...]) -> Diagnosis:
+    """Nothing is odd about the rows but what they do, again and again: each time a whole batch is lost with them."""
+    they = "It did" if len(rows) == 1 else "They did"
+    why = f"{_rows(rows).capitalize()}: the batch is ordinary without {_it(rows)}. {they} the same in earlier updates."
+    return Diagnosis(Cause.DATA, why, None, rows)
 
 
 def _on_ordinary_rows(rows: tuple[int, ...], layer: str = "") -> Diagnosis:
