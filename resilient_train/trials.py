@@ -43,7 +43,6 @@ from resilient_train.wording import log
 
 _FAILED, _ENDS = 1, 2  # what ranks tell each other: this arm failed, or the trial has to end
 _LONGEST_RACE = 48  # updates of an arm in a short run
-_STRONG = 0.25  # a weight decay that may take weights away so soon: usual ones take far longer
 _VANISHED = 0.5  # of the norm of the weights: in healthy runs it grows
 NO_LIMITS = torch.finfo(torch.float32).max, torch.finfo(torch.float32).max
 
@@ -123,9 +122,8 @@ class Trials:
         if not verified or verified[-1].step > step // 4 or left < 2 * each + cost_of(1, JUDGED):
             return None, False
         since, made = verified[-1], parts.updates.next_after(verified[-1].step)
-        groups = [group for optimizer in parts.updater.optimizers for group in optimizer.param_groups]
-        decays = [float(one.get("weight_decay") or 0.0) for one in groups]
-        left_of_weights = parts.ring.shrunk_since(since) if max(decays) >= _STRONG else 1.0
+        decays_fast = parts.updater.decays_fast(control.knobs.values)
+        left_of_weights = parts.ring.shrunk_since(since) if decays_fast else 1.0
         if left_of_weights < _VANISHED:
             return Faster(since.step, Action("lower_decay", {"factor": 0.0}), left=left_of_weights), True
         recorded = made.loss if made is not None else parts.checks.loss_at(since.step + 1)  # of an earlier process

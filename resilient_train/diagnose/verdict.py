@@ -88,7 +88,11 @@ _EXPONENTIAL = ("exp", "exp2", "expm1", *_EVEN)
 _PRODUCTS = ("prod", "cumprod", "det", "linalg_det")  # infinite by overflow alone
 _LARGEST_EXPONENT = {"float16": 11.09, "float64": 709.78}  # of e, and 88.72 in float32 and bfloat16
 # Operations that raise where a patch of numerics has a value.
-_HAS_VALUE = ("cholesky", "linalg_cholesky", "inverse", "linalg_inv", "linalg_solve", "binary_cross_entropy")
+_HAS_VALUE = (
+    *("cholesky", "linalg_cholesky", "inverse", "linalg_inv", "linalg_solve"),
+    *("binary_cross_entropy", "multinomial"),
+)
+_OF_CHANCES = ("invalid multinomial distribution", "probability tensor contains")  # what multinomial says
 _LOOPS = ("rnn_relu", "rnn_tanh", "lstm", "gru")  # one product after the other, whose values cannot be seen
 _PLAIN = (
     *_EXPONENTIAL,
@@ -251,7 +255,8 @@ def on_error(facts: Observations, error: str) -> Diagnosis:
 
 def has_value(error: BaseException) -> bool:
     """Whether a patch has a value where this was raised: by the operation that its text begins with."""
-    return str(error).partition(":")[0].removeprefix("torch.").replace(".", "_") in _HAS_VALUE
+    op = str(error).partition(":")[0].removeprefix("torch.").replace(".", "_")
+    return op in _HAS_VALUE or str(error).startswith(_OF_CHANCES)
 
 
 def without_rows(found: Diagnosis) -> Diagnosis:

@@ -19,18 +19,33 @@ from resilient_train.numerics.operations import family
 Operation = Callable[..., Any]
 
 _OF_MATRICES = {"cholesky": torch.linalg.cholesky_ex, "inverse": torch.linalg.inv_ex, "solve": torch.linalg.inv_ex}
+_LinAlgError = torch.linalg.LinAlgError  # type: ignore[attr-defined]
 _TRIED = 4  # distances from the border, each a hundred times the one before
 
 
 def call(bare: Operation, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call an operation of matrices; where a matrix is not in its domain, add a multiple of the identity to it."""
+    """Call an operation; where it does not take its first input, change that.
+
+    A multiple of the identity is added to a matrix. Of chances to draw from, those that are no chances are 0.
+    """
     try:
         return bare(*args, **kwargs)
-    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-        attempt = _OF_MATRICES.get(family(name))
-        if attempt is None or not args or not isinstance(args[0], Tensor):
+    except RuntimeError as error:
+        attempt = _OF_MATRICES.get(family(name)) if isinstance(error, _LinAlgError) else None
+        is_drawn = family(name) == "multinomial"
+        if not args or not isinstance(args[0], Tensor) or (attempt is None and not is_drawn):
             raise
-    return bare(_inside(args[0], attempt), *args[1:], **kwargs)
+    given = _chances(args[0]) if attempt is None else _inside(args[0], attempt)
+    return bare(given, *args[1:], **kwargs)
+
+
+def _chances(given: Tensor) -> Tensor:
+    """What can be drawn from: what was infinite, if anything was; and all alike where nothing is above 0."""
+    still = given.detach()
+    infinite = still == torch.inf
+    chances = torch.where(infinite.any(-1, keepdim=True), infinite.to(still.dtype), still)
+    chances = torch.where(chances > 0.0, chances, 0.0)  # NaN is not
+    return torch.where(chances.sum(-1, keepdim=True) > 0.0, chances, 1.0)
 
 
 def _inside(matrices: Tensor, attempt: Operation) -> Tensor:

@@ -28,6 +28,7 @@ from resilient_train.wording import log
 
 _UPPER = 2 if sys.byteorder == "little" else 0  # where the two upper bytes of a float32 begin
 LR_OF_GUARD = "lr_of_guard"  # a key of each parameter group: the lr that the guard set; rewinds with the group
+_STRONG_DECAY = 0.25
 _FIRST_UPDATES = 8  # in which a rate that the loop sets is an error
 
 Settings = Sequence[Mapping[str, Any]]  # by parameter group of all optimizers
@@ -236,6 +237,11 @@ class Updater:
             weight.grad = None
         if self.scaler is not None and not in_turn:
             self.scaler._per_optimizer_states.clear()
+
+    def decays_fast(self, knobs: KnobValues) -> bool:
+        """Say whether a weight decay may take weights away, or throw them to and fro: usual ones take far longer."""
+        decays = [float(group.get("weight_decay") or 0.0) for group in self._groups()]
+        return max(decays, default=0.0) * knobs.decay >= _STRONG_DECAY
 
     def note_rates(self, given: Settings = ()) -> None:
         """Note the rates of the groups: an optimizer may have changed those that were `given` in its step."""
