@@ -19,6 +19,7 @@ from resilient_train.diagnose.verdict import (
     SINGULAR,
     Observations,
     climbed,
+    has_value,
     on_bad_rows,
     on_nonfinite,
     on_operation,
@@ -273,6 +274,52 @@ def test_a_value_far_below_all_others_is_odd(value: float, others: list[float], 
     (told,) = outlying_fields({"weight": value}, rows, 4.0) or [""]
     assert bool(told) is bool(said)
     assert said in told
+
+
+KELVIN = [280.0 + n for n in range(40)]
+
+
+@pytest.mark.parametrize(
+    ("value", "others", "is_odd"),
+    [
+        (-10.0, KELVIN, True),  # degrees of another scale
+        (1000.0, KELVIN, True),
+        (-150.0, [-one for one in KELVIN], False),
+        (1500.0, [-one for one in KELVIN], True),
+        (230.0, KELVIN, False),  # a cold day
+        (-10.0, [-10.0, -12.0, *KELVIN], True),  # two others are as bad
+        (-10.0, KELVIN[:10], False),  # too few to say
+        (90.0, [1.0 + n for n in range(40)], False),  # a long tail
+        (20.0, [n / 8 - 2.5 for n in range(40)], False),  # around 0
+        (3.0, [2.0] * 40, False),  # the others are one class
+        (math.nan, KELVIN, False),  # which is said elsewhere
+    ],
+)
+def test_a_value_far_out_of_a_narrow_range_is_odd(value: float, others: list[float], is_odd: bool) -> None:
+    """As a single number, and as one of the columns of a row; whatever broke on it."""
+    (told,) = outlying_fields({"at": value}, [{"at": one} for one in others], 1e4) or [""]
+    assert bool(told) is is_odd
+    row, rows = torch.tensor([0.0, value]), [(torch.tensor([float(n % 2), one]),) for n, one in enumerate(others)]
+    (told,) = outlying_fields((row,), rows, 1e4) or [""]
+    assert bool(told) is is_odd
+    assert not is_odd or told.startswith(f"[0] at [1] is {value:.3g}, where nearly all of {len(others)} other rows")
+
+
+@pytest.mark.parametrize(
+    ("text", "has"),
+    [
+        ("linalg.cholesky: (Batch element 0): The factorization could not be completed", True),
+        ("torch.linalg.solve: The solver failed because the input matrix is singular.", True),
+        ("linalg.inv: The diagonal element 1 is zero", True),
+        ("invalid multinomial distribution (sum of probabilities <= 0)", True),
+        ("probability tensor contains either `inf`, `nan` or element < 0", True),
+        ("linalg.eigh: The algorithm failed to converge", False),
+        ("mat1 and mat2 shapes cannot be multiplied", False),
+        ("", False),
+    ],
+)
+def test_for_which_errors_a_patch_has_a_value(text: str, has: bool) -> None:
+    assert has_value(RuntimeError(text)) is has
 
 
 def test_damage_names_the_element() -> None:

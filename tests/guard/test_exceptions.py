@@ -204,16 +204,20 @@ def narrowing(model: Any, batch: Any) -> Tensor:
     return torch.as_tensor(-density.log_prob(batch[1]).mean())  # type: ignore[no-untyped-call]
 
 
-def narrowed(recovery: str) -> Guard:
+def narrowed(recovery: str, objective: Any = narrowing, incidents: Any = None) -> Guard:
     torch.manual_seed(0)
     model, x = Exact(), torch.randn(ROWS, 4)
     data = TensorDataset(x, model(x).detach())
     optimizer = torch.optim.SGD(model.parameters(), lr=2e-2)
     guard = Guard(
-        *(None, model, optimizer), data=data, batch_size=16, steps=STEPS, objective=narrowing, recovery=recovery
+        *(None, model, optimizer), data=data, batch_size=16, steps=STEPS, objective=objective, recovery=recovery
     )
-    for batch in guard.batches():
-        guard.step(batch)
+    try:
+        for batch in guard.batches():
+            guard.step(batch)
+    finally:
+        if incidents is not None:
+            incidents += guard.incidents
     return guard
 
 
@@ -228,6 +232,38 @@ def test_weights_that_leave_the_domain_of_every_batch() -> None:
     assert (guard.clock.step, first.anomaly.signal) == (STEPS, Signal.EXCEPTION)
     assert (first.diagnosis.culprit and first.diagnosis.culprit.op) == "Normal"
     assert [one.remedy for one in first.decision.actions] == ["armor"]
+
+
+def drawn(model: Any, batch: Any) -> Tensor:
+    """Rows are drawn by chances that fall to 0 with the width."""
+    chosen = torch.multinomial(F.relu(model.width - 0.05).detach().repeat(16), 16, replacement=True)
+    return (model(batch[0]) - batch[1])[chosen].square().mean() + model.width.square()  # type: ignore[no-any-return]
+
+
+def inverted(model: Any, batch: Any) -> Tensor:
+    """The matrix becomes singular with the width, and no patch has a value for its power."""
+    power = torch.linalg.matrix_power(torch.diag(F.relu(model.width - 0.05).detach().repeat(3)), -1)
+    loss: Tensor = F.mse_loss(model(batch[0]), batch[1]) + model.width.square() + 0 * power.sum()
+    return loss
+
+
+def test_what_nothing_can_be_drawn_from_is_patched() -> None:
+    """With every batch from then on, by a plain RuntimeError."""
+    guard = narrowed("balanced", drawn)
+    guard._controls.unpatch()
+    (first,) = guard.incidents
+    assert (guard.clock.step, first.anomaly.signal) == (STEPS, Signal.EXCEPTION)
+    assert (first.diagnosis.culprit and first.diagnosis.culprit.op) == "multinomial"
+    assert [one.remedy for one in first.decision.actions] == ["armor"]
+
+
+def test_a_matrix_for_which_no_patch_has_a_value_ends_the_run() -> None:
+    """One update later, as the text of the error could be of another operation; the incident says what it is."""
+    incidents: list[Any] = []
+    with pytest.raises(torch.linalg.LinAlgError) as raised:  # type: ignore[attr-defined]
+        narrowed("balanced", inverted, incidents)
+    assert any("raise as well" in note for note in raised.value.__notes__)
+    assert [one.diagnosis.advice.partition(" _Lin")[0] for one in incidents] == ["Every batch raises"]
 
 
 def test_a_line_that_rows_have_passed_before_is_named() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch import distributions as d
 
-from resilient_train.numerics.domains import call_distribution
+from resilient_train.numerics.domains import call, call_distribution
 
 MADE: dict[str, tuple[Callable[..., Any], Callable[[Tensor], dict[str, Any]]]] = {
     "Normal": (d.Normal, lambda x: {"loc": torch.zeros(2), "scale": x}),
@@ -84,6 +84,30 @@ def test_shares_that_do_not_add_up_are_scaled_and_the_others_stay_as_they_are() 
     probs = call_distribution(d.Dirichlet(torch.ones(3)).log_prob, (shares,), {})
     assert probs.isfinite().all()
     assert probs[1] == d.Dirichlet(torch.ones(3)).log_prob(shares[1])  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize(
+    ("given", "possible"),
+    [
+        ([0.0, 0.0, 0.0], {0, 1, 2}),
+        ([-1.0, 0.0, 2.0], {2}),
+        ([math.nan, 1.0, 0.0], {1}),
+        ([1.0, math.inf, math.inf], {1, 2}),
+        ([math.nan, math.nan, -1.0], {0, 1, 2}),
+    ],
+)
+def test_what_is_no_chance_is_never_drawn(given: list[float], possible: set[int]) -> None:
+    """And all are alike where there is no chance at all. Rows that can be drawn from stay as they are."""
+    torch.manual_seed(0)
+    chances = torch.tensor([given, [0.0, 0.0, 1.0]])
+    with pytest.raises(RuntimeError):
+        torch.multinomial(chances, 64, replacement=True)
+    for how in (torch.multinomial, Tensor.multinomial):
+        drawn = call(how, "multinomial", (chances, 64), {"replacement": True})
+        assert set(drawn[0].tolist()) == possible
+        assert set(drawn[1].tolist()) == {2}
+    with pytest.raises(RuntimeError, match="without replacement"):
+        call(torch.multinomial, "multinomial", (chances, 9), {})
 
 
 def test_what_stands_for_nothing_is_refused() -> None:

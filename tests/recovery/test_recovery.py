@@ -221,3 +221,28 @@ def test_a_drilled_run_writes_its_incidents_down(
     said = outcome.stdout + outcome.stderr
     for words in ("gave up at step 50", "nonfinite_grad", "runs/stopped/checkpoints/step-00000025"):
         assert words in said
+
+
+def test_ordinary_rows_that_do_it_again_and_again_are_put_aside() -> None:
+    """With each of them a whole batch was lost in every epoch, for the rest of the run. Not the first times."""
+    bad, numbers = (40, 171), torch.Generator().manual_seed(1)
+    x, groups = torch.randn(256, 4, generator=numbers), torch.randint(5, (256,), generator=numbers)
+    groups[list(bad)] = 7  # no measure, and so not compared with that of other rows
+
+    def objective(model: Any, batch: Any) -> torch.Tensor:
+        weights = torch.where(batch[1] == 7, 1e6, 1.0)
+        loss: torch.Tensor = (weights * (model(batch[0])[:, 0] - batch[2]).square()).mean()
+        return loss
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    data = torch.utils.data.TensorDataset(x, groups, x.sum(1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    guard = Guard(None, model, optimizer, data=data, batch_size=16, steps=120, objective=objective)
+    for batch in guard.batches():
+        guard.step(batch)
+    guard.settle()
+    quarantined = [one for one in guard.incidents if one.decision.actions[0].remedy == "quarantine"]
+    assert {row for one in quarantined for row in one.diagnosis.rows} == set(bad)
+    assert all(one.anomaly.step > 32 and "in earlier updates" in one.diagnosis.advice for one in quarantined)
+    assert guard.clock.tick - guard.clock.step <= 4 * len(bad)

@@ -99,6 +99,31 @@ def test_what_explodes_for_other_reasons_than_the_rate_is_trained_with_that_rate
     assert guard.clock.tick < 1.5 * STEPS
 
 
+@pytest.mark.parametrize("hands_over", [False, True])
+def test_a_weight_decay_that_throws_the_weights_to_and_fro_is_taken_back(hands_over: bool) -> None:
+    """No rate and no clip helps. A trial shows it, and where none can be made it is tried before them."""
+    net, rows, criterion, _ = made(summed)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9, weight_decay=4500.0)
+    first = loss_of(net, rows, criterion)
+
+    def objective(model: nn.Module, batch: Any) -> Tensor:
+        loss: Tensor = criterion(model(batch[0]), batch[1])
+        return loss
+
+    given = None if hands_over else objective
+    guard = Guard(None, net, optimizer, data=rows, batch_size=32, steps=STEPS, objective=given)
+    for batch in guard.batches():
+        if hands_over:
+            loss = objective(net, batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            guard.update(loss)
+        else:
+            guard.step(batch)
+    assert loss_of(net, rows, criterion) < 0.1 * first
+    assert guard._controls.knobs.values.decay == 0
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+
+
 def on_ranks(size: int) -> tuple[list[str], float, float]:
     """Train on every rank, with whole weights on one and sharded ones on two: remedies, last step and loss."""
     net, rows, criterion, optimizer = made(summed)
