@@ -204,13 +204,13 @@ def on_nonfinite(facts: Observations, climb: float, *, is_first: bool = False) -
     first, is_overflow = facts.after or culprit, _overflows(culprit, facts.kind)
     if culprit.op == "ctc_loss" and rows and not (facts.everywhere or is_overflow or facts.after):
         return on_bad_rows(dict.fromkeys(rows, f"no finite loss in {_place(culprit)} for such targets"))
-    if is_overflow:
+    if is_overflow:  # of what the weights have become: the line is where it shows, and innocent
         where = f"It broke first in {_place(culprit)}."
         if climbs:
-            return Diagnosis(Cause.EXPLOSION, f"{_CLIMBED.format(times=climb)} {where}", first)
+            return Diagnosis(Cause.EXPLOSION, f"{_CLIMBED.format(times=climb)} {where}")
         if facts.everywhere and not is_first and (_largest(culprit.inputs) > _HUGE or culprit.op in _LOOPS):
             why = "Every batch breaks at the weights that the last updates have made: lower the learning rate."
-            return Diagnosis(Cause.EXPLOSION, f"{why} {where}", first)
+            return Diagnosis(Cause.EXPLOSION, f"{why} {where}")
     diagnosis = without_rows(
         Diagnosis(
             Cause.OVERFLOW if is_overflow else Cause.OPERATION,
