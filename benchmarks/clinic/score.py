@@ -71,7 +71,8 @@ class Run:
     @property
     def _accusations(self) -> list[str]:
         """Of each incident that names a line. Where no line is guilty, to lay it on one is wrong."""
-        assert self.expected is not None
+        if self.expected is None:  # killed at the limit of time before it could say anything
+            return []
         if self.expected.ops:
             return [self._accuses(said) for said in self.incidents if said.line is not None]
         return [WRONG for said in self.incidents if said.line is not None and said.cause in ACCUSES]
@@ -96,8 +97,7 @@ class Run:
     @property
     def rows(self) -> str:
         """Whether the bad rows were found: half right are some of them, or all and others."""
-        assert self.expected is not None
-        wanted = set(self.expected.rows)
+        wanted = set(self.expected.rows) if self.expected else set()
         named = {row for said in self.incidents if said.cause == "data" for row in said.rows}
         if not named:
             return UNKNOWN
@@ -107,9 +107,8 @@ class Run:
 
     @property
     def cause(self) -> str:
-        assert self.expected is not None
         named = {said.cause for said in self.incidents} - {"unknown"}
-        return RIGHT if self.expected.cause in named else WRONG if named else UNKNOWN
+        return RIGHT if self.expected and self.expected.cause in named else WRONG if named else UNKNOWN
 
 
 @dataclass(frozen=True)
