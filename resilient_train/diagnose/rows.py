@@ -89,7 +89,7 @@ def outlying_fields(row: Any, others: Sequence[Any], far: float) -> list[str]:
 
 
 def _out_of_narrow(row: Any, others: Sequence[Any]) -> Iterator[str]:
-    """Name fields of a row, or columns, that are far out of a range that is narrow beside its distance from 0."""
+    """Name fields of a row, or columns, that are far out of a range that is narrow for numbers so far from 0."""
     theirs: dict[str, list[torch.Tensor]] = {}
     for other in others:
         for field, values in _fields(other):

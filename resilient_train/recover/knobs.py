@@ -17,16 +17,7 @@ _LONG_PATIENCE = 8  # at least, where the configured rate never worked, or faile
 _MAX_PATIENCE = 64
 _FALLS = 50  # healthy updates until a limit of updates is 0.7 of what it was
 _LEAST_SHARE = 0.1  # of it: no less, or it would slow down healthy training late in a long run
-_LATER = {
-    "regain",
-    "ceiling",
-    "ceiling_met",
-    "leapt_to",
-    "share",
-    "limited",
-    "decay",
-    "norm",
-}  # keys that older states lack
+_LATER = {"regain", "ceiling", "ceiling_met", "leapt_to", "share", "limited", "decay", "norm"}  # older states lack them
 _BOUNDS = {
     "lr": (MIN_LR, 1.0),
     "clip": (MIN_CLIP, 1.0),

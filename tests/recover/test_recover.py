@@ -444,10 +444,10 @@ def test_shipped_policies(name: str) -> None:
 
 
 def test_aggressive_uses_everything() -> None:
-    """Every remedy there is stands somewhere in it, but the one that does nothing, and the one that has no ladder."""
+    """Every remedy there is stands somewhere in it, but the one that does nothing."""
     ladders = named("aggressive").ladders.values()
     used = {one.remedy for rungs in ladders for rung in rungs for one in rung.do}
-    assert used == set(KNOWN) - {"report", "lower_decay"}
+    assert used == set(KNOWN) - {"report"}
 
 
 def test_a_policy_of_ones_own(tmp_path: Path) -> None:
@@ -1027,7 +1027,7 @@ def test_knobs_stay_in_bounds_and_come_back_exactly(turns: list[tuple[Any, ...]]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, "nan"])
-@pytest.mark.parametrize("name", ["lr", "clip", "eps", "regain", "ceiling", "leapt_to", "share", "decay"])
+@pytest.mark.parametrize("name", ["lr", "clip", "eps", "regain", "ceiling", "leapt_to", "share", "decay", "norm"])
 def test_no_knob_is_below_0_or_not_finite(name: str, value: Any) -> None:
     """Where a file says so it is refused."""
     with pytest.raises(ValueError, match=f"the knob {name} is {value}, not a number from 0 up"):

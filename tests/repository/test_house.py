@@ -90,7 +90,7 @@ MAY_KNOW: dict[str, set[str]] = {
 AROUND = {"zoo", "tracking", "adapters", "app", "__main__", "__init__"}
 
 # Physical lines, blank ones and docstrings included.
-MOST_LINES = {"engine": 22_200, "package": 31_900, "tests": 34_950}
+MOST_LINES = {"engine": 22_300, "package": 32_000, "tests": 35_250}
 MOST_FILES = 140
 
 # Parts of a run: only they themselves may set their attributes.

@@ -17,8 +17,9 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from stories import BAD_ROW, CLIMBED, FLIPPED, PASSED, ROOT, RUN, incident, story
 
+from resilient_train.recover.knobs import Knobs
 from resilient_train.tracking.report import code, link, note, report, text, worded
-from resilient_train.tracking.review import review
+from resilient_train.tracking.review import active_remedies, review
 from resilient_train.tracking.story import Checkpoint, Story, open_advice, read_story
 from resilient_train.types import Cause, Culprit, Decision, Diagnosis, Incident, Outcome
 
@@ -472,3 +473,22 @@ def test_a_story_of_a_damaged_directory_is_told_all_the_same(content: str, tmp_p
     assert note(of, nowhere).startswith(
         "**Failed.** **Do:** start it again. At step 0: its process was killed (no exit message)."
     )
+
+
+def test_every_change_of_the_configuration_is_said_and_damaged_ones_are_left_out() -> None:
+    knobs = Knobs(lr=0.5, clip=0.25, eps=100.0, share=0.01, decay=0.0, norm=1.0, higher_precision=3).state_dict()
+    assert active_remedies({"knobs": knobs, "quarantined": [7, 3, 7], "mends_eps": True, "micro_batch": 8}) == [
+        "learning rate x0.5",
+        "gradient clip x0.25",
+        "epsilon x100",
+        "weight decay x0",
+        "updates of at most 0.01 of the weights",
+        "gradients clipped to a norm of 1",
+        "full precision for 3 steps",
+        "rows 3 and 7 of the data in quarantine",
+        "an epsilon that was lost in its type is raised",
+        "micro-batches of 8 rows",
+    ]
+    damaged = {"lr": None, "share": "much", "norm": [1], "higher_precision": True}
+    for nothing in (None, {}, {"knobs": [1]}, {"knobs": Knobs().state_dict()}, {"knobs": damaged}):
+        assert active_remedies(nothing) == []
