@@ -175,8 +175,11 @@ TRANSIENT = Diagnosis(
 _CLIMBED = "Gradients or losses climbed to {times:.3g} times their usual before it broke: lower the learning rate."
 
 
-def on_nonfinite(facts: Observations, climb: float, *, is_first: bool = False) -> Diagnosis:
-    """Diagnose a loss or gradient that is not finite, also when replayed; `is_first`: no update has landed yet."""
+def on_nonfinite(facts: Observations, climb: float, leap: float = 1.0, *, is_first: bool = False) -> Diagnosis:
+    """Diagnose a loss or gradient that is not finite, also when replayed; `is_first`: no update has landed yet.
+
+    Losses or norms have climbed to `climb` times their usual, losses to `leap` times.
+    """
     culprit, rows = facts.culprit, facts.rows
     if facts.blames_rows:
         return on_bad_rows(facts.odd_rows)
@@ -204,6 +207,8 @@ def on_nonfinite(facts: Observations, climb: float, *, is_first: bool = False) -
     first, is_overflow = facts.after or culprit, _overflows(culprit, facts.kind)
     if culprit.op == "ctc_loss" and rows and not (facts.everywhere or is_overflow or facts.after):
         return on_bad_rows(dict.fromkeys(rows, f"no finite loss in {_place(culprit)} for such targets"))
+    if facts.everywhere and leap >= _LEAP and culprit.op not in _WITH_POLES:
+        is_overflow = True  # whatever the line met, it was not what threw the loss there
     if is_overflow:  # of what the weights have become: the line is where it shows, and innocent
         where = f"It broke first in {_place(culprit)}."
         if climbs:

@@ -18,6 +18,7 @@ WINDOW = 48  # losses that make a reference
 _LATEST = 8  # losses whose median is the level where they fell, and whose size thresholds in shares refer to
 _SIGNIFICANT = 3.0  # standard errors from which a slope is not noise
 _SCATTER_OFFEW = 0.1  # of the size of the losses, where there are too few of them to measure their scatter
+_RISE_OVER_FEW = 2.0  # of their size
 _EARLY_LOOKS = (0.25, 0.5)  # of the window, at which a run that is off is reported before the window is full
 _UNKNOWN = float_info.max  # no loss is above it
 _LONGEST_WAY = 2.0  # times as many steps as before; a lower learning rate allows for no more
@@ -201,6 +202,8 @@ class RewindCheck(PlainState):
         if self.reference is None:
             return False
         rise = loss - max(self.reference.expected(self.goal), -inf if self.ceiling is None else self.ceiling)
+        if self.reference.count < FEW:  # as much as no noise explains, since theirs was not measured
+            share = max(share, _RISE_OVER_FEW)
         return rise > sigmas * self.reference.scatter and rise > share * self.reference.size
 
     def see(self, step: int, loss: float) -> Standing:
