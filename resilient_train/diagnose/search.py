@@ -181,8 +181,7 @@ class Search:
         elif is_spike:
             found = verdict.on_spike(facts, max(verdict.climbed(one[:-1]) for one in history), climb)
         else:
-            leap, is_first = verdict.climbed(history[0]), all(len(one) < 2 for one in history)
-            found = verdict.on_nonfinite(facts, climb, leap, is_first=is_first)
+            found = verdict.on_nonfinite(facts, climb, verdict.climbed(history[0]), landed=anomaly.step - 1)
         return replace(found, ranks=self._some(rank for rank, one in enumerate(by_rank) if one.reproduced))
 
     def confirmed(self, known: Diagnosis, refused: Refused) -> Diagnosis | None:

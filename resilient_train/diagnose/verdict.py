@@ -13,6 +13,7 @@ from resilient_train.wording import rows_to_look_at
 
 _CLIMB = 100.0  # times the usual: an explosion on its way
 _LEAP = 1e4  # the same, at once: no task changes so much
+_FIRST = 4  # updates, in which weights go astray where the rate is far too high
 _MOST_ROWS = 8  # that are named
 _HUGE = 1e15  # sums and squares of it leave float32
 _TINY = 1e-12
@@ -86,7 +87,7 @@ _WITH_POLES = ("log", "div", "reciprocal", "rsqrt", "atanh", "lgamma")  # infini
 _EVEN = ("cosh", "sinh", "i0", "special_i0", "special_i1")  # large on both sides
 _EXPONENTIAL = ("exp", "exp2", "expm1", *_EVEN)
 _PRODUCTS = ("prod", "cumprod", "det", "linalg_det")  # infinite by overflow alone
-_LARGEST_EXPONENT = {"float16": 11.09, "float64": 709.78}  # of e, and 88.72 in float32 and bfloat16
+_LARGEST_EXPONENT = {"float16": 11.09, "float32": 88.72, "bfloat16": 88.72, "float64": 709.78}  # of e
 # Operations that raise where a patch of numerics has a value.
 _HAS_VALUE = (
     *("cholesky", "linalg_cholesky", "inverse", "linalg_inv", "linalg_solve"),
@@ -175,8 +176,8 @@ TRANSIENT = Diagnosis(
 _CLIMBED = "Gradients or losses climbed to {times:.3g} times their usual before it broke: lower the learning rate."
 
 
-def on_nonfinite(facts: Observations, climb: float, leap: float = 1.0, *, is_first: bool = False) -> Diagnosis:
-    """Diagnose a loss or gradient that is not finite, also when replayed; `is_first`: no update has landed yet.
+def on_nonfinite(facts: Observations, climb: float, leap: float = 1.0, *, landed: int = _FIRST) -> Diagnosis:
+    """Diagnose a loss or gradient that is not finite, also when replayed, after so many updates that `landed`.
 
     Losses or norms have climbed to `climb` times their usual, losses to `leap` times.
     """
@@ -207,13 +208,13 @@ def on_nonfinite(facts: Observations, climb: float, leap: float = 1.0, *, is_fir
     first, is_overflow = facts.after or culprit, _overflows(culprit, facts.kind)
     if culprit.op == "ctc_loss" and rows and not (facts.everywhere or is_overflow or facts.after):
         return on_bad_rows(dict.fromkeys(rows, f"no finite loss in {_place(culprit)} for such targets"))
-    if facts.everywhere and leap >= _LEAP and culprit.op not in _WITH_POLES:
-        is_overflow = True  # whatever the line met, it was not what threw the loss there
-    if is_overflow:  # of what the weights have become: the line is where it shows, and innocent
+    is_led = facts.everywhere and leap >= _LEAP and culprit.op not in _WITH_POLES
+    if is_overflow or is_led:  # of what the weights have become: the line is where it shows, and innocent
         where = f"It broke first in {_place(culprit)}."
-        if climbs:
-            return Diagnosis(Cause.EXPLOSION, f"{_CLIMBED.format(times=climb)} {where}")
-        if facts.everywhere and not is_first and (_largest(culprit.inputs) > _HUGE or culprit.op in _LOOPS):
+        if climbs or is_led:
+            return Diagnosis(Cause.EXPLOSION, f"{_CLIMBED.format(times=max(climb, leap))} {where}")
+        is_thrown = landed < _FIRST or _largest(culprit.inputs) > _HUGE or culprit.op in _LOOPS
+        if facts.everywhere and landed and is_thrown:
             why = "Every batch breaks at the weights that the last updates have made: lower the learning rate."
             return Diagnosis(Cause.EXPLOSION, f"{why} {where}")
     diagnosis = without_rows(
@@ -396,6 +397,8 @@ def _overflows(culprit: Culprit, kind: str) -> bool:
         highest = largest if culprit.op in _EVEN else size["max"]
         of_e = math.log(2) if culprit.op == "exp2" else 1.0
         return kind == "inf" or highest * of_e > _LARGEST_EXPONENT.get(size["dtype"], 88.72)
+    if culprit.op == "poisson_nll_loss" and kind == "inf" and largest > _LARGEST_EXPONENT["float32"]:
+        return True  # of what it exponentiates
     if _family(culprit.op) is None:
         return largest > _HUGE or (is_plain(culprit.op) and (kind == "inf" or culprit.op in _LOOPS))
     if culprit.op in _PRODUCTS and kind == "inf":

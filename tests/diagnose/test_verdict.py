@@ -138,21 +138,40 @@ LOOP = values(-5, 5, zeros=800)
 
 
 @pytest.mark.parametrize(
-    ("facts", "is_first", "cause"),
+    ("facts", "landed", "cause"),
     [
-        (broke("rnn_relu", LOOP, facts=EVERYWHERE, kind="nan"), False, Cause.EXPLOSION),  # inf - inf, within the call
-        (broke("rnn_relu", LOOP, facts=EVERYWHERE), False, Cause.EXPLOSION),
-        (broke("rnn_relu", LOOP, facts=EVERYWHERE, kind="nan"), True, Cause.OVERFLOW),  # no update has led there
-        (broke("rnn_relu", LOOP, facts=ONLY_HERE, kind="nan"), False, Cause.OVERFLOW),
-        (broke("exp", values(0, 120), facts=EVERYWHERE), False, Cause.OVERFLOW),
-        (broke("mul", HUGE, facts=EVERYWHERE), True, Cause.OVERFLOW),  # constants of a mask, for example
-        (broke("mul", HUGE, facts=ONLY_HERE), True, Cause.OVERFLOW),
-        (broke("Mine", UNIT, facts=EVERYWHERE, kind="nan"), False, Cause.OPERATION),
+        (broke("rnn_relu", LOOP, facts=EVERYWHERE, kind="nan"), 9, Cause.EXPLOSION),  # inf - inf, within the call
+        (broke("rnn_relu", LOOP, facts=EVERYWHERE), 9, Cause.EXPLOSION),
+        (broke("rnn_relu", LOOP, facts=EVERYWHERE, kind="nan"), 0, Cause.OVERFLOW),  # no update has led there
+        (broke("rnn_relu", LOOP, facts=ONLY_HERE, kind="nan"), 9, Cause.OVERFLOW),
+        (broke("exp", values(0, 120), facts=EVERYWHERE), 9, Cause.OVERFLOW),
+        (broke("exp", values(0, 120), facts=EVERYWHERE), 2, Cause.EXPLOSION),  # the first updates have led there
+        (broke("exp", values(0, 120), facts=ONLY_HERE), 2, Cause.OVERFLOW),
+        (broke("poisson_nll_loss", values(0, 120), facts=EVERYWHERE), 1, Cause.EXPLOSION),
+        (broke("poisson_nll_loss", values(0, 9), facts=EVERYWHERE), 1, Cause.OPERATION),
+        (broke("mul", HUGE, facts=EVERYWHERE), 0, Cause.OVERFLOW),  # constants of a mask, for example
+        (broke("mul", HUGE, facts=ONLY_HERE), 0, Cause.OVERFLOW),
+        (broke("Mine", UNIT, facts=EVERYWHERE, kind="nan"), 9, Cause.OPERATION),
     ],
 )
-def test_what_grows_within_a_call(facts: Observations, is_first: bool, cause: Cause) -> None:
+def test_what_grows_within_a_call(facts: Observations, landed: int, cause: Cause) -> None:
     """What a recurrent call is given does not show how far its values have gone: that it breaks everywhere does."""
-    assert on_nonfinite(facts, 1, is_first=is_first).cause is cause
+    assert on_nonfinite(facts, 1, landed=landed).cause is cause
+
+
+@pytest.mark.parametrize(
+    ("op", "facts", "leap", "cause"),
+    [
+        ("layer_norm", EVERYWHERE, 1e6, Cause.EXPLOSION),
+        ("layer_norm", EVERYWHERE, 1e3, Cause.OPERATION),
+        ("layer_norm", ONLY_HERE, 1e6, Cause.OPERATION),
+        ("div", EVERYWHERE, 1e6, Cause.OPERATION),  # near a pole losses are large before one is infinite
+    ],
+)
+def test_what_breaks_after_the_loss_has_leaped(op: str, facts: Observations, leap: float, cause: Cause) -> None:
+    """Where every batch breaks, the line is one of many that do."""
+    found = on_nonfinite(broke(op, values(-1e9, 1e9), facts=facts, kind="nan"), 1, leap, landed=9)
+    assert (found.cause, found.culprit is None) == (cause, cause is Cause.EXPLOSION)
 
 
 @pytest.mark.parametrize(
