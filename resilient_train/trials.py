@@ -29,7 +29,8 @@ from resilient_train.recover.trials import (
     cost_of,
     fastest,
     holds,
-    is_far_lower,
+    is_ahead,
+    learns,
     may_win,
     on_its_way,
 )
@@ -138,18 +139,13 @@ class Trials:
             rates = [Action("lower_lr", {"factor": rate, "lasting": True}) for rate in self._policy.rates]
             while rates and not fastest(arms) and left - self._cost >= 2 * each and may_win(arms, first):
                 arms.append(self._run((rates.pop(0),), steps, since))
-            best, longer = fastest(arms), min(step // 2, 2 * steps)
-            if (
-                not best
-                and (slow := on_its_way(arms, first))
-                and longer > steps
-                and left - self._cost >= 2 * cost_of(longer, JUDGED)
-            ):
+            best, slow, longer = fastest(arms), on_its_way(arms, first), min(step // 2, 2 * steps)
+            if not best and slow and longer > steps and left - self._cost >= 2 * cost_of(longer, JUDGED):
                 steps, each = longer, cost_of(longer, JUDGED)
                 arms[slow] = self._run(arms[slow].actions, steps, since)
                 best = fastest(arms)
-            if not best:
-                return None, True
+            if not best:  # so early that no arm can be tried for longer it may yet turn out that one is
+                return None, longer > steps or (learns(arms[0], first) and not slow)
             control_arm = self._run((), steps, since)
             if is_held := holds(arms[best], control_arm, arms[0], first):
                 while rates and left - self._cost >= each:
@@ -159,7 +155,7 @@ class Trials:
             elif left - self._cost >= cost_of(step - since.step, JUDGED):
                 # The run has risen since it was as old as that: does the lower rate, when it is as old as the run?
                 grown = self._run(arms[best].actions, step - since.step, since)
-                is_held, arms[best] = is_far_lower(grown, arms[0]), grown
+                is_held, arms[best] = is_ahead(grown, arms[0], first), grown
             if not is_held:
                 return None, True
             arms.append(replace(control_arm, actions=(Action("rewind"),)))

@@ -96,9 +96,13 @@ def holds(arm: Arm, control: Arm, now: Arm, first: float) -> bool:
     return control.loss - arm.loss > by_age
 
 
-def is_far_lower(arm: Arm, now: Arm) -> bool:
-    """Say whether an arm that is as old as the run has a far lower loss, which then is not a matter of age."""
-    return arm.anomalies == 0 and is_lower(arm, now, _FAR)
+def is_ahead(arm: Arm, now: Arm, first: float) -> bool:
+    """Say whether an arm that is as old as the run has a far lower loss, or has learned where the run has not.
+
+    That is not a matter of age.
+    """
+    has_learned = learns(arm, first) and not learns(now, first)
+    return arm.anomalies == 0 and is_lower(arm, now, _LEAST_GAIN if has_learned else _FAR)
 
 
 def learns(arm: Arm, first: float) -> bool:

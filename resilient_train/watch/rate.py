@@ -220,8 +220,10 @@ class NoProgress(PlainState):
             self.first = self._mean if self._seen == 1 else min(self.first, self._mean)
         self._losses.append(loss)
 
-    def asks(self, step: int, travelled: Callable[[], float]) -> bool:
+    def asks(self, step: int, travelled: Callable[[], float], *, is_suspect: bool = False) -> bool:
         """Say whether lower learning rates should be tried after `step` accepted updates.
+
+        They are where the rate `is_suspect`: it threw the loss up in the first updates, and was lowered for that.
 
         `travelled` is called at few steps, on all ranks alike. It returns how far the weights moved lately, relative to
         their norm.
@@ -237,6 +239,9 @@ class NoProgress(PlainState):
         self.evidence = f"the last losses ({len(newer)}) average {level:.4g} {how}, "
         self.evidence += f"where it began with {self.first:.4g}"
         # In the first updates the weights of a loss that falls may change by any amount.
+        if is_suspect and self._seen >= self.config.every:
+            self.evidence += ", and the rate was lowered for an explosion at the start"
+            return True
         if self._seen >= self.config.every * (2 if still_fall else 1):
             if not still_fall and self.first - level < self.config.share * abs(self.first):
                 return True
