@@ -95,11 +95,7 @@ _HAS_VALUE = (
 )
 _OF_CHANCES = ("invalid multinomial distribution", "probability tensor contains")  # what multinomial says
 _LOOPS = ("rnn_relu", "rnn_tanh", "lstm", "gru")  # one product after the other, whose values cannot be seen
-_PLAIN = (
-    *_EXPONENTIAL,
-    *("square", "sum", "cumsum", "prod", "einsum", "to", "half", "float", "i0"),
-    *_LOOPS,
-)
+_PLAIN = (*_EXPONENTIAL, *_LOOPS, *("square", "sum", "cumsum", "prod", "einsum", "to", "half", "float", "i0"))
 _PLAIN_PARTS = ("add", "sub", "mul", "mm", "conv", "linear", "dot", "mv", "_loss", "bilinear", "embedding")
 
 

@@ -102,10 +102,10 @@ def test_trials_after_one_in_vain_keep_to_the_share(steps: int, in_vain: bool, m
     assert Budget().trial_updates(steps, in_vain=in_vain) == most
 
 
-def test_a_short_run_looks_for_a_lower_rate_once() -> None:
-    """It costs 44 updates at step 65; another look, at step 129, would cost 60. A resume knows that."""
+def test_a_short_run_that_learns_nothing_looks_for_a_lower_rate_twice() -> None:
+    """It costs 44 updates at step 65, too early to tell, and 60 at step 129. Then no more; a resume knows that."""
     guard = train(regression(WITH))
-    assert guard._controls.trials.updates == 44
+    assert guard._controls.trials.updates == 44 + 60
     resumed = regression(WITH)
     resumed._controls.load_state_dict(guard._controls.state_dict())
     assert resumed._controls.trials.raced_in_vain

@@ -26,7 +26,7 @@ from torch.utils.data import Dataset, TensorDataset
 from resilient_train.adapters.guard import Guard
 from resilient_train.reader import DiskConfig
 from resilient_train.record.incident_lines import as_line, from_line
-from resilient_train.recover.trials import Arm, best_arm, fastest, holds, is_far_lower, may_win, on_its_way
+from resilient_train.recover.trials import Arm, best_arm, fastest, holds, is_ahead, may_win, on_its_way
 from resilient_train.types import Action, Tried
 from resilient_train.watch.config import NoProgressConfig
 from resilient_train.watch.config import named as checks_named
@@ -118,7 +118,10 @@ def test_a_race_may_be_won_late_or_end_early() -> None:
     now, behind, close = arm((), 0, 2.0, 2.1), arm(cut(0.1), 0, 2.5, 2.5), arm(cut(0.1), 0, 2.05, 2.05)
     far = {(1.0, 1.1, 0): True, (1.0, 1.1, 1): False, (1.4, 1.5, 0): False, (math.nan, 1.0, 0): False}
     for (*losses, anomalies), is_far in far.items():
-        assert is_far_lower(arm(cut(0.1), int(anomalies), *losses), now) is is_far
+        assert is_ahead(arm(cut(0.1), int(anomalies), *losses), now, 4.0) is is_far
+    slightly = arm(cut(0.1), 0, 1.8, 1.9)
+    assert is_ahead(slightly, now, 2.1)  # the run has learned nothing since it began there, and this has
+    assert not is_ahead(slightly, now, 1.9)  # neither has
     tries_more = [may_win(arms, 3.0) for arms in ([now], [now, behind], [now, close], [now, close, close])]
     assert tries_more == [True, False, True, False]
     lost = arm(cut(0.1), 0, 2.8, 2.9)
