@@ -85,11 +85,14 @@ def outlying_fields(row: Any, others: Sequence[Any], far: float) -> list[str]:
             found.append(
                 f"{_largest_of(row, field)}, where nearly all of {len(known)} other rows have {lowest:.3g} or more"
             )
-    return found or [*_out_of_narrow(row, others)]
+    return found or [*_out_of_narrow(row, others, far)]
 
 
-def _out_of_narrow(row: Any, others: Sequence[Any]) -> Iterator[str]:
-    """Name fields of a row, or columns, that are far out of a range that is narrow for numbers so far from 0."""
+def _out_of_narrow(row: Any, others: Sequence[Any], far: float) -> Iterator[str]:
+    """Name fields of a row, or columns, that are far out of a range that is narrow for numbers so far from 0.
+
+    Not those that are less than `far` times the largest of it: quantities grow large now and then, as prices do.
+    """
     theirs: dict[str, list[torch.Tensor]] = {}
     for other in others:
         for field, values in _fields(other):
@@ -101,9 +104,10 @@ def _out_of_narrow(row: Any, others: Sequence[Any]) -> Iterator[str]:
         by_size = torch.stack(same).double().reshape(len(same), -1).sort(0).values
         low, high = by_size[len(same) // 16], by_size[-1 - len(same) // 16]
         is_narrow = (low * high > 0) & (torch.maximum(low / high, high / low) <= _NARROW) & (high > low)
-        mine = values.double().flatten()
-        far = is_narrow & (torch.maximum(low - mine, mine - high) > _WIDTHS * (high - low))
-        for place in far.nonzero().flatten().tolist()[:1]:
+        mine, largest = values.double().flatten(), torch.maximum(low.abs(), high.abs())
+        is_tail = (mine * high > 0) & (mine.abs() > largest) & (mine.abs() <= far * largest)
+        odd = is_narrow & ~is_tail & (torch.maximum(low - mine, mine - high) > _WIDTHS * (high - low))
+        for place in odd.nonzero().flatten().tolist()[:1]:
             name = f"{field} at [{place}]" if values.dim() else field
             usual = f"nearly all of {len(same)} other rows have {float(low[place]):.4g} to {float(high[place]):.4g}"
             yield f"{name} is {float(mine[place]):.3g}, where {usual}"

@@ -302,9 +302,9 @@ KELVIN = [280.0 + n for n in range(40)]
     ("value", "others", "is_odd"),
     [
         (-10.0, KELVIN, True),  # degrees of another scale
-        (1000.0, KELVIN, True),
+        (1000.0, KELVIN, False),  # a tail, which an operation has to take
         (-150.0, [-one for one in KELVIN], False),
-        (1500.0, [-one for one in KELVIN], True),
+        (1500.0, [-one for one in KELVIN], True),  # of the other sign
         (230.0, KELVIN, False),  # a cold day
         (-10.0, [-10.0, -12.0, *KELVIN], True),  # two others are as bad
         (-10.0, KELVIN[:10], False),  # too few to say
