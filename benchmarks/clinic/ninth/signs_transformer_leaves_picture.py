@@ -1,7 +1,8 @@
 """Traffic signs by a spatial transformer, as in PyTorch's tutorial, with Adam at 0.03 in place of its SGD at 0.01.
 
 The first updates throw the affine map so far that the grid lies beside the picture: `grid_sample` pads with zeros
-there, its slope is zero too, and the loss stays at that of guessing. Asked as "STN outputs a black image, does not train".
+there, its slope is zero too, and the loss stays at that of guessing. Asked as "STN outputs a black image, does not
+train".
 """
 
 from __future__ import annotations
