@@ -155,7 +155,8 @@ class Loop:
                         self._forwards.end()
                 self._note(begun, error)
                 return computed
-            if tried and (self.parts.clock.step or before):  # a plain bug ends the first update as in a plain loop
+            # A plain bug ends the first update as in a plain loop.
+            if tried and (self.parts.clock.step or before or has_value(error)):
                 if self._may_be_patched(error, begun.tick):
                     self._note(begun, error)
                     for weight in self.parts.updater.weights:

@@ -93,7 +93,7 @@ _HAS_VALUE = (
     *("cholesky", "linalg_cholesky", "inverse", "linalg_inv", "linalg_solve"),
     *("binary_cross_entropy", "multinomial"),
 )
-_OF_CHANCES = ("invalid multinomial distribution", "probability tensor contains")  # what multinomial says
+_WITH_VALUE = ("invalid multinomial distribution", "probability tensor contains", "value cannot be converted to type")
 _LOOPS = ("rnn_relu", "rnn_tanh", "lstm", "gru")  # one product after the other, whose values cannot be seen
 _PLAIN = (*_EXPONENTIAL, *_LOOPS, *("square", "sum", "cumsum", "prod", "einsum", "to", "half", "float", "i0"))
 _PLAIN_PARTS = ("add", "sub", "mul", "mm", "conv", "linear", "dot", "mv", "_loss", "bilinear", "embedding")
@@ -240,7 +240,7 @@ def on_error(facts: Observations, error: str) -> Diagnosis:
             advice = f"{on_operation(culprit)} What follows from it raised {error}"
             symptom = culprit if facts.after else None
             return Diagnosis(Cause.OPERATION, advice, facts.after or culprit, patchable=True, symptom=symptom)
-        if culprit.op in _HAS_VALUE or facts.kind == "domain":
+        if culprit.op in _HAS_VALUE or facts.kind == "domain" or _WITH_VALUE[-1] in error:
             advice = f"{found} raised {error}: keep what it is given within its domain, or catch it there."
             return Diagnosis(Cause.OPERATION, advice, culprit, patchable=True)
     if facts.rows and not facts.everywhere:
@@ -258,7 +258,7 @@ def on_error(facts: Observations, error: str) -> Diagnosis:
 def has_value(error: BaseException) -> bool:
     """Whether a patch has a value where this was raised: by the operation that its text begins with."""
     op = str(error).partition(":")[0].removeprefix("torch.").replace(".", "_")
-    return op in _HAS_VALUE or str(error).startswith(_OF_CHANCES)
+    return op in _HAS_VALUE or str(error).startswith(_WITH_VALUE)
 
 
 def without_rows(found: Diagnosis) -> Diagnosis:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributions import Distribution, constraints
+from torch.utils._pytree import tree_map_only
 
 from resilient_train.numerics import safe
 from resilient_train.numerics.operations import family
@@ -24,13 +25,18 @@ _TRIED = 4  # distances from the border, each a hundred times the one before
 
 
 def call(bare: Operation, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call an operation; where it does not take its first input, change that.
+    """Call an operation; where it does not take its first input, or a number beside that, change it.
 
-    A multiple of the identity is added to a matrix. Of chances to draw from, those that are no chances are 0.
+    A multiple of the identity is added to a matrix. Of chances to draw from, those that are no chances are 0. A number
+    that the type of the input cannot hold, as the -1e9 of a mask in half precision, is the nearest that it can.
     """
     try:
         return bare(*args, **kwargs)
     except RuntimeError as error:
+        if str(error).startswith("value cannot be converted to type") and args and isinstance(args[0], Tensor):
+            limits = torch.finfo(args[0].dtype) if args[0].is_floating_point() else torch.iinfo(args[0].dtype)
+            rest, named = tree_map_only(float, lambda one: min(max(one, limits.min), limits.max), (args[1:], kwargs))
+            return bare(args[0], *rest, **named)
         attempt = _OF_MATRICES.get(family(name)) if isinstance(error, _LinAlgError) else None
         is_drawn = family(name) == "multinomial"
         if not args or not isinstance(args[0], Tensor) or (attempt is None and not is_drawn):

@@ -257,6 +257,20 @@ def test_what_nothing_can_be_drawn_from_is_patched() -> None:
     assert [one.remedy for one in first.decision.actions] == ["armor"]
 
 
+def masked(model: Any, batch: Any) -> Tensor:
+    """Scores in half precision get a mask that it cannot hold."""
+    scores = torch.zeros(4, 4, dtype=torch.float16).masked_fill(torch.ones(4, 4).triu(1) > 0, -1e9)
+    return F.mse_loss(model(batch[0]), batch[1]) + scores.softmax(-1).float().square().mean()
+
+
+def test_a_number_that_its_type_cannot_hold_is_patched_from_the_first_update_on() -> None:
+    guard = narrowed("balanced", masked)
+    guard._controls.unpatch()
+    (first,) = guard.incidents
+    assert (guard.clock.step, first.anomaly.step, first.anomaly.signal) == (STEPS, 1, Signal.EXCEPTION)
+    assert (first.diagnosis.culprit and first.diagnosis.culprit.op) == "masked_fill"
+
+
 def test_a_matrix_for_which_no_patch_has_a_value_ends_the_run() -> None:
     """One update later, as the text of the error could be of another operation; the incident says what it is."""
     incidents: list[Any] = []

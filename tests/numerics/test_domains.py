@@ -110,6 +110,18 @@ def test_what_is_no_chance_is_never_drawn(given: list[float], possible: set[int]
         call(torch.multinomial, "multinomial", (chances, 9), {})
 
 
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+def test_a_number_that_its_type_cannot_hold_is_the_nearest_that_it_can(kind: torch.dtype) -> None:
+    given, mask, low = torch.tensor([1.0, 2.0], dtype=kind), torch.tensor([True, False]), torch.finfo(kind).min
+    for args, kwargs in (((given, mask, -1e39), {}), ((given, mask), {"value": -1e39})):
+        with pytest.raises(RuntimeError, match="overflow"):
+            torch.masked_fill(*args, **kwargs)
+        assert call(torch.masked_fill, "masked_fill", args, kwargs).tolist() == [low, 2.0]
+    assert call(torch.clamp, "clamp", (given,), {"min": -1e39}).tolist() == [1.0, 2.0]
+    with pytest.raises(RuntimeError, match="must match"):  # another error
+        call(torch.masked_fill, "masked_fill", (given, torch.tensor([True] * 3), 0.0), {})
+
+
 def test_what_stands_for_nothing_is_refused() -> None:
     """A NaN was made elsewhere, and must not be hidden; for no count stands an impossible one, which the data makes."""
     for made in (partial(d.Normal, 0.0), d.Bernoulli):
