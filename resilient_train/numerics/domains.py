@@ -25,7 +25,7 @@ _TRIED = 4  # distances from the border, each a hundred times the one before
 
 
 def call(bare: Operation, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call an operation; where it does not take its first input, or a number beside that, change it.
+    """Call an operation; where it does not take its first input, or a number, change that.
 
     A multiple of the identity is added to a matrix. Of chances to draw from, those that are no chances are 0. A number
     that the type of the input cannot hold, as the -1e9 of a mask in half precision, is the nearest that it can.
@@ -116,11 +116,8 @@ def _moved(value: Any, limit: Any) -> Any:
     """
     while isinstance(limit, constraints.independent):
         limit = limit.base_constraint
-    if (
-        limit is None
-        or not isinstance(value, Tensor | float | int)
-        or isinstance(limit, constraints.dependent.__class__)
-    ):
+    is_number = isinstance(value, Tensor | float | int)
+    if limit is None or not is_number or isinstance(limit, constraints.dependent.__class__):
         return value
     value = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.get_default_dtype())
     if not value.is_floating_point():

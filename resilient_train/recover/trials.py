@@ -97,10 +97,7 @@ def holds(arm: Arm, control: Arm, now: Arm, first: float) -> bool:
 
 
 def is_ahead(arm: Arm, now: Arm, first: float) -> bool:
-    """Say whether an arm that is as old as the run has a far lower loss, or has learned where the run has not.
-
-    That is not a matter of age.
-    """
+    """Say whether an arm that is as old as the run has a far lower loss, or has learned where the run has not."""
     has_learned = learns(arm, first) and not learns(now, first)
     return arm.anomalies == 0 and is_lower(arm, now, _LEAST_GAIN if has_learned else _FAR)
 

@@ -113,9 +113,10 @@ def test_what_is_no_chance_is_never_drawn(given: list[float], possible: set[int]
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
 def test_a_number_that_its_type_cannot_hold_is_the_nearest_that_it_can(kind: torch.dtype) -> None:
     given, mask, low = torch.tensor([1.0, 2.0], dtype=kind), torch.tensor([True, False]), torch.finfo(kind).min
-    for args, kwargs in (((given, mask, -1e39), {}), ((given, mask), {"value": -1e39})):
-        with pytest.raises(RuntimeError, match="overflow"):
-            torch.masked_fill(*args, **kwargs)
+    with pytest.raises(RuntimeError, match="overflow"):
+        torch.masked_fill(given, mask, -1e39)
+    both: list[Any] = [((given, mask, -1e39), {}), ((given, mask), {"value": -1e39})]
+    for args, kwargs in both:
         assert call(torch.masked_fill, "masked_fill", args, kwargs).tolist() == [low, 2.0]
     assert call(torch.clamp, "clamp", (given,), {"min": -1e39}).tolist() == [1.0, 2.0]
     with pytest.raises(RuntimeError, match="must match"):  # another error
