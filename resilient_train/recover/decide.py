@@ -75,10 +75,7 @@ _BY_SIGNAL = {  # what a signal suggests by itself
     (Cause.PROCESS, Signal.CHECKPOINT_DAMAGED): "Check the disk: a file differs from what was written.",
 }
 _DIAGNOSES = {signal: Diagnosis(cause, advice) for (cause, signal), advice in _BY_SIGNAL.items()}
-BY_DECAY = Diagnosis(
-    Cause.OPTIMIZER,
-    "Weights decay faster than they learn: lower weight_decay.",
-)
+BY_DECAY = Diagnosis(Cause.OPTIMIZER, "Weights decay faster than they learn: lower weight_decay.")
 _SPIKE_LANDED = Diagnosis(Cause.EXPLOSION, f"The loss jumped and stayed there: {_CALMER}.")
 
 

@@ -126,9 +126,8 @@ class Checks:
 
     def asks_for_rates(self, step: int, travelled: Callable[[], float]) -> bool:
         """Say whether the loss stands, so that lower learning rates should be tried; not while an incident is open."""
-        if self.rewind_check.is_open or step in self._declared:
-            return False
-        return self.no_progress.asks(step, travelled, is_suspect=self.early_divergence.is_suspect)
+        may_ask, is_suspect = not self.rewind_check.is_open, self.early_divergence.is_suspect
+        return may_ask and step not in self._declared and self.no_progress.asks(step, travelled, is_suspect=is_suspect)
 
     def loss_at(self, step: int) -> float | None:
         """Return the loss of an accepted update, if it was a usual one and not too long ago."""
