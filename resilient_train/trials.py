@@ -123,8 +123,7 @@ class Trials:
         if not verified or verified[-1].step > step // 4 or left < 2 * each + cost_of(1, JUDGED):
             return None, False
         since, made = verified[-1], parts.updates.next_after(verified[-1].step)
-        decays_fast = parts.updater.decays_fast(control.knobs.values)
-        left_of_weights = parts.ring.shrunk_since(since) if decays_fast else 1.0
+        left_of_weights = parts.ring.shrunk_since(since) if parts.updater.decays_fast() else 1.0
         if left_of_weights < _VANISHED:
             return Faster(since.step, Action("lower_decay", {"factor": 0.0}), left=left_of_weights), True
         recorded = made.loss if made is not None else parts.checks.loss_at(since.step + 1)  # of an earlier process
@@ -145,7 +144,7 @@ class Trials:
                 arms[slow] = self._run(arms[slow].actions, steps, since)
                 best = fastest(arms)
             if not best:  # so early that no arm can be tried for longer it may yet turn out that one is
-                return None, longer > steps or (learns(arms[0], first) and not slow)
+                return None, steps >= _LONGEST_RACE or (learns(arms[0], first) and not slow)
             control_arm = self._run((), steps, since)
             if is_held := holds(arms[best], control_arm, arms[0], first):
                 while rates and left - self._cost >= each:

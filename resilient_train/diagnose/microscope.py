@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -98,8 +97,6 @@ class Microscope(TorchFunctionMode):
         # kept, as ids are reused. By memory, the newest of those that share it.
         self._origins: dict[int, tuple[Tensor, Origin | None]] = {}
         self._by_memory: dict[int, Origin | None] = {}
-        # By id, what is finite, but was computed from what an operation had made infinite, and in which rows.
-        self._vanished: dict[int, tuple[weakref.ref[Tensor], Origin, Tensor]] = {}
         self._as_number: Origin | None = None  # of the newest number or array that has left torch
         self._nodes: dict[Any, _Call] = {}
         self._hooks: list[Any] = []
@@ -170,14 +167,11 @@ class Microscope(TorchFunctionMode):
             for output in outputs:
                 if not (kinds := kinds_of(output)):
                     self._origins.pop(id(output), None)
-                    self._note_vanished(inputs, output)
                     continue
                 given = kinds_of_numbers((args, kwargs))
                 origin = self._origin(call, kinds, inputs, was, given, output.numel() == 1)
                 if func is torch.autograd.grad and self.backward is not None:
                     origin = self.backward
-                if origin is not None and origin.call == call.number:
-                    origin = self._vanished_before(inputs, output) or origin
                 self._note(output, origin)
                 if origin is not None and origin.call == call.number and self._is_armored(call):
                     self._remember_repair(origin, inputs)
@@ -275,29 +269,6 @@ class Microscope(TorchFunctionMode):
             return None
         return self._as_number or Origin("forward", call.op, max(kinds), number, call.line, was_given=True)
 
-    # Infinities that have vanished: `exp` makes a 0 of what `log` has made of 0.
-
-    def _note_vanished(self, inputs: Iterable[Tensor], output: Tensor) -> None:
-        """Note of a finite result which infinity of an operation went into it, and in which rows that was."""
-        for one in inputs:
-            origin = self._first([one])
-            if origin is not None and origin.kind == "inf" and not origin.was_given and one.dim():
-                found = weakref.ref(output), origin, _rows_not_finite(one)
-            elif (known := self._vanished.get(id(one))) is None or known[0]() is not one:
-                continue
-            else:
-                found = weakref.ref(output), *known[1:]
-            self._vanished[id(output)] = found
-            return
-
-    def _vanished_before(self, inputs: Iterable[Tensor], output: Tensor) -> Origin | None:
-        """The operation whose infinities were in the very rows of a batch that are not finite now, and in no others."""
-        for one in inputs:
-            known = self._vanished.get(id(one)) if output.dim() else None
-            if known is not None and known[0]() is one and torch.equal(known[2], _rows_not_finite(output)):
-                return None if bool(known[2].all()) else known[1]
-        return None
-
     # Consequences of patched operations.
 
     def _is_armored(self, call: _Call) -> bool:
@@ -394,10 +365,6 @@ class Microscope(TorchFunctionMode):
                 self.backward = Origin("backward", call.op, kind, call.number, call.line, after=first)
 
         self._hooks.append(node.register_hook(passed))
-
-
-def _rows_not_finite(tensor: Tensor) -> Tensor:
-    return ~tensor.isfinite().flatten(1).all(1) if tensor.dim() > 1 else ~tensor.isfinite()
 
 
 def _is_custom(node: Any) -> bool:

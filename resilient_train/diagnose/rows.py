@@ -91,7 +91,8 @@ def outlying_fields(row: Any, others: Sequence[Any], far: float) -> list[str]:
 def _out_of_narrow(row: Any, others: Sequence[Any], far: float) -> Iterator[str]:
     """Name fields of a row, or columns, that are far out of a range that is narrow for numbers so far from 0.
 
-    Not those that are less than `far` times the largest of it: quantities grow large now and then, as prices do.
+    Not those that are less than `far` times the largest of it: quantities grow large now and then, as prices do. And
+    not 0: the line that cannot take it is to blame.
     """
     theirs: dict[str, list[torch.Tensor]] = {}
     for other in others:
@@ -106,7 +107,13 @@ def _out_of_narrow(row: Any, others: Sequence[Any], far: float) -> Iterator[str]
         is_narrow = (low * high > 0) & (torch.maximum(low / high, high / low) <= _NARROW) & (high > low)
         mine, largest = values.double().flatten(), torch.maximum(low.abs(), high.abs())
         is_tail = (mine * high > 0) & (mine.abs() > largest) & (mine.abs() <= far * largest)
-        odd = is_narrow & ~is_tail & (torch.maximum(low - mine, mine - high) > _WIDTHS * (high - low))
+        odd = (
+            is_narrow
+            & ~is_tail
+            & mine.isfinite()
+            & (mine != 0)
+            & (torch.maximum(low - mine, mine - high) > _WIDTHS * (high - low))
+        )
         for place in odd.nonzero().flatten().tolist()[:1]:
             name = f"{field} at [{place}]" if values.dim() else field
             usual = f"nearly all of {len(same)} other rows have {float(low[place]):.4g} to {float(high[place]):.4g}"

@@ -8,11 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from resilient_train.types import Cause, Culprit, Diagnosis
 from resilient_train.wording import rows_to_look_at
 
 _CLIMB = 100.0  # times the usual: an explosion on its way
 _LEAP = 1e4  # the same, at once: no task changes so much
+_START = 32  # updates in which a loss may leap so far
 _FIRST = 4  # updates, in which weights go astray where the rate is far too high
 _MOST_ROWS = 8  # that are named
 _HUGE = 1e15  # sums and squares of it leave float32
@@ -83,17 +86,28 @@ _SINGULAR_ALIKE = {
 }
 _FAMILIES = {name: op for op in SINGULAR for name in (op, *_SINGULAR_ALIKE.get(op, "").split())}
 NOT_AT_ZERO = ("softmax", "linalg", "acos", "atanh", "mean", "loss", "layer_norm", "std")
-_WITH_POLES = ("log", "div", "reciprocal", "rsqrt", "atanh", "lgamma")  # infinite at a pole, not by overflow
+_WITH_POLES = (
+    "log",
+    "log2",
+    "log10",
+    "log1p",
+    "div",
+    "reciprocal",
+    "rsqrt",
+    "atanh",
+    "lgamma",
+)  # infinite at a pole, not by overflow
 _EVEN = ("cosh", "sinh", "i0", "special_i0", "special_i1")  # large on both sides
 _EXPONENTIAL = ("exp", "exp2", "expm1", *_EVEN)
 _PRODUCTS = ("prod", "cumprod", "det", "linalg_det")  # infinite by overflow alone
-_LARGEST_EXPONENT = {"float16": 11.09, "float32": 88.72, "bfloat16": 88.72, "float64": 709.78}  # of e
+_LARGEST_EXPONENT = {"float16": 11.09, "float64": 709.78}  # of e, and 88.72 in float32 and bfloat16
 # Operations that raise where a patch of numerics has a value.
 _HAS_VALUE = (
     *("cholesky", "linalg_cholesky", "inverse", "linalg_inv", "linalg_solve"),
     *("binary_cross_entropy", "multinomial"),
 )
 _WITH_VALUE = ("invalid multinomial distribution", "probability tensor contains", "value cannot be converted to type")
+_LinAlgError = torch.linalg.LinAlgError  # type: ignore[attr-defined]
 _LOOPS = ("rnn_relu", "rnn_tanh", "lstm", "gru")  # one product after the other, whose values cannot be seen
 _PLAIN = (*_EXPONENTIAL, *_LOOPS, *("square", "sum", "cumsum", "prod", "einsum", "to", "half", "float", "i0"))
 _PLAIN_PARTS = ("add", "sub", "mul", "mm", "conv", "linear", "dot", "mv", "_loss", "bilinear", "embedding")
@@ -204,12 +218,13 @@ def on_nonfinite(facts: Observations, climb: float, leap: float = 1.0, *, landed
     first, is_overflow = facts.after or culprit, _overflows(culprit, facts.kind)
     if culprit.op == "ctc_loss" and rows and not (facts.everywhere or is_overflow or facts.after):
         return on_bad_rows(dict.fromkeys(rows, f"no finite loss in {_place(culprit)} for such targets"))
-    is_led = facts.everywhere and leap >= _LEAP and culprit.op not in _WITH_POLES
+    is_led = facts.everywhere and leap >= _LEAP and landed < _START and culprit.op not in _WITH_POLES
     if is_overflow or is_led:  # of what the weights have become: the line is where it shows, and innocent
         where = f"It broke first in {_place(culprit)}."
         if climbs or is_led:
             return Diagnosis(Cause.EXPLOSION, f"{_CLIMBED.format(times=max(climb, leap))} {where}")
-        is_thrown = landed < _FIRST or _largest(culprit.inputs) > _HUGE or culprit.op in _LOOPS
+        is_half = any(one.get("dtype") == "float16" for one in culprit.inputs)
+        is_thrown = (landed < _FIRST and not is_half) or _largest(culprit.inputs) > _HUGE or culprit.op in _LOOPS
         if facts.everywhere and landed and is_thrown:
             why = "Every batch breaks at the weights that the last updates have made: lower the learning rate."
             return Diagnosis(Cause.EXPLOSION, f"{why} {where}")
@@ -256,9 +271,9 @@ def on_error(facts: Observations, error: str) -> Diagnosis:
 
 
 def has_value(error: BaseException) -> bool:
-    """Whether a patch has a value where this was raised: by the operation that its text begins with."""
+    """Whether a patch has a value where this was raised, for a matrix by the operation that its text begins with."""
     op = str(error).partition(":")[0].removeprefix("torch.").replace(".", "_")
-    return op in _HAS_VALUE or str(error).startswith(_WITH_VALUE)
+    return str(error).startswith(_WITH_VALUE) or (op in _HAS_VALUE and isinstance(error, _LinAlgError))
 
 
 def without_rows(found: Diagnosis) -> Diagnosis:
@@ -282,7 +297,9 @@ def on_spike(facts: Observations, climb: float, jump: float = 1.0) -> Diagnosis:
     if facts.rows and not facts.everywhere:
         if facts.odd_rows:
             return on_bad_rows(facts.odd_rows)
-        return _on_rows_again(facts.rows) if facts.are_again else _on_ordinary_rows(facts.rows, layer)
+        return (
+            _on_rows_again(facts.rows) if facts.are_again and climb < _CLIMB else _on_ordinary_rows(facts.rows, layer)
+        )
     if (facts.everywhere and (climb >= _CLIMB or jump >= _LEAP)) or (not facts.is_compared and climb >= _CLIMB):
         times = max(climb, jump) if facts.everywhere else climb
         return Diagnosis(Cause.EXPLOSION, _CLIMBED.format(times=times) + layer)
@@ -393,7 +410,7 @@ def _overflows(culprit: Culprit, kind: str) -> bool:
         highest = largest if culprit.op in _EVEN else size["max"]
         of_e = math.log(2) if culprit.op == "exp2" else 1.0
         return kind == "inf" or highest * of_e > _LARGEST_EXPONENT.get(size["dtype"], 88.72)
-    if culprit.op == "poisson_nll_loss" and kind == "inf" and largest > _LARGEST_EXPONENT["float32"]:
+    if culprit.op == "poisson_nll_loss" and kind == "inf" and _largest(culprit.inputs[:1]) > 88.72:
         return True  # of what it exponentiates
     if _family(culprit.op) is None:
         return largest > _HUGE or (is_plain(culprit.op) and (kind == "inf" or culprit.op in _LOOPS))

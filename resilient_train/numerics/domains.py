@@ -33,9 +33,10 @@ def call(bare: Operation, name: str, args: tuple[Any, ...], kwargs: dict[str, An
     try:
         return bare(*args, **kwargs)
     except RuntimeError as error:
-        if str(error).startswith("value cannot be converted to type") and args and isinstance(args[0], Tensor):
-            limits = torch.finfo(args[0].dtype) if args[0].is_floating_point() else torch.iinfo(args[0].dtype)
-            rest, named = tree_map_only(float, lambda one: min(max(one, limits.min), limits.max), (args[1:], kwargs))
+        is_real = bool(args) and isinstance(args[0], Tensor) and args[0].is_floating_point()
+        if is_real and str(error).startswith("value cannot be converted to type"):
+            most = torch.finfo(args[0].dtype).max
+            rest, named = tree_map_only((int, float), lambda one: min(max(one, -most), most), (args[1:], kwargs))
             return bare(args[0], *rest, **named)
         attempt = _OF_MATRICES.get(family(name)) if isinstance(error, _LinAlgError) else None
         is_drawn = family(name) == "multinomial"

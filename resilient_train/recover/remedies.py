@@ -30,7 +30,7 @@ class Circumstances:
     at_start: bool = False  # the only verified state is the one that the run began with
     share: float = 0.0  # of the norm of the weights, that updates are limited to; 0: they are not
     sgd: bool = False  # every optimizer is torch's SGD, whose updates are as large as the gradients
-    decays_fast: bool = False  # a weight decay may take the weights away, or throw them to and fro
+    decays_fast: bool = False  # a weight decay takes more than the weights in one update
     lost_eps: bool = False  # an optimizer's epsilon is 0 in the type of its weights
     loss_excess: float = 0.0  # how far the loss is above its earlier level, relative to that: 1 is twice as high
     trial_updates: int = 0  # that trials may still make; 0: none can be made here

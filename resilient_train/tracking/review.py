@@ -333,7 +333,7 @@ def _knobs(knobs: Mapping[str, Any]) -> list[str]:
     factors = {names[key]: knobs.get(key) for key in names}
     lines = [f"{name} x{one:.3g}" for name, one in factors.items() if type(one) in (int, float) and one != 1]
     limits = {"share": "updates of at most {:.3g} of the weights", "norm": "gradients clipped to a norm of {:.3g}"}
-    lines += [said.format(one) for key, said in limits.items() if type(one := knobs.get(key)) is float and one > 0]
+    lines += [said.format(one) for key, said in limits.items() if type(one := knobs.get(key)) in (int, float) and one]
     if type(steps := knobs.get("higher_precision")) is int and steps > 0:
         lines.append(f"full precision for {counted(steps, 'step')}")
     return lines

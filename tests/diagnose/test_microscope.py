@@ -383,31 +383,3 @@ def test_operations_are_called_as_torch_calls_the_function() -> None:
     assert {name: tuple(name if op_name(one) == name else one for one in given) for name, given in names.items()} == {
         name: (name,) * len(given) for name, given in names.items()
     }
-
-
-def offset_of_zero(hidden: Tensor) -> Tensor:
-    exposure = torch.tensor([1.0, 0.0, 2.0])
-    offset = exposure.log()  # breaks
-    expected = (hidden.mean(1) + offset).exp()
-    scaled = expected * 2
-    return scaled.pow(-0.5).mean()
-
-
-def masked_by_a_logarithm(hidden: Tensor) -> Tensor:
-    shares = (hidden + torch.tensor([[1.0, 1, 1, 0]] * 2 + [[1.0] * 4]).log()).softmax(1)
-    scale = torch.tensor([1.0, 1.0, 0.0])
-    return (shares.sum(1) / (scale * shares[:, 0])).mean()  # breaks
-
-
-def masked_in_every_row(hidden: Tensor) -> Tensor:
-    shares = (hidden + torch.tensor([1.0, 1, 1, 0]).log()).softmax(1)
-    return (shares.sum(1) / (shares[:, 0] * 0)).mean()  # breaks
-
-
-@pytest.mark.parametrize("does", [offset_of_zero, masked_by_a_logarithm, masked_in_every_row])
-def test_an_infinity_that_has_vanished_is_to_blame_for_its_own_rows(does: Callable[[Tensor], Tensor]) -> None:
-    """Not for other rows, nor where all rows have one on purpose."""
-    found = origin_of(does)
-    assert found is not None
-    assert found.line is not None
-    assert (found.line.line, found.phase) == (line_of(does), "forward")

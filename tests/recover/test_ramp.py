@@ -71,7 +71,7 @@ def test_a_slow_rise_is_looked_for_since_things_went_wrong(since: int | None, us
     assert (leap and leap.usual) == (usual and pytest.approx(usual))
 
 
-@pytest.mark.parametrize(("snapshots", "rung"), [(4, 4), (0, 5)])
+@pytest.mark.parametrize(("snapshots", "rung"), [(4, 3), (0, 4)])
 def test_a_warm_up_without_its_rewind_is_no_treatment(snapshots: int, rung: int) -> None:
     """With no state to go back to, the next rung of `balanced` follows at once."""
     can = replace(ALL_APPLICABLE, snapshots=snapshots, trial_updates=1000)

@@ -480,22 +480,22 @@ def attempts(cause: Cause, *traces: int, rungs: Sequence[int] | None = None) -> 
             rewound_to=150,
             trace=trace,
         )
-        for place, (trace, rung) in enumerate(zip(traces, rungs or [5] * len(traces), strict=True))
+        for place, (trace, rung) in enumerate(zip(traces, rungs or [4] * len(traces), strict=True))
     ]
 
 
 @pytest.mark.parametrize(
     ("earlier", "trace", "rung"),
     [
-        pytest.param([], 0, 5, id="the first one"),
-        pytest.param(attempts(Cause.EXPLOSION, 7), 0, 5, id="not known: strikes only"),
-        pytest.param(attempts(Cause.EXPLOSION, 7), 8, 5, id="it came to something else"),
-        pytest.param(attempts(Cause.EXPLOSION, 7), 7, 6, id="it came to the same as before"),
-        pytest.param(attempts(Cause.DATA, 7), 7, 5, id="that was another cause"),
-        pytest.param(attempts(Cause.EXPLOSION, 7, 8), 9, 6, id="its strikes are used up"),
-        pytest.param(attempts(Cause.EXPLOSION, 7, 8, 9, rungs=[5, 5, 6]), 6, 6, id="the next one has two as well"),
-        pytest.param(attempts(Cause.EXPLOSION, 7, 8, 9, rungs=[5, 5, 6]), 9, 7, id="the next one came to the same"),
-        pytest.param(attempts(Cause.EXPLOSION, 7, 8, 9, rungs=[5, 5, 6]), 7, 7, id="the same as longer ago"),
+        pytest.param([], 0, 4, id="the first one"),
+        pytest.param(attempts(Cause.EXPLOSION, 7), 0, 4, id="not known: strikes only"),
+        pytest.param(attempts(Cause.EXPLOSION, 7), 8, 4, id="it came to something else"),
+        pytest.param(attempts(Cause.EXPLOSION, 7), 7, 5, id="it came to the same as before"),
+        pytest.param(attempts(Cause.DATA, 7), 7, 4, id="that was another cause"),
+        pytest.param(attempts(Cause.EXPLOSION, 7, 8), 9, 5, id="its strikes are used up"),
+        pytest.param(attempts(Cause.EXPLOSION, 7, 8, 9, rungs=[4, 4, 5]), 6, 5, id="the next one has two as well"),
+        pytest.param(attempts(Cause.EXPLOSION, 7, 8, 9, rungs=[4, 4, 5]), 9, 6, id="the next one came to the same"),
+        pytest.param(attempts(Cause.EXPLOSION, 7, 8, 9, rungs=[4, 4, 5]), 7, 6, id="the same as longer ago"),
     ],
 )
 def test_a_rung_that_came_to_the_same_is_spent(earlier: list[Incident], trace: int, rung: int) -> None:
@@ -516,7 +516,7 @@ def test_an_explosion_is_cut_as_deep_as_it_goes(policy: str, off: float, factor:
     """From the rung that lowers the rate on; the rung before it only warms up."""
     first = decided(Cause.EXPLOSION, policy=policy, loss_excess=off)
     assert setting(first, "lower_lr")["factor"] == 1
-    before = attempts(Cause.EXPLOSION, 0, 0, rungs=[4, 6] if policy == "balanced" else [5, 5])
+    before = attempts(Cause.EXPLOSION, 0, 0, rungs=[3, 5] if policy == "balanced" else [4, 4])
     later = decided(Cause.EXPLOSION, before, policy=policy, loss_excess=off)
     assert later.rung > first.rung
     assert setting(later, "lower_lr")["factor"] == factor
