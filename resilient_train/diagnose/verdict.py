@@ -89,7 +89,8 @@ _EXPONENTIAL = ("exp", "exp2", "expm1", *_EVEN)
 _PRODUCTS = ("prod", "cumprod", "det", "linalg_det")  # infinite by overflow alone
 _LARGEST_EXPONENT = {"float16": 11.09, "float64": 709.78}  # of e, and 88.72 in float32 and bfloat16
 # Operations that raise where a patch of numerics has a value.
-_HAS_VALUE = "cholesky linalg_cholesky inverse linalg_inv linalg_solve binary_cross_entropy multinomial".split()
+_OF_MATRICES = ("cholesky", "linalg_cholesky", "inverse", "linalg_inv", "linalg_solve")
+_HAS_VALUE = (*_OF_MATRICES, "binary_cross_entropy", "multinomial")
 _WITH_VALUE = ("invalid multinomial distribution", "probability tensor contains", "value cannot be converted to type")
 _LOOPS = ("rnn_relu", "rnn_tanh", "lstm", "gru")  # one product after the other, whose values cannot be seen
 _PLAIN = (*_EXPONENTIAL, *_LOOPS, *("square", "sum", "cumsum", "prod", "einsum", "to", "half", "float", "i0"))
@@ -256,7 +257,7 @@ def on_error(facts: Observations, error: str) -> Diagnosis:
 def has_value(error: BaseException) -> bool:
     """Whether a patch has a value where this was raised, for a matrix by the operation that its text begins with."""
     op = str(error).partition(":")[0].removeprefix("torch.").replace(".", "_") if "LinAlg" in repr(error) else ""
-    return op in _HAS_VALUE or str(error).startswith(_WITH_VALUE)
+    return op in _OF_MATRICES or str(error).startswith(_WITH_VALUE)
 
 
 def without_rows(found: Diagnosis) -> Diagnosis:
