@@ -1,8 +1,8 @@
 """Bicycles on a bridge, hour by hour: a PatchTST sees two days and forecasts the third.
 
 The counts were cut into calendar days, so the day on which clocks go forward has 23 hours and the one on which they go
-back has 25. A window that holds one of them is an hour short or long, and PatchTST insists on its context: "shape
-'[48]' is invalid for input of size 47". Asked wherever local time is grouped by date: "some days have 23 rows".
+back has 25. A window that holds one of them is an hour short or long, and the data set cannot bring it into shape:
+"shape '[48, 1]' is invalid for input of size 47". Asked wherever local time is grouped by date.
 """
 
 from __future__ import annotations

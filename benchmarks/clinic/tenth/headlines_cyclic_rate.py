@@ -2,7 +2,7 @@
 
 The cycle came with the convolutional network before it, which was trained by SGD between 0.001 and 0.1. Only the
 optimizer was changed. At the foot of a triangle AdamW does learn, at its top everything is thrown away again; the loss
-stays finite, a little above that of guessing. Asked as "CyclicLR: the loss saws up and down and gets nowhere".
+stays finite, close to that of guessing. Asked as "CyclicLR: the loss saws up and down and gets nowhere".
 """
 
 from __future__ import annotations

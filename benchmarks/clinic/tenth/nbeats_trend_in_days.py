@@ -1,8 +1,8 @@
 """Visitors of a museum in the next weeks by an interpretable N-BEATS, whose trend is a polynomial of the day.
 
 In the paper time runs from 0 to 1 over the window. Here it is the number of the day, as `arange` gives it: the cube of
-27 is 19683, forecasts of the first batch lie in the thousands, and SGD throws the weights away at once. Asked as
-"N-BEATS: the generic stack trains, the trend stack gives NaN".
+27 is 19683, forecasts of the first batch lie in the tens of thousands, and SGD throws the weights away at once. Asked
+as "N-BEATS: the generic stack trains, the trend stack gives NaN".
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ def waves(days: int, count: int) -> Tensor:
 
 class Block(nn.Module):
     """Explains a part of the window by one basis, and forecasts by the same basis."""
+
+    back: Tensor
+    ahead: Tensor
 
     def __init__(self, width: int, back: Tensor, ahead: Tensor) -> None:
         super().__init__()

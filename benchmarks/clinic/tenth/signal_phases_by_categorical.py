@@ -2,7 +2,7 @@
 
 `Categorical(probs=softmax(scores))` holds each probability above 1.2e-7 before it takes the logarithm. Queues are in
 centimetres, so the first scores are far apart, the phase that was chosen lies below that floor, and a clamped value
-has no slope. Asked as: the policy's loss starts at 15.94 and stays; `Categorical(logits=scores)` learns at once.
+has no slope: most rows cost 15.94, and go on to. Asked as "policy loss does not move"; `logits=scores` learns at once.
 """
 
 from __future__ import annotations
