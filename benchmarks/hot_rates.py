@@ -16,6 +16,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -253,16 +254,9 @@ class Drawn:
     def guarded(self, lr: float) -> tuple[float, list[Any]]:
         """The loss that the same loop reaches under a guard, and the incidents. Infinite if it gave up."""
         program = self.program(lr)
-        model, seed = program.model, self.seed
-        optimizer = program.optimizer(model.parameters())
-        guard = Guard(
-            *(None, model, optimizer),
-            data=program.rows,
-            batch_size=BATCH,
-            steps=self.steps,
-            objective=program.loss,
-            seed=seed,
-        )
+        model, optimizer = program.model, program.optimizer(program.model.parameters())
+        planned = partial(Guard, data=program.rows, objective=program.loss, batch_size=BATCH, steps=self.steps)
+        guard = planned(None, model, optimizer, seed=self.seed)
         try:
             for batch in guard.batches():
                 guard.step(batch)

@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from resilient_train.data.samples import Update
 from resilient_train.diagnose.frames import Line, line_of
-from resilient_train.diagnose.verdict import has_value
 from resilient_train.errors import TrainError, in_one_line, text_of
+from resilient_train.numerics.domains import has_value
 from resilient_train.run_parts import RunParts
 from resilient_train.state import randomness
 from resilient_train.state.copies import Attributes, Backup, Backups
@@ -155,13 +155,12 @@ class Loop:
                         self._forwards.end()
                 self._note(begun, error)
                 return computed
-            # A plain bug ends the first update as in a plain loop.
-            if tried and (self.parts.clock.step or before or has_value(error)):
-                if self._may_be_patched(error, begun.tick):
-                    self._note(begun, error)
-                    for weight in self.parts.updater.weights:
-                        weight.grad = torch.zeros_like(weight)
-                    return torch.full((), math.nan, device=self.parts.world.device), {}
+            if tried and self._may_be_patched(error, begun.tick):
+                self._note(begun, error)
+                for weight in self.parts.updater.weights:
+                    weight.grad = torch.zeros_like(weight)
+                return torch.full((), math.nan, device=self.parts.world.device), {}
+            if tried and (self.parts.clock.step or before):  # a plain bug ends the first update as in a plain loop
                 said = f"{counted(tried, 'other batch')} at the same weights raise{'s' * (tried == 1)} as well"
                 error.add_note(f"resilient_train: {said}")
                 log.error("update %d: %s: it is a bug", begun.step, said)

@@ -143,7 +143,9 @@ class Trials:
                 steps, each = longer, cost_of(longer, JUDGED)
                 arms[slow] = self._run(arms[slow].actions, steps, since)
                 best = fastest(arms)
-            if not best:  # so early that no arm can be tried for longer it may yet turn out that one is
+            if (
+                not best
+            ):  # not all was tried if arms were as short as the run is young, and it may yet turn out otherwise
                 return None, steps >= _LONGEST_RACE or (learns(arms[0], first) and not slow)
             control_arm = self._run((), steps, since)
             if is_held := holds(arms[best], control_arm, arms[0], first):

@@ -8,12 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from resilient_train.numerics.domains import OUT_OF_RANGE
 from resilient_train.types import Cause, Culprit, Diagnosis
 from resilient_train.wording import rows_to_look_at
 
 _CLIMB = 100.0  # times the usual: an explosion on its way
 _LEAP = 1e4  # the same, at once: no task changes so much
-_START, _FIRST = 32, 4  # updates in which a loss may leap so far, and in which a rate that is far too high shows
+_START = 32  # updates in which weights are led astray from where they began: a line that breaks then is innocent
+_FIRST = 4  # updates in which a rate that is far too high does so, whatever the losses say
 _MOST_ROWS = 8  # that are named
 _HUGE = 1e15  # sums and squares of it leave float32
 _TINY = 1e-12
@@ -89,9 +91,10 @@ _EXPONENTIAL = ("exp", "exp2", "expm1", *_EVEN)
 _PRODUCTS = ("prod", "cumprod", "det", "linalg_det")  # infinite by overflow alone
 _LARGEST_EXPONENT = {"float16": 11.09, "float64": 709.78}  # of e, and 88.72 in float32 and bfloat16
 # Operations that raise where a patch of numerics has a value.
-_OF_MATRICES = ("cholesky", "linalg_cholesky", "inverse", "linalg_inv", "linalg_solve")
-_HAS_VALUE = (*_OF_MATRICES, "binary_cross_entropy", "multinomial")
-_WITH_VALUE = ("invalid multinomial distribution", "probability tensor contains", "value cannot be converted to type")
+_HAS_VALUE = (
+    *("cholesky", "linalg_cholesky", "inverse", "linalg_inv", "linalg_solve"),
+    *("binary_cross_entropy", "multinomial"),
+)
 _LOOPS = ("rnn_relu", "rnn_tanh", "lstm", "gru")  # one product after the other, whose values cannot be seen
 _PLAIN = (*_EXPONENTIAL, *_LOOPS, *("square", "sum", "cumsum", "prod", "einsum", "to", "half", "float", "i0"))
 _PLAIN_PARTS = ("add", "sub", "mul", "mm", "conv", "linear", "dot", "mv", "_loss", "bilinear", "embedding")
@@ -239,7 +242,7 @@ def on_error(facts: Observations, error: str) -> Diagnosis:
             advice = f"{on_operation(culprit)} What follows from it raised {error}"
             symptom = culprit if facts.after else None
             return Diagnosis(Cause.OPERATION, advice, facts.after or culprit, patchable=True, symptom=symptom)
-        if culprit.op in _HAS_VALUE or facts.kind == "domain" or _WITH_VALUE[-1] in error:
+        if culprit.op in _HAS_VALUE or facts.kind == "domain" or OUT_OF_RANGE in error:
             advice = f"{found} raised {error}: keep what it is given within its domain, or catch it there."
             return Diagnosis(Cause.OPERATION, advice, culprit, patchable=True)
     if facts.rows and not facts.everywhere:
@@ -252,12 +255,6 @@ def on_error(facts: Observations, error: str) -> Diagnosis:
     which = "Only some batches raise" if facts.is_compared else "The batch raises"
     which = "Every batch raises" if facts.everywhere else which
     return Diagnosis(Cause.UNKNOWN, f"{which} {error}: handle that in your code.", culprit)
-
-
-def has_value(error: BaseException) -> bool:
-    """Whether a patch has a value where this was raised, for a matrix by the operation that its text begins with."""
-    op = str(error).partition(":")[0].removeprefix("torch.").replace(".", "_") if "LinAlg" in repr(error) else ""
-    return op in _OF_MATRICES or str(error).startswith(_WITH_VALUE)
 
 
 def without_rows(found: Diagnosis) -> Diagnosis:
@@ -281,9 +278,8 @@ def on_spike(facts: Observations, climb: float, jump: float = 1.0) -> Diagnosis:
     if facts.rows and not facts.everywhere:
         if facts.odd_rows:
             return on_bad_rows(facts.odd_rows)
-        return (
-            _on_rows_again(facts.rows) if facts.are_again and climb < _CLIMB else _on_ordinary_rows(facts.rows, layer)
-        )
+        is_theirs = facts.are_again and climb < _CLIMB
+        return _on_rows_again(facts.rows) if is_theirs else _on_ordinary_rows(facts.rows, layer)
     if (facts.everywhere and (climb >= _CLIMB or jump >= _LEAP)) or (not facts.is_compared and climb >= _CLIMB):
         times = max(climb, jump) if facts.everywhere else climb
         return Diagnosis(Cause.EXPLOSION, _CLIMBED.format(times=times) + layer)
@@ -390,12 +386,12 @@ def is_plain(op: str) -> bool:
 def _overflows(culprit: Culprit, kind: str) -> bool:
     """Whether an operation exceeded the range of its type, rather than met a point where it has no value."""
     largest = _largest(culprit.inputs)
-    if culprit.op in _EXPONENTIAL and (size := next((one for one in culprit.inputs if "max" in one), None)):
+    is_exponential = culprit.op in (*_EXPONENTIAL, "poisson_nll_loss")
+    if is_exponential and (size := next((one for one in culprit.inputs if "max" in one), None)):
         highest = largest if culprit.op in _EVEN else size["max"]
         of_e = math.log(2) if culprit.op == "exp2" else 1.0
-        return kind == "inf" or highest * of_e > _LARGEST_EXPONENT.get(size["dtype"], 88.72)
-    if culprit.op == "poisson_nll_loss" and kind == "inf" and _largest(culprit.inputs[:1]) > 88.72:
-        return True  # of what it exponentiates
+        has_made_it = kind == "inf" and culprit.op in _EXPONENTIAL  # in the loss a target may have
+        return has_made_it or highest * of_e > _LARGEST_EXPONENT.get(size["dtype"], 88.72)
     if _family(culprit.op) is None:
         return largest > _HUGE or (is_plain(culprit.op) and (kind == "inf" or culprit.op in _LOOPS))
     if culprit.op in _PRODUCTS and kind == "inf":

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributions import Distribution, constraints
-from torch.utils._pytree import tree_map_only
 
 from resilient_train.numerics import safe
 from resilient_train.numerics.operations import family
@@ -21,6 +20,8 @@ Operation = Callable[..., Any]
 
 _OF_MATRICES = {"cholesky": torch.linalg.cholesky_ex, "inverse": torch.linalg.inv_ex, "solve": torch.linalg.inv_ex}
 _LinAlgError = torch.linalg.LinAlgError  # type: ignore[attr-defined]
+_OF_CHANCES = ("invalid multinomial distribution", "probability tensor contains")  # what multinomial says
+OUT_OF_RANGE = "value cannot be converted to type"  # what is said of a number beyond the type of its tensor
 _TRIED = 4  # distances from the border, each a hundred times the one before
 
 
@@ -33,17 +34,30 @@ def call(bare: Operation, name: str, args: tuple[Any, ...], kwargs: dict[str, An
     try:
         return bare(*args, **kwargs)
     except RuntimeError as error:
-        is_real = bool(args) and isinstance(args[0], Tensor) and args[0].is_floating_point()
-        if is_real and str(error).startswith("value cannot be converted to type"):
-            most = torch.finfo(args[0].dtype).max
-            rest, named = tree_map_only((int, float), lambda one: min(max(one, -most), most), (args[1:], kwargs))
-            return bare(args[0], *rest, **named)
+        kind = args[0].dtype if args and isinstance(args[0], Tensor) else kwargs.get("dtype")
+        if str(error).startswith(OUT_OF_RANGE) and kind is not None and kind.is_floating_point:
+            named = {name: _held(one, kind) for name, one in kwargs.items()}
+            return bare(*(_held(one, kind) for one in args), **named)
         attempt = _OF_MATRICES.get(family(name)) if isinstance(error, _LinAlgError) else None
         is_drawn = family(name) == "multinomial"
         if not args or not isinstance(args[0], Tensor) or (attempt is None and not is_drawn):
             raise
     given = _chances(args[0]) if attempt is None else _inside(args[0], attempt)
     return bare(given, *args[1:], **kwargs)
+
+
+def has_value(error: BaseException) -> bool:
+    """Say whether `call` has a value where this was raised; of a matrix by the operation that its text begins with."""
+    text = str(error).removeprefix("torch.")
+    if isinstance(error, _LinAlgError):
+        return family(text.partition(":")[0].replace(".", "_")) in _OF_MATRICES
+    return text.startswith((OUT_OF_RANGE, *_OF_CHANCES))
+
+
+def _held(given: Any, kind: torch.dtype) -> Any:
+    """A number that a type can hold: the nearest. Anything else is left as it is, tuples of sizes as well."""
+    most = torch.finfo(kind).max
+    return min(max(given, -most), most) if type(given) in (int, float) else given
 
 
 def _chances(given: Tensor) -> Tensor:

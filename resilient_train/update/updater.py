@@ -238,10 +238,13 @@ class Updater:
         if self.scaler is not None and not in_turn:
             self.scaler._per_optimizer_states.clear()
 
-    def decays_fast(self, *, at_once: bool = False) -> bool:
-        """Say whether a weight decay may take weights away, as usual ones do not; `at_once`: throw them to and fro."""
-        decays = [(float(group.get("weight_decay") or 0.0), float(group["lr"])) for group in self._groups()]
-        return any(decay * lr >= 1.0 if at_once else decay >= _STRONG_DECAY for decay, lr in decays)
+    def decays_fast(self) -> bool:
+        """Say whether a weight decay may take the weights away before they learn: with usual ones they learn faster."""
+        return any(float(group.get("weight_decay") or 0.0) >= _STRONG_DECAY for group in self._groups())
+
+    def decays_beyond(self) -> bool:
+        """Say whether a weight decay takes more than the weights in one update, and so throws them to and fro."""
+        return any(float(group.get("weight_decay") or 0.0) * float(group["lr"]) > 1.0 for group in self._groups())
 
     def note_rates(self, given: Settings = ()) -> None:
         """Note the rates of the groups: an optimizer may have changed those that were `given` in its step."""

@@ -223,7 +223,7 @@ class NoProgress(PlainState):
     def asks(self, step: int, travelled: Callable[[], float], *, is_suspect: bool = False) -> bool:
         """Say whether lower learning rates should be tried after `step` accepted updates.
 
-        They are where the run `is_suspect`: the first updates threw the loss up.
+        At the first look they are where the run `is_suspect`: its first updates threw the loss up.
 
         `travelled` is called at few steps, on all ranks alike. It returns how far the weights moved lately, relative to
         their norm.
@@ -238,10 +238,10 @@ class NoProgress(PlainState):
         how = "and fall" if still_fall else how
         self.evidence = f"the last losses ({len(newer)}) average {level:.4g} {how}, "
         self.evidence += f"where it began with {self.first:.4g}"
-        # In the first updates the weights of a loss that falls may change by any amount.
-        if is_suspect and self._seen >= self.config.every:
+        if is_suspect and self.next_look == self.config.every <= self._seen:
             self.evidence += ", and after an explosion at the start its rate is in doubt"
             return True
+        # In the first updates the weights of a loss that falls may change by any amount.
         if self._seen >= self.config.every * (2 if still_fall else 1):
             if not still_fall and self.first - level < self.config.share * abs(self.first):
                 return True

@@ -19,7 +19,6 @@ from resilient_train.diagnose.verdict import (
     SINGULAR,
     Observations,
     climbed,
-    has_value,
     on_bad_rows,
     on_nonfinite,
     on_operation,
@@ -322,26 +321,6 @@ def test_a_value_far_out_of_a_narrow_range_is_odd(value: float, others: list[flo
     (told,) = outlying_fields((row,), rows, 1e4) or [""]
     assert bool(told) is is_odd
     assert not is_odd or told.startswith(f"[0] at [1] is {value:.3g}, where nearly all of {len(others)} other rows")
-
-
-@pytest.mark.parametrize(
-    ("text", "has"),
-    [
-        ("linalg.cholesky: (Batch element 0): The factorization could not be completed", True),
-        ("torch.linalg.solve: The solver failed because the input matrix is singular.", True),
-        ("linalg.inv: The diagonal element 1 is zero", True),
-        ("invalid multinomial distribution (sum of probabilities <= 0)", True),
-        ("probability tensor contains either `inf`, `nan` or element < 0", True),
-        ("value cannot be converted to type c10::Half without overflow", True),
-        ("linalg.eigh: The algorithm failed to converge", False),
-        ("mat1 and mat2 shapes cannot be multiplied", False),
-        ("", False),
-    ],
-)
-def test_for_which_errors_a_patch_has_a_value(text: str, has: bool) -> None:
-    kind = torch.linalg.LinAlgError if "linalg" in text else RuntimeError  # type: ignore[attr-defined]
-    assert has_value(kind(text)) is has
-    assert not has_value(RuntimeError("linalg.cholesky: A must be batches of square matrices"))
 
 
 def test_damage_names_the_element() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch import distributions as d
 
-from resilient_train.numerics.domains import call, call_distribution
+from resilient_train.numerics.domains import call, call_distribution, has_value
 
 MADE: dict[str, tuple[Callable[..., Any], Callable[[Tensor], dict[str, Any]]]] = {
     "Normal": (d.Normal, lambda x: {"loc": torch.zeros(2), "scale": x}),
@@ -119,8 +119,31 @@ def test_a_number_that_its_type_cannot_hold_is_the_nearest_that_it_can(kind: tor
     for args, kwargs in both:
         assert call(torch.masked_fill, "masked_fill", args, kwargs).tolist() == [low, 2.0]
     assert call(torch.clamp, "clamp", (given,), {"min": -1e39}).tolist() == [1.0, 2.0]
+    made = call(torch.full, "full", ((70_000,), -1e39), {"dtype": kind})
+    assert (made.shape, made.unique().tolist()) == ((70_000,), [low])  # no size is taken for such a number
     with pytest.raises(RuntimeError, match="must match"):  # another error
         call(torch.masked_fill, "masked_fill", (given, torch.tensor([True] * 3), 0.0), {})
+
+
+@pytest.mark.parametrize(
+    ("text", "has"),
+    [
+        ("linalg.cholesky: (Batch element 0): The factorization could not be completed", True),
+        ("torch.linalg.solve: The solver failed because the input matrix is singular.", True),
+        ("linalg.inv: The diagonal element 1 is zero", True),
+        ("invalid multinomial distribution (sum of probabilities <= 0)", True),
+        ("probability tensor contains either `inf`, `nan` or element < 0", True),
+        ("value cannot be converted to type c10::Half without overflow", True),
+        ("linalg.eigh: The algorithm failed to converge", False),
+        ("linalg.cholesky: A must be batches of square matrices", False),
+        ("mat1 and mat2 shapes cannot be multiplied", False),
+        ("", False),
+    ],
+)
+def test_for_which_errors_a_patch_has_a_value(text: str, has: bool) -> None:
+    is_of_matrix = "linalg" in text and "must be" not in text
+    kind = torch.linalg.LinAlgError if is_of_matrix else RuntimeError  # type: ignore[attr-defined]
+    assert has_value(kind(text)) is has
 
 
 def test_what_stands_for_nothing_is_refused() -> None:

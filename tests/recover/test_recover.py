@@ -208,7 +208,7 @@ def test_a_rung_for_the_start_of_a_run(steps: list[int], expected: list[int]) ->
         (["higher_precision", "lower_loss_scale"], refused(9), {"mixed_precision": False}, ["lower_loss_scale"]),
         (["rewind", "limit_update"], landed(9), {"sgd": True}, ["rewind", "limit_update"]),
         (["rewind", "limit_update"], landed(9), {}, []),
-        (["rewind", "lower_decay"], landed(9), {"decays_fast": True}, ["rewind", "lower_decay"]),
+        (["rewind", "lower_decay"], landed(9), {"decays_beyond": True}, ["rewind", "lower_decay"]),
         (["rewind", "lower_decay"], landed(9), {}, []),
         (
             ["raise_eps", "tighten_clip", "lower_lr", "reset_moments", "skip", {"rewind": {"steps": 9}}],

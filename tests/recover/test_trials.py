@@ -132,12 +132,12 @@ def test_a_race_may_be_won_late_or_end_early() -> None:
 CHECK = NoProgressConfig(every=64, window=1024, share=0.45, travel=0.4)
 
 
-def looks(losses: Sequence[float], travelled: float = 0.1) -> list[int]:
+def looks(losses: Sequence[float], travelled: float = 0.1, *, is_suspect: bool = False) -> list[int]:
     """At which steps the check asks for a trial, if the weights move so far."""
     check, found = NoProgress(CHECK), []
     for step, loss in enumerate(losses, start=1):
         check.see(loss)
-        if check.asks(step, lambda: travelled):
+        if check.asks(step, lambda: travelled, is_suspect=is_suspect):
             found.append(step)
             check.tried(step, is_tried=True)
     return found
@@ -155,6 +155,7 @@ def test_the_check_asks_where_the_loss_stands_near_its_beginning() -> None:
     falling = [4.8 - 0.003 * step + one for step, one in enumerate(wave)]
     assert looks(falling, travelled=0.5) == [128, 256, 512]  # and settles nowhere: at 64 that is ordinary
     assert looks(falling, travelled=0.3) == []
+    assert looks(falling, is_suspect=True) == [64]  # of a rate that is in doubt, once
 
 
 # ----------------------------------------------------------------------------------------------------- the whole run

@@ -57,7 +57,7 @@ MAY_KNOW: dict[str, set[str]] = {
         "watch",
     },
     "micro_batches": {"record", "recovery"},
-    "computation": {"data", "diagnose", "run_parts", "state", "update", "watch"},
+    "computation": {"data", "diagnose", "numerics", "run_parts", "state", "update", "watch"},
     "guard": {
         *("computation", "data", "diagnose", "drills", "micro_batches", "numerics", "record", "recovery"),
         *("run_parts", "state", "trials", "update", "watch"),

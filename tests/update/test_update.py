@@ -307,6 +307,17 @@ def test_ranks_whose_rates_differ_in_the_last_digit_are_alike(rate: float) -> No
     assert digest_of(1.01 * rate) != digest_of(rate)
 
 
+@pytest.mark.parametrize(
+    ("lr", "decay", "is_fast", "is_beyond"),
+    [(1e-3, 0.1, False, False), (1e-3, 0.3, True, False), (0.5, 3.0, True, True), (10.0, 0.2, False, True)],
+)
+def test_what_a_weight_decay_may_do(lr: float, decay: float, is_fast: bool, is_beyond: bool) -> None:
+    """In one group of several."""
+    groups = [{"params": [nn.Parameter(torch.zeros(()))], "weight_decay": one} for one in (0.0, decay)]
+    updater = constant_updater(torch.optim.SGD(groups, lr=lr))
+    assert (updater.decays_fast(), updater.decays_beyond()) == (is_fast, is_beyond)
+
+
 @pytest.mark.parametrize("at", [0, 2])
 def test_a_rate_that_the_loop_sets_is_not_overwritten_silently(at: int) -> None:
     """It is an error, at the first update and later; other settings are the loop's own."""
