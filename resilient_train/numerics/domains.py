@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, constraints
 
+from resilient_train.errors import text_of
 from resilient_train.numerics import safe
 from resilient_train.numerics.operations import family
 
@@ -35,7 +36,7 @@ def call(bare: Operation, name: str, args: tuple[Any, ...], kwargs: dict[str, An
         return bare(*args, **kwargs)
     except RuntimeError as error:
         kind = args[0].dtype if args and isinstance(args[0], Tensor) else kwargs.get("dtype")
-        if str(error).startswith(OUT_OF_RANGE) and kind is not None and kind.is_floating_point:
+        if text_of(error).startswith(OUT_OF_RANGE) and kind is not None and kind.is_floating_point:
             named = {name: _held(one, kind) for name, one in kwargs.items()}
             return bare(*(_held(one, kind) for one in args), **named)
         attempt = _OF_MATRICES.get(family(name)) if isinstance(error, _LinAlgError) else None
@@ -48,7 +49,7 @@ def call(bare: Operation, name: str, args: tuple[Any, ...], kwargs: dict[str, An
 
 def has_value(error: BaseException) -> bool:
     """Say whether `call` has a value where this was raised; of a matrix by the operation that its text begins with."""
-    text = str(error).removeprefix("torch.")
+    text = text_of(error).removeprefix("torch.")
     if isinstance(error, _LinAlgError):
         return family(text.partition(":")[0].replace(".", "_")) in _OF_MATRICES
     return text.startswith((OUT_OF_RANGE, *_OF_CHANCES))
