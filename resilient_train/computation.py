@@ -116,7 +116,7 @@ class Loop:
         has_forwards = self.objective is not None and isinstance(self.model, DistributedDataParallel)
         self._forwards = _Forwards(self.model) if has_forwards else None
         self._logged: set[str] = set()
-        self._examined: dict[Line | None, int] = {}  # where every batch raised, and the tick of the first
+        self._examined: dict[tuple[Line | None, int], int] = {}  # where all raised, rewinds before, the first tick
 
     def compute(
         self,
@@ -173,12 +173,12 @@ class Loop:
             log.info("%s", "".join(traceback.format_exception(error)), extra=IN_FILE_ONLY)
 
     def _may_be_patched(self, error: Exception, tick: int) -> bool:
-        """Whether what every batch raises may be for want of a value that a patch has, as often as none was tried.
+        """Whether what every batch raises may be for want of a value that a patch has, and was not seen since a rewind.
 
         Other ranks wait in the collectives of this update, and a loss scaler for its gradients.
         """
         found = line_of(error, {})
-        first = self._examined.setdefault(found.line, tick)
+        first = self._examined.setdefault((found.line, self.parts.updates.rewinds), tick)
         is_new = tick <= first + 1  # the verdict on an update comes after the next one
         is_plain = self.parts.world.size == 1 and self.parts.updater.scaler is None
         return is_plain and is_new and (has_value(error) or bool(found.of_distribution))

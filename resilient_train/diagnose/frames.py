@@ -143,30 +143,34 @@ class Raised(NamedTuple):
     line: Line | None  # the innermost one of a user's own that it passed, rather than of an installed package
     of_distribution: str  # what of torch.distributions that called
     called: str  # what it called at all: a module by its class, anything else by its name
+    refused: Tensor | None  # by a distribution
 
 
 def line_of(error: BaseException, names: dict[int, str]) -> Raised:
     """Return where an exception came from, by its traceback."""
-    line, of_distribution, called, module = None, "", "", ""
+    line, of_distribution, called, module, refused = None, "", "", "", None
     for frame, number in walk_tb(error.__traceback__):
         owner = frame.f_locals.get("self")
         module = names.get(id(owner), module) if isinstance(owner, nn.Module) else module
         file = frame.f_code.co_filename
         if is_users(file) and (line is None or not file.startswith(_SITE)):
-            line, of_distribution, called = Line(file, number, module), "", ""
+            line, of_distribution, called, refused = Line(file, number, module), "", "", None
             continue
         name = frame.f_code.co_name
         if not called:
             called = type(owner).__name__ if isinstance(owner, nn.Module) or name == "__init__" else name
-        if not of_distribution and frame.f_globals.get("__name__", "").startswith("torch.distributions."):
+        if not frame.f_globals.get("__name__", "").startswith("torch.distributions."):
+            continue
+        value = frame.f_locals.get("value")
+        refused = value if isinstance(value, Tensor) else refused
+        if not of_distribution:
             if name == "__init__":
                 of_distribution = type(owner).__name__
             # There is no count nearest to an impossible one. And what a density is asked about, if no weight had a part
             # in it, came with the data: the line that asks is innocent, and the rows are to blame.
             elif not is_discrete(owner):
-                value = frame.f_locals.get("value")
                 of_distribution = name if not isinstance(value, Tensor) or value.requires_grad else ""
-    return Raised(line, of_distribution, called or "statement")
+    return Raised(line, of_distribution, called or "statement", refused)
 
 
 def is_users(file: str) -> bool:

@@ -206,7 +206,8 @@ class Microscope(TorchFunctionMode):
             return first
         found = line_of(error, self._names)
         if found.of_distribution:
-            return Origin("forward", found.of_distribution, "domain", -1, found.line)
+            ranges = statistics(floating([found.refused])) if found.refused is not None else ()
+            return Origin("forward", found.of_distribution, "domain", -1, found.line, ranges)
         return Origin("forward", found.called, "error", -1, found.line) if found.line is not None else None
 
     # Forward.

@@ -205,7 +205,8 @@ def on_nonfinite(facts: Observations, climb: float, leap: float = 1.0, *, landed
     first, is_overflow = facts.after or culprit, _overflows(culprit, facts.kind)
     if culprit.op == "ctc_loss" and rows and not (facts.everywhere or is_overflow or facts.after):
         return on_bad_rows(dict.fromkeys(rows, f"no finite loss in {_place(culprit)} for such targets"))
-    is_led = facts.everywhere and leap >= _LEAP and landed < _START and culprit.op not in _WITH_POLES
+    most, until = (_HUGE, _FIRST) if culprit.op in _WITH_POLES else (_LEAP, _START)  # losses are large near a pole
+    is_led = facts.everywhere and leap >= most and landed < until
     if is_overflow or is_led:  # of what the weights have become: the line is where it shows, and innocent
         where = f"It broke first in {_place(culprit)}."
         if climbs or is_led:
@@ -228,8 +229,8 @@ def on_nonfinite(facts: Observations, climb: float, leap: float = 1.0, *, landed
     return replace(diagnosis, advice=f"{diagnosis.advice}{_seen_with(rows)}", rows=behind)
 
 
-def on_error(facts: Observations, error: str) -> Diagnosis:
-    """Diagnose an exception of user code that other batches at the same weights do not raise.
+def on_error(facts: Observations, error: str, leap: float = 1.0, *, landed: int = 0) -> Diagnosis:
+    """Diagnose an exception of user code, in most cases one that other batches at the same weights do not raise.
 
     Rows that are not finite or far from others come first, then an operation that a patch can give a value, then rows,
     unless these were trained on before: then a line that does not take what the weights make of them.
@@ -237,12 +238,15 @@ def on_error(facts: Observations, error: str) -> Diagnosis:
     if facts.blames_rows:
         return on_bad_rows(facts.odd_rows)
     if (culprit := facts.culprit) is not None:
-        found = _place(culprit)
+        found, has_value = _place(culprit), facts.kind == "domain" or culprit.op in _HAS_VALUE
+        is_thrown = landed and facts.everywhere and (has_value or facts.kind in ("nan", "inf"))
+        if is_thrown and (thrown := on_nonfinite(facts, leap, leap, landed=landed)).cause is Cause.EXPLOSION:
+            return thrown
         if facts.kind in ("nan", "inf"):
             advice = f"{on_operation(culprit)} What follows from it raised {error}"
             symptom = culprit if facts.after else None
             return Diagnosis(Cause.OPERATION, advice, facts.after or culprit, patchable=True, symptom=symptom)
-        if culprit.op in _HAS_VALUE or facts.kind == "domain" or OUT_OF_RANGE in error:
+        if has_value or OUT_OF_RANGE in error:
             advice = f"{found} raised {error}: keep what it is given within its domain, or catch it there."
             return Diagnosis(Cause.OPERATION, advice, culprit, patchable=True)
     if facts.rows and not facts.everywhere:

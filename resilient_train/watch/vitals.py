@@ -185,6 +185,7 @@ class UpdateHistory:
     def __init__(self) -> None:
         self._passed: deque[PastUpdate] = deque(maxlen=_KEPT)
         self._first: dict[int, PastUpdate] = {}  # the first accepted updates of the run, by step
+        self.rewinds = 0
         self.has_turns = False  # several losses were stepped in turn: the loss is their sum
 
     def add(self, vitals: Vitals) -> None:
@@ -200,6 +201,7 @@ class UpdateHistory:
 
     def rewound(self, step: int) -> None:
         """Forget the updates after a step."""
+        self.rewinds += 1
         while self._passed and self._passed[-1].step > step:
             self._passed.pop()
 

@@ -20,6 +20,7 @@ from resilient_train.diagnose.verdict import (
     Observations,
     climbed,
     on_bad_rows,
+    on_error,
     on_nonfinite,
     on_operation,
     on_spike,
@@ -164,13 +165,40 @@ def test_what_grows_within_a_call(facts: Observations, landed: int, cause: Cause
         ("layer_norm", EVERYWHERE, 1e6, Cause.EXPLOSION),
         ("layer_norm", EVERYWHERE, 1e3, Cause.OPERATION),
         ("layer_norm", ONLY_HERE, 1e6, Cause.OPERATION),
-        ("div", EVERYWHERE, 1e6, Cause.OPERATION),  # near a pole losses are large before one is infinite
+        ("div", EVERYWHERE, 1e18, Cause.OPERATION),  # near a pole losses are large before one is infinite
     ],
 )
 def test_what_breaks_after_the_loss_has_leaped(op: str, facts: Observations, leap: float, cause: Cause) -> None:
     """Where every batch breaks, the line is one of many that do."""
     found = on_nonfinite(broke(op, values(-1e9, 1e9), facts=facts, kind="nan"), 1, leap, landed=9)
     assert (found.cause, found.culprit is None) == (cause, cause is Cause.EXPLOSION)
+
+
+@pytest.mark.parametrize(
+    ("leap", "landed", "cause"),
+    [(1e18, 2, Cause.EXPLOSION), (1e9, 2, Cause.OPERATION), (1e18, 9, Cause.OPERATION)],
+)
+def test_a_pole_is_innocent_where_the_first_updates_left_the_range(leap: float, landed: int, cause: Cause) -> None:
+    """No quotient makes a loss so large at once in every batch."""
+    assert on_nonfinite(broke("div", values(-1, 1), facts=EVERYWHERE), 1, leap, landed=landed).cause is cause
+
+
+@pytest.mark.parametrize(
+    ("facts", "landed", "cause"),
+    [
+        (broke("Normal", HUGE, facts=EVERYWHERE, kind="domain"), 2, Cause.EXPLOSION),
+        (broke("Normal", HUGE, facts=EVERYWHERE, kind="domain"), 0, Cause.OPERATION),  # it was built like that
+        (broke("Normal", HUGE, facts=ONLY_HERE, kind="domain"), 2, Cause.OPERATION),
+        (broke("Normal", values(-1, 1), facts=EVERYWHERE, kind="domain"), 2, Cause.OPERATION),  # a scale that is -1
+        (broke("exp", values(0, 120), facts=EVERYWHERE, kind="inf"), 2, Cause.EXPLOSION),
+        (broke("Mine", HUGE, facts=EVERYWHERE, kind="error"), 2, Cause.UNKNOWN),  # a bug of the program
+    ],
+)
+def test_what_raises_at_weights_that_were_thrown_away_accuses_no_line(
+    facts: Observations, landed: int, cause: Cause
+) -> None:
+    """A distribution refuses what the first updates have made of its parameters: the rate is to blame."""
+    assert on_error(facts, "ValueError: no", landed=landed).cause is cause
 
 
 @pytest.mark.parametrize(
