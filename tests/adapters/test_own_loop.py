@@ -419,6 +419,7 @@ def test_a_close_that_is_interrupted_while_it_writes_is_a_failure(
         memory=MemoryConfig(2, 4, None),
     )  # fmt: skip
     write, wait = Writer._execute, Writer.wait
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever other tests of this process have left
 
     def slowly(writer: Writer, job: Job) -> None:
         go_on.wait(60)
