@@ -178,7 +178,7 @@ class Search:
         climb, leap = max(verdict.climbed(one) for one in history), verdict.climbed(history[0])
         landed = anomaly.step - 1
         if refused.is_error:
-            found = verdict.on_error(facts, anomaly.evidence, leap, landed=landed)
+            found = verdict.on_error(facts, anomaly.evidence, landed=landed)
         elif is_spike:
             found = verdict.on_spike(facts, max(verdict.climbed(one[:-1]) for one in history), climb)
         else:

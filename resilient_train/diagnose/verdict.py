@@ -229,7 +229,7 @@ def on_nonfinite(facts: Observations, climb: float, leap: float = 1.0, *, landed
     return replace(diagnosis, advice=f"{diagnosis.advice}{_seen_with(rows)}", rows=behind)
 
 
-def on_error(facts: Observations, error: str, leap: float = 1.0, *, landed: int = 0) -> Diagnosis:
+def on_error(facts: Observations, error: str, *, landed: int = 0) -> Diagnosis:
     """Diagnose an exception of user code, in most cases one that other batches at the same weights do not raise.
 
     Rows that are not finite or far from others come first, then an operation that a patch can give a value, then rows,
@@ -239,8 +239,8 @@ def on_error(facts: Observations, error: str, leap: float = 1.0, *, landed: int 
         return on_bad_rows(facts.odd_rows)
     if (culprit := facts.culprit) is not None:
         found, has_value = _place(culprit), facts.kind == "domain" or culprit.op in _HAS_VALUE
-        is_thrown = landed and facts.everywhere and (has_value or facts.kind in ("nan", "inf"))
-        if is_thrown and (thrown := on_nonfinite(facts, leap, leap, landed=landed)).cause is Cause.EXPLOSION:
+        is_thrown = 0 < landed < _FIRST and facts.everywhere and (has_value or facts.kind in ("nan", "inf"))
+        if is_thrown and (thrown := on_nonfinite(facts, 1.0, landed=landed)).cause is Cause.EXPLOSION:
             return thrown
         if facts.kind in ("nan", "inf"):
             advice = f"{on_operation(culprit)} What follows from it raised {error}"

@@ -189,6 +189,7 @@ def test_a_pole_is_innocent_where_the_first_updates_left_the_range(leap: float, 
         (broke("Normal", HUGE, facts=EVERYWHERE, kind="domain"), 2, Cause.EXPLOSION),
         (broke("Normal", HUGE, facts=EVERYWHERE, kind="domain"), 0, Cause.OPERATION),  # it was built like that
         (broke("Normal", HUGE, facts=ONLY_HERE, kind="domain"), 2, Cause.OPERATION),
+        (broke("Normal", HUGE, facts=EVERYWHERE, kind="domain"), 5000, Cause.OPERATION),  # a mask, for example
         (broke("Normal", values(-1, 1), facts=EVERYWHERE, kind="domain"), 2, Cause.OPERATION),  # a scale that is -1
         (broke("exp", values(0, 120), facts=EVERYWHERE, kind="inf"), 2, Cause.EXPLOSION),
         (broke("Mine", HUGE, facts=EVERYWHERE, kind="error"), 2, Cause.UNKNOWN),  # a bug of the program
