@@ -116,7 +116,7 @@ class Loop:
         has_forwards = self.objective is not None and isinstance(self.model, DistributedDataParallel)
         self._forwards = _Forwards(self.model) if has_forwards else None
         self._logged: set[str] = set()
-        self._examined: dict[tuple[Line | None, int], int] = {}  # where all raised, rewinds before, the first tick
+        self._examined: dict[tuple[Line | None, int], int] = {}  # by line and rewinds before: the first tick
 
     def compute(
         self,
@@ -173,7 +173,7 @@ class Loop:
             log.info("%s", "".join(traceback.format_exception(error)), extra=IN_FILE_ONLY)
 
     def _may_be_patched(self, error: Exception, tick: int) -> bool:
-        """Whether what every batch raises may be for want of a value that a patch has, and was not seen since a rewind.
+        """Whether a patch may help where every batch raises, and was not tried there already since the last rewind.
 
         Other ranks wait in the collectives of this update, and a loss scaler for its gradients.
         """

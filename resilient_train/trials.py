@@ -143,9 +143,7 @@ class Trials:
                 steps, each = longer, cost_of(longer, JUDGED)
                 arms[slow] = self._run(arms[slow].actions, steps, since)
                 best = fastest(arms)
-            if (
-                not best
-            ):  # not all was tried if arms were as short as the run is young, and it may yet turn out otherwise
+            if not best:  # arms that were as short as the run is young have not shown all: look again later
                 return None, steps >= _LONGEST_RACE or (learns(arms[0], first) and not slow)
             control_arm = self._run((), steps, since)
             if is_held := holds(arms[best], control_arm, arms[0], first):

@@ -175,14 +175,13 @@ class Search:
         if not facts.reproduced:
             why = f"The update could not be replayed: {facts.failure}."
             return Diagnosis(Cause.UNKNOWN, why) if facts.failure else verdict.TRANSIENT
-        climb, leap = max(verdict.climbed(one) for one in history), verdict.climbed(history[0])
-        landed = anomaly.step - 1
+        climb, landed = max(verdict.climbed(one) for one in history), anomaly.step - 1
         if refused.is_error:
             found = verdict.on_error(facts, anomaly.evidence, landed=landed)
         elif is_spike:
             found = verdict.on_spike(facts, max(verdict.climbed(one[:-1]) for one in history), climb)
         else:
-            found = verdict.on_nonfinite(facts, climb, leap, landed=landed)
+            found = verdict.on_nonfinite(facts, climb, verdict.climbed(history[0]), landed=landed)
         return replace(found, ranks=self._some(rank for rank, one in enumerate(by_rank) if one.reproduced))
 
     def confirmed(self, known: Diagnosis, refused: Refused) -> Diagnosis | None:

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from resilient_train.numerics.domains import OUT_OF_RANGE
+from resilient_train.numerics.domains import HAVE_VALUES, OUT_OF_RANGE
+from resilient_train.numerics.operations import family
 from resilient_train.types import Cause, Culprit, Diagnosis
 from resilient_train.wording import rows_to_look_at
 
@@ -90,11 +91,7 @@ _EVEN = ("cosh", "sinh", "i0", "special_i0", "special_i1")  # large on both side
 _EXPONENTIAL = ("exp", "exp2", "expm1", *_EVEN)
 _PRODUCTS = ("prod", "cumprod", "det", "linalg_det")  # infinite by overflow alone
 _LARGEST_EXPONENT = {"float16": 11.09, "float64": 709.78}  # of e, and 88.72 in float32 and bfloat16
-# Operations that raise where a patch of numerics has a value.
-_HAS_VALUE = (
-    *("cholesky", "linalg_cholesky", "inverse", "linalg_inv", "linalg_solve"),
-    *("binary_cross_entropy", "multinomial"),
-)
+_HAVE_VALUES = (*HAVE_VALUES, "binary_cross_entropy")  # families that raise where a patch has a value
 _LOOPS = ("rnn_relu", "rnn_tanh", "lstm", "gru")  # one product after the other, whose values cannot be seen
 _PLAIN = (*_EXPONENTIAL, *_LOOPS, *("square", "sum", "cumsum", "prod", "einsum", "to", "half", "float", "i0"))
 _PLAIN_PARTS = ("add", "sub", "mul", "mm", "conv", "linear", "dot", "mv", "_loss", "bilinear", "embedding")
@@ -232,13 +229,14 @@ def on_nonfinite(facts: Observations, climb: float, leap: float = 1.0, *, landed
 def on_error(facts: Observations, error: str, *, landed: int = 0) -> Diagnosis:
     """Diagnose an exception of user code, in most cases one that other batches at the same weights do not raise.
 
-    Rows that are not finite or far from others come first, then an operation that a patch can give a value, then rows,
-    unless these were trained on before: then a line that does not take what the weights make of them.
+    Rows that are not finite or far from others come first, then weights that the first updates have thrown out of
+    range, then an operation that a patch can give a value, then rows, unless these were trained on before: then a line
+    that does not take what the weights make of them.
     """
     if facts.blames_rows:
         return on_bad_rows(facts.odd_rows)
     if (culprit := facts.culprit) is not None:
-        found, has_value = _place(culprit), facts.kind == "domain" or culprit.op in _HAS_VALUE
+        found, has_value = _place(culprit), facts.kind == "domain" or family(culprit.op) in _HAVE_VALUES
         is_thrown = 0 < landed < _FIRST and facts.everywhere and (has_value or facts.kind in ("nan", "inf"))
         if is_thrown and (thrown := on_nonfinite(facts, 1.0, landed=landed)).cause is Cause.EXPLOSION:
             return thrown

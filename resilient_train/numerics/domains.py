@@ -20,6 +20,7 @@ from resilient_train.numerics.operations import family
 Operation = Callable[..., Any]
 
 _OF_MATRICES = {"cholesky": torch.linalg.cholesky_ex, "inverse": torch.linalg.inv_ex, "solve": torch.linalg.inv_ex}
+HAVE_VALUES = (*_OF_MATRICES, "multinomial")  # families of operations that raise where `call` has a value
 _LinAlgError = torch.linalg.LinAlgError  # type: ignore[attr-defined]
 _OF_CHANCES = ("invalid multinomial distribution", "probability tensor contains")  # what multinomial says
 OUT_OF_RANGE = "value cannot be converted to type"  # what is said of a number beyond the type of its tensor

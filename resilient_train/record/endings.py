@@ -92,7 +92,7 @@ class Summary:
     weights_sha256: str | None = None
     state_sha256: str | None = None
     mlflow: dict[str, Any] | None = None
-    first_loss: float | None = None  # the mean of the first 8, to compare the final one with
+    first_loss: float | None = None  # the level of the first 8, to compare the final one with
     # well, recovered, observed, unrecovered, no_progress; the status if the run did not complete
     verdict: str | None = None
     trial_updates: int = 0  # made to try remedies: neither steps nor ticks

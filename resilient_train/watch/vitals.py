@@ -287,8 +287,11 @@ class UpdateHistory:
 
     @property
     def first_loss(self) -> float | None:
-        """The mean of the run's first accepted losses, earlier processes included."""
-        return fmean(one.loss for one in self._first.values()) if self._first else None
+        """The mean of the run's first accepted losses, or of the first few if later updates have more than doubled it."""
+        losses = [self._first[step].loss for step in sorted(self._first)]
+        means = [fmean(losses[:count]) for count in range(1, len(losses) + 1)]
+        lowest = min(means, default=None)
+        return lowest if lowest is None or means[-1] - lowest > abs(lowest) else means[-1]
 
     @property
     def recent_loss(self) -> float | None:

@@ -423,6 +423,25 @@ def test_gradients_that_differ_wildly(norms: list[float], wildest: float, number
     assert ([one.norm for one in found].count(wildest), len(known)) == (number, len(norms))
 
 
+@pytest.mark.parametrize(
+    ("losses", "first"),
+    [
+        pytest.param([], None, id="nothing yet"),
+        pytest.param([8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.5], 4.5, id="the mean of eight"),
+        pytest.param([2.0, 4.0, 3.0, 3.0], 3.0, id="noise does not change that"),
+        pytest.param([4.0, 170.0, 90.0, 60.0, 50.0, 40.0, 30.0, 20.0], 4.0, id="thrown up by the first update"),
+        pytest.param([5.0, 3.0, 90.0, 60.0], 4.0, id="by the second"),
+        pytest.param([-1.0, 5.0, 5.0], -1.0, id="a likelihood"),
+    ],
+)
+def test_the_level_that_a_run_began_with(losses: list[float], first: float | None) -> None:
+    """A run that never came back from its first updates has not made progress since."""
+    updates = UpdateHistory()
+    for step, loss in enumerate(losses, start=1):
+        updates.add(Vitals(step, step, True, loss, 1.0, 1e-3, 32 * step, 32 * step + 32))
+    assert updates.first_loss == first
+
+
 def only_jump() -> ChecksConfig:
     config = named("off")
     config.jump = named("default").jump
