@@ -287,7 +287,7 @@ class UpdateHistory:
 
     @property
     def first_loss(self) -> float | None:
-        """The mean of the run's first accepted losses, or of the first few if later updates have more than doubled it."""
+        """The mean of the first accepted losses, or of the first few if later updates have more than doubled it."""
         losses = [self._first[step].loss for step in sorted(self._first)]
         means = [fmean(losses[:count]) for count in range(1, len(losses) + 1)]
         lowest = min(means, default=None)
