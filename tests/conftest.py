@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections import Counter
@@ -159,16 +158,6 @@ def fresh_accelerate() -> Iterator[None]:
 def careless(monkeypatch: pytest.MonkeyPatch) -> None:
     """No power is cut here: nothing waits for the disk."""
     monkeypatch.setattr(files, "disk", Careless())
-
-
-@pytest.fixture(autouse=True)
-def no_handlers_of_other_tests() -> Iterator[None]:
-    """What a test leaves of its handlers changes no later one."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
-    yield
-    for number, handler in before.items():
-        if handler is not None and signal.getsignal(number) is not handler:
-            signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)
