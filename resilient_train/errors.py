@@ -116,6 +116,7 @@ def require_finite(key: str, value: Any) -> None:
 
 _LIBRARIES = {"hydra", "omegaconf", "importlib", "torch", "accelerate"}
 _STDLIB = os.path.dirname(os.__file__)
+_VALUES = re.compile(r":?\s*\btensor\(\[.{60,}", re.DOTALL)  # in an error of torch.distributions: they tell little
 
 
 def text_of(error: BaseException) -> str:
@@ -137,7 +138,7 @@ def in_one_line(error: BaseException) -> str:
         frames, text = [(error.filename, error.lineno)], error.msg
     theirs = [f"{name}:{line}" for name, line in frames if not is_plumbing(name)]
     own = [place for place in theirs if "site-packages" not in place and not place.startswith(_STDLIB)]
-    return f"{kind}: {_short(text, 300)}" + (f" ({(own or theirs)[-1]})" if theirs else "")
+    return f"{kind}: {_short(_VALUES.sub('', text), 300)}" + (f" ({(own or theirs)[-1]})" if theirs else "")
 
 
 def short_message(error: BaseException) -> str:

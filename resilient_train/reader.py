@@ -231,9 +231,8 @@ def _converted(value: Any, kind: Any, limits: Mapping[str, Any]) -> Any:
         return _REFUSED if _REFUSED in every else every if origin is list else tuple(every)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if kind in (int, float):
-        if (
-            isinstance(value, str) and "as_is" not in limits
-        ):  # YAML reads 1e-4 as a text, and an environment variable is one
+        # YAML reads 1e-4 as a text, and an environment variable is one.
+        if isinstance(value, str) and "as_is" not in limits:
             with suppress(ValueError):
                 return _converted(kind(value), kind, limits)
         return value if is_number and isinstance(value, kind | int) and _is_within(value, limits) else _REFUSED

@@ -90,7 +90,8 @@ class Recovery:
         self.controls.knobs.advance(was_limited=was_limited, may_relax=check.is_at_reference(step))
         had_reference = history.remedies is not None and history.remedies.get("reference") is not None
         is_off = check.is_open or self.parts.checks.is_off_since_restart()
-        self.incident_log.update_accepted(step, recovered_after=self._recovered_after, loss_is_off=is_off)
+        thrown_until = self.parts.updates.thrown_until if self.incident_log.open_incidents else 0
+        self.incident_log.update_accepted(step, self._recovered_after, loss_is_off=is_off, thrown_until=thrown_until)
         if not check.is_open:  # the loss is back: the state to compare with is no longer needed
             if self.parts.ring.keeps_reference:
                 self.parts.ring.release_reference()
@@ -397,7 +398,8 @@ class Recovery:
         self._ended_damaged = self._observed is not None
         self._end_observed()
         outcome = Outcome.RECOVERED if is_back else Outcome.UNRECOVERED
-        self.incident_log.close_all(outcome, healthy_since=self.parts.clock.step - self._recovered_after)
+        healthy_since, thrown_until = self.parts.clock.step - self._recovered_after, self.parts.updates.thrown_until
+        self.incident_log.close_all(outcome, healthy_since=healthy_since, thrown_until=thrown_until)
         if is_back and check.is_open:
             check.end()
             self.note_remedies()

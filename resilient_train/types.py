@@ -202,6 +202,10 @@ class Incident:
         steps = [(self.anomaly.tick, self.anomaly.step), *self.again]
         return [replace(self, anomaly=replace(self.anomaly, tick=tick, step=step), again=()) for tick, step in steps]
 
+    def is_until(self, step: int) -> bool:
+        """Say whether it is of the training, and of an update until a step."""
+        return self.anomaly.step <= step and self.diagnosis.cause is not Cause.PROCESS
+
     @property
     def left_damage(self) -> bool:
         """Say whether it is over only when the loss is back, because bad updates landed.

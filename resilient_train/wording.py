@@ -123,12 +123,18 @@ def describe_arms(incident: Incident) -> list[str]:
     """Say in a table how the arms of a trial went, a line each; nothing if there was no trial."""
     if not incident.tried:
         return []
-    names = [", ".join(_remedy(action, incident) for action in one.actions) or "as it is" for one in incident.tried]
+    names = [_arm(one.actions, incident) for one in incident.tried]
     width = max(map(len, names))
     return [f"{'':<{width}}  {'later loss':>10}  {'refused':>7}"] + [
         f"{name:<{width}}  {one.loss:>10.4g}  {one.anomalies:>7,}{_chosen(one, incident) if one.won else ''}"
         for name, one in zip(names, incident.tried, strict=True)
     ]
+
+
+def _arm(actions: Sequence[Action], incident: Incident) -> str:
+    if [one.remedy for one in actions] == ["rewind"] and incident.rewound_to is not None:  # the others began there
+        return f"as it is, from step {incident.rewound_to:,}"
+    return ", ".join(_remedy(action, incident) for action in actions) or "as it is"
 
 
 def _chosen(arm: Tried, incident: Incident) -> str:
@@ -138,7 +144,8 @@ def _chosen(arm: Tried, incident: Incident) -> str:
         return "  chosen"
     if all(one.anomalies > arm.anomalies for one in lower):
         return "  chosen: fewer refused"
-    return "  chosen: none is clearly better, and it is the mildest"
+    best = "highest rate" if incident.anomaly.signal is Signal.NO_PROGRESS else "mildest"
+    return f"  chosen: none is clearly better, and it is the {best}"
 
 
 def drill_suffix(incident: Incident) -> str:

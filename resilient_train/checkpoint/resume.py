@@ -117,7 +117,8 @@ class Resumption:
         return ResumePlan(
             path=entry.path if entry else None,
             tick=last.tick,
-            remedies=tuple(sorted(remedies, key=_tick_of)),  # of the same tick, those of the journal come last
+            # Of the same tick, those of the journal come last.
+            remedies=tuple(sorted(remedies, key=lambda one: tick if type(tick := one.get("tick")) is int else 0)),
             found=tuple(found),
             incidents=tuple(incidents),
             skipped=skipped,
@@ -268,8 +269,3 @@ def incidents_of_damage(damaged: Iterable[tuple[Entry, str]], step: int) -> list
         ProcessIncident(signal, step + 1, step, f"{one.path.name} {why}", "fall_back", rewound_to=step)
         for one, why in damaged
     ]
-
-
-def _tick_of(remedies: Mapping[str, Any]) -> int:
-    tick = remedies.get("tick")
-    return tick if type(tick) is int else 0

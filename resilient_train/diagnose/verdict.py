@@ -252,7 +252,7 @@ def on_error(facts: Observations, error: str, *, landed: int = 0) -> Diagnosis:
             since = f"{_rows(facts.rows)}, which passed it in an earlier epoch"
             advice = f"{_place(culprit)} raised {error} with {since}: keep what it is given in its domain, or catch it."
             return Diagnosis(Cause.OPERATION, advice, culprit, facts.rows)
-        remedy = f"fix or remove {_it(facts.rows)}, or catch the error."
+        remedy = "fix or remove such rows, or fix the line that raises."
         return Diagnosis(Cause.DATA, f"{_rows(facts.rows).capitalize()} raised {error}: {remedy}", None, facts.rows)
     which = "Only some batches raise" if facts.is_compared else "The batch raises"
     which = "Every batch raises" if facts.everywhere else which

@@ -210,10 +210,6 @@ def with_dim(function: Operation) -> Operation:
     return operation
 
 
-def _vector_norm(x: Tensor, ord: Any = 2.0, *args: Any, **kwargs: Any) -> Tensor:
-    return safe.norm(x, ord, *args, **kwargs)
-
-
 _SAFE: dict[str, Operation] = {
     **{
         name: getattr(safe, name)
@@ -232,7 +228,9 @@ _SAFE: dict[str, Operation] = {
             ),
         )
     },
-    **dict.fromkeys(("vector_norm", "linalg_vector_norm"), _vector_norm),
+    **dict.fromkeys(
+        ("vector_norm", "linalg_vector_norm"), lambda x, ord=2.0, *args, **kwargs: safe.norm(x, ord, *args, **kwargs)
+    ),
     "linalg_norm": _linalg_norm,
     "softmax": with_dim(safe.softmax),
     "log_softmax": with_dim(safe.log_softmax),

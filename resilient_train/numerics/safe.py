@@ -111,9 +111,7 @@ def instead_of(bare: Callable[..., Tensor]) -> Callable[[Callable[P, Tensor]], C
 
 
 def _on_one(
-    bare: Callable[[Tensor], Tensor],
-    is_bad: Callable[[Tensor], Tensor],
-    nearest: Callable[[Tensor], Tensor | float],
+    bare: Callable[[Tensor], Tensor], is_bad: Callable[[Tensor], Tensor], nearest: Callable[[Tensor], Tensor | float]
 ) -> Callable[[Tensor], Tensor]:
     """An operation on one number that has its value at `nearest`, and no slope, where its input `is_bad`."""
 
@@ -145,9 +143,7 @@ reciprocal = _on_one(
 acos = _on_one(torch.acos, lambda x: x.abs() >= 1.0 - _reach(x.dtype), lambda x: x.clamp(-1.0, 1.0))
 asin = _on_one(torch.asin, lambda x: x.abs() >= 1.0 - _reach(x.dtype), lambda x: x.clamp(-1.0, 1.0))
 atanh = _on_one(
-    torch.atanh,
-    lambda x: x.abs() >= 1.0 - _reach(x.dtype),
-    lambda x: x.clamp(eps(x.dtype) - 1.0, 1.0 - eps(x.dtype)),
+    torch.atanh, lambda x: x.abs() >= 1.0 - _reach(x.dtype), lambda x: x.clamp(eps(x.dtype) - 1.0, 1.0 - eps(x.dtype))
 )
 
 

@@ -207,7 +207,7 @@ def _exit_with_ancestors(ancestors: Sequence[int]) -> None:
         time.sleep(1.0)
 
 
-def exit_with_parent() -> None:
+def exit_with_parent(worker: int = 0) -> None:
     """Let the kernel end this process as soon as the thread that started it has ended. Only Linux can."""
     with suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -15,6 +15,7 @@ from resilient_train.record.journal import plain
 from resilient_train.secrets import masked_tree
 from resilient_train.types import TRIAL, Action, Anomaly, Decision, Diagnosis, Incident, Tried
 
+_hints = cache(typing.get_type_hints)
 T = TypeVar("T")
 
 _DOCUMENTED = ("id", "step", "tick", "signal", "cause", "culprit", "advice", "steps_lost", "seconds", "outcome")
@@ -78,11 +79,6 @@ def from_line(line: Any) -> Incident:
         "tried": tuple(map(_arm, _value(tuple[Mapping[str, Any], ...], line.get("tried", []), "tried"))),
     }
     return _record(Incident, line, **parts)
-
-
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
 
 
 def _line_of_action(action: Action) -> dict[str, Any]:

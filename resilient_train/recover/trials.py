@@ -116,10 +116,10 @@ def cost_of(updates: int, forwards: int) -> int:
 
 
 def may_win(arms: Sequence[Arm], first: float) -> bool:
-    """Say whether to try more rates: one was ahead, or the first was nearly as far from the `first` loss as the run."""
-    if len(arms) == 2:
+    """Say whether to try more: one was ahead, the first rate was nearly so, or the run has doubled its `first` loss."""
+    if len(arms) == 2 and arms[0].loss - first <= abs(first):
         return arms[1].loss <= arms[0].loss + _BEHIND * max(0.0, first - arms[0].loss)
-    return len(arms) < 2 or fastest(arms) > 0
+    return len(arms) < 2 or fastest(arms) > 0 or arms[0].loss - first > abs(first)
 
 
 def on_its_way(arms: Sequence[Arm], first: float) -> int:

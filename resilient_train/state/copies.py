@@ -193,7 +193,8 @@ class Backups:
     def set_attributes(self, attributes: Attributes, *, only_lost: bool = False) -> None:
         """Set what `attributes` returned; `only_lost`: those that are not finite any more. Then the host waits."""
         for own, name, value in attributes:
-            if only_lost and (value is _ABSENT or not _is_state(own.get(name)) or _is_finite(own[name])):
+            now = own.get(name)
+            if only_lost and (value is _ABSENT or not _is_state(now) or torch.as_tensor(now).isfinite().all()):
                 continue
             if value is _ABSENT:
                 own.pop(name, None)
@@ -259,10 +260,6 @@ class Backups:
 def _is_state(value: Any) -> bool:
     """Say whether an attribute of a module may be a part of its state. A tensor with a graph would keep that alive."""
     return type(value) in (int, float) or (isinstance(value, torch.Tensor) and not value.requires_grad)
-
-
-def _is_finite(value: Any) -> bool:
-    return bool(torch.as_tensor(value).isfinite().all())
 
 
 class BufferWatch:

@@ -423,6 +423,9 @@ def _words(group: Sequence[Incident]) -> str:
     """Name all rows, or take the words of the newest incident, if possible not of one that another line caused."""
     rows = sorted({row for one in group if one.diagnosis.culprit is None for row in one.diagnosis.rows})
     if len(group) > 1 and len(rows) > 1:
+        raised, *others = {one.diagnosis.advice.partition(" raised ")[2] for one in group}
+        if raised and not others:  # the same line, which may be what is wrong
+            return f"Rows {_listed(rows)} of the data raised {raised}"
         return f"Fix or remove rows {_listed(rows)} of the data: quarantine.json has the reason for each."
     if len(rows := sorted({row for one in group for row in rows_to_look_at(one.diagnosis.advice)})) > 1:
         return f"Look at rows {_listed(rows)} of the data: the batches are ordinary without them."

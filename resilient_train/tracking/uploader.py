@@ -78,11 +78,7 @@ class Uploader:
     """Uploads one run directory to one store. Whatever goes wrong raises, and the next call continues there."""
 
     def __init__(
-        self,
-        run_dir: Path,
-        store: Store,
-        experiment: str,
-        on_progress: Callable[[int], None] = lambda entries: None,
+        self, run_dir: Path, store: Store, experiment: str, on_progress: Callable[[int], None] = lambda entries: None
     ) -> None:
         self.run_dir, self.outbox = run_dir, run_dir / OUTBOX
         self.cursor = UploadCursor(run_dir)

@@ -88,9 +88,7 @@ def _limit(configured: float | None, tightened: float, usual: float | None, most
 
 @torch.no_grad()
 def clip_to_share(
-    groups: Sequence[Mapping[str, Any]],
-    share: float,
-    over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    groups: Sequence[Mapping[str, Any]], share: float, over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> None:
     """Clip gradients of SGD, after all other clipping: they change the weights by a share of their norm at most.
 

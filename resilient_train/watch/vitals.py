@@ -6,7 +6,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
-from math import isfinite
+from math import isfinite, nan
 from statistics import fmean, median
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -288,10 +288,21 @@ class UpdateHistory:
     @property
     def first_loss(self) -> float | None:
         """The mean of the first accepted losses, or of the first few if later updates have more than doubled it."""
+        return self._beginning()[0]
+
+    @property
+    def thrown_until(self) -> int:
+        """Up to which step the first updates more than doubled the loss; 0 if not, or if it has come back."""
+        (first, mean), recent = self._beginning(), self.recent_loss
+        if first is None or recent is None or self.has_turns:  # the sum of opposed losses may rise
+            return 0
+        return _FIRST_LOSSES if min(mean, recent) - first > abs(first) else 0
+
+    def _beginning(self) -> tuple[float | None, float]:
         losses = [self._first[step].loss for step in sorted(self._first)]
-        means = [fmean(losses[:count]) for count in range(1, len(losses) + 1)]
-        lowest = min(means, default=None)
-        return lowest if lowest is None or means[-1] - lowest > abs(lowest) else means[-1]
+        means = [fmean(losses[:count]) for count in range(1, len(losses) + 1)] or [nan]
+        lowest, mean = min(means), means[-1]
+        return (lowest if mean - lowest > abs(lowest) else mean) if losses else None, mean
 
     @property
     def recent_loss(self) -> float | None:

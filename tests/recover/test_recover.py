@@ -1091,6 +1091,18 @@ def test_an_incident_recovers_when_the_run_is_far_enough_beyond_it() -> None:
     assert history.tally() == {"total": 1, "recovered": 1, "by_cause": {"data": 1}}
 
 
+def test_while_the_loss_stands_where_the_first_updates_threw_it_theirs_have_not_recovered() -> None:
+    """Later ones may, and those of the process; at the end of the run they are unrecovered."""
+    history = IncidentLog(None)
+    for step in (2, 8, 9):
+        history.open(refused(step), DATA if step > 2 else EXPLOSION, SKIPPED)
+    full = dataclasses.replace(refused(3), signal=Signal.DISK_FULL)
+    history.open(full, Diagnosis(Cause.PROCESS, ""), SKIPPED)
+    again = functools.partial(history.update_accepted, recovered_after=50, loss_is_off=False)
+    assert closed_by(history, lambda: again(100, thrown_until=8)) == [(3, "recovered"), (4, "recovered")]
+    assert closed_by(history, lambda: history.close_all(Outcome.RECOVERED, thrown_until=8)) == [(1, "unrecovered")]
+
+
 def test_the_same_trouble_again_closes_the_one_before() -> None:
     """The same cause and line, sooner: it recurred. Another cause or another line changes nothing."""
     line = Culprit("forward", "log", "head", "losses.py", 41, inputs=({"min": 0.0},))

@@ -27,7 +27,7 @@ from resilient_train.adapters.guard import Guard
 from resilient_train.reader import DiskConfig
 from resilient_train.record.incident_lines import as_line, from_line
 from resilient_train.recover.trials import Arm, best_arm, fastest, holds, is_ahead, may_win, on_its_way
-from resilient_train.types import Action, Tried
+from resilient_train.types import Action, Signal, Tried
 from resilient_train.watch.config import NoProgressConfig
 from resilient_train.watch.config import named as checks_named
 from resilient_train.watch.rate import NoProgress
@@ -124,6 +124,7 @@ def test_a_race_may_be_won_late_or_end_early() -> None:
     assert not is_ahead(slightly, now, 1.9)  # neither has
     tries_more = [may_win(arms, 3.0) for arms in ([now], [now, behind], [now, close], [now, close, close])]
     assert tries_more == [True, False, True, False]
+    assert [may_win([now, behind, behind], first) for first in (0.9, 1.1)] == [True, False]  # far above the first
     lost = arm(cut(0.1), 0, 2.8, 2.9)
     assert [on_its_way(arms, 4.0) for arms in ([now], [now, lost, behind], [now, close, lost])] == [0, 2, 1]
     assert on_its_way([now, behind], 2.5) == 0  # the run has come as little
@@ -215,6 +216,16 @@ def test_the_table_of_a_trial_says_why_an_arm_was_chosen(tried: list[tuple[float
     arms = tuple(Tried((), anomalies, loss, won) for loss, anomalies, won in tried)
     _, row, _ = describe_arms(any_incident(1, tried=arms))
     assert row.endswith(f"  {mark}")
+
+
+def test_the_table_of_a_race_names_the_rate_that_was_there() -> None:
+    """It was tried as it is, and from where the lower rates began; of rates within noise the highest is chosen."""
+    arms = tuple(Tried(one, 0, loss, loss == 1.9) for one, loss in (((), 2.2), (cut(0.3), 1.9), (cut(0.1), 1.8)))
+    raced = any_incident(1, tried=(*arms, Tried((Action("rewind"),), 0, 2.1)), rewound_to=0)
+    raced = replace(raced, anomaly=replace(raced.anomaly, signal=Signal.NO_PROGRESS))
+    names = [line.split("  ")[0] for line in describe_arms(raced)[1:]]
+    assert (names[0], names[-1]) == ("as it is", "as it is, from step 0")
+    assert describe_arms(raced)[2].endswith("chosen: none is clearly better, and it is the highest rate")
 
 
 def final(guard: Guard) -> float:
