@@ -115,10 +115,7 @@ def test_what_strikes_once_leaves_no_trace(
     assert all(row["loss"] == row["loss"] for row in rows(struck) if "loss" in row)  # no NaN in the logs
 
 
-@pytest.mark.parametrize(
-    ("program", "fault"),
-    [("gpt2", "bad_rows"), ("vit", "hot_lr")],
-)
+@pytest.mark.parametrize(("program", "fault"), [("gpt2", "bad_rows"), ("vit", "hot_lr")])
 def test_a_trainer_that_is_only_observed_ends_as_a_plain_one(program: str, fault: str, tmp_path: Path) -> None:
     """With `recovery="observe"`: the same bits and logs, NaN included, and its incidents are reported."""
     plain = trained(program, tmp_path / "plain", fault, guarded=False, logging_nan_inf_filter=False)
@@ -298,15 +295,9 @@ def test_two_ranks_that_are_only_observed_end_as_plain_ones(fault: str, met: lis
         (lambda trainer: resilient_train.hf.guard(type(trainer)), "trainer: expected a transformers.Trainer"),
         (lambda trainer: resilient_train.hf.guard(trainer, memory=5), "memory: expected a MemoryConfig"),
         (lambda trainer: resilient_train.hf.guard(trainer, verify_after=-1), "verify_after=-1: must be a whole number"),
-        (
-            lambda trainer: resilient_train.lightning.Guarded(recover="balanced"),
-            "unknown option 'recover'",
-        ),
+        (lambda trainer: resilient_train.lightning.Guarded(recover="balanced"), "unknown option 'recover'"),
         (lambda trainer: Guard(trainer.model, trainer, None, data=[0]), r"plain PyTorch, got .*hf.guard\(trainer\)"),
-        (
-            lambda trainer: Guard(None, trainer, None, data=[0]),
-            r"model: .*got Struck; .*hf.guard\(trainer\)",
-        ),
+        (lambda trainer: Guard(None, trainer, None, data=[0]), r"model: .*got Struck; .*hf.guard\(trainer\)"),
         # The trainer makes its optimizer in `train`.
         (
             lambda trainer: Guard(None, trainer.model, trainer.optimizer, data=[0], batch_size=1),

@@ -377,16 +377,10 @@ def ladder(*rungs: Any) -> dict[str, Any]:
     [
         (ladder(["skip"], ["rewnd"]), "ladders.data[1][0]=rewnd: no such remedy; did you mean rewind? There are"),
         (ladder(["skip", "cure"]), "recovery.ladders.data[0][1]=cure: no such remedy; there are rewind, skip,"),
-        (
-            ladder({"do": ["skip", "rewnd"]}),
-            "data[0].do[1]=rewnd: no such remedy; did you mean rewind?",
-        ),
+        (ladder({"do": ["skip", "rewnd"]}), "data[0].do[1]=rewnd: no such remedy; did you mean rewind?"),
         (ladder([{"rewind": {"oldr": 1}}]), "ladders.data[0][0].rewind.oldr=1: no such key; did you mean older?"),
         (ladder([{"report": {"to": 1}}]), "recovery.ladders.data[0][0].report.to=1: no such key; there is none"),
-        (
-            ladder([{"lower_lr": {"factor": 2}}]),
-            "factor=2: must be a finite number (greater than 0, at most 1)",
-        ),
+        (ladder([{"lower_lr": {"factor": 2}}]), "factor=2: must be a finite number (greater than 0, at most 1)"),
         (ladder([{"lower_lr": {"factor": float("nan")}}]), "lower_lr.factor=nan: must be a finite number (greater"),
         (ladder([{"rewind": {"older": True}}]), "rewind.older=True: must be a whole number (at least 0)"),
         (ladder([{"skip": {"updates": 0}}]), "skip.updates=0: must be a whole number (at least 1) or null"),
@@ -404,19 +398,13 @@ def ladder(*rungs: Any) -> dict[str, Any]:
         (ladder(["repeat", "skip"]), "recovery.ladders.data[0][0]: repeat makes no sense next to skip"),
         (ladder(["rewind", "repeat"]), "recovery.ladders.data[0][1]: repeat makes no sense next to rewind"),
         ({"ladders": {"default": "skip"}}, "recovery.ladders.default=skip: a ladder is a list of rungs"),
-        (
-            {"ladders": {"default": [], "dat": []}},
-            "recovery.ladders.dat=[]: no such cause; did you mean data?",
-        ),
+        ({"ladders": {"default": [], "dat": []}}, "recovery.ladders.dat=[]: no such cause; did you mean data?"),
         ({"ladders": {"data": []}}, "recovery.ladders.default: has to be given"),
         ({}, "recovery.ladders: has to be given"),
         ("balanced", "recovery=balanced: must be a mapping with the keys ladders, strikes,"),
         ({**ladder(), "strikes": 0}, "recovery.strikes=0: must be a whole number (at least 1) or null"),
         ({**ladder(), "strikes": {"dta": 1}}, "recovery.strikes.dta=1: no such cause; did you mean data?"),
-        (
-            {**ladder(), "budget": 5},
-            "recovery.budget=5: must be a mapping with the keys incidents, run, refused",
-        ),
+        ({**ladder(), "budget": 5}, "recovery.budget=5: must be a mapping with the keys incidents, run, refused"),
         ({**ladder(), "budget": {"share": 1.5}}, "recovery.budget.share=1.5: must be a finite number (at least 0, at"),
     ],
 )

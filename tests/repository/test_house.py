@@ -16,15 +16,7 @@ HOUSE = Path(resilient_train.__file__).parent
 FILES = sorted(HOUSE.rglob("*.py"))
 
 # What every room may know.
-GROUND = {
-    "errors",
-    "files",
-    "intervals",
-    "reader",
-    "secrets",
-    "types",
-    "wording",
-}  # for every room
+GROUND = {"errors", "files", "intervals", "reader", "secrets", "types", "wording"}  # for every room
 
 # The rooms and modules at the top, from the ground up: each may know the ground and those it names, nothing else.
 MAY_KNOW: dict[str, set[str]] = {
@@ -42,20 +34,9 @@ MAY_KNOW: dict[str, set[str]] = {
     "diagnose": {"data", "numerics", "ranks", "recover", "state", "watch"},
     "run_parts": {"data", "diagnose", "ranks", "state", "update", "watch"},
     "checkpoint": {"record", "recover", "run_parts", "state", "update"},
-    "trials": {
-        "computation",
-        "numerics",
-        "recover",
-        "run_parts",
-        "state",
-        "update",
-        "watch",
-    },
+    "trials": {"computation", "numerics", "recover", "run_parts", "state", "update", "watch"},
     "controls": {"checkpoint", "diagnose", "numerics", "record", "recover", "run_parts", "state", "trials", "watch"},
-    "recovery": {
-        *("checkpoint", "controls", "data", "diagnose", "ranks", "record", "recover", "run_parts"),
-        "watch",
-    },
+    "recovery": {*("checkpoint", "controls", "data", "diagnose", "ranks", "record", "recover", "run_parts"), "watch"},
     "micro_batches": {"record", "recovery"},
     "computation": {"data", "diagnose", "numerics", "run_parts", "state", "update", "watch"},
     "guard": {
