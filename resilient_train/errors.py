@@ -116,7 +116,7 @@ def require_finite(key: str, value: Any) -> None:
 
 _LIBRARIES = {"hydra", "omegaconf", "importlib", "torch", "accelerate"}
 _STDLIB = os.path.dirname(os.__file__)
-_VALUES = re.compile(r":?\s*\btensor\(\[.{60,}", re.DOTALL)  # in an error of torch.distributions: they tell little
+_VALUES = re.compile(r"(?<=found invalid values):\s*tensor\(.*", re.DOTALL)  # of torch.distributions: they tell little
 
 
 def text_of(error: BaseException) -> str:

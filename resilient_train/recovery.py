@@ -420,7 +420,7 @@ class Recovery:
         assert reference is not None
         since, newest = checks.not_recovered_since(clock.step), self.parts.ring.newest_verified()
         self.keeper.distrust(max(since, newest.step if newest else 0))  # what was left on the way is no result either
-        self.incident_log.close_all(Outcome.UNRECOVERED)
+        self.incident_log.close_all(Outcome.UNRECOVERED, thrown_until=self.parts.updates.thrown_until)
         path, is_restored = self._restore_best(since)
         if not is_restored:
             return GaveUp("not recovered, and there is no verified state to return to", None)

@@ -202,9 +202,9 @@ class Incident:
         steps = [(self.anomaly.tick, self.anomaly.step), *self.again]
         return [replace(self, anomaly=replace(self.anomaly, tick=tick, step=step), again=()) for tick, step in steps]
 
-    def is_until(self, step: int) -> bool:
-        """Say whether it is of the training, and of an update until a step."""
-        return self.anomaly.step <= step and self.diagnosis.cause is not Cause.PROCESS
+    def began_before(self, step: int) -> bool:
+        """Say whether it began before a step, and has to do with what the weights have become."""
+        return self.anomaly.since < step and self.diagnosis.cause not in (Cause.PROCESS, Cause.DATA)
 
     @property
     def left_damage(self) -> bool:

@@ -6,6 +6,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -81,10 +82,7 @@ _REMEDIES: dict[str, tuple[str, ...]] = {
         "learning rate x{factor}",
         "learning rate turned down",
     ),
-    "limit_lr": (
-        "learning rate held at {to} until the schedule is below it again",
-        "learning rate limited",
-    ),
+    "limit_lr": ("learning rate held at {to} until the schedule is below it again", "learning rate limited"),
     "tighten_clip": ("gradients clipped to a norm of {to}", "gradient clip x{factor}", "gradient clip tightened"),
     "limit_update": ("updates limited to {share} of the weights' norm", "updates limited"),
     "lower_decay": ("weight decay x{factor}", "weight decay lowered"),
@@ -141,7 +139,7 @@ def _chosen(arm: Tried, incident: Incident) -> str:
     """Mark the arm that was chosen, and say why if another one has a lower loss."""
     lower = [one for one in incident.tried if one.loss < arm.loss]
     if not lower:
-        return "  chosen"
+        return "  chosen" if isfinite(arm.loss) else "  chosen: none held, and it is the mildest"
     if all(one.anomalies > arm.anomalies for one in lower):
         return "  chosen: fewer refused"
     best = "highest rate" if incident.anomaly.signal is Signal.NO_PROGRESS else "mildest"

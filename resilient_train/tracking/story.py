@@ -44,6 +44,7 @@ _LARGEST_SOURCE = 2**22  # bytes
 _MOST_ROWS = 8  # that are named
 
 SENTENCES = re.compile(r"(?<=\.) (?=[A-Z`])")
+_RAISED_AT = re.compile(r" raised .*\((.+?:\d+)\): fix")
 _NUMBERS = re.compile(r"(?P<name>`[^`]*`)|\[[\d, ]+\]|\b(?:nan|inf)\b|(?<![\w.])[+-]?\d[\d.,]*(?:e[+-]?\d+)?\b")
 
 
@@ -423,9 +424,10 @@ def _words(group: Sequence[Incident]) -> str:
     """Name all rows, or take the words of the newest incident, if possible not of one that another line caused."""
     rows = sorted({row for one in group if one.diagnosis.culprit is None for row in one.diagnosis.rows})
     if len(group) > 1 and len(rows) > 1:
-        raised, *others = {one.diagnosis.advice.partition(" raised ")[2] for one in group}
-        if raised and not others:  # the same line, which may be what is wrong
-            return f"Rows {_listed(rows)} of the data raised {raised}"
+        place, *others = {"".join(_RAISED_AT.findall(one.diagnosis.advice)) for one in group}
+        if place and not others:
+            how = "fix or remove such rows, or fix that line; quarantine.json has each error"
+            return f"Rows {_listed(rows)} of the data raised at {place}: {how}."
         return f"Fix or remove rows {_listed(rows)} of the data: quarantine.json has the reason for each."
     if len(rows := sorted({row for one in group for row in rows_to_look_at(one.diagnosis.advice)})) > 1:
         return f"Look at rows {_listed(rows)} of the data: the batches are ordinary without them."

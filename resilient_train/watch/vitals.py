@@ -28,6 +28,7 @@ _RISE_BEGINS = 1.1  # times the usual rate: where a slow rise began
 _WARM_UP_STAGE = 10.0  # times that: too much for a stage of a warm-up, even below the configured rate
 _LEAST_PACE = 1e-12  # with a smaller share of the configured rate nothing is learned
 _FIRST_LOSSES = 8  # accepted losses whose mean is the loss at the beginning of the run
+_THROWN = 4.0  # times the size of the loss: a rise by that is no noise
 _LAST_LOSSES = 50  # accepted losses whose median is the final loss of the run
 WILD = 5.0  # ratio of the 90th to the 10th percentile of gradient norms from which norms differ wildly
 _ALONE = 100.0  # times the median: a single gradient norm so far above the others is wild as well
@@ -287,22 +288,22 @@ class UpdateHistory:
 
     @property
     def first_loss(self) -> float | None:
-        """The mean of the first accepted losses, or of the first few if later updates have more than doubled it."""
+        """The mean of the first accepted losses, or of the first few if those after them threw it far up."""
         return self._beginning()[0]
 
     @property
     def thrown_until(self) -> int:
-        """Up to which step the first updates more than doubled the loss; 0 if not, or if it has come back."""
+        """Up to which step the first updates threw the loss far up; 0 if they did not, or if it has come back."""
         (first, mean), recent = self._beginning(), self.recent_loss
         if first is None or recent is None or self.has_turns:  # the sum of opposed losses may rise
             return 0
-        return _FIRST_LOSSES if min(mean, recent) - first > abs(first) else 0
+        return _FIRST_LOSSES if min(mean, recent) - first > _THROWN * abs(first) else 0
 
     def _beginning(self) -> tuple[float | None, float]:
         losses = [self._first[step].loss for step in sorted(self._first)]
         means = [fmean(losses[:count]) for count in range(1, len(losses) + 1)] or [nan]
         lowest, mean = min(means), means[-1]
-        return (lowest if mean - lowest > abs(lowest) else mean) if losses else None, mean
+        return (lowest if mean - lowest > _THROWN * abs(lowest) else mean) if losses else None, mean
 
     @property
     def recent_loss(self) -> float | None:

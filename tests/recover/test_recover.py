@@ -1080,15 +1080,18 @@ def test_an_incident_recovers_when_the_run_is_far_enough_beyond_it() -> None:
 
 
 def test_while_the_loss_stands_where_the_first_updates_threw_it_theirs_have_not_recovered() -> None:
-    """Later ones may, and those of the process; at the end of the run they are unrecovered."""
-    history = IncidentLog(None)
-    for step in (2, 8, 9):
-        history.open(refused(step), DATA if step > 2 else EXPLOSION, SKIPPED)
-    full = dataclasses.replace(refused(3), signal=Signal.DISK_FULL)
-    history.open(full, Diagnosis(Cause.PROCESS, ""), SKIPPED)
+    """Bad rows and later incidents may have, and those of the process; at the end of the run they are unrecovered."""
+    history, full = IncidentLog(None), dataclasses.replace(refused(3), signal=Signal.DISK_FULL)
+    rate = Diagnosis(Cause.RATE, "")
+    found = [(refused(2), EXPLOSION), (refused(8), Diagnosis(Cause.OPERATION, "")), (refused(9), unknown(full))]
+    found += [(refused(4), DATA), (full, Diagnosis(Cause.PROCESS, "")), (landed(5), rate)]
+    for anomaly, diagnosis in found:
+        history.open(anomaly, diagnosis, SKIPPED)
     again = functools.partial(history.update_accepted, recovered_after=50, loss_is_off=False)
-    assert closed_by(history, lambda: again(100, thrown_until=8)) == [(3, "recovered"), (4, "recovered")]
-    assert closed_by(history, lambda: history.close_all(Outcome.RECOVERED, thrown_until=8)) == [(1, "unrecovered")]
+    over = [(3, "recovered"), (4, "recovered"), (5, "recovered")]
+    assert closed_by(history, lambda: again(200, thrown_until=8)) == over
+    ended = closed_by(history, lambda: history.close_all(Outcome.RECOVERED, thrown_until=8))
+    assert ended == [(1, "unrecovered"), (2, "unrecovered"), (6, "unrecovered")]
 
 
 def test_the_same_trouble_again_closes_the_one_before() -> None:

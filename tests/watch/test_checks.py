@@ -431,7 +431,8 @@ def test_gradients_that_differ_wildly(norms: list[float], wildest: float, number
         pytest.param([2.0, 4.0, 3.0, 3.0], 3.0, id="noise does not change that"),
         pytest.param([4.0, 170.0, 90.0, 60.0, 50.0, 40.0, 30.0, 20.0], 4.0, id="thrown up by the first update"),
         pytest.param([5.0, 3.0, 90.0, 60.0], 4.0, id="by the second"),
-        pytest.param([-1.0, 5.0, 5.0], -1.0, id="a likelihood"),
+        pytest.param([-1.0, 8.0, 8.0], -1.0, id="a likelihood"),
+        pytest.param([-0.1, 0.1, 0.1, -0.1, 0.3], 0.06, id="a loss that stays near 0"),
     ],
 )
 def test_the_level_that_a_run_began_with(losses: list[float], first: float | None) -> None:
@@ -449,7 +450,8 @@ def test_the_level_that_a_run_began_with(losses: list[float], first: float | Non
         pytest.param([4.0, 170.0, 90.0, 60.0, 50.0, 40.0, 30.0, 20.0, *[30.0] * 60], 8, id="thrown up by the first"),
         pytest.param([4.0, 170.0, 90.0, 60.0, 50.0, 40.0, 30.0, 20.0, *[7.0] * 60], 0, id="and came back"),
         pytest.param([4.0, 5.0, 3.0, 4.0, 5.0, 4.0, 4.0, 4.0, *[30.0] * 60], 0, id="it rose later"),
-        pytest.param([-1.0, 5.0, 5.0, *[5.0] * 60], 8, id="a likelihood"),
+        pytest.param([-1.0, 8.0, 8.0, *[8.0] * 60], 8, id="a likelihood"),
+        pytest.param([1.0, 3.0, 4.0, *[4.0] * 60], 0, id="it is higher, by less than four times its size"),
         pytest.param([2.0, *[1.0] * 60], 0, id="it falls"),
     ],
 )
