@@ -17,7 +17,7 @@ _BEHIND = 0.1  # of the way that the run has come
 _SLOWER = 0.4  # the same, of an arm that is tried for longer: it had half of the updates or fewer
 _RISEN = 0.2  # of the loss
 _FAR = 0.4  # of the loss: at the same age, noise and a falling rate explain less
-_THROWN = 4.0  # times the size of the first loss
+_THROWN = 2.0  # times the size of the first loss
 _LEARNED = 0.1  # of the first loss
 _LEAST_GAIN = 0.01  # of the loss: less is no reason to change anything
 

@@ -451,7 +451,7 @@ def test_the_level_that_a_run_began_with(losses: list[float], first: float | Non
         pytest.param([4.0, 170.0, 90.0, 60.0, 50.0, 40.0, 30.0, 20.0, *[7.0] * 60], 0, id="and came back"),
         pytest.param([4.0, 5.0, 3.0, 4.0, 5.0, 4.0, 4.0, 4.0, *[30.0] * 60], 0, id="it rose later"),
         pytest.param([-1.0, 8.0, 8.0, *[8.0] * 60], 8, id="a likelihood"),
-        pytest.param([1.0, 3.0, 4.0, *[4.0] * 60], 0, id="it is higher, by less than four times its size"),
+        pytest.param([1.0, 2.0, 3.0, *[3.0] * 60], 0, id="it is higher, by less than twice its size"),
         pytest.param([2.0, *[1.0] * 60], 0, id="it falls"),
     ],
 )

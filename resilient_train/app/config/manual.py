@@ -102,8 +102,7 @@ def _options(group: str, folders: Sequence[Path], chosen: str) -> list[Option]:
     known = {entry.key: entry.meaning for option in reversed(options) for entry in option.entries if entry.meaning}
     return [
         replace(
-            option,
-            entries=tuple(replace(one, meaning=one.meaning or known.get(one.key, "")) for one in option.entries),
+            option, entries=tuple(replace(one, meaning=one.meaning or known.get(one.key, "")) for one in option.entries)
         )
         for option in options
     ]
