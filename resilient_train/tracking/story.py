@@ -426,8 +426,7 @@ def _words(group: Sequence[Incident]) -> str:
     if len(group) > 1 and len(rows) > 1:
         place, *others = {"".join(_RAISED_AT.findall(one.diagnosis.advice)) for one in group}
         if place and not others:
-            how = "fix or remove such rows, or fix that line; quarantine.json has each error"
-            return f"Rows {_listed(rows)} of the data raised at {place}: {how}."
+            return f"Rows {_listed(rows)} of the data raised at {place}: fix or remove them, or fix that line."
         return f"Fix or remove rows {_listed(rows)} of the data: quarantine.json has the reason for each."
     if len(rows := sorted({row for one in group for row in rows_to_look_at(one.diagnosis.advice)})) > 1:
         return f"Look at rows {_listed(rows)} of the data: the batches are ordinary without them."

@@ -377,7 +377,7 @@ def test_advice_is_told_once_for_each_line_cause_and_all_rows_the_most_important
     raised = "Row {} of the data raised ValueError: no {} (/home/gam.py:3): fix or remove such rows, or fix the line."
     rows = [replace(BAD_ROW, rows=(row,), advice=raised.format(row, 2 * row)) for row in (9, 77)]
     met = [incident(number, diagnosis=one) for number, one in enumerate(rows, start=1)]
-    at = "raised at /home/gam.py:3: fix or remove such rows, or fix that line; quarantine.json has each error."
+    at = "raised at /home/gam.py:3: fix or remove them, or fix that line."
     assert [one.text for one in open_advice(met)] == [f"Rows 9, 77 of the data {at}"]
     returned = [incident(1, diagnosis=PASSED), incident(2, diagnosis=PASSED)]
     passed = [replace(one, anomaly=replace(one.anomaly, signal=returned[0].anomaly.signal)) for one in returned]
