@@ -179,7 +179,7 @@ class Guard(guard.EngineGuard):
             samples=samples,
             state=state,
             updater=updater,
-            ring=Ring(state, memory or MemoryConfig(every=25, keep=4, max_gib=None), world.least),
+            ring=Ring(state, memory or MemoryConfig(every=25, keep=5, max_gib=None), world.least),
             checks=Checks(checks),
             scans=Scans(checks, unwrapped, optimizers, arguments.own_weights(model) if world.size > 1 else None),
             buffers=buffers,

@@ -228,9 +228,7 @@ _SAFE: dict[str, Operation] = {
             ),
         )
     },
-    **dict.fromkeys(
-        ("vector_norm", "linalg_vector_norm"), lambda x, ord=2.0, *args, **kwargs: safe.norm(x, ord, *args, **kwargs)
-    ),
+    **dict.fromkeys(("vector_norm", "linalg_vector_norm"), lambda x, ord=2.0, *a, **kw: safe.norm(x, ord, *a, **kw)),
     "linalg_norm": _linalg_norm,
     "softmax": with_dim(safe.softmax),
     "log_softmax": with_dim(safe.log_softmax),

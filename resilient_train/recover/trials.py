@@ -17,7 +17,6 @@ _BEHIND = 0.1  # of the way that the run has come
 _SLOWER = 0.4  # the same, of an arm that is tried for longer: it had half of the updates or fewer
 _RISEN = 0.2  # of the loss
 _FAR = 0.4  # of the loss: at the same age, noise and a falling rate explain less
-_THROWN = 2.0  # times the size of the first loss
 _LEARNED = 0.1  # of the first loss
 _LEAST_GAIN = 0.01  # of the loss: less is no reason to change anything
 
@@ -118,7 +117,7 @@ def cost_of(updates: int, forwards: int) -> int:
 
 def may_win(arms: Sequence[Arm], first: float) -> bool:
     """Say whether to try more: one was ahead, the first rate was nearly so, or the loss is far above the `first`."""
-    is_thrown = arms[0].loss - first > _THROWN * abs(first)  # then any rate that is low enough does better
+    is_thrown = arms[0].loss - first > 2 * abs(first)  # then any rate that is low enough does better
     if len(arms) == 2 and not is_thrown:
         return arms[1].loss <= arms[0].loss + _BEHIND * max(0.0, first - arms[0].loss)
     return len(arms) < 2 or fastest(arms) > 0 or is_thrown

@@ -304,7 +304,9 @@ def snapshot_to_drop(verified: Sequence[bool], steps: Sequence[int], now: int) -
 
     Never a candidate, as none would ever be verified, and never the newest verified one, which a rewind tries first. Of
     the others, the one whose neighbours are closest in age, as a ratio: each is then about twice as old as the next.
+    Of five or more, the only one of the first quarter of the run stays: lower rates are tried from there.
     """
+    is_early = len(steps) >= 5 and 4 * steps[0] <= now < 4 * steps[1]
     newest = max((place for place, is_verified in enumerate(verified) if is_verified), default=None)
 
     def distance(place: int) -> float:
@@ -312,7 +314,8 @@ def snapshot_to_drop(verified: Sequence[bool], steps: Sequence[int], now: int) -
         age_before = now - steps[place - 1] if place else 2 * (now - steps[place])
         return age_before / max(1, age_after)
 
-    others = [place for place, is_verified in enumerate(verified) if is_verified and place != newest]
+    kept = (newest, 0) if is_early else (newest,)
+    others = [place for place, is_verified in enumerate(verified) if is_verified and place not in kept]
     return min(others, key=distance, default=None)
 
 

@@ -100,6 +100,7 @@ class Checks:
         if check.is_open and self.awaited is None and not check.ends_back(step - 1):
             self.awaited = check.reference
         self._since_restart.clear()
+        self.no_progress.stop()  # each cycle has high rates on purpose, and the beginning is no measure any more
 
     def is_off_since_restart(self, *, is_end: bool = False) -> bool:
         """Whether the loss is still not back where it was before damage in an earlier cycle of the schedule."""

@@ -282,6 +282,10 @@ def test_a_schedule_that_starts_again_declares_it() -> None:
         ([50], [True], 75, None),
         ([25, 50], [True, False], 75, None),
         ([0, 300, 350, 375], [True, True, True, True], 400, 2),  # its neighbours are closest in age
+        ([0, 75, 150, 175, 200], [True] * 5, 225, 1),  # of five the only one of the first quarter stays
+        ([0, 250, 400, 450, 475], [True] * 5, 500, 3),
+        ([0, 75, 150, 175], [True] * 4, 225, 0),  # of four it does not
+        ([60, 75, 150, 175, 200], [True] * 5, 225, 0),  # nor where there is none that early
     ],
 )
 def test_which_snapshot_makes_room(steps: list[int], verified: list[bool], now: int, expected: int | None) -> None:
