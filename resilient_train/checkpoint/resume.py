@@ -113,11 +113,10 @@ class Resumption:
             lost = last.tick - tick - counted if tick or not step else last.step - step
             found.append(self._crash(step, max(0, lost), skipped, hung, incidents))
         remedies = [entry.manifest.remedies] if entry and entry.manifest else []
-        remedies += [dict(history.remedies)] if history.remedies else []
+        remedies += [dict(history.remedies)] if history.remedies else []  # last, also where the tick is the same
         return ResumePlan(
             path=entry.path if entry else None,
             tick=last.tick,
-            # Of the same tick, those of the journal come last.
             remedies=tuple(sorted(remedies, key=lambda one: tick if type(tick := one.get("tick")) is int else 0)),
             found=tuple(found),
             incidents=tuple(incidents),
