@@ -101,18 +101,8 @@ BIRTHS: dict[str, tuple[str, str, str, Program]] = {
     "in place": ("forward", "log", "inf", lambda h: h.clone().mul_(0).log_().sum()),
     "power": ("forward", "pow", "nan", lambda h: ((h - 100) ** 2.5).mean()),
     "swallowed": ("forward", "log", "inf", lambda h: torch.tanh((h * 0).log() @ ONES + h).mean()),
-    "again": (
-        "backward",
-        "sqrt",
-        "inf",
-        lambda h: checkpoint(lambda x: (x * 0).sqrt().mean(), h, use_reentrant=False),
-    ),
-    "redone": (
-        "backward",
-        "sqrt",
-        "inf",
-        lambda h: checkpoint(lambda x: (x * 0).sqrt().mean(), h, use_reentrant=True),
-    ),
+    "again": ("backward", "sqrt", "inf", lambda h: checkpoint(lambda x: (x * 0).sqrt().mean(), h, use_reentrant=False)),
+    "redone": ("backward", "sqrt", "inf", lambda h: checkpoint(lambda x: (x * 0).sqrt().mean(), h, use_reentrant=True)),
     # Values and slopes that reach the loss by other ways than torch's functions.
     "attribute": ("forward", "log", "inf", lambda h: (torch.complex(h * 0, h * 0).log().mH.real @ ONES[:3]).sum()),
     "view": ("forward", "log", "inf", by_a_view),

@@ -155,12 +155,7 @@ def test_a_new_regime_that_was_declared_is_none() -> None:
 
 
 def scaled(
-    objective: Any,
-    recovery: Any = SKIP,
-    init_scale: float = 2.0**16,
-    model: Any = Net,
-    data: Any = None,
-    size: int = 8,
+    objective: Any, recovery: Any = SKIP, init_scale: float = 2.0**16, model: Any = Net, data: Any = None, size: int = 8
 ) -> Guard:
     """Loss scaling on a CPU: the scaler's arithmetic is the same there."""
     torch.manual_seed(0)
