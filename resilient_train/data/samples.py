@@ -351,5 +351,5 @@ def loader(dataset: Any, plan: Any, collate: Collate, *, num_workers: int, pin_m
         pin_memory=pin_memory,
         persistent_workers=num_workers > 0,
         generator=torch.Generator(),  # iter() would draw a seed from the global one
-        worker_init_fn=exit_with_parent if is_main_thread else None,  # torch's workers notice that between two rows
+        worker_init_fn=exit_with_parent if is_main_thread else None,  # torch's notice only between rows
     )

@@ -277,15 +277,21 @@ def test_a_schedule_that_starts_again_declares_it() -> None:
         ([50], [True], 75, None),
         ([25, 50], [True, False], 75, None),
         ([0, 300, 350, 375], [True, True, True, True], 400, 2),  # its neighbours are closest in age
-        ([0, 75, 150, 175, 200], [True] * 5, 225, 1),  # of five the only one of the first quarter stays
-        ([0, 250, 400, 450, 475], [True] * 5, 500, 3),
-        ([0, 75, 150, 175], [True] * 4, 225, 0),  # of four it does not
-        ([60, 75, 150, 175, 200], [True] * 5, 225, 0),  # nor where there is none that early
+        ([0, 75, 150, 175], [True] * 4, 225, 0),  # with four an early one does not stay
     ],
 )
 def test_which_snapshot_makes_room(steps: list[int], verified: list[bool], now: int, expected: int | None) -> None:
     """Candidates and the newest proven one stay; ages spread out."""
     assert snapshot_to_drop(verified, steps, now) == expected
+
+
+def test_one_of_five_snapshots_is_always_of_the_first_quarter() -> None:
+    steps: list[int] = []
+    for now in range(0, 3000, 25):
+        while len(steps) >= 5:
+            del steps[snapshot_to_drop([step + 20 <= now for step in steps], steps, now) or 0]
+        steps.append(now)
+        assert 4 * steps[0] <= now
 
 
 def test_memory_is_bounded_and_its_lack_announced() -> None:

@@ -28,6 +28,7 @@ from resilient_train.reader import DiskConfig
 from resilient_train.record.incident_lines import as_line, from_line
 from resilient_train.recover.trials import Arm, best_arm, fastest, holds, is_ahead, may_win, on_its_way
 from resilient_train.types import Action, Signal, Tried
+from resilient_train.watch.checks import Checks
 from resilient_train.watch.config import NoProgressConfig
 from resilient_train.watch.config import named as checks_named
 from resilient_train.watch.rate import NoProgress
@@ -157,6 +158,12 @@ def test_the_check_asks_where_the_loss_stands_near_its_beginning() -> None:
     assert looks(falling, travelled=0.5) == [128, 256, 512]  # and settles nowhere: at 64 that is ordinary
     assert looks(falling, travelled=0.3) == []
     assert looks(falling, is_suspect=True) == [64]  # of a rate that is in doubt, once
+    checks = Checks(checks_named("default"))
+    for _ in range(200):
+        checks.no_progress.see(3.0)
+    assert checks.asks_for_rates(200, lambda: 0.0)
+    checks.schedule_restarts(100)
+    assert not checks.asks_for_rates(200, lambda: 0.0)
 
 
 # ----------------------------------------------------------------------------------------------------- the whole run
