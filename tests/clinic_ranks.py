@@ -84,15 +84,7 @@ def learned(fault: str, strategy: str) -> dict[str, Any]:
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     prepared = model if strategy == "spread" else accelerator.prepare(model)
-    guard = Guard(
-        accelerator,
-        prepared,
-        optimizer,
-        data=Rows(fault),
-        batch_size=4,
-        objective=loss,
-        clip=1.0,
-    )
+    guard = Guard(accelerator, prepared, optimizer, data=Rows(fault), batch_size=4, objective=loss, clip=1.0)
     guard.steps = 30
     for batch in guard.batches():
         guard.step(batch)

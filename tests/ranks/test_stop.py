@@ -252,9 +252,11 @@ def test_a_candidate_is_gone_on_from_and_proven_later(nursery: Nursery) -> None:
     assert nursery.struck(signal.SIGTERM, run_dir, 55, *arguments, hold=60) == 75
     step = summary(run_dir)["steps"]
     assert kinds(run_dir)[step] == "candidate"
-    with held_at(nursery.place, step + 20):  # more than its proof takes
+    with held_at(nursery.place, step + 20):  # more than its proof takes, but the writer may be busy all that time
         again = nursery.start(*arguments)
-        assert again.until(lambda: kinds(run_dir).get(step) == "verified")
+        assert again.until(lambda: is_held(nursery.place) and not (run_dir / SAVING).exists())
+        with held_at(nursery.place, step + 40):
+            assert again.until(lambda: kinds(run_dir).get(step) == "verified")
     assert again.wait() == 0
     assert taken_up_at(run_dir) == [step]
 
