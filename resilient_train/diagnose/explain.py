@@ -149,7 +149,7 @@ class Explainer:
         more = self._find_outlier_rows([update.start])  # those to come as well
         if found is None or more is None:
             return found or more
-        return replace(found, rows=tuple(sorted({*found.rows, *more.rows})))
+        return replace(found, rows=tuple(sorted({*found.rows, *more.rows})), reasons={**more.reasons, **found.reasons})
 
     def _damage(self, anomaly: Anomaly, history: Sequence[Incident]) -> Diagnosis:
         """What is wrong with weights or moments: the worst that any rank has found."""

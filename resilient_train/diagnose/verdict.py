@@ -23,27 +23,18 @@ _TINY = 1e-12
 _BEYOND = 1e18  # its square, and so a norm of it, leaves float32
 
 _BEFORE = "mask those elements before it (after it their gradient stays NaN)"
+_EPSILON = f"{_BEFORE}, or add an epsilon inside that is not tiny next to usual values (else slopes are huge)"
 # Operations that are singular somewhere: where, and what to do about it.
 SINGULAR = {
-    "log": (
-        "is infinite at 0 and NaN below",
-        f"{_BEFORE}, clamp its input from below, or use a form that takes logits",
-    ),
+    "log": ("is infinite at 0 and NaN below", f"{_BEFORE}, clamp its input from below, or use a form for logits"),
     "div": (
         "is not finite where its denominator is 0",
         f"{_BEFORE}, or keep the denominator above a size that is usual for it (a tiny epsilon makes huge quotients)",
     ),
-    "sqrt": (
-        "has an infinite slope at 0 and is NaN below",
-        f"{_BEFORE}, or add an epsilon inside that is not tiny next to usual values (else its slope is huge)",
-    ),
-    "rsqrt": (
-        "is infinite at 0",
-        f"{_BEFORE}, or add an epsilon inside that is not tiny next to usual values (else it is huge)",
-    ),
+    "sqrt": ("has an infinite slope at 0 and is NaN below", _EPSILON),
+    "rsqrt": ("is infinite at 0", _EPSILON),
     "pow": (
-        "is NaN for a negative base with a fractional exponent, and has an infinite value or slope at 0 for exponents "
-        "below 1",
+        "is NaN for a negative base with a fractional exponent, and has no value or slope at 0 for exponents below 1",
         f"{_BEFORE}, or clamp the base from below",
     ),
     "norm": (
@@ -59,10 +50,7 @@ SINGULAR = {
         "leave one place of each row unmasked, or mask the result",
     ),
     "normalize": ("has no slope at 0", "give it a larger eps"),
-    "binary_cross_entropy": (
-        "is infinite, or has an infinite slope, where a probability is 0 or 1",
-        "use binary_cross_entropy_with_logits",
-    ),
+    "binary_cross_entropy": ("is infinite, or its slope is, at 0 and 1", "use binary_cross_entropy_with_logits"),
     "mean": ("is 0 / 0 over no elements", "leave out what is empty"),
     "layer_norm": ("has no slope where all values are equal and eps is 0", "give it a larger eps"),
     "linalg": ("is ill-conditioned here", "add a small multiple of the identity, or use a form that needs no inverse"),
@@ -112,6 +100,7 @@ class Observations:
     is_tried: bool = False  # that operation is patched and broke again, or cannot be patched
     rows: tuple[int, ...] = ()  # each of them breaks a healthy batch
     odd: Mapping[int, str] = field(default_factory=dict)  # by row: which of its values are unusual
+    raising: tuple[int, ...] = ()  # rows each of which alone raises, where others only spoil the loss or gradient
     have_passed: bool = False  # the rows were trained on before, in an earlier epoch
     are_again: bool = False  # each of the rows made the loss or the gradient jump in earlier updates
     batch_is_bad: bool = False  # it holds values that are not finite
@@ -143,6 +132,7 @@ def together(observed: Sequence[Observations]) -> Observations:
         is_compared=any(one.is_compared for one in again),
         rows=tuple(sorted({row for one in again for row in one.rows})),
         odd={row: why for one in again for row, why in one.odd.items()},
+        raising=tuple(row for one in again for row in one.raising),
         have_passed=all(one.have_passed for one in again if one.rows),
         are_again=all(one.are_again for one in again if one.rows),
         batch_is_bad=any(one.batch_is_bad for one in again),
@@ -252,8 +242,12 @@ def on_error(facts: Observations, error: str, *, landed: int = 0) -> Diagnosis:
             since = f"{_rows(facts.rows)}, which passed it in an earlier epoch"
             advice = f"{_place(culprit)} raised {error} with {since}: keep what it is given in its domain, or catch it."
             return Diagnosis(Cause.OPERATION, advice, culprit, facts.rows)
-        remedy = "fix or remove such rows, or fix the line that raises."
-        return Diagnosis(Cause.DATA, f"{_rows(facts.rows).capitalize()} raised {error}: {remedy}", None, facts.rows)
+        raising = tuple(row for row in facts.rows if row in facts.raising) or facts.rows
+        others = tuple(sorted({*facts.rows}.difference(raising)))
+        spoiled = f"With {_rows(others)} the loss or the gradient cannot be used: look there, too." if others else ""
+        advice = f"{_rows(raising).capitalize()} raised {error}: fix or remove such rows, or fix the line that raises."
+        reasons = dict.fromkeys(others, spoiled)
+        return Diagnosis(Cause.DATA, f"{advice} {spoiled}".rstrip(), rows=facts.rows, reasons=reasons)
     which = "Only some batches raise" if facts.is_compared else "The batch raises"
     which = "Every batch raises" if facts.everywhere else which
     return Diagnosis(Cause.UNKNOWN, f"{which} {error}: handle that in your code.", culprit)

@@ -44,7 +44,7 @@ _LARGEST_SOURCE = 2**22  # bytes
 _MOST_ROWS = 8  # that are named
 
 SENTENCES = re.compile(r"(?<=\.) (?=[A-Z`])")
-_RAISED_AT = re.compile(r" raised .*\((.+?:\d+)\): fix")
+_RAISED_AT = re.compile(r" raised .*\((.+?:\d+)\): fix [^.]*\.$")
 _NUMBERS = re.compile(r"(?P<name>`[^`]*`)|\[[\d, ]+\]|\b(?:nan|inf)\b|(?<![\w.])[+-]?\d[\d.,]*(?:e[+-]?\d+)?\b")
 
 

@@ -82,11 +82,7 @@ def test_status_follows_a_run_through_kills_and_stops(nursery: Nursery, capsys: 
 @pytest.mark.parametrize(
     ("overrides", "code", "line"),
     [
-        (
-            ["drill=nan_grad", "recovery=off"],
-            3,
-            r"gave up at step 10: a gradient.*; the last good state is in .*/step",
-        ),
+        (["drill=nan_grad", "recovery=off"], 3, r"gave up at step 10: a gradient.*; the last good state is in .*/step"),
         (["objective._target_=strangers.raises"], 1, "failed at step 0 of 20: RuntimeError: the loss function"),
         (["+model.widht=3"], 2, "no run there"),
     ],

@@ -79,12 +79,7 @@ def broke(op: str, *inputs: Mapping[str, Any], kind: str = "inf", facts: Observa
         (broke("mul", HUGE, facts=ONLY_HERE, rows=(4,)), 1e5, Cause.OVERFLOW, "row 4"),
         (AGAIN, 1, Cause.UNKNOWN, "no operation"),
         (replace(AGAIN, failure="rows of such data cannot be named"), 1, Cause.UNKNOWN, "cannot be named"),
-        (
-            replace(AGAIN, rows=(7,), odd={7: "it is nan"}, batch_is_bad=True),
-            1,
-            Cause.DATA,
-            "Row 7 of the data: it is",
-        ),
+        (replace(AGAIN, rows=(7,), odd={7: "it is nan"}, batch_is_bad=True), 1, Cause.DATA, "Row 7 of the data: it is"),
         (replace(AGAIN, batch_is_bad=True), 1, Cause.DATA, "fetched again"),
         (broke("mul", rows=(7,), odd={7: "[1] is 1e+30"}), 1, Cause.DATA, "1e+30"),
         # An ordinary row that a singular operation meets.
@@ -175,8 +170,7 @@ def test_what_breaks_after_the_loss_has_leaped(op: str, facts: Observations, lea
 
 
 @pytest.mark.parametrize(
-    ("leap", "landed", "cause"),
-    [(1e18, 2, Cause.EXPLOSION), (1e9, 2, Cause.OPERATION), (1e18, 9, Cause.OPERATION)],
+    ("leap", "landed", "cause"), [(1e18, 2, Cause.EXPLOSION), (1e9, 2, Cause.OPERATION), (1e18, 9, Cause.OPERATION)]
 )
 def test_a_pole_is_innocent_where_the_first_updates_left_the_range(leap: float, landed: int, cause: Cause) -> None:
     """No quotient makes a loss so large at once in every batch."""

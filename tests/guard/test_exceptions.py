@@ -105,6 +105,25 @@ def test_a_row_that_raises_in_the_very_first_update_is_found_too() -> None:
     assert guard.clock.step == STEPS
 
 
+def test_a_row_that_spoils_the_batch_of_one_that_raises_is_not_said_to_raise() -> None:
+    """Both are taken out at once, each for its own reason."""
+
+    def rooted(model: Any, batch: Any) -> Tensor:
+        root: Tensor = (batch[0][:, 3] + 5).sqrt()
+        return squared(model, batch) + root.mean()
+
+    first, second = run(data=table(bad=()), steps=1).samples.rows_at(0, 16)[3:5]
+    data = table(bad=(first,))
+    data.tensors[0][second, 3] = -6.0
+    (incident,) = run(rooted, data).incidents
+    assert set(incident.diagnosis.rows) == {first, second}
+    assert incident.diagnosis.advice.startswith(f"Row {first} of the data raised RuntimeError: index 7 is out of")
+    ((row, reason),) = incident.diagnosis.reasons.items()
+    assert row == second
+    assert reason.startswith(f"With row {second} of the data the loss")
+    assert incident.diagnosis.advice.endswith(reason)
+
+
 @pytest.mark.parametrize("policy", ["off", "observe"])
 def test_a_policy_without_remedies_lets_exceptions_pass(policy: str) -> None:
     """Nothing would be done about them: the run ends as a plain loop does."""

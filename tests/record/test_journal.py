@@ -27,12 +27,7 @@ from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.journal import Journal, damaged_lines, plain, read
 from resilient_train.tracking.story import Chapter, Phase, read_story, status_by
 from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
-from resilient_train.wording import (
-    describe,
-    describe_outcome,
-    final_message,
-    tags,
-)
+from resilient_train.wording import describe, describe_outcome, final_message, tags
 
 
 def strictly(text: str) -> Any:
@@ -381,12 +376,7 @@ incidents = st.builds(
         Anomaly, st.sampled_from(Signal), places, places, places, words, st.booleans(), st.lists(places).map(tuple)
     ),
     diagnosis=st.builds(
-        Diagnosis,
-        st.sampled_from(Cause),
-        words,
-        culprits,
-        st.lists(places).map(tuple),
-        symptom=culprits,
+        Diagnosis, st.sampled_from(Cause), words, culprits, st.lists(places).map(tuple), symptom=culprits
     ),
     decision=st.builds(
         Decision, st.lists(st.builds(Action, words, plain_settings)).map(tuple), places, st.none() | words

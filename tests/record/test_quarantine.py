@@ -88,10 +88,7 @@ def test_a_later_run_can_be_given_the_list(tmp_path: Path) -> None:
     [
         ({"dataset": "Texts"}, "lists rows of Images (50 rows), but this data set is Texts (50 rows)"),
         ({"rows": 1500}, "lists rows of Images (50 rows), but this data set is Images (1,500 rows)"),
-        (
-            {"digests": {"0": "aa", "49": "xx"}},
-            "lists rows of other data: row 49 of Images (50 rows) has changed",
-        ),
+        ({"digests": {"0": "aa", "49": "xx"}}, "lists rows of other data: row 49 of Images (50 rows) has changed"),
     ],
 )
 def test_the_list_of_another_data_set_is_refused(tmp_path: Path, here: dict[str, Any], said: str) -> None:

@@ -22,13 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from resilient_train import Guard
 from resilient_train.types import Anomaly, Signal
-from resilient_train.watch.config import (
-    Every,
-    NormsConfig,
-    OptimizerConfig,
-    WeightsConfig,
-    named,
-)
+from resilient_train.watch.config import Every, NormsConfig, OptimizerConfig, WeightsConfig, named
 from resilient_train.watch.layout import nonfinite
 from resilient_train.watch.modes import NormStatistics
 from resilient_train.watch.scans import Scans
