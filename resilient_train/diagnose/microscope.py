@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from resilient_train.diagnose.frames import (
     Line,
@@ -57,6 +58,7 @@ class Origin:
     is_scalar: bool = False  # its result is a single number
     after: Origin | None = None  # the first patched operation that broke on the way to it: this one is a consequence
     was_given: bool = False  # it did not make them: the program gave them to it, as a constant or from outside of torch
+    is_of_data: bool = False  # nothing that depends on weights has entered it
 
     @property
     def culprit(self) -> Culprit:
@@ -105,6 +107,7 @@ class Microscope(TorchFunctionMode):
         self._replaced: dict[Any, Origin] = {}  # by node: what that was computed from
         self._losses: list[Any] = []  # their nodes
         self._raised: tuple[BaseException, Origin] | None = None  # the newest exception of an operation
+        self._of_weights = WeakIdKeyDictionary()  # tensors that depend on weights, though no gradient flows back
         self._keep_lines: Any = None
         self.knows([*model.parameters(), *model.buffers()])
 
@@ -148,6 +151,7 @@ class Microscope(TorchFunctionMode):
         was = [kinds_of(one) for one in inputs] if in_place else []
         op = op_name(name)
         # What decides what a power is: its exponent, or its base.
+        is_of_data = not any(one.requires_grad or one in self._of_weights for one in inputs)
         powers = [one for one in (*args, *kwargs.values()) if op == "pow" and type(one) in (int, float)]
         numbers = [{"shape": [], "dtype": "number", "value": float(one)} for one in powers]
         call = _Call(self._calls, op, user_line(self._names), numbers)
@@ -158,13 +162,15 @@ class Microscope(TorchFunctionMode):
         try:
             result = func(*args, **kwargs)
         except Exception as error:
-            made = Origin("forward", call.op, "error", call.number, call.line, statistics(inputs))
+            made = Origin("forward", op, "error", call.number, call.line, statistics(inputs), is_of_data=is_of_data)
             born = self._first(inputs)
             self._raised = error, made if born is None or born.was_given else born
             raise
         with torch._C.DisableTorchFunction():
             outputs = floating(args[:1] if in_place and result is None else result)
             for output in outputs:
+                if not is_of_data and not output.requires_grad:
+                    self._of_weights[output] = True
                 if not (kinds := kinds_of(output)):
                     self._origins.pop(id(output), None)
                     continue
@@ -172,6 +178,8 @@ class Microscope(TorchFunctionMode):
                 origin = self._origin(call, kinds, inputs, was, given, output.numel() == 1)
                 if func is torch.autograd.grad and self.backward is not None:
                     origin = self.backward
+                if origin is not None and origin.call == call.number and not origin.was_given:
+                    origin = replace(origin, is_of_data=is_of_data)
                 self._note(output, origin)
                 if origin is not None and origin.call == call.number and self._is_armored(call):
                     self._remember_repair(origin, inputs)

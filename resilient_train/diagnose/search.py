@@ -122,6 +122,7 @@ def _in_whole(place: Sequence[int], whole: Tensor) -> list[int]:
 
 
 _CONTROLS = 4  # draws of other rows at most, where the first ones break as well
+_RARE = 100  # rows that pass, for each that does not: then it is not the line
 _OTHERS = 128  # rows that a row is compared with
 _AGAIN = 3  # places of the data where an ordinary row made the loss or the gradient jump: as many epochs
 _FAR = 4.0  # times the largest of those: what makes a gradient jump is an outlier
@@ -170,7 +171,7 @@ class Search:
             return None
         is_spike = anomaly.signal in SPIKES
         with self._before(refused):
-            by_rank = self._world.all_of(self._observe(refused, is_spike))
+            by_rank = self._world.all_of(self._observe(refused, is_spike, anomaly.step - 1))
         facts = verdict.together(by_rank)
         if not facts.reproduced:
             why = f"The update could not be replayed: {facts.failure}."
@@ -245,7 +246,7 @@ class Search:
         finally:
             self._replay.attributes = ()
 
-    def _observe(self, refused: Refused, is_spike: bool) -> Observations:
+    def _observe(self, refused: Refused, is_spike: bool, landed: int) -> Observations:
         keys, start = refused.update.keys, refused.update.start
         again = partial(self._batches_of, refused)
         tried = partial(self._tried, start, takes_errors=refused.is_error)
@@ -291,6 +292,8 @@ class Search:
             facts = replace(facts, reproduced=reproduced or not is_known)
         if not keys and origin is None:
             return replace(facts, failure="rows of such data cannot be named")
+        is_of_data = origin is not None and origin.is_of_data and not facts.is_tried
+        are_rare = self._are_rare(refused, len(found) if is_of_data else 0, landed)
         if not found or filler is None:
             return facts
         odd = self._odd(found, filler, _ABSURD if facts.culprit else _FAR, refused.nan_is_usual)
@@ -299,7 +302,15 @@ class Search:
             self._spiked.setdefault(row, set()).add(refused.update.start)
         are_again = all(len(self._spiked.get(row, ())) >= _AGAIN for row in rows)
         passed = self._samples.have_passed(found)
-        return replace(facts, rows=rows, odd=odd, raising=tuple(raising), have_passed=passed, are_again=are_again)
+        return replace(
+            facts,
+            rows=rows,
+            odd=odd,
+            raising=tuple(raising),
+            are_rare=are_rare,
+            have_passed=passed,
+            are_again=are_again,
+        )
 
     def _seen(self, refused: Refused) -> Replayed | None:
         """Look at the update under the microscope."""
@@ -321,6 +332,18 @@ class Search:
             if all(self._world.all_of(filler is not None)):
                 break
         return filler, measured
+
+    def _are_rare(self, refused: Refused, count: int, landed: int) -> bool:
+        """Say whether so many rows that break are rare: a hundred times as many pass, in training or when drawn now."""
+        keys, tried, draw = refused.update.keys, True, _CONTROLS
+        each = sum(map(len, keys))
+        passed = min(landed * each, self._samples.rows)
+        while any(self._world.all_of(tried and passed < _RARE * count)) and draw < 3 * _CONTROLS:
+            others = [self._samples.others(some, draw) for some in keys]
+            made, _ = self._tried(refused.update.start, partial(self._made, others), takes_errors=refused.is_error)
+            tried = tried and made is not None and not refused.would_refuse(made)
+            passed, draw = passed + each, draw + 1
+        return tried and 0 < _RARE * count <= passed
 
     def _guilty(
         self, keys: Keys, filler: Keys | None, breaks: Callable[[Keys], bool | None], *, together: bool = False

@@ -101,6 +101,7 @@ class Observations:
     rows: tuple[int, ...] = ()  # each of them breaks a healthy batch
     odd: Mapping[int, str] = field(default_factory=dict)  # by row: which of its values are unusual
     raising: tuple[int, ...] = ()  # rows each of which alone raises, where others only spoil the loss or gradient
+    are_rare: bool = False  # an operation of data alone breaks on them, and a hundred times as many pass it
     have_passed: bool = False  # the rows were trained on before, in an earlier epoch
     are_again: bool = False  # each of the rows made the loss or the gradient jump in earlier updates
     batch_is_bad: bool = False  # it holds values that are not finite
@@ -133,6 +134,7 @@ def together(observed: Sequence[Observations]) -> Observations:
         rows=tuple(sorted({row for one in again for row in one.rows})),
         odd={row: why for one in again for row, why in one.odd.items()},
         raising=tuple(row for one in again for row in one.raising),
+        are_rare=all(one.are_rare for one in again if one.rows),
         have_passed=all(one.have_passed for one in again if one.rows),
         are_again=all(one.are_again for one in again if one.rows),
         batch_is_bad=any(one.batch_is_bad for one in again),
@@ -189,6 +191,8 @@ def on_nonfinite(facts: Observations, climb: float, leap: float = 1.0, *, landed
         return Diagnosis(Cause.UNKNOWN, f"It comes again with this batch, but {unseen}. {facts.bracket}".rstrip())
     if facts.was_given:
         return Diagnosis(Cause.OPERATION, f"{_on_given(culprit)}{_seen_with(rows)}", culprit, rows)
+    if facts.are_rare and not facts.everywhere and facts.after is None:
+        return _on_rare_rows(rows, culprit, _on_overflow(culprit) if _overflows(culprit, facts.kind) else "")
     first, is_overflow = facts.after or culprit, _overflows(culprit, facts.kind)
     if culprit.op == "ctc_loss" and rows and not (facts.everywhere or is_overflow or facts.after):
         return on_bad_rows(dict.fromkeys(rows, f"no finite loss in {_place(culprit)} for such targets"))
@@ -226,6 +230,8 @@ def on_error(facts: Observations, error: str, *, landed: int = 0) -> Diagnosis:
     if facts.blames_rows:
         return on_bad_rows(facts.odd_rows)
     if (culprit := facts.culprit) is not None:
+        if facts.are_rare and facts.rows and not facts.everywhere and facts.kind == "error":
+            return _on_rare_rows(facts.rows, culprit, f"{_place(culprit)} raised {error}.")
         found, has_value = _place(culprit), facts.kind == "domain" or family(culprit.op) in _HAVE_VALUES
         is_thrown = 0 < landed < _FIRST and facts.everywhere and (has_value or facts.kind in ("nan", "inf"))
         if is_thrown and (thrown := on_nonfinite(facts, 1.0, landed=landed)).cause is Cause.EXPLOSION:
@@ -251,6 +257,12 @@ def on_error(facts: Observations, error: str, *, landed: int = 0) -> Diagnosis:
     which = "Only some batches raise" if facts.is_compared else "The batch raises"
     which = "Every batch raises" if facts.everywhere else which
     return Diagnosis(Cause.UNKNOWN, f"{which} {error}: handle that in your code.", culprit)
+
+
+def _on_rare_rows(rows: tuple[int, ...], culprit: Culprit, why: str) -> Diagnosis:
+    """Blame rows for what they alone give an operation: a value in its place would be made up, like data."""
+    them = f"{_rows(rows).capitalize()}: fix or remove {_it(rows)}. Of hundreds no others break that line"
+    return Diagnosis(Cause.DATA, f"{them}. {why or on_operation(culprit)}", culprit, rows, patchable=True)
 
 
 def without_rows(found: Diagnosis) -> Diagnosis:
