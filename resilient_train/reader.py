@@ -118,7 +118,7 @@ class DiskConfig:
 T = TypeVar("T")
 
 _REFUSED = object()
-_WORDS_OF_BOOL = {
+_BOOLEANS = {
     **dict.fromkeys(("true", "yes", "on", "1"), True),
     **dict.fromkeys(("false", "no", "off", "0"), False),
 }
@@ -240,7 +240,7 @@ def _converted(value: Any, kind: Any, limits: Mapping[str, Any]) -> Any:
         value = str(value) if is_number and "as_is" not in limits else value  # a name such as 2024
         return value if isinstance(value, str) and value in limits.get("one_of", (value,)) else _REFUSED
     if kind is bool and "as_is" not in limits:  # as environment variables and people write them
-        return _WORDS_OF_BOOL.get(str(value).lower(), _REFUSED)
+        return _BOOLEANS.get(str(value).lower(), _REFUSED)
     if isinstance(value, str) and getattr(kind, "__name__", "") == "Tensor":  # of torch, which is not imported here
         return _REFUSED
     return value if kind not in _NAMES or isinstance(value, kind) else _REFUSED

@@ -310,17 +310,15 @@ class Recovery:
 
     # Incidents of the process, not of the training: the remedy was applied already.
 
-    def note_process_incident(
-        self, found: ProcessIncident, *, began: float | None = None, ongoing: bool = False
-    ) -> int:
+    def note_process_incident(self, seen: ProcessIncident, *, began: float | None = None, ongoing: bool = False) -> int:
         """Write one down and return its number. If it happened inside an update, that `began` (monotonic clock)."""
         tick = self.parts.clock.tick
-        anomaly = Anomaly(found.signal, found.step, tick, found.since, found.evidence, ranks=found.ranks)
+        anomaly = Anomaly(seen.signal, seen.step, tick, seen.since, seen.evidence, ranks=seen.ranks)
         known = by_signal(anomaly)
-        diagnosis = replace(known, advice=found.advice or known.advice, rows=found.rows)
+        diagnosis = replace(known, advice=seen.advice or known.advice, rows=seen.rows)
         phases = Phases(began)
-        incident = self.incident_log.open(anomaly, diagnosis, Decision((Action(found.remedy),)))
-        incident = replace(incident, rewound_to=found.rewound_to, steps_lost=found.steps_lost)
+        incident = self.incident_log.open(anomaly, diagnosis, Decision((Action(seen.remedy),)))
+        incident = replace(incident, rewound_to=seen.rewound_to, steps_lost=seen.steps_lost)
         self.incident_log.record_treatment(incident, phases.timed, ongoing=ongoing)
         return incident.id
 

@@ -256,10 +256,8 @@ class Trials:
                     fetched.append([samples.collated(keys) for keys in samples.keys_at(start)])
                 except Exception:
                     fetched.append(None)
-        on_all = [
-            all(each) for each in zip(*self._parts.world.all_of([one is not None for one in fetched]), strict=True)
-        ]
-        found = zip(starts, fetched, on_all, strict=True)
+        by_rank = self._parts.world.all_of([one is not None for one in fetched])
+        found = zip(starts, fetched, map(all, zip(*by_rank, strict=True)), strict=True)
         self._judged = [(start, batches) for start, batches, is_there in found if is_there and batches is not None]
         if len(self._judged) < JUDGED // 2:
             log.info("note: no trial: too many of the later rows that would judge it cannot be fetched")

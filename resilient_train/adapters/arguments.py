@@ -205,9 +205,7 @@ def optimizers(given: Any, model: nn.Module) -> list[Optimizer]:
             raise TypeError(f"optimizer: {name} is not supported: {why}")
         if unknown := sum(id(weight) not in known for group in one.param_groups for weight in group["params"]):
             what = f"{unknown} of the weights that {name} trains are not the model's, so they would not rewind"
-            raise ValueError(
-                f"optimizer: {what}: put all trained modules into one nn.Module, and give that as the model"
-            )
+            raise ValueError(f"optimizer: {what}: put all trained modules into one nn.Module, and give it as the model")
     return unwrapped
 
 

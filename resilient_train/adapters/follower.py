@@ -82,9 +82,8 @@ class Follower:
         assert isinstance(guard.seeds, RecordedStates)
         self._seeds = guard.seeds
         self._replay, self._replayed = 0, 0  # which replay it is, and how many of its batches were looked at
-        self._batches: Iterator[Any] = guard.batches_until(
-            sys.maxsize, int(planned) if 0 < planned < sys.maxsize else None
-        )
+        steps = int(planned) if 0 < planned < sys.maxsize else None
+        self._batches: Iterator[Any] = guard.batches_until(sys.maxsize, steps)
         self.taken = 0  # of the batches of the newest update
         self.is_left_out = False  # an earlier process skipped the newest update
         self._is_open = False  # the trainer has fetched it, and made no step yet

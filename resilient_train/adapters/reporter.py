@@ -181,17 +181,15 @@ def status_and_code(error: BaseException | None) -> tuple[str, int]:
     return status, error.exit_code if isinstance(error, TrainError | Stopped) else 1
 
 
-def verdict_of(
-    status: str, incidents: Sequence[Incident], steps: int, losses: tuple[float | None, float | None]
-) -> str:
-    """Say in a word whether a run is all right; `losses` are the first one and the recent one."""
+def verdict_of(status: str, incidents: Sequence[Incident], steps: int, ends: tuple[float | None, float | None]) -> str:
+    """Say in a word whether a run is all right; its `ends` are the losses: the first one and the recent one."""
     if status != "completed":
         return status
     if unrecovered(incidents, steps) is not None:
         return "unrecovered"
     if any(one.is_observed for one in incidents):
         return "observed"
-    first, final = losses
+    first, final = ends
     if steps < _JUDGED_AFTER or first is None or final is None or final < first - _LEAST_FALL * abs(first):
         return "recovered" if incidents else "well"
     return "no_progress"

@@ -1,6 +1,6 @@
 """The command: training runs from a configuration, and verbs that read the directory of a run."""
 
-import argparse
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
 HOME = Path("runs")  # of run directories, and of MLflow's database if no other store is configured
@@ -16,15 +16,10 @@ VERBS = {  # the words that a command line may begin with; each is a module here
 }
 
 
-def parser_of(
-    verb: str, description: str, exit_codes: str, json: str = "print one JSON object"
-) -> argparse.ArgumentParser:
+def parser_of(verb: str, description: str, exit_codes: str, json: str = "print a JSON object") -> ArgumentParser:
     """Return the parser of a verb, which takes the directory of a run."""
-    raw = argparse.RawDescriptionHelpFormatter
-    epilog = f"exit code: {exit_codes}"
-    parser = argparse.ArgumentParser(
-        prog=f"resilient-train {verb}", description=description, epilog=epilog, formatter_class=raw
-    )
+    prog, epilog, raw = f"resilient-train {verb}", f"exit code: {exit_codes}", RawDescriptionHelpFormatter
+    parser = ArgumentParser(prog=prog, description=description, epilog=epilog, formatter_class=raw)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the directory of the run, such as runs/NAME")
     if json:
         parser.add_argument("--json", action="store_true", help=json)

@@ -48,9 +48,7 @@ _SURVIVES_S = 6.0  # how long an attached process may upload what a killed run h
 def main(arguments: list[str] | None = None) -> int:
     """Upload; return 0 if MLflow has everything, 1 if not, 2 if there is nothing to upload or the store is unknown."""
     parser = parser_of("sync", _HELP, "0 if MLflow has everything, 1 if not, 2 if the store is unknown", json="")
-    parser.add_argument(
-        "--uri", "--tracking-uri", help="another tracking store: sqlite:///file.db, http://host:5000, ..."
-    )
+    parser.add_argument("--uri", "--tracking-uri", help="another tracking store: sqlite:///file.db, http://host:5000")
     parser.add_argument("--experiment", help="another experiment for the run")
     parser.add_argument("--follow", action="store_true", help="continue to upload until the run has ended")
     parser.add_argument("--attached", action="store_true", help=argparse.SUPPRESS)  # to a run that started it

@@ -284,9 +284,8 @@ class CheckpointKeeper:
         self.wait()
         damaged: list[tuple[Entry, str]] = []
         with at_disk():
-            entry = self._parts.world.on_main(
-                lambda: self.resumption.newest_readable(self._verified_until(since), damaged)
-            )
+            newest = self.resumption.newest_readable
+            entry = self._parts.world.on_main(lambda: newest(self._verified_until(since), damaged))
         for one, why in damaged:
             log.error("the checkpoint %s cannot be restored: it %s", one.path.name, why)
         if entry is not None:

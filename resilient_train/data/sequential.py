@@ -153,9 +153,7 @@ class IterableSamples(Samples):
             # error. From now on a rewind starts at the beginning of its epoch and reads again.
             self._state_is_exact, self._proof = False, None
             kind = type(self.dataset).__name__
-            _log.warning(
-                "the state of this %s forgets rows (a shuffle buffer?): a rewind reads their epoch again", kind
-            )
+            _log.warning("the state of this %s forgets rows (shuffle buffer?): a rewind reads their epoch again", kind)
             self._read_to(epoch, row)
             rows = [self._next_row() for _ in rows]
             if _digest(rows[:count]) != known:

@@ -57,8 +57,8 @@ class Origin:
     inputs: tuple[Mapping[str, Any], ...] = ()
     is_scalar: bool = False  # its result is a single number
     after: Origin | None = None  # the first patched operation that broke on the way to it: this one is a consequence
+    is_of_data: bool = False  # nothing that it was given depends on weights
     was_given: bool = False  # it did not make them: the program gave them to it, as a constant or from outside of torch
-    is_of_data: bool = False  # nothing that depends on weights has entered it
 
     @property
     def culprit(self) -> Culprit:
@@ -73,6 +73,7 @@ class _Call:
     op: str
     line: Line | None
     numbers: Sequence[Mapping[str, Any]] = ()  # plain ones that it was given
+    is_of_data: bool = False
     of_inputs: Origin | None = None  # of inputs that are not finite
 
 
@@ -151,10 +152,10 @@ class Microscope(TorchFunctionMode):
         was = [kinds_of(one) for one in inputs] if in_place else []
         op = op_name(name)
         # What decides what a power is: its exponent, or its base.
-        is_of_data = not any(one.requires_grad or one in self._of_weights for one in inputs)
         powers = [one for one in (*args, *kwargs.values()) if op == "pow" and type(one) in (int, float)]
         numbers = [{"shape": [], "dtype": "number", "value": float(one)} for one in powers]
-        call = _Call(self._calls, op, user_line(self._names), numbers)
+        is_of_data = not any(one.requires_grad or one in self._of_weights for one in inputs)
+        call = _Call(self._calls, op, user_line(self._names), numbers, is_of_data)
         self._calls += 1
         if call.number == self._look_at:
             self.inputs = (*statistics(inputs), *call.numbers)
@@ -178,8 +179,6 @@ class Microscope(TorchFunctionMode):
                 origin = self._origin(call, kinds, inputs, was, given, output.numel() == 1)
                 if func is torch.autograd.grad and self.backward is not None:
                     origin = self.backward
-                if origin is not None and origin.call == call.number and not origin.was_given:
-                    origin = replace(origin, is_of_data=is_of_data)
                 self._note(output, origin)
                 if origin is not None and origin.call == call.number and self._is_armored(call):
                     self._remember_repair(origin, inputs)
@@ -252,7 +251,7 @@ class Microscope(TorchFunctionMode):
             return self._as_number if self._as_number is not None and given else made
         after = self._after([one.grad_fn for one in inputs], call.op)
         ranges = () if was else (*statistics(inputs), *call.numbers)
-        return Origin("forward", call.op, kind, call.number, call.line, ranges, is_scalar, after)
+        return Origin("forward", call.op, kind, call.number, call.line, ranges, is_scalar, after, call.is_of_data)
 
     def _first(self, inputs: Iterable[Tensor]) -> Origin | None:
         """The earliest origin of inputs; what was given counts only if nothing else does."""

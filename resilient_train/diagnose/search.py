@@ -290,10 +290,10 @@ class Search:
             reproduced = bool(found) or origin is not None or (first is not None and not refused.allows_loss(first))
             is_known = any(self._world.all_of(reproduced))
             facts = replace(facts, reproduced=reproduced or not is_known)
-        if not keys and origin is None:
-            return replace(facts, failure="rows of such data cannot be named")
         is_of_data = origin is not None and origin.is_of_data and not facts.is_tried
         are_rare = self._are_rare(refused, len(found) if is_of_data else 0, landed)
+        if not keys and origin is None:
+            return replace(facts, failure="rows of such data cannot be named")
         if not found or filler is None:
             return facts
         odd = self._odd(found, filler, _ABSURD if facts.culprit else _FAR, refused.nan_is_usual)
@@ -302,15 +302,8 @@ class Search:
             self._spiked.setdefault(row, set()).add(refused.update.start)
         are_again = all(len(self._spiked.get(row, ())) >= _AGAIN for row in rows)
         passed = self._samples.have_passed(found)
-        return replace(
-            facts,
-            rows=rows,
-            odd=odd,
-            raising=tuple(raising),
-            are_rare=are_rare,
-            have_passed=passed,
-            are_again=are_again,
-        )
+        facts = replace(facts, raising=tuple(raising), are_rare=are_rare and not passed)
+        return replace(facts, rows=rows, odd=odd, have_passed=passed, are_again=are_again)
 
     def _seen(self, refused: Refused) -> Replayed | None:
         """Look at the update under the microscope."""
@@ -335,15 +328,15 @@ class Search:
 
     def _are_rare(self, refused: Refused, count: int, landed: int) -> bool:
         """Say whether so many rows that break are rare: a hundred times as many pass, in training or when drawn now."""
-        keys, tried, draw = refused.update.keys, True, _CONTROLS
+        keys, draw = refused.update.keys, _CONTROLS
         each = sum(map(len, keys))
         passed = min(landed * each, self._samples.rows)
-        while any(self._world.all_of(tried and passed < _RARE * count)) and draw < 3 * _CONTROLS:
+        while any(self._world.all_of(passed < _RARE * count)) and draw < 3 * _CONTROLS:
             others = [self._samples.others(some, draw) for some in keys]
             made, _ = self._tried(refused.update.start, partial(self._made, others), takes_errors=refused.is_error)
-            tried = tried and made is not None and not refused.would_refuse(made)
+            count += made is None or refused.would_refuse(made)
             passed, draw = passed + each, draw + 1
-        return tried and 0 < _RARE * count <= passed
+        return 0 < _RARE * count <= passed
 
     def _guilty(
         self, keys: Keys, filler: Keys | None, breaks: Callable[[Keys], bool | None], *, together: bool = False

@@ -39,14 +39,14 @@ SINGULAR = {
     ),
     "norm": (
         "has no slope at 0",
-        "add an epsilon inside, or mask the rows that are zero before it (after it their gradient stays NaN)",
+        "add an epsilon inside, or mask rows of zeros before it (later their slope stays NaN)",
     ),
     "std": ("has an infinite slope where all values are equal", "add an epsilon to the variance and take its root"),
     "atan2": ("has no slope at the origin", "move both arguments away from 0 together"),
     "acos": ("has an infinite slope at -1 and 1 and is NaN beyond", "clamp its input to just inside of -1 and 1"),
     "atanh": ("is infinite at -1 and 1", "clamp its input to just inside of -1 and 1"),
     "softmax": (
-        "is NaN where every value of a row is -inf",
+        "is NaN where all of a row is -inf",
         "leave one place of each row unmasked, or mask the result",
     ),
     "normalize": ("has no slope at 0", "give it a larger eps"),
@@ -134,7 +134,7 @@ def together(observed: Sequence[Observations]) -> Observations:
         rows=tuple(sorted({row for one in again for row in one.rows})),
         odd={row: why for one in again for row, why in one.odd.items()},
         raising=tuple(row for one in again for row in one.raising),
-        are_rare=all(one.are_rare for one in again if one.rows),
+        are_rare=min((one.are_rare for one in again if one.rows), default=False),
         have_passed=all(one.have_passed for one in again if one.rows),
         are_again=all(one.are_again for one in again if one.rows),
         batch_is_bad=any(one.batch_is_bad for one in again),
@@ -155,9 +155,7 @@ def climbed(history: Sequence[float]) -> float:
 
 
 TRANSIENT = Diagnosis(
-    Cause.TRANSIENT,
-    "The same batch at the same weights is healthy when it is tried again: if it returns, suspect the hardware, or "
-    "code outside of the model.",
+    Cause.TRANSIENT, "Tried again it is healthy: if it returns, suspect the hardware, or code outside of the model."
 )
 _CLIMBED = "Gradients or losses climbed to {times:.3g} times their usual before it broke: lower the learning rate."
 
@@ -261,8 +259,8 @@ def on_error(facts: Observations, error: str, *, landed: int = 0) -> Diagnosis:
 
 def _on_rare_rows(rows: tuple[int, ...], culprit: Culprit, why: str) -> Diagnosis:
     """Blame rows for what they alone give an operation: a value in its place would be made up, like data."""
-    them = f"{_rows(rows).capitalize()}: fix or remove {_it(rows)}. Of hundreds no others break that line"
-    return Diagnosis(Cause.DATA, f"{them}. {why or on_operation(culprit)}", culprit, rows, patchable=True)
+    what = f"{_rows(rows).capitalize()}: fix or remove {_it(rows)}; of a hundred others or more none breaks there."
+    return Diagnosis(Cause.DATA, f"{what} {why or on_operation(culprit)}", culprit, rows, patchable=True)
 
 
 def without_rows(found: Diagnosis) -> Diagnosis:
@@ -293,10 +291,7 @@ def on_spike(facts: Observations, climb: float, jump: float = 1.0) -> Diagnosis:
         return Diagnosis(Cause.EXPLOSION, _CLIMBED.format(times=times) + layer)
     why = "Only this batch does it, and no row of it alone: if many follow, lower the learning rate."
     if facts.everywhere:
-        why = (
-            "Other batches do the same at these weights: if what is trained on was changed, declare it with "
-            "checks.expect; else lower the learning rate."
-        )
+        why = "Other batches do the same: if the task was changed, declare it with checks.expect; else lower the rate."
     elif not facts.is_compared:
         why = "It comes again with this batch; no other rows could be tried."
     return Diagnosis(Cause.UNKNOWN, why + layer)

@@ -126,8 +126,6 @@ def _arm(line: Mapping[str, Any]) -> Tried:
 def _action(line: Mapping[str, Any]) -> Action:
     settings = {key: value for key, value in line.items() if key != "remedy"}
     if line.get("remedy") == TRIAL:
-        arms = settings.get("of")
-        settings["of"] = tuple(
-            _value(tuple[Action, ...], arm, "of") for arm in (arms if isinstance(arms, list) else ())
-        )
+        arms = settings["of"] if isinstance(settings.get("of"), list) else ()
+        settings["of"] = tuple(_value(tuple[Action, ...], arm, "of") for arm in arms)
     return Action(_value(str, line.get("remedy"), "remedy"), settings)

@@ -24,7 +24,7 @@ _BY_SIGNAL = {  # what a signal suggests by itself
     (
         Cause.DATA,
         Signal.NONFINITE_BATCH,
-    ): "The batch holds NaN or infinite values: look at the code that makes its rows.",
+    ): "The batch holds NaN or infinite values: look at what makes its rows.",
     (Cause.UNKNOWN, Signal.NONFINITE_LOSS): (
         "The batch is finite and its loss is not: look for a logarithm, division, root or power that meets 0 or less."
     ),
@@ -82,10 +82,8 @@ _SPIKE_LANDED = Diagnosis(Cause.EXPLOSION, f"The loss jumped and stayed there: {
 def by_rate(factor: float, step: int, *, is_sudden: bool) -> Diagnosis:
     """Return the diagnosis of an anomaly that followed a rise of the learning rate."""
     rose = f"x{factor:,.0f}" if factor >= 100 else f"x{factor:.3g}"
-    where = (
-        f"{rose} {'at' if is_sudden else 'since'} step {step:,}: look at the schedule, and at what else sets it there"
-    )
-    return Diagnosis(Cause.RATE, f"The learning rate rose {where}; the samples are not to blame.")
+    since = f"{rose} {'at' if is_sudden else 'since'} step {step:,}: look at the schedule, and at what else sets it"
+    return Diagnosis(Cause.RATE, f"The learning rate rose {since} there; the samples are not to blame.")
 
 
 def by_signal(anomaly: Anomaly) -> Diagnosis:

@@ -363,9 +363,8 @@ def restore_optimizer(optimizer: Optimizer, saved: Tree) -> None:
     for place, weight in _places(optimizer):
         if place not in moments:  # the snapshot is older than the first update of this weight
             optimizer.state.pop(weight, None)
-    _restore_tables(
-        [(optimizer.state[weight], moments[place]) for place, weight in _places(optimizer) if place in moments]
-    )
+    there = [(place, weight) for place, weight in _places(optimizer) if place in moments]
+    _restore_tables([(optimizer.state[weight], moments[place]) for place, weight in there])
 
 
 def _places(optimizer: Optimizer) -> list[tuple[int, torch.Tensor]]:

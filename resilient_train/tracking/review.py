@@ -294,9 +294,8 @@ def incidents_met(story: Story) -> str:
     outcomes = Counter(one.outcome for one in incidents)
     again = outcomes[Outcome.RECURRED]
     if outcomes[None] or outcomes[Outcome.GAVE_UP] or unrecovered(incidents, story.step) is not None:
-        left = [
-            (outcomes[one], OUTCOMES[one]) for one in (Outcome.UNRECOVERED, Outcome.GAVE_UP, None, Outcome.RECURRED)
-        ]
+        kinds = (Outcome.UNRECOVERED, Outcome.GAVE_UP, None, Outcome.RECURRED)
+        left = [(outcomes[one], OUTCOMES[one]) for one in kinds]
         return f"{met}, {', '.join(f'{count:,} {what}' for count, what in left if count)}"
     if seen := outcomes[Outcome.OBSERVED]:
         return f"{met}, {seen:,} {OUTCOMES[Outcome.OBSERVED]}"

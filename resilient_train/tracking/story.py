@@ -405,7 +405,7 @@ def _urgency(one: Incident, is_repeated: bool, is_newest: bool) -> int | None:
 def _kind(incident: Incident) -> object:
     """Return what two incidents of a kind have in common: the line, the rows, or the cause and the signal."""
     diagnosis = incident.diagnosis
-    if (culprit := diagnosis.culprit) is not None:
+    if (culprit := diagnosis.culprit) is not None and diagnosis.cause is not Cause.DATA:
         return culprit.file, culprit.line, culprit.op
     return diagnosis.rows or (diagnosis.cause, incident.anomaly.signal)
 
@@ -422,7 +422,8 @@ def _asked(advice: str) -> str:
 
 def _words(group: Sequence[Incident]) -> str:
     """Name all rows, or take the words of the newest incident, if possible not of one that another line caused."""
-    rows = sorted({row for one in group if one.diagnosis.culprit is None for row in one.diagnosis.rows})
+    by_rows = [one.diagnosis for one in group if one.diagnosis.culprit is None or one.diagnosis.cause is Cause.DATA]
+    rows = sorted({row for one in by_rows for row in one.rows})
     if len(group) > 1 and len(rows) > 1:
         place, *others = {"".join(_RAISED_AT.findall(one.diagnosis.advice)) for one in group}
         if place and not others:

@@ -126,12 +126,9 @@ def _spans(chapter: Chapter, trace_id: str) -> Iterator[dict[str, Any]]:
     """Yield the spans in the form that MLflow reads them back in: the incident, then each part of its treatment."""
     incident, facts, seen = chapter.incident, _facts(chapter), Counter[str]()
     root = _id_of(f"{trace_id}/root")
-    known: dict[str, Any] = {
-        "outcome": incident.outcome,
-        "cause": incident.diagnosis.cause,
-        "mlflow.spanType": "WORKFLOW",
-    }
-    known |= {"mlflow.spanInputs": first_sign(incident), "mlflow.spanOutputs": describe_treatment(incident)}
+    known: dict[str, Any] = {"outcome": incident.outcome, "cause": incident.diagnosis.cause}
+    known |= {"mlflow.spanType": "WORKFLOW", "mlflow.spanInputs": first_sign(incident)}
+    known |= {"mlflow.spanOutputs": describe_treatment(incident)}
     whole = _span(trace_id, root, _name(chapter), _lasted(chapter), known)
     yield whole | {"status": {"code": f"STATUS_CODE_{_state(incident)}", "message": ""}}
     for phase in chapter.phases:

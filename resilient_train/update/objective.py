@@ -42,10 +42,8 @@ class Measured:
             elif isinstance(value, int | float):
                 metrics[name] = value
             else:
-                what = f"a {type(value).__name__}" + (
-                    f" of shape {list(value.shape)}" if hasattr(value, "shape") else ""
-                )
-                raise self._error(f"returned {what} as the metric {name}: expected a number or a scalar tensor")
+                what = type(value).__name__ + (f" of shape {list(value.shape)}" if hasattr(value, "shape") else "")
+                raise self._error(f"returned a {what} as the metric {name}: expected a number or a scalar tensor")
         return loss, metrics
 
     def for_training(self, model: Any, batch: Any) -> tuple[torch.Tensor, Metrics]:

@@ -190,10 +190,8 @@ class UpdateHistory:
         self.has_turns = False  # several losses were stepped in turn: the loss is their sum
 
     def add(self, vitals: Vitals) -> None:
-        measured = vitals.loss, vitals.grad_norm, vitals.lr_ratio
-        self._append(
-            PastUpdate(vitals.step + (not vitals.accepted), vitals.start, vitals.stop, vitals.accepted, *measured)
-        )
+        step, measured = vitals.step + (not vitals.accepted), (vitals.loss, vitals.grad_norm, vitals.lr_ratio)
+        self._append(PastUpdate(step, vitals.start, vitals.stop, vitals.accepted, *measured))
 
     def _append(self, update: PastUpdate) -> None:
         self._passed.append(update)

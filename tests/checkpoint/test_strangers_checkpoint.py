@@ -315,7 +315,7 @@ REFUSED: dict[str, Attack] = {
     "armor that is text": remedies(armor="text"),
     "armored nonsense": remedies(armored=[1, 2]),
     "a reference of infinite losses": remedies(
-        reference={**MEASURED, "reference": {**REFERENCE, "level": float("inf")}},
+        reference={**MEASURED, "reference": {**REFERENCE, "level": float("inf")}}
     ),
     "an infinite patience": remedies(knobs={"lr": 1.0, "clip": 1.0, "eps": 1.0, "higher_precision": float("inf")}),
     "groups of another optimizer": manifest(groups=[]),
@@ -421,10 +421,7 @@ def test_a_forged_checkpoint_is_damage(run_dir: Path, what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "what",
-    [
-        *("weights that are a pickle", "a link for a checkpoint", "moments of another shape"),
-    ],
+    "what", [*("weights that are a pickle", "a link for a checkpoint", "moments of another shape")]
 )
 def test_a_forged_checkpoint_is_passed_over(run_dir: Path, run_command: command, what: str) -> None:
     """It is told in one line, the one before it is taken, and the run ends well."""

@@ -124,6 +124,33 @@ def test_a_row_that_spoils_the_batch_of_one_that_raises_is_not_said_to_raise() -
     assert incident.diagnosis.advice.endswith(reason)
 
 
+def of_sizes(model: Any, batch: Any) -> Tensor:
+    return F.mse_loss(model(*batch[:2]), batch[2] + batch[0][:, 3].abs().log())
+
+
+def of_scaled_sizes(model: Any, batch: Any) -> Tensor:
+    return F.mse_loss(model(*batch[:2]), batch[2] + (batch[0][:, 3].abs() * model.offsets.detach()[0].exp()).log())
+
+
+@pytest.mark.parametrize(
+    ("objective", "bad", "cause", "remedy"),
+    [
+        (of_sizes, [40], Cause.DATA, "quarantine"),  # of a hundred others none breaks the line
+        (of_sizes, [*range(0, ROWS, 10)], Cause.OPERATION, "armor"),  # it cannot take what many rows hold
+        (of_scaled_sizes, [40], Cause.OPERATION, "armor"),  # weights enter it, though no gradient flows back
+    ],
+)
+def test_a_row_that_alone_breaks_a_line_is_a_bad_row(objective: Any, bad: list[int], cause: Cause, remedy: str) -> None:
+    """Only a rare one, where the line computes of data alone: a value made up there would be made-up data."""
+    data = table(bad=())
+    data.tensors[0][bad, 3] = 0.0
+    incidents = run(objective, data).incidents
+    assert {one.diagnosis.cause for one in incidents} == {cause}
+    assert {one.diagnosis.culprit and one.diagnosis.culprit.op for one in incidents} == {"log"}
+    assert {action.remedy for one in incidents for action in one.decision.actions} == {remedy}
+    assert {row for one in incidents for row in one.diagnosis.rows} == (set(bad) if cause is Cause.DATA else set())
+
+
 @pytest.mark.parametrize("policy", ["off", "observe"])
 def test_a_policy_without_remedies_lets_exceptions_pass(policy: str) -> None:
     """Nothing would be done about them: the run ends as a plain loop does."""

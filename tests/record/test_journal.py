@@ -724,7 +724,7 @@ def test_the_status_is_one_word(outcomes: list[Outcome | None], status: str) -> 
     incidents = [with_outcome(outcome) for outcome in outcomes]
     assert status_by(incidents) == status
     if status not in ("clean", "recovering", "gave_up"):  # of a run that has completed
-        assert verdict_of("completed", incidents, steps=1, losses=(None, None)) == status
+        assert verdict_of("completed", incidents, 1, (None, None)) == status
     assert tags(incidents, status)["resilience.incidents"] == str(len(outcomes))
 
 

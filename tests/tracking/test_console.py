@@ -22,10 +22,7 @@ from resilient_train.tracking import presentation
 from resilient_train.tracking.connection import locate
 from resilient_train.tracking.uploader import Uploader
 
-pytestmark = [
-    pytest.mark.skipif(chromium() is None, reason="chromium is not installed"),
-    pytest.mark.timeout(1800),
-]
+pytestmark = [pytest.mark.skipif(chromium() is None, reason="chromium is not installed"), pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).parents[2]
 SHOTS = ROOT / "build" / "screenshots"
