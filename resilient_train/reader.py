@@ -118,10 +118,7 @@ class DiskConfig:
 T = TypeVar("T")
 
 _REFUSED = object()
-_BOOLEANS = {
-    **dict.fromkeys(("true", "yes", "on", "1"), True),
-    **dict.fromkeys(("false", "no", "off", "0"), False),
-}
+_BOOLEANS = {**dict.fromkeys(("true", "yes", "on", "1"), True), **dict.fromkeys(("false", "no", "off", "0"), False)}
 _NAMES = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text", types.NoneType: "null"}
 _LIMITS = {"at_least": "at least", "above": "greater than", "at_most": "at most"}
 

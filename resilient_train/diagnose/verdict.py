@@ -45,10 +45,7 @@ SINGULAR = {
     "atan2": ("has no slope at the origin", "move both arguments away from 0 together"),
     "acos": ("has an infinite slope at -1 and 1 and is NaN beyond", "clamp its input to just inside of -1 and 1"),
     "atanh": ("is infinite at -1 and 1", "clamp its input to just inside of -1 and 1"),
-    "softmax": (
-        "is NaN where all of a row is -inf",
-        "leave one place of each row unmasked, or mask the result",
-    ),
+    "softmax": ("is NaN where all of a row is -inf", "leave one place of each row unmasked, or mask the result"),
     "normalize": ("has no slope at 0", "give it a larger eps"),
     "binary_cross_entropy": ("is infinite, or its slope is, at 0 and 1", "use binary_cross_entropy_with_logits"),
     "mean": ("is 0 / 0 over no elements", "leave out what is empty"),

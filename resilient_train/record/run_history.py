@@ -145,13 +145,11 @@ def fired_drills(entries: Iterable[Mapping[str, Any]]) -> tuple[FiredDrill, ...]
     return tuple(found)
 
 
-def drill_behind(
-    drills: Sequence[FiredDrill], anomaly: Anomaly, diagnosis: Diagnosis, earlier: Sequence[Incident]
-) -> str:
+def drill_behind(drills: Sequence[FiredDrill], anomaly: Anomaly, diagnosis: Diagnosis, met: Sequence[Incident]) -> str:
     """Name the faults that caused an incident, directly or by the damage they left; empty if none did."""
     found = [one for one in drills if _fired_here(one, anomaly, diagnosis)]
     if not found and not diagnosis.rows:
-        found = [one for one in drills if one.tick and _left_damage(one, anomaly, diagnosis, earlier)][-1:]
+        found = [one for one in drills if one.tick and _left_damage(one, anomaly, diagnosis, met)][-1:]
     if not found and not diagnosis.rows and diagnosis.culprit is None and diagnosis.cause in _BY_ROWS:
         found = [one for one in drills if not one.tick]
     return ", ".join(dict.fromkeys(one.fault for one in found))

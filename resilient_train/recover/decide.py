@@ -21,10 +21,7 @@ from resilient_train.wording import counted
 _WRITES = "if it returns, suspect the hardware, or code that writes to"
 _CALMER = "lower the learning rate, warm up longer, or clip tighter"
 _BY_SIGNAL = {  # what a signal suggests by itself
-    (
-        Cause.DATA,
-        Signal.NONFINITE_BATCH,
-    ): "The batch holds NaN or infinite values: look at what makes its rows.",
+    (Cause.DATA, Signal.NONFINITE_BATCH): "The batch holds NaN or infinite values: look at what makes its rows.",
     (Cause.UNKNOWN, Signal.NONFINITE_LOSS): (
         "The batch is finite and its loss is not: look for a logarithm, division, root or power that meets 0 or less."
     ),

@@ -118,15 +118,13 @@ class RateRise(PlainState):
         self._seen = 0  # losses since the rate rose
         self._base = 1.0  # the highest rate before it rose
 
-    def see(
-        self, step: int, loss: float, lr_ratio: float, reference: Callable[[int], Reference | None]
-    ) -> Alarm | None:
-        """Judge an accepted update. `lr_ratio` is the rate that it was made with, after its loss was measured.
+    def see(self, step: int, loss: float, ratio: float, reference: Callable[[int], Reference | None]) -> Alarm | None:
+        """Judge an accepted update. `ratio` is the rate that it was made with, after its loss was measured.
 
         `reference` makes the reference of the losses up to a step.
         """
         config = self.config
-        if not config.every or not lr_ratio > 0:
+        if not config.every or not ratio > 0:
             return None
         alarm = None
         if self._reference is not None:
@@ -140,11 +138,11 @@ class RateRise(PlainState):
         if len(self._paces) == self._paces.maxlen:
             self._usual = max(self._usual, self._paces[0])
         elif len(self._paces) < config.earlier:
-            self._usual = max(self._usual, lr_ratio)
-        before = self._paces[-1] if self._paces else lr_ratio
-        self._paces.append(lr_ratio)
+            self._usual = max(self._usual, ratio)
+        before = self._paces[-1] if self._paces else ratio
+        self._paces.append(ratio)
         # A warm-up climbs to 1 in small steps.
-        is_high = lr_ratio >= config.times * self._usual and (lr_ratio > 1.0 or lr_ratio >= config.times * before)
+        is_high = ratio >= config.times * self._usual and (ratio > 1.0 or ratio >= config.times * before)
         if self._reference is None and is_high and step > config.earlier:
             self._reference, self._since, self._base = reference(step), step - 1, max(self._usual, 1e-12)
             self._losses.clear()
