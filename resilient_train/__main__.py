@@ -8,12 +8,7 @@ from functools import partial
 from importlib import import_module
 
 from resilient_train.app import VERBS
-from resilient_train.ranks.process_exit import (
-    exit_on_request,
-    exit_with_agent,
-    ignore_requests,
-    warn_of_running_threads,
-)
+from resilient_train.ranks import process_exit
 
 
 def main() -> None:
@@ -31,15 +26,15 @@ def main() -> None:
             sys.exit(until_unread(partial(import_module(f"resilient_train.app.{verb}").main, words)))
         except KeyboardInterrupt:
             sys.exit(0 if verb == "incidents" else 1)  # Ctrl-C is the way to end --follow
-    exit_with_agent()
-    exit_on_request()
+    process_exit.exit_with_agent()
+    process_exit.exit_on_request()
     from resilient_train.app import command  # takes seconds, during which a request to stop may come
 
     try:
         command.main()
     finally:
-        ignore_requests()
-        warn_of_running_threads()
+        process_exit.ignore_requests()
+        process_exit.warn_of_running_threads()
 
 
 if __name__ == "__main__":

@@ -163,12 +163,10 @@ def _is_idle_after(run_dir: Path, pause_s: float) -> bool:
     return at_work(run_dir) is None
 
 
-def _follow(
-    uploader: Uploader, has_ended: Callable[[float], bool], late: Callable[[], None], *, is_attached: bool
-) -> None:
+def _follow(uploader: Uploader, ended: Callable[[float], bool], late: Callable[[], None], *, is_attached: bool) -> None:
     """Upload what the run writes until it has ended; print what prevents that, each trouble once."""
     pause, failures, reported = 0.0, 0, None
-    while not has_ended(pause):
+    while not ended(pause):
         trouble = _attempt(late, uploader.upload)
         failures = failures + 1 if trouble else 0
         pause = min(2 * pause + 1, _RETRY_AT_MOST_S) if trouble else _EVERY_S

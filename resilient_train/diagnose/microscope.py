@@ -41,6 +41,7 @@ from resilient_train.types import Culprit
 _UNFILLED = ("empty", "empty_like", "empty_strided", "new_empty", "resize", "resize_as", "set")
 _ATTRIBUTES = ("T", "mT", "H", "mH", "real", "imag", "data")  # that run operations
 _OF_NUMBERS = ("item", "tolist", "float", "complex", "numpy", "array")  # what they return is no tensor
+_AS_NUMBER = (*_OF_NUMBERS, "int", "index")
 _PAST_NAN = ("nanmean", "nanmedian", "nanquantile")  # NaN only where nothing is left
 _IN_TRACEBACK = re.compile(r'File "(.+)", line (\d+), in ')
 
@@ -108,15 +109,21 @@ class Microscope(TorchFunctionMode):
         self._replaced: dict[Any, Origin] = {}  # by node: what that was computed from
         self._losses: list[Any] = []  # their nodes
         self._raised: tuple[BaseException, Origin] | None = None  # the newest exception of an operation
-        self._of_weights = WeakIdKeyDictionary()  # tensors that depend on weights, though no gradient flows back
+        self._of_batch = WeakIdKeyDictionary()  # tensors of the batch, and those that were made of these alone
+        self._is_mixed = False  # what else the program holds may have come into those: a number, or a write in place
         self._keep_lines: Any = None
-        self.knows([*model.parameters(), *model.buffers()])
+        self._is_given([*model.parameters(), *model.buffers()])
 
     def knows(self, batch: Any) -> None:
         """Note what comes with a batch: what is not finite there is the fault of no operation."""
-        for one in floating([leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)]):
+        self._of_batch.update(dict.fromkeys(self._is_given(leaves(batch)), True))
+
+    def _is_given(self, given: Iterable[Any]) -> list[Tensor]:
+        tensors = [one for one in given if isinstance(one, Tensor)]
+        for one in floating(tensors):
             if kinds_of(one):
                 self._note(one, None)
+        return tensors
 
     def __enter__(self) -> Microscope:
         self._keep_lines = torch.autograd.set_detect_anomaly(True, check_nan=False)
@@ -154,7 +161,9 @@ class Microscope(TorchFunctionMode):
         # What decides what a power is: its exponent, or its base.
         powers = [one for one in (*args, *kwargs.values()) if op == "pow" and type(one) in (int, float)]
         numbers = [{"shape": [], "dtype": "number", "value": float(one)} for one in powers]
-        is_of_data = not any(one.requires_grad or one in self._of_weights for one in inputs)
+        given_tensors = [one for one in leaves((args, kwargs)) if isinstance(one, Tensor)]
+        is_of_data = bool(given_tensors) and all(one in self._of_batch for one in given_tensors) and not self._is_mixed
+        self._is_mixed |= not is_of_data and (op in _AS_NUMBER or (in_place and args[0] in self._of_batch))
         call = _Call(self._calls, op, user_line(self._names), numbers, is_of_data)
         self._calls += 1
         if call.number == self._look_at:
@@ -169,9 +178,9 @@ class Microscope(TorchFunctionMode):
             raise
         with torch._C.DisableTorchFunction():
             outputs = floating(args[:1] if in_place and result is None else result)
+            if is_of_data:
+                self._of_batch.update({one: True for one in leaves(result) if isinstance(one, Tensor)})
             for output in outputs:
-                if not is_of_data and not output.requires_grad:
-                    self._of_weights[output] = True
                 if not (kinds := kinds_of(output)):
                     self._origins.pop(id(output), None)
                     continue

@@ -7,122 +7,30 @@ same calls here in the same order; only the batches they look at differ.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from math import inf
 from typing import Any, TypeVar
-
-import torch
-from torch import Tensor
-from torch.optim import Optimizer
 
 from resilient_train.data.samples import Samples, Update
 from resilient_train.data.stream import Key
 from resilient_train.diagnose import rows as by_rows
 from resilient_train.diagnose import verdict
+from resilient_train.diagnose.microscope import Origin
 from resilient_train.diagnose.replay import Replay, Replayed
 from resilient_train.diagnose.verdict import Observations
 from resilient_train.errors import text_of
 from resilient_train.ranks.world import World
 from resilient_train.state import randomness
 from resilient_train.state.copies import Attributes
-from resilient_train.state.tree import Share, is_sharded, local_part, sharding_of
 from resilient_train.types import SPIKES, Anomaly, Cause, Culprit, Diagnosis, Signal
-from resilient_train.wording import names_listed
-
-
-def of_state(
-    anomaly: Anomaly,
-    weights: Mapping[str, Tensor],
-    before: Mapping[str, Tensor | Share],
-    optimizers: Sequence[Optimizer],
-) -> tuple[float, Diagnosis] | None:
-    """Say what is wrong with weights or moments on this rank, and how bad it is: another may have found worse.
-
-    `before` are the weights of a verified state, if there is one.
-    """
-    if anomaly.signal in (Signal.NONFINITE_WEIGHTS, Signal.NONFINITE_OPTIMIZER) and (lost := lost_eps(optimizers)):
-        return inf, Diagnosis(Cause.OPTIMIZER, f"{lost}: raise it, or keep weights and moments in float32.")
-    where: tuple[float, str] | None = None
-    if anomaly.signal is Signal.NONFINITE_WEIGHTS:
-        where = _first_nonfinite(weights)
-    elif anomaly.signal is Signal.WEIGHTS_JUMP:
-        where = _farthest(weights, before)
-    if where is None:
-        return None
-    if is_possible(anomaly):
-        why = "farther than updates went lately: if it returns, lower the learning rate, or suspect the hardware"
-    else:
-        why = "which no update can have done: if it returns, suspect the hardware"
-    size, what = where
-    advice = f"{what}, {why}, or code that writes to weights between updates."
-    return size, Diagnosis(Cause.CORRUPTION, advice)
-
-
-def is_possible(anomaly: Anomaly) -> bool:
-    """Whether updates can have moved the weights that far, though lately they did not."""
-    return anomaly.signal is Signal.WEIGHTS_JUMP and "lately" in anomaly.evidence
-
-
-def lost_eps(optimizers: Iterable[Optimizer]) -> str | None:
-    """Name an epsilon that is 0 in the type of the weights, so that an update may divide by zero."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            eps = group.get("eps")
-            if not isinstance(eps, int | float):
-                continue
-            for dtype in {weight.dtype for weight in group["params"] if weight.is_floating_point()}:
-                if torch.tensor(eps, dtype=dtype).item() == 0:
-                    return f"eps={eps:g} of {type(optimizer).__name__} is 0 in {str(dtype).removeprefix('torch.')}"
-    return None
-
-
-@torch.no_grad()
-def _first_nonfinite(weights: Mapping[str, Tensor]) -> tuple[float, str] | None:
-    parts = [(name, local_part(whole)) for name, whole in weights.items()]
-    broken = [(name, one) for name, one in parts if one.is_floating_point() and not bool(one.isfinite().all())]
-    if not broken:
-        return None
-    name, weight = broken[0]
-    place = (~weight.isfinite()).nonzero()[0].tolist()
-    found = f"`{name}` is {float(weight[tuple(place)]):g} at {_in_whole(place, weights[name])}"
-    if len(broken) > 1:
-        names = names_listed([one for one, _ in broken])
-        found += f" ({len(broken):,} of {len(parts):,} weights are not finite: {names})"
-    return inf, found
-
-
-@torch.no_grad()
-def _farthest(weights: Mapping[str, Tensor], before: Mapping[str, Tensor | Share]) -> tuple[float, str] | None:
-    """The element that is farthest from where it was."""
-    farthest, found = 0.0, None
-    for name, whole in weights.items():
-        if (kept := before.get(name)) is None:
-            continue
-        weight, was = local_part(whole), local_part(kept)
-        if was.shape != weight.shape or not weight.is_floating_point() or not weight.numel():
-            continue
-        moved = (weight - was.to(weight.device)).abs().flatten()
-        far, place = moved.max(dim=0)
-        if float(far) > farthest:
-            index = [int(one) for one in torch.unravel_index(place, weight.shape)]
-            farthest = float(far)
-            values = f"from {float(was[tuple(index)]):.3g} to {float(weight[tuple(index)]):.3g}"
-            found = farthest, f"`{name}` went {values} at {_in_whole(index, whole)}"
-    return found
-
-
-def _in_whole(place: Sequence[int], whole: Tensor) -> list[int]:
-    """Where an element of this rank's share lies in the whole."""
-    if not is_sharded(whole):
-        return list(place)
-    return [at + start for at, (start, _) in zip(place, sharding_of(whole).box(), strict=True)]
-
 
 _CONTROLS = 4  # draws of other rows at most, where the first ones break as well
-_RARE = 100  # rows that pass, for each that does not: then it is not the line
+_RARE = (
+    100  # rows that pass an operation, for each that does not: then it is not the line; and the most that are blamed
+)
+_FEW, _MOST_DRAWS = 4, 32  # rows of an update, and draws of others, that are tried for that
 _OTHERS = 128  # rows that a row is compared with
 _AGAIN = 3  # places of the data where an ordinary row made the loss or the gradient jump: as many epochs
 _FAR = 4.0  # times the largest of those: what makes a gradient jump is an outlier
@@ -162,6 +70,7 @@ class Search:
         """`beat` is called after every replay: a search takes longer than the watchdog allows an update."""
         self.armored = replay.armored
         self.tried: set[tuple[str, int, str]] = set()  # operations that were patched, or cannot be
+        self._blamed: dict[tuple[str, int, str], set[int]] = {}  # rows that alone break an operation
         self._spiked: dict[int, set[int]] = {}  # rows that made the loss or the gradient jump: starts of those updates
         self._replay, self._samples, self._world, self._beat = replay, samples, world, beat
 
@@ -171,7 +80,7 @@ class Search:
             return None
         is_spike = anomaly.signal in SPIKES
         with self._before(refused):
-            by_rank = self._world.all_of(self._observe(refused, is_spike, anomaly.step - 1))
+            by_rank = self._world.all_of(self._observe(refused, is_spike))
         facts = verdict.together(by_rank)
         if not facts.reproduced:
             why = f"The update could not be replayed: {facts.failure}."
@@ -246,7 +155,7 @@ class Search:
         finally:
             self._replay.attributes = ()
 
-    def _observe(self, refused: Refused, is_spike: bool, landed: int) -> Observations:
+    def _observe(self, refused: Refused, is_spike: bool) -> Observations:
         keys, start = refused.update.keys, refused.update.start
         again = partial(self._batches_of, refused)
         tried = partial(self._tried, start, takes_errors=refused.is_error)
@@ -290,8 +199,8 @@ class Search:
             reproduced = bool(found) or origin is not None or (first is not None and not refused.allows_loss(first))
             is_known = any(self._world.all_of(reproduced))
             facts = replace(facts, reproduced=reproduced or not is_known)
-        is_of_data = origin is not None and origin.is_of_data and not facts.is_tried
-        are_rare = self._are_rare(refused, len(found) if is_of_data else 0, landed)
+        alone, others = self._alone(refused, found, origin, filler)
+        found = alone or found
         if not keys and origin is None:
             return replace(facts, failure="rows of such data cannot be named")
         if not found or filler is None:
@@ -302,7 +211,7 @@ class Search:
             self._spiked.setdefault(row, set()).add(refused.update.start)
         are_again = all(len(self._spiked.get(row, ())) >= _AGAIN for row in rows)
         passed = self._samples.have_passed(found)
-        facts = replace(facts, raising=tuple(raising), are_rare=are_rare and not passed)
+        facts = replace(facts, raising=tuple(raising), others=others)
         return replace(facts, rows=rows, odd=odd, have_passed=passed, are_again=are_again)
 
     def _seen(self, refused: Refused) -> Replayed | None:
@@ -326,17 +235,38 @@ class Search:
                 break
         return filler, measured
 
-    def _are_rare(self, refused: Refused, count: int, landed: int) -> bool:
-        """Say whether so many rows that break are rare: a hundred times as many pass, in training or when drawn now."""
-        keys, draw = refused.update.keys, _CONTROLS
-        each = sum(map(len, keys))
-        passed = min(landed * each, self._samples.rows)
-        while any(self._world.all_of(passed < _RARE * count)) and draw < 3 * _CONTROLS:
-            others = [self._samples.others(some, draw) for some in keys]
-            made, _ = self._tried(refused.update.start, partial(self._made, others), takes_errors=refused.is_error)
-            count += made is None or refused.would_refuse(made)
-            passed, draw = passed + each, draw + 1
-        return 0 < _RARE * count <= passed
+    def _alone(
+        self, refused: Refused, found: Sequence[Key], origin: Origin | None, filler: Keys | None
+    ) -> tuple[list[Key], int]:
+        """The rows that break an operation of data alone, and how many others were tried, of which hardly any does.
+
+        Each has to break that very operation among healthy rows, and a hundred others are tried for each that does.
+        """
+        keys, tried = refused.update.keys, partial(self._tried, refused.update.start, takes_errors=refused.is_error)
+        where = _where(origin.culprit) if origin is not None and origin.is_of_data and not origin.after else None
+        blamed = self._blamed.setdefault(where, set()) if where is not None else set()
+        known = {key.row for key in found} | blamed
+        can_be = where is not None and where not in self.tried and not self._samples.have_passed(found)
+        can_be &= len(found) <= _FEW and _RARE * len(known) <= min(self._samples.rows, _RARE * _RARE)
+        left, alone, others, draw = list(found if can_be else ()), [], set[int](), _CONTROLS
+        while any(self._world.all_of(bool(left))):
+            key = left.pop() if left else None
+            pairs = [zip(mine, other, strict=True) for mine, other in zip(keys, filler or keys, strict=True)]
+            batches = [[one if one is key else other for one, other in pair] for pair in pairs]
+            made, _ = tried(partial(self._made, batches), self._replay.under_microscope)
+            seen = made.origin if made is not None and key is not None else None
+            alone += [key] if key and seen and seen.is_of_data and _where(seen.culprit) == where else []
+        count = len(alone)
+        while any(self._world.all_of(len(others) < _RARE * count <= _RARE * (len(alone) + 1))) and draw < _MOST_DRAWS:
+            draws = [self._samples.others(some, draw) for some in keys]
+            made, _ = tried(partial(self._made, draws))
+            count += bool(alone) and (made is None or refused.would_refuse(made))
+            others.update(key.row for some in draws for key in some)
+            draw += 1
+        if not alone or len(others) < _RARE * count:
+            return [], 0
+        blamed.update(key.row for key in alone)
+        return alone, len(others)
 
     def _guilty(
         self, keys: Keys, filler: Keys | None, breaks: Callable[[Keys], bool | None], *, together: bool = False

@@ -98,7 +98,7 @@ class Observations:
     rows: tuple[int, ...] = ()  # each of them breaks a healthy batch
     odd: Mapping[int, str] = field(default_factory=dict)  # by row: which of its values are unusual
     raising: tuple[int, ...] = ()  # rows each of which alone raises, where others only spoil the loss or gradient
-    are_rare: bool = False  # an operation of data alone breaks on them, and a hundred times as many pass it
+    others: int = 0  # rows that were tried where an operation of data alone breaks on `rows`, and hardly on any other
     have_passed: bool = False  # the rows were trained on before, in an earlier epoch
     are_again: bool = False  # each of the rows made the loss or the gradient jump in earlier updates
     batch_is_bad: bool = False  # it holds values that are not finite
@@ -122,6 +122,7 @@ def together(observed: Sequence[Observations]) -> Observations:
     """Combine what all ranks observed: the first one that found an operation names it, and the rows of all count."""
     again = [one for one in observed if one.reproduced]
     failure = next((one.failure for one in observed if one.failure), "")
+    places = {(one.culprit.file, one.culprit.line, one.culprit.op) for one in again if one.culprit}
     if not again:
         return Observations(failure=failure)
     return replace(
@@ -131,7 +132,7 @@ def together(observed: Sequence[Observations]) -> Observations:
         rows=tuple(sorted({row for one in again for row in one.rows})),
         odd={row: why for one in again for row, why in one.odd.items()},
         raising=tuple(row for one in again for row in one.raising),
-        are_rare=min((one.are_rare for one in again if one.rows), default=False),
+        others=min((one.others for one in again if one.rows or one.culprit), default=0) if len(places) == 1 else 0,
         have_passed=all(one.have_passed for one in again if one.rows),
         are_again=all(one.are_again for one in again if one.rows),
         batch_is_bad=any(one.batch_is_bad for one in again),
@@ -186,8 +187,8 @@ def on_nonfinite(facts: Observations, climb: float, leap: float = 1.0, *, landed
         return Diagnosis(Cause.UNKNOWN, f"It comes again with this batch, but {unseen}. {facts.bracket}".rstrip())
     if facts.was_given:
         return Diagnosis(Cause.OPERATION, f"{_on_given(culprit)}{_seen_with(rows)}", culprit, rows)
-    if facts.are_rare and not facts.everywhere and facts.after is None:
-        return _on_rare_rows(rows, culprit, _on_overflow(culprit) if _overflows(culprit, facts.kind) else "")
+    if facts.others and not facts.everywhere and not _overflows(culprit, facts.kind):
+        return _on_rare_rows(facts, culprit)
     first, is_overflow = facts.after or culprit, _overflows(culprit, facts.kind)
     if culprit.op == "ctc_loss" and rows and not (facts.everywhere or is_overflow or facts.after):
         return on_bad_rows(dict.fromkeys(rows, f"no finite loss in {_place(culprit)} for such targets"))
@@ -225,8 +226,8 @@ def on_error(facts: Observations, error: str, *, landed: int = 0) -> Diagnosis:
     if facts.blames_rows:
         return on_bad_rows(facts.odd_rows)
     if (culprit := facts.culprit) is not None:
-        if facts.are_rare and facts.rows and not facts.everywhere and facts.kind == "error":
-            return _on_rare_rows(facts.rows, culprit, f"{_place(culprit)} raised {error}.")
+        if facts.others and not facts.everywhere and facts.kind == "error":
+            return _on_rare_rows(facts, culprit)
         found, has_value = _place(culprit), facts.kind == "domain" or family(culprit.op) in _HAVE_VALUES
         is_thrown = 0 < landed < _FIRST and facts.everywhere and (has_value or facts.kind in ("nan", "inf"))
         if is_thrown and (thrown := on_nonfinite(facts, 1.0, landed=landed)).cause is Cause.EXPLOSION:
@@ -249,15 +250,15 @@ def on_error(facts: Observations, error: str, *, landed: int = 0) -> Diagnosis:
         advice = f"{_rows(raising).capitalize()} raised {error}: fix or remove such rows, or fix the line that raises."
         reasons = dict.fromkeys(others, spoiled)
         return Diagnosis(Cause.DATA, f"{advice} {spoiled}".rstrip(), rows=facts.rows, reasons=reasons)
-    which = "Only some batches raise" if facts.is_compared else "The batch raises"
-    which = "Every batch raises" if facts.everywhere else which
+    some = "Only some batches raise" if facts.is_compared else "The batch raises"
+    which = "Every batch raises" if facts.everywhere else some
     return Diagnosis(Cause.UNKNOWN, f"{which} {error}: handle that in your code.", culprit)
 
 
-def _on_rare_rows(rows: tuple[int, ...], culprit: Culprit, why: str) -> Diagnosis:
-    """Blame rows for what they alone give an operation: a value in its place would be made up, like data."""
-    what = f"{_rows(rows).capitalize()}: fix or remove {_it(rows)}; of a hundred others or more none breaks there."
-    return Diagnosis(Cause.DATA, f"{what} {why or on_operation(culprit)}", culprit, rows, patchable=True)
+def _on_rare_rows(facts: Observations, culprit: Culprit) -> Diagnosis:
+    """Blame rows for what they give an operation of data alone: a value in its place would be made up, like data."""
+    why = f"{_place(culprit)} breaks on such values, and on hardly any of {facts.others} others"
+    return replace(on_bad_rows(dict.fromkeys(facts.rows, why)), culprit=culprit)
 
 
 def without_rows(found: Diagnosis) -> Diagnosis:

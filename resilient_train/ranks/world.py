@@ -334,10 +334,8 @@ def join(*, cpu: bool = False, patience: timedelta = timedelta(minutes=30), limi
     agents = TCPStore(os.environ["MASTER_ADDR"], port, is_master=False, wait_for_workers=False, timeout=_CONNECT)
     agents.set_timeout(patience)
     store = PrefixStore(f"{_PREFIX}/{attempt_name(agents, rank, size, patience)}", agents)
-    backend = "gloo" if device is None else "nccl"
-    torch.distributed.init_process_group(
-        backend, store=store, rank=rank, world_size=size, timeout=limit, device_id=device
-    )
+    by = "gloo" if device is None else "nccl"
+    torch.distributed.init_process_group(by, store=store, rank=rank, world_size=size, timeout=limit, device_id=device)
     return True
 
 

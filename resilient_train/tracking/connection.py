@@ -282,21 +282,19 @@ def connect(store: Store, experiment: str, cursor: UploadCursor, outbox: Path, b
     return Connection(client, store.uri, experiment_id, run, key)
 
 
-def _begin(
-    client: MlflowClient, experiment_id: str, key: str, cursor: UploadCursor, outbox: Path, began_ms: int
-) -> str:
+def _begin(client: MlflowClient, experiment: str, key: str, cursor: UploadCursor, outbox: Path, began_ms: int) -> str:
     """Create the run of an outbox, below the run of its sweep. Jobs that start together agree on the oldest one."""
     tags, began = {"mlflow.user": _user()}, first_start(outbox)
     name = str(began.get("job") or cursor.directory.name)
     if (of_sweep := sweep_key(began)) is not None:
-        parents = _of_key(client, experiment_id, of_sweep)
+        parents = _of_key(client, experiment, of_sweep)
         if not parents:
-            mine = client.create_run(experiment_id, began_ms, tags | {KEY: of_sweep}, f"sweep {began['sweep']}")
-            parents = _of_key(client, experiment_id, of_sweep)
+            mine = client.create_run(experiment, began_ms, tags | {KEY: of_sweep}, f"sweep {began['sweep']}")
+            parents = _of_key(client, experiment, of_sweep)
             if mine.info.run_id != parents[0].info.run_id:
                 client.delete_run(mine.info.run_id)
         tags["mlflow.parentRunId"] = parents[0].info.run_id
-    return str(client.create_run(experiment_id, began_ms, tags | {KEY: key}, name).info.run_id)
+    return str(client.create_run(experiment, began_ms, tags | {KEY: key}, name).info.run_id)
 
 
 def first_start(outbox: Path) -> Mapping[str, Any]:
@@ -408,9 +406,9 @@ def _experiment(client: MlflowClient, name: str, artifacts: str | None) -> str:
         return str(found.experiment_id)  # another run was first
 
 
-def _of_key(client: MlflowClient, experiment_id: str, key: str) -> Sequence[Run]:
+def _of_key(client: MlflowClient, experiment: str, key: str) -> Sequence[Run]:
     """Return all runs of the same outbox, the oldest first: one, unless an answer was lost."""
-    return list(client.search_runs([experiment_id], f"tags.`{KEY}` = '{key}'", order_by=["attributes.start_time ASC"]))
+    return list(client.search_runs([experiment], f"tags.`{KEY}` = '{key}'", order_by=["attributes.start_time ASC"]))
 
 
 def _user() -> str:

@@ -405,7 +405,7 @@ def _urgency(one: Incident, is_repeated: bool, is_newest: bool) -> int | None:
 def _kind(incident: Incident) -> object:
     """Return what two incidents of a kind have in common: the line, the rows, or the cause and the signal."""
     diagnosis = incident.diagnosis
-    if (culprit := diagnosis.culprit) is not None and diagnosis.cause is not Cause.DATA:
+    if (culprit := diagnosis.culprit) is not None:
         return culprit.file, culprit.line, culprit.op
     return diagnosis.rows or (diagnosis.cause, incident.anomaly.signal)
 

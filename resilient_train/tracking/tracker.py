@@ -134,9 +134,7 @@ class OutboxTracker(Tracker):
             explaining.cancel()
         if trouble is not None:
             left = left_in(self._directory)
-            what = (
-                f"it lacks {counted(left, 'entry')} of {OUTBOX}" if left else "what it shows of the run is not complete"
-            )
+            what = f"it lacks {counted(left, 'entry')} of {OUTBOX}" if left else "what it shows is not complete"
             _log.warning("MLflow at %s did not get everything: %s (%s)", masked(self._store.uri), what, trouble)
             _log.warning(
                 "to upload the rest, from any machine that has the directory:\n  %s", command("sync", self._directory)
@@ -277,14 +275,12 @@ def build(config: TrackingConfig, directory: Path, home: Path, sweep: Mapping[st
     return OutboxTracker(config, directory, locate(config.uri, home), sweep)
 
 
-def note_refused_jobs(
-    config: TrackingConfig, directory: Path, home: Path, jobs: Sequence[tuple[str, str, str]]
-) -> None:
+def note_refused_jobs(config: TrackingConfig, run_dir: Path, home: Path, jobs: Sequence[tuple[str, str, str]]) -> None:
     """Show in the run of a sweep which jobs were refused: name, status and reason of each.
 
     They have no outbox, so it goes into that of another job.
     """
-    outbox = Outbox(directory / OUTBOX)
+    outbox = Outbox(run_dir / OUTBOX)
     outbox.put(REFUSED_JOBS, jobs=[[masked(word) for word in one] for one in jobs])
     if outbox.close(_WRITE_WITHIN_S):
-        UploaderProcess(directory, locate(config.uri, home), config).end(config.drain_s)
+        UploaderProcess(run_dir, locate(config.uri, home), config).end(config.drain_s)

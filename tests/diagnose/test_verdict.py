@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from resilient_train.diagnose.explain import lost_eps, of_state
 from resilient_train.diagnose.rows import far_above, guilty, nonfinite_fields, outlying_fields, usual_sizes
-from resilient_train.diagnose.search import lost_eps, of_state
 from resilient_train.diagnose.verdict import (
     NOT_AT_ZERO,
     SINGULAR,
@@ -194,6 +194,13 @@ def test_what_raises_at_weights_that_were_thrown_away_accuses_no_line(
 ) -> None:
     """A distribution refuses what the first updates have made of its parameters: the rate is to blame."""
     assert on_error(facts, "ValueError: no", landed=landed).cause is cause
+
+
+def test_ranks_that_break_at_different_lines_blame_no_rows() -> None:
+    """The line that is named is one rank's, and the rows may be another's."""
+    by_rank = [broke("log", ZEROS, facts=ONLY_HERE, rows=(7,), others=128), broke("sqrt", ZEROS, facts=ONLY_HERE)]
+    assert on_nonfinite(together(by_rank[:1]), 1).cause is Cause.DATA
+    assert on_nonfinite(together(by_rank), 1).cause is Cause.OPERATION
 
 
 @pytest.mark.parametrize(

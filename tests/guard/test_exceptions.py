@@ -132,10 +132,21 @@ def of_scaled_sizes(model: Any, batch: Any) -> Tensor:
     return F.mse_loss(model(*batch[:2]), batch[2] + (batch[0][:, 3].abs() * model.offsets.detach()[0].exp()).log())
 
 
+def of_chosen_sizes(model: Any, batch: Any) -> Tensor:
+    out = model(*batch[:2])
+    return F.mse_loss(out, batch[2] + torch.where(out > -99, batch[0][:, 3].abs(), 1.0).log())
+
+
+def of_inverses(model: Any, batch: Any) -> Tensor:
+    return F.mse_loss(model(*batch[:2]), batch[2] + torch.linalg.inv(batch[0][:, 3:, None].repeat(1, 1, 1))[:, 0, 0])
+
+
 @pytest.mark.parametrize(
     ("objective", "bad", "cause", "remedy"),
     [
         (of_sizes, [40], Cause.DATA, "quarantine"),  # of a hundred others none breaks the line
+        (of_inverses, [40], Cause.DATA, "quarantine"),  # it raises
+        (of_chosen_sizes, [40], Cause.OPERATION, "armor"),  # weights choose what enters it
         (of_sizes, [*range(0, ROWS, 10)], Cause.OPERATION, "armor"),  # it cannot take what many rows hold
         (of_scaled_sizes, [40], Cause.OPERATION, "armor"),  # weights enter it, though no gradient flows back
     ],
@@ -146,9 +157,24 @@ def test_a_row_that_alone_breaks_a_line_is_a_bad_row(objective: Any, bad: list[i
     data.tensors[0][bad, 3] = 0.0
     incidents = run(objective, data).incidents
     assert {one.diagnosis.cause for one in incidents} == {cause}
-    assert {one.diagnosis.culprit and one.diagnosis.culprit.op for one in incidents} == {"log"}
+    assert {one.diagnosis.culprit and one.diagnosis.culprit.op for one in incidents} < {"log", "linalg_inv"}
     assert {action.remedy for one in incidents for action in one.decision.actions} == {remedy}
     assert {row for one in incidents for row in one.diagnosis.rows} == (set(bad) if cause is Cause.DATA else set())
+
+
+def of_sizes_and_roots(model: Any, batch: Any) -> Tensor:
+    sizes = batch[0][:, 3].abs().log()
+    roots: Tensor = (batch[0][:, 2] + 5 + model.offsets[0]).sqrt()
+    return F.mse_loss(model(*batch[:2]), batch[2] + sizes) + roots.mean()
+
+
+def test_a_row_that_breaks_another_line_is_not_blamed_with_it() -> None:
+    """Both rows are in the first batch. The other line computes of weights, and is patched."""
+    first, second = run(data=table(bad=()), steps=1).samples.rows_at(0, 16)[3:5]
+    data = table(bad=())
+    data.tensors[0][first, 3], data.tensors[0][second, 2] = 0.0, -6.0
+    found = [(one.diagnosis.cause, one.diagnosis.rows) for one in run(of_sizes_and_roots, data).incidents]
+    assert found == [(Cause.DATA, (first,)), (Cause.OPERATION, ())]
 
 
 @pytest.mark.parametrize("policy", ["off", "observe"])
