@@ -260,9 +260,8 @@ class Search:
         while any(self._world.all_of(len(others) < _RARE * count <= _RARE * (len(alone) + 1))) and draw < _MOST_DRAWS:
             draws = [self._samples.others(some, draw) for some in keys]
             made, _ = tried(partial(self._made, draws))
-            count += bool(alone) and (made is None or refused.would_refuse(made))
+            count, draw = count + (bool(alone) and (made is None or refused.would_refuse(made))), draw + 1
             others.update(key.row for some in draws for key in some)
-            draw += 1
         if not alone or len(others) < _RARE * count:
             return [], 0
         blamed.update(key.row for key in alone)

@@ -76,7 +76,9 @@ def _inside(matrices: Tensor, attempt: Operation) -> Tensor:
     with torch.no_grad():
         still = matrices.detach()
         one = torch.eye(still.shape[-1], dtype=still.dtype, device=still.device)
-        size = still.abs().amax((-2, -1), keepdim=True).clamp(min=1e-30)
+        size = still.abs().amax((-2, -1), keepdim=True)
+        usual = size[size > 0].median() if bool((size > 0).any()) else size.new_ones(())
+        size = torch.where(size > 0, size, usual / math.sqrt(safe.eps(still.dtype)))  # one of zeros is as others are
         added = torch.zeros_like(size)
         if attempt is torch.linalg.cholesky_ex:  # the lowest eigenvalue says how far it is outside
             symmetric = ((still + still.mT) / 2).nan_to_num(0.0, 0.0, 0.0)

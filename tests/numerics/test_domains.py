@@ -43,6 +43,14 @@ def test_a_parameter_outside_is_moved_inside(name: str, dtype: torch.dtype) -> N
     assert probs[2] == 0.0, "it is inside"
 
 
+@pytest.mark.parametrize("name", ["inv", "cholesky"])
+def test_a_matrix_of_zeros_becomes_as_large_as_the_others(name: str) -> None:
+    """What is made of it is, too: a multiple of the identity that is tiny next to them would have a huge inverse."""
+    matrices = torch.eye(3) * torch.tensor([2.0, 0.0, 2.0])[:, None, None]
+    made = call(getattr(torch.linalg, name), f"linalg_{name}", (matrices,), {})
+    assert torch.allclose(made[1], made[0])
+
+
 def test_a_width_of_zero_has_a_bounded_slope() -> None:
     width = torch.tensor([-3.0, 1.0], requires_grad=True)
     normal = call_distribution(d.Normal, (torch.zeros(2), width), {})
