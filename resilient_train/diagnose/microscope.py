@@ -41,7 +41,7 @@ from resilient_train.types import Culprit
 _UNFILLED = ("empty", "empty_like", "empty_strided", "new_empty", "resize", "resize_as", "set")
 _ATTRIBUTES = ("T", "mT", "H", "mH", "real", "imag", "data")  # that run operations
 _OF_NUMBERS = ("item", "tolist", "float", "complex", "numpy", "array")  # what they return is no tensor
-_AS_NUMBER = (*_OF_NUMBERS, "int", "index")
+_LEAVES_TORCH = ("item", "tolist", "numpy", "__float__", "__int__", "__index__", "__complex__", "__array__")
 _PAST_NAN = ("nanmean", "nanmedian", "nanquantile")  # NaN only where nothing is left
 _IN_TRACEBACK = re.compile(r'File "(.+)", line (\d+), in ')
 
@@ -117,6 +117,7 @@ class Microscope(TorchFunctionMode):
     def knows(self, batch: Any) -> None:
         """Note what comes with a batch: what is not finite there is the fault of no operation."""
         self._of_batch.update(dict.fromkeys(self._is_given(leaves(batch)), True))
+        self._is_mixed = False
 
     def _is_given(self, given: Iterable[Any]) -> list[Tensor]:
         tensors = [one for one in given if isinstance(one, Tensor)]
@@ -163,7 +164,8 @@ class Microscope(TorchFunctionMode):
         numbers = [{"shape": [], "dtype": "number", "value": float(one)} for one in powers]
         given_tensors = [one for one in leaves((args, kwargs)) if isinstance(one, Tensor)]
         is_of_data = bool(given_tensors) and all(one in self._of_batch for one in given_tensors) and not self._is_mixed
-        self._is_mixed |= not is_of_data and (op in _AS_NUMBER or (in_place and args[0] in self._of_batch))
+        written = args[0] if in_place and args else kwargs.get("out")
+        self._is_mixed |= not is_of_data and (name in _LEAVES_TORCH or written in self._of_batch)
         call = _Call(self._calls, op, user_line(self._names), numbers, is_of_data)
         self._calls += 1
         if call.number == self._look_at:
@@ -178,7 +180,7 @@ class Microscope(TorchFunctionMode):
             raise
         with torch._C.DisableTorchFunction():
             outputs = floating(args[:1] if in_place and result is None else result)
-            if is_of_data:
+            if is_of_data and "rand" not in op and op not in ("dropout", "bernoulli"):
                 self._of_batch.update({one: True for one in leaves(result) if isinstance(one, Tensor)})
             for output in outputs:
                 if not (kinds := kinds_of(output)):

@@ -70,7 +70,6 @@ class Search:
         """`beat` is called after every replay: a search takes longer than the watchdog allows an update."""
         self.armored = replay.armored
         self.tried: set[tuple[str, int, str]] = set()  # operations that were patched, or cannot be
-        self._blamed: dict[tuple[str, int, str], set[int]] = {}  # rows that alone break an operation
         self._spiked: dict[int, set[int]] = {}  # rows that made the loss or the gradient jump: starts of those updates
         self._replay, self._samples, self._world, self._beat = replay, samples, world, beat
 
@@ -244,10 +243,11 @@ class Search:
         """
         keys, tried = refused.update.keys, partial(self._tried, refused.update.start, takes_errors=refused.is_error)
         where = _where(origin.culprit) if origin is not None and origin.is_of_data and not origin.after else None
-        blamed = self._blamed.setdefault(where, set()) if where is not None else set()
-        known = {key.row for key in found} | blamed
-        can_be = where is not None and where not in self.tried and not self._samples.have_passed(found)
-        can_be &= len(found) <= _FEW and _RARE * len(known) <= min(self._samples.rows, _RARE * _RARE)
+        can_be = where is not None and where not in self.tried and 0 < len(found) <= _FEW
+        if can_be:  # also of rows that are left out already
+            known = {key.row for key in found} | self._samples.stream.quarantined
+            can_be = _RARE * len(known) <= min(self._samples.rows, _RARE * _RARE)
+            can_be &= not self._samples.have_passed(found)
         left, alone, others, draw = list(found if can_be else ()), [], set[int](), _CONTROLS
         while any(self._world.all_of(bool(left))):
             key = left.pop() if left else None
@@ -256,16 +256,13 @@ class Search:
             made, _ = tried(partial(self._made, batches), self._replay.under_microscope)
             seen = made.origin if made is not None and key is not None else None
             alone += [key] if key and seen and seen.is_of_data and _where(seen.culprit) == where else []
-        count = len(alone)
-        while any(self._world.all_of(len(others) < _RARE * count <= _RARE * (len(alone) + 1))) and draw < _MOST_DRAWS:
+        count, most = len(alone), len(alone) + (2 * sum(map(len, keys)) <= _RARE)  # of a large draw many rows may break
+        while any(self._world.all_of(len(others) < _RARE * count <= _RARE * most)) and draw < _MOST_DRAWS:
             draws = [self._samples.others(some, draw) for some in keys]
             made, _ = tried(partial(self._made, draws))
             count, draw = count + (bool(alone) and (made is None or refused.would_refuse(made))), draw + 1
             others.update(key.row for some in draws for key in some)
-        if not alone or len(others) < _RARE * count:
-            return [], 0
-        blamed.update(key.row for key in alone)
-        return alone, len(others)
+        return (alone, len(others)) if alone and len(others) >= _RARE * count and count <= most else ([], 0)
 
     def _guilty(
         self, keys: Keys, filler: Keys | None, breaks: Callable[[Keys], bool | None], *, together: bool = False

@@ -258,7 +258,8 @@ def on_error(facts: Observations, error: str, *, landed: int = 0) -> Diagnosis:
 def _on_rare_rows(facts: Observations, culprit: Culprit) -> Diagnosis:
     """Blame rows for what they give an operation of data alone: a value in its place would be made up, like data."""
     why = f"{_place(culprit)} breaks on such values, and on hardly any of {facts.others} others"
-    return replace(on_bad_rows(dict.fromkeys(facts.rows, why)), culprit=culprit)
+    has_value = facts.kind != "error" or family(culprit.op) in _HAVE_VALUES  # for more rows than the budget allows
+    return replace(on_bad_rows(dict.fromkeys(facts.rows, why)), culprit=culprit, patchable=has_value)
 
 
 def without_rows(found: Diagnosis) -> Diagnosis:

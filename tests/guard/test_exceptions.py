@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from resilient_train.adapters import arguments
 from resilient_train.adapters.guard import Guard
 from resilient_train.types import Cause, Signal
 
@@ -137,6 +139,15 @@ def of_chosen_sizes(model: Any, batch: Any) -> Tensor:
     return F.mse_loss(out, batch[2] + torch.where(out > -99, batch[0][:, 3].abs(), 1.0).log())
 
 
+def of_noisy_sizes(model: Any, batch: Any) -> Tensor:
+    noise = nn.init.normal_(torch.empty(len(batch[2])))  # torch calls this without arguments by place
+    return of_sizes(model, batch) + 0.0 * noise.sum()
+
+
+def of_read_sizes(model: Any, batch: Any) -> Tensor:
+    return F.mse_loss(model(*batch[:2]), batch[2] + (batch[0][:, 3].abs() * model.offsets[0].exp().item()).log())
+
+
 def of_inverses(model: Any, batch: Any) -> Tensor:
     return F.mse_loss(model(*batch[:2]), batch[2] + torch.linalg.inv(batch[0][:, 3:, None].repeat(1, 1, 1))[:, 0, 0])
 
@@ -145,8 +156,10 @@ def of_inverses(model: Any, batch: Any) -> Tensor:
     ("objective", "bad", "cause", "remedy"),
     [
         (of_sizes, [40], Cause.DATA, "quarantine"),  # of a hundred others none breaks the line
+        (of_noisy_sizes, [40], Cause.DATA, "quarantine"),
         (of_inverses, [40], Cause.DATA, "quarantine"),  # it raises
         (of_chosen_sizes, [40], Cause.OPERATION, "armor"),  # weights choose what enters it
+        (of_read_sizes, [40], Cause.OPERATION, "armor"),  # or enter it as a number
         (of_sizes, [*range(0, ROWS, 10)], Cause.OPERATION, "armor"),  # it cannot take what many rows hold
         (of_scaled_sizes, [40], Cause.OPERATION, "armor"),  # weights enter it, though no gradient flows back
     ],
@@ -160,6 +173,25 @@ def test_a_row_that_alone_breaks_a_line_is_a_bad_row(objective: Any, bad: list[i
     assert {one.diagnosis.culprit and one.diagnosis.culprit.op for one in incidents} < {"log", "linalg_inv"}
     assert {action.remedy for one in incidents for action in one.decision.actions} == {remedy}
     assert {row for one in incidents for row in one.diagnosis.rows} == (set(bad) if cause is Cause.DATA else set())
+
+
+def of_logarithms(model: Any, batch: Any) -> Tensor:  # a line that no other test patches
+    return F.mse_loss(model(*batch[:2]), batch[2] + batch[0][:, 3].abs().log())
+
+
+@pytest.mark.parametrize(
+    ("place", "share", "remedy"), [(3, 0.01, "quarantine"), (20, 0.01, "quarantine"), (3, 0, "armor")]
+)
+def test_such_a_row_is_found_in_any_micro_batch_and_the_line_patched_beyond_the_budget(
+    place: int, share: float, remedy: str
+) -> None:
+    bad = run(data=table(bad=()), steps=1, accumulate=2).samples.rows_at(0, 32)[place]
+    data, policy = table(bad=()), arguments.policy("balanced")
+    data.tensors[0][bad, 3] = 0.0
+    policy = replace(policy, budget=replace(policy.budget, share=share))
+    (incident,) = run(of_logarithms, data, accumulate=2, recovery=policy).incidents
+    assert (incident.diagnosis.cause, incident.diagnosis.rows) == (Cause.DATA, (bad,))
+    assert [action.remedy for action in incident.decision.actions] == [remedy]
 
 
 def of_sizes_and_roots(model: Any, batch: Any) -> Tensor:
@@ -460,10 +492,17 @@ def test_what_no_row_alone_raises_is_named_by_its_line(extra: Any, op: str, mark
         assert not one.patchable
 
 
+def of_streamed(model: Any, batch: Any) -> Tensor:
+    sizes: Tensor = batch[0][:, 3].abs().log()
+    return squared(model, batch) + sizes.mean()
+
+
 def test_a_stream_without_an_index_skips_what_raises() -> None:
-    """No row can be named; the batch of the update before shows that it is no bug."""
-    guard = run(data=DataLoader(table(), batch_size=16))
-    assert {one.decision.actions[0].remedy for one in guard.incidents} == {"skip"}
+    """No row can be named; the batch of the update before shows that it is no bug. What has a value is patched."""
+    data = table()
+    data.tensors[0][200, 3] = 0.0
+    guard = run(of_streamed, DataLoader(data, batch_size=16))
+    assert [one.decision.actions[0].remedy for one in guard.incidents[:3]] == ["skip", "armor", "skip"]
     assert guard.clock.step == STEPS
 
 
