@@ -247,8 +247,8 @@ def test_a_diagnosis_may_take_longer_than_an_update(here: Path, run_command: com
     done = run_command([*arguments, PATIENT, "data.train._target_=test_watchdog.Poles", "run.dir=run"])
     assert done.code == 0, done.stderr
     (found,) = incidents(Path("run"))
-    assert (found["cause"], found["culprit"]["op"]) == ("operation", "log")
-    assert "Seen with row 40 of the data" in found["advice"]
+    assert (found["cause"], found["culprit"]["op"]) == ("data", "log")
+    assert found["advice"].startswith("Row 40 of the data: `log` at ")
     assert sum(calls) > 4 + 10
     assert max(calls) <= 2
 
