@@ -65,7 +65,7 @@ def measured(job: Job, family: str) -> tuple[list[Cost], dict[str, int]]:
     for entry in entries:
         if entry["kind"] == "incident_treated":
             own = phases[entry["incident"]["id"]]
-            for name, began, end in entry["phases"]:
+            for name, began, end in entry.get("phases") or ():  # none where an incident continues
                 own[name] += (end - began) / 1e3
         elif entry["kind"] == "incident_phase":
             name, began, end = entry["phase"]
