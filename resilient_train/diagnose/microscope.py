@@ -58,7 +58,7 @@ class Origin:
     inputs: tuple[Mapping[str, Any], ...] = ()
     is_scalar: bool = False  # its result is a single number
     after: Origin | None = None  # the first patched operation that broke on the way to it: this one is a consequence
-    is_of_data: bool = False  # nothing that it was given depends on weights
+    is_of_data: bool = False  # all that it was given comes from the batch
     was_given: bool = False  # it did not make them: the program gave them to it, as a constant or from outside of torch
 
     @property

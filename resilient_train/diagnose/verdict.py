@@ -23,10 +23,10 @@ _TINY = 1e-12
 _BEYOND = 1e18  # its square, and so a norm of it, leaves float32
 
 _BEFORE = "mask those elements before it (after it their gradient stays NaN)"
-_EPSILON = f"{_BEFORE}, or add an epsilon inside that is not tiny next to usual values (else slopes are huge)"
+_EPSILON = f"{_BEFORE}, or add an epsilon inside that is not tiny next to usual values (else values or slopes are huge)"
 # Operations that are singular somewhere: where, and what to do about it.
 SINGULAR = {
-    "log": ("is infinite at 0 and NaN below", f"{_BEFORE}, clamp its input from below, or use a form for logits"),
+    "log": ("is infinite at 0 and NaN below", f"{_BEFORE}, clamp its input from below, or work with logits"),
     "div": (
         "is not finite where its denominator is 0",
         f"{_BEFORE}, or keep the denominator above a size that is usual for it (a tiny epsilon makes huge quotients)",
@@ -34,7 +34,7 @@ SINGULAR = {
     "sqrt": ("has an infinite slope at 0 and is NaN below", _EPSILON),
     "rsqrt": ("is infinite at 0", _EPSILON),
     "pow": (
-        "is NaN for a negative base with a fractional exponent, and has no value or slope at 0 for exponents below 1",
+        "is NaN for a negative base with a fractional exponent, and infinite, or steep, at 0 for exponents below 1",
         f"{_BEFORE}, or clamp the base from below",
     ),
     "norm": (
@@ -47,7 +47,7 @@ SINGULAR = {
     "atanh": ("is infinite at -1 and 1", "clamp its input to just inside of -1 and 1"),
     "softmax": ("is NaN where all of a row is -inf", "leave one place of each row unmasked, or mask the result"),
     "normalize": ("has no slope at 0", "give it a larger eps"),
-    "binary_cross_entropy": ("is infinite, or its slope is, at 0 and 1", "use binary_cross_entropy_with_logits"),
+    "binary_cross_entropy": ("is infinite, or steep, at chances of 0 and 1", "use binary_cross_entropy_with_logits"),
     "mean": ("is 0 / 0 over no elements", "leave out what is empty"),
     "layer_norm": ("has no slope where all values are equal and eps is 0", "give it a larger eps"),
     "linalg": ("is ill-conditioned here", "add a small multiple of the identity, or use a form that needs no inverse"),
@@ -153,7 +153,8 @@ def climbed(history: Sequence[float]) -> float:
 
 
 TRANSIENT = Diagnosis(
-    Cause.TRANSIENT, "Tried again it is healthy: if it returns, suspect the hardware, or code outside of the model."
+    Cause.TRANSIENT,
+    "Tried again this batch is healthy: if it returns, suspect the hardware, or code outside of the model.",
 )
 _CLIMBED = "Gradients or losses climbed to {times:.3g} times their usual before it broke: lower the learning rate."
 
