@@ -37,10 +37,7 @@ SINGULAR = {
         "is NaN for a negative base with a fractional exponent, and infinite, or steep, at 0 for exponents below 1",
         f"{_BEFORE}, or clamp the base from below",
     ),
-    "norm": (
-        "has no slope at 0",
-        "add an epsilon inside, or mask rows of zeros before it (later their slope stays NaN)",
-    ),
+    "norm": ("has no slope at 0", "add an epsilon inside, or mask rows of zeros before it (their slope is NaN later)"),
     "std": ("has an infinite slope where all values are equal", "add an epsilon to the variance and take its root"),
     "atan2": ("has no slope at the origin", "move both arguments away from 0 together"),
     "acos": ("has an infinite slope at -1 and 1 and is NaN beyond", "clamp its input to just inside of -1 and 1"),
