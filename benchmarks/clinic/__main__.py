@@ -42,6 +42,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--arms", nargs="+", metavar="ARM", choices=ARMS, default=ASKED, help=f"of {', '.join(ARMS)}")
     parser.add_argument("--jobs", type=int, metavar="N", default=2, help="runs at a time (default: %(default)s)")
     parser.add_argument("--limit", type=int, metavar="S", default=120, help="seconds for a run (default: %(default)s)")
+    where = "cuda: where ours trains; what keeps tensors of its own on the CPU fails there (default: %(default)s)"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=where)
     parser.add_argument("--venv", type=Path, metavar="DIR", help="environment for ARC; made if it is not there")
     told = "keep every run there, a line each; what it holds of the same source is not run again"
     parser.add_argument("--json", type=Path, metavar="FILE", help=told)
@@ -52,6 +54,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Run what is missing, and print both tables."""
     given, began = arguments(), time.monotonic()
+    os.environ["CLINIC_DEVICE"] = given.device  # for the children
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a timeout leaves no process behind
     if given.venv is not None:
         with_arc.begin_again_in(given.venv)

@@ -8,6 +8,7 @@ import hashlib
 import importlib
 import inspect
 import math
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -43,16 +44,27 @@ Arm = Callable[[Program, int, Run], None]  # trains, and notes in the run what c
 HERE, PACKAGE = Path(__file__).parent, Path(resilient_train.__file__).parent
 
 
+def on_cuda() -> bool:
+    """Whether ours trains there; the other arms and the twin train on the CPU."""
+    return os.environ.get("CLINIC_DEVICE") == "cuda"
+
+
 # ---------------------------------------------------------------------------------------------------------------- arms
 
 
 def guarded(program: Program, seed: int, run: Run, recovery: Recovery) -> None:
     """Train as our README says."""
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16" if program.bf16 else "no")
+    accelerator = Accelerator(cpu=not on_cuda(), mixed_precision="bf16" if program.bf16 else "no")
 
     def under_autocast(model: nn.Module, batch: Any) -> Tensor:
         with accelerator.autocast():  # as the user has it: the loss as well, not only the forward
+            return loss(model, batch)
+
+    def on_device(model: nn.Module, batch: Any) -> Tensor:
+        with torch.device("cuda"):  # the constants that a loss makes are there, too
             return program.loss(model, batch)
+
+    loss = on_device if on_cuda() else program.loss
 
     torch.manual_seed(seed)
     model = accelerator.prepare(program.model.train())
@@ -63,7 +75,7 @@ def guarded(program: Program, seed: int, run: Run, recovery: Recovery) -> None:
         data=program.rows,
         batch_size=program.batch_size,
         steps=program.steps,
-        objective=under_autocast if program.bf16 else program.loss,
+        objective=under_autocast if program.bf16 else loss,
         collate=program.collate,
         recovery=recovery,
         clip=program.clip,
@@ -196,7 +208,8 @@ def made_by(of: str, case: str, arm: str) -> str:
     ]
     if arm == "arc":
         files.append(HERE / "with_arc.py")
-    return digest((*files, *(sources() if arm in OURS else ())))
+    made = digest((*files, *(sources() if arm in OURS else ())))
+    return f"{made} on cuda" if arm in OURS and on_cuda() else made
 
 
 @cache
