@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from interleaved import median_with_interval
 from torch import Tensor, nn
 from torch.nn import functional
@@ -168,6 +169,7 @@ class Guarded:
         precision: str = "no",
         **options: Any,
     ) -> None:
+        AcceleratorState._reset_state()  # one process has one precision otherwise
         self.accelerator = Accelerator(
             gradient_accumulation_steps=accumulation, mixed_precision=precision, cpu=device.type == "cpu"
         )

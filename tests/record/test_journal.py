@@ -249,11 +249,10 @@ def test_nothing_acknowledged_is_lost_in_a_kill(tmp_path: Path) -> None:
         command = [sys.executable, "-c", KILLED, str(path)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
             assert child.stdout is not None
-            for _ in range(3):
-                child.stdout.readline()
+            said = [child.stdout.readline() for _ in range(3)]
             time.sleep(random.uniform(0.01, 0.15))
             child.send_signal(signal.SIGKILL)
-            said = child.stdout.read().split()
+            said += child.stdout.read().split()
         acknowledged = max([acknowledged, *(int(word) for word in said)])
         numbers = [entry["n"] for entry in read(path)]
         assert numbers == [*range(1, len(numbers) + 1)]
