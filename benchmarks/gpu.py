@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -40,9 +41,10 @@ class Bench:
         return Guarded(self.device, self.size, **options)
 
     def compare(self, how: str = "fused", *, compiles: bool = False, accumulation: int = 1, **options: Any) -> Any:
-        """Compare a guarded step with a plain one."""
-        plain = Plain(self.device, self.size, how, compiles=compiles, accumulation=accumulation)
-        ours = self.guarded(how=how, compiles=compiles, accumulation=accumulation, **options)
+        """Compare a guarded step with a plain one, of as many rows."""
+        size = replace(self.size, batch=self.size.batch // accumulation)
+        plain = Plain(self.device, size, how, compiles=compiles, accumulation=accumulation)
+        ours = Guarded(self.device, size, how=how, compiles=compiles, accumulation=accumulation, **options)
         figures = paired(plain, ours, self.device, blocks=self.blocks, steps=self.steps)
         ours.close()
         return figures
@@ -199,7 +201,7 @@ def half(bench: Bench) -> dict[str, Any]:
         ours = bench.guarded(
             objective=in_half, precision="fp16", bad=bad, run_dir=scratch(bench.folder, f"half {name}")
         )
-        ours.run(300)
+        ours.run(270)  # an epoch, and some
         newest = ours.guard.newest
         figures[name] = {
             "incidents": [one.diagnosis.cause for one in ours.guard.incidents],

@@ -190,12 +190,12 @@ class Loop:
         return loss, metrics
 
     def _may_be_of_batch(self, error: Exception) -> bool:
-        """Whether what raised is neither ours nor the end of a connection.
+        """Whether what raised is neither ours nor the end of a device or a connection.
 
         With several ranks the others are in the collectives of the same forward or backward, which cannot be begun
         again in the middle.
         """
-        if not self.treats or isinstance(error, TrainError):
+        if not self.treats or isinstance(error, TrainError | torch.AcceleratorError):
             return False
         if self.parts.world.is_of_group(error):
             return False

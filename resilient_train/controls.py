@@ -133,8 +133,7 @@ class Controls(RunControl):
         self.quarantined.adopt({row: Quarantined(why, step, incident.id) for row, why in reasons.items()})
 
     def reset_moments(self) -> None:
-        for optimizer in self._parts.updater.optimizers:
-            optimizer.state.clear()
+        self._parts.updater.reset_moments()
         if not self._is_trial:
             self._parts.scans.rebase()
 

@@ -24,6 +24,7 @@ from resilient_train.data.samples import Update
 from resilient_train.diagnose.search import Refused
 from resilient_train.drills import Drill, UpdatePlace
 from resilient_train.errors import GaveUp, RanksDiffer, StorageFailed, TrainError
+from resilient_train.lost_device import LostDevice
 from resilient_train.micro_batches import MicroBatchSizer
 from resilient_train.record.progress import Doing
 from resilient_train.recovery import Recovery
@@ -57,6 +58,7 @@ class EngineGuard:
         self._updater, self._ring, self._checks, self._scans = parts.updater, parts.ring, parts.checks, parts.scans
         self._turns, self._backups = parts.updater.turns, loop.backups
         self._loop, self._sizer = loop, MicroBatchSizer(recovery)
+        self._lost_device = LostDevice(parts, recovery, loop.bare, loop.objective)
         evaluation, is_alone = self._checks.config.evaluation, self.world.size == 1
         self._evaluation_loss = EvaluationLoss(evaluation, loop.bare, loop.backups, is_alone=is_alone)
         self._examination = Examination(self.world, self.clock, self._checks, self._scans, loop.backups)
@@ -148,6 +150,7 @@ class EngineGuard:
         tick, backup = self.clock.tick + 1, self._backups.take()
         begun = StartedUpdate(update, tick, self.attempted_step + 1, backup, [], time.monotonic())
         self._begun = self._newest_begun = begun
+        self._lost_device.begins(update)
         EngineGuard._newest = id(begun)
         if self.drill is not None:
             self._ring.copier.before_change()  # a device may still be copying what it spoils
@@ -162,7 +165,8 @@ class EngineGuard:
             batch = self.drill.on_batch(self._place(), batch)
         self._begun.versions.append(versions(batch))
         self._begun.inputs.append(batch)  # the host batch: a device batch would occupy memory for two updates
-        self._handed_out = batch = self.world.on_device(batch)
+        with self._lost_device:
+            self._handed_out = batch = self.world.on_device(batch)
         # Sharded gradients cannot wait: each rank would have to hold all of them. Trainers make them wait themselves.
         can_wait = self.world.size > 1 and not is_last and not (self.state.is_sharded or self.samples.is_fed)
         waiting = self.world.accelerator.no_sync(self.model) if can_wait else nullcontext()
@@ -181,7 +185,8 @@ class EngineGuard:
         begun.versions[-1] = versions(begun.inputs[-1])
         begun.attributes = begun.attributes if self._losses else self._backups.attributes()
         spoil = partial(self.drill.on_loss, self._place()) if self.drill is not None else lambda loss: loss
-        computed = self._loop.compute(batch, begun, self._in_flight, spoil)
+        with self._lost_device:
+            computed = self._loop.compute(batch, begun, self._in_flight, spoil)
         if not isinstance(computed, str):
             loss, metrics = computed
             self._reported.append(metrics)
@@ -212,7 +217,7 @@ class EngineGuard:
                 return False
         if all(weight.grad is None for weight in self._turns.weights or self._updater.weights):
             raise TrainError("no weight has a gradient: call loss.backward(), or accelerator.backward(loss), before")
-        with self._direct_steps.running("guard"):
+        with self._direct_steps.running("guard"), self._lost_device:
             return self._send_to_gate(begun, loss if len(self._losses) < 2 else mean(self._losses))
 
     def _require_batch(self, verb: str) -> StartedUpdate:
@@ -276,7 +281,8 @@ class EngineGuard:
             raise TrainError("guard.settle belongs between two updates: hand the batch over first")
         self.seeds.between(self.samples.position)
         self._keeper.progress.turned_to(Doing.BETWEEN)
-        return self._judge_in_flight()
+        with self._lost_device:
+            return self._judge_in_flight()
 
     def _judge_in_flight(self, begun: StartedUpdate | None = None) -> bool:
         """Judge the update in flight. False: anomalous, or it must be retried; the next update, `begun`, is dropped."""

@@ -145,7 +145,10 @@ def carried_out(run: Run) -> Run:
             ARMS[run.arm](program, run.seed, run)
         except Exception as error:  # whatever ends a user's run
             run.why = str(error) if isinstance(error, TrainError) else in_one_line(error)
-        run.is_finite = all(bool(weight.isfinite().all()) for weight in program.model.parameters())
+        try:
+            run.is_finite = all(bool(weight.isfinite().all()) for weight in program.model.parameters())
+        except torch.AcceleratorError:  # the GPU is lost, and the weights with it
+            run.is_finite = False
         run.loss = evaluated(case, run.seed, program.model.state_dict())
     run.seconds = round(time.perf_counter() - begun, 2)
     return run

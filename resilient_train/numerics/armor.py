@@ -152,8 +152,9 @@ class _Source:
                 _ORIGINALS[new[original]] = original  # the very code it had, not an equal one
             if function.__code__ is not new.get(original, original):
                 function.__code__ = new.get(original, original)
-        if "torch._dynamo" in sys.modules:  # compiled code contains the old code
-            torch.compiler.reset()
+        compiler = sys.modules.get("torch._dynamo.convert_frame")
+        if getattr(compiler, "FRAME_COUNTER", compiler is not None):  # compiled code contains the old code
+            torch.compiler.reset()  # where nothing is compiled, that only imports Inductor for CUDA: seconds
 
     def checked(self, target: Target, functions: Sequence[FunctionType]) -> str:
         """Return the name of the function that a target is in; raise CannotArmor if it cannot be patched."""

@@ -134,6 +134,7 @@ class Progress:
         self._position = self.last
         self._file, self._is_failing = -1, False
         self._first: int | None = None  # tick of this process
+        self._stays = False
 
     def updating(self, tick: int, step: int, start: int, stop: int) -> None:
         """Note the update that is about to be attempted, and its samples."""
@@ -143,6 +144,11 @@ class Progress:
     def turned_to(self, doing: Doing, tick: int | None = None) -> None:
         """Note that the process does something else now, after `tick` attempted updates if that changed."""
         self._note(replace(self._position, doing=doing, tick=self._position.tick if tick is None else tick))
+
+    def stays(self, *, is_explained: bool = False) -> None:
+        """Note nothing more: the process ends. If that is not explained, the samples in use may be to blame."""
+        self.turned_to(Doing.ENDED if is_explained else self._position.doing)
+        self._stays = True
 
     def close(self) -> None:
         """Close the file; a later note opens it again."""
@@ -156,6 +162,8 @@ class Progress:
         return self._position.doing in (Doing.UPDATING, Doing.FIRST)
 
     def _note(self, position: Position) -> None:
+        if self._stays:
+            return
         self._position = position
         if self._path is None:
             return

@@ -74,6 +74,10 @@ class Copier:
             self._copied.synchronize()
         self.before_change()
 
+    def give_up(self) -> None:
+        """Wait for nothing any more: the device is lost."""
+        self._copied, self._sources = None, []
+
 
 class Frozen:
     """Finds the frozen weights that have not changed, and keeps one copy of each for all snapshots.

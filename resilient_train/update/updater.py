@@ -115,6 +115,7 @@ class Updater:
         # Groups, by number, whose optimizer sets the rate itself in its step: their updates are scaled instead.
         self._own_rates = {number for number, group in enumerate(self._groups()) if group["lr"] is None}
         self._follows_loop = False  # which sets rates itself
+        self._built = [_built_state(optimizer) for optimizer in optimizers]
         self._group_counts = [len(optimizer.param_groups) for optimizer in optimizers]
         self.note_rates()
 
@@ -238,6 +239,14 @@ class Updater:
         if self.scaler is not None and not in_turn:
             self.scaler._per_optimizer_states.clear()
 
+    def reset_moments(self) -> None:
+        """Forget the moments; what an optimizer had when it was built, such as Adagrad's sums, is again what it was."""
+        for optimizer, built in zip(self.optimizers, self._built, strict=True):
+            optimizer.state.clear()
+            for weight, state in built.items():
+                own = {name: one.clone(memory_format=torch.contiguous_format) for name, one in state.items()}
+                optimizer.state[weight] = own
+
     def decays_fast(self) -> bool:
         """Say whether a weight decay may take the weights away before they learn: with usual ones they learn faster."""
         return any(float(group.get("weight_decay") or 0.0) >= _STRONG_DECAY for group in self._groups())
@@ -326,6 +335,17 @@ class Updater:
             if self.scaler._per_optimizer_states[id(optimizer)]["stage"] is not OptState.UNSCALED:
                 self.scaler.unscale_(optimizer)
         return [torch.ones((), device=self.gate.device) if scale is None else scale.clone().reshape(())]
+
+
+def _built_state(optimizer: Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
+    """Return the state of an optimizer that has made none of its steps, as copies that take no memory."""
+    built: dict[torch.Tensor, dict[str, Any]] = {}
+    for weight, state in optimizer.state.items():
+        for name, one in state.items():
+            if not isinstance(one, torch.Tensor) or not one.numel() or bool((one != one.flatten()[0]).any()):
+                return {}  # it has made some
+            built.setdefault(weight, {})[name] = one.flatten()[:1].clone().expand(one.shape or (1,)).reshape(one.shape)
+    return built
 
 
 def _digest_of_rates(settings: Settings) -> int:

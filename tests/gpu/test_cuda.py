@@ -6,6 +6,8 @@ scripts/test -m gpu
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from torch.nn import functional as F
 
 from resilient_train import Guard
 from resilient_train.reader import MemoryConfig
-from resilient_train.state.tree import sha256
+from resilient_train.state.tree import original_device, sha256
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
 
@@ -38,7 +40,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 def summary(run_command: command, directory: Path, *options: str) -> dict[str, Any]:
     outcome = run_command([*SMALL, f"run.dir={directory}", *options])
     assert outcome.code == 0, outcome.stderr
-    assert "on cuda" in outcome.stderr + outcome.stdout
+    assert f"1 process on {torch.cuda.get_device_name()}" in outcome.stderr + outcome.stdout
     return outcome.summary(directory)
 
 
@@ -82,8 +84,8 @@ class Loop:
         accelerator = Accelerator(mixed_precision=precision)
         self.poison, self.strikes, self.calls = Poison(how), strikes, 0
         self.model, optimizer = accelerator.prepare(net := Net(), OPTIMIZERS[kind](net.parameters()))
-        options = {"batch_size": 8, "recovery": SKIP, "clip": 1.0, "seed": 3, **more}
-        self.guard = Guard(accelerator, self.model, optimizer, data=rows(), objective=self.loss, **options)
+        options = {"data": rows(), "batch_size": 8, "recovery": SKIP, "clip": 1.0, "seed": 3, **more}
+        self.guard = Guard(accelerator, self.model, optimizer, objective=self.loss, **options)
 
     def loss(self, model: Any, batch: Any) -> torch.Tensor:
         self.calls += 1
@@ -140,17 +142,20 @@ def test_a_snapshot_in_pinned_memory_is_the_state(kind: str) -> None:
     assert loop.digest() != before
     ring.restore(taken)
     assert loop.digest() == before
-    assert all(one.is_pinned() for one in taken.own if not one.is_cuda and one.nbytes)
+    assert all(one.is_pinned() for one in taken.own if original_device(one).type == "cuda" and one.nbytes)
 
 
 def test_overflows_of_half_precision_are_no_incidents() -> None:
     """The scaler lowers its scale, and the guard lets it; a NaN that no scale mends is an incident."""
     healthy = Loop("nothing", "fused AdamW", precision="fp16").run(60)
     assert not healthy.guard.incidents
-    struck = Loop("batch", "fused AdamW", precision="fp16", strikes=30).run(60)
-    assert len(struck.guard.incidents) == 1
+    bad = rows()
+    bad[7] = torch.full((6,), torch.nan), 0
+    struck = Loop("nothing", "fused AdamW", precision="fp16", data=bad).run(ROWS // 8 - 1)  # and one that is skipped
+    assert [one.diagnosis.rows for one in struck.guard.incidents] == [(7,)]
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_no_step_waits_for_the_device() -> None:
     """CUDA's own check raises at any operation that makes the host wait."""
     loop = Loop("nothing", "fused AdamW").run(40)
@@ -163,3 +168,35 @@ def test_no_step_waits_for_the_device() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     updates.close()  # type: ignore[attr-defined]
+
+
+LOST = """
+import sys, torch
+from accelerate import Accelerator
+from torch import nn
+from resilient_train import Guard
+
+tokens = torch.arange(512) % 10
+labels = tokens % 2
+tokens[17] = 999
+model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 2))
+accelerator = Accelerator()
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+data = torch.utils.data.TensorDataset(tokens, labels)
+loss = lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1])
+options = {"batch_size": 8, "steps": 100, "objective": loss, "run_dir": sys.argv[1], "resume": True}
+guard = Guard(accelerator, model, optimizer, data=data, **options)
+for batch in guard.batches():
+    guard.step(batch)
+"""
+
+
+def test_a_row_that_costs_the_device_is_left_out_by_the_next_process(tmp_path: Path) -> None:
+    """An index out of range fails on the device, and the process with it; the host finds the row and its line."""
+    command = [sys.executable, "-c", LOST, str(tmp_path / "run")]
+    first, second = (subprocess.run(command, capture_output=True, text=True, check=False) for _ in range(2))
+    assert first.returncode != 0
+    assert "row 17 of the data" in first.stderr
+    assert "IndexError" in first.stderr
+    assert second.returncode == 0, second.stderr
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["verdict"] == "recovered"

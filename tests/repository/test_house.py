@@ -38,9 +38,20 @@ MAY_KNOW: dict[str, set[str]] = {
     "controls": {"checkpoint", "diagnose", "numerics", "record", "recover", "run_parts", "state", "trials", "watch"},
     "recovery": {*("checkpoint", "controls", "data", "diagnose", "ranks", "record", "recover", "run_parts"), "watch"},
     "micro_batches": {"record", "recovery"},
+    "lost_device": {"data", "recovery", "run_parts", "state", "update"},
     "computation": {"data", "diagnose", "numerics", "run_parts", "state", "update", "watch"},
     "guard": {
-        *("computation", "data", "diagnose", "drills", "micro_batches", "numerics", "record", "recovery"),
+        *(
+            "computation",
+            "data",
+            "diagnose",
+            "drills",
+            "lost_device",
+            "micro_batches",
+            "numerics",
+            "record",
+            "recovery",
+        ),
         *("run_parts", "state", "trials", "update", "watch"),
     },
     # What is around it.

@@ -503,3 +503,27 @@ def test_a_rate_that_the_optimizer_sets_itself_is_lowered_by_scaling_its_updates
         seen.append((weight.detach() - before).tolist())
     for moved, expected in zip(seen, [0.5, 0.5, 0.05, 0.5], strict=True):
         assert moved == pytest.approx([-expected, expected])
+
+
+@pytest.mark.parametrize("build", [torch.optim.Adagrad, torch.optim.Adam, torch.optim.Rprop])
+def test_an_optimizer_without_its_moments_steps_as_a_new_one(build: Any) -> None:
+    """Also one that makes its state when it is built, and needs it in its first step."""
+    weights = [nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(()))]
+
+    def step(optimizer: torch.optim.Optimizer) -> None:
+        for weight in weights:
+            weight.grad = torch.full_like(weight, 0.3)
+        optimizer.step()
+
+    optimizer = build(weights, lr=0.1)
+    updater = Updater([optimizer], [CurveSchedule([0.1], constant, 0)], ClipConfig(None, None), device=CPU)
+    for _ in range(5):
+        step(optimizer)
+    updater.reset_moments()
+    ends = []
+    for one in (optimizer, build(weights, lr=0.1)):
+        for weight in weights:
+            nn.init.ones_(weight)
+        step(one)
+        ends.append([weight.tolist() for weight in weights])
+    assert ends[0] == ends[1]

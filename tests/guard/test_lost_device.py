@@ -1,0 +1,106 @@
+"""A GPU that is lost: what the host saves and finds out. A real one is in tests/gpu; here an error is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.nn import functional as F
+
+from resilient_train.adapters.guard import Guard
+from resilient_train.lost_device import LostDevice
+
+BAD = 17
+
+
+class Lost(nn.Module):
+    """A model with a buffer that its state_dict leaves out, a weight under two names, and BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm, self.head = nn.Embedding(10, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
+        self.same = self.embedding
+        self.register_buffer("mask", torch.ones(8), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.norm(self.embedding(x)) * self.mask)
+        return out
+
+
+def trained(run_dir: Path, found: Callable[[torch.Tensor], torch.Tensor], *, late: int = 0) -> Guard:
+    """Train; on the device a token out of range raises what CUDA does, and on the host what `found` makes of it."""
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 10, (256,))
+    labels, tokens[BAD] = tokens % 2, 999
+    model = Lost()
+    accelerator = Accelerator(cpu=True)
+    prepared, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    calls: list[int] = []
+
+    def objective(net: Any, batch: Any) -> torch.Tensor:
+        calls.append(1)
+        rows = batch[0]
+        if len(calls) <= late:  # not yet
+            rows = rows.where(rows < 10, 3)
+        if net is prepared and (rows > 9).any():
+            raise torch.AcceleratorError("CUDA error: device-side assert triggered\nCompile with `TORCH_USE_CUDA_DSA`")
+        return F.cross_entropy(net(rows if net is prepared else found(rows)), batch[1])
+
+    data = torch.utils.data.TensorDataset(tokens, labels)
+    guard = Guard(
+        *(accelerator, prepared, optimizer),
+        data=data,
+        batch_size=16,
+        steps=100,
+        objective=objective,
+        run_dir=run_dir,
+        resume=True,
+    )
+    try:
+        for batch in guard.batches():
+            guard.step(batch)
+    finally:
+        guard.close()
+    return guard
+
+
+def refuses(rows: torch.Tensor) -> torch.Tensor:
+    raise NotImplementedError("no kernel for a CPU")
+
+
+@pytest.fixture(autouse=True)
+def lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LostDevice, "_is_lost", lambda _: True)
+
+
+def test_the_row_is_found_on_the_host_and_left_out_by_the_next_process(tmp_path: Path) -> None:
+    """With its line, from the newest verified state, and as an incident that the next process closes."""
+    with pytest.raises(torch.AcceleratorError) as raised:
+        trained(tmp_path / "run", lambda rows: rows, late=60)
+    (note,) = raised.value.__notes__
+    assert f"with row {BAD} of the data alone" in note
+    assert "test_lost_device.py" in note
+    guard = trained(tmp_path / "run", lambda rows: rows)
+    (incident,) = guard.incidents
+    assert [incident.diagnosis.cause, incident.diagnosis.rows, incident.outcome] == ["data", (BAD,), "recovered"]
+    assert 0 < incident.steps_lost < 50
+    assert guard.clock.step == 100
+
+
+@pytest.mark.parametrize("found", [refuses, lambda rows: rows.where(rows < 10, 3)], ids=["no CPU", "not on a CPU"])
+def test_nothing_is_blamed_where_the_host_finds_nothing(found: Any, tmp_path: Path) -> None:
+    """Neither where all rows raise nor where none does: two ends at the same samples count, and then those of two."""
+    for _ in range(4):
+        with pytest.raises(torch.AcceleratorError, match="device-side") as raised:
+            trained(tmp_path / "run", found, late=2)
+        assert "of the data" not in raised.value.__notes__[0]
+    guard = trained(tmp_path / "run", found, late=2)
+    assert {one.anomaly.signal for one in guard.incidents} == {"crash"}
+    assert BAD in guard.incidents[-1].diagnosis.rows
+    assert len(guard.incidents[-1].diagnosis.rows) < 4
+    assert guard.clock.step == 100
