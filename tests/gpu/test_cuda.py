@@ -23,7 +23,11 @@ from resilient_train import Guard
 from resilient_train.reader import MemoryConfig
 from resilient_train.state.tree import original_device, sha256
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("fresh_accelerate"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
+]
 
 STEPS = 120
 SMALL = ["data=digits", "objective=classification", "tracking=none", f"run.steps={STEPS}", "run.deterministic=true"]
