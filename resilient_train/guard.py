@@ -57,12 +57,11 @@ class EngineGuard:
         self._keeper, self._controls = recovery.keeper, recovery.controls
         self._updater, self._ring, self._checks, self._scans = parts.updater, parts.ring, parts.checks, parts.scans
         self._turns, self._backups = parts.updater.turns, loop.backups
-        self._loop, self._sizer = loop, MicroBatchSizer(recovery)
-        self._lost_device = LostDevice(parts, recovery, loop.bare, loop.objective)
+        self._loop, self._lost_device = loop, LostDevice(parts, recovery, loop.objective)
+        self._sizer, self._direct_steps, self._verify_after = MicroBatchSizer(recovery), loop.direct_steps, verify_after
         evaluation, is_alone = self._checks.config.evaluation, self.world.size == 1
         self._evaluation_loss = EvaluationLoss(evaluation, loop.bare, loop.backups, is_alone=is_alone)
         self._examination = Examination(self.world, self.clock, self._checks, self._scans, loop.backups)
-        self._direct_steps, self._verify_after = loop.direct_steps, verify_after
         self._begun: StartedUpdate | None = None
         self._newest_begun: StartedUpdate | None = None
         self._in_flight: InFlight | None = None

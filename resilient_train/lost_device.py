@@ -34,9 +34,8 @@ _SECONDS = 60.0  # for all rows; a large model is slow on the host
 class LostDevice:
     """Notices, in `with` statements, that the GPU is lost; puts the rows that did it in quarantine."""
 
-    def __init__(self, parts: RunParts, recovery: Recovery, model: nn.Module, objective: Measured | None) -> None:
-        self._parts, self._recovery = parts, recovery
-        self._model, self._objective = model, objective
+    def __init__(self, parts: RunParts, recovery: Recovery, objective: Measured | None) -> None:
+        self._parts, self._recovery, self._objective = parts, recovery, objective
         self._begun: deque[Update] = deque(maxlen=2)  # of which one did it
         self._is_known = False
 
@@ -65,24 +64,29 @@ class LostDevice:
 
     def _explained(self, error: BaseException) -> str:
         """Save what the host has, and find the rows that did it, for the next process; return what is said of it."""
-        keeper, clock = self._recovery.keeper, self._parts.clock
+        recovery, clock = self._recovery, self._parts.clock
+        keeper, incident_log = recovery.keeper, recovery.incident_log
         said = f"{text_of(error).splitlines()[0]}: this process cannot use the GPU any more"
         self._parts.ring.copier.give_up()
         lost, save = keeper.rescue()
         rows, why = self._raising()
+        is_cured = False
         if rows:
             said += f"; on the host {why}, with {rows_named(rows)} alone"
             advice = f"R{rows_named(rows)[1:]}: {why}; fix or remove {'it' if len(rows) == 1 else 'them'}."
             found = Diagnosis(Cause.DATA, advice, rows=rows, reasons=dict.fromkeys(rows, why))
             anomaly = Anomaly(Signal.EXCEPTION, clock.step + 1, clock.tick, clock.step, said, landed=False)
-            log_of_incidents = self._recovery.incident_log
-            incident = log_of_incidents.open(anomaly, found, Decision((Action("quarantine"),)))
-            self._recovery.controls.quarantine_after_crash(rows, why, incident.id)
-            log_of_incidents.record_treatment(replace(incident, steps_lost=lost))
+            incident = incident_log.open(anomaly, found, Decision((Action("end"),)))
+            if not recovery.observes and recovery.policy.crashes is not None:
+                recovery.controls.quarantine_after_crash(rows, why, incident.id)
+                is_cured = {*rows} <= recovery.controls.quarantined.rows.keys()
+            decision = Decision((Action("quarantine"),)) if is_cured else incident.decision
+            incident_log.record_treatment(replace(incident, decision=decision, steps_lost=lost))
         else:
-            said += ". Samples at which two processes end are skipped"
+            times = recovery.policy.crashes
+            said += f"; samples at which {times} processes in a row end are skipped" if times else ""
             log.error("%s", said)
-        keeper.progress.stays(is_explained=bool(rows))
+        keeper.progress.stays(is_explained=is_cured)
         save()
         return said
 
@@ -92,7 +96,7 @@ class LostDevice:
         if self._objective is None or snapshot is None or self._parts.world.size > 1:
             return (), ""
         try:
-            model = on_host(self._model, snapshot.parts)
+            model = on_host(self._parts.state.model, snapshot.parts)
         except Exception:  # it holds tensors that are neither weights nor buffers
             return (), ""
         deadline = time.monotonic() + _SECONDS
@@ -134,4 +138,5 @@ def on_host(model: nn.Module, saved: Mapping[str, Tree]) -> nn.Module:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 memo[id(buffer)] = saved["buffers"][f"{path}.{name}" if path else name].clone()
-    return copy.deepcopy(model, memo)
+    bare: nn.Module = copy.deepcopy(getattr(model, "_orig_mod", model), memo)
+    return bare

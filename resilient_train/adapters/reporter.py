@@ -21,6 +21,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
 from resilient_train.adapters.arguments import TRAINERS
 from resilient_train.errors import (
     ConfigError,
@@ -375,7 +377,9 @@ class RunReporter:
 
     def fail(self, error: BaseException) -> None:
         """Report that an error ended the loop; a rank other than 0 leaves a note for rank 0."""
-        if self.place.rank and not (self._is_over or isinstance(error, GaveUp | Stopped) or is_lost_peer(error)):
+        # That a GPU was lost explains nothing: its samples may be to blame.
+        is_known = isinstance(error, GaveUp | Stopped | torch.AcceleratorError) or is_lost_peer(error)
+        if self.place.rank and not (self._is_over or is_known):
             endings.note_failure(self._directory, self.place.rank, short_message(error), in_training=True)
         self.end(*status_and_code(error), error)
         self.conclude()

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from resilient_train import __version__
 from resilient_train.adapters.reporter import completed, finish_uploads, print_review, status_and_code, write_summary
 from resilient_train.app import HOME
@@ -291,6 +293,8 @@ class _Session:
             was_lost = why is None
             ended = PeerEnded(why or "another process of this run ended; its error is in its train.rank*.log")
             ended.__cause__, error = error, ended
+        elif isinstance(error, torch.AcceleratorError):
+            pass  # that a GPU was lost explains nothing: its samples may be to blame
         elif not is_main and error is not None and status_and_code(error)[0] == "failed":
             endings.note_failure(directory.path, self.world.rank, short_message(error), in_training=self.has_begun)
         if run is not None and self.has_begun:  # else the journal still is the previous process's

@@ -61,7 +61,9 @@ def test_a_rate_that_climbs_by_small_steps_is_held_where_the_loss_was_good() -> 
     for seed in range(4):
         loss, guard = final("balanced", seed)
         is_cured = loss < 0.3  # left alone, with recovery="observe", it knows nothing in the end: log(4)
-        says_so = guard.incidents[-1].outcome is not Outcome.RECOVERED or loss > 1.3  # the loss did not fall, it says then
+        says_so = (
+            guard.incidents[-1].outcome is not Outcome.RECOVERED or loss > 1.3
+        )  # the loss did not fall, it says then
         assert is_cured or says_so
         cured += is_cured and Cause.RATE in [incident.diagnosis.cause for incident in guard.incidents]
     assert cured >= 2
