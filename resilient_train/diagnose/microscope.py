@@ -116,7 +116,7 @@ class Microscope(TorchFunctionMode):
 
     def knows(self, batch: Any) -> None:
         """Note what comes with a batch: what is not finite there is the fault of no operation."""
-        self._of_batch.update(dict.fromkeys(self._is_given(leaves(batch)), True))
+        self._of_batch = WeakIdKeyDictionary(dict.fromkeys(self._is_given(leaves(batch)), True))
         self._is_mixed = False
 
     def _is_given(self, given: Iterable[Any]) -> list[Tensor]:
@@ -376,7 +376,7 @@ class Microscope(TorchFunctionMode):
                     self.backward = replace(made, phase="backward")  # an operation in a backward of the user's
                     return
                 if call.of_inputs is not None:  # the gradient is not finite because of the call's inputs
-                    self.backward = call.of_inputs
+                    self.backward = replace(call.of_inputs, is_of_data=False)  # the program masks that value
                     return
                 # A gradient that is merely too large comes from everything that the loss is computed from.
                 first = self._after([node, *self._losses] if is_plain(call.op) else [node], call.op)

@@ -243,7 +243,9 @@ class Search:
         """
         keys, tried = refused.update.keys, partial(self._tried, refused.update.start, takes_errors=refused.is_error)
         where = _where(origin.culprit) if origin is not None and origin.is_of_data and not origin.after else None
+        reached = max((math.prod(one["shape"]) for one in origin.inputs), default=0) if origin is not None else 0
         can_be = where is not None and where not in self.tried and 0 < len(found) <= _FEW
+        can_be &= reached >= min(map(len, keys), default=0)  # else hardly any row has got to that line
         if can_be:  # also of rows that are left out already
             known = {key.row for key in found} | self._samples.stream.quarantined
             can_be = _RARE * len(known) <= min(self._samples.rows, _RARE * _RARE)
@@ -254,8 +256,12 @@ class Search:
             pairs = [zip(mine, other, strict=True) for mine, other in zip(keys, filler or keys, strict=True)]
             batches = [[one if one is key else other for one, other in pair] for pair in pairs]
             made, _ = tried(partial(self._made, batches), self._replay.under_microscope)
-            seen = made.origin if made is not None and key is not None else None
-            alone += [key] if key and seen and seen.is_of_data and _where(seen.culprit) == where else []
+            seen = made.origin if made is not None else None
+            # By itself as well, made again and with other random numbers: not with rows that it does not fit.
+            same = [[key._replace(epoch=key.epoch + 1)] * len(some) for some in keys] if key else filler or keys
+            made, _ = self._tried(refused.update.start + 1, partial(self._made, same), takes_errors=refused.is_error)
+            is_bad = seen is not None and seen.is_of_data and _where(seen.culprit) == where
+            alone += [key] if key and is_bad and made is not None and refused.would_refuse(made) else []
         count, most = len(alone), len(alone) + (2 * sum(map(len, keys)) <= _RARE)  # of a large draw many rows may break
         while any(self._world.all_of(len(others) < _RARE * count <= _RARE * most)) and draw < _MOST_DRAWS:
             draws = [self._samples.others(some, draw) for some in keys]

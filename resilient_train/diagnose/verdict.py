@@ -225,7 +225,7 @@ def on_error(facts: Observations, error: str, *, landed: int = 0) -> Diagnosis:
         return on_bad_rows(facts.odd_rows)
     if (culprit := facts.culprit) is not None:
         if facts.others and not facts.everywhere and facts.kind == "error":
-            return _on_rare_rows(facts, culprit)
+            return _on_rare_rows(facts, culprit, error)
         found, has_value = _place(culprit), facts.kind == "domain" or family(culprit.op) in _HAVE_VALUES
         is_thrown = 0 < landed < _FIRST and facts.everywhere and (has_value or facts.kind in ("nan", "inf"))
         if is_thrown and (thrown := on_nonfinite(facts, 1.0, landed=landed)).cause is Cause.EXPLOSION:
@@ -253,11 +253,14 @@ def on_error(facts: Observations, error: str, *, landed: int = 0) -> Diagnosis:
     return Diagnosis(Cause.UNKNOWN, f"{which} {error}: handle that in your code.", culprit)
 
 
-def _on_rare_rows(facts: Observations, culprit: Culprit) -> Diagnosis:
+def _on_rare_rows(facts: Observations, culprit: Culprit, error: str = "") -> Diagnosis:
     """Blame rows for what they give an operation of data alone: a value in its place would be made up, like data."""
-    why = f"{_place(culprit)} breaks on such values, and on hardly any of {facts.others} others"
+    does, line = (f"raises {error}, and for", "") if error else ("breaks on such values, and on", on_operation(culprit))
+    why = f"{_place(culprit)} {does} hardly any of {facts.others} others"
+    found = on_bad_rows(dict.fromkeys(facts.rows, why))
     has_value = facts.kind != "error" or family(culprit.op) in _HAVE_VALUES  # for more rows than the budget allows
-    return replace(on_bad_rows(dict.fromkeys(facts.rows, why)), culprit=culprit, patchable=has_value)
+    advice = f"{found.advice} Or fix the line{f': {line}' if line else '.'}"
+    return replace(found, advice=advice, culprit=culprit, patchable=has_value)
 
 
 def without_rows(found: Diagnosis) -> Diagnosis:
