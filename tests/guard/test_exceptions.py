@@ -152,9 +152,33 @@ def of_inverses(model: Any, batch: Any) -> Tensor:
     return F.mse_loss(model(*batch[:2]), batch[2] + torch.linalg.inv(batch[0][:, 3:, None].repeat(1, 1, 1))[:, 0, 0])
 
 
+def of_shares(model: Any, batch: Any) -> Tensor:  # a row that is far larger breaks the others
+    sizes = 1 + batch[0][:, 3].abs()
+    return F.mse_loss(model(batch[0].clamp(-5, 5), batch[1]), batch[2] + (100 - sizes.amax() / sizes).log())
+
+
+def of_masked_sizes(model: Any, batch: Any) -> Tensor:  # the value of such a row is not used, but its slope is NaN
+    out, sizes = model(*batch[:2]), batch[0][:, 3].abs()
+    return torch.where(sizes > 0, (out - sizes.log()) ** 2, out**2).mean()
+
+
+def of_draws(model: Any, batch: Any) -> Tensor:  # no row is to blame for numbers that are drawn
+    return F.mse_loss(model(*batch[:2]), batch[2] + (2.9 + torch.empty_like(batch[2]).normal_()).log())
+
+
+def of_few_sizes(model: Any, batch: Any) -> Tensor:  # hardly any of the others gets to that line
+    extra, has = torch.zeros_like(batch[2]), batch[0][:, 3].abs() < 0.1
+    extra[has] = batch[0][has, 3].abs().log()
+    return F.mse_loss(model(*batch[:2]), batch[2] + extra)
+
+
 @pytest.mark.parametrize(
     ("objective", "bad", "cause", "remedy"),
     [
+        (of_shares, [40], Cause.OPERATION, "armor"),
+        (of_masked_sizes, [40], Cause.OPERATION, "armor"),
+        (of_draws, [], Cause.OPERATION, "armor"),
+        (of_few_sizes, [40], Cause.OPERATION, "armor"),
         (of_sizes, [40], Cause.DATA, "quarantine"),  # of a hundred others none breaks the line
         (of_noisy_sizes, [40], Cause.DATA, "quarantine"),
         (of_inverses, [40], Cause.DATA, "quarantine"),  # it raises
@@ -167,7 +191,7 @@ def of_inverses(model: Any, batch: Any) -> Tensor:
 def test_a_row_that_alone_breaks_a_line_is_a_bad_row(objective: Any, bad: list[int], cause: Cause, remedy: str) -> None:
     """Only a rare one, where the line computes of data alone: a value made up there would be made-up data."""
     data = table(bad=())
-    data.tensors[0][bad, 3] = 0.0
+    data.tensors[0][bad, 3] = 2e3 if objective is of_shares else 0.0
     incidents = run(objective, data).incidents
     assert {one.diagnosis.cause for one in incidents} == {cause}
     assert {one.diagnosis.culprit and one.diagnosis.culprit.op for one in incidents} < {"log", "linalg_inv"}
