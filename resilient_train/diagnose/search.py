@@ -257,7 +257,7 @@ class Search:
             batches = [[one if one is key else other for one, other in pair] for pair in pairs]
             made, _ = tried(partial(self._made, batches), self._replay.under_microscope)
             seen = made.origin if made is not None else None
-            # By itself as well, made again and with other random numbers: not with rows that it does not fit.
+            # In all places too, fetched again and with other random numbers: not where it only does not fit the others.
             same = [[key._replace(epoch=key.epoch + 1)] * len(some) for some in keys] if key else filler or keys
             made, _ = self._tried(refused.update.start + 1, partial(self._made, same), takes_errors=refused.is_error)
             is_bad = seen is not None and seen.is_of_data and _where(seen.culprit) == where
