@@ -181,7 +181,7 @@ class Recovery:
                 trials.raced_in_vain = True
                 took = f"{counted(made, 'update')} and {time.perf_counter() - started:.2f} s"
                 log.info("note: step %d: %s; lower rates were tried from an earlier state", step, check.evidence)
-                log.info("  none did better; that took %s, which are not part of the run's", took)
+                log.info("  none did enough better: %s; that took %s, not part of the run's", trials.nearest, took)
             if made:
                 self.note_remedies()
             return

@@ -81,6 +81,7 @@ class Trials:
         self._parts, self._loop, self._policy, self._planned = parts, loop, policy, planned
         self.updates = 0  # made in trials since the beginning of the run
         self.raced_in_vain = False  # no lower rate did better where the loss stood
+        self.nearest = ""  # which lower rate came nearest to that in the last race
         # Not where updates cannot be made without the loop, or their samples not be found again.
         self._is_possible = loop.objective is not None and parts.samples.rows > 0 and not parts.samples.is_fed
         self.tries_rates = self._is_possible and bool(policy.rates) and not policy.observe
@@ -131,7 +132,12 @@ class Trials:
             return None, False
         with suppress(TrialStopped), self._trial(control, lifts_limits=True):
             if not self._reproduces(recorded, since):
-                log.info("note: no lower rates are tried: the loss of update %d cannot be reproduced", since.step + 1)
+                why = "the data or the program changes with each call (does __getitem__ change rows in place?)"
+                log.info(
+                    "note: no lower rates are tried: the loss of update %d cannot be reproduced: %s",
+                    since.step + 1,
+                    why,
+                )
                 parts.checks.no_progress.stop()
                 return None, False
             arms = [self._run((), 0)]  # as it is
@@ -139,6 +145,8 @@ class Trials:
             while rates and not fastest(arms) and left - self._cost >= 2 * each and may_win(arms, first):
                 arms.append(self._run((rates.pop(0),), steps, since))
             best, slow, longer = fastest(arms), on_its_way(arms, first), min(step // 2, 2 * steps)
+            lowest = min(arms[1:], key=lambda arm: arm.loss, default=arms[0])
+            self.nearest = f"x{lowest.cut:.3g} came to {lowest.loss:.4g}, where the run is at {arms[0].loss:.4g}"
             if not best and slow and longer > steps and left - self._cost >= 2 * cost_of(longer, JUDGED):
                 steps, each = longer, cost_of(longer, JUDGED)
                 arms[slow] = self._run(arms[slow].actions, steps, since)

@@ -430,10 +430,10 @@ class Guard(guard.EngineGuard):
 
     def _complete(self) -> None:
         """Write the end state of the caller's loop. Every rank comes here: weights may be sharded."""
-        if self.reporter.place.directory is not None:
-            # An evaluation, or more steps, may follow: `leave`, `close` or the exit of the process conclude the report.
-            self._left = self._finish_saving(healthy=True)
-            self.reporter.end("completed", digests=(self.state.weights_sha256(), self.state.sha256()))
+        # An evaluation, or more steps, may follow: `leave`, `close` or the exit of the process conclude the report.
+        writes = self.reporter.place.directory is not None
+        self._left = self._finish_saving(healthy=True) if writes else self._left
+        self.reporter.end("completed", digests=(self.state.weights_sha256(), self.state.sha256()) if writes else None)
 
     def _finish_saving(self, *, healthy: bool) -> Path | None:
         left = self._keeper.finish(self._controls.state_dict(), healthy=healthy, damaged=self._recovery.is_damaged)

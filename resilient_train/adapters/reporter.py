@@ -46,17 +46,17 @@ from resilient_train.record.progress import Doing, Progress
 from resilient_train.state.run_state import Clock
 from resilient_train.tracking import tracker as tracking
 from resilient_train.tracking.connection import locate
-from resilient_train.tracking.review import review, ui_command, where_to_look
+from resilient_train.tracking.review import completed, review, ui_command, where_to_look, without_directory
 from resilient_train.tracking.story import read_story, unrecovered
 from resilient_train.tracking.tracker import EXPERIMENT, Tracker, TrackingConfig
 from resilient_train.types import Incident, Vitals
 from resilient_train.update.turns import DirectStepCheck
 from resilient_train.watch.vitals import UpdateHistory
-from resilient_train.wording import counted, duration, log
+from resilient_train.wording import counted, log
 
 REPORT_EVERY = 10  # accepted updates of the caller's loop
 _JUDGED_AFTER = 50  # steps: before, a loss that has not fallen means nothing
-_LEAST_FALL = 0.01  # share of the first loss
+_LEAST_FALL = 0.02  # share of the first loss
 _TIMED = 10_000  # laps from which the median step time is taken
 
 _DRAIN_S = 30.0  # how long the end of a loop waits for MLflow at most
@@ -90,7 +90,7 @@ def place(run_dir: str | Path | None, world: World, resumes: bool, tracking: Any
         for name, is_given in (("resume", resumes), ("tracking", tracking), ("disk", disk.every)):
             if is_given:
                 raise unusable(name, "needs a run_dir")
-        return Place(IncidentLog(None))
+        return Place(IncidentLog(None), rank=world.rank)
     named, locks = Path(run_dir).absolute(), list[DirectoryLock]()
     store = world.on_main(lambda: _tracking(tracking, named))
     world.on_main(lambda: refuse_dangling_link("run_dir", named))
@@ -202,13 +202,6 @@ def write_summary(summary: Summary, run_dir: Path) -> None:
         summary.write(run_dir / SUMMARY)
     except OSError as error:
         log.error("%s cannot be written: %s", run_dir / SUMMARY, error.strerror or error)
-
-
-def completed(summary: Summary) -> str:
-    results = {"recent loss": summary.final_loss}
-    results |= {f"evaluation {name}": value for name, value in (summary.eval or {}).items()}
-    known = ", ".join(f"{name} {value:.4g}" for name, value in results.items() if value is not None)
-    return f"completed {counted(summary.steps, 'step')} in {duration(summary.seconds)}{f': {known}' if known else ''}"
 
 
 def print_review(run_dir: Path, resumed_from: int | None = None) -> None:
@@ -365,9 +358,15 @@ class RunReporter:
         """Write how the caller's loop ended, unless that was written already."""
         if self.place.lock is None:
             self._is_over = True
-        if self._is_over or self._ending is not None:
+        is_only_told = self.incident_log.directory is None and not self.place.rank
+        if (self._is_over and not is_only_told) or self._ending is not None:
             return
         self._ending = ending = self.summary(status, exit_code, time.monotonic() - self._began, digests)
+        if is_only_told:
+            known = self.incident_log.incidents, self.incident_log.run_history.remedies
+            for line in [completed(ending)] * (status == "completed") + without_directory(ending, *known):
+                log.info("%s", line)
+            return
         is_lost = error is not None and is_lost_peer(error)
         why = endings.failure(self._directory) if is_lost else None
         ending.why = why or (None if error is None else short_message(error))

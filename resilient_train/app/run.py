@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from resilient_train import __version__
-from resilient_train.adapters.reporter import completed, finish_uploads, print_review, status_and_code, write_summary
+from resilient_train.adapters.reporter import finish_uploads, print_review, status_and_code, write_summary
 from resilient_train.app import HOME
 from resilient_train.app.build import Run, assemble, validate
 from resilient_train.app.config.compose import Composed, describe_changes, is_fixed
@@ -52,7 +52,7 @@ from resilient_train.secrets import masked_tree
 from resilient_train.state.randomness import set_deterministic
 from resilient_train.tracking import tracker as tracking
 from resilient_train.tracking.connection import left_in
-from resilient_train.tracking.review import again, command
+from resilient_train.tracking.review import again, command, completed
 from resilient_train.tracking.story import last_good_of
 from resilient_train.tracking.tracker import Tracker
 from resilient_train.types import Action, Anomaly, Decision, Signal

@@ -55,7 +55,7 @@ _BY_SIGNAL = {  # what a signal suggests by itself
         f"The loss is stable, but not back where it was: {_CALMER}; declare a deliberate change with checks.expect."
     ),
     (Cause.RATE, Signal.NO_PROGRESS): (
-        "The learning rate is too high from the start: lower it by the factor that was found, or warm up longer."
+        "The learning rate is too high from the start: lower it by the factor that the trial found, or warm up longer."
     ),
     (Cause.OVERFLOW, Signal.SCALE_COLLAPSE): (
         "Gradients overflow half precision at every loss scale: use bf16, or keep the layer that does in float32."

@@ -11,15 +11,16 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from resilient_train.record.endings import is_run, resumes
+from resilient_train.record.endings import Summary, is_run, resumes
 from resilient_train.record.journal import entries
 from resilient_train.record.outbox import BEGAN, METRICS, OUTBOX
 from resilient_train.tracking.connection import SCHEMELESS
-from resilient_train.tracking.story import KILLED, Checkpoint, Story, unrecovered
+from resilient_train.tracking.story import KILLED, Chapter, Checkpoint, Story, open_advice, unrecovered
 from resilient_train.types import Incident, Outcome
 from resilient_train.wording import (
     OUTCOMES,
@@ -81,6 +82,34 @@ _MOST_CAUSES, _MOST_CURES, _MOST_ADVICE, _MOST_LEFT = 6, 2, 5, 4
 
 def review(story: Story, resumed_from: int | None = None) -> list[str]:
     """Sum up a run in some twenty lines at most: incidents, remedies, what to change, what is left, what to do next."""
+    lines = _summed_up(story)
+    if resumed_from is not None:
+        began = (
+            f"; the run began {datetime.fromtimestamp(story.began_ms / 1000):%Y-%m-%d %H:%M}" if story.began_ms else ""
+        )
+        lines.insert(0, f"this process resumed from step {resumed_from:,}{began}")
+    if story.is_complete and (story.directory / WEIGHTS).is_file():
+        lines.append(f"weights: {near(story.directory / WEIGHTS)}")
+    if story.best is not None:
+        lines.append(f"best evaluation: {_checkpoint(story.best)}")
+    if story.newest is not None:
+        lines.append(f"newest checkpoint: {_checkpoint(story.newest)}")
+    elif not story.is_complete:
+        lines.append("newest checkpoint: none")
+    lines.append(f"the same command {next_start(story)}")
+    return lines + [f"for the full report: {command('incidents', story.directory)}"] * bool(story.chapters)
+
+
+def without_directory(summary: Summary, incidents: Sequence[Incident], remedies: Mapping[str, Any] | None) -> list[str]:
+    """Sum up a run that writes nothing, from what its process knows."""
+    status = "clean" if summary.verdict == "well" else str(summary.verdict)
+    known: dict[str, Any] = {"step": summary.steps, "tick": summary.ticks, "summary": asdict(summary)}
+    chapters, advice = tuple(Chapter(one, 0) for one in incidents), open_advice(incidents)
+    story = Story(Path(), chapters, status, remedies=remedies, advice=advice, **known)
+    return [*_summed_up(story), "nothing of this is written: with run_dir there is a report, and a way to resume"]
+
+
+def _summed_up(story: Story) -> list[str]:
     made = ""
     if story.is_complete:
         made = f"{verdict(story)[0].lower()}: "
@@ -92,11 +121,6 @@ def review(story: Story, resumed_from: int | None = None) -> list[str]:
         if (at := _gave_up_at(story)) > story.step + 1:
             made = f"gave up at step {at:,}{of}{took}, and returned to step {story.step:,}; "
     lines = [f"{made}{'met ' if story.chapters else ''}{incidents_met(story)}.{cost_and_drill(story)}"]
-    if resumed_from is not None:
-        began = (
-            f"; the run began {datetime.fromtimestamp(story.began_ms / 1000):%Y-%m-%d %H:%M}" if story.began_ms else ""
-        )
-        lines.insert(0, f"this process resumed from step {resumed_from:,}{began}")
     cures = []
     for cause, some in by_cause(story.incidents).items():
         done = Counter(remedies_in_short(one) for one in some)
@@ -107,16 +131,14 @@ def review(story: Story, resumed_from: int | None = None) -> list[str]:
         lines.append(f"still active at the end: {'; '.join(shortened(active, _MOST_LEFT, '{:,} more'))}")
     if skipped := samples_skipped(story.remedies):
         lines.append(f"skipped: {counted(skipped, 'sample')}")
-    if story.is_complete and (story.directory / WEIGHTS).is_file():
-        lines.append(f"weights: {near(story.directory / WEIGHTS)}")
-    if story.best is not None:
-        lines.append(f"best evaluation: {_checkpoint(story.best)}")
-    if story.newest is not None:
-        lines.append(f"newest checkpoint: {_checkpoint(story.newest)}")
-    elif not story.is_complete:
-        lines.append("newest checkpoint: none")
-    lines.append(f"the same command {next_start(story)}")
-    return lines + [f"for the full report: {command('incidents', story.directory)}"] * bool(story.chapters)
+    return lines
+
+
+def completed(summary: Summary) -> str:
+    results = {"recent loss": summary.final_loss}
+    results |= {f"evaluation {name}": value for name, value in (summary.eval or {}).items()}
+    known = ", ".join(f"{name} {value:.4g}" for name, value in results.items() if value is not None)
+    return f"completed {counted(summary.steps, 'step')} in {duration(summary.seconds)}{f': {known}' if known else ''}"
 
 
 def _gave_up_at(story: Story) -> int:
@@ -180,9 +202,10 @@ def verdict(story: Story) -> tuple[str, str]:
             return "Not recovered, needs attention", f"{where}; {why}. {in_all}"
         case "no_progress":
             first, final = ((story.summary or {}).get(key) for key in ("first_loss", "final_loss"))
-            are_known = type(first) is type(final) is float
-            why = f" (it began at {first:.4g} and ended at {final:.4g})" if are_known else ""
-            return f"The loss did not fall{why}", f"{where}; {costs}"
+            if not isinstance(first, float) or not isinstance(final, float):
+                return "The loss did not fall", f"{where}; {costs}"
+            fell = "hardly fell" if final < first else "did not fall"
+            return f"The loss {fell} (it began at {first:.4g} and ended at {final:.4g})", f"{where}; {costs}"
         case "gave_up":
             why = "".join(f": {noticed(one.anomaly, by_name=False)}, {why_of(one)}" for one in story.incidents[-1:])
             if (at := _gave_up_at(story)) > story.step + 1:

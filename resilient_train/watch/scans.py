@@ -225,13 +225,14 @@ class Scans:
         return Anomaly(first.signal, step, tick, clean, first.evidence)
 
     def _is_on_purpose(self, step: int, found: Found) -> bool:
-        """Whether to accept a finding, because it came again at the same step after every rewind."""
+        """Whether to accept a finding: it came again at the same step after every rewind, or did at an earlier step."""
+        known = max((times for (_, what), times in self._times_found.items() if what == found.subject), default=0)
         times = self._times_found[step, found.subject] = self._times_found.get((step, found.subject), 0) + 1
-        if not found.acceptable or times <= _OFTEN:
+        if not found.acceptable or max(times, known) <= _OFTEN:
             return False
-        self._remarks.append(
-            f"step {step}: taken for intended, since it came again after {_OFTEN} rewinds: {found.evidence}"
-        )
+        if known <= _OFTEN:
+            why = f"taken for intended, like later ones there, since it came again after {_OFTEN} rewinds"
+            self._remarks.append(f"step {step}: {why}: {found.evidence}")
         return True
 
     # What rewinds.

@@ -76,6 +76,20 @@ def test_rows_that_raise_go_to_quarantine(caplog: pytest.LogCaptureFixture) -> N
     assert f"{__file__}:" in caplog.text, "the line of the user's that raised"
 
 
+def test_a_run_without_a_directory_says_how_it_ended(caplog: pytest.LogCaptureFixture) -> None:
+    """Once, and what is still open, though nothing is written."""
+    with caplog.at_level(logging.INFO, "resilient_train"):
+        guard = run(data=table(bad=(3,)))
+        guard.close()
+    messages = [one.getMessage() for one in caplog.records]
+    (verdict,) = (one for one in messages if one.startswith("recovered: met 1 incident (1 data)"))
+    after = messages[messages.index(verdict) + 1 :]
+    assert after[0] == "  data: rows in quarantine"
+    assert after[1].startswith("to change: Row 3 of the data raised")
+    assert "still active at the end: row 3 of the data in quarantine" in after
+    assert after[-1].startswith("nothing of this is written: with run_dir")
+
+
 class Raising:
     """An objective that raises in one of its calls, counted from 1, or in all from that one on."""
 

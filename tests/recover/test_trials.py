@@ -313,7 +313,7 @@ def test_a_trial_that_finds_nothing_leaves_no_trace(caplog: pytest.LogCaptureFix
     """A healthy plateau: to the last bit the run without a trial, its whole state included; only the updates cost."""
     caplog.set_level(logging.INFO, "resilient_train")
     with_trial = train(regression(WITH))
-    cost = r"  none did better; that took [\d,]+ updates and [\d.]+ s, which are not part of the run's"
+    cost = r"  none did enough better: x[\d.]+ came to .*; that took [\d,]+ updates and [\d.]+ s, not part of the run's"
     assert any(re.fullmatch(cost, one) for one in caplog.messages), caplog.messages
     without = train(regression(WITHOUT))
     assert with_trial._controls.trials.updates > 0

@@ -82,7 +82,7 @@ MAY_KNOW: dict[str, set[str]] = {
 AROUND = {"zoo", "tracking", "adapters", "app", "__main__", "__init__"}
 
 # Physical lines, blank ones and docstrings included.
-MOST_LINES = {"engine": 22_520, "package": 32_200, "tests": 35_550}
+MOST_LINES = {"engine": 22_530, "package": 32_230, "tests": 35_570}
 MOST_FILES = 140
 
 # Parts of a run: only they themselves may set their attributes.

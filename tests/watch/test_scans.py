@@ -612,6 +612,11 @@ def test_what_comes_again_after_every_rewind_is_intended() -> None:
         assert (found is None) == (times == 2)
     (remark,) = again.scans.remarks()
     assert "intended" in remark
+    assert again.updates(2 * EVERY) is None
+    layer(10.0)(again)
+    assert again.updates(2 * EVERY) is None  # such code writes there now and then
+    layer(NAN)(again)
+    assert again.updates(2 * EVERY) is not None
 
 
 def test_the_clean_step_waits_for_every_scan() -> None:
