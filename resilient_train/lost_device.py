@@ -28,7 +28,8 @@ from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, S
 from resilient_train.update.objective import Measured
 from resilient_train.wording import log, rows_named
 
-_SECONDS = 60.0  # for all rows; a large model is slow on the host
+_SECONDS = 60.0  # for all rows
+_LARGEST = 10**9  # weights: on the host one forward of more takes minutes
 
 
 class LostDevice:
@@ -93,7 +94,8 @@ class LostDevice:
     def _raising(self) -> tuple[tuple[int, ...], str]:
         """Return the rows of the last updates that raise on the host, if others do not, and what they raise."""
         snapshot = self._parts.ring.newest_verified()
-        if self._objective is None or snapshot is None or self._parts.world.size > 1:
+        size = sum(weight.numel() for weight in self._parts.state.model.parameters())
+        if self._objective is None or snapshot is None or self._parts.world.size > 1 or size > _LARGEST:
             return (), ""
         try:
             model = on_host(self._parts.state.model, snapshot.parts)
