@@ -23,6 +23,7 @@ from resilient_train.data.samples import Update
 from resilient_train.diagnose.frames import Line, line_of
 from resilient_train.errors import TrainError, in_one_line, text_of
 from resilient_train.numerics.domains import has_value
+from resilient_train.ranks.world import is_lost_device
 from resilient_train.run_parts import RunParts
 from resilient_train.state import randomness
 from resilient_train.state.copies import Attributes, Backup, Backups
@@ -195,7 +196,7 @@ class Loop:
         With several ranks the others are in the collectives of the same forward or backward, which cannot be begun
         again in the middle.
         """
-        if not self.treats or isinstance(error, TrainError | torch.AcceleratorError):
+        if not self.treats or isinstance(error, TrainError) or is_lost_device(error):
             return False
         if self.parts.world.is_of_group(error):
             return False

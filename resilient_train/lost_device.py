@@ -21,6 +21,7 @@ from torch import nn
 from resilient_train.data.samples import Update
 from resilient_train.data.stream import Key
 from resilient_train.errors import in_one_line, text_of
+from resilient_train.ranks.world import is_lost_device
 from resilient_train.recovery import Recovery
 from resilient_train.run_parts import RunParts
 from resilient_train.state.tree import Tree
@@ -29,6 +30,7 @@ from resilient_train.update.objective import Measured
 from resilient_train.wording import log, rows_named
 
 _SECONDS = 60.0  # for all rows
+_OF_ROWS = ("assert", "illegal memory access")  # what a row may be to blame for, in the words of CUDA
 _LARGEST = 10**9  # weights: on the host one forward of more takes minutes
 
 
@@ -48,20 +50,12 @@ class LostDevice:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if isinstance(error, torch.AcceleratorError) and not self._is_known and self._is_lost():
+        if error is not None and not self._is_known and is_lost_device(error):
             self._is_known = True
             try:
                 error.add_note(f"resilient_train: {self._explained(error)}")
             except Exception as failed:  # the error that the loop gets is the first one
                 log.error("what became of the GPU could not be noted: %s", in_one_line(failed))
-
-    def _is_lost(self) -> bool:
-        """Say whether the device can compute nothing any more."""
-        try:
-            torch.zeros(1, device=self._parts.world.device)
-        except torch.AcceleratorError:
-            return True
-        return False
 
     def _explained(self, error: BaseException) -> str:
         """Save what the host has, and find the rows that did it, for the next process; return what is said of it."""
@@ -70,7 +64,8 @@ class LostDevice:
         said = f"{text_of(error).splitlines()[0]}: this process cannot use the GPU any more"
         self._parts.ring.copier.give_up()
         lost, save = keeper.rescue()
-        rows, why = self._raising()
+        save()  # first: a forward on the host may take long, and may write to the snapshot
+        rows, why = self._raising() if any(word in said for word in _OF_ROWS) else ((), "")
         is_cured = False
         if rows:
             said += f"; on the host {why}, with {rows_named(rows)} alone"
@@ -88,7 +83,6 @@ class LostDevice:
             said += f"; samples at which {times} processes in a row end are skipped" if times else ""
             log.error("%s", said)
         keeper.progress.stays(is_explained=is_cured)
-        save()
         return said
 
     def _raising(self) -> tuple[tuple[int, ...], str]:
@@ -103,6 +97,9 @@ class LostDevice:
             return (), ""
         deadline = time.monotonic() + _SECONDS
         for keys in (keys for update in self._begun for keys in update.keys):
+            self._parts.beat()
+            if time.monotonic() > deadline:
+                return (), ""
             if (error := self._raised(model, keys)) is None:
                 continue
             rows = set[int]()
@@ -113,7 +110,10 @@ class LostDevice:
                     rows.add(key.row)
                 if time.monotonic() > deadline:
                     return (), ""
-            if 0 < len(rows) < len(keys):
+            # A branch that no CPU has would raise for others as well.
+            others = self._parts.samples.others(keys, 0)
+            is_common = any(type(self._raised(model, [one, one])) is type(error) for one in others)
+            if 0 < 2 * len(rows) <= len(keys) and not is_common:
                 return tuple(sorted(rows)), in_one_line(error)
         return (), ""
 
@@ -124,10 +124,8 @@ class LostDevice:
         try:
             with torch.no_grad(), in_eager:
                 self._objective.objective(model, self._parts.samples.collated(keys))
-        except torch.AcceleratorError:
-            return None
         except Exception as error:
-            return error
+            return None if isinstance(error, torch.AcceleratorError) else error
         return None
 
 

@@ -21,8 +21,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
 from resilient_train.adapters.arguments import TRAINERS
 from resilient_train.errors import (
     ConfigError,
@@ -36,7 +34,7 @@ from resilient_train.errors import (
     unusable,
 )
 from resilient_train.ranks.lock import DirectoryLock, refuse_dangling_link
-from resilient_train.ranks.world import World, is_lost_peer
+from resilient_train.ranks.world import World, is_lost_device, is_lost_peer
 from resilient_train.reader import DiskConfig
 from resilient_train.record import endings
 from resilient_train.record.endings import LOOP, SUMMARY, Loop, Summary
@@ -370,14 +368,14 @@ class RunReporter:
         is_lost = error is not None and is_lost_peer(error)
         why = endings.failure(self._directory) if is_lost else None
         ending.why = why or (None if error is None else short_message(error))
-        if why or not is_lost:  # else the progress stays as if this process was killed
+        if why or not (is_lost or is_lost_device(error)):  # else the progress stays as if this process was killed
             self.progress.turned_to(Doing.ENDED)
         write_summary(ending, self._directory)
 
     def fail(self, error: BaseException) -> None:
         """Report that an error ended the loop; a rank other than 0 leaves a note for rank 0."""
         # That a GPU was lost explains nothing: its samples may be to blame.
-        is_known = isinstance(error, GaveUp | Stopped | torch.AcceleratorError) or is_lost_peer(error)
+        is_known = isinstance(error, GaveUp | Stopped) or is_lost_peer(error) or is_lost_device(error)
         if self.place.rank and not (self._is_over or is_known):
             endings.note_failure(self._directory, self.place.rank, short_message(error), in_training=True)
         self.end(*status_and_code(error), error)

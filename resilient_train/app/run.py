@@ -14,8 +14,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from resilient_train import __version__
 from resilient_train.adapters.reporter import finish_uploads, print_review, status_and_code, write_summary
 from resilient_train.app import HOME
@@ -42,7 +40,7 @@ from resilient_train.files import commit_text
 from resilient_train.ranks.lock import DirectoryLock
 from resilient_train.ranks.process_exit import StopRequests, has_lost_sibling
 from resilient_train.ranks.watchdog import Hang, Phase, Watchdog
-from resilient_train.ranks.world import World, is_lost_peer
+from resilient_train.ranks.world import World, is_lost_device, is_lost_peer
 from resilient_train.record import endings, progress
 from resilient_train.record.endings import SUMMARY, Summary, read_ending
 from resilient_train.record.incident_log import IncidentLog
@@ -293,7 +291,7 @@ class _Session:
             was_lost = why is None
             ended = PeerEnded(why or "another process of this run ended; its error is in its train.rank*.log")
             ended.__cause__, error = error, ended
-        elif isinstance(error, torch.AcceleratorError):
+        elif is_lost_device(error):
             pass  # that a GPU was lost explains nothing: its samples may be to blame
         elif not is_main and error is not None and status_and_code(error)[0] == "failed":
             endings.note_failure(directory.path, self.world.rank, short_message(error), in_training=self.has_begun)

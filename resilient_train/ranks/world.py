@@ -139,6 +139,17 @@ def is_lost_peer(error: BaseException) -> bool:
     return bool(frames) and is_plumbing(frames[-1].filename)
 
 
+def is_lost_device(error: BaseException | None) -> bool:
+    """Say whether it is an error of CUDA after which this process can compute nothing there any more."""
+    if not isinstance(error, RuntimeError) or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return False
+    try:
+        torch.zeros(1, device="cuda")
+    except RuntimeError as again:
+        return not isinstance(again, torch.OutOfMemoryError)
+    return False
+
+
 class World:
     """This process among the others."""
 

@@ -29,7 +29,6 @@ _WARM_UP_STAGE = 10.0  # times that: too much for a stage of a warm-up, even bel
 _LEAST_PACE = 1e-12  # with a smaller share of the configured rate nothing is learned
 _FIRST_LOSSES = 8  # accepted losses whose mean is the loss at the beginning of the run
 _THROWN = 2.0  # times the size of the loss: a rise by that is no noise
-_RAISED = 0.2  # of the loss: the first updates have raised it
 _LAST_LOSSES = 50  # accepted losses whose median is the final loss of the run
 WILD = 5.0  # ratio of the 90th to the 10th percentile of gradient norms from which norms differ wildly
 _ALONE = 100.0  # times the median: a single gradient norm so far above the others is wild as well
@@ -287,7 +286,7 @@ class UpdateHistory:
 
     @property
     def first_loss(self) -> float | None:
-        """The mean of the first accepted losses, or of the first few if those after them threw it up."""
+        """The mean of the first accepted losses, or of the first few if those after them threw it far up."""
         return self._beginning()[0]
 
     @property
@@ -302,8 +301,7 @@ class UpdateHistory:
         losses = [self._first[step].loss for step in sorted(self._first)]
         means = [fmean(losses[:count]) for count in range(1, len(losses) + 1)] or [nan]
         lowest, mean = min(means), means[-1]
-        least = _RAISED if len(losses) == _FIRST_LOSSES else _THROWN  # fewer may be as noise has it
-        return (lowest if mean - lowest > least * abs(lowest) else mean) if losses else None, mean
+        return (lowest if mean - lowest > _THROWN * abs(lowest) else mean) if losses else None, mean
 
     @property
     def recent_loss(self) -> float | None:

@@ -12,8 +12,9 @@ from accelerate import Accelerator
 from torch import nn
 from torch.nn import functional as F
 
+from resilient_train import computation, lost_device
+from resilient_train.adapters import reporter
 from resilient_train.adapters.guard import Guard
-from resilient_train.lost_device import LostDevice
 
 BAD = 17
 
@@ -75,7 +76,11 @@ def refuses(rows: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LostDevice, "_is_lost", lambda _: True)
+    def is_lost(error: BaseException | None) -> bool:
+        return isinstance(error, torch.AcceleratorError)
+
+    for room in (lost_device, computation, reporter):
+        monkeypatch.setattr(room, "is_lost_device", is_lost)
 
 
 def test_the_row_is_found_on_the_host_and_left_out_by_the_next_process(tmp_path: Path) -> None:

@@ -38,8 +38,8 @@ MAY_KNOW: dict[str, set[str]] = {
     "controls": {"checkpoint", "diagnose", "numerics", "record", "recover", "run_parts", "state", "trials", "watch"},
     "recovery": {*("checkpoint", "controls", "data", "diagnose", "ranks", "record", "recover", "run_parts"), "watch"},
     "micro_batches": {"record", "recovery"},
-    "lost_device": {"data", "recovery", "run_parts", "state", "update"},
-    "computation": {"data", "diagnose", "numerics", "run_parts", "state", "update", "watch"},
+    "lost_device": {"data", "ranks", "recovery", "run_parts", "state", "update"},
+    "computation": {"data", "diagnose", "numerics", "ranks", "run_parts", "state", "update", "watch"},
     "guard": {
         *(
             "computation",
@@ -82,7 +82,7 @@ MAY_KNOW: dict[str, set[str]] = {
 AROUND = {"zoo", "tracking", "adapters", "app", "__main__", "__init__"}
 
 # Physical lines, blank ones and docstrings included.
-MOST_LINES = {"engine": 22_530, "package": 32_230, "tests": 35_570}
+MOST_LINES = {"engine": 22_540, "package": 32_240, "tests": 35_570}
 MOST_FILES = 140
 
 # Parts of a run: only they themselves may set their attributes.

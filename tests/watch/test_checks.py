@@ -430,7 +430,6 @@ def test_gradients_that_differ_wildly(norms: list[float], wildest: float, number
         pytest.param([8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.5], 4.5, id="the mean of eight"),
         pytest.param([2.0, 4.0, 3.0, 3.0], 3.0, id="noise does not change that"),
         pytest.param([4.0, 170.0, 90.0, 60.0, 50.0, 40.0, 30.0, 20.0], 4.0, id="thrown up by the first update"),
-        pytest.param([2.5, 3.6, 3.5, 3.7, 3.5, 3.1, 3.1, 2.8], 2.5, id="raised by it"),
         pytest.param([5.0, 3.0, 90.0, 60.0], 4.0, id="by the second"),
         pytest.param([-1.0, 8.0, 8.0], -1.0, id="a likelihood"),
         pytest.param([-0.1, 0.1, 0.1, -0.1, 0.3], 0.06, id="a loss that stays near 0"),
