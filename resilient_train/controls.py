@@ -184,6 +184,16 @@ class Controls(RunControl):
                 self._armor.remove(patched)
             samples.leave_out(left_out)
 
+    def settings_now(self) -> tuple[Knobs, Any]:
+        """Return what `put_back` restores: the knobs, and which samples are left out."""
+        return copy.copy(self.knobs), self._parts.samples.left_out() if self._parts.samples.rows else None
+
+    def put_back(self, settings: tuple[Knobs, Any]) -> None:
+        """Take back what remedies have changed since: rate, clip and epsilon, and the samples that are left out."""
+        (self.knobs, left_out), self._decisions_digest = settings, None
+        if left_out is not None:
+            self._parts.samples.leave_out(left_out)
+
     # What they need to know before.
 
     def circumstances(self, anomaly: Anomaly, diagnosis: Diagnosis, leap: Leap | None) -> Circumstances:

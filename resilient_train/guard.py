@@ -247,7 +247,9 @@ class EngineGuard:
                 return False
         if self.drill is not None:
             self.drill.on_gradients(self._place(), self._turns.weights or self._updater.weights)
-        rate = 1.0 if self.drill is None else self.drill.rate_factor(self._place())
+        rate = self._checks.rate_factor(self.attempted_step + 1)
+        if self.drill is not None:
+            rate *= self.drill.rate_factor(self._place())
         self._ring.copier.before_change()
         agreement, knobs = self._updater.agreement, self._controls.knobs.values
         agreement.set_flag(Flag.BUSY, self._keeper.is_busy)

@@ -8,14 +8,15 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from resilient_train.checkpoint.keeper import CheckpointKeeper
 from resilient_train.controls import Controls
 from resilient_train.data.rows import fingerprint
 from resilient_train.data.samples import Update
-from resilient_train.diagnose.explain import Explainer, ReferenceInvalid
+from resilient_train.diagnose.explain import OF_THE_LOSS, ChangedOnPurpose, Explainer, ReferenceInvalid
 from resilient_train.diagnose.search import Refused
 from resilient_train.diagnose.verdict import with_more_rows
 from resilient_train.errors import GaveUp, RanksDiffer, StorageFailed, TrainError
@@ -28,6 +29,7 @@ from resilient_train.recover.policy import Policy
 from resilient_train.recover.remedies import is_mild
 from resilient_train.run_parts import RunParts
 from resilient_train.types import (
+    ACCEPTED,
     OUTSIDE,
     Action,
     Anomaly,
@@ -39,6 +41,7 @@ from resilient_train.types import (
     ProcessIncident,
     Signal,
 )
+from resilient_train.watch.purpose import Probe, Rise
 from resilient_train.wording import counted, final_message, log, rank_names
 
 
@@ -67,6 +70,7 @@ class Recovery:
         self._observed: int | None = None  # number of the incident that further anomalies count into
         self._anomalous_step = 0  # the newest of them
         self._ended_damaged = False  # the loop ended before it was healthy again
+        self._before_change: Any = None  # what remedies had changed before the rise that checks.probe is about
         self._saving_incident: int | None = None  # number of the newest one about checkpoints that cannot be saved
 
     # With every update.
@@ -129,8 +133,11 @@ class Recovery:
             reference = checks.rewind_check.reference
             diagnosis, leap = self.explainer.explain(anomaly, update, refused, history, reference, leap)
         except ReferenceInvalid as why:
-            log.info("note: %s: what is usual is learned again", why)
-            checks.start_over()
+            if isinstance(why, ChangedOnPurpose):
+                self._accept_change(anomaly, str(why))
+            else:
+                log.info("note: %s: what is usual is learned again", why)
+                checks.start_over()
             return
         if not anomaly.ranks:  # averaged gradients are the same on every rank: only a replay names the rank
             anomaly = replace(anomaly, ranks=diagnosis.ranks)
@@ -139,6 +146,12 @@ class Recovery:
         # Decide. The loss is measured against the reference first: how far it is above may set the remedy's strength.
         if anomaly.reached_weights and diagnosis.cause is not Cause.CORRUPTION:
             checks.require_recovery(anomaly.since, _reached(anomaly))
+        rise = self._undone_rise(anomaly, diagnosis)
+        if rise is not None and checks.probe is not None and checks.probe.confirms(rise, anomaly.step):
+            was, where = self._level(), f"step {rise.step:,}"
+            what = f"the loss rose from {was:.4g} to {was + rise.height:.4g} at {where}, after a rewind as before it"
+            self._accept_change(anomaly, f"{what}, with other samples and a tenth of the rate")
+            return
         last = history[-1].rewound_to if history else None
         decision = decide(
             *(self.policy, anomaly, diagnosis, history, parts.clock.tick),
@@ -158,7 +171,12 @@ class Recovery:
             self.incident_log.record_treatment(incident, phases.timed, ongoing=True)
             return
 
+        if checks.probe is None:
+            self._before_change = controls.settings_now()
         incident = controls.apply(incident, suspects, phases, started, was_refused=refused is not None)
+        if rise is not None and incident.rewound_to is not None:
+            is_jump = anomaly.signal is Signal.LOSS_SPIKE
+            checks.probe = Probe.of(rise, anomaly.step, incident.rewound_to, is_jump=is_jump)
         self.note_remedies()  # first, so that an incident that was treated has them in effect
         if before is not None:
             if (more := with_more_rows(before.diagnosis, diagnosis)) != before.diagnosis:
@@ -168,6 +186,33 @@ class Recovery:
             self._earlier.with_new([replace(before, anomaly=anomaly, again=())], anomaly.tick)
             return
         self.incident_log.record_treatment(incident, phases.timed)
+
+    def _undone_rise(self, anomaly: Anomaly, diagnosis: Diagnosis) -> Rise | None:
+        """Return the rise of the loss that an anomaly is about, if a rewind cannot be sure to undo it."""
+        is_of_state = diagnosis.cause in (Cause.CORRUPTION, Cause.OPTIMIZER, Cause.TRANSIENT) or diagnosis.rows
+        if not anomaly.landed or anomaly.signal not in OF_THE_LOSS or is_of_state:
+            return None
+        return self.parts.updates.rise(anomaly.since, self._level())
+
+    def _level(self) -> float:
+        reference = self.parts.checks.rewind_check.reference
+        return inf if reference is None else reference.level
+
+    def _accept_change(self, anomaly: Anomaly, what: str) -> None:
+        """Take what raised the loss for a change on purpose: learn anew, and put back what was done about it."""
+        checks, step = self.parts.checks, anomaly.since + 1
+        for incident in self.incident_log.open_incidents if checks.probe is not None else ():
+            if incident.left_damage:
+                actions = (*incident.decision.actions, Action(ACCEPTED))
+                decision, advice = replace(incident.decision, actions=actions), f"{what}: {_ON_PURPOSE.format(step)}"
+                diagnosis = replace(incident.diagnosis, cause=Cause.UNKNOWN, advice=advice)
+                self.incident_log.update(replace(incident, decision=decision, diagnosis=diagnosis))
+        if checks.probe is not None and self._before_change is not None:
+            self.controls.put_back(self._before_change)
+        checks.start_over()
+        self.parts.ring.release_reference()
+        self.note_remedies()
+        log.warning("step %d: %s: %s", anomaly.step, what, _ON_PURPOSE.format(step))
 
     def try_rates(self) -> None:
         """Try lower learning rates, as the loss stands; continue with one that overtakes the run."""
@@ -435,6 +480,7 @@ def _reached(anomaly: Anomaly) -> int:
     return anomaly.since if anomaly.signal is Signal.NOT_RECOVERED else anomaly.step
 
 
+_ON_PURPOSE = "taken as a change on purpose; to declare it: expect=[{}]"
 _DIFFER = (
     "The ranks decided differently: look for code, data or settings that differ between ranks, such as another version "
     "of a file on another host, or a state that only some ranks change."

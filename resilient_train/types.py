@@ -35,6 +35,7 @@ class Signal(StrEnum):
 
 
 OBSERVE = "observe"  # the action of a policy that only observes
+ACCEPTED = "accepted"  # the action that ends an incident whose cause was a change on purpose
 TRIAL = "trial"
 SPIKES = (Signal.LOSS_SPIKE, Signal.GRAD_SPIKE)  # updates that a limit refused
 
@@ -188,6 +189,11 @@ class Incident:
     def is_observed(self) -> bool:
         """Say whether the policy only observes: nothing was changed."""
         return any(action.remedy == OBSERVE for action in self.decision.actions)
+
+    @property
+    def is_accepted(self) -> bool:
+        """Say whether it was a change on purpose."""
+        return any(action.remedy == ACCEPTED for action in self.decision.actions)
 
     @property
     def last_step(self) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 from resilient_train.secrets import masked
 from resilient_train.types import (
+    ACCEPTED,
     OBSERVE,
     TRIAL,
     Action,
@@ -98,6 +99,7 @@ _REMEDIES: dict[str, tuple[str, ...]] = {
     "try_again": ("training continues, and saving is retried",),
     "smaller_batch": ("smaller micro-batches, more of them to an update",),
     "end": ("the process was ended",),
+    ACCEPTED: ("taken as a change on purpose",),
 }
 _UNSAID = ("by_loss", "lasting", "leapt_to")
 _LOOK_AT = re.compile(r"Look at rows? ([\d, ]*\d)[^:]* of the data: the batch is ordinary without ")

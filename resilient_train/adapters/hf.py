@@ -224,7 +224,7 @@ class Guarding:
         before = self.noted()
         before |= {"_buffered_inputs": trainer._buffered_inputs} if self.generates else {}
         counts, self.is_replay, self._replayed = self._counts, True, None
-        self._return_to(fed.before or counts)
+        self._return_to(counts if self._following.samples.sees_now else fed.before or counts)
         try:
             items = fed.more.get("items") or [None]
             loss = self._plain_step(model, batch, items[min(self.number, len(items) - 1)])

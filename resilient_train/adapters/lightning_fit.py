@@ -306,7 +306,7 @@ class Fit:
         kwargs = self._loop._build_kwargs(OrderedDict(), batch, fed.number + number)
         before, was_quiet, self._is_quiet = Logged(self._trainer, self._metrics), self._is_quiet, True
         place = self._place()
-        if fed.before is not None:
+        if fed.before is not None and not self._follower.samples.sees_now:
             self._return_to(fed.before[number])
         try:
             with self._plugin.train_step_context():

@@ -191,7 +191,7 @@ def verdict_of(status: str, incidents: Sequence[Incident], steps: int, ends: tup
         return "observed"
     first, final = ends
     if steps < _JUDGED_AFTER or first is None or final is None or final < first - _LEAST_FALL * abs(first):
-        return "recovered" if incidents else "well"
+        return "well" if all(one.is_accepted for one in incidents) else "recovered"
     return "no_progress"
 
 

@@ -6,6 +6,7 @@ import logging
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -81,6 +82,7 @@ class FedSamples(Samples):
         self.newest_stop = self.position  # the end of everything that was fetched
         self.current: Fed | None = None  # the update that was served last
         self._served: Update | None = None  # the same, as it was served
+        self.sees_now = False  # replays see the counts of the trainer as they are
 
     # What the trainer fetches.
 
@@ -180,6 +182,14 @@ class FedSamples(Samples):
         return [next(others) if key.row in bad else key for key in keys]
 
     # What the engine asks for.
+
+    @contextmanager
+    def as_of_now(self) -> Iterator[None]:
+        self.sees_now = True
+        try:
+            yield
+        finally:
+            self.sees_now = False
 
     @property
     def next_start(self) -> int:

@@ -7,6 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 from operator import itemgetter
@@ -137,6 +138,10 @@ class Samples(ABC):
     def close(self) -> None:
         """Stop worker processes."""
         self._batches = None
+
+    def as_of_now(self) -> AbstractContextManager[None]:
+        """Let replays in a block see the counts of a trainer as they are, not as they were before each update."""
+        return nullcontext()
 
     # With an index.
 

@@ -31,14 +31,13 @@ from resilient_train.watch.vitals import FEW, WILD, Leap, PastUpdate, UpdateHist
 from resilient_train.wording import names_listed
 
 _KNOWN_AFTER, _KNOWN_FOR = 2, 50  # after 2 identical incidents within 50 updates, their diagnosis is tried first
-_OF_THE_LOSS = (Signal.LOSS_SPIKE, Signal.DIVERGENCE, Signal.NOT_RECOVERED)
+OF_THE_LOSS = (Signal.LOSS_SPIKE, Signal.DIVERGENCE, Signal.NOT_RECOVERED)
 _OF_THE_RATE = (
-    *(*_OF_THE_LOSS, Signal.GRAD_SPIKE, Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD),
+    *(*OF_THE_LOSS, Signal.GRAD_SPIKE, Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD),
     *(Signal.NONFINITE_WEIGHTS, Signal.NONFINITE_OPTIMIZER),
 )
 _MIN_SHARE_OF_UPDATE = 0.5  # of a rise of the loss: samples that cause less of it are not to blame
 _MIN_SHARE_OF_ROW = 0.25  # of it: a row that causes less of it is not to blame
-_SAME = 1e-3  # of a loss: how far two of the same update at the same weights may differ
 _AHEAD = 2048  # samples ahead that are searched as well, once bad rows are found
 _YOUNG = 16  # accepted updates, before which there is nothing to compare with
 _TO_COMPARE = 5  # updates with bad rows, and without them, that a comparison takes
@@ -49,10 +48,14 @@ _FAR_ABOVE = 100.0  # times what three of four rows do not exceed, or times the 
 
 
 class ReferenceInvalid(Exception):
-    """No loss from before can be compared with one of now.
+    """No loss from before can be compared with one of now: the samples had a low one as they had just been learned."""
 
-    The samples of an earlier update have another loss now, or had a low one only since they had just been learned.
-    """
+
+class ChangedOnPurpose(ReferenceInvalid):
+    """At proven weights any samples have the raised loss: the loss, the model or the data was changed on purpose."""
+
+    def __init__(self, now: float, was: float) -> None:
+        super().__init__(f"the loss rose from {was:.4g} to {now:.4g} with any samples, at proven weights too")
 
 
 class Explainer:
@@ -110,12 +113,12 @@ class Explainer:
             found = self._of_refused(anomaly, refused, history) if refused is not None else None
             found = found or by_signal(anomaly)
         else:
-            if anomaly.signal in _OF_THE_LOSS and not is_sudden:
+            if anomaly.signal in OF_THE_LOSS and not is_sudden:
                 found = self._samples_behind(anomaly, reference)
             found = found or self._damage(anomaly, history)
         # Bad rows do not depend on the learning rate, and a slow rise of it makes no operation return NaN.
         may_be_leap = is_sudden or (found.culprit is None and found.cause is Cause.EXPLOSION)
-        may_be_leap &= found.cause is not Cause.DATA and anomaly.signal in (_OF_THE_RATE if is_sudden else _OF_THE_LOSS)
+        may_be_leap &= found.cause is not Cause.DATA and anomaly.signal in (_OF_THE_RATE if is_sudden else OF_THE_LOSS)
         if leap is not None and may_be_leap:
             return by_rate(leap.factor, leap.step, is_sudden=is_sudden), leap
         if found.cause in (Cause.EXPLOSION, Cause.OVERFLOW) and (advice := self._out_of_scale(update)):
@@ -136,6 +139,11 @@ class Explainer:
     def _of_refused(self, anomaly: Anomaly, refused: Refused, history: Sequence[Incident]) -> Diagnosis | None:
         update, search = refused.update, self._search
         known = _known(anomaly, history)
+        trusted = self._updates.around(anomaly.since)[1]
+        if anomaly.signal in SPIKES and search is not None and self._samples.rows and trusted:
+            now, was = self._updates.recent_measurements()[0][-1], median(one.loss for one in trusted)
+            if now - was > _MIN_SHARE_OF_UPDATE * abs(was) and self._is_changed(trusted, now - was):
+                raise ChangedOnPurpose(now, was)
         if search is not None and known is not None and (confirmed := search.confirmed(known, refused)) is not None:
             return confirmed
         if anomaly.signal is Signal.NONFINITE_BATCH:  # rows whose values are not finite: this takes no replay
@@ -274,7 +282,7 @@ class Explainer:
         verified = self._ring.verified_until(anomaly.since)
         if reference is None or not verified or not suspects:
             return None
-        first, rise = suspects[0], max(one.loss for one in suspects) - reference.level
+        first, rise = suspects[0], median(one.loss for one in suspects) - reference.level
         is_first = first.step == verified[0].step + 1  # it was made at the very weights of the verified state
         if self._search is None or not self._samples.rows:
             is_high = is_first and first.loss - reference.level > max(rise / 2, reference.size)
@@ -284,38 +292,39 @@ class Explainer:
             return None
         self._ring.copier.wait()
         loss_at = self._search.loss_at
-        with randomness.preserved(self._world.device):
-            with self._state.weights_of(verified[0].parts):
-                usual, was = median([loss_at(one.start) for one in trusted]), median(one.loss for one in trusted)
-                others = sorted(loss_at(one.start, of_others=True) for one in trusted)
-                unlearned, high = others[len(others) // 2], others[max(0, len(others) - 2)]  # one may hold bad rows
-                if unlearned - usual > max(_MIN_SHARE_OF_UPDATE * rise, reference.size):
-                    raise ReferenceInvalid(
-                        f"losses of {was:.4g} up to step {verified[0].step:,} are of rows that had just been learned; "
-                        f"at the same weights others have {unlearned:.4g}"
-                    )
-                if not usual - was > max(_MIN_SHARE_OF_UPDATE * rise, reference.size):
-                    is_off = is_first and first.loss - usual > rise / 2
-                    if is_off and loss_at(first.start) - usual < _MIN_SHARE_OF_ROW * rise:
-                        return verdict.TRANSIENT  # neither the samples nor the weights
-                    bad = [loss_at(one.start) for one in suspects]
-                    if not median(bad) - usual > _MIN_SHARE_OF_UPDATE * rise or high >= median(bad):
-                        return None  # also where the loss is not finite
-                    worst = suspects[bad.index(max(bad))].start
-                    limit = usual + _MIN_SHARE_OF_ROW * (max(bad) - usual)
-                    rows = self._search.raising(worst, trusted[-1].start, limit)
-                    return verdict.on_misled(rows, usual, median(bad))
-            for older in verified[1:]:  # did the objective change, or what it was given for a while?
-                if (then := self._updates.next_after(older.step)) is None:
-                    continue
-                with self._state.weights_of(older.parts):
-                    difference = abs(loss_at(then.start) - then.loss)
-                if difference <= _SAME * max(abs(then.loss), 1e-6):
-                    raise ReferenceInvalid(
-                        f"losses of {was:.4g} up to step {verified[0].step:,}, where the samples there "
-                        f"have {usual:.4g} now"
-                    )
-        return verdict.on_changed(was, usual)
+        with randomness.preserved(self._world.device), self._state.weights_of(verified[0].parts):
+            now = [loss_at(one.start) for one in trusted]
+            usual, was = median(now), median(one.loss for one in trusted)
+            if self._is_changed(trusted, rise):
+                raise ChangedOnPurpose(was + rise, was)
+            others = sorted(loss_at(one.start, of_others=True) for one in trusted)
+            unlearned, high = others[len(others) // 2], others[max(0, len(others) - 2)]  # one may hold bad rows
+            if unlearned - usual > max(_MIN_SHARE_OF_UPDATE * rise, reference.size):
+                raise ReferenceInvalid(
+                    f"losses of {was:.4g} up to step {verified[0].step:,} are of rows that had just been learned; "
+                    f"at the same weights others have {unlearned:.4g}"
+                )
+            is_off = is_first and first.loss - usual > rise / 2
+            if is_off and loss_at(first.start) - usual < _MIN_SHARE_OF_ROW * rise:
+                return verdict.TRANSIENT  # neither the samples nor the weights
+            bad = [loss_at(one.start) for one in suspects]
+            if not median(bad) - usual > _MIN_SHARE_OF_UPDATE * rise or high >= median(bad):
+                return None  # also where the loss is not finite
+            ahead = self._samples.starts(suspects[-1].start, _AHEAD)
+            later = [loss_at(start) for start in ahead[:: max(1, len(ahead) // FEW)]]
+            if later and min(later) - usual > _MIN_SHARE_OF_UPDATE * rise:  # the data is like that from here on
+                raise ChangedOnPurpose(median(bad), usual)
+            worst = suspects[bad.index(max(bad))].start
+            limit = usual + _MIN_SHARE_OF_ROW * (max(bad) - usual)
+            rows = self._search.raising(worst, trusted[-1].start, limit)
+            return verdict.on_misled(rows, usual, median(bad))
+
+    def _is_changed(self, trusted: Sequence[PastUpdate], rise: float) -> bool:
+        """Whether samples no longer have the loss that they had at these weights: no update or rate can do that."""
+        assert self._search is not None
+        with self._samples.as_of_now():
+            risen = [self._search.loss_at(one.start) - one.loss for one in trusted]
+        return median(risen) > _MIN_SHARE_OF_UPDATE * rise
 
 
 def _known(anomaly: Anomaly, history: Sequence[Incident]) -> Diagnosis | None:

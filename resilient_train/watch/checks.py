@@ -10,8 +10,9 @@ from typing import Any
 
 from resilient_train.types import SPIKES, Anomaly, Signal, Vitals
 from resilient_train.watch.config import ChecksConfig
-from resilient_train.watch.limit import GradLimit, Refusals, ScaleCollapse, loss_limit
+from resilient_train.watch.limit import NO_LIMIT, GradLimit, Refusals, ScaleCollapse, loss_limit
 from resilient_train.watch.loss import Alarm, Creep, Jump, Level, PlainState, Slow, load_each
+from resilient_train.watch.purpose import PROBE_RATE, Probe
 from resilient_train.watch.rate import EarlyDivergence, NoProgress, RateRise
 from resilient_train.watch.reference import Reference, RewindCheck, Standing
 
@@ -76,18 +77,26 @@ class Checks:
         self._latest: deque[float] = deque(maxlen=_LATEST)  # losses of attempted updates
         self.awaited: Reference | None = None  # the loss was not back there when the schedule started again
         self._since_restart: deque[float] = deque(maxlen=config.probation.window)
+        self.probe: Probe | None = None  # whether a rise that was undone comes again
+        self._step = 0  # of the newest update
         for step in config.expect:
             self.expect(step)
 
     @property
     def limits(self) -> tuple[float, float]:
         """The limits for the loss and the gradient norm, exact in float32."""
+        if self.probe is not None and self.probe.covers(self._step + 1):
+            return NO_LIMIT, NO_LIMIT  # to see all of it
         return loss_limit(self.config.limit, self._level), self._grad_limit.limit
 
     @property
     def usual_norm(self) -> float | None:
         """The largest of the recent gradient norms; the first one while there are few."""
         return self._grad_limit.largest if self._grad_limit.is_warm else self.early_divergence.first_norm
+
+    def rate_factor(self, step: int) -> float:
+        """Return what the learning rate of an update is multiplied by, to see whether a rise depends on it."""
+        return PROBE_RATE if self.probe is not None and self.probe.covers(step) else 1.0
 
     def expect(self, step: int) -> None:
         """Declare a change on purpose with this step."""
@@ -154,6 +163,7 @@ class Checks:
         trusted = since if reference is None else max(since, reference.step)
         self._accepted = OrderedDict((other, one) for other, one in self._accepted.items() if other <= trusted)
         self._latest.clear()
+        self._step = step
         self._since_restart.clear()
         self.rewind_check.rewound(step, {other: loss for other, (loss, _) in self._accepted.items()}, rate)
         if len(self._accepted) >= self.config.limit.warmup:
@@ -165,6 +175,7 @@ class Checks:
 
     def judge(self, vitals: Vitals) -> Finding:
         """Judge one attempted update."""
+        self._step = vitals.step
         self._latest.append(vitals.loss)
         finding = self._judge(vitals)
         self._repeats = self._repeats + 1 if finding.repeat else 0
@@ -300,6 +311,7 @@ class Checks:
         for check in (self._jump, self._rate_rise, self._creep, self._slow, self.no_progress, self._grad_limit):
             check.forget()
         self.rewind_check.end()
+        self.probe = None
         self.early_divergence.is_over = True
 
     def persistent_state(self) -> dict[str, Any]:

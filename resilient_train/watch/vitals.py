@@ -6,7 +6,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
-from math import isfinite, nan
+from math import inf, isfinite, nan
 from statistics import fmean, median
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -16,6 +16,7 @@ import torch
 from resilient_train.ranks.world import World
 from resilient_train.state.tree import leaves
 from resilient_train.types import Anomaly, Signal, Vitals
+from resilient_train.watch.purpose import Rise
 
 _KEPT = 10_000  # updates in memory: further back than the memory snapshots of a run reach
 _IN_CHECKPOINT = 2048  # updates
@@ -32,6 +33,7 @@ _THROWN = 2.0  # times the size of the loss: a rise by that is no noise
 _LAST_LOSSES = 50  # accepted losses whose median is the final loss of the run
 WILD = 5.0  # ratio of the 90th to the 10th percentile of gradient norms from which norms differ wildly
 _ALONE = 100.0  # times the median: a single gradient norm so far above the others is wild as well
+_GROWN = 2.0  # times as large: gradient norms that grow with a loss
 FEW = 5  # updates that a diagnosis replays or inspects
 
 
@@ -278,6 +280,18 @@ class UpdateHistory:
                 return highest <= min(_LEAP, _WARM_UP_STAGE, _RISE_BEGINS) * one.lr_ratio
             highest = max(highest, one.lr_ratio)
         return False
+
+    def rise(self, since: int, level: float) -> Rise | None:
+        """Return how the loss rose from its `level` after step `since`; None if the newest losses are not above it."""
+        after = [one for one in self._passed if one.step > since]
+        height = median(one.loss for one in after[-FEW:]) - level if after else 0.0
+        if not 0 < height < inf:
+            return None
+        high = [one for one in after if one.loss - level > height / 2]
+        norms = [one.norm for one in high]
+        half = len(norms) // 2
+        grows = half > 0 and median(norms[half:]) > _GROWN * median(norms[:half])
+        return Rise(high[0].step, high[0].start, height, grows)
 
     def trace(self, step: int) -> int:
         """Return a digest of the measurements after a step; it is equal only if each of them was, to the last bit."""

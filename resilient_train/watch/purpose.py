@@ -1,0 +1,49 @@
+"""Was a rise of the loss on purpose? An experiment tells: it is undone once, and looked for at a tenth of the rate."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+PROBE_RATE = 0.1  # of the rate, around the step of a rise that was undone
+_BEFORE, _AFTER = 2, 12  # steps around a jump that are made at that rate
+_ALIKE = 0.25  # of the higher of two rises, by which they may differ
+_NEAR, _NEAR_SHARE = 2, 0.25  # steps, and share of the way from the rewind, by which their steps may differ
+
+
+class Rise(NamedTuple):
+    """A loss that left its level."""
+
+    step: int  # the first update with it
+    start: int  # of its samples
+    height: float  # above the level
+    grows: bool  # gradient norms grow with it
+
+
+class Probe(NamedTuple):
+    """A rise that a rewind has undone, and the steps in which the rate is a tenth.
+
+    A rise that comes again there, as high, with other samples, was made by none of weights, rate and samples. So it is,
+    with any samples, if it comes at once at the weights of a verified state.
+    """
+
+    rise: Rise
+    rewound_to: int
+    first: int
+    last: int
+
+    @classmethod
+    def of(cls, rise: Rise, noticed: int, rewound_to: int, *, is_jump: bool) -> Probe:
+        """Make it for a jump, or for a climb that was `noticed` at a step: then all the way from the rewind."""
+        first = rise.step - _BEFORE if is_jump else rewound_to
+        return cls(rise, rewound_to, first, (rise.step if is_jump else noticed) + _AFTER)
+
+    def covers(self, step: int) -> bool:
+        return self.first <= step <= self.last
+
+    def confirms(self, again: Rise, step: int) -> bool:
+        """Say whether a rise that was noticed at a step is the same one."""
+        if again.grows or abs(again.height - self.rise.height) > _ALIKE * max(again.height, self.rise.height):
+            return False
+        near = max(_NEAR, round(_NEAR_SHARE * (self.rise.step - self.rewound_to)))
+        is_there = abs(again.step - self.rise.step) <= near and self.covers(step) and again.start != self.rise.start
+        return is_there or again.step == self.rewound_to + 1
