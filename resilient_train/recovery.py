@@ -189,8 +189,8 @@ class Recovery:
 
     def _undone_rise(self, anomaly: Anomaly, diagnosis: Diagnosis) -> Rise | None:
         """Return the rise of the loss that an anomaly is about, if a rewind cannot be sure to undo it."""
-        is_of_state = diagnosis.cause in (Cause.CORRUPTION, Cause.OPTIMIZER, Cause.TRANSIENT) or diagnosis.rows
-        if not anomaly.landed or anomaly.signal not in OF_THE_LOSS or is_of_state:
+        may_be_meant = diagnosis.cause in (Cause.EXPLOSION, Cause.RATE, Cause.UNKNOWN)
+        if not anomaly.landed or anomaly.signal not in OF_THE_LOSS or not may_be_meant:
             return None
         return self.parts.updates.rise(anomaly.since, self._level())
 
@@ -200,19 +200,32 @@ class Recovery:
 
     def _accept_change(self, anomaly: Anomaly, what: str) -> None:
         """Take what raised the loss for a change on purpose: learn anew, and put back what was done about it."""
-        checks, step = self.parts.checks, anomaly.since + 1
-        for incident in self.incident_log.open_incidents if checks.probe is not None else ():
-            if incident.left_damage:
-                actions = (*incident.decision.actions, Action(ACCEPTED))
-                decision, advice = replace(incident.decision, actions=actions), f"{what}: {_ON_PURPOSE.format(step)}"
-                diagnosis = replace(incident.diagnosis, cause=Cause.UNKNOWN, advice=advice)
-                self.incident_log.update(replace(incident, decision=decision, diagnosis=diagnosis))
-        if checks.probe is not None and self._before_change is not None:
+        checks = self.parts.checks
+        if checks.probe is not None:
             self.controls.put_back(self._before_change)
+        if anomaly.signal is Signal.WEIGHTS_JUMP:
+            self.parts.scans.rebase()
+        self._note_accepted(what, anomaly.since + 1)
         checks.start_over()
         self.parts.ring.release_reference()
         self.note_remedies()
-        log.warning("step %d: %s: %s", anomaly.step, what, _ON_PURPOSE.format(step))
+
+    def accept_written(self) -> bool:
+        """Say whether weights that the loop wrote were just taken for intended, and end the incidents about them."""
+        found, self.parts.scans.accepted = self.parts.scans.accepted, None
+        if found is not None:
+            self._note_accepted(found.evidence, self.parts.clock.step)
+        return found is not None
+
+    def _note_accepted(self, what: str, step: int) -> None:
+        """Say that something was taken for a change on purpose, also in the open incidents that took it for damage."""
+        note = f"{what}: taken as a change on purpose; to declare it: expect=[{step}]"
+        for incident in self.incident_log.open_incidents:
+            if incident.anomaly.landed and incident.diagnosis.cause is not Cause.PROCESS and not incident.diagnosis.rows:
+                decision = replace(incident.decision, actions=(*incident.decision.actions, Action(ACCEPTED)))
+                diagnosis = replace(incident.diagnosis, cause=Cause.UNKNOWN, advice=note)
+                self.incident_log.update(replace(incident, decision=decision, diagnosis=diagnosis))
+        log.warning("step %d: %s", self.parts.clock.step, note)
 
     def try_rates(self) -> None:
         """Try lower learning rates, as the loss stands; continue with one that overtakes the run."""
@@ -480,7 +493,6 @@ def _reached(anomaly: Anomaly) -> int:
     return anomaly.since if anomaly.signal is Signal.NOT_RECOVERED else anomaly.step
 
 
-_ON_PURPOSE = "taken as a change on purpose; to declare it: expect=[{}]"
 _DIFFER = (
     "The ranks decided differently: look for code, data or settings that differ between ranks, such as another version "
     "of a file on another host, or a state that only some ranks change."

@@ -28,6 +28,7 @@ from resilient_train.state.tree import Share, is_sharded, local_part, sharding_o
 from resilient_train.types import SPIKES, Anomaly, Cause, Diagnosis, Incident, Signal, Vitals, kind_of
 from resilient_train.watch.reference import Reference
 from resilient_train.watch.vitals import FEW, WILD, Leap, PastUpdate, UpdateHistory
+from resilient_train.watch.weights import is_possible
 from resilient_train.wording import names_listed
 
 _KNOWN_AFTER, _KNOWN_FOR = 2, 50  # after 2 identical incidents within 50 updates, their diagnosis is tried first
@@ -139,11 +140,8 @@ class Explainer:
     def _of_refused(self, anomaly: Anomaly, refused: Refused, history: Sequence[Incident]) -> Diagnosis | None:
         update, search = refused.update, self._search
         known = _known(anomaly, history)
-        trusted = self._updates.around(anomaly.since)[1]
-        if anomaly.signal in SPIKES and search is not None and self._samples.rows and trusted:
-            now, was = self._updates.recent_measurements()[0][-1], median(one.loss for one in trusted)
-            if now - was > _MIN_SHARE_OF_UPDATE * abs(was) and self._is_changed(trusted, now - was):
-                raise ChangedOnPurpose(now, was)
+        if anomaly.signal in SPIKES:
+            self._require_old_losses(anomaly)
         if search is not None and known is not None and (confirmed := search.confirmed(known, refused)) is not None:
             return confirmed
         if anomaly.signal is Signal.NONFINITE_BATCH:  # rows whose values are not finite: this takes no replay
@@ -163,7 +161,9 @@ class Explainer:
         return replace(found, rows=tuple(sorted({*found.rows, *more.rows})), reasons={**more.reasons, **found.reasons})
 
     def _damage(self, anomaly: Anomaly, history: Sequence[Incident]) -> Diagnosis:
-        """What is wrong with weights or moments: the worst that any rank has found."""
+        """What is wrong with weights or moments: the worst that any rank has found. Raises ChangedOnPurpose."""
+        if anomaly.signal is Signal.WEIGHTS_JUMP and not anomaly.ranks:
+            self._require_worse_weights(anomaly)
         verified = self._ring.verified_until(anomaly.since)
         before: Mapping[str, Any] = verified[0].parts["weights"] if verified else {}
         mine = of_state(anomaly, dict(self._state.model.named_parameters()), before, self._optimizers)
@@ -326,6 +326,32 @@ class Explainer:
             risen = [self._search.loss_at(one.start) - one.loss for one in trusted]
         return median(risen) > _MIN_SHARE_OF_UPDATE * rise
 
+    def _require_old_losses(self, refused: Anomaly) -> None:
+        """Raise ChangedOnPurpose if at proven weights a refused update has company: samples from before it."""
+        verified = self._ring.verified_until(refused.since)
+        trusted = self._updates.around(verified[0].step)[1] if verified else []
+        if self._search is None or not self._samples.rows or not trusted:
+            return
+        now, was = self._updates.recent_measurements()[0][-1], median(one.loss for one in trusted)
+        if now - was > _MIN_SHARE_OF_UPDATE * abs(was):
+            self._ring.copier.wait()
+            with randomness.preserved(self._world.device), self._state.weights_of(verified[0].parts):
+                if self._is_changed(trusted, now - was):
+                    raise ChangedOnPurpose(now, was)
+
+    def _require_worse_weights(self, jump: Anomaly) -> None:
+        """Raise ChangedOnPurpose if the newest samples have a clearly lower loss at the weights that were written."""
+        verified, newest = self._ring.verified_until(jump.since), self._updates.around(jump.since)[0]
+        if self._search is None or not self._samples.rows or not verified or not newest:
+            return
+        self._ring.copier.wait()
+        with randomness.preserved(self._world.device):
+            now = median(self._search.loss_at(one.start) for one in newest)
+            with self._state.weights_of(verified[0].parts):
+                proven = median(self._search.loss_at(one.start) for one in newest)
+        if now < _CLEARLY * proven:
+            raise ChangedOnPurpose(proven, now)
+
 
 def _known(anomaly: Anomaly, history: Sequence[Incident]) -> Diagnosis | None:
     """The culprit of the last incidents, if they were like this one and their updates were only skipped."""
@@ -369,11 +395,6 @@ def of_state(
     size, what = where
     advice = f"{what}, {why}, or code that writes to weights between updates."
     return size, Diagnosis(Cause.CORRUPTION, advice)
-
-
-def is_possible(anomaly: Anomaly) -> bool:
-    """Whether updates can have moved the weights that far, though lately they did not."""
-    return anomaly.signal is Signal.WEIGHTS_JUMP and "lately" in anomaly.evidence
 
 
 def lost_eps(optimizers: Iterable[Optimizer]) -> str | None:

@@ -304,6 +304,11 @@ class Checks:
         risen = None if self._is_silent else self._rate_rise.at_end(vitals.step)
         return self._about_loss(vitals, Signal.DIVERGENCE, risen) if risen else None
 
+    def after_change(self, vitals: Vitals) -> Finding:
+        """Judge the update after the weights were written on purpose: it may have any loss."""
+        self.start_over()
+        return Finding(repeat=vitals.refused in SPIKES)
+
     def start_over(self) -> None:
         """Learn from scratch what is usual: it changes on purpose, or was never known."""
         self._level.forget()

@@ -18,12 +18,14 @@ from resilient_train.watch.layout import Item, Layout, State, digest
 from resilient_train.watch.loss import load_each
 from resilient_train.watch.modes import NormStatistics
 from resilient_train.watch.moments import Moments
-from resilient_train.watch.weights import Found, Weights
+from resilient_train.watch.weights import Found, Weights, is_possible
 
 Settings = Sequence[Mapping[str, Any]]  # by parameter group of all optimizers
 
 _ADD_UP_AFTER = 64  # accepted updates, after which they are added up even if no measurement is due
 _OFTEN = 2  # times that the same finding at the same step leads to a rewind; the third time it must be on purpose
+_ONCE = 1  # the same where no update can have moved the weights that far: the loop writes to them
+_AROUND = 2  # steps before and after a declared change
 # The first explains the others: a negative moment makes weights NaN, and these make everything else NaN.
 _FIRST = (Signal.OPTIMIZER_RANGE, Signal.NONFINITE_WEIGHTS, Signal.NONFINITE_OPTIMIZER, Signal.WEIGHTS_JUMP)
 
@@ -70,6 +72,7 @@ class Scans:
         self._step = 0
         self._landed: list[tuple[Settings, float | None]] = []  # updates that were not added up yet
         self._times_found: dict[tuple[int, str], int] = {}  # by step and subject; does not rewind
+        self.accepted: Found | None = None  # the newest finding that was taken for intended, until it was looked at
         self._pending: _Pending | None = None
         self._lay_out(clean_step=0)
         self._norms = NormStatistics(config.norms, model, self.layout.device)
@@ -218,21 +221,28 @@ class Scans:
         if pending.has_norms:
             found[2] = self._norms.judge(step, row([name for name, _ in self._norms.modules]))
         both = zip(found, since, strict=True)
-        damage = [(one, clean) for one, clean in both if one is not None and not self._is_on_purpose(step, one)]
+        damage = [(one, clean) for one, clean in both if one and not self._is_on_purpose(step, clean, one)]
         if not damage:
             return None
         first, clean = min(damage, key=lambda one: _FIRST.index(one[0].signal))
         return Anomaly(first.signal, step, tick, clean, first.evidence)
 
-    def _is_on_purpose(self, step: int, found: Found) -> bool:
-        """Whether to accept a finding: it came again at the same step after every rewind, or did at an earlier step."""
+    def _is_on_purpose(self, step: int, clean: int, found: Found) -> bool:
+        """Whether to accept a finding: it was declared, came again at the same step, or did at an earlier step."""
+        if not found.acceptable:
+            return False
+        if any(clean - _AROUND <= declared <= step + _AROUND for declared in self.config.expect):
+            self.accepted = found
+            return True
         known = max((times for (_, what), times in self._times_found.items() if what == found.subject), default=0)
         times = self._times_found[step, found.subject] = self._times_found.get((step, found.subject), 0) + 1
-        if not found.acceptable or max(times, known) <= _OFTEN:
+        often = _ONCE if found.signal is Signal.WEIGHTS_JUMP and not is_possible(found) else _OFTEN
+        if max(times, known) <= often:
             return False
-        if known <= _OFTEN:
-            why = f"taken for intended, like later ones there, since it came again after {_OFTEN} rewinds"
+        if known <= often:
+            why = "taken for intended, like later ones there, since it came again after each rewind"
             self._remarks.append(f"step {step}: {why}: {found.evidence}")
+            self.accepted = found
         return True
 
     # What rewinds.

@@ -12,7 +12,7 @@ from functools import lru_cache
 from math import inf, isfinite, sqrt
 from typing import Any, NamedTuple
 
-from resilient_train.types import Signal
+from resilient_train.types import Anomaly, Signal
 from resilient_train.watch.config import WeightsConfig
 from resilient_train.wording import counted
 
@@ -34,6 +34,11 @@ class Found(NamedTuple):
     subject: str  # the name of a tensor, mostly
     evidence: str
     acceptable: bool = True  # it can be on purpose, as a value that is not finite cannot
+
+
+def is_possible(found: Found | Anomaly) -> bool:
+    """Whether updates can have moved the weights that far, though lately they did not."""
+    return found.signal is Signal.WEIGHTS_JUMP and "lately" in found.evidence
 
 
 def nonfinite(signal: Signal, values: Mapping[str, float], free: Collection[str], bounded: set[str]) -> Found | None:
