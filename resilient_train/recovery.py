@@ -221,7 +221,11 @@ class Recovery:
         """Say that something was taken for a change on purpose, also in the open incidents that took it for damage."""
         note = f"{what}: taken as a change on purpose; to declare it: expect=[{step}]"
         for incident in self.incident_log.open_incidents:
-            if incident.anomaly.landed and incident.diagnosis.cause is not Cause.PROCESS and not incident.diagnosis.rows:
+            if (
+                incident.anomaly.landed
+                and incident.diagnosis.cause is not Cause.PROCESS
+                and not incident.diagnosis.rows
+            ):
                 decision = replace(incident.decision, actions=(*incident.decision.actions, Action(ACCEPTED)))
                 diagnosis = replace(incident.diagnosis, cause=Cause.UNKNOWN, advice=note)
                 self.incident_log.update(replace(incident, decision=decision, diagnosis=diagnosis))

@@ -7,8 +7,8 @@ import inspect
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from resilient_train.data.sequential import DrawnSamples, LoaderSamples
 from resilient_train.drills import Drill
 from resilient_train.errors import ConfigError, TrainError, named_type, unusable
 from resilient_train.ranks.world import World
-from resilient_train.reader import ClipConfig, DataConfig, DiskConfig, MemoryConfig, checked, read
+from resilient_train.reader import ClipConfig, DataConfig, DiskConfig, MemoryConfig, checked, is_list, read
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.quarantine import Quarantine, Quarantined
 from resilient_train.recover import policy as policies
@@ -405,13 +405,17 @@ def policy(given: Policy | Mapping[str, Any] | str | Path) -> Policy:
     return policies.parse(given) if isinstance(given, Mapping) else policies.named(str(given))
 
 
-def checks(given: ChecksConfig | Mapping[str, Any] | str) -> ChecksConfig:
-    """Convert all the values of the checks, or the name of a set in the package."""
-    if isinstance(given, ChecksConfig):
-        return given
-    if not isinstance(given, Mapping | str):
+def checks(given: ChecksConfig | Mapping[str, Any] | str, expect: Sequence[int] = ()) -> ChecksConfig:
+    """Convert all the values of the checks, or the name of a set in the package; `expect` more steps of changes."""
+    if not isinstance(given, ChecksConfig | Mapping | str):
         raise TypeError(f"checks: expected the name of a set of checks, got {named_type(given)}")
-    return checks_config.named(given) if isinstance(given, str) else checks_config.checks_from(dict(given))
+    if not is_list(expect):
+        raise TypeError(f"expect: expected steps, such as [400, 5000], got {named_type(expect)}")
+    if isinstance(given, Mapping):
+        given = checks_config.checks_from(dict(given))
+    config = checks_config.named(given) if isinstance(given, str) else given
+    steps = [checked(f"expect[{place}]", step, int, {"at_least": 1}) for place, step in enumerate(expect)]
+    return replace(config, expect=[*config.expect, *steps])
 
 
 def cautions(

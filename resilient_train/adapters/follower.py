@@ -28,7 +28,18 @@ OLDEST = {"transformers": "5.22", "lightning": "2.5"}  # the versions that are t
 _SCHEDULED = ("lr", "momentum", "betas", "weight_decay")  # what a trainer's schedule may set in a parameter group
 
 OPTIONS = frozenset(  # of Guard, where a trainer has the rest
-    ("recovery", "checks", "memory", "verify_after", "quarantine", "data_changed", "tracking", "drill", "seed")
+    (
+        "recovery",
+        "checks",
+        "expect",
+        "memory",
+        "verify_after",
+        "quarantine",
+        "data_changed",
+        "tracking",
+        "drill",
+        "seed",
+    )
 )
 MakeAgain = Callable[[Any, int, Fed], torch.Tensor]
 
@@ -38,7 +49,7 @@ def refuse_bad_options(who: str, options: Mapping[str, Any]) -> None:
     if unknown := options.keys() - OPTIONS:
         raise TypeError(f"{who} got an unknown option {min(unknown)!r}; there are {', '.join(sorted(OPTIONS))}")
     arguments.policy(options.get("recovery", "balanced"))
-    arguments.checks(options.get("checks", "default"))
+    arguments.checks(options.get("checks", "default"), options.get("expect", ()))
     arguments.check_settings(**options)
 
 

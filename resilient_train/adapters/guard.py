@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -91,6 +91,7 @@ class Guard(guard.EngineGuard):
         objective: Objective | None = None,
         recovery: Any = "balanced",
         checks: ChecksConfig | str = "default",
+        expect: Sequence[int] = (),
         run_dir: str | Path | None = None,
         clip: ClipConfig | float | None = None,
         accumulate: int = 1,
@@ -117,6 +118,7 @@ class Guard(guard.EngineGuard):
         `scaler` scales its loss. A function draws a micro-batch with the global generators.
         `steps` is the planned total: a run is complete after so many accepted updates, over all its processes.
         `objective` is `(model, batch) -> loss`; without one the loop computes the loss and passes it to `update`.
+        `expect` are steps at which the loss, the model or the data changes on purpose: there is no alarm around them.
         `quarantine` is the quarantine.json of another run on the same data, whose rows are left out. `data_changed` is
         "refuse" or "accept": whether to resume if the data set changed. `disk` is the number of updates between two
         checkpoints in the run directory, or "auto"; with `resume` a run resumes from the newest one there. `stop` is
@@ -149,7 +151,7 @@ class Guard(guard.EngineGuard):
         seeds = RecordedStates(device) if samples.is_fed else Seeds(seed, world.rank, device)
         more = {"recovery": recovery, "checks": checks, "clip": clip, "batch_size": batch_size, "seed": seed}
         self._settings = arguments.settings(optimizers, **more)
-        checks, disk, policy = arguments.checks(checks), arguments.disk(disk), arguments.policy(recovery)
+        checks, disk, policy = arguments.checks(checks, expect), arguments.disk(disk), arguments.policy(recovery)
         backups, anomaly_mode = Backups(bare, scaler), AnomalyMode(accelerator.backward)
         state = RunState(bare, optimizers, rates, samples, clock, device=device, scaler=scaler)
         updater = Updater(

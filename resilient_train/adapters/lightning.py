@@ -30,8 +30,8 @@ class Guarded(Callback):  # type: ignore[misc]  # mypy skips Lightning
     def __init__(self, *, run_dir: str | Path | None = None, **options: Any) -> None:
         """`run_dir` is where incidents are written, by default a folder in the trainer's `default_root_dir`.
 
-        `options` are those of `resilient_train.Guard`: recovery, checks, memory, verify_after, quarantine,
-        data_changed, tracking, drill, seed.
+        `options` are those of `resilient_train.Guard`: recovery, checks, expect, memory, verify_after,
+        quarantine, data_changed, tracking, drill, seed.
         """
         refuse_bad_options("Guarded", options)
         self._run_dir, self._options = run_dir, options

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
-from statistics import fmean, median
+from math import inf, log, sqrt
+from statistics import fmean, median, pstdev
 from typing import Any
 
 from resilient_train.watch.config import NoProgressConfig, OvershootConfig, RateConfig
 from resilient_train.watch.loss import FEW, Alarm, PlainState, without_top
 from resilient_train.watch.reference import Reference, Standing, falls
 
+_CERTAIN = 6.9  # minus the logarithm of a chance of 1 in 1,000
+_FAR_SIGMAS = 6.0  # standard deviations that no noise explains
 _FLAT = 0.01  # of the first gradient norm: the weights are in a plateau from which nothing leads back
 _WATCHED = 4  # times as many updates are compared after an alarm
 _LOST_SHARE = 0.25  # of the way that the loss had come: losing more of it is an alarm ...
 _WORSE_SHARE = 0.5  # ... if it is also more than this share of the best loss
+_COMPARED = 16  # losses before a rate rose that those since are compared with
+_CLEAR_SIGMAS = 3.0  # of a sum of ranks
 _ABSURD_RISE = 10.0  # times the usual rate: too much to end a run with, even if no loss shows its effect yet
 
 
@@ -73,15 +78,31 @@ class EarlyDivergence(PlainState):
         return Alarm(self._good_at, evidence)
 
     def _thrown(self) -> str | None:
-        """Loss far above the first one, with a gradient far above or far below the first one."""
+        """Loss far above the first one, with a gradient far above or far below the first one, and not by chance."""
         if len(self._norms) < self.config.updates:
             return None
         (first, first_norm), times = self._first, self.config.times
-        loss, norm = min(list(self._losses)[-self.config.updates :]), median(self._norms)
+        newest = list(self._losses)[-self.config.updates :]
+        loss, norm = min(newest), median(self._norms)
         is_far = loss - first > (times - 1) * abs(first)
-        if not is_far or _FLAT * first_norm <= norm <= times * first_norm:
+        if not is_far or _FLAT * first_norm <= norm <= times * first_norm or self._may_be_chance(loss):
             return None
         return f"loss {loss:.4g}, gradient norm {norm:.4g} where the run began with {first:.4g}, {first_norm:.4g}"
+
+    def _may_be_chance(self, lowest: float) -> bool:
+        """Whether the first loss, which is a single number, may be far below the newest ones by its noise alone.
+
+        The losses since show how noisy they are. The lower tail is that of a gamma distribution with this scatter, as
+        heavy as that of a squared error where a batch holds one row.
+        """
+        first, losses = self._first[0], list(self._losses)
+        center, scatter = fmean(losses), pstdev(losses)
+        if not 0 < center < inf:
+            return False
+        if first <= 0:
+            return lowest - first <= _FAR_SIGMAS * scatter
+        shape = (center / scatter) ** 2 if scatter else inf
+        return log(lowest / first) * shape + log(len(losses) + 1) < _CERTAIN
 
     def _lost(self, step: int) -> str | None:
         """Three of four losses far above the best median."""
@@ -106,7 +127,7 @@ class RateRise(PlainState):
     jump has to be waited for.
     """
 
-    saved = ("_paces", "_usual", "_since", "_losses", "_seen", "_base")
+    saved = ("_paces", "_usual", "_since", "_losses", "_seen", "_base", "_lately", "_before")
 
     def __init__(self, config: RateConfig) -> None:
         self.config = config
@@ -117,6 +138,8 @@ class RateRise(PlainState):
         self._losses: deque[float] = deque(maxlen=2 * config.look)
         self._seen = 0  # losses since the rate rose
         self._base = 1.0  # the highest rate before it rose
+        self._lately: deque[float] = deque(maxlen=_COMPARED)  # the newest losses
+        self._before: list[float] = []  # those before it rose
 
     def see(self, step: int, loss: float, ratio: float, reference: Callable[[int], Reference | None]) -> Alarm | None:
         """Judge an accepted update. `ratio` is the rate that it was made with, after its loss was measured.
@@ -145,8 +168,10 @@ class RateRise(PlainState):
         is_high = ratio >= config.times * self._usual and (ratio > 1.0 or ratio >= config.times * before)
         if self._reference is None and is_high and step > config.earlier:
             self._reference, self._since, self._base = reference(step), step - 1, max(self._usual, 1e-12)
+            self._before = [*self._lately, loss]
             self._losses.clear()
             self._seen = 0
+        self._lately.append(loss)
         return alarm
 
     def at_end(self, step: int) -> Alarm | None:
@@ -164,7 +189,7 @@ class RateRise(PlainState):
         losses = list(self._losses)
         losses = [median(losses)] * len(losses) if len(losses) < FEW else losses  # of few the highest are not left out
         standing = self._reference.standing(step, losses, sigmas=self.config.sigmas, share=self.config.share)
-        if standing is not Standing.OFF:
+        if standing is not Standing.OFF or not are_higher(self._losses, self._before):
             return None
         times = max(self._paces) / self._base
         evidence = f"the last losses ({len(losses)}) average {fmean(without_top(losses)):.4g} where "
@@ -182,6 +207,13 @@ class RateRise(PlainState):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self._reference = state["reference"] and Reference.from_plain(state["reference"])
+
+
+def are_higher(losses: Collection[float], before: Collection[float]) -> bool:
+    """Whether losses are above those before by more than chance, whatever their distribution: by their ranks."""
+    above = sum(loss > other for loss in losses for other in before)
+    pairs = len(losses) * len(before)
+    return above - pairs / 2 >= _CLEAR_SIGMAS * sqrt(pairs * (len(losses) + len(before) + 1) / 12) and pairs > 0
 
 
 _FIRST_LOSSES = 8  # that show the level at which the run began
