@@ -175,6 +175,7 @@ class Guard(guard.EngineGuard):
                 device=device,
             )
             search = Search(replay, samples, world, beat)
+        own_weights = arguments.own_weights(model) if world.size > 1 else None
         parts = RunParts(
             world=world,
             clock=clock,
@@ -183,7 +184,7 @@ class Guard(guard.EngineGuard):
             updater=updater,
             ring=Ring(state, memory or MemoryConfig(every=25, keep=5, max_gib=None), world.least),
             checks=Checks(checks),
-            scans=Scans(checks, unwrapped, optimizers, arguments.own_weights(model) if world.size > 1 else None),
+            scans=Scans(checks, unwrapped, optimizers, own_weights, checks.expect),
             buffers=buffers,
             precision=Precision(unwrapped, accelerator.mixed_precision),
             updates=UpdateHistory(),

@@ -13,7 +13,7 @@ from resilient_train.watch.config import NoProgressConfig, OvershootConfig, Rate
 from resilient_train.watch.loss import FEW, Alarm, PlainState, without_top
 from resilient_train.watch.reference import Reference, Standing, falls
 
-_CERTAIN = 6.9  # minus the logarithm of a chance of 1 in 1,000
+_CERTAIN = 6.2  # minus the logarithm of a chance of 1 in 500
 _FAR_SIGMAS = 6.0  # standard deviations that no noise explains
 _FLAT = 0.01  # of the first gradient norm: the weights are in a plateau from which nothing leads back
 _WATCHED = 4  # times as many updates are compared after an alarm

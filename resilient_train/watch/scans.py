@@ -62,11 +62,14 @@ class Scans:
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         unreplicated: Collection[str] | None = None,
+        expect: Collection[int] = (),
     ) -> None:
         """`optimizers` are torch's or the user's own, without Accelerate's wrapper.
 
-        `unreplicated` names the weights that differ between ranks; None: there are no replicas.
+        `unreplicated` names the weights that differ between ranks; None: there are no replicas. Around the steps that
+        `expect` has the loop may write to the weights.
         """
+        self._expect = expect
         self.config, self.model, self.optimizers = config, model, list(optimizers)
         self._remarks: list[str] = []
         self._step = 0
@@ -231,7 +234,7 @@ class Scans:
         """Whether to accept a finding: it was declared, came again at the same step, or did at an earlier step."""
         if not found.acceptable:
             return False
-        if any(clean - _AROUND <= declared <= step + _AROUND for declared in self.config.expect):
+        if any(clean - _AROUND <= declared <= step + _AROUND for declared in self._expect):
             self.accepted = found
             return True
         known = max((times for (_, what), times in self._times_found.items() if what == found.subject), default=0)
