@@ -135,7 +135,8 @@ def poisson(model: nn.Module, batch: Any) -> Tensor:
 def exponential(model: nn.Module, batch: Any) -> Tensor:
     """Negative log-likelihood of waiting times, of which the model gives the logarithm of the rate."""
     log_rate: Tensor = model(batch[0]).squeeze(-1)
-    return (log_rate.exp() * batch[1] - log_rate).mean()
+    loss: Tensor = log_rate.exp() * batch[1] - log_rate
+    return loss.mean()
 
 
 def gaussian(model: nn.Module, batch: Any) -> Tensor:
@@ -423,8 +424,8 @@ def bandit(seed: int) -> Work:
 
     def objective(model: nn.Module, batch: Any) -> Tensor:
         x, action, weight = batch
-        chosen: Tensor = model(x).softmax(-1).gather(1, action)
-        return -(weight * chosen).mean()
+        gain: Tensor = weight * model(x).softmax(-1).gather(1, action)
+        return -gain.mean()
 
     def regret(model: nn.Module) -> float:
         best = chance(held).max(-1).values
