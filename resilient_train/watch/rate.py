@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
-from math import inf, log, sqrt
+from math import comb, inf, log, sqrt
 from statistics import fmean, median, pstdev
 from typing import Any
 
@@ -90,19 +90,23 @@ class EarlyDivergence(PlainState):
         return f"loss {loss:.4g}, gradient norm {norm:.4g} where the run began with {first:.4g}, {first_norm:.4g}"
 
     def _may_be_chance(self, lowest: float) -> bool:
-        """Whether the first loss, which is a single number, may be far below the newest ones by its noise alone.
+        """Whether the losses at the beginning may be so far below the `lowest` of the newest ones by noise alone.
 
-        The losses since show how noisy they are. The lower tail is that of a gamma distribution with this scatter, as
+        The newest ones show how noisy losses are. The lower tail is that of a gamma distribution with their scatter, as
         heavy as that of a squared error where a batch holds one row.
         """
-        first, losses = self._first[0], list(self._losses)
-        center, scatter = fmean(losses), pstdev(losses)
+        first, updates = self._first[0], self.config.updates
+        before, newest = [first, *list(self._losses)[:-updates]], list(self._losses)[-updates:]
+        if max(before) * self.config.times > lowest:  # others rose before: all that came after the first one counts
+            before, newest = [first], list(self._losses)
+        center, scatter = fmean(newest), pstdev(newest)
         if not 0 < center < inf:
             return False
-        if first <= 0:
-            return lowest - first <= _FAR_SIGMAS * scatter
+        if max(before) <= 0:
+            return lowest - max(before) <= _FAR_SIGMAS * scatter
         shape = (center / scatter) ** 2 if scatter else inf
-        return log(lowest / first) * shape + log(len(losses) + 1) < _CERTAIN
+        by_rank = comb(len(before) + len(newest), len(newest))
+        return log(lowest / max(before)) * shape + log(by_rank) < _CERTAIN
 
     def _lost(self, step: int) -> str | None:
         """Three of four losses far above the best median."""
