@@ -386,7 +386,7 @@ class EngineGuard:
             flight.snapshot.remedies = self._controls.state_dict()
         is_back = self._checks.rewind_check.is_at_reference(step)
         is_back |= self._checks.is_only_reported and not recovery.observes
-        scanned, after = self._scans.clean_step, self._verify_after
+        scanned, after, self._ring.best_step = self._scans.clean_step, self._verify_after, self._checks.best.step
         self._ring.verify(healthy_until=step, scanned_until=scanned, after=after, is_back=is_back)
         keeper.verified(any_busy=vitals.any_busy)
         recovery.note_saves()

@@ -68,6 +68,7 @@ class Ring:
         self.snapshots: list[Snapshot] = []  # oldest first
         # The best verified snapshot that a rewind went back beyond, kept for the end of the run.
         self._set_aside: Snapshot | None = None
+        self.best_step = 0  # the newest step at the best level of the run: the last verified snapshot up to it stays
         self.keeps_reference = False  # until the loss is back where it was before the incident
         self._branch_step = 0  # the lowest step rewound to since `_set_aside` was taken
         self._spare: list[list[torch.Tensor]] = []  # memory of dropped snapshots
@@ -286,7 +287,8 @@ class Ring:
     def _make_room(self, now: int) -> bool:
         """Drop snapshots until there is a slot for one of step `now`; False if that is not possible."""
         while len(self.snapshots) + (self._set_aside is not None) >= self._slots:
-            verified = [one.verified and not one.is_reference for one in self.snapshots]
+            best = self.verified_until(self.best_step)[:1] if self._slots >= _SLOTS_TO_SET_ASIDE else []
+            verified = [one.verified and not one.is_reference and one not in best for one in self.snapshots]
             if (place := snapshot_to_drop(verified, [one.step for one in self.snapshots], now)) is None:
                 return False
             self.drop(self.snapshots[place])

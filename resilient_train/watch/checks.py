@@ -9,6 +9,7 @@ from math import inf, isfinite
 from typing import Any
 
 from resilient_train.types import SPIKES, Anomaly, Signal, Vitals
+from resilient_train.watch.best import BestLevel
 from resilient_train.watch.config import ChecksConfig
 from resilient_train.watch.limit import NO_LIMIT, GradLimit, Refusals, ScaleCollapse, loss_limit
 from resilient_train.watch.loss import Alarm, Creep, Jump, Level, PlainState, Slow, load_each
@@ -43,6 +44,7 @@ class Checks:
     def __init__(self, config: ChecksConfig) -> None:
         self.config = config
         self._level = Level(config.jump)
+        self.best = BestLevel(config.jump)
         self._grad_limit = GradLimit(config.limit)
         self.early_divergence = EarlyDivergence(config.overshoot)
         self._jump = Jump(config.jump, self._level)
@@ -55,6 +57,7 @@ class Checks:
         self._refusals = Refusals(config.limit)
         self._checks: dict[str, PlainState] = {  # those with a state, by their names in checkpoints
             "level": self._level,
+            "best": self.best,
             "grad_limit": self._grad_limit,
             "overshoot": self.early_divergence,
             "jump": self._jump,
@@ -216,6 +219,7 @@ class Checks:
         if vitals.loss_scale is not None:
             self._scale.landed(vitals.loss_scale)
         self._since_restart.append(loss)
+        self.best.see(step, loss)
         if step in self._declared:
             self.start_over()
             return None
@@ -283,8 +287,14 @@ class Checks:
         return Finding(_anomaly(vitals, signal, evidence, vitals.step, landed=False))
 
     def _about_loss(self, vitals: Vitals, signal: Signal, alarm: Alarm) -> Anomaly:
-        """Make an anomaly of the loss. Its `since` is never before the verified step that the run was rewound to."""
+        """Make an anomaly of the loss. Its `since` is never before the verified step that the run was rewound to.
+
+        Nor is it at a step where the loss was far above the best level of the run already.
+        """
         verified = self.rewind_check.stands_on if self.rewind_check.is_open else None
+        then, best = self._reference(alarm.since), self.best.until(alarm.since)
+        if then is not None and best is not None and self.best.is_above(then.level, then.scatter, alarm.since):
+            alarm = alarm._replace(since=best.stop)
         since = alarm.since if verified is None else max(alarm.since, min(verified, vitals.step))
         return _anomaly(vitals, signal, alarm.evidence, since)
 
@@ -313,7 +323,15 @@ class Checks:
         """Learn from scratch what is usual: it changes on purpose, or was never known."""
         self._level.forget()
         self._accepted.clear()
-        for check in (self._jump, self._rate_rise, self._creep, self._slow, self.no_progress, self._grad_limit):
+        for check in (
+            self.best,
+            self._jump,
+            self._rate_rise,
+            self._creep,
+            self._slow,
+            self.no_progress,
+            self._grad_limit,
+        ):
             check.forget()
         self.rewind_check.end()
         self.probe = None

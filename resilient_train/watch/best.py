@@ -1,0 +1,85 @@
+"""The best level that the loss has had: the lowest mean of blocks of accepted losses, within the present regime."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import log, sqrt
+from statistics import fmean, stdev
+from typing import NamedTuple
+
+from resilient_train.watch.config import JumpConfig
+from resilient_train.watch.loss import PlainState, without_top
+
+BLOCK = 50  # accepted losses
+
+
+class Block(NamedTuple):
+    """Losses in a row."""
+
+    start: int
+    stop: int  # the step of the last one
+    mean: float
+    scatter: float
+    number: int  # of the blocks up to this one: the lowest of many is low by chance
+
+    @property
+    def level(self) -> float:
+        """Its mean, without what chance has taken from the lowest of so many."""
+        return self.mean + self.scatter * sqrt(2 * log(self.number) / BLOCK)
+
+
+class BestLevel(PlainState):
+    """Remembers the lowest block so far, and the blocks that were the lowest before it."""
+
+    saved = ("_losses", "_lowest", "_newest", "_number", "_step", "_has_negative")
+
+    def __init__(self, config: JumpConfig) -> None:
+        self.config = config
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin a new regime."""
+        self._losses: list[float] = []
+        self._lowest: list[Sequence[float]] = []  # each lower than the one before
+        self._newest: Sequence[float] | None = None
+        self._number = self._step = 0
+        self._has_negative = False
+
+    def see(self, step: int, loss: float) -> None:
+        """Take an accepted loss."""
+        self._losses.append(loss)
+        self._has_negative |= loss < 0
+        if len(self._losses) < BLOCK:
+            return
+        self._number += 1
+        kept = without_top(self._losses)
+        block = Block(step - BLOCK + 1, step, fmean(kept), stdev(kept), self._number)
+        self._losses.clear()
+        self._newest = block
+        if not self._lowest or block.mean < Block(*self._lowest[-1]).mean:
+            self._lowest.append(block)
+        if not self.is_above(block.mean, block.scatter, step):
+            self._step = step
+
+    @property
+    def step(self) -> int:
+        """The last step of the newest block at the best level."""
+        return self._step
+
+    def until(self, step: int) -> Block | None:
+        """Return the lowest block up to a step."""
+        return next((Block(*one) for one in reversed(self._lowest) if one[1] <= step), None)
+
+    def is_above(self, mean: float, scatter: float, until: int) -> bool:
+        """Say whether losses are far above the lowest block up to a step. Losses below zero measure something else."""
+        best = self.until(until)
+        if best is None or self._has_negative or not self.config.every:
+            return False
+        noise = max(best.scatter, scatter) * sqrt(2 / BLOCK)
+        return mean - best.level > max(self.config.sigmas * noise, self.config.share * abs(best.level))
+
+    def left(self) -> Block | None:
+        """Return the best block if the newest losses are far above it."""
+        newest = self._newest and Block(*self._newest)
+        is_above = newest is not None and self.is_above(newest.mean, newest.scatter, newest.stop)
+        return self.until(newest.stop) if newest is not None and is_above else None
