@@ -10,9 +10,8 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
-from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from resilient_train.app import HOME, VERBS
-from resilient_train.app.config import CONF, command_line, manual
+from resilient_train.app import HOME
+from resilient_train.app.config import CONF, command_line
 from resilient_train.app.config.command_line import VERSION_BASE, explained, name_of, parse, typed
 from resilient_train.app.terminal import Page, survive_hangup
 from resilient_train.errors import ConfigError, Stopped, TrainError, unusable
@@ -31,14 +30,13 @@ from resilient_train.files import commit_text, read_plain
 from resilient_train.ranks.launch import launched_rank
 from resilient_train.ranks.process_exit import code_for_agent
 from resilient_train.reader import find_in_working_directory
-from resilient_train.record.endings import SUMMARY, is_run, note_refusal, read_ending
+from resilient_train.record.endings import SUMMARY, note_refusal, read_ending
 from resilient_train.record.outbox import OUTBOX
 from resilient_train.secrets import learn, masked, masked_override, masked_tree, masked_yaml
 from resilient_train.tracking.connection import UploadCursor, cut
 from resilient_train.tracking.review import ui_command, where_to_look
 from resilient_train.tracking.tracker import note_refused_jobs
 
-_ARTIFACTS = "mlartifacts"  # of MLflow, next to the runs
 _LONGEST_WHY = 200
 _LAST_WORD_S = 2.0  # seconds that other ranks wait for rank 0's report
 
@@ -118,16 +116,10 @@ def main() -> None:
 def _answer(given: argparse.Namespace) -> None:
     """Train, or answer the question that the command line asks."""
     sys.argv[1:] = given.words
-    if given.help:
-        manual.show(given.overrides, given.config_dir, Page())
-    elif given.shell_completion:
-        if not any(word.startswith("query=") for word in given.overrides):
-            print(_printed_by_hydra(), end="")
-        else:
-            with suppress(Exception), redirect_stderr(io.StringIO()):  # else the message is typed into the line
-                print("\n".join(_completed(os.environ.get("COMP_LINE", ""), given)))
-    elif given.cfg or given.info:
-        print(masked_yaml(_printed_by_hydra()), end="")
+    if given.help or given.cfg or given.info or given.shell_completion:
+        with redirect_stdout(io.StringIO()) as printed, suppress(SystemExit):
+            _job()
+        print(masked_yaml(printed.getvalue()), end="")
     else:
         modes = [word for word in given.overrides if word.replace(" ", "").upper() == "HYDRA.MODE=MULTIRUN"]
         if "WORLD_SIZE" in os.environ and (given.multirun or modes):
@@ -138,33 +130,6 @@ def _answer(given: argparse.Namespace) -> None:
         finally:
             if _jobs and _jobs[0].name and os.getpid() == _main_process:
                 show_sweep(_jobs)
-
-
-def _completed(line: str, given: argparse.Namespace) -> list[str]:
-    """Return the words that may complete a line of the shell; fish also shows what they mean."""
-    typed_words = line.split()[1:]
-    word = "" if line.endswith(" ") else typed_words[-1]
-    before = typed_words if line.endswith(" ") else typed_words[:-1]
-    if before[:1] and before[0] in VERBS:
-        folders = map(Path, glob(f"{word}*/"))  # of runs, or for them; not what is inside of one, nor MLflow's files
-        return [f"{one}/" for one in folders if one.name != _ARTIFACTS and not is_run(one.parent)]
-    if word.startswith("-"):
-        return [name for name in command_line.option_names() if name.startswith(word)]
-    # Hydra takes a path that contains "python" for an interpreter, and reads --config-dir from sys.argv only.
-    options = parse(before)
-    folder = options.config_dir if options.config_dir and Path(options.config_dir).is_dir() else None
-    os.environ["COMP_LINE"] = " ".join(["resilient-train", *options.words, word])
-    sys.argv[1:] = [*(["--config-dir", folder] if folder else []), *given.words]
-    known = VERBS | manual.meanings()
-    found = [verb for verb in VERBS if not before and verb.startswith(word)] + _printed_by_hydra().split()
-    return [f"{one}\t{known[one]}" if "query=fish" in given.overrides and one in known else one for one in found]
-
-
-def _printed_by_hydra() -> str:
-    """Return what Hydra prints as its answer."""
-    with redirect_stdout(io.StringIO()) as printed, suppress(SystemExit):
-        _job()
-    return printed.getvalue()
 
 
 @hydra.main(version_base=VERSION_BASE, config_path=str(CONF), config_name="config")

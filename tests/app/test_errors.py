@@ -199,14 +199,6 @@ def test_a_directory_may_be_named_like_a_number() -> None:
     assert load([*OWN, "run.dir=nan"]).config.run.dir == "nan"
 
 
-def test_what_help_offers_can_be_typed(run_command: command) -> None:
-    """A slice of a split, brackets and all, goes through a shell and Hydra as it stands there."""
-    told = run_command(["--help", "data=hf_dataset"]).stdout
-    (offered,) = re.findall(r"slices work too.*: (\S+)$", told, re.MULTILINE)
-    (word,) = shlex.split(offered if "=" in offered else f"data.train.split={offered}")
-    assert load(["data=hf_dataset", "data.train.path=json", word]).config.data.train["split"] == "train[:90%]"
-
-
 def test_what_failed_before_its_first_update_is_no_obstacle(place: Path, run_command: command) -> None:
     """The traceback is in the log, the summary says that it failed, and the mended command trains in that directory."""
     broken = run_command([*OWN, "run.name=same", "objective._target_=strangers.raises"])

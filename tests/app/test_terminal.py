@@ -1,4 +1,4 @@
-"""What a person sees in a terminal: the story of a run, the end of a run, the manual, completion by TAB."""
+"""What a person sees in a terminal: the story of a run, the end of a run, help, completion by TAB."""
 
 from __future__ import annotations
 
@@ -16,15 +16,12 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-import yaml
 from command import MINE, command
 from stories import CLIMBED
 from warm import ENVIRONMENT
 
 import resilient_train
 from resilient_train.app import directory, incidents, status
-from resilient_train.app.config import CONF, Config
-from resilient_train.app.config.manual import Option, meanings, nodes
 from resilient_train.app.directory import launcher_of
 from resilient_train.ranks.lock import DirectoryLock
 from resilient_train.record.incident_lines import as_line
@@ -482,85 +479,20 @@ def test_whoever_reviews_a_run_with_a_drill_reads_that_it_was_on_purpose(tmp_pat
     assert report(story).count("(drill: nan\\_grad)") == 2, "in its row and in its section"
 
 
-# --------------------------------------------------------------------------------------------------- manual, completion
+# ----------------------------------------------------------------------------------------------------- help, completion
 
 
-OPTIONS = [option for options in nodes().values() for option in options if option.name]
-
-
-@pytest.mark.parametrize("option", OPTIONS, ids=lambda one: f"{one.group}={one.name}")
-def test_every_option_and_all_its_keys_are_explained(option: Option) -> None:
-    """In the file itself, beside the key: none is left out, and none is made up."""
-    assert option.meaning
-    assert all(entry.meaning for entry in option.entries), [entry.key for entry in option.entries if not entry.meaning]
-    file = CONF / option.group / f"{option.name}.yaml"
-
-    def keys(tree: object, path: str) -> set[str]:
-        """A mapping in braces is a value."""
-        if not isinstance(tree, dict) or f"{path.rpartition('.')[2]}: {{" in file.read_text():
-            return {path}
-        return {path}.union(*(keys(one, f"{path}.{key}") for key, one in tree.items()))
-
-    if option.group != "experiment":
-        held = keys(yaml.safe_load(file.read_text()), option.group)
-        own = {option.group, f"{option.group}.defaults"}  # and the file that it builds on
-        assert held - own == {entry.key for entry in option.entries}
-
-
-def test_everything_at_the_root_is_explained_in_the_order_of_the_design() -> None:
-    """Which is that of the dataclass."""
-    known = nodes()
-    assert list(known) == [field.name for field in dataclasses.fields(Config)]
-    for options in known.values():
-        assert all(entry.meaning for entry in options[0].entries)
-
-
-@pytest.mark.parametrize("width", [40, 120])
-def test_the_manual_fits_the_terminal(width: int, columns: Columns, run_command: command) -> None:
-    """A line for each key, wrapped under itself; examples on top."""
-    columns(width)
-    shown = run_command(["--help"]).stdout
-    lines = without_colour(shown).splitlines()
-    assert max(map(len, lines)) <= width
-    one_line = " ".join(" ".join(lines).split())
-    assert one_line.startswith("Trains a model and looks after the run. python -m resilient_train # a small GPT")
-    for words in (
-        "run.steps=1000 updates to accept",
-        "checks.jump.every=8",
-        "model: custom, gpt, hf_causal_lm, mlp, resnet",
-    ):
-        assert words in one_line
-    assert "\x1b[36mrun.steps=\x1b[0m\x1b[32m1000\x1b[0m" in shown
-
-
-@pytest.mark.parametrize(
-    ("asked", "there", "not_there"),
-    [
-        (["checks.jump"], ["checks.jump.every=8", "checks.jump.sigmas=4"], ["checks.slow", "run.steps"]),
-        (["model=mlp"], ["model=gpt (default)", "model.hidden=[128, 128]"], ["model.vocab_size", "run.steps"]),
-        (["schedule"], ["with schedule=linear:", "schedule.final_factor=0.0"], ["model"]),
-        (["run", "clip"], ["run.steps=1000", "clip.max_norm=1.0"], ["model="]),
-        (["recovery=palm"], ["recovery.ladders.data=...", "Bad rows", "rewind about 100 steps"], ["budget.mild"]),
-        (["--config-dir", "own", "model"], ["model=tiny", "A net of mine", "model.width=4", "how wide"], []),
-    ],
-    ids=" ".join,
-)
-def test_the_manual_tells_of_one_thing_where_asked(
-    asked: list[str], there: list[str], not_there: list[str], own_folder: None, run_command: command
-) -> None:
-    """Of a group all options, of an option its own keys, of a key what is below it; a user's own files as well."""
-    outcome = run_command(["--help", *asked])
-    assert outcome.code == 0, outcome.stderr
-    assert all(words in outcome.stdout for words in there)
-    assert not any(words in outcome.stdout for words in not_there)
+def test_help_is_that_of_hydra_and_names_the_verbs(run_command: command) -> None:
+    """With every group and key, for the options that are chosen."""
+    shown = run_command(["--help", "model=mlp"]).stdout
+    for words in ("resilient-train incidents|", "model: custom, gpt,", "  steps: 1000\n", "  hidden:\n"):
+        assert words in shown
 
 
 @pytest.mark.parametrize(
     ("typed", "hint"),
     [
-        ("--help modle", "--help modle: no such key; did you mean model?"),
-        ("--help model=gtp", "--help model=gtp: no such option; did you mean gpt? There are custom, gpt,"),
-        ("--help checks.jmup", "--help checks.jmup: no such key; did you mean checks.jump?"),
+        ("--help model=gtp", "model=gtp: no such option; did you mean gpt? There are custom, gpt,"),
         ("--mutlirun run.seed=1,2", "--mutlirun: no such option; did you mean --multirun?"),
         ("--incidents", "--incidents: no such option; did you mean resilient-train incidents RUN_DIR?"),
         ("--nonsense 10", "--nonsense: no such option. A setting has no dashes: key=value"),
@@ -594,63 +526,16 @@ def test_questions_and_mistakes_are_answered_without_torch(words: str) -> None:
     assert done.stderr.splitlines()[-1] == "False", done.stderr
 
 
-COMPLETED = {
-    "resilient-train mod": "model= model.",
-    "resilient-train model=mlp model.h": "model.hidden.",
-    "resilient-train run.steps=5 --config-dir own model=t": "model=tiny",
-    "resilient-train 'a[b run.": "",
-    "resilient-train st": "status",
-    "resilient-train run.steps=5 st": "",
-    "resilient-train status o": "own/",
-    "resilient-train status own/": "own/model/ own/runs/",
-    "resilient-train status own/runs/": "own/runs/one/",
-    "resilient-train run.steps=5 --mu": "--multirun",
-}
-
-
-@pytest.fixture
-def own_folder(here: Path) -> None:
-    """Configurations of a user's own, and their runs, in the working directory."""
-    (here / "own/model").mkdir(parents=True)
-    (here / "own/model/tiny.yaml").write_text("# A net of mine\n_target_: mine.Net\nwidth: 4 # how wide\n")
-    (here / "own/runs/mlartifacts").mkdir(parents=True)
-    (here / "own/runs/one/checkpoints").mkdir(parents=True)
-    (here / "own/runs/one/config.yaml").touch()
-
-
-@pytest.mark.usefixtures("own_folder")
-@pytest.mark.parametrize("line", COMPLETED)
-def test_keys_options_verbs_and_runs_are_completed(
-    line: str, monkeypatch: pytest.MonkeyPatch, run_command: command
-) -> None:
-    """What cannot be completed leaves the line as it is."""
-    monkeypatch.setenv("COMP_LINE", line)
-    outcome = run_command(["-sc", "query=bash"])
-    assert {*outcome.stdout.split()} == {*COMPLETED[line].split()}
-    assert (outcome.code, outcome.stderr) == (0, "")
-
-
-@pytest.mark.usefixtures("own_folder")
 def test_bash_completes_keys_and_options(installed_wheel: Path, here: Path) -> None:
-    """With the one line of the README, in a real shell."""
-    lines = list(COMPLETED)[2:4]
+    """With the one line of the documentation, in a real shell."""
     script = 'eval "$(resilient-train -sc install=bash)"\ncomplete -p resilient-train\n'
-    script += 'typed() { COMP_LINE="$1"; read -ra COMP_WORDS <<<"$1"; COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); '
-    script += 'COMPREPLY=(); COMP_POINT=${#1}; hydra_bash_completion; echo "$1|${COMPREPLY[*]}"; }\n'
-    script += "".join(f'typed "{line}"\n' for line in lines)
+    script += 'COMP_LINE="resilient-train model=mlp model.h"; read -ra COMP_WORDS <<<"$COMP_LINE"; COMP_CWORD=2\n'
+    script += 'COMPREPLY=(); COMP_POINT=${#COMP_LINE}; hydra_bash_completion; echo "${COMPREPLY[*]}"\n'
     search = {"PYTHONPATH": str(installed_wheel), "PATH": f"{installed_wheel}/bin:{os.environ['PATH']}"}
     done = subprocess.run(
         ["bash", "-c", script], env={**ENVIRONMENT, **search}, capture_output=True, text=True, cwd=here
     )
     assert not done.stderr
-    first, *rest = done.stdout.splitlines()
+    first, second = done.stdout.splitlines()
     assert first.endswith("-F hydra_bash_completion resilient-train")
-    assert rest == [f"{line}|{COMPLETED[line]}" for line in lines]
-
-
-def test_fish_is_told_what_words_mean(monkeypatch: pytest.MonkeyPatch, run_command: command) -> None:
-    """Behind a tab, as it wants them; bash has no place for it."""
-    monkeypatch.setenv("COMP_LINE", "resilient-train run.s")
-    shown = dict(line.split("\t") for line in run_command(["-sc", "query=fish"]).stdout.splitlines())
-    assert shown["run.steps="] == meanings()["run.steps="] == "updates to accept"
-    assert "\t" not in run_command(["-sc", "query=bash"]).stdout
+    assert second == "model.hidden."

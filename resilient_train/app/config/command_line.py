@@ -61,12 +61,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         name = word.lstrip("-").replace("-", "_")
         if name in VERBS:
             raise unusable(word, f"no such option; did you mean resilient-train {name} RUN_DIR?")
-        from resilient_train.app.config.manual import meanings  # which knows this module
-
-        keys = [known.partition("=")[0] for known in meanings()]
-        key = next((one for one in keys if name in (one, one.rpartition(".")[2])), None)
-        hint = f"; did you mean {key}=...?" if key else similar(word, option_names()) or "."
-        raise unusable(word, f"no such option{hint} A setting has no dashes: key=value; --help explains every key")
+        hint = similar(word, [one for action in parser._actions for one in action.option_strings]) or "."
+        raise unusable(word, f"no such option{hint} A setting has no dashes: key=value; --help shows every key")
     options = []
     for action in parser._actions:
         value = getattr(given, action.dest, None)
@@ -75,11 +71,6 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
             options.append(name if value is True else f"{name}={value}")
     given.words = [*options, *given.overrides]
     return given
-
-
-def option_names() -> list[str]:
-    """List the options in their long form."""
-    return [name for action in _Parser()._actions for name in action.option_strings if name.startswith("--")]
 
 
 def name_of(overrides: Sequence[str]) -> str:
