@@ -212,13 +212,13 @@ def print_review(run_dir: Path, resumed_from: int | None = None) -> None:
         log.info("%s", line)
 
 
-def finish_uploads(tracker: Tracker, summary: Summary, run_dir: Path, *more: Path, shows_address: bool = True) -> None:
+def finish_uploads(tracker: Tracker, summary: Summary, run_dir: Path, *more: Path) -> None:
     """Upload incidents.jsonl and `more` files, print where MLflow shows the run, and note that in the summary."""
     for file in (*more, run_dir / INCIDENTS):
         if file.exists():
             tracker.artifact(file)
     if (run := tracker.finish(summary.status)) is not None:
-        for line in where_to_look(ui_command(run.tracking_uri), run.url) if shows_address else ():
+        for line in where_to_look(ui_command(run.tracking_uri), run.url):
             log.info("%s", line)
         summary.mlflow = asdict(run)
         write_summary(summary, run_dir)

@@ -21,7 +21,6 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from resilient_train.app import HOME
 from resilient_train.app.config import CONF, command_line
 from resilient_train.app.config.command_line import VERSION_BASE, explained, name_of, parse, typed
 from resilient_train.app.terminal import Page, survive_hangup
@@ -31,11 +30,8 @@ from resilient_train.ranks.launch import launched_rank
 from resilient_train.ranks.process_exit import code_for_agent
 from resilient_train.reader import find_in_working_directory
 from resilient_train.record.endings import SUMMARY, note_refusal, read_ending
-from resilient_train.record.outbox import OUTBOX
 from resilient_train.secrets import learn, masked, masked_override, masked_tree, masked_yaml
-from resilient_train.tracking.connection import UploadCursor, cut
-from resilient_train.tracking.review import ui_command, where_to_look
-from resilient_train.tracking.tracker import note_refused_jobs
+from resilient_train.tracking.connection import cut
 
 _LONGEST_WHY = 200
 _LAST_WORD_S = 2.0  # seconds that other ranks wait for rank 0's report
@@ -48,22 +44,11 @@ class Job:
     name: str  # in a sweep; else empty
     exit_code: int
     directory: Path | None = None  # None if it was refused before it had one
-    tracking: Any = None  # its part of the configuration; None if that was refused
     why: str = ""  # it was refused or failed
 
     @property
     def summary(self) -> dict[str, Any] | None:
         return read_ending(self.directory, SUMMARY) if self.directory is not None else None
-
-    @property
-    def status(self) -> str:
-        """The status of a job that has no summary."""
-        return "refused" if self.exit_code == ConfigError.exit_code else "failed"
-
-    @property
-    def is_not_uploaded(self) -> bool:
-        """Say whether it has no run in MLflow: a wrong configuration is not uploaded."""
-        return self.summary is None or (self.status == "refused" and not self.summary.get("ticks"))
 
 
 _wants_traceback = False
@@ -146,7 +131,6 @@ def _job(raw: DictConfig) -> float | None:
             tree = yaml.safe_load(read_plain(file).decode("utf-8"))
             if (hidden := masked_tree(tree)) != tree:
                 commit_text(file, yaml.safe_dump(hidden, sort_keys=False))
-    tracking, why = None, ""
     try:
         from resilient_train.app.config.compose import from_hydra
 
@@ -154,12 +138,11 @@ def _job(raw: DictConfig) -> float | None:
         # Here, as it imports torch, which takes seconds: help, completion and most mistakes need none.
         from resilient_train.app.run import run
 
-        ending = run(composed, shows_address=not is_sweep or os.getpid() != _main_process)
-        code, loss, directory, tracking = ending.exit_code, ending.loss, ending.directory, composed.config.tracking
-        why = ending.why
+        ending = run(composed)
+        code, loss, directory, why = ending.exit_code, ending.loss, ending.directory, ending.why
     except Exception as error:
         code, loss, directory, why = _complain(error, given), None, None, str(explained(error, given))
-    _jobs.append(Job(name_of(given) if is_sweep else "", code, directory, tracking, cut(masked(why), _LONGEST_WHY)))
+    _jobs.append(Job(name_of(given) if is_sweep else "", code, directory, cut(masked(why), _LONGEST_WHY)))
     if code and os.getpid() != _main_process:
         raise _JobEnded(f"job {hydra_config.job.num}", code)
     if code == Stopped.exit_code and is_sweep:
@@ -192,11 +175,12 @@ def _complain(error: Exception, overrides: Sequence[str] = ()) -> int:
 
 
 def show_sweep(jobs: Sequence[Job]) -> None:
-    """Print how each job ended, and where MLflow shows the sweep."""
+    """Print how each job ended."""
     rows: list[tuple[str, ...]] = [("job", "status", "recent loss", "evaluation loss", "incidents", "directory")]
     for job in jobs:
         if (summary := job.summary) is None:
-            rows.append((job.name, f"{job.status} ({job.exit_code})", "", "", "", ""))
+            status = "refused" if job.exit_code == ConfigError.exit_code else "failed"
+            rows.append((job.name, f"{status} ({job.exit_code})", "", "", "", ""))
             continue
         evaluated, incidents = summary.get("eval") or {}, summary.get("incidents") or {}
         losses = [summary.get("final_loss"), evaluated.get("loss")]
@@ -212,16 +196,3 @@ def show_sweep(jobs: Sequence[Job]) -> None:
     for job in jobs:
         if job.why:
             page.line(f"{job.name}: {job.why}", indent=2, hang=4)
-    tracked = [(one.directory, one.tracking) for one in jobs if one.directory and (one.directory / OUTBOX).is_file()]
-    if not tracked:
-        return
-    shown_there = [one for one in tracked if UploadCursor(one[0]).get("sweep_url") is not None]
-    directory, config = (shown_there or tracked)[-1]
-    if config is not None and (refused := [(one.name, one.status, one.why) for one in jobs if one.is_not_uploaded]):
-        note_refused_jobs(config, directory, HOME.absolute(), refused)
-    cursor = UploadCursor(directory)
-    where, sweep_url = cursor.get("tracking_uri"), cursor.get("sweep_url")
-    if where is not None and sweep_url is not None:
-        for lines in where_to_look(ui_command(where), sweep_url):
-            for line in lines.splitlines():
-                page.line(line.strip(), indent=2 * line.startswith(" "))

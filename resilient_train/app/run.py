@@ -76,7 +76,7 @@ class Ending:
     why: str = ""  # it did not complete
 
 
-def run(composed: Composed, *, shows_address: bool = True) -> Ending:
+def run(composed: Composed) -> Ending:
     """Train as configured, in a run directory. An error becomes one line, a summary and an exit code.
 
     `shows_address` prints where MLflow shows the run: a sweep does that once, for all of its jobs.
@@ -94,7 +94,7 @@ def run(composed: Composed, *, shows_address: bool = True) -> Ending:
         else:
             terminal.log_to(directory.log(world.rank))
             set_deterministic(config.run.deterministic)
-            session, error = _Session(composed, world, directory, terminal, shows_address), None
+            session, error = _Session(composed, world, directory, terminal), None
             with StopRequests(config.run.max_hours, is_in_loop=False) as requests:
                 try:
                     session.train(requests)
@@ -141,11 +141,8 @@ def _open(composed: Composed, locks: list[DirectoryLock]) -> RunDirectory:
 class _Session:
     """A run from its start to its end: `end` reports what `train` has built until then."""
 
-    def __init__(
-        self, composed: Composed, world: World, directory: RunDirectory, terminal: Terminal, shows_address: bool
-    ) -> None:
+    def __init__(self, composed: Composed, world: World, directory: RunDirectory, terminal: Terminal) -> None:
         self.composed, self.world, self.directory, self.terminal = composed, world, directory, terminal
-        self.shows_address = shows_address
         self.config, self.started = composed.config, time.monotonic()
         self.tracker: Tracker = Tracker()
         self.incident_log = IncidentLog(None)
@@ -328,7 +325,7 @@ class _Session:
                 requests.may_interrupt = True
                 try:
                     run_log = directory.log(0)
-                    finish_uploads(self.tracker, summary, directory.path, run_log, shows_address=self.shows_address)
+                    finish_uploads(self.tracker, summary, directory.path, run_log)
                 finally:
                     requests.may_interrupt = False
             else:

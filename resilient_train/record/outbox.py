@@ -5,8 +5,7 @@ Each line is an entry with a checksum, as in the journal:
     {"n": 17, "at": 1767225600000, "kind": "metrics", "tick": 400, "values": {"loss": 2.31}, "crc": "5f3a9c01"}
 
 The first one, `opened`, holds a unique key; `began` and `ended` mark the processes of a run; `metrics`, `params` and
-`artifact` are what to show; `refused_jobs` are the jobs of a sweep that have no outbox. A separate process uploads
-them, now or later.
+`artifact` are what to show. A separate process uploads them, now or later.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from resilient_train.record.journal import Entry, plain, seal, unseal
 
 OUTBOX = "outbox.jsonl"  # its name in a run directory
 OPENED, BEGAN, ENDED, METRICS, PARAMS, ARTIFACT = "opened", "began", "ended", "metrics", "params", "artifact"
-REFUSED_JOBS = "refused_jobs"
 
 MOST_WAITING = 50_000  # entries that a full disk does not take, about 1 KB each: newer ones are dropped
 WRITE_EVERY_S, TRY_AGAIN_S, SYNC_EVERY_S = 0.25, 2.0, 5.0

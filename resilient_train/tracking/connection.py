@@ -247,13 +247,13 @@ class Connection:
             if twin.info.run_id != self.run_id:
                 self.client.delete_run(twin.info.run_id)
 
-    def show_tags(self, run_id: str, tags: Mapping[str, str], note: str) -> None:
-        """Set the tags and the description of a run, unless a person has written another description."""
-        there, tags = self.client.get_run(run_id).data.tags, dict(tags)
+    def show_tags(self, tags: Mapping[str, str], note: str) -> None:
+        """Set the tags and the description of the run, unless a person has written another description."""
+        there, tags = self.client.get_run(self.run_id).data.tags, dict(tags)
         if _digest(there.get(_NOTE, "")) in (_digest(""), there.get(_OURS)):
             tags |= {_NOTE: note, _OURS: _digest(cut(note, _TAG_LENGTH))}
         for batch in batches([{"kind": "tags", "values": tags}]):
-            self.client.log_batch(run_id, *batch)
+            self.client.log_batch(self.run_id, *batch)
 
 
 def connect(store: Store, experiment: str, cursor: UploadCursor, outbox: Path, began_ms: int) -> Connection:
@@ -283,30 +283,13 @@ def connect(store: Store, experiment: str, cursor: UploadCursor, outbox: Path, b
 
 
 def _begin(client: MlflowClient, experiment: str, key: str, cursor: UploadCursor, outbox: Path, began_ms: int) -> str:
-    """Create the run of an outbox, below the run of its sweep. Jobs that start together agree on the oldest one."""
-    tags, began = {"mlflow.user": _user()}, first_start(outbox)
+    """Create the run of an outbox; a job of a sweep has its name, and a tag with that of the sweep."""
+    began = next((one for one, _ in entries(outbox) if one is not None and one["kind"] == BEGAN), {})
+    tags = {"mlflow.user": _user(), KEY: key}
+    if sweep := began.get("sweep"):
+        tags["resilience.sweep"] = cut(sweep, _TAG_LENGTH)
     name = str(began.get("job") or cursor.directory.name)
-    if (of_sweep := sweep_key(began)) is not None:
-        parents = _of_key(client, experiment, of_sweep)
-        if not parents:
-            mine = client.create_run(experiment, began_ms, tags | {KEY: of_sweep}, f"sweep {began['sweep']}")
-            parents = _of_key(client, experiment, of_sweep)
-            if mine.info.run_id != parents[0].info.run_id:
-                client.delete_run(mine.info.run_id)
-        tags["mlflow.parentRunId"] = parents[0].info.run_id
-    return str(client.create_run(experiment, began_ms, tags | {KEY: key}, name).info.run_id)
-
-
-def first_start(outbox: Path) -> Mapping[str, Any]:
-    """Return the entry of the first process of a run; an empty one if there is none."""
-    return next((one for one, _ in entries(outbox) if one is not None and one["kind"] == BEGAN), {})
-
-
-def sweep_key(began: Mapping[str, Any]) -> str | None:
-    """Digest what distinguishes the sweep that a run is a job of; None if it is of none."""
-    if not isinstance(sweep := began.get("sweep"), str):
-        return None
-    return hashlib.sha256(f"sweep {began.get('sweep_place', sweep)}".encode()).hexdigest()[:32]
+    return str(client.create_run(experiment, began_ms, tags, name).info.run_id)
 
 
 def _digest(text: str) -> str:

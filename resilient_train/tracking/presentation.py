@@ -1,4 +1,4 @@
-"""The run, and that of its sweep, as MLflow shows them. All of it may be uploaded again: it goes to the same place."""
+"""The run as MLflow shows it. All of it may be uploaded again: it goes to the same place."""
 
 from __future__ import annotations
 
@@ -7,39 +7,33 @@ import json
 import os
 import re
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from resilient_train.record.endings import CHECKPOINTS, SUMMARY, ended_as, why_incomplete
-from resilient_train.record.journal import JOURNAL, plain
+from resilient_train.record.endings import CHECKPOINTS, SUMMARY, ended_as
+from resilient_train.record.journal import JOURNAL
 from resilient_train.record.surroundings import around
-from resilient_train.tracking.connection import KEY, Connection, cut, is_there, is_unreachable, run_page, sweep_key
+from resilient_train.tracking.connection import Connection, is_unreachable, run_page
 from resilient_train.tracking.figure import draw_incident, draw_strip
 from resilient_train.tracking.report import (
     LIMIT,
     REPORT,
-    asked_of,
     code,
-    link,
     note,
     report,
-    rows_that_fit,
-    table,
     text,
 )
 from resilient_train.tracking.review import run_cost
 from resilient_train.tracking.story import Chapter, Checkpoint, Story, StoryReader
 from resilient_train.tracking.traces import Traces, trace_id_of
-from resilient_train.wording import counted, tags
+from resilient_train.wording import tags
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import LoggedModel, Run
+    from mlflow.entities import LoggedModel
 
 VIEW = "resilience"  # the key of the view, in its link
 NAME = "How the runs fare"
@@ -198,12 +192,7 @@ class Presentation:
 
         strip = f"get-artifact?path={STRIP}&run_uuid={self._run_id}"  # its content, for a page of the same server
         said = note(story, trace, picture, strip)
-        why = story.why or (story.status == "gave_up" and why_incomplete(self._run_dir, story.summary)) or ""
-        loss = (story.summary or {}).get("final_loss")
-        why = cut(why.partition("; the traceback is in ")[0], _LONGEST_WHY)
-        brief = {"to_do": asked_of(story)[:_MOST_NAMED], "why": why, "loss": loss}
-        shown = tags(story.incidents, story.status) | {_BRIEF: json.dumps(plain(brief))}
-        self._connection.show_tags(self._run_id, shown, said)
+        self._connection.show_tags(tags(story.incidents, story.status), said)
 
     def _draw(self, chapter: Chapter) -> None:
         number = chapter.incident.id
@@ -253,153 +242,3 @@ class Presentation:
 
 def _picture(number: int) -> str:
     return f"{PICTURES}/{number:04}.png"
-
-
-# ---------------------------------------------------------------------------------------------------------- a sweep
-
-PARENT = "mlflow.parentRunId"
-_BRIEF = "mlflow.resilience.brief"  # what the sweep says of a job; MLflow shows no tag of such a name
-
-_WELL = ("clean", "recovered", "observed")
-_STATUSES = (*_WELL, "recovering", "preempted", "no_progress", "unrecovered", "refused", "failed", "gave_up")
-_WORDS = {"unrecovered": "not recovered", "no_progress": "the loss did not fall", "preempted": "stopped on request"}
-_WORDS |= {"gave_up": "gave up"}
-_JOB_TITLES = ("job", "status", "incidents", "causes", "step", "recent loss", "evaluation loss", "reason")
-_JOB_METRICS = ("train/step", "train/loss", "validation/loss")
-_MOST_NAMED, _MOST_JOBS, _ATTEMPTS, _LONGEST_WHY = 3, 1_000, 3, 200
-
-
-@dataclass(frozen=True)
-class Job:
-    """A job of the sweep, as its run in MLflow has it."""
-
-    name: str
-    status: str  # resilience.status; refused: it ended before it had a run
-    page: str | None = None
-    is_running: bool = False
-    incidents: int = 0
-    causes: str = ""
-    metrics: tuple[float | None, ...] = (None,) * len(_JOB_METRICS)
-    ended_ms: int = 0
-    why: str = ""
-    to_do: tuple[str, ...] = ()  # markdown
-
-    @classmethod
-    def of(cls, run: Run) -> Job:
-        tags, info = run.data.tags, run.info
-        status = tags.get("resilience.status", "clean")
-        if info.status not in ("RUNNING", "FINISHED") and status in (*_WELL, "recovering"):
-            status = "failed"  # killed, perhaps with its uploader
-        incidents, brief = tags.get("resilience.incidents", ""), {}
-        with contextlib.suppress(ValueError):
-            brief = json.loads(tags.get(_BRIEF, "{}"))
-        # The mean of the last losses, as everywhere else; while it runs, and if that is NaN, the last one.
-        values = run.data.metrics | ({"train/loss": brief["loss"]} if type(brief.get("loss")) is float else {})
-        return cls(
-            name=str(info.run_name),
-            status=status,
-            page=run_page(info.experiment_id, info.run_id),
-            is_running=info.status == "RUNNING",
-            incidents=int(incidents) if incidents.isdecimal() else 0,
-            causes=tags.get("resilience.cause", ""),
-            metrics=tuple(values.get(name) for name in _JOB_METRICS),
-            ended_ms=info.end_time or 0,
-            why=brief.get("why", ""),
-            to_do=tuple(brief.get("to_do", ())),
-        )
-
-    @property
-    def is_well(self) -> bool:
-        return self.status in _WELL or (self.is_running and self.status == "recovering")
-
-    @property
-    def words(self) -> str:
-        """The status in words."""
-        return text(_WORDS.get(self.status, self.status) + (" so far" if self.is_running else ""))
-
-
-def show_sweep(connection: Connection, began: Mapping[str, object], refused: Sequence[Job]) -> str | None:
-    """Show in the run of the sweep how its jobs fared; return the run's id. None if the run is of no sweep.
-
-    `refused` are jobs that have no run. Several jobs may end at once: what is shown is read again until it is that of
-    all of them.
-    """
-    client, experiment_id = connection.client, connection.experiment_id
-    parent = client.get_run(connection.run_id).data.tags.get(PARENT)
-    if parent is None or not is_there(client, parent):
-        return None
-    if client.get_run(parent).data.tags.get(KEY) != sweep_key(began):  # a person has put it below another run
-        return None
-    shown: list[Job] = []
-    for _ in range(_ATTEMPTS):
-        of_parent = f"tags.`{PARENT}` = '{parent}'"
-        runs = client.search_runs([experiment_id], of_parent, order_by=["start_time"], max_results=_MOST_JOBS)
-        jobs = [*map(Job.of, runs), *refused]
-        if jobs == shown:
-            break
-        shown = jobs
-        connection.show_tags(parent, tags_of(jobs), note_of(jobs))
-        if any(one.is_running for one in jobs):
-            client.update_run(parent, status="RUNNING")
-        else:
-            status = "FINISHED" if all(one.is_well for one in jobs) else "FAILED"
-            client.set_terminated(parent, status, max(one.ended_ms for one in jobs) or None)
-        ours = f"sweep {began['sweep']}"
-        if str(client.get_run(parent).info.run_name).startswith(ours):  # else a person has renamed it
-            # Below the child runs, which MLflow lists first, the description may be off the screen.
-            client.update_run(parent, name=f"{ours}: {_verdict(jobs)}")
-    return parent
-
-
-def tags_of(jobs: Sequence[Job]) -> dict[str, str]:
-    """Return the tags that the list of runs shows: the worst status, all incidents and causes."""
-    worst = max(_STATUSES.index(one.status) if one.status in _STATUSES else 0 for one in jobs)
-    status = "failed" if _STATUSES[worst] == "refused" else _STATUSES[worst]
-    found = {"resilience.status": status, "resilience.incidents": str(sum(one.incidents for one in jobs))}
-    if causes := dict.fromkeys(cause for one in jobs for cause in one.causes.split(", ") if cause):
-        found["resilience.cause"] = ", ".join(causes)
-    return found
-
-
-def _verdict(jobs: Sequence[Job]) -> str:
-    so_far = " so far" if any(one.is_running for one in jobs) else ""
-    if ill := sum(not one.is_well for one in jobs):
-        return f"{ill:,} of {counted(len(jobs), 'job')} {'needs' if ill == 1 else 'need'} attention{so_far}"
-    did = "recovered" if all(one.status == "recovered" for one in jobs) else "fared well"
-    return f"all {len(jobs):,} jobs {did}{so_far}" if len(jobs) > 1 else f"the only job {did}{so_far}"
-
-
-def note_of(jobs: Sequence[Job]) -> str:
-    """Return the description: whether all jobs fared well, which of them to look at, and a table of all."""
-    ill = [one for one in jobs if not one.is_well]
-    incidents = sum(one.incidents for one in jobs)
-    met = f"{counted(incidents, 'incident')} in all" if incidents else "no incidents"
-    asked = Counter(thing for one in jobs for thing in one.to_do).most_common()
-    do = "; ".join(thing + f" ({counted(n, 'job')})" * (len(jobs) > 1) for thing, n in asked[:_MOST_NAMED])
-    do += f"; and {len(asked) - _MOST_NAMED:,} more" if len(asked) > _MOST_NAMED else ""
-    if ill:
-        named = [f"{link(one.name, one.page, 400)} ({one.words})" for one in ill[:_MOST_NAMED]]
-        more = f" and {len(ill) - _MOST_NAMED:,} more" if len(ill) > _MOST_NAMED else ""
-        do = f"look at {', '.join(named)}{more}{do and f'; {do}'}"
-    verdict = _verdict(jobs)
-    what = f"**Do:** {do}" if do else "Nothing to change"
-    first = f"**{verdict[:1].upper()}{verdict[1:]}.** {what}; {met}."
-    last = "A name leads to the page of the job, whose description begins with its verdict."
-    order = [*ill, *(one for one in jobs if one.is_well)]
-    titles = _JOB_TITLES if any(one.why for one in jobs) else _JOB_TITLES[:-1]
-    cells = (_job_row(one)[: len(titles)] for one in order)
-    rows = rows_that_fit(titles, cells, LIMIT - len(first + last) - 60)
-    more = f" And {len(jobs) - len(rows):,} more, in the list of runs." if len(rows) < len(jobs) else ""
-    return f"{first}\n\n{table(titles, rows)}\n\n{last}{more}\n"
-
-
-def _job_row(job: Job) -> list[str]:
-    values = zip(_JOB_METRICS, job.metrics, strict=True)
-    return [
-        link(job.name, job.page, 200),
-        job.words if job.is_well else f"**{job.words}**",
-        f"{job.incidents:,}",
-        text(job.causes, 80),
-        *("" if one is None else f"{one:,.0f}" if name.endswith("/step") else f"{one:.4g}" for name, one in values),
-        text(job.why),
-    ]

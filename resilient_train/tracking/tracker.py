@@ -13,13 +13,13 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
 
-from resilient_train.record.outbox import ARTIFACT, BEGAN, ENDED, METRICS, OUTBOX, PARAMS, REFUSED_JOBS, Outbox
+from resilient_train.record.outbox import ARTIFACT, BEGAN, ENDED, METRICS, OUTBOX, PARAMS, Outbox
 from resilient_train.secrets import masked
 from resilient_train.tracking.connection import Store, TrackedRun, UploadCursor, cut, left_in, locate
 from resilient_train.tracking.review import command, program
@@ -273,14 +273,3 @@ def build(config: TrackingConfig, directory: Path, home: Path, sweep: Mapping[st
     if config.kind == "none":
         return Tracker()
     return OutboxTracker(config, directory, locate(config.uri, home), sweep)
-
-
-def note_refused_jobs(config: TrackingConfig, run_dir: Path, home: Path, jobs: Sequence[tuple[str, str, str]]) -> None:
-    """Show in the run of a sweep which jobs were refused: name, status and reason of each.
-
-    They have no outbox, so it goes into that of another job.
-    """
-    outbox = Outbox(run_dir / OUTBOX)
-    outbox.put(REFUSED_JOBS, jobs=[[masked(word) for word in one] for one in jobs])
-    if outbox.close(_WRITE_WITHIN_S):
-        UploaderProcess(run_dir, locate(config.uri, home), config).end(config.drain_s)

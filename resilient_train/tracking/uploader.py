@@ -31,7 +31,6 @@ from resilient_train.record.outbox import (
     METRICS,
     OUTBOX,
     PARAMS,
-    REFUSED_JOBS,
     Outbox,
     seal_before,
 )
@@ -43,13 +42,11 @@ from resilient_train.tracking.connection import (
     UploadCursor,
     batches,
     connect,
-    first_start,
     is_refusal,
     is_unreachable,
     root_cause,
-    url,
 )
-from resilient_train.tracking.presentation import Job, Presentation, show_sweep
+from resilient_train.tracking.presentation import Presentation
 
 ENTRIES_AT_ONCE = 200
 _STATUSES = {"completed": "FINISHED", "ended": "FINISHED", "closed": "FINISHED"}
@@ -125,7 +122,6 @@ class Uploader:
         if size > uploaded and next(entries(self.outbox, uploaded), None) is None:
             self.damaged += 1  # its last line is cut off
         self._reached[0].forget_twins()
-        self._unless_refused(partial(self._show_sweep, self._reached[0]))
 
     def close(self) -> None:
         """Let another process upload."""
@@ -145,7 +141,6 @@ class Uploader:
                 self.cursor.note(delivered=0)  # a power cut took the end of it, and other lines took its place
             self._reached = connection, Presentation(connection, self.run_dir, self._unless_refused)
             self.run = connection.run
-            self._unless_refused(partial(self._show_sweep, connection))
         return self._reached
 
     def _upload_rows(self, connection: Connection) -> None:
@@ -185,16 +180,6 @@ class Uploader:
         if ended is None or connection.client.get_run(connection.run_id).info.status != "RUNNING":
             return
         connection.client.set_terminated(connection.run_id, _STATUSES.get(ended, "FAILED"), last_sign_ms(self.run_dir))
-
-    def _show_sweep(self, connection: Connection) -> None:
-        if "sweep" not in (began := first_start(self.outbox)):
-            return
-        noted = [one for one, _ in entries(self.outbox) if one is not None and one["kind"] == REFUSED_JOBS]
-        found = noted[-1].get("jobs") if noted else None
-        rows = [one for one in found if isinstance(one, list) and len(one) == 3] if isinstance(found, list) else []
-        refused = [Job(str(name), str(status), why=str(why)) for name, status, why in rows]
-        if (parent := show_sweep(connection, began, refused)) is not None:
-            self.cursor.note(sweep_url=url(connection.run.tracking_uri, connection.experiment_id, parent))
 
     def _attach(self, connection: Connection, path: str) -> None:
         """Attach a file of the run. An outbox may come from anywhere: files outside of the directory are not sent."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import platform
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -231,8 +230,7 @@ def from_hydra(raw: DictConfig) -> Composed:
     if hydra.mode != RunMode.MULTIRUN:
         return composed(raw, hydra.runtime.choices, given=given)
     made, directory = composed(raw, hydra.runtime.choices, swept=given, given=given), Path(hydra.sweep.dir)
-    place = f"{platform.node()}:{directory.absolute()}"  # a sweep that starts elsewhere in the same second is another
-    return replace(made, sweep={"sweep": directory.name, "sweep_place": place, "job": name_of(given)})
+    return replace(made, sweep={"sweep": directory.name, "job": name_of(given)})
 
 
 def load(overrides: Sequence[str] = ()) -> Composed:
