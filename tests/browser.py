@@ -65,11 +65,6 @@ class Console:
         self.page.goto("about:blank")  # else only what is behind the # changes, and the old page is still there
         self.page.goto(f"{self._address}/#/{path}")
 
-    def run_list(self, view: str) -> None:
-        """Look at the list of runs as it was prepared."""
-        self._open(f"{self._experiment}/runs?{KIND}&viewStateShareKey={view}")
-        self.page.get_by_text("resilience.status").first.wait_for()
-
     def first_screen(self, picture: Path, run_id: str | None = None) -> str:
         """Open the page of a run as on the first visit, press nothing, and return the words in view."""
         assert self.page.context.browser is not None

@@ -16,8 +16,6 @@ from moody import mlflow_server
 from rich.console import Console
 from rich.text import Text
 
-from resilient_train.tracking import presentation
-
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
 COLUMNS = 110
@@ -44,7 +42,7 @@ def main() -> None:
 
 
 def in_mlflow(run_dir: Path, place: Path) -> None:
-    """The first screen of the run, the list of runs, the overview, an incident's trace."""
+    """The first screen of the run, the overview, an incident's trace."""
     known = json.loads((run_dir / "summary.json").read_text())["mlflow"]
     experiment = re.search(r"experiments/(\d+)/", known["url"])
     assert experiment is not None
@@ -53,9 +51,6 @@ def in_mlflow(run_dir: Path, place: Path) -> None:
         console(address, experiment[1], known["run_id"]) as person,
     ):
         person.first_screen(IMAGES / "first-screen.png")
-        person.run_list(presentation.VIEW)
-        person.alone()
-        person.picture(IMAGES / "runs.png")
         person.overview()
         person.alone()
         person.picture(IMAGES / "overview.png")

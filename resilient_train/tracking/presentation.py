@@ -3,123 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import re
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 from resilient_train.record.endings import CHECKPOINTS, SUMMARY, ended_as
 from resilient_train.record.journal import JOURNAL
 from resilient_train.record.surroundings import around
 from resilient_train.tracking.connection import Connection, is_unreachable, run_page
 from resilient_train.tracking.figure import draw_incident, draw_strip
-from resilient_train.tracking.report import (
-    LIMIT,
-    REPORT,
-    code,
-    note,
-    report,
-    text,
-)
+from resilient_train.tracking.report import REPORT, note, report
 from resilient_train.tracking.review import run_cost
-from resilient_train.tracking.story import Chapter, Checkpoint, Story, StoryReader
+from resilient_train.tracking.story import Chapter, Story, StoryReader
 from resilient_train.tracking.traces import Traces, trace_id_of
 from resilient_train.wording import tags
-
-if TYPE_CHECKING:
-    from mlflow import MlflowClient
-    from mlflow.entities import LoggedModel
-
-VIEW = "resilience"  # the key of the view, in its link
-NAME = "How the runs fare"
-LAST_GOOD, BEST = "last-good", "best"
-
-_TAG = f"mlflow.sharedViewState.{VIEW}"
-_MADE_MS = 1_735_689_600_000  # always the same, so that a view that a person saved is recognized by its time
-_COLUMNS = {  # and their widths
-    "tags.`resilience.status`": 130,
-    "tags.`resilience.incidents`": 145,
-    "tags.`resilience.cause`": 180,
-    "metrics.`train/step`": 90,
-    "metrics.`train/loss`": 110,
-    "metrics.`validation/loss`": 110,
-    "tags.`resilience.last_incident`": 600,
-}
-_TRANSIENT = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED")
-_UNFIT = re.compile(r"[^-.\w ]")  # for the name of a tag
-_MOST_METRICS = 20
-
-
-def prepare_run_list(client: MlflowClient, experiment_id: str) -> None:
-    """Prepare a view of an experiment's runs, unless a person has made another one of it.
-
-    A store that does not know or allow this is left without. A server that cannot be reached raises.
-    """
-    from mlflow.exceptions import MlflowException
-
-    # Newer pages read a view with a name, older ones the bare state.
-    state = {"selectedColumns": [*_COLUMNS], "columnOrder": [*_COLUMNS], "columnWidths": _COLUMNS}
-    view = {"name": NAME, "createdAt": _MADE_MS, "updatedAt": _MADE_MS, "state": json.dumps(state)}
-    wanted = json.dumps(state | view)
-    try:
-        there = client.get_experiment(experiment_id).tags.get(_TAG)
-        if there is None or (there != wanted and f'"updatedAt": {_MADE_MS}' in there):
-            client.set_experiment_tag(experiment_id, _TAG, wanted)
-    except MlflowException as error:
-        if error.error_code in _TRANSIENT:
-            raise
-
-
-def show_models(client: MlflowClient, experiment_id: str, run_id: str, story: Story) -> None:
-    """Show the last good and the best checkpoint as MLflow's logged models of the run, one of each.
-
-    Nothing is uploaded: a checkpoint stays on the disk of the run, and its model has the step and the path.
-    """
-    from mlflow.entities import LoggedModelOutput, LoggedModelStatus
-
-    there: dict[str, list[LoggedModel]] = {}
-    for one in client.search_logged_models([experiment_id], f"source_run_id = '{run_id}'"):
-        there.setdefault(one.name, []).append(one)
-    outputs = client.get_run(run_id).outputs
-    linked = {one.model_id for one in outputs.model_outputs} if outputs else set()
-    for name, checkpoint in ((LAST_GOOD, story.last_good), (BEST, story.best)):
-        found = sorted(there.get(name, []), key=lambda one: (one.creation_timestamp, one.model_id))
-        for one in found[1:]:  # MLflow's answer was lost, and it was created again
-            client.delete_logged_model(one.model_id)
-        first = found[0] if found else None
-        tags = _model_tags(checkpoint)
-        if first is None and checkpoint is not None:
-            first = client.create_logged_model(experiment_id, name, run_id, tags, model_type="checkpoint")
-        if first is None:
-            continue
-        if tags.items() - first.tags.items():
-            client.set_logged_model_tags(first.model_id, tags)
-        if first.status != LoggedModelStatus.READY:
-            client.finalize_logged_model(first.model_id, LoggedModelStatus.READY)
-        if first.model_id not in linked:
-            client.log_outputs(run_id, [LoggedModelOutput(first.model_id, step=0)])
-
-
-def _model_tags(checkpoint: Checkpoint | None) -> dict[str, str]:
-    if checkpoint is None:
-        gone = "It is not there any more, or not to be trusted."
-        return {"resilience.state": "gone", "mlflow.note.content": gone}
-    metrics = list(checkpoint.metrics.items())[:_MOST_METRICS]
-    numbers = "".join(f", {text(name, 40)} {value:.4g}" for name, value in metrics)
-    return {
-        "resilience.step": str(checkpoint.step),
-        "resilience.path": str(checkpoint.path)[:LIMIT],
-        "resilience.state": checkpoint.kind,
-        # A model's page shows nothing else of its tags.
-        "mlflow.note.content": f"Step {checkpoint.step:,}{numbers}, in {code(str(checkpoint.path), 1_000)}",
-        **{f"eval.{_UNFIT.sub('_', name)[:100]}": f"{value:.6g}" for name, value in metrics},
-    }
-
 
 STRIP, PICTURES = "incidents.png", "incidents"  # artifacts: all incidents in one, and a folder with one of each
 MOST_PICTURES = 50  # of incidents; later ones have none
@@ -129,7 +29,7 @@ _MOST_FAILURES = 20  # traces that could not be uploaded, after which a refresh 
 
 
 class Presentation:
-    """Shows tags, the description, traces, pictures, checkpoints and the report of a run."""
+    """Shows tags, the description, traces, pictures and the report of a run."""
 
     def __init__(
         self, connection: Connection, run_dir: Path, unless_refused: Callable[[Callable[[], object]], None]
@@ -144,7 +44,6 @@ class Presentation:
         self._seen: object = None
         self._trouble: Exception | None = None
         self._rests_until = 0.0
-        prepare_run_list(connection.client, connection.experiment_id)
 
     def refresh(self, *, is_last: bool = False) -> Exception | None:
         """Show what has changed, the words first; return what prevented some of it. Raises if MLflow does not answer.
@@ -167,7 +66,6 @@ class Presentation:
                 if self._attempt(partial(self._draw, chapter)) and is_traced:
                     self._shown.add(chapter.incident.id)
         began += time.monotonic() - described  # what is shown of each incident is shown once
-        self._attempt(lambda: show_models(self._client, self._experiment_id, self._run_id, story))
         if story.chapters:
             self._attempt(lambda: self._attach(STRIP, draw_strip(story)))
         if is_last:
