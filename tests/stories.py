@@ -73,7 +73,7 @@ def story(*incidents: Incident, **changed: Any) -> Story:
 def updates(at: int, count: int = 100, **changed: Any) -> list[Point]:
     """Healthy updates around a tick; what is changed, is so at that tick."""
     made = [
-        Point(tick, tick - 10, 2.5 - tick / 1000, 0.8 + 0.01 * (tick % 7), 1e-3, True)
+        Point(tick, tick - 10, 2.5 - tick / 1000, 0.8 + 0.01 * (tick % 7), True)
         for tick in range(at - count, at + count)
     ]
     return [one._replace(**changed) if one.tick == at else one for one in made]

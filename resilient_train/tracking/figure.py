@@ -36,9 +36,9 @@ _STRIP_WIDTH, _LANE, _BELOW = 5.2, 0.34, 0.62  # inches; a wider strip would pus
 _LEGEND_ROW = 0.2  # inches
 
 
-def draw_incident(chapter: Chapter, points: Sequence[Point]) -> bytes:
+def draw_incident(chapter: Chapter) -> bytes:
     """Draw what was measured around an incident, as a PNG: accepted, refused, undone, and where the remedy acted."""
-    incident, points = chapter.incident, sorted(points, key=lambda one: one.tick)
+    incident, points = chapter.incident, sorted(chapter.points, key=lambda one: one.tick)
     undone = undone_ticks(incident, points)
     figure = _new_figure(7.6, 7.4)
     above, below = figure.subplots(2, sharex=True)

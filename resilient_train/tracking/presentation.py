@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 from resilient_train.record.endings import CHECKPOINTS, SUMMARY, ended_as
 from resilient_train.record.journal import JOURNAL
-from resilient_train.record.surroundings import around
+from resilient_train.record.surroundings import MOST_MEASURED
 from resilient_train.tracking.connection import Connection, is_unreachable, run_page
 from resilient_train.tracking.figure import draw_incident, draw_strip
 from resilient_train.tracking.report import REPORT, note, report
@@ -22,7 +22,6 @@ from resilient_train.tracking.traces import Traces, trace_id_of
 from resilient_train.wording import tags
 
 STRIP, PICTURES = "incidents.png", "incidents"  # artifacts: all incidents in one, and a folder with one of each
-MOST_PICTURES = 50  # of incidents; later ones have none
 
 _FEW, _REST = 20, 10  # incidents; with more it pauses for so many times as long as showing them took
 _MOST_FAILURES = 20  # traces that could not be uploaded, after which a refresh leaves the others out
@@ -86,7 +85,7 @@ class Presentation:
             return f"{page('/traces')}&selectedEvaluationId={trace_id_of(self._run_id, number)}"
 
         def picture(number: int) -> str | None:
-            return page(f"/artifacts/{_picture(number)}") if number in closed and number <= MOST_PICTURES else None
+            return page(f"/artifacts/{_picture(number)}") if number in closed and number <= MOST_MEASURED else None
 
         strip = f"get-artifact?path={STRIP}&run_uuid={self._run_id}"  # its content, for a page of the same server
         said = note(story, trace, picture, strip)
@@ -94,12 +93,12 @@ class Presentation:
 
     def _draw(self, chapter: Chapter) -> None:
         number = chapter.incident.id
-        if number > MOST_PICTURES:
+        if number > MOST_MEASURED:
             return
         if self._drawn is None:
             self._drawn = {one.path for one in self._client.list_artifacts(self._run_id, PICTURES)}
         if _picture(number) not in self._drawn:
-            self._attach(_picture(number), draw_incident(chapter, around(self._run_dir, number)))
+            self._attach(_picture(number), draw_incident(chapter))
             self._drawn.add(_picture(number))
 
     def _show_cost(self, story: Story) -> None:

@@ -17,6 +17,7 @@ from stories import ROOT, chapter, incident, story, updates
 from resilient_train.record.surroundings import Point
 from resilient_train.tracking import figure
 from resilient_train.tracking.figure import BAD, CURVE, GOOD, SHADE, UNDONE, draw_incident, draw_strip, undone_ticks
+from resilient_train.tracking.story import Chapter
 from resilient_train.types import Culprit, Outcome
 from resilient_train.wording import OUTCOMES
 
@@ -29,6 +30,10 @@ NAN, INF = math.nan, math.inf
 
 def colour(name: str) -> tuple[int, int, int]:
     return int(name[1:3], 16), int(name[3:5], 16), int(name[5:], 16)
+
+
+def picture_of(chapter: Chapter, points: list[Point]) -> bytes:
+    return draw_incident(replace(chapter, points=tuple(points)))
 
 
 def pixels(png: bytes) -> Image.Image:
@@ -48,7 +53,7 @@ def amount(png: bytes, name: str, *, of_height: tuple[float, float] = (0, 1)) ->
 
 def test_what_was_refused_is_marked() -> None:
     """A cross where the curve has a gap."""
-    accepted, refused = draw_incident(REFUSED, updates(161)), draw_incident(REFUSED, updates(161, accepted=False))
+    accepted, refused = picture_of(REFUSED, updates(161)), picture_of(REFUSED, updates(161, accepted=False))
     assert amount(refused, BAD) > amount(accepted, BAD)
 
 
@@ -56,8 +61,8 @@ def test_what_was_refused_is_marked() -> None:
 def test_what_has_no_place_on_the_axis_is_shown_at_its_edge(value: float) -> None:
     """Instead of vanishing, or of flattening all else; on both curves."""
     healthy, broken = (
-        draw_incident(REFUSED, updates(161)),
-        draw_incident(REFUSED, updates(161, loss=value, grad_norm=value)),
+        picture_of(REFUSED, updates(161)),
+        picture_of(REFUSED, updates(161, loss=value, grad_norm=value)),
     )
     for half in ((0.1, 0.5), (0.5, 0.9)):
         assert amount(broken, BAD, of_height=half) > amount(healthy, BAD, of_height=half) + 20
@@ -66,8 +71,8 @@ def test_what_has_no_place_on_the_axis_is_shown_at_its_edge(value: float) -> Non
 
 def test_what_a_rewind_undid_is_shaded() -> None:
     """From the incident back to the update that the run resumed from."""
-    there = draw_incident(REWOUND, updates(163))
-    without = draw_incident(chapter(replace(REWOUND.incident, rewound_to=None)), updates(163))
+    there = picture_of(REWOUND, updates(163))
+    without = picture_of(chapter(replace(REWOUND.incident, rewound_to=None)), updates(163))
     for name in (SHADE, UNDONE):
         assert amount(there, name) > 10 * amount(without, name)
 
@@ -95,7 +100,7 @@ STEPS = [(1, 1), (2, 2), (3, 3), (4, 4), (5, 2), (6, 3), (7, 4), (8, 4)]  # tick
 )
 def test_the_way_back_ends_at_the_last_update_that_made_the_step(at: int, to: int, back: int) -> None:
     """A step may have been made more than once: what counts is the way that the run was on."""
-    points = [Point(tick, step, 1.0, 1.0, 1e-3, tick != 8) for tick, step in STEPS]
+    points = [Point(tick, step, 1.0, 1.0, tick != 8) for tick, step in STEPS]
     one = incident(3, rewound_to=to)
     assert undone_ticks(replace(one, anomaly=replace(one.anomaly, tick=at)), points) == (back, at)
 
@@ -105,24 +110,24 @@ def test_the_way_back_ends_at_the_last_update_that_made_the_step(at: int, to: in
     [
         [],
         updates(163, 1),
-        [Point(163, 153, NAN, NAN, NAN, False)],
-        [Point(tick, 0, 0.0, 0.0, 0.0, True) for tick in range(5)],
-        [Point(tick, tick, -tick, INF, 1e-3, tick % 2 == 0) for tick in range(150, 170)],
-        [Point(tick, tick, 10.0 ** (tick - 160), 10.0 ** (3 * tick - 480), 1e-3, True) for tick in range(150, 170)],
+        [Point(163, 153, NAN, NAN, False)],
+        [Point(tick, 0, 0.0, 0.0, True) for tick in range(5)],
+        [Point(tick, tick, -tick, INF, tick % 2 == 0) for tick in range(150, 170)],
+        [Point(tick, tick, 10.0 ** (tick - 160), 10.0 ** (3 * tick - 480), True) for tick in range(150, 170)],
         updates(163, 3_000),
     ],
     ids=["none", "two", "only a NaN", "all zero", "negative", "explosion", "many"],
 )
 def test_any_numbers_make_a_picture(points: list[Point]) -> None:
     """Nothing in them is a reason to have none."""
-    assert amount(draw_incident(REWOUND, points), PAPER) > 100_000
+    assert amount(picture_of(REWOUND, points), PAPER) > 100_000
 
 
 def test_any_words_make_a_picture() -> None:
     """They are no mathematics, and letters that the font lacks are no reason for a warning."""
     words = "$x^$ \\frac \n \u4e2d\u6587 \U0001f525 " + "w" * 500
     strange = replace(ROOT, culprit=Culprit("forward", words, words, f"/{words}", 3))
-    assert amount(draw_incident(chapter(incident(1, diagnosis=strange)), updates(161)), CURVE) > 100
+    assert amount(picture_of(chapter(incident(1, diagnosis=strange)), updates(161)), CURVE) > 100
 
 
 @pytest.mark.parametrize("count", [1, 9, 200])
@@ -159,7 +164,7 @@ def test_drawing_leaves_matplotlib_as_it_was() -> None:
         "from stories import chapter, incident, updates\n"
         "from resilient_train.tracking.figure import draw_incident\n"
         "before = matplotlib.rcParams.copy()\n"
-        "draw_incident(chapter(incident(3)), updates(163))\n"
+        "draw_incident(chapter(incident(3)))\n"
         "print('matplotlib.pyplot' in sys.modules)\n"  # to look at a setting would import it
         "print(dict.__eq__(matplotlib.rcParams, before))"
     )

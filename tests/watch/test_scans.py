@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import pathlib
 from collections.abc import Callable, Iterator
@@ -712,7 +711,7 @@ class Deep(nn.Module):
 
 
 def test_a_run_names_them_without_a_replay_and_records_the_norms(tmp_path: pathlib.Path) -> None:
-    """Where the loop makes the loss: in the evidence of the incident, next to its table, and in what is uploaded."""
+    """Where the loop makes the loss: in the evidence of the incident, and in what is uploaded."""
     torch.manual_seed(0)
     rows = torch.randn(64, 3)
     rows[40] = 0.0
@@ -727,8 +726,4 @@ def test_a_run_names_them_without_a_replay_and_records_the_norms(tmp_path: pathl
         reported |= (report.values if (report := guard.report()) else {}).keys()
     first = guard.incidents[0]
     assert first.anomaly.evidence.endswith("are not finite (4 of 6 weights, from `second` on backward)")
-    with (tmp_path / "run" / "incidents" / "0001-layers.csv").open() as file:
-        lines = list(csv.DictReader(file))
-    assert [line["first"] for line in lines if line["tick"] == str(first.anomaly.tick)] == ["nan"]
-    assert all(float(line["third"]) > 0 for line in lines)
     assert {"grad_norm/first", "grad_norm/second", "grad_norm/third"} <= reported
