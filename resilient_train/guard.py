@@ -35,7 +35,6 @@ from resilient_train.update.objective import Metrics, scalar
 from resilient_train.update.turns import TWICE, TWO_GUARDS, warn_of_scalers
 from resilient_train.watch.examination import Examination
 from resilient_train.watch.layout import GradientNorms
-from resilient_train.watch.modes import EvaluationLoss
 from resilient_train.watch.vitals import Sent, landed, mean, mean_metrics, read_vitals, versions
 from resilient_train.wording import log
 
@@ -59,8 +58,6 @@ class EngineGuard:
         self._turns, self._backups = parts.updater.turns, loop.backups
         self._loop, self._lost_device = loop, LostDevice(parts, recovery, loop.objective)
         self._sizer, self._direct_steps, self._verify_after = MicroBatchSizer(recovery), loop.direct_steps, verify_after
-        evaluation, is_alone = self._checks.config.evaluation, self.world.size == 1
-        self._evaluation_loss = EvaluationLoss(evaluation, loop.bare, loop.backups, is_alone=is_alone)
         self._examination = Examination(self.world, self.clock, self._checks, self._scans, loop.backups)
         self._begun: StartedUpdate | None = None
         self._newest_begun: StartedUpdate | None = None
@@ -189,8 +186,6 @@ class EngineGuard:
         if not isinstance(computed, str):
             loss, metrics = computed
             self._reported.append(metrics)
-            if not (self._losses or begun.raised) and self._evaluation_loss.is_due(begun.step):
-                self._evaluation_loss.compare(begun.step, loss, partial(self.objective, self.model, batch))
             return self.update(loss)
         self._sizer.make_smaller(begun.step, computed)
         self._begun = None

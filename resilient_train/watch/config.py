@@ -109,11 +109,6 @@ class NormsConfig(Every):
 
 
 @dataclass
-class EvaluationConfig(Every):
-    times: float = limited(above=1)
-
-
-@dataclass
 class ChecksConfig:
     limit: LimitConfig
     overshoot: OvershootConfig
@@ -128,7 +123,6 @@ class ChecksConfig:
     optimizer: OptimizerConfig
     replicas: Every
     norms: NormsConfig
-    evaluation: EvaluationConfig
     layers: Every
     expect: list[int]
 

@@ -1,13 +1,10 @@
-"""Modes of torch: anomaly mode, which user code may set, and evaluation mode, in which damage may show that no training
-loss shows.
-"""
+"""Modes of torch: anomaly mode, which user code may set, and what only evaluation mode uses."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from math import isfinite
 from typing import Any
 
 import torch
@@ -15,15 +12,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
-from resilient_train.state.copies import Backups
-from resilient_train.state.randomness import preserved
 from resilient_train.types import Signal
-from resilient_train.watch.config import EvaluationConfig, NormsConfig
+from resilient_train.watch.config import NormsConfig
 from resilient_train.watch.weights import Found
 from resilient_train.wording import log
-
-_KNOWN_AFTER = 3  # comparisons of the two losses, before which it is not known how much they usually differ
-_LEAST_SHARE = 0.5  # of the training loss: smaller differences are not worth a line in the log
 
 
 class AnomalyMode:
@@ -69,56 +61,6 @@ _COSTLY = (
     "torch.autograd anomaly mode is on: it makes each step 2 to 5 times as slow and is not needed here, because a "
     "replay finds the line that breaks; its check for NaN is off inside the loop, since it would end the run"
 )
-
-
-class EvaluationLoss:
-    """Compares, now and then, the loss of a training batch in evaluation mode with that in training mode."""
-
-    def __init__(self, config: EvaluationConfig, model: nn.Module, backups: Backups, *, is_alone: bool) -> None:
-        """`is_alone`: there is one rank. Several would have to agree on a forward that fails on one of them."""
-        self.config, self.model, self._backups = config, model, backups
-        is_compiled = any(  # compiling for the other mode may take minutes
-            type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
-            for module in model.modules()
-        )
-        self.is_on = config.every > 0 and is_alone and not is_compiled
-        self._differences: list[float] = []  # of all healthy comparisons
-
-    def is_due(self, step: int) -> bool:
-        """Say whether to compare in this update."""
-        return self.is_on and step > 0 and step % self.config.every == 0
-
-    @torch.no_grad()
-    def compare(self, step: int, loss: Tensor, measure: Callable[[], tuple[Any, Any]]) -> None:
-        """Log a line if the losses differ far more than before. `measure` returns the same loss, and its metrics.
-
-        Waits for the device.
-        """
-        flags = [(module, module.training) for module in self.model.modules()]
-        before, attributes = self._backups.take(), self._backups.attributes()
-        with preserved(loss.device):
-            self.model.eval()
-            try:
-                in_evaluation = float(measure()[0])
-            except Exception:  # the model cannot be called like this, and whether it can is up to its user
-                self.is_on = False
-                return
-            finally:
-                for module, flag in flags:
-                    module.training = flag
-                self._backups.put_back(before)
-                self._backups.set_attributes(attributes)
-                self._backups.let_go(before)
-        in_training = float(loss.detach())
-        difference = abs(in_evaluation - in_training)
-        if len(self._differences) >= _KNOWN_AFTER:
-            most = max(self.config.times * max(self._differences), _LEAST_SHARE * abs(in_training))
-            if not difference <= most:
-                what = "note: step %d: the loss of a batch is %.4g in evaluation mode, %.4g in training"
-                log.info(what, step, in_evaluation, in_training)
-                return
-        if isfinite(difference):
-            self._differences.append(difference)
 
 
 class NormStatistics:

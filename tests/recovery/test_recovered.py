@@ -9,7 +9,6 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ from resilient_train.errors import GaveUp
 from resilient_train.reader import DiskConfig, MemoryConfig
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.run_history import RunHistory
-from resilient_train.watch.config import named
 
 NEVER = 10**9
 BLOBS, WIDTH, CLASSES = 768, 12, 4
@@ -501,26 +499,6 @@ def test_running_statistics_are_looked_at(size: float, hands_over: bool) -> None
     assert [one[:2] for one in loop.told()] == [("weights_jump", "corruption")]
     assert "running statistics of `norm`" in loop.guard.incidents[0].anomaly.evidence
     assert loop.loss() == healthy(200, hands_over, True)[1]
-
-
-def test_what_differs_in_evaluation_mode_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    """A buffer that only evaluation uses, which no scan knows: the same batch has quite another loss there."""
-
-    class Odd(Classifier):
-        def __init__(self, norm: bool) -> None:
-            super().__init__(norm)
-            self.register_buffer("scale", torch.ones(()))
-
-        def forward(self, points: Tensor) -> Any:
-            found = super().forward(points)
-            return found if self.training else found * self.scale
-
-    caplog.set_level(logging.INFO, "resilient_train")
-    checks = named("default")
-    loop = Loop(model=Odd, checks=replace(checks, evaluation=replace(checks.evaluation, every=20)))
-    loop.train(101, lambda tick: tick == 90 and loop.model.get_buffer("scale").fill_(-40.0))
-    (line,) = [one for one in caplog.messages if "evaluation mode" in one]
-    assert line.startswith("note: step 100:")
 
 
 # --------------------------------------------------------------------------------------------- ranks, and restarts
