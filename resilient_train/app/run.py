@@ -167,7 +167,7 @@ class _Session:
             {Phase.START: settings.start_timeout, Phase.STEP: settings.step_timeout, Phase.SAVE: settings.save_timeout},
             *(requests, settings.grace),
             lambda: self.run.guard.saving_since if self.run else None,
-            *(self._end_hung, self.terminal.file),
+            self._end_hung,
         )
         with watchdog:
             self.run = run = assemble(self.config, world, self.incident_log, resume, requests.asked, watchdog.beat)

@@ -152,7 +152,6 @@ class Terminal:
     def __init__(self, *, is_main: bool) -> None:
         self.console = Console(file=fail_safe(sys.stdout), highlight=False, soft_wrap=True)
         self.is_live = is_main and self.console.is_terminal
-        self.file: IO[str] | None = None
         self._before = log.level, log.propagate
         log.setLevel(logging.INFO)
         log.propagate = False
@@ -171,7 +170,6 @@ class Terminal:
                 raise
             log.error("%s cannot be written: %s", path, error.strerror or error)
             return
-        self.file = handler.stream
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         log.addHandler(handler)
         self._handlers.append(handler)
