@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from resilient_train.tracking.review import active_remedies, next_start, samples_skipped, to_do, verdict
-from resilient_train.tracking.story import SENTENCES, Advice, Chapter, Checkpoint, Story
-from resilient_train.types import OUTSIDE, Cause, Culprit, Incident, Outcome
+from resilient_train.tracking.story import Chapter, Checkpoint, Story, request_of
+from resilient_train.types import OUTSIDE, Culprit, Outcome
 from resilient_train.wording import (
     OUTCOMES,
     counted,
@@ -30,10 +30,6 @@ _MARKS = {one: f"\\{one}" for one in "*_[]~"}
 _MARKS |= {"&": "&amp;", "<": "&lt;", ">": "&gt;"} | {one: f"&#{ord(one)};" for one in "|`\\@$¨"}
 _SYNTAX = re.compile(r":(?!\d\d:\d\d\b)(?=//|[^\s:]*:)|(?<=\bwww)\.|^[#+=-]|^\d(?=\d*[.)])", re.IGNORECASE)
 _PLAIN_CODE = re.compile(r"[^`|\\¨]+")
-# What an advice asks for: a sentence that begins with it and explains it, or what follows an explanation.
-_ASKS = re.compile(
-    r"(Look|Check|Find)\b[^:]*|.*: ((?:check|clamp|declare|fix|handle|if|keep|look|lower|mask|raise|use)\b.*)"
-)
 _HARMLESS_URL = re.compile(r"[\w#?&=%./:;,+~-]+")
 _LONGEST_URL = 400
 _GAP = "&ensp; | "
@@ -157,6 +153,7 @@ REPORT = "report.md"  # its name among the artifacts
 LIMIT = 7_950  # characters of a note: MLflow cuts a tag at 8,000
 
 _MOST_ADVICE, _MOST_TO_DO, _MOST_ROWS, _MOST_INCIDENTS = 5, 3, 1_000, 200
+_LONGEST_REQUEST = 160  # characters
 _TITLES = ("#", "when", "step", "what", "cause", "remedy", "outcome", "cost")
 
 PageUrl = Callable[[int], str | None]  # the page of an incident, by its number
@@ -210,32 +207,15 @@ def _verdict(story: Story, most: int | None = None) -> str:
     asked = asked_of(story)
     more = f"; and {len(asked) - _MOST_TO_DO:,} more" if len(asked) > _MOST_TO_DO else ""
     if things := [*filter(None, [to_do(story)]), *asked[:_MOST_TO_DO]]:
-        do = f" **Do:** {'; '.join(things)}{more}."
+        do = f" **Do:** {'. '.join(things)}{more}."
     else:
         do = " Nothing to change." if incidents else ""
     return f"**{words}.**{do} {text(sentences[:1].upper() + sentences[1:], most)}"
 
 
 def asked_of(story: Story) -> list[str]:
-    """Say in a few words each what the incidents ask for, the most important first."""
-    return list(dict.fromkeys(_asked(one, story.incidents) for one in story.advice))
-
-
-def _asked(advice: Advice, incidents: Sequence[Incident]) -> str:
-    """Say in a few words what an advice asks for; a long one is cut."""
-    group = [one for one in incidents if one.id in advice.incidents]
-    first = group[-1].diagnosis
-    if first.culprit is not None:
-        return f"fix {code(first.culprit.op, 30)} at {_place(first.culprit, 60)}"
-    if rows := sorted({row for one in group for row in one.diagnosis.rows}):
-        more = f" and {len(rows) - 8:,} more" if rows[8:] else ""
-        return f"fix {'row' if len(rows) == 1 else 'rows'} {', '.join(map(str, rows[:8]))}{more}"
-    if first.cause in (Cause.EXPLOSION, Cause.RATE):
-        return "lower the learning rate"
-    asks = next((found for one in SENTENCES.split(advice.text) if (found := _ASKS.match(one))), None)
-    if asks is None:
-        return worded(advice.text.rstrip("."), 120)
-    return worded((asks[2] or asks[0][:1].lower() + asks[0][1:].removesuffix(" of the data")).rstrip("."), 120)
+    """Say what the incidents ask for, as the terminal does, each in one sentence; the most important first."""
+    return [worded(request_of(one.text).rstrip("."), _LONGEST_REQUEST) for one in story.advice]
 
 
 def _advice(story: Story, most: int | None) -> str:

@@ -44,7 +44,7 @@ _REPEATS = (Cause.EXPLOSION, Cause.RATE, Cause.OVERFLOW)  # the next run of this
 _LARGEST_SOURCE = 2**22  # bytes
 _MOST_ROWS = 8  # that are named
 
-SENTENCES = re.compile(r"(?<=\.) (?=[A-Z`])")
+_SENTENCES = re.compile(r"(?<=\.) (?=[A-Z`])")
 _RAISED_AT = re.compile(r" raised .*\((.+?:\d+)\): fix [^.]*\.$")
 _NUMBERS = re.compile(r"(?P<name>`[^`]*`)|\[[\d, ]+\]|\b(?:nan|inf)\b|(?<![\w.])[+-]?\d[\d.,]*(?:e[+-]?\d+)?\b")
 
@@ -413,14 +413,18 @@ def _kind(incident: Incident) -> object:
     return diagnosis.rows or (diagnosis.cause, incident.anomaly.signal)
 
 
-def _asked(advice: str) -> str:
-    """Return the sentence that asks for something, without its numbers, which differ from incident to incident.
-
-    Names stay: another tensor is another place to look at. The sentences after it are hints.
-    """
+def request_of(advice: str) -> str:
+    """Return the sentence of an advice that asks for something. Those after it are hints."""
     words = " ".join(advice.split())
-    asks = next((one for one in SENTENCES.split(words) if ": " in one), words)
-    return _NUMBERS.sub(lambda found: found["name"] or "#", asks)
+    return next((one for one in _SENTENCES.split(words) if ": " in one), words)
+
+
+def _asked(advice: str) -> str:
+    """Return what an advice asks for without its numbers, which differ from incident to incident.
+
+    Names stay: another tensor is another place to look at.
+    """
+    return _NUMBERS.sub(lambda found: found["name"] or "#", request_of(advice))
 
 
 def _words(group: Sequence[Incident]) -> str:
