@@ -83,7 +83,7 @@ _REMEDIES: dict[str, tuple[str, ...]] = {
         "learning rate x{factor}",
         "learning rate turned down",
     ),
-    "limit_lr": ("learning rate held at {to} until the schedule is below it again", "learning rate limited"),
+    "limit_lr": ("learning rate capped at {to}", "learning rate capped"),
     "tighten_clip": ("gradients clipped to a norm of {to}", "gradient clip x{factor}", "gradient clip tightened"),
     "limit_update": ("updates limited to {share} of the weights' norm", "updates limited"),
     "lower_decay": ("weight decay x{factor}", "weight decay lowered"),
@@ -267,6 +267,11 @@ def rows_named(rows: Sequence[int]) -> str:
     return f"{'row' if len(rows) == 1 else 'rows'} {_listed(rows, 4)} of the data"
 
 
+def rate_named(times: float) -> str:
+    """Name a learning rate by the configured one."""
+    return "the configured one" if times == 1 else f"x{times:.3g} of the configured one"
+
+
 def rank_names(ranks: Sequence[int]) -> str:
     """Name some ranks: "rank 3", "ranks 0, 1 and 3"."""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {_listed(ranks, 8)}"
@@ -325,7 +330,7 @@ def _remedy(action: Action, incident: Incident) -> str:
     elif action.remedy == "armor" and (where := incident.diagnosis.symptom) is not None:
         settings = {"symptom": f"{where.op}, {where.file}:{where.line}"}
     elif action.remedy == "limit_lr" and type(to := settings.get("to")) in (int, float):
-        settings["to"] = "the configured one" if to == 1 else f"x{to:.3g} of the configured one"
+        settings["to"] = f"{rate_named(to)}{' and falling with the schedule' * bool(settings.get('leapt_to'))}"
     elif action.remedy == "tighten_clip" and settings.get("to"):
         settings.pop("factor", None)
     settings = {name: value for name, value in settings.items() if value is not None and name not in _UNSAID}

@@ -121,7 +121,7 @@ class Explainer:
         may_be_leap = is_sudden or (found.culprit is None and found.cause is Cause.EXPLOSION)
         may_be_leap &= found.cause is not Cause.DATA and anomaly.signal in (_OF_THE_RATE if is_sudden else OF_THE_LOSS)
         if leap is not None and may_be_leap:
-            return by_rate(leap.factor, leap.step, is_sudden=is_sudden), leap
+            return by_rate(leap.jump or leap.factor, leap.step, is_sudden=is_sudden), leap
         if found.cause in (Cause.EXPLOSION, Cause.OVERFLOW) and (advice := self._out_of_scale(update)):
             found = replace(found, advice=f"{found.advice} {advice}")
         return found, None

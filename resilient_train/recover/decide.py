@@ -76,11 +76,12 @@ BY_DECAY = Diagnosis(Cause.OPTIMIZER, "Weights decay faster than they learn: low
 _SPIKE_LANDED = Diagnosis(Cause.EXPLOSION, f"The loss jumped and stayed there: {_CALMER}.")
 
 
-def by_rate(factor: float, step: int, *, is_sudden: bool) -> Diagnosis:
+def by_rate(times: float, step: int, *, is_sudden: bool) -> Diagnosis:
     """Return the diagnosis of an anomaly that followed a rise of the learning rate."""
-    rose = f"x{factor:,.0f}" if factor >= 100 else f"x{factor:.3g}"
-    since = f"{rose} {'at' if is_sudden else 'since'} step {step:,}: look at the schedule, and at what else sets it"
-    return Diagnosis(Cause.RATE, f"The learning rate rose {since} there; the samples are not to blame.")
+    rose = f"x{times:,.0f}" if times >= 100 else f"x{times:.3g}"
+    rose = f"jumped {rose} from step {step - 1:,} to" if is_sudden else f"rose {rose} since step"
+    look = "look at the schedule, and at what else sets it there; the samples are not to blame"
+    return Diagnosis(Cause.RATE, f"The learning rate {rose} {step:,}: {look}.")
 
 
 def by_signal(anomaly: Anomaly) -> Diagnosis:

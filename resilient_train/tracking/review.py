@@ -28,6 +28,7 @@ from resilient_train.wording import (
     duration,
     further,
     noticed,
+    rate_named,
     remedies_in_short,
     rows_named,
     why_of,
@@ -355,6 +356,8 @@ def _knobs(knobs: Mapping[str, Any]) -> list[str]:
     factors = {names[key]: knobs.get(key) for key in names}
     lines = [f"{name} x{one:.3g}" for name, one in factors.items() if type(one) in (int, float) and one != 1]
     limits = {"share": "updates of at most {:.3g} of the weights", "norm": "gradients clipped to a norm of {:.3g}"}
+    if type(cap := knobs.get("ceiling")) in (int, float) and cap:
+        lines.append(f"learning rate capped at {rate_named(cap)}")
     lines += [said.format(one) for key, said in limits.items() if type(one := knobs.get(key)) in (int, float) and one]
     if type(steps := knobs.get("higher_precision")) is int and steps > 0:
         lines.append(f"full precision for {counted(steps, 'step')}")

@@ -141,7 +141,7 @@ class RateRise(PlainState):
         self._since = 0  # the step before the rate rose
         self._losses: deque[float] = deque(maxlen=2 * config.look)
         self._seen = 0  # losses since the rate rose
-        self._base = 1.0  # the highest rate before it rose
+        self._base = 1.0  # the rate that it rose from
         self._lately: deque[float] = deque(maxlen=_COMPARED)  # the newest losses
         self._before: list[float] = []  # those before it rose
 
@@ -171,7 +171,8 @@ class RateRise(PlainState):
         # A warm-up climbs to 1 in small steps.
         is_high = ratio >= config.times * self._usual and (ratio > 1.0 or ratio >= config.times * before)
         if self._reference is None and is_high and step > config.earlier:
-            self._reference, self._since, self._base = reference(step), step - 1, max(self._usual, 1e-12)
+            self._reference, self._since = reference(step), step - 1
+            self._base = max(min(before, self._usual), 1e-12)
             self._before = [*self._lately, loss]
             self._losses.clear()
             self._seen = 0

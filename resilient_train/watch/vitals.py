@@ -180,6 +180,7 @@ class Leap(NamedTuple):
     factor: float
     usual: float  # the highest rate before, as a multiple of the configured one
     is_sudden: bool
+    jump: float = 0.0  # times the rate of the update before, if it is sudden
 
 
 class UpdateHistory:
@@ -256,7 +257,8 @@ class UpdateHistory:
         for place, one in enumerate(known):
             is_candidate = one.step >= first_recent and place >= _LEAP_AFTER
             if is_candidate and one.lr_ratio >= (_LEAP if one.lr_ratio > 1.0 else _WARM_UP_STAGE) * highest:
-                return Leap(one.step, max(other.lr_ratio for other in known[place:]) / highest, highest, True)
+                farthest = max(other.lr_ratio for other in known[place:])
+                return Leap(one.step, farthest / highest, highest, True, one.lr_ratio / known[place - 1].lr_ratio)
             highest = max(highest, one.lr_ratio)
         first_recent = first_recent if since is None else min(first_recent, since + 1)
         older = [one.lr_ratio for one in known if one.step < first_recent]

@@ -653,10 +653,13 @@ def test_every_remedy_has_words() -> None:
         (Action("skip", {"updates": 1}), "skipped 1 update of data"),
         (Action("lower_lr", {"factor": 0.1, "rewarm": 1}), "learning rate x0.1 with 1 step of warm-up"),
         (Action("lower_lr", {"factor": 0.1, "rewarm": 20}), "learning rate x0.1 with 20 steps of warm-up"),
-        (Action("limit_lr", {"to": 1.0, "leapt_to": 53.0}), "learning rate held at the configured one until"),
+        (
+            Action("limit_lr", {"to": 1.0, "leapt_to": 53.0}),
+            "learning rate capped at the configured one and falling with",
+        ),
         (
             Action("limit_lr", {"to": 2.5}),
-            "learning rate held at x2.5 of the configured one until the schedule is below",
+            "learning rate capped at x2.5 of the configured one; nothing was lost",
         ),
         (Action("rewind"), "no rewind, as there was no state to go back to; nothing was lost"),
         (Action("higher_precision", {"steps": 2000}), "full precision for 2,000 steps"),

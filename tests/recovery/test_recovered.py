@@ -28,6 +28,9 @@ from resilient_train.errors import GaveUp
 from resilient_train.reader import DiskConfig, MemoryConfig
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.run_history import RunHistory
+from resilient_train.tracking.report import note
+from resilient_train.tracking.story import read_story
+from resilient_train.watch.config import named
 
 NEVER = 10**9
 BLOBS, WIDTH, CLASSES = 768, 12, 4
@@ -143,9 +146,31 @@ def test_a_hot_stretch_leaves_no_trace(times: float, start: int, steps: int, han
     assert hot.weights() == healthy(end, hands_over)[0]
     assert {cause for _, cause, _ in hot.told()} == {"rate"}
     assert {outcome for *_, outcome in hot.told()} <= {"recovered", "recurred"}
-    assert f"rose x{times:,g} at step {start + 1}: look at the schedule" in hot.guard.incidents[0].diagnosis.advice
+    assert (
+        f"jumped x{times:,g} from step {start} to {start + 1}: look at the" in hot.guard.incidents[0].diagnosis.advice
+    )
     assert "expect" not in hot.guard.incidents[0].diagnosis.advice
     assert hot.guard.samples.skipped.spans == [], "the samples are innocent"
+
+
+def test_a_leap_is_told_by_the_rate_before_it_and_its_cap_while_it_acts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A schedule that had fallen to 0.4 leapt x500: so say incident, advice, the end of the run and its page, which ask
+    for the schedule, and not for a lower rate."""
+    caplog.set_level(logging.INFO, logger="resilient_train")
+    hot = Loop(lambda step: (0.4 if step >= 60 else 1.0) * (500 if step >= 120 else 1), run_dir=tmp_path / "run")
+    hot.train(220).guard.close()
+    advice = "The learning rate jumped x500 from step 120 to 121: look at the schedule, and at what else sets it there"
+    (one,) = hot.guard.incidents
+    assert one.diagnosis.advice.startswith(advice)
+    assert one.anomaly.evidence.endswith("was usual before the learning rate rose x500")
+    said = caplog.text
+    assert "learning rate capped at the configured one and falling with the schedule" in said
+    assert "still active at the end: learning rate capped at the configured one" in said
+    first, *_ = note(read_story(tmp_path / "run"), lambda number: None).splitlines()
+    assert advice in first
+    assert "lower the learning rate" not in first
 
 
 def test_a_rate_that_rises_for_good_is_limited_for_good() -> None:
