@@ -242,8 +242,8 @@ class Recovery:
             if is_whole:
                 trials.raced_in_vain = True
                 took = f"{counted(made, 'update')} and {time.perf_counter() - started:.2f} s"
-                log.info("note: step %d: %s; lower rates were tried from an earlier state", step, check.evidence)
-                log.info("  none did enough better: %s; that took %s, not part of the run's", trials.nearest, took)
+                tried = f"lower rates were tried, and the current one is fine: {trials.nearest}; that took {took}"
+                log.debug("step %d: %s; %s, not part of the run's", step, check.evidence, tried)
             if made:
                 self.note_remedies()
             return

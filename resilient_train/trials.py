@@ -102,7 +102,7 @@ class Trials:
         with suppress(TrialStopped), self._trial(control, skipped, rows):
             before, again = self._run((), 0), self._run((), 0)
             if not before.equals(again):
-                log.info("note: nothing is tried: the losses of later updates cannot be reproduced")
+                log.debug("nothing is tried: the losses of later updates cannot be reproduced")
                 raise TrialStopped
             results = [self._run(arm, steps).risen_from(before) for arm in arms]
             best = best_arm(results, steps, self._policy.budget.trial_gain)
@@ -133,8 +133,8 @@ class Trials:
         with suppress(TrialStopped), self._trial(control, lifts_limits=True):
             if not self._reproduces(recorded, since):
                 why = "the data or the program changes with each call (does __getitem__ change rows in place?)"
-                log.info(
-                    "note: no lower rates are tried: the loss of update %d cannot be reproduced: %s",
+                log.debug(
+                    "no lower rates are tried: the loss of update %d cannot be reproduced: %s",
                     since.step + 1,
                     why,
                 )
@@ -185,7 +185,7 @@ class Trials:
         self._judged: list[tuple[int, list[Any]]] = []  # start and batches of the later updates
         self._made = self._forwards = 0  # updates made so far, and forwards of updates that are judged
         if not ring.has_room_aside():
-            log.info("note: no trial: a further copy of the state exceeds the memory that snapshots may take")
+            log.debug("no trial: a further copy of the state exceeds the memory that snapshots may take")
             raise TrialStopped
         with ring.aside() as self._go_back, self._loop.direct_steps.running("guard"):
             if lifts_limits:
@@ -241,9 +241,9 @@ class Trials:
                 if (isinstance(error, TrialStopped | TrainError) and not is_fetch) or parts.world.size > 1:
                     raise
                 if is_fetch or is_out_of_memory(error):
-                    log.info("note: a trial ended without effect: %s", in_one_line(error))
+                    log.debug("a trial ended without effect: %s", in_one_line(error))
                     raise TrialStopped from error
-                log.info("note: an arm of a trial failed: %s", in_one_line(error))
+                log.debug("an arm of a trial failed: %s", in_one_line(error))
                 anomalies, losses = steps, (math.inf,) * len(self._judged)
         return Arm(tuple(actions), anomalies, losses)
 
@@ -268,7 +268,7 @@ class Trials:
         found = zip(starts, fetched, map(all, zip(*by_rank, strict=True)), strict=True)
         self._judged = [(start, batches) for start, batches, is_there in found if is_there and batches is not None]
         if len(self._judged) < JUDGED // 2:
-            log.info("note: no trial: too many of the later rows that would judge it cannot be fetched")
+            log.debug("no trial: too many of the later rows that would judge it cannot be fetched")
             raise TrialStopped
 
     def _computed(self, backup: Any) -> tuple[bool, torch.Tensor]:
@@ -340,7 +340,7 @@ class Trials:
                 if parts.world.size == 1 or is_sharded:  # there other ranks are inside of this forward
                     raise
                 trouble = _ENDS if is_out_of_memory(error) else _FAILED
-                log.info("note: an arm of a trial failed: %s", in_one_line(error))
+                log.debug("an arm of a trial failed: %s", in_one_line(error))
             self._forwards += 1
             parts.beat()
             if (agreed := -parts.world.least(-float(_ENDS if loop.stop() else trouble))) >= _ENDS:

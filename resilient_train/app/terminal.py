@@ -153,11 +153,10 @@ class Terminal:
         self.console = Console(file=fail_safe(sys.stdout), highlight=False, soft_wrap=True)
         self.is_live = is_main and self.console.is_terminal
         self._before = log.level, log.propagate
-        log.setLevel(logging.INFO)
+        log.setLevel(logging.DEBUG)  # for the file
         log.propagate = False
         handler = _ToConsole(self.console, hide_progress=self.is_live)
-        if not is_main:
-            handler.setLevel(logging.ERROR)  # the other ranks only print what rank 0 cannot know
+        handler.setLevel(logging.INFO if is_main else logging.ERROR)  # others only print what rank 0 cannot know
         log.addHandler(handler)
         self._handlers: list[logging.Handler] = [handler]
 

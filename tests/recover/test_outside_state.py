@@ -74,9 +74,9 @@ def counter() -> Callable[[Any, Any], Tensor]:
 
 def test_a_program_with_state_outside_of_the_run_has_no_race(caplog: pytest.LogCaptureFixture) -> None:
     """A forward that is repeated has another loss: a trial would change that state. It is asked once."""
-    caplog.set_level(logging.INFO, "resilient_train")
+    caplog.set_level(logging.DEBUG, "resilient_train")
     guard = train(regression(WITH, objective=queue()))
-    assert "note: no lower rates are tried: the loss of update 1 cannot be reproduced: the data or" in caplog.text
+    assert "no lower rates are tried: the loss of update 1 cannot be reproduced: the data or" in caplog.text
     assert guard._controls.trials.updates == 1
     assert not guard.incidents
 
