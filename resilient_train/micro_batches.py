@@ -11,7 +11,7 @@ from resilient_train.recovery import Recovery
 from resilient_train.types import ProcessIncident, Signal
 from resilient_train.wording import counted, log
 
-_SMALLER = "use a smaller data.batch_size with more accelerate.gradient_accumulation_steps, or activation checkpointing"
+_SMALLER = "use a smaller batch_size with more gradient accumulation, or activation checkpointing"
 
 
 class MicroBatchSizer:

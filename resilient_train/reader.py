@@ -196,14 +196,14 @@ def option(group: str, name: str, hint: str = "") -> Any:
         raise no_such("option", name, names, at=group, value=name, hint=hint)
     tree = yaml.safe_load((conf() / group / f"{name}.yaml").read_text(encoding="utf-8"))
     for base in tree.pop("defaults", ()):
-        tree = _merged(option(group, base), tree) if base != "_self_" else tree
+        tree = merged(option(group, base), tree) if base != "_self_" else tree
     return tree
 
 
-def _merged(base: Any, changes: Any) -> Any:
+def merged(base: Any, changes: Any) -> Any:
     if not isinstance(base, Mapping) or not isinstance(changes, Mapping):
         return changes
-    return {**base, **{name: _merged(base.get(name), value) for name, value in changes.items()}}
+    return {**base, **{name: merged(base.get(name), value) for name, value in changes.items()}}
 
 
 def _converted(value: Any, kind: Any, limits: Mapping[str, Any]) -> Any:

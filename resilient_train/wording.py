@@ -325,6 +325,8 @@ def _remedy(action: Action, incident: Incident) -> str:
     settings: dict[str, Any] = {**action.settings}
     if action.remedy == "rewind" and incident.rewound_to is None:
         return "no rewind, as there was no state to go back to"
+    if action.remedy == "go_on" and incident.rewound_to == 0:
+        return "no checkpoint: restarted at step 0"
     if action.remedy == "rewind":
         settings = {"rewound_to": incident.rewound_to}
     elif action.remedy == "armor" and (where := incident.diagnosis.symptom) is not None:

@@ -30,7 +30,17 @@ from resilient_train.data.sequential import DrawnSamples, LoaderSamples
 from resilient_train.drills import Drill
 from resilient_train.errors import ConfigError, TrainError, named_type, unusable
 from resilient_train.ranks.world import World
-from resilient_train.reader import ClipConfig, DataConfig, DiskConfig, MemoryConfig, checked, is_list, read
+from resilient_train.reader import (
+    ClipConfig,
+    DataConfig,
+    DiskConfig,
+    MemoryConfig,
+    checked,
+    is_list,
+    merged,
+    option,
+    read,
+)
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.quarantine import Quarantine, Quarantined
 from resilient_train.recover import policy as policies
@@ -346,8 +356,13 @@ class _Watched(ShadowSchedule):
         return [getattr(one, "last_epoch", None) for one in several]
 
 
-def disk(given: DiskConfig | int | str | None) -> DiskConfig:
-    """Convert a number of updates between two checkpoints, or "auto"; with None there is one at the end."""
+def disk(given: DiskConfig | int | str | None, *, resumes: bool) -> DiskConfig:
+    """Convert a number of updates between two checkpoints, or "auto"; with None or 0 there is one at the end.
+
+    A loop that `resumes` from its own has to say how often they are written: a kill would begin it again at step 0.
+    """
+    if given is None and resumes:
+        raise unusable("resume", "needs disk=, such as disk=200: a checkpoint every 200 updates (0: only at the end)")
     made = given if isinstance(given, DiskConfig) else DiskConfig(every=given or 0)
     check_settings(disk=made)
     return made
@@ -359,14 +374,13 @@ def quarantine(
     samples: Samples,
     incident_log: IncidentLog,
     world: World,
-    *,
-    keys: tuple[str, str],
+    is_own_loop: bool,
 ) -> Quarantine:
     """Read the rows that the run has in quarantine, add those of another list, and leave them out of the data.
 
-    Raises ConfigError if the data set changed since the run began, unless `data_changed` accepts that. `keys` are the
-    names of the settings `given` and `data_changed`.
+    Raises ConfigError if the data set changed since the run began, unless `data_changed` accepts that.
     """
+    keys = ("quarantine", "data_changed") if is_own_loop else ("data.quarantine", "run.data_changed")
     if data_changed not in ("refuse", "accept"):
         raise ConfigError(keys[1], data_changed, "is not refuse or accept")
     listed = Quarantine(None, dict)
@@ -406,13 +420,13 @@ def policy(given: Policy | Mapping[str, Any] | str | Path) -> Policy:
 
 
 def checks(given: ChecksConfig | Mapping[str, Any] | str, expect: Sequence[int] = ()) -> ChecksConfig:
-    """Convert all the values of the checks, or the name of a set in the package; `expect` more steps of changes."""
+    """Convert the name of a set in the package, or settings over those of the default set; add steps to `expect`."""
     if not isinstance(given, ChecksConfig | Mapping | str):
         raise TypeError(f"checks: expected the name of a set of checks, got {named_type(given)}")
     if not is_list(expect):
         raise TypeError(f"expect: expected steps, such as [400, 5000], got {named_type(expect)}")
     if isinstance(given, Mapping):
-        given = checks_config.checks_from(dict(given))
+        given = checks_config.checks_from(merged(option("checks", "default"), given))
     config = checks_config.named(given) if isinstance(given, str) else given
     steps = [checked(f"expect[{place}]", step, int, {"at_least": 1}) for place, step in enumerate(expect)]
     return replace(config, expect=[*config.expect, *steps])

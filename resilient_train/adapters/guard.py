@@ -60,7 +60,7 @@ _NO_TOTAL = "this yields the rest of a planned total: give one with Guard(steps=
 _RECOVERED_AFTER = 50  # accepted updates at least, until an incident counts as recovered
 _FROM_THE_START = (
     "make or load the same model on every rank before it is prepared, and change no weights after that; "
-    "if the ranks are meant to differ, set checks.replicas.every=0"
+    "if the ranks are meant to differ, turn the check replicas off"
 )
 
 
@@ -151,7 +151,8 @@ class Guard(guard.EngineGuard):
         seeds = RecordedStates(device) if samples.is_fed else Seeds(seed, world.rank, device)
         more = {"recovery": recovery, "checks": checks, "clip": clip, "batch_size": batch_size, "seed": seed}
         self._settings = arguments.settings(optimizers, **more)
-        checks, disk, policy = arguments.checks(checks, expect), arguments.disk(disk), arguments.policy(recovery)
+        disk = arguments.disk(disk, resumes=run_dir is not None and resume is True and not samples.is_fed)
+        checks, policy = arguments.checks(checks, expect), arguments.policy(recovery)
         backups, anomaly_mode = Backups(bare, scaler), AnomalyMode(accelerator.backward)
         state = RunState(bare, optimizers, rates, samples, clock, device=device, scaler=scaler)
         updater = Updater(
@@ -193,9 +194,8 @@ class Guard(guard.EngineGuard):
         )
         home = Place(incidents) if incidents else place(run_dir, world, bool(resume), tracking, disk)
         incidents = home.incident_log
-        keys = ("quarantine", "data_changed") if is_own_loop else ("data.quarantine", "run.data_changed")
         try:
-            quarantined = arguments.quarantine(quarantine, data_changed, samples, incidents, world, keys=keys)
+            quarantined = arguments.quarantine(quarantine, data_changed, samples, incidents, world, is_own_loop)
             how = resume if isinstance(resume, Resume) else Resume()
             keeper = CheckpointKeeper(disk, parts, incidents.directory, incidents.run_history, how)
             direct_steps = DirectStepCheck(optimizers)

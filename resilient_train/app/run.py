@@ -162,6 +162,7 @@ class _Session:
             None if settings.resume in ("auto", "never") else Path(settings.resume),
             *(composed.digest, tuple(directory.changes)),
             mlflow=lambda: self.tracker.run.run_id if self.tracker.run else None,
+            fresh="run.resume=never",
         )
         watchdog = Watchdog(  # from before the first line of user code
             {Phase.START: settings.start_timeout, Phase.STEP: settings.step_timeout, Phase.SAVE: settings.save_timeout},

@@ -55,7 +55,7 @@ class CheckpointKeeper:
         self._writes, self._store = common is not None, Store(common or Path(os.devnull))
         reference = parts.checks.rewind_check.reference_step
         self._writer = Writer(self._store, keep=config.keep, keep_every=config.keep_every, reference=reference)
-        self._interval = Interval("checkpoint.disk.every", config.every, begins_at=200, least=50, most=20_000)
+        self._interval = Interval("disk.every", config.every, begins_at=200, least=50, most=20_000)
         self._intervals = Intervals(parts.ring.interval, self._interval, parts.world.on_main, history.note_intervals)
         self._label = parts.world.on_main(lambda: uuid4().hex[:12]) if self._is_sharded else ""
         self._cancelled = threading.Event()  # stop waiting for the shares of other ranks, which may have died

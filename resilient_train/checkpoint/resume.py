@@ -33,6 +33,7 @@ class Resume:
     config: str = ""  # digest of the configuration
     changed: tuple[str, ...] = ()  # keys of the configuration with another value than before
     mlflow: Callable[[], str | None] = lambda: None
+    fresh: str = "resume=False, or another run_dir,"  # what starts a new run
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ class Resumption:
         elif entry is None and (history.has_saved or damaged):
             why = "; ".join(f"{one.path.name} {reason}" for one, reason in damaged) or "they are gone"
             what = f"no usable checkpoint in {self.store.path}: {why}"
-            raise TrainError(f"cannot resume: {what}. run.resume=never starts a new run")
+            raise TrainError(f"cannot resume: {what}. {self.how.fresh} starts a new run")
         step = entry.step if entry else self.parts.clock.step  # 0, or what a trainer has made by its own checkpoint
         found = incidents_of_damage(damaged, step)
         skipped, span = None, last.stop - last.start

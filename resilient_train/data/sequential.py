@@ -157,7 +157,7 @@ class IterableSamples(Samples):
             self._read_to(epoch, row)
             rows = [self._next_row() for _ in rows]
             if _digest(rows[:count]) != known:
-                raise TrainError(f"data.train: this {kind} gives other rows when it is read again")
+                raise TrainError(f"data: this {kind} gives other rows when it is read again")
         if len(self._first_rows) > _REMEMBERED:
             del self._first_rows[next(iter(self._first_rows))]
         return _Read(place, epoch, row, positions[0], stop, [rows[at - place] for at in positions])
@@ -179,7 +179,7 @@ class IterableSamples(Samples):
                 row = next(self._rows)
             except StopIteration:
                 if self._row == 0:
-                    raise TrainError("data.train: the iterable data set has no rows any more") from None
+                    raise TrainError("data: the iterable data set has no rows any more") from None
                 self._begin(self._epoch + 1, 0, self._pristine)
             else:
                 self._row += 1

@@ -291,7 +291,7 @@ def on_spike(facts: Observations, climb: float, jump: float = 1.0) -> Diagnosis:
         return Diagnosis(Cause.EXPLOSION, _CLIMBED.format(times=times) + layer)
     why = "Only this batch does it, and no row of it alone: if many follow, lower the learning rate."
     if facts.everywhere:
-        why = "Other batches do the same: if the task was changed, declare it with checks.expect; else lower the rate."
+        why = "Other batches do the same: if the task was changed, declare it with expect=[STEP]; else lower the rate."
     elif not facts.is_compared:
         why = "It comes again with this batch; no other rows could be tried."
     return Diagnosis(Cause.UNKNOWN, why + layer)
@@ -320,7 +320,7 @@ def on_changed(was: float, now: float) -> Diagnosis:
     return Diagnosis(
         Cause.UNKNOWN,
         f"At weights at which the loss was {was:.4g} it is {now:.4g}: look for wrong labels, or for what changed in "
-        "the data or the objective; a change on purpose is declared with checks.expect.",
+        "the data or the objective; a change on purpose is declared with expect=[STEP].",
     )
 
 

@@ -93,7 +93,7 @@ class Quarantine:
             if data_may_differ:
                 self._write()
         except Foreign as error:
-            why = f"{error}; give the run its own data, or take it as it is (run.data_changed=accept)"
+            why = f"{error}; give the run its own data, or take it as it is (data_changed=accept)"
             raise unusable(str(file), why) from error
         except (OSError, ValueError) as error:
             _log.error("%s cannot be used and is renamed: %s", file, error)

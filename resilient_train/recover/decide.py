@@ -42,7 +42,7 @@ _BY_SIGNAL = {  # what a signal suggests by itself
         f"Weights moved farther than the optimizer can move them: {_WRITES} weights between updates."
     ),
     (Cause.CORRUPTION, Signal.RANK_MISMATCH): (
-        f"The ranks hold different weights: {_WRITES} weights on some ranks; if they should, turn checks.replicas off."
+        f"The ranks hold different weights: {_WRITES} weights on some ranks; if they should, turn off replicas."
     ),
     (Cause.OPTIMIZER, Signal.NONFINITE_OPTIMIZER): (
         "The optimizer's moments are not finite: if it returns, raise its eps, or keep its state in float32."
@@ -52,7 +52,7 @@ _BY_SIGNAL = {  # what a signal suggests by itself
     ),
     (Cause.EXPLOSION, Signal.DIVERGENCE): f"The loss climbs and does not come back down: {_CALMER}.",
     (Cause.EXPLOSION, Signal.NOT_RECOVERED): (
-        f"The loss is stable, but not back where it was: {_CALMER}; declare a deliberate change with checks.expect."
+        f"The loss is stable, but not back where it was: {_CALMER}; declare a deliberate change with expect=[STEP]."
     ),
     (Cause.RATE, Signal.NO_PROGRESS): (
         "The learning rate is too high from the start: lower it by the factor that the trial found, or warm up longer."

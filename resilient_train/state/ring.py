@@ -64,7 +64,7 @@ class Ring:
         Free memory differs from rank to rank, and ranks with different snapshots would rewind to different steps.
         """
         self._state, self._config, self._agree = state, config, agree
-        self.interval = Interval("checkpoint.memory.every", config.every, begins_at=25, least=5, most=1_000)
+        self.interval = Interval("memory.every", config.every, begins_at=25, least=5, most=1_000)
         self.snapshots: list[Snapshot] = []  # oldest first
         # The best verified snapshot that a rewind went back beyond, kept for the end of the run.
         self._set_aside: Snapshot | None = None
@@ -81,14 +81,14 @@ class Ring:
     def describe(self) -> str:
         """Say at the start of a run how many snapshots there will be and how much memory they take."""
         if not self.interval.steps:
-            return "no snapshots in memory (checkpoint.memory.every=0): this run cannot rewind"
+            return "no snapshots in memory (memory.every=0): this run cannot rewind"
         size, allowed = self._settle_slots(nbytes(self._state.live()))
-        why = "half of what was available" if self._config.max_gib is None else "checkpoint.memory.max_gib"
-        budget = f"{_readable(max(2, self._slots) * size)} of memory, of {_readable(allowed)} allowed ({why})"
+        why = "half of what was available" if self._config.max_gib is None else "memory.max_gib"
+        limit = f", of {_readable(allowed)} allowed: {why}" if self._slots < self._config.keep else ""
         if not self._slots:
-            return f"no snapshots in memory: this run cannot rewind; two take {budget}"
-        often = f"taken every {counted(self.interval.steps, 'step')}{' at first' if self.interval.is_auto else ''}"
-        return f"rewinds to one of {self._slots} snapshots, {often}: {budget}"
+            return f"no snapshots in memory: this run cannot rewind; two take {_readable(2 * size)}{limit}"
+        often = f"every {counted(self.interval.steps, 'step')}{' at first' if self.interval.is_auto else ''}"
+        return f"keeps {self._slots} snapshots to rewind to, {often} ({_readable(self._slots * size)}{limit})"
 
     def is_due(self, step: int) -> bool:
         """Say whether to take a snapshot after `step` accepted updates."""

@@ -118,7 +118,7 @@ class OutboxTracker(Tracker):
         self.begin()
         self._outbox.put(ENDED, status=status)
         assert self.uploader is not None
-        why = "uploading to MLflow, for up to %g s (tracking.drain_s); Ctrl-C leaves the rest to %s sync"
+        why = "uploading to MLflow, for up to %g s; Ctrl-C leaves the rest to %s sync"
         explaining = threading.Timer(_EXPLAIN_AFTER_S, _log.info, (why, self._config.drain_s, program()))
         explaining.daemon = True
         with contextlib.suppress(RuntimeError):  # at the exit of the interpreter Python 3.12 starts none

@@ -155,7 +155,7 @@ class Moments:
         if self.failed >= _PROVEN:
             self.can_sum = False
             self.remarks.append(
-                "checks.optimizer.recursion is off: the second moments do not follow from the norms of the gradients "
+                "check optimizer.recursion is off: the second moments do not follow from the norms of the gradients "
                 f"here ({now:.4g} where {due:.4g} was due); they are still checked one by one"
             )
         return None

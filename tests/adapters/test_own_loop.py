@@ -340,6 +340,7 @@ def test_a_second_guard_of_a_process_is_told_of_the_first(tmp_path: Path) -> Non
             batch_size=4,
             objective=lambda model, batch: model(batch[0]).square().mean(),
             run_dir=tmp_path / "cell",
+            disk=0,
             resume=True,
         )
 
@@ -367,7 +368,7 @@ def test_a_guard_that_could_not_be_made_leaves_its_directory_unlocked(
         model = torch.nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         return Guard(Accelerator(cpu=True), model, optimizer, data=data, batch_size=4, run_dir=tmp_path / "cell",
-                     resume=True)  # fmt: skip
+                     disk=0, resume=True)  # fmt: skip
 
     for culprit in ("guard.Controls", "guard.guard.EngineGuard.__init__", "reporter.IncidentLog"):
         with monkeypatch.context() as patched:

@@ -182,7 +182,7 @@ def test_who_waits_for_mlflow_is_told_why_and_may_leave(tmp_path: Path) -> None:
     more = ["tracking=mlflow", f"tracking.uri={door.address}", "tracking.drain_s=600", "run.steps=3"]
     run = Forked(python, "-m", "resilient_train", *[*LONG, *more], place=tmp_path, out=out)
     try:
-        why = "uploading to MLflow, for up to 600 s (tracking.drain_s); Ctrl-C leaves the rest to "
+        why = "uploading to MLflow, for up to 600 s; Ctrl-C leaves the rest to "
         deadline = time.monotonic() + 200
         while not out.exists() or why not in out.read_text():
             assert time.monotonic() < deadline

@@ -123,7 +123,7 @@ rows = [(torch.randn(3), torch.zeros(1)) for _ in range(64)]
 model = torch.nn.Linear(3, 1)
 model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
 guard = Guard(accelerator, model, optimizer, data=rows, batch_size=4, objective=fails_on_rank_1, run_dir="runs/run",
-              resume=True)
+              disk=0, resume=True)
 for batch in guard.batches(20):
     guard.step(batch)
 """

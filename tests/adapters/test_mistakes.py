@@ -1,0 +1,79 @@
+"""What a library user writes by mistake: refused or said in one line, by the names that the user can write."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from resilient_train.adapters.guard import Guard
+from resilient_train.errors import ConfigError, TrainError
+from resilient_train.reader import DiskConfig, MemoryConfig
+
+ROWS, WIDTH = 64, 4
+KEY_OF_THE_COMMAND = re.compile(r"\b(accelerate|checkpoint|checks|data|run|tracking)\.[a-z_]+")
+
+
+def rows() -> TensorDataset:
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(x, x.sum(1, keepdim=True))
+
+
+def squared(model: Any, batch: Any) -> torch.Tensor:
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def guard_of(model: nn.Module | None = None, build: Any = torch.optim.AdamW, **more: Any) -> Guard:
+    torch.manual_seed(0)
+    model = model or nn.Linear(WIDTH, 1)
+    given = {"data": rows(), "batch_size": 8, "objective": squared, **more}
+    return Guard(None, model, build(model.parameters(), lr=1e-2), **given)
+
+
+def train(guard: Guard, steps: int) -> Guard:
+    for batch in guard.batches(steps):
+        guard.step(batch)
+    return guard
+
+
+# ------------------------------------------------------------------------------------------------------- to resume
+
+
+def test_a_resume_without_checkpoints_is_refused(tmp_path: Path) -> None:
+    """Nothing would be there after a kill but the beginning; a state at the end alone has to be asked for."""
+    with pytest.raises(ConfigError, match=r"^resume: needs disk=, such as disk=200: [^\n]*$"):
+        guard_of(run_dir=tmp_path / "run", resume=True)
+    assert not (tmp_path / "run").exists()
+    guard_of(run_dir=tmp_path / "run", resume=True, disk=0).close()
+
+
+def test_a_run_that_does_not_fit_any_more_says_how_to_start_another(tmp_path: Path) -> None:
+    """By arguments of the guard: a loop has no command line."""
+    saving = {"run_dir": tmp_path / "run", "disk": DiskConfig(every=5), "resume": True, "verify_after": 1}
+    saving |= {"memory": MemoryConfig(every=5, keep=4, max_gib=None)}
+    first = train(guard_of(**saving), 12)
+    first.leave()
+    first.close()
+    other = guard_of(nn.Sequential(nn.Linear(WIDTH, 1)), **saving)
+    with pytest.raises(
+        TrainError, match=r"cannot resume: .*\. resume=False, or another run_dir, starts a new run$"
+    ) as no:
+        train(other, 1)
+    assert not KEY_OF_THE_COMMAND.search(str(no.value))
+
+
+def test_snapshots_and_checks_are_named_as_a_loop_gives_them(caplog: pytest.LogCaptureFixture) -> None:
+    """A check is turned off by its settings over those of the default set, and a wrong name is refused."""
+    caplog.set_level(logging.INFO, "resilient_train")
+    checks = {"replicas": {"every": 0}}
+    train(guard_of(memory=MemoryConfig(every=0, keep=2, max_gib=None), checks=checks), 2)
+    assert "no snapshots in memory (memory.every=0): this run cannot rewind" in caplog.messages
+    assert not KEY_OF_THE_COMMAND.search(caplog.text)
+    with pytest.raises(ConfigError, match=r"^checks\.replica=.*did you mean"):
+        guard_of(checks={"replica": {"every": 0}})
