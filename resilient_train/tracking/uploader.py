@@ -47,6 +47,7 @@ from resilient_train.tracking.connection import (
     root_cause,
 )
 from resilient_train.tracking.presentation import Presentation
+from resilient_train.tracking.story import read_story
 
 ENTRIES_AT_ONCE = 200
 _STATUSES = {"completed": "FINISHED", "ended": "FINISHED", "closed": "FINISHED"}
@@ -172,14 +173,19 @@ class Uploader:
             if entry["kind"] == BEGAN:
                 client.update_run(run_id, status="RUNNING")
             else:
-                client.set_terminated(run_id, _STATUSES.get(str(entry.get("status")), "FAILED"), entry["at"])
+                client.set_terminated(run_id, self._status(str(entry.get("status"))), entry["at"])
 
     def _end(self, connection: Connection) -> None:
         """Note how a run ended that could not say so itself."""
         ended = ended_as(self.run_dir)
         if ended is None or connection.client.get_run(connection.run_id).info.status != "RUNNING":
             return
-        connection.client.set_terminated(connection.run_id, _STATUSES.get(ended, "FAILED"), last_sign_ms(self.run_dir))
+        connection.client.set_terminated(connection.run_id, self._status(ended), last_sign_ms(self.run_dir))
+
+    def _status(self, ended: str) -> str:
+        """Return MLflow's word for how a run ended: one that is not back at its level has not succeeded."""
+        is_off = read_story(self.run_dir).status in ("gave_up", "unrecovered")
+        return "FAILED" if is_off else _STATUSES.get(ended, "FAILED")
 
     def _attach(self, connection: Connection, path: str) -> None:
         """Attach a file of the run. An outbox may come from anywhere: files outside of the directory are not sent."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -241,6 +243,7 @@ def shown(place: Path, database: str) -> dict[str, Any]:
         "status": run.info.status,
         "tags": run.data.tags,
         "params": run.data.params,
+        "metrics": run.data.metrics,
         "files": {one.path for one in client.list_artifacts(run.info.run_id)},
         "traces": [trace.info.tags["resilience.incident"] for trace in traces],
         "losses": [one.step for one in client.get_metric_history(run.info.run_id, "train/loss")],
@@ -276,6 +279,49 @@ class TestSync:
         assert found["tags"]["resilience.status"] == "recovered"
         assert sorted(found["traces"]) == ["1", "2"]  # the crash is one
         assert found["losses"] == [summary["ticks"]]
+
+    @pytest.mark.parametrize(
+        ("more", "damaged_at", "stop_at", "status"),
+        [
+            ({"recovery": "skip"}, 95, None, "FAILED"),  # exit code 0
+            ({"recovery": "off"}, 95, None, "FAILED"),
+            ({}, None, 50, "KILLED"),
+            ({}, None, None, "FINISHED"),
+        ],
+        ids=["not recovered", "gave up", "stopped", "completed"],
+    )
+    def test_its_status_is_how_the_run_fared(
+        self, more: dict[str, Any], damaged_at: int | None, stop_at: int | None, status: str, place: Path,
+        empty_store: Path,
+    ) -> None:  # fmt: skip
+        """In the list of runs, where nobody reads a page: a run that is not back where it was has not succeeded. Its
+        charts begin with those of the training, and the layers, which may be hundreds, come last."""
+        torch.manual_seed(0)
+        model, x = torch.nn.Linear(4, 1), torch.randn(64, 4)
+        guard = Guard(
+            *(None, model, torch.optim.SGD(model.parameters(), lr=1e-2)),
+            data=torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)),
+            batch_size=8,
+            steps=140,
+            schedule=lambda step: 1.0 if step < 90 else 1e-6,
+            objective=lambda model, batch: torch.nn.functional.mse_loss(model(batch[0]), batch[1]),
+            run_dir=place / "mine",
+            stop=lambda: guard.clock.step == stop_at,
+            tracking=f"sqlite:///{shutil.copy(empty_store, place / 'mlflow.db')}",
+            **more,
+        )
+        with contextlib.suppress(GaveUp):
+            for batch in guard.batches():
+                if guard.clock.step == damaged_at and not guard.incidents:
+                    with torch.no_grad():
+                        model.weight.add_(torch.nan if more["recovery"] == "off" else 100)
+                guard.step(batch)
+            guard.leave()
+            guard.close()
+        found = shown(place, "mlflow.db")
+        assert found["status"] == status, found["tags"]
+        sections = sorted({name.partition("/")[0] for name in found["metrics"]})
+        assert (sections[0], sections[-1]) == ("train", "weights_grad_norm")
 
 
 class TestLive:
