@@ -15,15 +15,8 @@ from torch import nn
 
 from resilient_train import guard, numerics
 from resilient_train.adapters import arguments
-from resilient_train.adapters.reporter import (
-    REPORT_EVERY,
-    Place,
-    Report,
-    RunReporter,
-    log_to_stderr,
-    place,
-    warn_if_unused,
-)
+from resilient_train.adapters.reporter import REPORT_EVERY, Place, Report, RunReporter, place, warn_if_unused
+from resilient_train.adapters.stderr import LIVE, log_to_stderr
 from resilient_train.checkpoint.keeper import CheckpointKeeper
 from resilient_train.checkpoint.resume import Resume
 from resilient_train.computation import Loop
@@ -213,6 +206,7 @@ class Guard(guard.EngineGuard):
             waits = synchronous(updater.optimizers) if device.type != "cpu" else []
             self._cautions = [*arguments.cautions(samples, disk, memory, waits, has_objective=measured is not None)]
             self._unused = warn_if_unused(self, world, self._direct_steps) if is_own_loop else None
+            self._is_live = is_own_loop and world.is_main and not samples.is_fed  # trainers have a bar of their own
         except BaseException:
             if home.lock is not None:
                 home.lock.release()  # a notebook keeps the error, and with it the lock, when its cell is run again
@@ -445,6 +439,8 @@ class Guard(guard.EngineGuard):
         return left
 
     def _on_accepted(self) -> None:
+        if self._is_live:
+            LIVE.show(self.newest, self.steps)
         home = self.reporter.place
         if home.directory is not None and self.clock.step % REPORT_EVERY == 0:
             self.reporter.show(self.report() if home.tracking is not None else None)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import logging
 import os
 import sys
 import time
@@ -22,6 +21,7 @@ from statistics import median
 from typing import Any
 
 from resilient_train.adapters.arguments import TRAINERS
+from resilient_train.adapters.stderr import LIVE
 from resilient_train.errors import (
     ConfigError,
     DirectoryInUse,
@@ -141,26 +141,6 @@ def _claim(named: Path, locks: list[DirectoryLock], *, resumes: bool) -> Path:
             raise ConfigError("run_dir", named, f"cannot be written: {error.strerror}") from error
         path = named.with_name(f"{named.name}-{number}")
     raise AssertionError
-
-
-def log_to_stderr(world: World) -> None:
-    """Print incidents in a program that has not set up logging."""
-    if not log.handlers and log.level == logging.NOTSET and not logging.getLogger().handlers:
-        log.setLevel(logging.INFO if world.is_main else logging.ERROR)  # the other ranks would print the same
-        log.addHandler(_LastResort())
-
-
-class _LastResort(logging.Handler):
-    """Prints plain lines to stderr, above tqdm's bars, until the program sets up logging."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if logging.getLogger().handlers or getattr(record, "in_file_only", False):
-            return
-        line = f"resilient_train: {record.getMessage()}"
-        if tqdm := sys.modules.get("tqdm"):
-            tqdm.tqdm.write(line, file=sys.stderr)
-        else:
-            print(line, file=sys.stderr)
 
 
 def warn_if_unused(guard: object, world: World, direct_steps: DirectStepCheck) -> weakref.finalize[Any, Any]:
@@ -354,6 +334,7 @@ class RunReporter:
         digests: tuple[str, str] | None = None,
     ) -> None:
         """Write how the caller's loop ended, unless that was written already."""
+        LIVE.clear()
         if self.place.lock is None:
             self._is_over = True
         is_only_told = self.incident_log.directory is None and not self.place.rank
