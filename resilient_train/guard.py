@@ -32,7 +32,7 @@ from resilient_train.run_parts import RunParts
 from resilient_train.types import Anomaly, Signal, Vitals
 from resilient_train.update.gate import DIGEST, Flag
 from resilient_train.update.objective import Metrics, scalar
-from resilient_train.update.turns import TWICE, TWO_GUARDS, warn_of_scalers
+from resilient_train.update.turns import TWICE, TWO_GUARDS, warn_of_scalers, why_no_gradient
 from resilient_train.watch.examination import Examination
 from resilient_train.watch.layout import GradientNorms
 from resilient_train.watch.vitals import Sent, landed, mean, mean_metrics, read_vitals, versions
@@ -198,7 +198,7 @@ class EngineGuard:
 
         With `optimizer` the loss is that of one optimizer, which steps now: the update ends with the last of them.
         """
-        loss = self._parts.buffers.spoil(scalar(loss))
+        loss, given = self._parts.buffers.spoil(scalar(loss)), loss
         if not self._turns.take(optimizer, self.samples.slicing.accumulation, self.objective):
             self._updater.drop_gradients()
             return False
@@ -210,7 +210,7 @@ class EngineGuard:
             if len(self._losses) < len(begun.update.batches):
                 return False
         if all(weight.grad is None for weight in self._turns.weights or self._updater.weights):
-            raise TrainError("no weight has a gradient: call loss.backward(), or accelerator.backward(loss), before")
+            raise TrainError(why_no_gradient(given, self._turns.weights or self._updater.weights))
         with self._direct_steps.running("guard"), self._lost_device:
             return self._send_to_gate(begun, loss if len(self._losses) < 2 else mean(self._losses))
 

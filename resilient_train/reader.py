@@ -185,7 +185,8 @@ def checked(key: str, value: Any, kind: Any, limits: Mapping[str, Any]) -> Any:
         return limits["null"]
     converted = _converted(value, kind, limits)
     if converted is _REFUSED:
-        raise ConfigError(key, value, f"must be {_allowed(kind, limits)}")
+        got = ", not text" if isinstance(value, str) and "as_is" in limits else ""  # '8' is printed as 8 is
+        raise ConfigError(key, value, f"must be {_allowed(kind, limits)}{got}")
     return converted
 
 

@@ -278,7 +278,7 @@ def samples(
     except ConfigError as error:  # it has the keys of a configuration
         is_workers = error.key.endswith("num_workers")
         key, value = ("num_workers", error.value) if is_workers else ("data", name)
-        raise ConfigError(key, value, error.why) from error
+        raise ConfigError(key, value, error.why) from None
 
 
 def steps_per_epoch(samples: Samples) -> int:

@@ -37,7 +37,7 @@ from resilient_train.state.ring import Ring
 from resilient_train.state.run_state import Clock, RunState, Stateful
 from resilient_train.trials import Trials
 from resilient_train.types import Incident, Signal
-from resilient_train.update.clip import norm_over_ranks
+from resilient_train.update.clip import LoopClipCheck, norm_over_ranks
 from resilient_train.update.gate import synchronous
 from resilient_train.update.objective import Objective
 from resilient_train.update.turns import DirectStepCheck
@@ -206,6 +206,7 @@ class Guard(guard.EngineGuard):
             waits = synchronous(updater.optimizers) if device.type != "cpu" else []
             self._cautions = [*arguments.cautions(samples, disk, memory, waits, has_objective=measured is not None)]
             self._unused = warn_if_unused(self, world, self._direct_steps) if is_own_loop else None
+            self._loop_clips = LoopClipCheck()
             self._is_live = is_own_loop and world.is_main and not samples.is_fed  # trainers have a bar of their own
         except BaseException:
             if home.lock is not None:
@@ -441,6 +442,8 @@ class Guard(guard.EngineGuard):
     def _on_accepted(self) -> None:
         if self._is_live:
             LIVE.show(self.newest, self.steps)
+            if self.objective is None and self.newest is not None:
+                self._loop_clips.see(self.newest.grad_norm)
         home = self.reporter.place
         if home.directory is not None and self.clock.step % REPORT_EVERY == 0:
             self.reporter.show(self.report() if home.tracking is not None else None)

@@ -114,7 +114,7 @@ def _tracking(given: str | bool | None, run_dir: Path) -> TrackingConfig | None:
     try:
         locate(uri, run_dir.parent)
     except ConfigError as error:
-        raise ConfigError("tracking" if uri else error.key, error.value, error.why) from error
+        raise ConfigError("tracking" if uri else error.key, error.value, error.why) from None
     experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
     return TrackingConfig("mlflow", uri, experiment, drain_s=_DRAIN_S)
 
@@ -138,7 +138,7 @@ def _claim(named: Path, locks: list[DirectoryLock], *, resumes: bool) -> Path:
             if not path.is_dir():
                 raise ConfigError("run_dir", named, "is a file, expected a directory") from None
         except OSError as error:
-            raise ConfigError("run_dir", named, f"cannot be written: {error.strerror}") from error
+            raise ConfigError("run_dir", named, f"cannot be written: {error.strerror}") from None
         path = named.with_name(f"{named.name}-{number}")
     raise AssertionError
 

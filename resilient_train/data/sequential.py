@@ -351,7 +351,10 @@ class DrawnSamples(Samples):
         self.position = 0
         self.skipped = Ranges()
         with preserved(self.device):
-            if sha256(self._drawn(0, 0, no_watchdog)) != sha256(self._drawn(0, 0, no_watchdog)):
+            first = self._drawn(0, 0, no_watchdog)
+            if isinstance(first, Iterator):
+                raise unusable("data", "the function gives an iterator: call it (data=batches()), or return one batch")
+            if sha256(first) != sha256(self._drawn(0, 0, no_watchdog)):
                 raise unusable("data", _NOT_REPEATED)
 
     def next_update(self, beat: Callable[[], None] = no_watchdog) -> Update:

@@ -50,8 +50,10 @@ class Measured:
         """Call the objective, and require that the loss can be differentiated."""
         loss, metrics = self(model, batch)
         if not loss.requires_grad:
-            why = "returned a loss without a graph: something between the weights and the loss detaches it"
-            raise self._error(f"{why} (.detach(), .item(), no_grad, argmax)")
+            why = "something between the weights and the loss detaches it (.detach(), .item(), no_grad, argmax)"
+            if not any(one.requires_grad for one in model.parameters()):
+                why = "all weights of the model are frozen (requires_grad=False)"
+            raise self._error(f"returned a loss without a graph: {why}")
         return loss, metrics
 
     def _error(self, why: str) -> ConfigError:

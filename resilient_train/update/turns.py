@@ -86,6 +86,21 @@ TWICE = f"guard.{{verb}} was called twice for one batch: {_HOW}"
 TWO_GUARDS = f"two guards are at work in turn, which would not rewind together: give one of them all networks; {_HOW}"
 
 
+def why_no_gradient(loss: torch.Tensor, weights: Sequence[torch.Tensor]) -> str:
+    """Say which mistake is likely if a loss was handed over and no weight has a gradient."""
+    if not any(one.requires_grad for one in weights):
+        return "no weight has a gradient: all that the optimizer trains are frozen (requires_grad=False)"
+    graph, left = set[Any](), [loss.grad_fn]
+    while left:
+        if (node := left.pop()) is not None and node not in graph:
+            graph.add(node)
+            left += [one for one, _ in node.next_functions]
+    used = {id(getattr(node, "variable", None)) for node in graph}
+    if graph and not used & set(map(id, weights)):
+        return "no weight has a gradient: the loss was not computed with the guarded model, or is detached from it"
+    return "no weight has a gradient: call loss.backward(), or accelerator.backward(loss), before"
+
+
 class Turns:
     """The turn of the newest update, if its losses are stepped in turn."""
 

@@ -107,3 +107,87 @@ def test_a_loop_on_a_terminal_has_a_line_of_progress(kind: Any, monkeypatch: pyt
     *lines, last = [line.rpartition("\r")[2] for line in said.split("\n")]  # what is left of each to be seen
     assert all(line.startswith("resilient_train: ") for line in lines)
     assert last == ""
+
+
+# ------------------------------------------------------------------------------------------------------- in the loop
+
+
+def hand_over(guard: Guard, loss_of: Any, steps: int = 20, between: Any = lambda: None) -> None:
+    for batch in guard.batches(steps):
+        loss = loss_of(batch)
+        if loss.requires_grad:
+            loss.backward()
+        between()
+        guard.update(loss)
+
+
+@pytest.mark.parametrize(
+    ("frozen", "loss_of", "why"),
+    [
+        (True, lambda model, batch: squared(model, batch), "all that the optimizer trains are frozen"),
+        (False, lambda model, batch: squared(nn.Linear(WIDTH, 1), batch), "was not computed with the guarded model"),
+        (False, lambda model, batch: squared(model, batch).detach(), "call loss.backward()"),
+    ],
+)
+def test_a_model_without_gradients_says_which_mistake_is_likely(frozen: bool, loss_of: Any, why: str) -> None:
+    """Frozen weights, a loss of another model, and a backward that is missing look the same to the gate."""
+    model = nn.Linear(WIDTH, 1).requires_grad_(not frozen)
+    with pytest.raises(TrainError, match=rf"^no weight has a gradient: .*{re.escape(why)}[^\n]*$"):
+        hand_over(guard_of(model, objective=None), lambda batch: loss_of(model, batch))
+
+
+def test_an_objective_of_a_frozen_or_another_model_says_so() -> None:
+    frozen, other = nn.Linear(WIDTH, 1).requires_grad_(False), nn.Linear(WIDTH, 1)
+    with pytest.raises(ConfigError, match=r"without a graph: all weights of the model are frozen"):
+        train(guard_of(frozen), 1)
+    with pytest.raises(TrainError, match=r"was not computed with the guarded model"):
+        train(guard_of(objective=lambda model, batch: squared(other, batch)), 1)
+
+
+@pytest.mark.parametrize("clips", [True, False])
+def test_a_loop_that_clips_by_itself_is_noticed(clips: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Once, in one line, with what to write instead; norms that are as they are say nothing."""
+    caplog.set_level(logging.INFO, "resilient_train")
+    model = nn.Linear(WIDTH, 1)
+
+    def clip() -> None:
+        if clips:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+    hand_over(guard_of(model, objective=None), lambda batch: squared(model, batch), between=clip)
+    said = [one for one in caplog.messages if "clip_grad_norm_" in one]
+    assert len(said) == clips
+    assert all(one.endswith("if the loop calls clip_grad_norm_, leave that to Guard(clip=0.5)") for one in said)
+
+
+# --------------------------------------------------------------------------------------------------------- arguments
+
+
+def draws() -> Any:
+    yield from rows()
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"batch_size": "8"}, r"batch_size=8: must be a whole number \(at least 1\) or null, not text"),
+        (
+            {"data": draws, "batch_size": 1},
+            r"data: the function gives an iterator: call it .*",
+        ),
+        ({"run_dir": "file/run"}, r"run_dir=.*file/run: cannot be written: Not a directory"),
+        ({"tracking": "mlruns", "run_dir": "x"}, "tracking=mlruns: MLflow no longer takes a plain directory: .*"),
+    ],
+    ids=["text", "generator", "run_dir", "tracking"],
+)
+def test_a_wrong_argument_is_refused_in_one_traceback(
+    given: dict[str, Any], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one line, without the error behind it, which says less."""
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    with pytest.raises(ConfigError) as refused:
+        guard_of(**given)
+    assert re.fullmatch(why, str(refused.value))
+    assert refused.value.__cause__ is None
+    assert refused.value.__suppress_context__ or refused.value.__context__ is None
