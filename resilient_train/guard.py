@@ -82,7 +82,7 @@ class EngineGuard:
             if tries_rates and self._checks.asks_for_rates(step, self._ring.travelled) and self.settle():
                 self._recovery.try_rates()
             # Take the snapshot here, after the loop's own code for the last update (for example an EMA) has run.
-            self._updater.require_groups()  # first: a new parameter group would be missing in the copy
+            self._updater.adopt_groups()  # first: the schedule is in the copy
             if self._ring.is_due(step := self.attempted_step):
                 if self._in_flight is None:
                     self._controls.snapshot(step)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -245,22 +244,23 @@ class Follower:
         self.guard.update(loss)
         return self.guard.settle()
 
-    def _set(self, settings: Sequence[dict[str, Any]]) -> None:
+    def _set(self, settings: Sequence[list[dict[str, Any]]]) -> None:
         """Let the next step have the settings of the trainer's schedule, and the norm that the trainer has measured."""
-        rest = iter(settings)
-        for schedule, optimizer in zip(self._updater.schedules, self._updater.optimizers, strict=True):
+        for schedule, groups, now in zip(self._updater.schedules, settings, self._scheduled(), strict=True):
             assert isinstance(schedule, TrainersSettings)
-            schedule.now = [*islice(rest, len(optimizer.param_groups))]
+            schedule.now = [*groups, *now[len(groups) :]]  # the trainer may have added groups since
         self._updater.trainers_norm = self.norm
         self._updater.note_rates()
 
-    def _scheduled(self) -> list[dict[str, Any]]:
-        return [{key: group[key] for key in _SCHEDULED if key in group} for group in self._updater._groups()]
+    def _scheduled(self) -> list[list[dict[str, Any]]]:
+        every = [one.param_groups for one in self._updater.optimizers]
+        return [[{key: group[key] for key in _SCHEDULED if key in group} for group in groups] for groups in every]
 
-    def _put_back(self, settings: Sequence[dict[str, Any]]) -> None:
+    def _put_back(self, settings: Sequence[list[dict[str, Any]]]) -> None:
         """Give the groups the settings of the trainer's schedule again: some schedules multiply what they find."""
-        for group, setting in zip(self._updater._groups(), settings, strict=True):
-            group.update(setting)
+        for optimizer, some in zip(self._updater.optimizers, settings, strict=True):
+            for group, setting in zip(optimizer.param_groups, some, strict=False):
+                group.update(setting)
 
 
 class StepFollower(Follower):

@@ -34,7 +34,7 @@ class Place(NamedTuple):
     progress: list[dict[str, Any]]  # counts of steps, which are `global_step`, of batches and of epochs
     accumulation: int  # batches of an update, which a GradientAccumulationScheduler changes
     schedulers: list[dict[str, Any]]  # with manual optimization, where the module steps them
-    settings: list[dict[str, Any]]  # of all parameter groups, which they set
+    settings: list[list[dict[str, Any]]]  # of all parameter groups, which they set
 
 
 class Fit:

@@ -195,7 +195,7 @@ class Resumption:
                 for name, item in self.remembered.items():
                     item.load_state_dict(saved.memory["remembered"][name])
             for optimizer, *settings in zip(optimizers, self.configured, manifest.groups, now, strict=True):
-                for group, new, old, current in zip(optimizer.param_groups, *settings, strict=True):
+                for group, new, old, current in zip(optimizer.param_groups, *settings, strict=False):
                     group.update({key: current[key] for key in new if new[key] != old.get(key)})  # changed since
         except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError, OverflowError) as error:
             what = f"lacks {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"

@@ -38,7 +38,7 @@ class Fed:
     rows: list[array[int]]  # of each batch; empty if they have no index
     nbytes: int = 0  # of what is kept
     number: int = 0  # of its first batch in the epoch, for a trainer that counts them
-    settings: Sequence[dict[str, Any]] = ()  # what the trainer's schedule set in each parameter group for it
+    settings: Sequence[list[dict[str, Any]]] = ()  # what the trainer's schedule set in each optimizer's groups for it
     before: Any = None  # what else the trainer counts, as it was before it
     more: dict[str, Any] = field(default_factory=dict)  # what the trainer needs to make it again
     prepared: list[Any] = field(default_factory=list)  # what it has made of the batches; kept as long as these

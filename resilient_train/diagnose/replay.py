@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -50,7 +50,7 @@ class Replay:
         backups: Backups,
         drop_gradients: Callable[[], None],
         *,
-        trained: Iterable[Tensor],
+        trained: Sequence[Tensor],
         over_ranks: Callable[[list[Tensor]], Tensor],
         seeds: Seeds,
         device: torch.device,
@@ -67,7 +67,7 @@ class Replay:
         self.attributes: Attributes = ()  # of the model's modules, to replay with
         self.armored: set[tuple[str, int, str]] = set()  # patched operations, by file, line and name
         self.is_sharded = any(map(is_sharded, self._bare.parameters()))
-        self._trained = {id(weight) for weight in trained}
+        self._trained = trained
         # A forward may update frozen weights (a teacher). Only those that have changed are backed up: all are many.
         frozen = [weight for weight in self._bare.parameters() if not weight.requires_grad]
         self._versions = [(weight, weight._version) for weight in frozen]
@@ -130,7 +130,8 @@ class Replay:
                     microscope.judge(loss)
                 self._backward(loss)
                 losses.append(loss.detach().float().reshape(()))
-        trained = {name: one.grad for name, one in self._bare.named_parameters() if id(one) in self._trained}
+        ids = set(map(id, self._trained))
+        trained = {name: one.grad for name, one in self._bare.named_parameters() if id(one) in ids}
         grads = {
             name: grad.coalesce().values() if grad.is_sparse else grad
             for name, grad in trained.items()

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten_with_path, tree_map_with_path
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from resilient_train.state import randomness
 from resilient_train.state.tree import (
@@ -88,15 +89,18 @@ def _in_optimizer(live: Tree, saved: Any, optimizer: Optimizer) -> Iterator[str]
     if not isinstance(saved, dict) or saved.keys() != live.keys() or not isinstance(saved["shared"], dict):
         yield "it has the state of another optimizer"
     groups, moments = saved["groups"], saved["moments"]
-    if not isinstance(groups, list) or len(groups) != len(live["groups"]) or not isinstance(moments, dict):
-        yield "it has other parameter groups"
-    for here, there in zip(live["groups"], groups, strict=True):
+    if not isinstance(groups, list) or not groups or not isinstance(moments, dict):
+        yield "it has no parameter groups"
+    if len(groups) > len(live["groups"]):
+        count, how = len(live["groups"]), "add those that the loop had added, before the guard is made"
+        yield f"it has {len(groups)} parameter groups there and {count} here: {how}"
+    for here, there in zip(live["groups"], groups, strict=False):  # the loop may have added some since
         if not isinstance(there, dict) or here.keys() - there.keys():
             yield "a parameter group lacks settings"
         for key, value in here.items():
             if not _is_like(value, there[key]):
                 yield f"{key} of a parameter group is not a {type(value).__name__}"
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    weights = [weight for group in optimizer.param_groups[: len(groups)] for weight in group["params"]]
     kind = type(optimizer)
     is_plain = kind.__module__.startswith("torch.optim") and kind.__name__ not in _SHAPED_OTHERWISE
     for place, values in moments.items():
@@ -188,6 +192,7 @@ class RunState:
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         self.model, self.optimizers, self.clock, self.device = model, list(optimizers), clock, device
+        self._names = WeakTensorKeyDictionary()  # of each weight, all that it has had: pruning renames it, for example
         self._stateful: dict[str, Stateful] = {"position": samples}
         self._stateful |= {f"schedule.{number}": schedule for number, schedule in enumerate(schedules)}
         if scaler is not None:
@@ -203,12 +208,18 @@ class RunState:
         self._stateful[f"kept.{name}"] = item
 
     def restore(self, parts: Mapping[str, Tree]) -> None:
-        """Restore a copy of what `live` returned, in place: tensors keep their addresses. Gradients are dropped."""
-        weights = dict(self.model.named_parameters())
-        copy_into(list(map(local_part, weights.values())), [local_part(parts["weights"][name]) for name in weights])
-        for weight in weights.values():
+        """Restore a copy of what `live` returned, in place: tensors keep their addresses. Gradients are dropped.
+
+        What the loop has added since, weights and the buffers of modules with such weights, stays as it is.
+        """
+        copy_into(*self._pairs(parts["weights"]))
+        for weight in self.model.parameters():
             weight.grad = None
-        buffers: dict[str, dict[str, Any]] = {}
+        live = dict(self.model.named_parameters())
+        changed = tuple({name.rpartition(".")[0] for name in live.keys() - parts["weights"].keys()})
+        buffers: dict[str, dict[str, Any]] = {
+            path: dict(module._buffers) for path, module in self.model.named_modules() if path.startswith(changed)
+        }
         for path, value in parts["buffers"].items():
             owner, _, name = path.rpartition(".")
             buffers.setdefault(owner, {})[name] = value
@@ -224,14 +235,21 @@ class RunState:
     @contextmanager
     def weights_of(self, parts: Mapping[str, Tree]) -> Iterator[None]:
         """Temporarily use the weights of another state, and nothing else of it."""
-        weights = dict(self.model.named_parameters())
-        live = [local_part(one) for one in weights.values()]
+        live, saved = self._pairs(parts["weights"])
         now = [one.detach().clone() for one in live]
-        copy_into(live, [local_part(parts["weights"][name]) for name in weights])
+        copy_into(live, saved)
         try:
             yield
         finally:
             copy_into(live, now)
+
+    def _pairs(self, saved: Mapping[str, Tree]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the weights that a state has, and its copies of them: by the names that they had then."""
+        pairs = []
+        for name, weight in self.model.named_parameters():
+            known = [saved[one] for one in (name, *self._names.get(weight, ())) if one in saved]
+            pairs += [(local_part(weight), local_part(one)) for one in known[:1] if one.shape == weight.shape]
+        return [weight for weight, _ in pairs], [copy for _, copy in pairs]
 
     def reshard(self, parts: Mapping[str, Tree]) -> dict[str, Tree]:
         """Shard a loaded state, which fits, over the ranks of this run.
@@ -263,8 +281,11 @@ class RunState:
 
     def live(self) -> dict[str, Tree]:
         """Everything that rewinds, by part; the tensors are the run's own."""
+        weights = dict(self.model.named_parameters())
+        for name, weight in weights.items():
+            self._names.setdefault(weight, {})[name] = None
         parts: dict[str, Tree] = {
-            "weights": dict(self.model.named_parameters()),
+            "weights": weights,
             "buffers": {  # including those that a state_dict leaves out, and names that are None so far
                 f"{path}.{name}" if path else name: buffer
                 for path, module in self.model.named_modules()
@@ -355,7 +376,7 @@ def restore_optimizer(optimizer: Optimizer, saved: Tree) -> None:
     for key in [key for key in optimizer.state if not isinstance(key, torch.Tensor)]:
         del optimizer.state[key]
     optimizer.state.update(to_original_device(saved["shared"]))
-    for group, settings in zip(optimizer.param_groups, saved["groups"], strict=True):
+    for group, settings in zip(optimizer.param_groups, saved["groups"], strict=False):  # the loop may have added some
         weights = group["params"]
         group.clear()
         group.update(to_original_device(settings), params=weights)

@@ -47,6 +47,9 @@ class Schedule:
         """Return the settings of each parameter group."""
         raise NotImplementedError
 
+    def add_group(self, group: dict[str, Any]) -> None:
+        """Note that the loop has added a parameter group to the optimizer."""
+
     def advance(self, step: int) -> None:
         """Note that `step` updates were accepted. Refused ones must not change the schedule."""
 
@@ -65,6 +68,9 @@ class CurveSchedule(Schedule):
         """A rate is None where the optimizer finds its own, as Adafactor does."""
         self.rates, self.curve, self.warmup_steps = list(rates), curve, warmup_steps
 
+    def add_group(self, group: dict[str, Any]) -> None:
+        self.rates.append(group["lr"])
+
     def settings(self, step: int) -> Sequence[dict[str, Any]]:
         factor = _warmup_factor(step, self.warmup_steps) * self.curve(max(step, self.warmup_steps))
         return [{"lr": None if rate is None else rate * factor} for rate in self.rates]
@@ -78,6 +84,10 @@ class LoopSchedule(Schedule):
 
     def __init__(self, rates: Sequence[float | None]) -> None:
         self._rates: dict[int, list[float | None]] = {0: list(rates)}  # from that step on, in order
+
+    def add_group(self, group: dict[str, Any]) -> None:
+        for rates in self._rates.values():
+            rates.append(group["lr"])
 
     def take_over(self, step: int, group: int, rate: Any) -> None:
         """Note what the loop has set for a group, for the update after `step` and later ones."""
@@ -155,6 +165,10 @@ class ShadowSchedule(Schedule):
 
         return cls(optimizer, moved, warmup_steps=0)
 
+    def add_group(self, group: dict[str, Any]) -> None:
+        self.shadow.add_param_group(_shadowed(group))
+        self._original.append(copy.deepcopy(self._groups()[-1]))
+
     def advance(self, step: int) -> None:
         while self._advanced < step - self.warmup_steps:
             self.scheduler.step()
@@ -177,7 +191,8 @@ class ShadowSchedule(Schedule):
         if "scheduler" not in state:  # the run had no scheduler before: it is advanced to the step at hand
             return
         self.scheduler.load_state_dict(state["scheduler"])
-        for group, saved in zip(self.shadow.param_groups, state["groups"], strict=True):
+        groups = [*state["groups"], *self._original[len(state["groups"]) :]]  # those that were added since begin again
+        for group, saved in zip(self.shadow.param_groups, groups, strict=True):
             group.update(copy.deepcopy(saved))
         self._advanced = state["advanced"]
 
@@ -195,11 +210,7 @@ class _Shadow(Optimizer):
     """An optimizer with the settings of another one and nothing to optimize."""
 
     def __init__(self, original: Optimizer) -> None:
-        groups = []
-        for group in original.param_groups:
-            settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
-            groups.append({**settings, "params": [torch.zeros((), requires_grad=True)]})
-        super().__init__(groups, copy.deepcopy(original.defaults))
+        super().__init__(list(map(_shadowed, original.param_groups)), copy.deepcopy(original.defaults))
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         pass
@@ -207,3 +218,8 @@ class _Shadow(Optimizer):
     # Without these two marks, schedulers warn of an optimizer that never steps.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     _opt_called = True
+
+
+def _shadowed(group: dict[str, Any]) -> dict[str, Any]:
+    settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+    return {**settings, "params": [torch.zeros((), requires_grad=True)]}

@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from itertools import chain
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -46,7 +47,7 @@ class Attempt:
     before: Settings  # the settings of the groups before it
     is_limited: bool  # the schedule asks for a higher rate than the knobs allow
     lr_ratio: float  # the rate as a multiple of the configured one, in the group where that is highest
-    restarts: bool  # the schedule starts again with this update, on purpose
+    restarts: bool  # the schedule starts again with this update, or groups were added for it, on purpose
     max_norm: float | None  # the norm that gradients were clipped to
     is_busy: bool  # this process is writing a checkpoint
     has_share: bool = False  # gradients were clipped further, to a share of the norm of the weights
@@ -104,19 +105,17 @@ class Updater:
         self.gate = Gate(optimizers, device, skips_overflow=scaler is not None)
         self.turns = Turns(optimizers)
         self.restarts = RestartDetector()
-        self.weights = [weight for group in self._groups() for weight in group["params"]]
-        self._over_ranks = over_ranks if any(map(is_sharded, self.weights)) else None
+        self.weights: list[torch.Tensor] = []
         # Torch's own zero_grad only sets gradients to None, at fifty times the cost.
         self._own_zero_grad = [one for one in optimizers if type(one).zero_grad is not Optimizer.zero_grad]
-        self._configured = [  # rate, epsilon and decay of each group
-            (float(group.get("initial_lr", group["lr"]) or 0.0), group.get("eps"), group.get("weight_decay"))
-            for group in self._groups()
-        ]
-        # Groups, by number, whose optimizer sets the rate itself in its step: their updates are scaled instead.
-        self._own_rates = {number for number, group in enumerate(self._groups()) if group["lr"] is None}
+        self._configured: list[list[tuple[float, Any, Any]]] = [[] for _ in optimizers]  # rate, epsilon, decay
+        # Groups, by the id of their list, whose optimizer sets the rate itself in its step: updates are scaled instead.
+        self._own_rates: set[int] = set()
         self._follows_loop = False  # which sets rates itself
+        self._has_new_group = False  # since the newest update
         self._built = [_built_state(optimizer) for optimizer in optimizers]
-        self._group_counts = [len(optimizer.param_groups) for optimizer in optimizers]
+        self.adopt_groups(are_new=False)
+        self._over_ranks = over_ranks if any(map(is_sharded, self.weights)) else None
         self.note_rates()
 
     def apply(
@@ -133,7 +132,7 @@ class Updater:
         In a turn, that is the gradients of the optimizer that is next. `digest` is of the decisions that all ranks must
         have taken alike.
         """
-        self.require_groups()
+        self.adopt_groups()
         turns, one = self.turns, self.turns.current
         scale = self._unscale(self.optimizers if one is None else [one])
         weights = self.weights if one is None else turns.weights
@@ -168,10 +167,12 @@ class Updater:
         measured, by_rank = self.agreement.reduce(torch.stack([loss, grad_norm, *scale]), digest)
         scaled = None
         if self._own_rates:
-            of_group = [(optimizer, group) for optimizer in self.optimizers for group in optimizer.param_groups]
-            groups = [of_group[number] for number in self._own_rates]
-            moving = [weight for whose, group in groups if one in (None, whose) for weight in group["params"]]
+            groups = self._groups() if one is None else one.param_groups
+            moving = [weight for group in groups if self._has_own_rate(group) for weight in group["params"]]
             scaled = moving, knobs.lr * rate_factor
+        is_end = turns.is_complete or turns.is_open_ended
+        restarts = is_end and (self.restarts.at(step, set_rates.planned_lr) | self._has_new_group)
+        self._has_new_group &= not is_end
         numbers = self.gate.step(measured, one, is_whole=turns.is_last_step, scaled=scaled)
         self.note_rates(set_rates.settings)
         if self.scaler is not None and turns.is_complete:
@@ -190,7 +191,7 @@ class Updater:
             before=set_rates.before if one is None else turns.before,
             is_limited=set_rates.lr_ratio < set_rates.asked_ratio,
             lr_ratio=set_rates.lr_ratio,
-            restarts=(turns.is_complete or turns.is_open_ended) and self.restarts.at(step, set_rates.planned_lr),
+            restarts=restarts,
             max_norm=max_norm,
             is_busy=self.agreement.is_set(Flag.BUSY),
             has_share=knobs.share > 0,
@@ -201,15 +202,18 @@ class Updater:
         )
         return self.newest
 
-    def require_groups(self) -> None:
-        """Raise TrainError if a parameter group was added after the guard was made."""
-        for optimizer, count in zip(self.optimizers, self._group_counts, strict=True):
-            if len(optimizer.param_groups) != count:
-                raise TrainError(
-                    f"a parameter group was added to {type(optimizer).__name__} after the guard was made, so it has no "
-                    "schedule and would not rewind: give it all groups before (frozen weights may be in them), or "
-                    "make another guard"
-                )
+    def adopt_groups(self, *, are_new: bool = True) -> None:
+        """Take in the parameter groups that a loop has added, as it does to unfreeze weights; a rewind keeps them."""
+        for optimizer, schedule, known in zip(self.optimizers, self.schedules, self._configured, strict=True):
+            for group in optimizer.param_groups[len(known) :]:
+                rate = float(group.get("initial_lr", group["lr"]) or 0.0)
+                known.append((rate, group.get("eps"), group.get("weight_decay")))
+                self.weights += group["params"]  # in place: a replay measures these
+                if group["lr"] is None:
+                    self._own_rates.add(id(group["params"]))
+                if are_new:
+                    schedule.add_group(group)
+                    self._has_new_group = True
 
     def accept(self, step: int) -> None:
         """Advance the schedules: `step` updates were accepted."""
@@ -217,9 +221,10 @@ class Updater:
             schedule.advance(step)
 
     def undo(self, attempt: Attempt) -> None:
-        """Restore the settings of the groups from before a refused attempt."""
-        for group, setting in zip(self._groups(), attempt.before, strict=True):
-            group.update(setting)
+        """Restore the settings of the groups from before a refused attempt, unless groups were added since."""
+        if len(groups := self._groups()) == len(attempt.before):
+            for group, setting in zip(groups, attempt.before, strict=True):
+                group.update(setting)
 
     def clipped(self, grad_norm: float, attempt: Attempt) -> float | None:
         """Return the norm of the gradients after clipping; None if unknown: by value, one by one or to a share."""
@@ -259,7 +264,7 @@ class Updater:
         """Note the rates of the groups: an optimizer may have changed those that were `given` in its step."""
         for number, group in enumerate(self._groups()):
             if given and group["lr"] is not given[number]["lr"]:
-                self._own_rates.add(number)
+                self._own_rates.add(id(group["params"]))
             group[LR_OF_GUARD] = group["lr"]
 
     def _set(self, step: int, factor: float, knobs: KnobValues) -> _SetRates:
@@ -267,10 +272,9 @@ class Updater:
         self._take_over_rates(step)
         settings, before, paces = [], [], [(0.0, 0.0)]
         planned = [setting for schedule in self.schedules for setting in schedule.settings(step)]
-        each = zip(self._groups(), planned, self._configured, strict=True)
-        for number, (group, setting, (usual, eps, decay)) in enumerate(each):
+        for group, setting, (usual, eps, decay) in zip(self._groups(), planned, chain(*self._configured), strict=True):
             lr = setting["lr"] or 0.0
-            times = 1.0 if number in self._own_rates else factor  # else its updates would be scaled twice
+            times = 1.0 if self._has_own_rate(group) else factor  # else its updates would be scaled twice
             # A rate as a multiple of the configured one; 0 for a tensor, which the host would have to wait for.
             asked = allowed = lr / usual * times if usual and isinstance(lr, int | float) else 0.0
             if asked > knobs.ceiling:  # which falls with the schedule, from the leap on
@@ -317,6 +321,9 @@ class Updater:
                         *(step, found, how),
                     )
                 self._follows_loop = True
+
+    def _has_own_rate(self, group: Mapping[str, Any]) -> bool:
+        return id(group["params"]) in self._own_rates
 
     def _groups(self) -> list[dict[str, Any]]:
         """Return the parameter groups of all optimizers. Not kept: `load_state_dict` puts others in their places."""

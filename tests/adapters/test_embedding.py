@@ -559,12 +559,6 @@ def sets_the_rate(loops: Loops, guard: Guard, batch: Any) -> None:
     hand_over(loops, guard, batch)
 
 
-def adds_a_group(loops: Loops, guard: Guard, batch: Any) -> None:
-    loops.model.extra = nn.Linear(1, 1)
-    loops.optimizer.optimizer.add_param_group({"params": loops.model.extra.parameters()})
-    hand_over(loops, guard, batch)
-
-
 MISTAKES: list[tuple[Callable[[Loops, Guard, Any], Any], type[Exception], str]] = [
     (twice, TrainError, "guard.update was called twice for one batch: for losses that are stepped in turn"),
     (lambda loops, guard, batch: None, TrainError, "a batch was not handed back"),
@@ -575,7 +569,6 @@ MISTAKES: list[tuple[Callable[[Loops, Guard, Any], Any], type[Exception], str]] 
     (steps_itself, TrainError, r"remove optimizer.step\(\)"),
     (steps_itself_afterwards, TrainError, r"remove optimizer.step\(\)"),
     (sets_the_rate, TrainError, "the loop set lr itself, to 1 where it was 0.01: give it to the guard as schedule="),
-    (adds_a_group, TrainError, "a parameter group was added to AdamW after the guard was made"),
     (lambda loops, guard, batch: guard.keep(average=loops.average), TrainError, "call it before"),
     (lambda loops, guard, batch: guard.keep(x=anything([])), TypeError, "a list has no state_dict and no load_state"),
 ]

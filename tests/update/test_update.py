@@ -406,16 +406,6 @@ def test_a_rate_that_is_set_back_is_no_mistake_of_the_loop() -> None:
         assert update(updater, 1, 0.5).settings[0]["lr"] == 0.5
 
 
-def test_a_group_that_is_added_later_is_refused() -> None:
-    """In words: it has no schedule, and snapshots are without it."""
-    model = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)])
-    optimizer = torch.optim.SGD(model[0].parameters(), lr=1.0)
-    updater = constant_updater(optimizer)
-    optimizer.add_param_group({"params": model[1].parameters()})
-    with pytest.raises(TrainError, match="a parameter group was added to SGD after the guard was made"):
-        updater.require_groups()
-
-
 @pytest.mark.parametrize(
     ("steps", "rates_then", "expected"),
     [

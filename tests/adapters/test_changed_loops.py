@@ -1,0 +1,153 @@
+"""Loops that change their model or optimizer in the middle: what they change is adopted, and rewinds with the run."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrize, prune
+from torch.optim.lr_scheduler import StepLR
+
+from resilient_train import Guard
+
+AT, STRUCK, STEPS = 30, 40, 100  # the steps of a change and of damage, and the end
+
+
+def rows() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    x = torch.randn(256, 6, generator=torch.Generator().manual_seed(0))
+    return [(one, one.sum(0, keepdim=True)) for one in x]
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.triu(torch.ones(16, 6)))
+        self.mask: torch.Tensor
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * self.mask
+
+
+def prunes(model: Any, optimizer: Any) -> None:
+    prune.l1_unstructured(model[0], "weight", amount=0.25)  # type: ignore[no-untyped-call]
+
+
+def parametrizes(model: Any, optimizer: Any) -> None:
+    parametrize.register_parametrization(model[0], "weight", Masked())
+
+
+def adds_a_group(model: Any, optimizer: Any) -> None:
+    model[0].requires_grad_(True)
+    optimizer.add_param_group({"params": [*model[0].parameters()], "lr": 1e-3})
+
+
+def unfreezes(model: Any, optimizer: Any) -> None:
+    model[0].requires_grad_(True)
+
+
+CHANGES = [prunes, parametrizes, adds_a_group, unfreezes]
+
+
+def made(change: Callable[..., None], **settings: Any) -> tuple[Guard, Any]:
+    """Train with a change at step `AT`, and with a first layer that is spoiled at `STRUCK`."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+    model[0].requires_grad_(change in (prunes, parametrizes))
+    optimizer = torch.optim.AdamW((model[2] if change is adds_a_group else model).parameters(), 1e-2)
+    schedule = StepLR(optimizer, 20, 0.9)
+    guard = Guard(None, model, optimizer, data=rows(), batch_size=16, steps=STEPS, schedule=schedule, **settings)
+    struck = changed = False
+    for x, y in guard.batches():
+        if guard.attempted_step == AT and not changed:
+            changed = True
+            change(model, optimizer)
+        if guard.attempted_step == STRUCK and not struck:
+            struck = True
+            with torch.no_grad():
+                next(model[0].parameters()).fill_(math.nan)
+        loss = F.mse_loss(model(x), y)
+        loss.backward()  # type: ignore[no-untyped-call]
+        guard.update(loss)
+    guard.close()
+    return guard, model
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_rewind_passes_over_a_change_of_the_loop(change: Callable[..., None]) -> None:
+    """Renamed weights get their values of then, an added group stays, and the run ends well, as it was changed."""
+    guard, model = made(change)
+    [incident] = guard.incidents
+    assert incident.rewound_to is not None
+    assert incident.rewound_to < AT
+    assert incident.outcome == "recovered"
+    assert guard.clock.step == STEPS
+    names = dict(model.named_parameters()).keys()
+    assert (names >= {"0.weight_orig"}) == (change is prunes)
+    assert len(guard.state.optimizers[0].param_groups) == 1 + (change is adds_a_group)
+    assert F.mse_loss(model(torch.stack([x for x, _ in rows()])), torch.stack([y for _, y in rows()])) < 2.5
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_loop_that_changes_itself_is_only_observed(change: Callable[..., None]) -> None:
+    """With `observe` no change ends the run."""
+    guard, _ = made(change, recovery="observe")
+    assert guard.clock.step == STEPS
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_an_added_group_trains_as_without_the_guard(scheduled: bool) -> None:
+    """Bit for bit, with the rate that it was added with, and with what the schedule makes of that."""
+    final = []
+    for is_guarded in (False, True):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+        optimizer = torch.optim.SGD(model[2].parameters(), 1e-2, momentum=0.9)
+        schedule = StepLR(optimizer, 10, 0.5) if scheduled else None
+        data = rows()
+        guard = Guard(None, model, optimizer, data=data, batch_size=16, steps=AT, schedule=schedule, shuffle=False,
+                      clip=None) if is_guarded else None  # fmt: skip
+        batches = [tuple(map(torch.stack, zip(*data[at : at + 16], strict=True))) for at in range(0, 256, 16)]
+        for number, (x, y) in enumerate(guard.batches() if guard else [batches[at % 16] for at in range(AT)]):
+            if number == 15:
+                optimizer.add_param_group({"params": [*model[0].parameters()], "lr": 5e-3})
+            loss = F.mse_loss(model(x), y)
+            loss.backward()  # type: ignore[no-untyped-call]
+            if guard is not None:
+                guard.update(loss)
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+            if schedule is not None:
+                schedule.step()
+        final.append([one.tolist() for one in model.parameters()])
+    assert final[0] == final[1]
+
+
+def test_a_resume_goes_back_to_before_a_group_was_added(tmp_path: Path) -> None:
+    """A loop that has not added it yet resumes from a checkpoint with as many groups, and says what to do about others."""
+    final = []
+    for part in (70, 30):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+        optimizer = torch.optim.AdamW(model[2].parameters(), 1e-2)
+        guard = Guard(None, model, optimizer, data=rows(), batch_size=16, run_dir=tmp_path, disk=25, resume=True)
+        for x, y in guard.batches(part):
+            if guard.attempted_step >= 60 and len(optimizer.param_groups) == 1:
+                optimizer.add_param_group({"params": [*model[0].parameters()]})
+            loss = F.mse_loss(model(x), y)
+            loss.backward()  # type: ignore[no-untyped-call]
+            guard.update(loss)
+        final.append((guard.clock.step, len(optimizer.param_groups)))
+        guard.leave()
+        guard.close()
+    assert final[0] == (70, 2)
+    assert final[1][1] == 2
+    [incident] = guard.incidents
+    assert "add those that the loop had added, before the guard is made" in incident.anomaly.evidence
