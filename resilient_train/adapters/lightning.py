@@ -47,7 +47,10 @@ class Guarded(Callback):  # type: ignore[misc]  # mypy skips Lightning
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._name, self._updates = str(state_dict.get("run_dir", "")), state_dict.get("updates")
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Begin before the optimizers are configured, which may ask for the number of steps, and so for the loader."""
+        if stage != "fit":
+            return
         if sum(isinstance(callback, Guarded) for callback in trainer.callbacks) > 1:
             raise TrainError("this trainer has two Guarded callbacks: give it one")
         refuse(trainer, pl_module)

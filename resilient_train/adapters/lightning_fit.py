@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.types import _Stateful
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
@@ -19,6 +20,7 @@ from torchmetrics import Metric
 from resilient_train.adapters.arguments import PlacedAccelerator, world
 from resilient_train.adapters.follower import Follower, TrainersSettings
 from resilient_train.adapters.guard import Guard
+from resilient_train.adapters.lightning_state import Average, Logged
 from resilient_train.adapters.rows_of_loader import NumberedBatch, number_rows, without_numbers
 from resilient_train.data.fed import Fed, FedSamples
 from resilient_train.data.samples import Slicing
@@ -59,16 +61,16 @@ class Fit:
         self._logged: Logged | None = None  # before the newest update
         self._output: dict[str, Any] | None = None  # of its last batch, if it was retried
         self._examined = (-1, False)  # the newest examination: updates until then, and whether it was that of the end
-        self._metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
+        self._metrics: list[Metric] = []
         self._wrap()
 
     # Beginning and end.
 
     def _wrap(self) -> None:
         trainer, fit_loop = self._trainer, self._trainer.fit_loop
-        self._replace(self._inner, "run", self._run)
-        self._replace(self._strategy, "backward", self._backward)
-        self._replace(self._plugin, "optimizer_step", self._step)
+        self._replace(self._inner, "run", self._in_training(self._run))
+        self._replace(self._strategy, "backward", self._in_training(self._backward))
+        self._replace(self._plugin, "optimizer_step", self._in_training(self._step))
         self._replace(self._plugin, "clip_grad_by_norm", self._clip)
         self._replace(self._plugin, "convert_input", lambda plain, batch: plain(self._unnumbered(batch)))
         self._replace(self._module, "log", self._log)
@@ -84,12 +86,21 @@ class Fit:
         # A plain function: a copy of the module or of a callback must not copy what is here.
         vars(owner)[name] = lambda *given, **more: method(plain, *given, **more)
 
+    def _in_training(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Leave what is run before as it is, such as a search of the learning rate."""
+
+        def replaced(plain: Callable[..., Any], *given: Any, **more: Any) -> Any:
+            return plain(*given, **more) if self._training is None else method(plain, *given, **more)
+
+        return replaced
+
     def begin(self, options: dict[str, Any], made: int | None) -> None:
         """Make the guard: the model is on its device, and optimizers and loader are made.
 
         A checkpoint from which the trainer resumes says how many updates were `made`; None if there is none.
         """
         trainer, optimizers = self._trainer, self._trainer.optimizers
+        self._metrics = [metric for metric in self._module.modules() if isinstance(metric, Metric)]
         made = trainer.global_step if made is None else made
         if isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
             raise ValueError("Guarded: training_step(dataloader_iter) is not supported yet: take a batch")
@@ -127,7 +138,11 @@ class Fit:
             **options,
         )
         averaging = [one for one in trainer.callbacks if getattr(one, "_average_model", None) is not None]
-        self._averages = [Average(one, trainer, self._module) for one in averaging]
+        for one in averaging:
+            if isinstance(one, StochasticWeightAveraging):  # it takes the weights at the start of an epoch
+                self._replace(one, "on_train_epoch_start", lambda plain, *given: (self.examine(), plain(*given)))
+            else:
+                self._averages.append(Average(one, trainer, self._module))
         guard.keep(**{f"average_{number}": one for number, one in enumerate(self._averages)})
         planned = trainer.estimated_stepping_batches
         self._training = self._kind(guard, samples, self._retry, self._measure_norm, made=made, planned=planned)
@@ -398,53 +413,3 @@ def forget_checkpoint(callback: Any, path: str) -> None:
         callback.best_model_score = callback.best_k_models.get(callback.best_model_path)
     if getattr(callback, "last_model_path", None) == path:
         callback.last_model_path = ""
-
-
-class Logged:
-    """What was logged so far, and the state of torchmetrics: a batch that runs again counts once."""
-
-    def __init__(self, trainer: Any, metrics: Sequence[Metric]) -> None:
-        self._results, self._connector = trainer.fit_loop.epoch_loop._results, trainer._logger_connector
-        self._entries = {key: dict(vars(entry)) for key, entry in self._results.items()}  # of tensors never changed
-        self._hook = self._connector._current_fx
-        self._metrics = [(metric, _copied(vars(metric), metric)) for metric in metrics]
-
-    def restore(self) -> None:
-        for key in self._results.keys() - self._entries.keys():
-            del self._results[key]
-        for key, entry in self._entries.items():
-            vars(self._results[key]).update(entry)
-        self._connector._current_fx = self._hook
-        for metric, state in self._metrics:
-            vars(metric).update(_copied(state, metric))
-
-
-def _copied(state: Mapping[str, Any], metric: Metric) -> dict[str, Any]:
-    """Copy the values of a metric, which its updates change in place."""
-    values = {name: state[name] for name in (*metric._defaults, "_update_count", "_computed", "_forward_cache")}
-    return {
-        name: value.clone() if isinstance(value, torch.Tensor) else [*value] if isinstance(value, list) else value
-        for name, value in values.items()
-    }
-
-
-class Average:
-    """The average of weights that a callback of Lightning keeps; it rewinds, and follows repeated updates."""
-
-    def __init__(self, callback: Any, trainer: Any, module: Any) -> None:
-        self._callback, self._trainer, self._module = callback, trainer, module
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"model": self._callback._average_model.state_dict(), "step": self._callback._latest_update_step}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._callback._average_model.load_state_dict(state["model"])
-        self._callback._latest_update_step = state["step"]
-
-    @property
-    def has_newest(self) -> bool:
-        return bool(self._callback._latest_update_step >= self._trainer.global_step)
-
-    def follow(self) -> None:
-        """Let it take the newest update, unless it has."""
-        self._callback.on_train_batch_end(self._trainer, self._module, {}, None, 0)

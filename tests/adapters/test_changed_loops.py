@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,7 +130,7 @@ def test_an_added_group_trains_as_without_the_guard(scheduled: bool) -> None:
 
 
 def test_a_resume_goes_back_to_before_a_group_was_added(tmp_path: Path) -> None:
-    """A loop that has not added it yet resumes from a checkpoint with as many groups, and says what to do about others."""
+    """A loop that has not added it yet resumes from a checkpoint with as many groups, and says what helps."""
     final = []
     for part in (70, 30):
         torch.manual_seed(0)
