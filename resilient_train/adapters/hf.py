@@ -387,4 +387,5 @@ class _Guarded(_Trainer):  # type: ignore[misc]
     def _finalize_training(self, *args: Any, **more: Any) -> Any:
         self._resilient.examine(is_end=True)
         self._resilient.correct_mean(is_end=True)
+        self._resilient.end()  # first: the trainer may load its best weights
         return super()._finalize_training(*args, **more)

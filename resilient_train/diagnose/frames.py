@@ -103,6 +103,7 @@ def _outside_of_transforms() -> AbstractContextManager[Any]:
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 _SITE = (sysconfig.get_path("purelib") + os.sep, sysconfig.get_path("platlib") + os.sep)
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+REPLAY = os.path.join(_OURS, "diagnose", "replay.py")  # what has called this is not the model's, but the loop's
 _ZOO = os.path.join(_OURS, "zoo") + os.sep  # models to start from: as good as a user's own
 _USERS, _MODELS, _OTHERS = range(3)  # whose a file is: a user's own, a library's of models, any other library's
 
@@ -123,6 +124,8 @@ def user_line(names: dict[int, str]) -> Line | None:
     second: Line | None = None
     module: str | None = None
     for frame in _outward(sys._getframe(1)):
+        if frame.f_code.co_filename == REPLAY:
+            break
         if module is None and isinstance(owner := frame.f_locals.get("self"), nn.Module):
             module = names.get(id(owner))
         whose = _whose(frame.f_code.co_filename)

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from resilient_train.diagnose.frames import (
+    REPLAY,
     Line,
     floating,
     is_users,
@@ -414,6 +415,8 @@ def _made_at(node: Any) -> Line | None:
     """The user's line that a node was made at, which anomaly mode keeps."""
     for entry in reversed(node.metadata.get("traceback_") or ()):
         found = _IN_TRACEBACK.search(entry)
+        if found and found[1] == REPLAY:
+            break
         if found and is_users(found[1]):
             return Line(found[1], int(found[2]))
     return None
