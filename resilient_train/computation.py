@@ -29,12 +29,13 @@ from resilient_train.state import randomness
 from resilient_train.state.copies import Attributes, Backup, Backups
 from resilient_train.state.randomness import Seeds
 from resilient_train.state.ring import Snapshot
+from resilient_train.types import UpdateResult, Vitals
 from resilient_train.update.objective import Measured, Metrics
 from resilient_train.update.turns import DirectStepCheck
 from resilient_train.update.updater import Attempt
 from resilient_train.watch.layout import GradientNorms
 from resilient_train.watch.modes import AnomalyMode
-from resilient_train.watch.vitals import Sent, versions
+from resilient_train.watch.vitals import Sent, read_vitals, versions
 from resilient_train.wording import IN_FILE_ONLY, counted, log
 
 _ON_THE_HOST = ("can't allocate memory", "not enough memory", "std::bad_alloc")
@@ -79,11 +80,27 @@ class InFlight:
     begun: StartedUpdate
     attempt: Attempt
     limits: tuple[float, float]
-    sent: Sent
-    gradients: GradientNorms
     metrics: Metrics
     is_open: bool  # the gate was: it has landed, whatever it measured
     snapshot: Snapshot | None = None  # of the state after it, if one was taken
+
+    def __post_init__(self) -> None:
+        attempt = self.attempt
+        self.gradients = GradientNorms(attempt.norms, is_recorded=attempt.records_norms)
+        self.result = UpdateResult("pending", attempt.loss.detach())  # for the loop
+        self._sent = Sent(attempt.measured, attempt.numbers)
+
+    def read(self, step: int, *, has_scale: bool) -> Vitals:
+        """Return what was measured of it, after `step` accepted updates; the host waits for the device."""
+        update, attempt = self.begun.update, self.attempt
+        return read_vitals(
+            *(self.begun.tick, step, update.start, update.stop, attempt.settings[0]["lr"] or 0.0),
+            *(self._sent.read(), self.limits),
+            has_scale=has_scale,
+            is_busy=attempt.is_busy,
+            lr_ratio=attempt.lr_ratio,
+            by_rank=attempt.rows_by_rank,
+        )
 
     @property
     def was_modified(self) -> bool:

@@ -29,13 +29,12 @@ from resilient_train.micro_batches import MicroBatchSizer
 from resilient_train.record.progress import Doing
 from resilient_train.recovery import Recovery
 from resilient_train.run_parts import RunParts
-from resilient_train.types import Anomaly, Signal, Vitals
+from resilient_train.types import Anomaly, Signal, UpdateResult, Vitals
 from resilient_train.update.gate import DIGEST, Flag
 from resilient_train.update.objective import Metrics, scalar
 from resilient_train.update.turns import TWICE, TWO_GUARDS, warn_of_scalers, why_no_gradient
 from resilient_train.watch.examination import Examination
-from resilient_train.watch.layout import GradientNorms
-from resilient_train.watch.vitals import Sent, landed, mean, mean_metrics, read_vitals, versions
+from resilient_train.watch.vitals import landed, mean, mean_metrics, versions
 from resilient_train.wording import log
 
 
@@ -65,7 +64,7 @@ class EngineGuard:
         self._handed_out: Any = None  # the batch that the loop has now
         self._losses: list[torch.Tensor] = []  # of the micro-batches so far
         self._reported: list[Metrics] = []
-        self._has_begun = self._has_accepted = False
+        self._has_begun = self._has_accepted = self._waits = False
 
     # The loop over updates.
 
@@ -171,8 +170,8 @@ class EngineGuard:
 
     # What the loop hands back.
 
-    def step(self, batch: Any) -> bool:
-        """Forward, backward, gate, update. Says whether an update was attempted: not while gradients accumulate."""
+    def step(self, batch: Any) -> UpdateResult:
+        """Forward, backward, gate, update. Says what became of it: false while gradients accumulate, or if refused."""
         if self.objective is None:
             raise TypeError("guard.step needs an objective; without one make the loss and call guard.update(loss)")
         begun = self._require_batch("step")
@@ -191,9 +190,9 @@ class EngineGuard:
         self._begun = None
         self._roll_back(begun)
         self._sizer.note_smaller(begun.step, computed, began=begun.started_at)
-        return False
+        return UpdateResult("refused")
 
-    def update(self, loss: torch.Tensor, *, optimizer: Any = None) -> bool:
+    def update(self, loss: torch.Tensor, *, optimizer: Any = None) -> UpdateResult:
         """Continue after the loop's own forward and backward of a batch; returns the same as `step`.
 
         With `optimizer` the loss is that of one optimizer, which steps now: the update ends with the last of them.
@@ -201,18 +200,23 @@ class EngineGuard:
         loss, given = self._parts.buffers.spoil(scalar(loss)), loss
         if not self._turns.take(optimizer, self.samples.slicing.accumulation, self.objective):
             self._updater.drop_gradients()
-            return False
+            return UpdateResult("refused")
         begun = self._require_batch("update")
         # Rows that could not be fetched, and exceptions, make it NaN: so every rank learns of them and refuses it.
         loss = torch.full_like(loss, math.nan) if begun.update.failed or begun.raised else loss
         if optimizer is None:
             self._losses.append(loss)
             if len(self._losses) < len(begun.update.batches):
-                return False
+                return UpdateResult("accumulating")
         if all(weight.grad is None for weight in self._turns.weights or self._updater.weights):
             raise TrainError(why_no_gradient(given, self._turns.weights or self._updater.weights))
         with self._direct_steps.running("guard"), self._lost_device:
-            return self._send_to_gate(begun, loss if len(self._losses) < 2 else mean(self._losses))
+            result = self._send_to_gate(begun, loss if len(self._losses) < 2 else mean(self._losses))
+            if self._waits and self._in_flight is not None:  # the loop's code for what it keeps sees no refused update
+                self.settle()
+                if not result:
+                    self._turns.drop(self._backups)
+        return result
 
     def _require_batch(self, verb: str) -> StartedUpdate:
         """Return the update whose batch the loop hands back; raise if there is none."""
@@ -224,7 +228,7 @@ class EngineGuard:
             raise TrainError(TWO_GUARDS)
         return self._begun
 
-    def _send_to_gate(self, begun: StartedUpdate, loss: torch.Tensor) -> bool:
+    def _send_to_gate(self, begun: StartedUpdate, loss: torch.Tensor) -> UpdateResult:
         """Between backward and optimizer: read the verdict on the last update, then send this one through the gate.
 
         All ranks do this at the same point. Nothing waits for the device: the last update was measured long ago.
@@ -239,7 +243,7 @@ class EngineGuard:
                     self._examination.launch(begun.backup)
             if not is_clear or self.stopped:
                 self._turns.drop(self._backups)
-                return False
+                return UpdateResult("refused")
         if self.drill is not None:
             self.drill.on_gradients(self._place(), self._turns.weights or self._updater.weights)
         rate = self._checks.rate_factor(self.attempted_step + 1)
@@ -252,22 +256,19 @@ class EngineGuard:
         self._begun = begun if self._turns.current is not None else None  # to undo, if the loop is left in a turn
         self._parts.updates.has_turns |= self._turns.current is not None
         self._updater.apply(self.clock.step, loss, knobs, rate_factor=rate, digest=digest)
-        return self._turns.is_complete and self._end_update(begun)
+        return self._end_update(begun) if self._turns.is_complete else UpdateResult("accumulating")
 
     def end_turn(self) -> bool:
         """End an update in which a trainer has stepped any optimizers, any number of times. False: it stepped none."""
-        return self._begun is not None and self._turns.has_stepped and self._end_update(self._begun)
+        return self._begun is not None and self._turns.has_stepped and bool(self._end_update(self._begun))
 
-    def _end_update(self, begun: StartedUpdate) -> bool:
+    def _end_update(self, begun: StartedUpdate) -> UpdateResult:
         attempt, gate, self._begun = self._updater.newest, self._updater.gate, None
         if attempt.restarts:  # a schedule that starts again makes the loss jump on purpose
             self._checks.schedule_restarts(self.clock.step + 1)
         self.clock.tick += 1
-        sent = Sent(attempt.measured, attempt.numbers)
-        gradients = GradientNorms(attempt.norms, is_recorded=attempt.records_norms)
-        metrics = mean_metrics(self._reported)
-        self._in_flight = InFlight(begun, attempt, gate.limits, sent, gradients, metrics, gate.is_open)
-        return True
+        self._in_flight = InFlight(begun, attempt, gate.limits, mean_metrics(self._reported), gate.is_open)
+        return self._in_flight.result
 
     # The verdict, an update later.
 
@@ -285,15 +286,14 @@ class EngineGuard:
         flight, self._in_flight = self._in_flight, None
         if flight is None:
             return True
+        before = self.clock.step
+        is_clear = self._judge(flight, begun)
+        flight.result.settle(has_landed=self.clock.step > before)  # a rewind goes back
+        return is_clear
+
+    def _judge(self, flight: InFlight, begun: StartedUpdate | None) -> bool:
         update, inputs, attempt = flight.begun.update, flight.begun.inputs, flight.attempt
-        vitals = read_vitals(
-            *(flight.begun.tick, self.clock.step, update.start, update.stop, attempt.settings[0]["lr"] or 0.0),
-            *(flight.sent.read(), flight.limits),
-            has_scale=self._updater.scaler is not None,
-            is_busy=attempt.is_busy,
-            lr_ratio=attempt.lr_ratio,
-            by_rank=attempt.rows_by_rank,
-        )
+        vitals = flight.read(self.clock.step, has_scale=self._updater.scaler is not None)
         if not vitals.ranks_agree:
             with self._reporting_failure():
                 digests = [row[DIGEST] for row in attempt.rows_by_rank()]
@@ -336,7 +336,7 @@ class EngineGuard:
             return True
         if anomaly is None and (flight.is_open or not finding.repeat):
             is_overflow = vitals.overflowed and not self._recovery.observes
-            if was_half or (is_overflow and flight.begun.backup.tables):
+            if was_half or (is_overflow and (flight.begun.backup.tables or flight.begun.backup.plain)):
                 # Buffers may be NaN since its forward, and the next one has used them, or half an update: repeat that.
                 if begun is not None:
                     self._roll_back(begun)

@@ -8,6 +8,23 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 
+@dataclass(eq=False)
+class UpdateResult:
+    """What became of an update, for the loop: true if it has landed, or may still land."""
+
+    # "accepted", "refused", "accumulating": no update yet; "pending": known at the next one, or after `guard.settle()`
+    status: str
+    loss: Any = None  # of an update that was accepted or is pending: detached, on its device
+
+    def __bool__(self) -> bool:
+        return self.status in ("accepted", "pending")
+
+    def settle(self, *, has_landed: bool) -> None:
+        """Note the verdict."""
+        self.status = "accepted" if has_landed else "refused"
+        self.loss = self.loss if has_landed else None
+
+
 class Signal(StrEnum):
     """What was noticed."""
 

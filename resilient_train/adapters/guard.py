@@ -32,9 +32,10 @@ from resilient_train.record.incident_log import IncidentLog
 from resilient_train.recovery import Recovery
 from resilient_train.run_parts import RunParts
 from resilient_train.state.copies import Backups, BufferWatch
+from resilient_train.state.kept import Stateful
 from resilient_train.state.randomness import RecordedStates, Seeds
 from resilient_train.state.ring import Ring
-from resilient_train.state.run_state import Clock, RunState, Stateful
+from resilient_train.state.run_state import Clock, RunState
 from resilient_train.trials import Trials
 from resilient_train.types import Incident, Signal
 from resilient_train.update.clip import LoopClipCheck, norm_over_ranks
@@ -146,8 +147,8 @@ class Guard(guard.EngineGuard):
         self._settings = arguments.settings(optimizers, **more)
         disk = arguments.disk(disk, resumes=run_dir is not None and resume is True and not samples.is_fed)
         checks, policy = arguments.checks(checks, expect), arguments.policy(recovery)
-        backups, anomaly_mode = Backups(bare, scaler), AnomalyMode(accelerator.backward)
         state = RunState(bare, optimizers, rates, samples, clock, device=device, scaler=scaler)
+        backups, anomaly_mode = Backups(bare, scaler, state.kept), AnomalyMode(accelerator.backward)
         updater = Updater(
             *(optimizers, rates, clip if isinstance(clip, ClipConfig) else ClipConfig(clip, None)),
             world.gather if world.size > 1 else None,
@@ -214,10 +215,7 @@ class Guard(guard.EngineGuard):
             raise
 
     def keep(self, **items: Stateful) -> None:
-        """Let objects with state_dict and load_state_dict rewind with the run, such as an average of the weights.
-
-        A change after an update that is refused a moment later stays, until a rewind undoes it.
-        """
+        """Let objects with state_dict and load_state_dict rewind with the run, such as an average of the weights."""
         for name, item in items.items():
             if lacks := [verb for verb in ("state_dict", "load_state_dict") if not callable(getattr(item, verb, None))]:
                 missing = " and no ".join(lacks)
@@ -412,6 +410,7 @@ class Guard(guard.EngineGuard):
             log.info("resumed from step %d", self.clock.step)
         if not self._has_begun:
             self._keeper.check()
+            self._waits = self.world.least(-len(self.state.kept)) < 0 and not self.samples.is_fed  # on every rank
         self._has_begun = True
         if self._unused is not None:
             self._unused.detach()

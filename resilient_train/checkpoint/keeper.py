@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -18,7 +19,7 @@ import torch
 from resilient_train import __version__
 from resilient_train.checkpoint import weights
 from resilient_train.checkpoint.resume import Resume, ResumePlan, Resumption, incidents_of_damage
-from resilient_train.checkpoint.store import CANDIDATE, VERIFIED, Entry, Manifest, Store
+from resilient_train.checkpoint.store import CANDIDATE, VERIFIED, Damaged, Entry, Manifest, Store
 from resilient_train.checkpoint.tree_files import SerializedTree, SharedWrite
 from resilient_train.checkpoint.weights import Best
 from resilient_train.checkpoint.writer import Job, Writer
@@ -30,7 +31,8 @@ from resilient_train.record.progress import Progress
 from resilient_train.record.run_history import RunHistory
 from resilient_train.run_parts import RunParts
 from resilient_train.state.ring import Snapshot
-from resilient_train.state.tree import taken_apart
+from resilient_train.state.run_state import explain_mismatch
+from resilient_train.state.tree import sha256, taken_apart
 from resilient_train.types import ProcessIncident, Signal
 from resilient_train.wording import IN_FILE_ONLY, log
 
@@ -70,6 +72,7 @@ class CheckpointKeeper:
         self._candidate: Entry | None = None  # the run was resumed from it, and it is not verified yet
         self.is_verified = True  # the state that the run was resumed from
         self._is_failing = False
+        self._has_read_back = False  # a checkpoint of this process, in full
         # For whoever takes them out: an incident if saving began to fail, None if it works again, and after a rewind to
         # disk an incident for each checkpoint that was damaged.
         self.save_events: deque[ProcessIncident | None] = deque()
@@ -80,16 +83,22 @@ class CheckpointKeeper:
         """Raise ConfigError on all ranks, each of which calls this, if something could never be saved."""
         parts = self._parts.state.live()
         parts |= {f"remembered.{name}": item.state_dict() for name, item in self.resumption.remembered.items()}
-        mine: dict[str, str] = {}
-        for name, part in parts.items() if self._writes else ():
+        mine: dict[str, tuple[str, bool]] = {}
+        for name, part in parts.items():
+            is_fatal = is_kept = name.startswith("kept.")
             try:
-                SerializedTree(part)
+                if is_kept:
+                    taken_apart(part)  # as before each update
+                is_fatal = bool(self._config.every)
+                if self._writes:
+                    SerializedTree(part)
             except Exception as error:
-                called = f"keep({name.removeprefix('kept.')}=...)" if name.startswith("kept.") else name
-                mine[called] = f"its state cannot be saved: {in_one_line(error)}"
+                called = f"keep({name.removeprefix('kept.')}=...)" if is_kept else name
+                verb = "saved" if self._writes else "copied"
+                mine[called] = f"its state cannot be {verb}: {in_one_line(error)}", is_fatal
         for found in self._parts.world.all_of(mine):
-            for name, why in found.items():
-                if self._config.every:
+            for name, (why, is_fatal) in found.items():
+                if is_fatal:
                     raise unusable(name, why)
                 log.warning("%s: %s", name, why)
 
@@ -394,11 +403,24 @@ class CheckpointKeeper:
             buffers = {name: one for name, one in content["buffers"].items() if one is not None}
             lasting = {name: one for name, one in buffers.items() if name in self._persistent_names}
             exported = {} if shared is not None else {**content["weights"], **lasting}
-            entry = store.write(manifest, content, exported, persistent, shared)
+            entry = store.write(manifest, content, exported, persistent, shared, partial(self._examine, content))
+            self._has_read_back = True
             self._run_history.note_checkpoint(step, tick)
             return entry
 
         return Job(step, tick, write, snapshot)
+
+    def _examine(self, content: Mapping[str, Any], written: Entry) -> None:
+        """Raise Damaged if the first checkpoint of a process does not fit the run: read in full, as a resume does."""
+        if self._has_read_back:
+            return
+        state, weights = self._parts.state, content["weights"]
+        saved = Store.load(written, self._parts.world.device, weights, with_digests=False).parts
+        if why := explain_mismatch(content, saved, state.model, state.optimizers):
+            raise Damaged(f"does not fit this run when it is read back: {why}")
+        for name in () if self._is_sharded else state.kept:
+            if sha256(saved[name]) != sha256(content[name]):
+                raise Damaged(f"does not give back {name} as it was written")
 
     def _read_outcomes(self) -> None:
         while self._writer.finished:

@@ -16,7 +16,8 @@ from resilient_train.record.run_history import RunHistory
 from resilient_train.recover.knobs import Knobs
 from resilient_train.run_parts import RunParts
 from resilient_train.secrets import masked
-from resilient_train.state.run_state import Stateful, explain_mismatch
+from resilient_train.state.kept import Stateful
+from resilient_train.state.run_state import explain_mismatch
 from resilient_train.types import Incident, ProcessIncident, Signal
 from resilient_train.update.updater import LR_OF_GUARD
 from resilient_train.wording import log

@@ -289,9 +289,11 @@ class Store:
         exported: Mapping[str, torch.Tensor],
         memory: Mapping[str, Any],
         shared: SharedWrite | None = None,
+        examine: Callable[[Entry], None] = lambda written: None,
     ) -> Entry:
-        """Write a checkpoint and commit it; its files are added to the manifest.
+        """Write a checkpoint, read it back, and commit it; its files are added to the manifest.
 
+        Nothing is committed that differs from what was written, or for which `examine` raises Damaged.
         `exported` are the tensors for other programs: weights that are among them are not written twice. Of a
         `shared` checkpoint rank 0 calls this, and waits for the other ranks, which call `write_share`.
         """
@@ -317,6 +319,9 @@ class Store:
                 written |= collect_shares(new, shared, time.monotonic() - began)
             manifest = replace(manifest, files=written)
             files.write_file(new / MANIFEST, [manifest.text().encode()])
+            # Of shares only the sizes: digests would take this rank as long as all ranks together took to write them.
+            verify(new, with_digests=shared is None)
+            examine(Entry(new, manifest))
             path, number = self.path / f"step-{manifest.step:08}", 2
             while path.exists():  # after a rewind a run comes to the same step again
                 path, number = self.path / f"step-{manifest.step:08}.{number}", number + 1

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from resilient_train.checkpoint.store import Damaged, Entry, Store, verify
-from resilient_train.checkpoint.tree_files import is_share
 from resilient_train.errors import in_one_line
 from resilient_train.files import at_disk
 from resilient_train.state.ring import Snapshot
@@ -127,11 +126,9 @@ class Writer:
             self._changed.notify_all()
 
     def _prune(self, entry: Entry) -> None:
-        """Remove old checkpoints once the new one was read back."""
+        """Remove old checkpoints once the new one is complete; it was read back before it was committed."""
         try:
-            # Shares are not read back: that would take this rank as long as all ranks together took to write them.
-            is_sharded = any(map(is_share, entry.manifest.files if entry.manifest else ()))
-            verify(entry.path, with_digests=not is_sharded)
+            verify(entry.path, with_digests=False)
             self._store.prune(self._keep, self._keep_every, self._reference())
         except Damaged as why:
             _log.error("%s %s: older checkpoints are kept", entry.path, why)

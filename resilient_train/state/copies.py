@@ -7,12 +7,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from operator import is_
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from resilient_train.state.tree import copy_into, fits, with_home
+from resilient_train.state.kept import Stateful, restore_item
+from resilient_train.state.tree import Tree, copy_into, fits, put_together, taken_apart, with_home
 
 _BIG = 2**16  # bytes: smaller tensors are not worth copying on another stream
 
@@ -149,23 +151,36 @@ class Backup:
     live: list[torch.Tensor]  # all tensors of the tables, and those of the loss scale
     shapes: list[torch.Size]
     copies: list[torch.Tensor]
+    plain: Tree  # of what is kept, without its tensors
+    of_kept: list[torch.Tensor]  # copies of these
+
+    @property
+    def kept(self) -> dict[str, Tree]:
+        """What is kept, by name, as it was."""
+        return put_together(self.plain, self.of_kept)  # type: ignore[no-any-return]
 
 
 Attributes = Sequence[tuple[dict[str, Any], str, Any]]  # of modules: where, name, value
 
-_NOTHING = Backup([], [], [], [])
+_NOTHING = Backup([], [], [], [], {}, [])
 _ABSENT = object()
 _LOOKS = 5  # calls of `attributes` in which those that change are looked for
 
 
 class Backups:
-    """Copies the buffers before an update, and the loss scale, which a refused update must not change.
+    """Copies what a refused update must not change: the buffers, the loss scale, and what the user keeps.
 
     A model may also count its forwards, or carry a hidden state along, in plain attributes. `attributes` returns those
     that change in the first updates, numbers and tensors without a graph: a replay begins with them.
     """
 
-    def __init__(self, model: nn.Module, scaler: torch.amp.GradScaler | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        scaler: torch.amp.GradScaler | None = None,
+        kept: Mapping[str, Stateful] = MappingProxyType({}),
+    ) -> None:
+        self.kept = kept
         self._modules = list(model.modules())  # listed once: `named_buffers` would walk the tree in every update
         self._scaler = scaler
         self._spare: list[Backup] = []
@@ -174,9 +189,9 @@ class Backups:
         self._looks = 0
 
     def take(self) -> Backup:
-        """Copy all of them with one call; nothing if the model has no buffers."""
+        """Copy all of them; nothing if the model has no buffers and nothing is kept."""
         tables = [(module, module._buffers.copy()) for module in self._modules if module._buffers]
-        if not tables and self._scaler is None:
+        if not tables and self._scaler is None and not self.kept:
             return _NOTHING
         live = [one for _, table in tables for one in table.values() if one is not None] + self._scale()
         shapes = [one.shape for one in live]
@@ -184,7 +199,10 @@ class Backups:
         is_same = old.shapes == shapes and all(map(is_, old.live, live))  # usually: no need to compare each tensor
         copies = old.copies if is_same else room(live, old.copies, torch.empty_like)
         copy_into(copies, live)
-        return Backup(tables, live, shapes, copies)
+        plain, kept = taken_apart({name: item.state_dict() for name, item in self.kept.items()})
+        of_kept = room(kept, old.of_kept, torch.empty_like)
+        copy_into(of_kept, kept)
+        return Backup(tables, live, shapes, copies, plain, of_kept)
 
     def attributes(self) -> Attributes:
         """Return the attributes that change with the updates, as they are; tensors are not copied."""
@@ -218,11 +236,13 @@ class Backups:
         if self._looks == _LOOKS:
             self._first.clear()
 
-    def put_back(self, backup: Backup, *, with_scale: bool = True) -> None:
+    def put_back(self, backup: Backup, *, with_scale: bool = True, with_kept: bool = True) -> None:
         """Restore names, tensors and contents: buffers that were added are removed, replaced ones are put back.
 
         Without `with_scale` the loss scale stays as it is: after an overflow it has to be lower than before.
         """
+        for name, saved in backup.kept.items() if with_kept else ():
+            restore_item(self.kept[name], saved)
         scale = self._scale()
         kept = set() if with_scale else set(map(id, scale))
         resized = {
@@ -245,7 +265,7 @@ class Backups:
 
     def let_go(self, backup: Backup) -> None:
         """Reuse the memory of a backup for the next one."""
-        if backup.copies:
+        if backup.copies or backup.of_kept:
             self._spare.append(backup)
 
     def set_scale(self, scale: float) -> None:

@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_map_with_path
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from resilient_train.state import randomness
+from resilient_train.state.kept import Metrics, Stateful, restore_item
 from resilient_train.state.tree import (
     Share,
     Tree,
@@ -142,25 +143,16 @@ def _is_generator_state(name: str, live: Any, saved: Any) -> bool:
 
 
 def _in_other(name: str, live: Any, saved: Any) -> Iterator[str]:
-    if type(saved) is not type(live):
+    is_kept = name.startswith("kept.")
+    if not isinstance(live, type(saved)) and not (is_kept and live is None):  # a file has the classes of containers not
         yield f"{name} is a {type(saved).__name__} there and a {type(live).__name__} here"
-    if isinstance(live, dict):
+    if isinstance(live, dict) and not is_kept:
         version, known = saved.get("permutation", 1), live.get("permutation")
         if known is not None and version != known:
             yield f"its position is in an order of rows of version {version}, and this release has version {known}"
         for key in (key for key, one in live.items() if type(one) is int and (key in saved or key not in _OPTIONAL)):
             if type(saved.get(key)) is not int or saved[key] < 0:
                 yield f"{key} of {name} is not a whole number of at least 0"
-
-
-class Stateful(Protocol):
-    """Anything with a state that can be saved and restored: a schedule, a cursor, an object of the user's."""
-
-    def state_dict(self) -> Any:
-        """Return everything needed to resume from here."""
-
-    def load_state_dict(self, state: Any) -> Any:
-        """Restore a state."""
 
 
 @dataclass
@@ -193,6 +185,7 @@ class RunState:
     ) -> None:
         self.model, self.optimizers, self.clock, self.device = model, list(optimizers), clock, device
         self._names = WeakTensorKeyDictionary()  # of each weight, all that it has had: pruning renames it, for example
+        self.kept: dict[str, Stateful] = {}  # by the user
         self._stateful: dict[str, Stateful] = {"position": samples}
         self._stateful |= {f"schedule.{number}": schedule for number, schedule in enumerate(schedules)}
         if scaler is not None:
@@ -205,7 +198,8 @@ class RunState:
 
     def keep(self, name: str, item: Stateful) -> None:
         """Add something that rewinds with the run, such as an average of the weights."""
-        self._stateful[f"kept.{name}"] = item
+        has_metrics = isinstance(item, nn.Module) and any(hasattr(one, "_update_count") for one in item.modules())
+        self.kept[f"kept.{name}"] = Metrics(item) if has_metrics else item
 
     def restore(self, parts: Mapping[str, Tree]) -> None:
         """Restore a copy of what `live` returned, in place: tensors keep their addresses. Gradients are dropped.
@@ -227,8 +221,8 @@ class RunState:
         for number, optimizer in enumerate(self.optimizers):
             restore_optimizer(optimizer, parts[f"optimizer.{number}"])
         self.clock.step = parts["clock"]
-        for name, item in self._stateful.items():
-            item.load_state_dict(to_original_device(parts[name]))
+        for name, item in (self._stateful | self.kept).items():
+            restore_item(item, parts[name])
         states = {name.removeprefix("random."): state for name, state in parts.items() if name.startswith("random.")}
         randomness.restore(states, self.device)  # last, because the calls above may draw random numbers
 
@@ -295,7 +289,7 @@ class RunState:
         }
         for number, optimizer in enumerate(self.optimizers):
             parts[f"optimizer.{number}"] = optimizer_tree(optimizer)
-        parts |= {name: item.state_dict() for name, item in self._stateful.items()}
+        parts |= {name: item.state_dict() for name, item in (self._stateful | self.kept).items()}
         return parts | {f"random.{name}": state for name, state in randomness.capture(self.device).items()}
 
 

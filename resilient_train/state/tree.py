@@ -299,7 +299,7 @@ def sha256(tree: Tree) -> str:
     All ranks have to call this for sharded tensors, which are gathered one by one.
     """
     digest = hashlib.sha256()
-    for path, leaf in _sorted_leaves(tree):
+    for path, leaf in sorted_leaves(tree):
         digest.update(f"{path}\0".encode())
         if isinstance(leaf, torch.Tensor):
             digest.update(f"{leaf.dtype}{tuple(leaf.shape)}\0".encode())
@@ -314,13 +314,14 @@ def sha256(tree: Tree) -> str:
     return digest.hexdigest()
 
 
-def _sorted_leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Any]]:
+def sorted_leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each leaf of a tree after its path, in an order that does not depend on that of the keys."""
     if isinstance(tree, Mapping):
         for key in sorted(tree, key=str):
-            yield from _sorted_leaves(tree[key], f"{path}/{key}")
+            yield from sorted_leaves(tree[key], f"{path}/{key}")
     elif isinstance(tree, list | tuple) and not _is_long_and_plain(tree):
         for number, value in enumerate(tree):
-            yield from _sorted_leaves(value, f"{path}/{number}")
+            yield from sorted_leaves(value, f"{path}/{number}")
     else:
         yield path, tree
 

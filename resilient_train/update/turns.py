@@ -244,12 +244,15 @@ class Turns:
         return torch.autograd._unsafe_preserve_version_counter(kept)  # type: ignore[attr-defined]
 
     def drop(self, backups: Backups) -> None:
-        """Note that the turn was undone at its first loss. The loop does not know, and computes the others."""
-        if self.current is not None:
+        """Note that the update was undone, if the loop may go on with it: it computes the other losses of a turn.
+
+        Or it updates what is kept, such as an average of the weights.
+        """
+        if self.current is not None or backups.kept:
             self._dropped = backups.take()
 
     def end_dropped(self, backups: Backups) -> bool:
-        """Restore the buffers if the newest turn was dropped, since the loop has computed its other losses."""
+        """Restore the buffers, and what is kept, if the newest update was dropped: the loop has gone on with it."""
         dropped, self._dropped = self._dropped, None
         if dropped is not None:
             backups.put_back(dropped)

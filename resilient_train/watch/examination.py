@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from resilient_train.data.rows import FailedRow
 from resilient_train.ranks.world import World, odd_ones
 from resilient_train.state.copies import Backup, Backups
 from resilient_train.state.run_state import Clock
+from resilient_train.state.tree import Tree
 from resilient_train.types import Anomaly, Signal
 from resilient_train.watch.checks import Checks
 from resilient_train.watch.layout import GradientNorms, nonfinite
@@ -52,9 +53,9 @@ class Examination:
         if not self._scans.is_due(self._clock.step):
             return
         after = self._backups.take()
-        self._backups.put_back(before)
-        self._scan = self._measure()
-        self._backups.put_back(after)
+        self._backups.put_back(before, with_kept=False)
+        self._scan = self._measure(before.kept)
+        self._backups.put_back(after, with_kept=False)
         self._backups.let_go(after)
 
     def verdict(self) -> Anomaly | None:
@@ -74,7 +75,8 @@ class Examination:
 
     def examine_now(self) -> Anomaly | None:
         """Measure everything, and wait for it."""
-        self._scan = self._measure(everything=True)
+        kept = {name: item.state_dict() for name, item in self._backups.kept.items()}
+        self._scan = self._measure(kept, everything=True)
         if self._scans.replicas.every:
             self._comparison = self._compare_replicas()
         return self.verdict()
@@ -83,9 +85,9 @@ class Examination:
         mine = self._scans.replicas.measure(self._scans.layout)
         return _Launched(self._clock.step, self._clock.tick, mine, Sent(self._world.max(mine)))
 
-    def _measure(self, *, everything: bool = False) -> _Launched:
+    def _measure(self, kept: Mapping[str, Tree], *, everything: bool = False) -> _Launched:
         """Measure, and reduce to the largest of each number over all ranks, followed by the negated smallest."""
-        mine = self._scans.measure(everything=everything)
+        mine = self._scans.measure(kept, everything=everything)
         if any(shares := self._scans.are_shares()):
             is_share = torch.tensor(shares, device=mine.device)
             mine = torch.where(is_share, self._world.sum(torch.where(is_share, mine, 0.0)), mine)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from resilient_train.state.tree import is_sharded, largest_share, local_part
+from resilient_train.state.tree import Tree, is_sharded, largest_share, local_part, sorted_leaves
 from resilient_train.watch.moments import ADAMS, Moment
 from resilient_train.watch.vitals import Sent
 from resilient_train.watch.weights import Weight
@@ -135,7 +135,14 @@ class Layout:
 
     def buffers(self) -> Gauge[str]:
         """The buffers, looked up again, since a forward may replace them."""
-        found = [(f"buffer {_plain(name)}", one) for name, one in self.model.named_buffers()]
+        return self._gauge((f"buffer {_plain(name)}", one) for name, one in self.model.named_buffers())
+
+    def kept(self, states: Mapping[str, Tree]) -> Gauge[str]:
+        """The tensors of what the user keeps."""
+        return self._gauge((path.removeprefix("/"), one) for path, one in sorted_leaves(states))
+
+    def _gauge(self, named: Iterable[tuple[str, Any]]) -> Gauge[str]:
+        found = [(name, one) for name, one in named if isinstance(one, Tensor)]
         return Gauge([(name, one) for name, one in found if self._is_measured(name, one)], self.device)
 
     def moments(self) -> State:

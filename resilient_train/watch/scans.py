@@ -6,19 +6,21 @@ import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from resilient_train.state.tree import Tree
 from resilient_train.types import Anomaly, Signal
 from resilient_train.watch.config import ChecksConfig, Every
 from resilient_train.watch.layout import Item, Layout, State, digest
 from resilient_train.watch.loss import load_each
 from resilient_train.watch.modes import NormStatistics
 from resilient_train.watch.moments import Moments
-from resilient_train.watch.weights import Found, Weights, is_possible
+from resilient_train.watch.weights import KEPT, Found, Weights, is_possible
 
 Settings = Sequence[Mapping[str, Any]]  # by parameter group of all optimizers
 
@@ -73,6 +75,7 @@ class Scans:
         self.config, self.model, self.optimizers = config, model, list(optimizers)
         self._remarks: list[str] = []
         self._step = 0
+        self._has_ranks = unreplicated is not None
         self._landed: list[tuple[Settings, float | None]] = []  # updates that were not added up yet
         self._times_found: dict[tuple[int, str], int] = {}  # by step and subject; does not rewind
         self.accepted: Found | None = None  # the newest finding that was taken for intended, until it was looked at
@@ -141,8 +144,8 @@ class Scans:
     # Every few updates.
 
     @torch.no_grad()
-    def measure(self, *, everything: bool = False) -> Tensor:
-        """Measure what is due, or weights and optimizers if nothing is or `everything` is needed now.
+    def measure(self, kept: Mapping[str, Tree] = MappingProxyType({}), *, everything: bool = False) -> Tensor:
+        """Measure what is due, or weights, `kept` and optimizers if nothing is or `everything` is needed now.
 
         If it is never judged, as something raised in between, the next measurement covers its updates as well.
         """
@@ -158,9 +161,13 @@ class Scans:
         rows: list[tuple[_Kind, Tensor]] = []
         everything = everything or not self.is_due(step)
         if self._weights.every and (everything or _due(self._weights.every, step)):
-            weights, buffers = self.layout.weights, self.layout.buffers()
-            pending.buffers = buffers.items
+            weights, buffers, of_kept = self.layout.weights, self.layout.buffers(), self.layout.kept(kept)
+            names, largest = of_kept.items, of_kept.largest()
+            if self._has_ranks:  # each of which may keep something else: it is one number
+                names, largest = [f"{KEPT}*"], torch.cat([largest, largest.new_zeros(1)]).amax(keepdim=True)
+            pending.buffers = [*buffers.items, *names]
             rows += [(_Kind.COPY, weights.lengths()), (_Kind.COPY, weights.largest()), (_Kind.OWN, buffers.largest())]
+            rows.append((_Kind.OWN, largest))
         if self._moments.every and (everything or _due(self._moments.every, step)):
             pending.state = state = self.layout.moments()
             rows += [(_Kind.COPY, state.plain.largest()), (_Kind.SUM, state.squares.sums())]
@@ -242,6 +249,7 @@ class Scans:
         often = _ONCE if found.signal is Signal.WEIGHTS_JUMP and not is_possible(found) else _OFTEN
         if max(times, known) <= often:
             return False
+        self._weights.unbounded.add(found.subject)
         if known <= often:
             why = "taken for intended, like later ones there, since it came again after each rewind"
             self._remarks.append(f"step {step}: {why}: {found.evidence}")

@@ -24,6 +24,7 @@ _REMARKABLE = 0.25  # share of its size that a tensor must have changed by, to b
 _FULL_SPEED = 0.5  # of `lr` per update: healthy tensors as a whole move by less with Adam
 _LIKELY = 0.2  # of what SGD can move: below that a tensor is not compared with its past
 _LEAP = 3  # times the highest rate of recent updates: weights may move farther, and the loss shows any harm
+KEPT = "kept."  # how the names of tensors begin that the user keeps
 _LOUD = 100.0  # times the largest weight of the model
 
 
@@ -33,7 +34,7 @@ class Found(NamedTuple):
     signal: Signal
     subject: str  # the name of a tensor, mostly
     evidence: str
-    acceptable: bool = True  # it can be on purpose, as a value that is not finite cannot
+    acceptable: bool = True  # it can be on purpose, as a weight that is not finite cannot
 
 
 def is_possible(found: Found | Anomaly) -> bool:
@@ -52,7 +53,7 @@ def nonfinite(signal: Signal, values: Mapping[str, float], free: Collection[str]
         return None
     more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
     evidence = f"not finite: {bad[0]} holds {values[bad[0]]}{more}, of {len(values)} tensors"
-    return Found(signal, bad[0], evidence, acceptable=False)
+    return Found(signal, bad[0], evidence, acceptable=bad[0].startswith(KEPT))
 
 
 @lru_cache(maxsize=256)
@@ -177,6 +178,8 @@ class Weights:
         self.base: _Measured | None = None
         self.clean_step = 0
         self._bounded: set[str] = set()  # buffers that were finite once; others have inf or NaN on purpose
+        # What is kept and was not finite at first: an infinite minimum is so again when it is reset.
+        self.unbounded: set[str] = set()
         self._usual_rate = 0.0  # the highest learning rate of recent updates
         self._past = {weight.name: _Past() for weight in weights}
 
@@ -193,6 +196,9 @@ class Weights:
     ) -> Found | None:
         """Judge the L2 norms and the largest absolute values of the weights, and those values of the buffers."""
         seen = _Measured(step, lengths, largest)
+        odd = {name for name, value in buffers.items() if not isfinite(value) and name.startswith(KEPT)}
+        self.unbounded |= odd - self._bounded
+        buffers = {name: value for name, value in buffers.items() if name not in self.unbounded}
         free = {weight.name for weight in self.weights if weight.group is None} | buffers.keys()
         found = nonfinite(Signal.NONFINITE_WEIGHTS, {**largest, **buffers}, free, self._bounded)
         if found is None and self.base is not None:
@@ -302,11 +308,13 @@ class Weights:
             "past": {name: [past.length, past.largest, past.times] for name, past in self._past.items()},
             "usual_rate": self._usual_rate,
             "bounded": sorted(self._bounded),
+            "unbounded": sorted(self.unbounded),
             "paths": [list(astuple(path)) for path in self.paths],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.clean_step, self._usual_rate = state["clean_step"], state["usual_rate"]
+        self.unbounded |= set(state["unbounded"])
         self._bounded |= set(state["bounded"])  # a buffer that was finite once does not become infinite by a rewind
         is_same = state["past"].keys() == self._past.keys() and len(state["paths"]) == len(self.paths)
         self.base = _Measured(*state["base"]) if is_same and state["base"] is not None else None

@@ -1,0 +1,244 @@
+"""What a loop keeps is kept: through refused updates, kills and resumes, in every form that a `state_dict` has."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import signal
+import time
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torchmetrics
+from accelerate import Accelerator
+from group import alone
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import Dataset
+
+from resilient_train import Guard
+from resilient_train.errors import ConfigError
+from resilient_train.reader import DiskConfig, MemoryConfig
+
+ROWS, BATCH, BAD = 96, 8, 41
+NEVER = 10**9
+OFTEN = MemoryConfig(every=2, keep=4, max_gib=None)
+
+
+class Rows(Dataset[tuple[Tensor, Tensor]]):
+    def __init__(self, bad: int | None = None) -> None:
+        self.x = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(1))
+        self.y = (self.x.sum(1) > 0).long()
+        if bad is not None:
+            self.x[bad, 2] = math.nan
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:
+        return self.x[row], self.y[row]
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 2))
+
+
+class Ema(nn.Module):
+    """As that of timm: a copy of the model, whose whole `state_dict` follows, with the statistics of BatchNorm."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module = copy.deepcopy(model).eval()
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        for mine, its in zip(self.module.state_dict().values(), model.state_dict().values(), strict=True):
+            mine.copy_(0.9 * mine + 0.1 * its)
+
+
+def digest(*trees: Any) -> list[float]:
+    """All numbers of some states."""
+    return [value for tree in trees for one in tree.values() for value in one.double().flatten().tolist()]
+
+
+class Lived(NamedTuple):
+    """What a program ended with."""
+
+    numbers: list[float]  # of weights, averages, and metrics after each epoch
+    said: list[str]  # of each update
+    causes: list[str]
+
+
+def program(
+    run_dir: Path, form: str = "plain", bad: int | None = BAD, quarantine: Path | None = None, killed_at: int = NEVER
+) -> Lived:
+    """Train with all that timm's loop has; no line knows whether it is the first start."""
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16") if form == "accelerate" else None
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    average, metric = Ema(model), torchmetrics.MeanMetric(nan_strategy="disable")
+    prepared = model if accelerator is None else accelerator.prepare(model)
+    objective = None if form != "objective" else lambda net, batch: F.cross_entropy(net(batch[0]), batch[1])
+    guard = Guard(
+        *(accelerator, prepared, optimizer),
+        data=Rows(bad),
+        batch_size=BATCH,
+        objective=objective,
+        run_dir=run_dir,
+        memory=OFTEN,
+        verify_after=2,
+        disk=DiskConfig(every=4),
+        quarantine=quarantine,
+        resume=True,
+    )
+    guard.keep(average=average, metric=metric)
+    said, metrics = [], []
+    for epoch in guard.epochs(3):
+        for batch in epoch:
+            if form == "objective":
+                result = guard.step(batch)
+            else:
+                with torch.autocast("cpu", torch.bfloat16) if accelerator is None else nullcontext():
+                    loss = F.cross_entropy(prepared(batch[0]), batch[1])
+                loss.backward() if accelerator is None else accelerator.backward(loss)
+                metric.update(loss.detach())
+                result = guard.update(loss)
+            average.update(model)  # whatever has become of the update
+            said.append(str(result.status))
+            if guard.clock.step == killed_at:
+                while not any(run_dir.glob("checkpoints/step-*")):  # such updates are quicker than a disk
+                    time.sleep(0.01)
+                os.kill(os.getpid(), signal.SIGKILL)
+        metrics.append(metric.compute() if form != "objective" else torch.zeros(()))
+        metric.reset()
+        model.eval()
+        with torch.no_grad():
+            metrics.append(F.cross_entropy(average.module(Rows().x), Rows().y))
+        model.train()
+    guard.close()
+    seen = digest(model.state_dict(), average.state_dict(), {"metrics": torch.stack(metrics[-2:])})
+    return Lived(seen, said, [str(one.diagnosis.cause) for one in guard.incidents])
+
+
+@pytest.mark.parametrize("form", ["plain", "accelerate", "objective"])
+def test_a_nan_row_and_a_kill_leave_no_trace_in_what_is_kept(form: str, tmp_path: Path) -> None:
+    """Weights, average and metric end bit for bit as in a run that never had the row."""
+    assert alone(program, tmp_path / "mine", form, BAD, None, 24)[0] == -signal.SIGKILL
+    quarantine = tmp_path / "mine/quarantine.json"
+    assert [one["row"] for one in json.loads(quarantine.read_text())["rows"]] == [BAD]
+    code, resumed = alone(program, tmp_path / "mine", form)
+    assert code == 0
+    assert resumed.causes == ["data", "process"]
+    assert len(resumed.said) < 36, "it was resumed"
+    code, control = alone(program, tmp_path / "control", form, BAD, quarantine)
+    assert (code, control.causes, {*control.said}) == (0, [], {"accepted"})
+    assert resumed.numbers == control.numbers
+    assert all(map(math.isfinite, resumed.numbers))
+
+
+class Holder:
+    """Anything of the user's: its state is what it was given, and the loop changes it."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state  # its own, as many return it
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def scheduler() -> Any:
+    return torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD([torch.zeros(1)], lr=1.0), [2, 30])
+
+
+def optimizer() -> Any:
+    weight = torch.zeros(2, 2, requires_grad=True)
+    made = torch.optim.Adam([weight], amsgrad=True)
+    weight.grad = torch.ones(2, 2)
+    made.step()
+    return made
+
+
+def collection() -> Any:
+    return torchmetrics.MetricCollection([torchmetrics.MeanMetric(), torchmetrics.CatMetric()])
+
+
+KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {  # how it is made, and what the loop does to it
+    "module": (network, lambda item: [one.data.add_(1) for one in item.parameters()]),
+    "averaged": (lambda: AveragedModel(network()), lambda item: item.update_parameters(network())),
+    "scheduler": (scheduler, lambda item: item.step()),
+    "optimizer": (optimizer, lambda item: item.step()),
+    "metric": (collection, lambda item: item.update(torch.ones(2))),
+    "ordered": (
+        lambda: Holder(OrderedDict(b=1, a=OrderedDict(z=torch.zeros(2), y=None))),
+        lambda item: item.state.move_to_end("b") or item.state["a"]["z"].add_(1),
+    ),
+    "subclasses": (
+        lambda: Holder({"of": Counter({3: 1}), "by": defaultdict(list, {7: [1.5]}), "size": torch.Size([2, 3])}),
+        lambda item: item.state["of"].update([3, 4]) or item.state["by"][8].append(-2),
+    ),
+    "plain": (
+        lambda: Holder({"none": None, "yes": True, "count": -1, "best": math.inf, "both": (1, [2j, "x"]), 0: b"y"}),
+        lambda item: item.state.update(none={"a": 1}, yes=False, count=item.state["count"] - 1),
+    ),
+    "tensors": (
+        lambda: Holder([torch.ones(3).to(dtype) for dtype in (torch.bool, torch.int16, torch.bfloat16, torch.cfloat)]),
+        lambda item: item.state.append(torch.full((2,), math.nan, dtype=torch.float8_e5m2)),
+    ),
+    "late": (lambda: Holder(None), lambda item: setattr(item, "state", {"seen": [torch.ones(2)] * 2})),
+}
+
+
+def image(tree: Any) -> Any:
+    """A state with its classes and bits."""
+    if isinstance(tree, dict):
+        return type(tree), [(key, image(value)) for key, value in tree.items()]
+    if isinstance(tree, list | tuple):
+        return type(tree), [image(value) for value in tree]
+    return (str(tree.dtype), tree.shape, str(tree.tolist())) if isinstance(tree, torch.Tensor) else (type(tree), tree)
+
+
+def small(run_dir: Path | None, bad: int | None = None, **more: Any) -> Guard:
+    model = nn.Sequential(nn.Linear(6, 2))
+    more = {"memory": OFTEN, "verify_after": 1, **({"disk": DiskConfig(every=2), "resume": True} if run_dir else {}), **more}
+    data = {"data": Rows(bad), "batch_size": BATCH, "steps": 12}
+    objective = lambda net, batch: F.cross_entropy(net(batch[0]), batch[1])  # noqa: E731
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    return Guard(None, model, optimizer, objective=objective, run_dir=run_dir, **data, **more)
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_every_state_dict_is_resumed(name: str, tmp_path: Path) -> None:
+    """With its classes, types and bits."""
+    make, change = KEPT[name]
+
+    def loop(steps: int | None = None) -> tuple[Any, int]:
+        guard, item = small(tmp_path / "run"), make()
+        guard.keep(item=item)
+        guard.resume()
+        began = guard.clock.step
+        for batch in guard.batches(steps):
+            if guard.step(batch):
+                change(item)
+        guard.leave()
+        guard.close()
+        return image(item.state_dict() if name != "metric" else item.compute()), began
+
+    straight, _ = make(), [change(one := make()) for _ in range(0)]
+    for _ in range(12):
+        change(straight)
+    loop(6)
+    resumed, began = loop()
+    assert began == 6
+    assert resumed == image(straight.state_dict() if name != "metric" else straight.compute())
