@@ -44,6 +44,9 @@ _YOUNG = 16  # accepted updates, before which there is nothing to compare with
 _TO_COMPARE = 5  # updates with bad rows, and without them, that a comparison takes
 _CLEARLY = 0.9  # of the pairs of one with them and one without
 _FIRST_UPDATES = 24  # accepted updates that show whether they differ wildly
+_OF_KEPT = Diagnosis(  # it is no reason to change how the run learns
+    Cause.CORRUPTION, "Weights and buffers are finite, and something kept is not: look at the code that updates it."
+)
 _OTHERS = 128  # rows that a row is compared with
 _FAR_ABOVE = 100.0  # times what three of four rows do not exceed, or times the least of the first updates
 
@@ -167,11 +170,14 @@ class Explainer:
         verified = self._ring.verified_until(anomaly.since)
         before: Mapping[str, Any] = verified[0].parts["weights"] if verified else {}
         mine = of_state(anomaly, dict(self._state.model.named_parameters()), before, self._optimizers)
+        buffers = dict(self._state.model.named_buffers())
+        if mine is None and anomaly.signal is Signal.NONFINITE_WEIGHTS and _first_nonfinite(buffers) is None:
+            mine = 0.0, _OF_KEPT
         # A healthy rank also names the weight that moved most, so keep only the anomaly's ranks.
         theirs = enumerate(self._world.all_of(mine))
         blamed = [one for rank, one in theirs if one is not None and (not anomaly.ranks or rank in anomaly.ranks)]
         found = max(blamed, key=itemgetter(0))[1] if blamed else by_signal(anomaly)
-        if anomaly.signal is Signal.RANK_MISMATCH or found.cause is not Cause.CORRUPTION:
+        if anomaly.signal is Signal.RANK_MISMATCH or found.cause is not Cause.CORRUPTION or found == _OF_KEPT:
             return found  # with the same gradients every optimizer comes to the same weights
         recent = [one.anomaly for one in history[-_KNOWN_AFTER:] if one.anomaly.signal is anomaly.signal]
         if all(one.since != anomaly.since for one in recent):

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import Dataset
 
-from resilient_train import Guard
+from resilient_train import Guard, files
 from resilient_train.errors import ConfigError
 from resilient_train.reader import DiskConfig, MemoryConfig
 
@@ -159,7 +159,7 @@ class Holder:
 
 
 def scheduler() -> Any:
-    return torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD([torch.zeros(1)], lr=1.0), [2, 30])
+    return torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD([torch.zeros(1)], lr=1.0), lambda step: 0.9**step)
 
 
 def optimizer() -> Any:
@@ -177,7 +177,7 @@ def collection() -> Any:
 KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {  # how it is made, and what the loop does to it
     "module": (network, lambda item: [one.data.add_(1) for one in item.parameters()]),
     "averaged": (lambda: AveragedModel(network()), lambda item: item.update_parameters(network())),
-    "scheduler": (scheduler, lambda item: item.step()),
+    "scheduler": (scheduler, lambda item: item.optimizer.step() or item.step()),
     "optimizer": (optimizer, lambda item: item.step()),
     "metric": (collection, lambda item: item.update(torch.ones(2))),
     "ordered": (
@@ -211,8 +211,13 @@ def image(tree: Any) -> Any:
 
 def small(run_dir: Path | None, bad: int | None = None, **more: Any) -> Guard:
     model = nn.Sequential(nn.Linear(6, 2))
-    more = {"memory": OFTEN, "verify_after": 1, **({"disk": DiskConfig(every=2), "resume": True} if run_dir else {}), **more}
-    data = {"data": Rows(bad), "batch_size": BATCH, "steps": 12}
+    more = {
+        "memory": OFTEN,
+        "verify_after": 1,
+        **({"disk": DiskConfig(every=2), "resume": True} if run_dir else {}),
+        **more,
+    }
+    data = {"data": Rows(bad), "batch_size": BATCH, "steps": more.pop("steps", 12)}
     objective = lambda net, batch: F.cross_entropy(net(batch[0]), batch[1])  # noqa: E731
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     return Guard(None, model, optimizer, objective=objective, run_dir=run_dir, **data, **more)
@@ -235,10 +240,137 @@ def test_every_state_dict_is_resumed(name: str, tmp_path: Path) -> None:
         guard.close()
         return image(item.state_dict() if name != "metric" else item.compute()), began
 
-    straight, _ = make(), [change(one := make()) for _ in range(0)]
+    straight = make()
     for _ in range(12):
         change(straight)
     loop(6)
     resumed, began = loop()
     assert began == 6
     assert resumed == image(straight.state_dict() if name != "metric" else straight.compute())
+
+
+@pytest.mark.parametrize("state", [lambda: 1, (number for number in range(3)), {"a": [object()]}])
+@pytest.mark.parametrize("where", ["on disk", "in memory"])
+def test_what_cannot_be_kept_is_refused_at_the_start(state: Any, where: str, tmp_path: Path) -> None:
+    """In one line that names it, unless it is only copied and can be."""
+    guard = small(tmp_path / "run" if where == "on disk" else None)
+    guard.keep(mine=Holder(state))
+    if where == "in memory" and not hasattr(state, "__next__"):
+        assert len([guard.step(batch) for batch in guard.batches()]) == 12
+        return
+    with pytest.raises(ConfigError, match=r"^keep\(mine=\.\.\.\): its state cannot be (saved|copied): [^\n]*$"):
+        next(guard.batches())
+
+
+class Forgetful(files.Disk):
+    """A disk that gives back another byte than was written, in the last of a file of tensors."""
+
+    def write(self, descriptor: int, data: memoryview, at: int) -> int:
+        is_tensors = os.readlink(f"/proc/self/fd/{descriptor}").endswith(".safetensors")
+        written = super().write(descriptor, data, at)
+        if is_tensors and at:
+            os.pwrite(descriptor, bytes([data[-1] ^ 1]), at + written - 1)
+        return written
+
+
+def test_a_checkpoint_that_does_not_read_back_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is an incident in one line, and nothing is there that calls itself verified."""
+    monkeypatch.setattr(files, "disk", Forgetful())
+    guard = small(tmp_path / "run", steps=20)
+    guard.keep(average=network())
+    for batch in guard.batches():
+        guard.step(batch)
+    guard.leave()
+    guard.close()
+    assert {str(one.anomaly.signal) for one in guard.incidents} == {"checkpoint_failed"}
+    assert "is not what was written" in guard.incidents[0].anomaly.evidence
+    assert [*tmp_path.glob("run/checkpoints/step-*")] == []
+
+
+# What the loop is told.
+
+
+def test_a_loop_is_told_what_became_of_its_update() -> None:
+    """With something kept at once; without, a refused update is pending until the next one, and its loss goes then."""
+    for keeps, at_first in ((True, "refused"), (False, "pending")):
+        torch.manual_seed(0)
+        guard = small(None, BAD, accumulate=1)
+        if keeps:
+            guard.keep(mine=Holder({}))
+        results, first = [], []
+        for batch in guard.batches():
+            results.append(guard.step(batch))
+            first.append(str(results[-1].status))
+            if batch[0].isnan().any():
+                assert first[-1] == at_first
+        guard.close()
+        assert {one.status for one in results} == {"accepted", "refused"}
+        assert (
+            [one.loss is None for one in results] == [not one for one in results] == [not bool(one) for one in results]
+        )
+        losses = torch.stack([one.loss for one in results if one])
+        assert len(losses) == 12
+        assert bool(losses.isfinite().all())
+        assert not losses.requires_grad
+
+
+def test_an_update_is_false_until_its_last_micro_batch() -> None:
+    """While gradients accumulate."""
+    guard = small(None, accumulate=3)
+    said = [str(guard.step(batch).status) for batch in guard.batches(2)]
+    assert said == ["accumulating", "accumulating", "pending"] * 2
+
+
+# Damage to what is kept.
+
+
+def spoiled(run_dir: Path | None, spoil: Callable[[Any, int], None], item: Any, steps: int = 40) -> Guard:
+    guard = small(run_dir, steps=steps)
+    guard.keep(item=item)
+    for batch in guard.batches():
+        if guard.step(batch):
+            spoil(item, guard.clock.step)
+    guard.close()
+    return guard
+
+
+def test_an_average_that_is_damaged_once_is_as_if_it_had_not_been(tmp_path: Path) -> None:
+    """The scan of the weights sees it, the run rewinds, and no checkpoint has it."""
+
+    def average(strikes: list[int]) -> Callable[[Any, int], None]:
+        def update(item: Any, step: int) -> None:
+            item.state["mean"].lerp_(torch.full((3,), float(step)), 0.1)
+            if step in strikes:
+                strikes.remove(step)
+                item.state["mean"][1] = math.nan
+
+        return update
+
+    sound, hurt = Holder({"mean": torch.zeros(3)}), Holder({"mean": torch.zeros(3)})
+    spoiled(None, average([]), sound)
+    guard = spoiled(tmp_path / "run", average([23]), hurt)
+    assert [str(one.diagnosis.cause) for one in guard.incidents] == ["corruption"]
+    assert "kept.item/mean" in guard.incidents[0].anomaly.evidence
+    assert "hardware" not in guard.incidents[0].diagnosis.advice
+    assert image(hurt.state) == image(sound.state)
+    for tree in tmp_path.glob("run/checkpoints/*/tensors.safetensors"):
+        from safetensors.torch import load_file
+
+        assert load_file(tree)["parts/kept.item/mean"].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["lowest", "meter"])
+def test_what_is_not_finite_on_purpose_ends_no_healthy_run(name: str) -> None:
+    """A minimum that is infinite whenever it is reset makes no incident; one that turns NaN is accepted in the end."""
+
+    def lowest(item: Any, step: int) -> None:
+        item.reset() if step % 10 == 0 else item.update(torch.tensor(float(-step)))
+
+    def meter(item: Any, step: int) -> None:
+        item.state["value"].fill_(math.nan if step >= 23 else step)
+
+    item = torchmetrics.MinMetric() if name == "lowest" else Holder({"value": torch.zeros(2)})
+    guard = spoiled(None, lowest if name == "lowest" else meter, item, steps=60)
+    assert guard.clock.step == 60
+    assert len(guard.incidents) == {"lowest": 0, "meter": 2}[name]
+    assert guard._ring.newest_verified().step >= 46  # type: ignore[union-attr]
