@@ -16,7 +16,7 @@ from resilient_train.checkpoint.keeper import CheckpointKeeper
 from resilient_train.controls import Controls
 from resilient_train.data.rows import fingerprint
 from resilient_train.data.samples import Update
-from resilient_train.diagnose.explain import OF_THE_LOSS, ChangedOnPurpose, Explainer, ReferenceInvalid
+from resilient_train.diagnose.explain import LEARNED, OF_THE_LOSS, ChangedOnPurpose, Explainer, ReferenceInvalid
 from resilient_train.diagnose.search import Refused
 from resilient_train.diagnose.verdict import with_more_rows
 from resilient_train.errors import GaveUp, RanksDiffer, StorageFailed, TrainError
@@ -134,7 +134,7 @@ class Recovery:
             diagnosis, leap = self.explainer.explain(anomaly, update, refused, history, reference, leap)
         except ReferenceInvalid as why:
             if isinstance(why, ChangedOnPurpose):
-                self._accept_change(anomaly, str(why))
+                self._accept_change(anomaly, str(why), why.limit)
             else:
                 log.info("note: %s: what is usual is learned again", why)
                 checks.start_over()
@@ -150,7 +150,8 @@ class Recovery:
         if rise is not None and checks.probe is not None and checks.probe.confirms(rise, anomaly.step):
             was, where = self._level(), f"step {rise.step:,}"
             what = f"the loss rose from {was:.4g} to {was + rise.height:.4g} at {where}, after a rewind as before it"
-            self._accept_change(anomaly, f"{what}, with other samples and a tenth of the rate")
+            limit = was + LEARNED * rise.height
+            self._accept_change(anomaly, f"{what}, with other samples and a tenth of the rate", limit)
             return
         last = history[-1].rewound_to if history else None
         decision = decide(
@@ -198,15 +199,18 @@ class Recovery:
         reference = self.parts.checks.rewind_check.reference
         return inf if reference is None else reference.level
 
-    def _accept_change(self, anomaly: Anomaly, what: str) -> None:
-        """Take what raised the loss for a change on purpose: learn anew, and put back what was done about it."""
+    def _accept_change(self, anomaly: Anomaly, what: str, limit: float) -> None:
+        """Take what raised the loss for a change on purpose: learn again, and put back what was done about it.
+
+        A run that does not come below the `limit` afterwards has not learned what was new.
+        """
         checks = self.parts.checks
         if checks.probe is not None:
             self.controls.put_back(self._before_change)
         if anomaly.signal is Signal.WEIGHTS_JUMP:
             self.parts.scans.rebase()
         self._note_accepted(what, anomaly.since + 1)
-        checks.start_over()
+        checks.start_over(limit)
         self.parts.ring.release_reference()
         self.note_remedies()
 

@@ -199,7 +199,7 @@ class Guard(guard.EngineGuard):
             controls = Controls(parts, policy, quarantined, keeper, Trials(parts, loop, policy, lambda: self.steps))
             recovered_after = max(verify_after, _RECOVERED_AFTER)
             treating = Recovery(parts, policy, incidents, controls, keeper, recovered_after=recovered_after)
-            self.reporter = RunReporter(clock, incidents, parts.updates, home, keeper.progress)
+            self.reporter = RunReporter(clock, incidents, parts.updates, parts.checks, home, keeper.progress)
             super().__init__(parts, treating, loop, verify_after=verify_after, drill=drill)
             self._owes_resume = bool(resume)
             self._left: Path | None = None  # the state at the end of the loop

@@ -49,6 +49,7 @@ from resilient_train.tracking.story import read_story, unrecovered
 from resilient_train.tracking.tracker import EXPERIMENT, Tracker, TrackingConfig
 from resilient_train.types import Incident, Vitals
 from resilient_train.update.turns import DirectStepCheck
+from resilient_train.watch.checks import Checks
 from resilient_train.watch.vitals import UpdateHistory
 from resilient_train.wording import counted, log
 
@@ -161,14 +162,25 @@ def status_and_code(error: BaseException | None) -> tuple[str, int]:
     return status, error.exit_code if isinstance(error, TrainError | Stopped) else 1
 
 
-def verdict_of(status: str, incidents: Sequence[Incident], steps: int, ends: tuple[float | None, float | None]) -> str:
-    """Say in a word whether a run is all right; its `ends` are the losses: the first one and the recent one."""
+def verdict_of(
+    status: str,
+    incidents: Sequence[Incident],
+    steps: int,
+    ends: tuple[float | None, float | None],
+    best: Sequence[float] | None = None,
+) -> str:
+    """Say in a word whether a run is all right; its `ends` are the losses: the first one and the recent one.
+
+    `best` is where the loss was far lower than at the end.
+    """
     if status != "completed":
         return status
     if unrecovered(incidents, steps) is not None:
         return "unrecovered"
     if any(one.is_observed for one in incidents):
         return "observed"
+    if best is not None:
+        return "above_best"
     first, final = ends
     if steps < _JUDGED_AFTER or first is None or final is None or final < first - _LEAST_FALL * abs(first):
         return "well" if all(one.is_accepted for one in incidents) else "recovered"
@@ -220,6 +232,7 @@ class RunReporter:
     clock: Clock
     incident_log: IncidentLog
     updates: UpdateHistory
+    checks: Checks
     place: Place  # with a lock only on rank 0 of the caller's loop
     progress: Progress
     _evaluated: dict[str, float] | None = None
@@ -306,8 +319,10 @@ class RunReporter:
 
     def summary(self, status: str, exit_code: int, seconds: float, digests: tuple[str, str] | None = None) -> Summary:
         """Return the summary of an end; `digests` are those of the weights and of the whole state."""
-        losses = self.updates.first_loss, self.updates.recent_loss
-        losses = (None, None) if self.updates.has_turns else losses  # the sum of opposed losses does not fall
+        losses, best = (self.updates.first_loss, self.updates.recent_loss), self.checks.best.left()
+        if self.updates.has_turns or self.checks.is_changed or self.checks.best.has_negative:
+            losses = None, None  # the sum of opposed losses does not fall, nor need a reward's, nor another one
+        best = None if self.updates.has_turns else best
         return Summary(
             status=status,
             exit_code=exit_code,
@@ -317,7 +332,8 @@ class RunReporter:
             trial_updates=int((self.incident_log.run_history.remedies or {}).get("trial_updates", 0)),
             final_loss=self.updates.recent_loss,
             first_loss=self.updates.first_loss,
-            verdict=verdict_of(status, self.incident_log.incidents, self.clock.step, losses),
+            verdict=verdict_of(status, self.incident_log.incidents, self.clock.step, losses, best),
+            best_level=None if best is None else {"from": best.start, "to": best.stop, "loss": best.level},
             eval=self._evaluated,
             incidents=self.incident_log.tally(),
             seconds=round(seconds, 3),

@@ -34,7 +34,12 @@ _LOOK_EVERY_S = 1.0
 _RESTARTS_WITHIN_S = 120.0  # by a launcher, which may be on another host and cannot be seen then
 
 _STYLES = {"clean": "bold green", "recovered": "bold green", "gave_up": "bold red", "failed": "bold red"}
-_STYLES |= {"unrecovered": "bold red", "no_progress": "bold yellow", "observed": "bold yellow"}
+_STYLES |= {
+    "unrecovered": "bold red",
+    "no_progress": "bold yellow",
+    "above_best": "bold yellow",
+    "observed": "bold yellow",
+}
 
 _LARGEST_SOURCE = 2**22  # bytes
 _LABELS = 9  # columns

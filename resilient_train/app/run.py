@@ -58,6 +58,7 @@ from resilient_train.wording import GOOD, IN_FILE_ONLY, WARNING, counted, log
 
 _BEHIND_WATCHDOG_S = 60.0  # the watchdog reports a hang better than a collective that fails
 _NOT_WELL = {"unrecovered": "an incident has not recovered", "no_progress": "the loss is not below where it began"}
+_NOT_WELL["above_best"] = "the loss is far above its best level"
 # Of a summary, if a resume fails.
 _KEPT = ("steps", "ticks", "steps_lost", "trial_updates", "first_loss", "final_loss", "eval")
 _ALERT_S = 30.0

@@ -31,6 +31,7 @@ from resilient_train.wording import counted, printable
 _NOT_WELL = {
     "unrecovered": "not recovered, an incident was not over at the end of the run",
     "no_progress": "the loss did not fall",
+    "above_best": "the loss ended far above its best level",
     "observed": "incidents were observed, not treated",
 }
 

@@ -39,6 +39,7 @@ _OF_THE_RATE = (
 )
 _MIN_SHARE_OF_UPDATE = 0.5  # of a rise of the loss: samples that cause less of it are not to blame
 _MIN_SHARE_OF_ROW = 0.25  # of it: a row that causes less of it is not to blame
+LEARNED = 0.8  # of a rise that was accepted: a run that stays above it has not learned what is new
 _AHEAD = 2048  # samples ahead that are searched as well, once bad rows are found
 _YOUNG = 16  # accepted updates, before which there is nothing to compare with
 _TO_COMPARE = 5  # updates with bad rows, and without them, that a comparison takes
@@ -58,8 +59,10 @@ class ReferenceInvalid(Exception):
 class ChangedOnPurpose(ReferenceInvalid):
     """At proven weights any samples have the raised loss: the loss, the model or the data was changed on purpose."""
 
-    def __init__(self, now: float, was: float) -> None:
-        super().__init__(f"the loss rose from {was:.4g} to {now:.4g} with any samples, at proven weights too")
+    def __init__(self, now: float, was: float, *, in_data: bool = False) -> None:
+        which = "all later samples" if in_data else "any samples"
+        super().__init__(f"the loss rose from {was:.4g} to {now:.4g} with {which}, at proven weights too")
+        self.limit = was + LEARNED * (now - was) if in_data else inf
 
 
 class Explainer:
@@ -319,7 +322,7 @@ class Explainer:
             ahead = self._samples.starts(suspects[-1].start, _AHEAD)
             later = [loss_at(start) for start in ahead[:: max(1, len(ahead) // FEW)]]
             if later and min(later) - usual > _MIN_SHARE_OF_UPDATE * rise:  # the data is like that from here on
-                raise ChangedOnPurpose(median(bad), usual)
+                raise ChangedOnPurpose(median(bad), usual, in_data=True)
             worst = suspects[bad.index(max(bad))].start
             limit = usual + _MIN_SHARE_OF_ROW * (max(bad) - usual)
             rows = self._search.raising(worst, trusted[-1].start, limit)

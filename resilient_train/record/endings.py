@@ -93,7 +93,9 @@ class Summary:
     state_sha256: str | None = None
     mlflow: dict[str, Any] | None = None
     first_loss: float | None = None  # the level of the first 8, to compare the final one with
-    # well, recovered, observed, unrecovered, no_progress; the status if the run did not complete
+    # the steps in which the loss was far lower than at the end, and their level; null if it was not
+    best_level: dict[str, Any] | None = None
+    # well, recovered, observed, unrecovered, no_progress, above_best; the status if the run did not complete
     verdict: str | None = None
     trial_updates: int = 0  # made to try remedies: neither steps nor ticks
     why: str | None = None  # a loop that the caller wrote did not complete: there is no train.log that says why

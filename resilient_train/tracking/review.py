@@ -207,6 +207,12 @@ def verdict(story: Story) -> tuple[str, str]:
                 return "The loss did not fall", f"{where}; {costs}"
             fell = "hardly fell" if final < first else "did not fall"
             return f"The loss {fell} (it began at {first:.4g} and ended at {final:.4g})", f"{where}; {costs}"
+        case "above_best":
+            final, best = ((story.summary or {}).get(key) for key in ("final_loss", "best_level"))
+            if not isinstance(final, float) or not isinstance(best, dict):
+                return "Ended above its best level", f"{where}; {costs}"
+            of = f"steps {best.get('from')} to {best.get('to')}"
+            return f"Ended above the level of {of} ({best.get('loss'):.4g}, now {final:.4g})", f"{where}; {costs}"
         case "gave_up":
             why = "".join(f": {noticed(one.anomaly, by_name=False)}, {why_of(one)}" for one in story.incidents[-1:])
             if (at := _gave_up_at(story)) > story.step + 1:
@@ -228,6 +234,8 @@ def to_do(story: Story) -> str:
             return "read in the report what was tried, then try another policy or a lower learning rate"
         case "no_progress":
             return "check the learning rate, the data and the objective"
+        case "above_best":
+            return "look at what changed after these steps: the learning rate, the data or the objective"
         case "failed" if story.why == KILLED:
             return "start it again"
         case "failed":

@@ -101,7 +101,7 @@ class Story:
 
     directory: Path  # absolute
     chapters: tuple[Chapter, ...]  # in the order they were met
-    status: str  # clean, recovered, unrecovered, no_progress, recovering, gave_up, preempted, failed
+    status: str  # clean, recovered, unrecovered, no_progress, above_best, recovering, gave_up, preempted, failed
     began_ms: int | None = None  # when its first process wrote the first entry of the journal
     step: int = 0  # accepted updates
     tick: int = 0  # attempted ones
@@ -257,14 +257,15 @@ def _whole(value: Any, otherwise: int) -> int:
 def status_by(incidents: Sequence[Incident], summary: Mapping[str, Any] | None = None, *, step: int = 0) -> str:
     """Say in one word how a run fares at a step, by its incidents and by the summary that its last end wrote.
 
-    That is clean, recovered, recovering, observed, unrecovered, no_progress, gave_up, preempted or failed.
+    That is clean, recovered, recovering, observed, unrecovered, no_progress, above_best, gave_up, preempted or failed.
     """
     ended = summary.get("status") if summary is not None else None
     if ended in ("gave_up", "preempted", "failed"):
         return str(ended)
-    if ended == "completed" and summary is not None and summary.get("verdict") == "no_progress":
-        return "no_progress"
-    if not incidents:
+    verdict = summary.get("verdict") if ended == "completed" and summary is not None else None
+    if verdict in ("no_progress", "above_best"):
+        return str(verdict)
+    if all(one.is_accepted for one in incidents):
         return "clean"
     if incidents[-1].outcome is Outcome.GAVE_UP:
         return "gave_up"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import log, sqrt
+from math import inf, log, sqrt
 from statistics import fmean, stdev
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from resilient_train.watch.config import JumpConfig
 from resilient_train.watch.loss import PlainState, without_top
@@ -31,24 +31,26 @@ class Block(NamedTuple):
 class BestLevel(PlainState):
     """Remembers the lowest block so far, and the blocks that were the lowest before it."""
 
-    saved = ("_losses", "_lowest", "_newest", "_number", "_step", "_has_negative")
+    saved = ("_losses", "_lowest", "_newest", "_number", "_step", "has_negative", "_former")
 
     def __init__(self, config: JumpConfig) -> None:
         self.config = config
+        self._lowest: list[Sequence[float]] = []
         self.forget()
 
-    def forget(self) -> None:
-        """Begin a new regime."""
+    def forget(self, limit: float = inf) -> None:
+        """Begin a new regime; but one that ends above the `limit` has not learned, and is compared with the old one."""
+        self._former: Any = [self._lowest[-1], limit] if self._lowest and limit < inf else None
         self._losses: list[float] = []
         self._lowest: list[Sequence[float]] = []  # each lower than the one before
         self._newest: Sequence[float] | None = None
         self._number = self._step = 0
-        self._has_negative = False
+        self.has_negative = False
 
     def see(self, step: int, loss: float) -> None:
         """Take an accepted loss."""
         self._losses.append(loss)
-        self._has_negative |= loss < 0
+        self.has_negative |= loss < 0
         if len(self._losses) < BLOCK:
             return
         self._number += 1
@@ -73,13 +75,16 @@ class BestLevel(PlainState):
     def is_above(self, mean: float, scatter: float, until: int) -> bool:
         """Say whether losses are far above the lowest block up to a step. Losses below zero measure something else."""
         best = self.until(until)
-        if best is None or self._has_negative or not self.config.every:
+        if best is None or self.has_negative or not self.config.every:
             return False
         noise = max(best.scatter, scatter) * sqrt(2 / BLOCK)
         return mean - best.level > max(self.config.sigmas * noise, self.config.share * abs(best.level))
 
     def left(self) -> Block | None:
         """Return the best block if the newest losses are far above it."""
-        newest = self._newest and Block(*self._newest)
-        is_above = newest is not None and self.is_above(newest.mean, newest.scatter, newest.stop)
-        return self.until(newest.stop) if newest is not None and is_above else None
+        if self._newest is None:
+            return None
+        newest = Block(*self._newest)
+        if self._former is not None and newest.mean > self._former[1] and not self.has_negative:
+            return Block(*self._former[0])
+        return self.until(newest.stop) if self.is_above(newest.mean, newest.scatter, newest.stop) else None

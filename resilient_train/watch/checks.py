@@ -73,6 +73,7 @@ class Checks:
         # Loss and gradient norm of accepted updates, by step. Of a dict, the first entry is slow to find and remove.
         self._accepted = OrderedDict[int, tuple[float, float]]()
         self.is_only_reported = False  # the policy does nothing about the damage, so one alarm about it is enough
+        self.is_changed = False  # what is usual was learned again: the beginning of the run is no measure any more
         self.nan_is_usual = False  # healthy batches hold values that are not finite, such as masks
         self.knows_usual_batches = False  # the process before has learned that
         self._declared: set[int] = set()  # steps without alarms
@@ -319,12 +320,16 @@ class Checks:
         self.start_over()
         return Finding(repeat=vitals.refused in SPIKES)
 
-    def start_over(self) -> None:
-        """Learn from scratch what is usual: it changes on purpose, or was never known."""
+    def start_over(self, limit: float = inf) -> None:
+        """Learn from scratch what is usual: it changes on purpose, or was never known.
+
+        A run that does not come below the `limit` afterwards has not learned what is new.
+        """
+        self.is_changed = True
+        self.best.forget(limit)
         self._level.forget()
         self._accepted.clear()
         for check in (
-            self.best,
             self._jump,
             self._rate_rise,
             self._creep,
@@ -340,7 +345,7 @@ class Checks:
     def persistent_state(self) -> dict[str, Any]:
         """Return the state that does not rewind, for a process that resumes here, as plain data."""
         own = {"only_reported": self.is_only_reported, "declared": sorted(self._declared)}
-        own["nan_is_usual"] = self.nan_is_usual
+        own |= {"nan_is_usual": self.nan_is_usual, "changed": self.is_changed}
         own["path"] = [[step, *measured] for step, measured in [*self._accepted.items()][-_IN_CHECKPOINT:]]
         return own | {name: one.persistent_state() for name, one in self._persistent().items()}
 
@@ -351,6 +356,7 @@ class Checks:
         """Load it. Returns the checks that start empty, because another version saved other things of them."""
         self.is_only_reported = state.get("only_reported") is True
         self.nan_is_usual |= state.get("nan_is_usual") is True
+        self.is_changed |= state.get("changed") is True
         self.knows_usual_batches = "nan_is_usual" in state
         self._declared |= set(state.get("declared", ()))
         self._accepted = OrderedDict((step, (loss, norm)) for step, loss, norm in state.get("path", ()))
