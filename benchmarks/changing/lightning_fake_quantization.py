@@ -1,4 +1,4 @@
-"""A convolutional network classifies signals; from update 260 on its weights are rounded to three bits."""
+"""A convolutional network classifies signals; from update 260 on its weights are rounded to two bits."""
 
 import logging
 import math
@@ -34,7 +34,7 @@ class Signals(L.LightningModule):
 
     def forward(self, x: Tensor, quantized: bool) -> Tensor:
         layers = (self.first, self.second, self.head)
-        first, second, head = (fake_quantize(layer.weight, 3) if quantized else layer.weight for layer in layers)
+        first, second, head = (fake_quantize(layer.weight, 2) if quantized else layer.weight for layer in layers)
         h = relu(conv1d(x, first, self.first.bias, stride=2, padding=2))
         h = relu(conv1d(h, second, self.second.bias, stride=2, padding=2))
         return linear(h.flatten(1), head, self.head.bias)
@@ -64,7 +64,7 @@ def train(seed: int, guard: dict[str, object] | None = None, twin: bool = False)
     held_x, held_labels = signals(1000)
     if twin and DAMAGE == "labels":
         first = (CHANGE[0] - 1) * BATCH
-        block = slice(first, first + len(x) // 33)
+        block = slice(first, first + len(x) // 16, 2)
         labels[block] = labels[block].roll(1)
     loader = DataLoader(TensorDataset(x, labels), batch_size=BATCH)
     module = Signals(None if twin else CHANGE[0] - 1)

@@ -36,10 +36,10 @@ class Regression(L.LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         def factor(step: int) -> float:
             if self.fault and CHANGE[0] - 1 <= step < CHANGE[0] + 14:
-                return 100.0
+                return 30.0
             return 1.0 - 0.9 * step / STEPS
 
-        optimizer = torch.optim.AdamW(self.parameters(), lr=2e-3, weight_decay=0.01)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=4e-3, weight_decay=0.01)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
