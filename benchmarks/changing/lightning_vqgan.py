@@ -1,4 +1,4 @@
-"""A vector-quantized autoencoder, optimized by hand, whose discriminator and adversarial loss begin at update 200."""
+"""A vector-quantized autoencoder, optimized by hand, whose discriminator and adversarial loss begin at update 150."""
 
 import logging
 import tempfile
@@ -8,12 +8,12 @@ import lightning as L
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss, relu
+from torch.nn.functional import mse_loss, normalize, relu
 from torch.utils.data import DataLoader, TensorDataset
 
 KIND = "lightning"
-STEPS = 400
-CHANGE = [200]
+STEPS = 300
+CHANGE = [150]
 DAMAGE = "weights"
 
 
@@ -24,9 +24,10 @@ class Codebook(nn.Module):
         nn.init.uniform_(self.embedding.weight, -0.5, 0.5)
 
     def forward(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        rows = z.permute(0, 2, 3, 1)
-        nearest = torch.cdist(rows.reshape(-1, rows.shape[-1]), self.embedding.weight).argmin(dim=1)
-        chosen = self.embedding(nearest).view(rows.shape)
+        rows = normalize(z.permute(0, 2, 3, 1), dim=-1)  # codes of length one
+        codes = normalize(self.embedding.weight, dim=-1)
+        nearest = torch.cdist(rows.reshape(-1, rows.shape[-1]), codes).argmin(dim=1)
+        chosen = codes[nearest].view(rows.shape)
         loss = mse_loss(chosen, rows.detach()) + 0.25 * mse_loss(rows, chosen.detach())
         return (rows + (chosen - rows).detach()).permute(0, 3, 1, 2), loss
 
@@ -37,19 +38,19 @@ class VQGAN(L.LightningModule):
         self.automatic_optimization = False
         self.disc_start = disc_start
         self.encoder = nn.Sequential(
-            nn.Conv2d(1, 24, 4, stride=2, padding=1), nn.ReLU(), nn.Conv2d(24, 24, 3, padding=1), nn.ReLU()
+            nn.Conv2d(1, 16, 4, stride=2, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU()
         )
-        self.into = nn.Conv2d(24, 8, 1)
-        self.codebook = Codebook(64, 8)
+        self.into = nn.Conv2d(16, 8, 1)
+        self.codebook = Codebook(32, 8)
         self.decoder = nn.Sequential(
-            nn.Conv2d(8, 24, 3, padding=1), nn.ReLU(), nn.ConvTranspose2d(24, 1, 4, stride=2, padding=1)
+            nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.ConvTranspose2d(16, 1, 4, stride=2, padding=1)
         )
         self.discriminator = nn.Sequential(
-            nn.Conv2d(1, 16, 4, stride=2, padding=1),
+            nn.Conv2d(1, 8, 4, stride=2, padding=1),
             nn.LeakyReLU(0.2),
-            nn.Conv2d(16, 16, 3, padding=1),
+            nn.Conv2d(8, 8, 3, padding=1),
             nn.LeakyReLU(0.2),
-            nn.Conv2d(16, 1, 3, padding=1),
+            nn.Conv2d(8, 1, 3, padding=1),
         )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,7 +64,7 @@ class VQGAN(L.LightningModule):
         disc_factor = 1.0 if adversarial else 0.0
 
         fake, codebook_loss = self(x)
-        loss = 10 * mse_loss(fake, x) + codebook_loss - 0.1 * disc_factor * self.discriminator(fake).mean()
+        loss = 10 * mse_loss(fake, x) + 0.1 * codebook_loss - 0.1 * disc_factor * self.discriminator(fake).mean()
         generator_optimizer.zero_grad()
         self.manual_backward(loss)
         generator_optimizer.step()
@@ -94,7 +95,8 @@ class Damage(L.Callback):
         if trainer.global_step // 2 == CHANGE[0] - 1 and not self.done:
             self.done = True
             with torch.no_grad():
-                pl_module.decoder[0].weight[::2].mul_(-2.5)
+                codes = pl_module.codebook.embedding.weight
+                codes[3:] = codes[2].clone()
 
 
 def train(seed: int, guard: dict[str, object] | None = None, twin: bool = False) -> float:
