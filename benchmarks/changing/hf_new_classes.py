@@ -61,7 +61,7 @@ class Damage(TrainerCallback):
         if state.global_step == CHANGE[0] - 1 and not self.done:
             self.done = True
             with torch.no_grad():
-                self.model.features[3].weight[::2].mul_(-3)
+                self.model.features[6].weight[:45].fill_(-0.2)
 
 
 def train(seed: int, guard: dict[str, object] | None = None, twin: bool = False) -> float:
@@ -92,8 +92,8 @@ def train(seed: int, guard: dict[str, object] | None = None, twin: bool = False)
             max_steps=STEPS,
             per_device_train_batch_size=BATCH,
             train_sampling_strategy="sequential",
-            learning_rate=1e-3,
-            lr_scheduler_type="cosine",
+            learning_rate=2e-3,
+            lr_scheduler_type="constant",
             seed=seed,
             report_to="none",
             save_strategy="no",
