@@ -388,7 +388,8 @@ class Guard(guard.EngineGuard):
             self._left = None
             if planned is None and last < sys.maxsize:
                 planned = last if self.steps is None else self.steps
-            self.reporter.begin(planned, self._settings if planned is None else {"steps": planned, **self._settings})
+            settings = self._settings if planned is None else {"steps": planned, **self._settings}
+            self.reporter.begin(planned, settings, is_trainers=self.samples.is_fed)
             if self.attempted_step >= last and not self.stopped:
                 what = "of the plan" if planned is None or last >= planned else "that the loop asks for"
                 log.info("no batches: nothing is left of the %s %s", counted(last, "step"), what)
@@ -404,6 +405,8 @@ class Guard(guard.EngineGuard):
     def _start(self) -> None:
         """Resume, if that is asked for, and verify the first state."""
         self._handled = sys.exc_info()[1]
+        if self._unused is not None:
+            self._unused.detach()
         for line in self._cautions if not self._has_begun else ():
             log.info("%s", line)
         if self._owes_resume and self.resume():
@@ -412,8 +415,6 @@ class Guard(guard.EngineGuard):
             self._keeper.check()
             self._waits = self.world.least(-len(self.state.kept)) < 0 and not self.samples.is_fed  # on every rank
         self._has_begun = True
-        if self._unused is not None:
-            self._unused.detach()
         self._put_back_batch()
         self.seeds.between(self.samples.position)
         if not self._ring.snapshots and self._in_flight is None:

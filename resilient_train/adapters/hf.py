@@ -372,7 +372,10 @@ class _Guarded(_Trainer):  # type: ignore[misc]
             best = state.best_metric, state.best_global_step, state.best_model_checkpoint
             here.best_before.setdefault(mark, best)  # the first, if it evaluates twice
             here.follower.saved(mark)
-        return super()._evaluate(*args, **more)
+        found = super()._evaluate(*args, **more)
+        if here.follower is not None and isinstance(loss := found.get("eval_loss"), float):
+            here.follower.guard.reporter.note_evaluation({"loss": loss})
+        return found
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self._resilient.examine()

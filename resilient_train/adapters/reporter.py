@@ -145,9 +145,11 @@ def _claim(named: Path, locks: list[DirectoryLock], *, resumes: bool) -> Path:
 
 
 def warn_if_unused(guard: object, world: World, direct_steps: DirectStepCheck) -> weakref.finalize[Any, Any]:
-    """Warn when a guard is deleted, or the process ends, unless `detach` was called by then."""
+    """Warn when a guard is deleted, or the process ends, unless `detach` was called by then, or an error ends it."""
 
     def warn() -> None:
+        if getattr(sys, "last_value", None) is not None:
+            return
         steps = f" while its optimizers made {counted(direct_steps.count, 'step')}" if direct_steps.count else ""
         (log.warning if world.is_main else log.debug)(_UNUSED, steps)
 
@@ -248,7 +250,7 @@ class RunReporter:
 
     # During the run.
 
-    def begin(self, steps: int | None, settings: Mapping[str, Any]) -> None:
+    def begin(self, steps: int | None, settings: Mapping[str, Any], *, is_trainers: bool) -> None:
         """Note that a loop of so many updates begins, if that is known; an end that was written before is void."""
         self.start_lap()
         if self.place.directory is None:
@@ -259,7 +261,7 @@ class RunReporter:
             return
         endings.begin(self.place.directory, is_finished=False)  # before another rank may have failed again
         with suppress(OSError):  # the disk is full
-            Loop(steps, self.place.resumes, settings).write(self.place.directory)
+            Loop(steps, self.place.resumes, settings, is_trainers).write(self.place.directory)
         if is_new and self.place.tracking is not None:  # else the tracker is at work, and two would write to one file
             self._tracker = tracking.build(self.place.tracking, self.place.directory, self.place.directory.parent)
             self._tracker.params(settings)

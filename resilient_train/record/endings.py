@@ -35,9 +35,15 @@ class Loop:
     steps: int | None = None  # planned
     resumes: bool = False  # the same program resumes; otherwise it starts a new run in the next directory
     given: Mapping[str, Any] = field(default_factory=dict)  # shown in MLflow, to compare runs by
+    is_trainers: bool = False  # which writes checkpoints of its own
 
     def write(self, run_dir: Path) -> None:
-        node = {"steps": self.steps, "goes_on": self.resumes, "given": dict(self.given)}
+        node = {
+            "steps": self.steps,
+            "goes_on": self.resumes,
+            "given": dict(self.given),
+            "is_trainers": self.is_trainers,
+        }
         commit_text(run_dir / LOOP, json.dumps(masked_tree(node), indent=2) + "\n")
 
 
@@ -51,6 +57,7 @@ def loop_of(run_dir: Path) -> Loop | None:
         steps=steps if type(steps) is int else None,
         resumes=node.get("goes_on") is True,
         given=given if isinstance(given, dict) else {},
+        is_trainers=node.get("is_trainers") is True,
     )
 
 

@@ -95,7 +95,7 @@ def review(story: Story, resumed_from: int | None = None) -> list[str]:
         lines.append(f"best evaluation: {_checkpoint(story.best)}")
     if story.newest is not None:
         lines.append(f"newest checkpoint: {_checkpoint(story.newest)}")
-    elif not story.is_complete:
+    elif not (story.is_complete or is_trainers(story)):
         lines.append("newest checkpoint: none")
     lines.append(f"the same command {next_start(story)}")
     return lines + [f"for the full report: {command('incidents', story.directory)}"] * bool(story.chapters)
@@ -180,6 +180,8 @@ def verdict(story: Story) -> tuple[str, str]:
     met, so_far = incidents_met(story), "" if story.is_complete else " so far"
     costs = f"{met}.{cost_and_drill(story)}"
     in_all = f"In all, {costs}"
+    evaluated = (story.summary or {}).get("eval")
+    odd = [f"{name} {one}" for name, one in evaluated.items() if not _is_number(one)] if evaluated else []
     where = f"at step {story.step:,}" + (f" of {story.steps:,}" if story.steps is not None else "")
     if story.is_complete:
         where = counted(story.step, "step")
@@ -188,6 +190,7 @@ def verdict(story: Story) -> tuple[str, str]:
     match story.status:
         case "clean" | "recovered":
             well = "All is well" if story.status == "clean" else "Recovered"
+            well = f"The evaluation is not finite ({', '.join(odd)})" if odd else well
             return f"{well}{so_far}", f"{where}; {costs}{_results(story)}"
         case "recovering":
             last = next(one for one in reversed(story.incidents) if one.outcome is None)
@@ -243,8 +246,15 @@ def to_do(story: Story) -> str:
     return ""
 
 
+def is_trainers(story: Story) -> bool:
+    """Say whether the loop is that of a trainer, which writes checkpoints of its own."""
+    return story.loop is not None and story.loop.is_trainers
+
+
 def next_start(story: Story) -> str:
     """Say what the same command would do now."""
+    if is_trainers(story):
+        return "starts again; the trainer resumes by `resume_from_checkpoint=True`, Lightning's by `ckpt_path`"
     onward = f"resumes from step {story.newest.step:,}" if story.newest is not None else "begins at step 0 again"
     if not story.resumes:
         new = f"starts a new run in {next_directory(story.directory)}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -132,3 +134,33 @@ def test_what_a_rewind_undoes_is_repeated_with_the_counts_of_its_time(tmp_path: 
     assert incident["steps_lost"] > 5
     assert weights(struck) == weights(trained(""))
     assert struck.state.global_step == 40
+
+
+class Fail(TrainerCallback):  # type: ignore[misc]
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        if state.global_step == 3:
+            raise RuntimeError("of mine")
+
+
+def test_the_end_of_a_run_names_what_the_trainer_resumes_by(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its checkpoints are not the guard's: that there is none of those, and where a new run would go, helps nobody."""
+    caplog.set_level(logging.INFO, "resilient_train")
+    failing = resilient_train.hf.guard(programs.trainer("vit", tmp_path, steps=4, save_strategy="steps", save_steps=2))
+    failing.add_callback(Fail())
+    with pytest.raises(RuntimeError, match="of mine"):
+        failing.train()
+    assert (tmp_path / "checkpoint-2").is_dir()
+    assert any("by `resume_from_checkpoint=True`" in one for one in caplog.messages)
+    assert not any("newest checkpoint" in one or "starts a new run" in one for one in caplog.messages)
+
+
+def test_an_evaluation_that_is_not_finite_is_not_well(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """No update is bad, and the result cannot be used: the end says so."""
+    caplog.set_level(logging.INFO, "resilient_train")
+    trainer = resilient_train.hf.guard(
+        programs.trainer("vit", tmp_path, steps=4, **EVALUATED, eval_steps=4, save_steps=4)
+    )
+    trainer.eval_dataset = programs.Pictures(bad=[1])
+    trainer.train()
+    assert "the evaluation is not finite (loss nan): no incidents." in caplog.messages
+    assert json.loads((tmp_path / "resilient_train/summary.json").read_text())["eval"] == {"loss": "nan"}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import re
+import subprocess
 import sys
 import time
 from itertools import count
@@ -15,10 +17,13 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
+from warm import ENVIRONMENT
 
 from resilient_train.adapters.guard import Guard
 from resilient_train.errors import ConfigError, TrainError
 from resilient_train.reader import DiskConfig, MemoryConfig
+from resilient_train.tracking.report import note
+from resilient_train.tracking.story import read_story
 
 ROWS, WIDTH = 64, 4
 KEY_OF_THE_COMMAND = re.compile(r"\b(accelerate|checkpoint|checks|data|run|tracking)\.[a-z_]+")
@@ -191,3 +196,35 @@ def test_a_wrong_argument_is_refused_in_one_traceback(
     assert re.fullmatch(why, str(refused.value))
     assert refused.value.__cause__ is None
     assert refused.value.__suppress_context__ or refused.value.__context__ is None
+
+
+# ----------------------------------------------------------------------------------------------------------- the end
+
+
+def test_an_evaluation_that_is_not_finite_is_not_well(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """On the terminal as on the page: no update was bad, and still the result cannot be used."""
+    caplog.set_level(logging.INFO, "resilient_train")
+    guard = train(guard_of(run_dir=tmp_path / "run", steps=5), 5)
+    guard.evaluated({"loss": float("nan")})
+    guard.close()
+    assert "the evaluation is not finite (loss nan): no incidents." in caplog.messages
+    assert note(read_story(tmp_path / "run"), lambda number: None).startswith(
+        "**The evaluation is not finite (loss nan).**"
+    )
+
+
+UNUSED = """
+from test_mistakes import guard_of
+guard = guard_of()
+{}
+"""
+
+
+@pytest.mark.parametrize(("line", "warns"), [("undefined_name", False), ("", True)])
+def test_an_error_before_the_loop_is_not_followed_by_a_second_complaint(line: str, warns: bool) -> None:
+    """A guard that made no update says so at the end of the process, unless an error already explains it."""
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    words = [sys.executable, "-c", UNUSED.format(line)]
+    done = subprocess.run(words, env={**ENVIRONMENT, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    assert ("NameError" in done.stderr) == bool(line)
+    assert ("this guard has made no update" in done.stderr) == warns

@@ -66,7 +66,7 @@ def test_a_run_leaves_its_configuration_log_weights_and_summary(run_command: com
 
 
 def test_the_same_command_twice_says_that_the_run_is_complete(run_command: command) -> None:
-    """Nothing is trained again, nothing is written, and the exit code is 0."""
+    """Nothing is trained again or written, and the exit code is 0; with updates of another size it is another run."""
     first = run_command([*MINE, "run.steps=5"])
     (name,) = runs()
     assert name.startswith("Plain-Fixed-")
@@ -75,6 +75,9 @@ def test_the_same_command_twice_says_that_the_run_is_complete(run_command: comma
     assert (first.code, second.code) == (0, 0)
     assert "is complete: 5 steps" in second.stdout
     assert "differs from this command: run.log_every: 10 there, 2 here" in second.stdout
+    other = run_command([*MINE, "run.steps=5", "accelerate.gradient_accumulation_steps=2"])
+    assert other.code == 2
+    assert "another configuration (accelerate.gradient_accumulation_steps: 1 there, 2 here)" in other.stderr
     assert (Path("runs") / name / "summary.json").read_bytes() == before
 
 

@@ -179,7 +179,7 @@ class Composed:
         changes = self.changes(written)
         if not changes and not _read(written):
             return [f"{written.name}: cannot be read"]
-        parts, steps = (*_IDENTITY, "drill."), changes.get("run.steps")
+        parts, steps = (*_IDENTITY, "drill.", "accelerate.gradient_accumulation_steps"), changes.get("run.steps")
         same = [key for key, how in changes.items() if key.startswith("schedule.") and how == steps]
         return [f"{key}: {how}" for key, how in changes.items() if key.startswith(parts) and key not in same]
 
