@@ -102,7 +102,7 @@ _REMEDIES: dict[str, tuple[str, ...]] = {
     ACCEPTED: ("taken as a change on purpose",),
 }
 _UNSAID = ("by_loss", "lasting", "leapt_to")
-_LOOK_AT = re.compile(r"Look at rows? ([\d, ]*\d)[^:]* of the data: the batch is ordinary without ")
+_LOOK_AT = re.compile(r"Look at rows? ([\d, ]*\d)[^:]*: the batch is ordinary without ")
 _SETTING = re.compile(r"\{(\w+) ?(\w*)\}")
 
 
@@ -169,7 +169,7 @@ def describe_outcome(incident: Incident, healthy_steps: int | None = None) -> st
 
 def further(incident: Incident) -> str:
     """Say how many anomalous updates followed an incident and were treated like it, to append to other words."""
-    return f"; {counted(incident.further, 'more anomalous update')} followed" if incident.further else ""
+    return f"; the same fault {counted(incident.further, 'more time')}" if incident.further else ""
 
 
 def why_unrecovered(incident: Incident) -> str:
@@ -263,8 +263,8 @@ def describe_cost(incident: Incident) -> str:
 
 
 def rows_named(rows: Sequence[int]) -> str:
-    """Name some rows: "rows 3, 77 and 5 more of the data"."""
-    return f"{'row' if len(rows) == 1 else 'rows'} {_listed(rows, 4)} of the data"
+    """Name some rows: "rows 3, 77 and 5 more"."""
+    return f"{'row' if len(rows) == 1 else 'rows'} {_listed(rows, 4)}"
 
 
 def rate_named(times: float) -> str:

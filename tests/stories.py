@@ -18,7 +18,7 @@ ROOT = Diagnosis(
     "`sqrt` at culprits.py:33 has an infinite slope at 0: add an epsilon inside, or mask those elements.",
     Culprit("backward", "sqrt", "model.norm", "/home/u/examples/culprits.py", 33, ({"dtype": "float32", "min": 0.0},)),
 )
-BAD_ROW = Diagnosis(Cause.DATA, "Row 77 of the data: [0] at [2] is nan; fix or remove it.", rows=(77,))
+BAD_ROW = Diagnosis(Cause.DATA, "Row 77: element 0 at [2] is NaN; fix or remove it.", rows=(77,))
 CLIMBED = Diagnosis(Cause.EXPLOSION, "The loss jumped and stayed there: lower the learning rate, or clip tighter.")
 FLIPPED = Diagnosis(Cause.CORRUPTION, "`w` went from 0.02 to 1e+37 at [7]: if it returns, suspect the hardware.")
 PASSED = Diagnosis(

@@ -448,4 +448,4 @@ def cautions(
     if waiting := " and ".join(waits):
         yield f"{waiting}: not fused, so each step waits for the device; use fused=True if it is available"
     if not has_objective:
-        yield "guard.update cannot replay a step, so diagnosis is limited; pass objective= for the full one"
+        yield "lines of code cannot be named without objective=: what guard.update takes cannot be replayed"

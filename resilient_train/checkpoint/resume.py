@@ -257,7 +257,7 @@ class Resumption:
         if rows:
             shown = ", ".join(map(str, rows[:8])) + (f" and {len(rows) - 8} more" if len(rows) > 8 else "")
             word = "row" if len(rows) == 1 else "rows"
-            advice = f"Look at {word} {shown} of the data: the process ended there twice."
+            advice = f"Look at {word} {shown}: the process ended there twice."
         signal = Signal.HANG if last.doing is Doing.HUNG or hung else Signal.CRASH
         remedy = "skip" if skipped else "go_on"
         return ProcessIncident(signal, last.step + 1, step, evidence, remedy, advice, tuple(rows), step, lost)

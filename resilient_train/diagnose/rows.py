@@ -51,14 +51,14 @@ def guilty(count: int) -> Generator[Sequence[int], bool, tuple[int, ...]]:
 
 
 def nonfinite_fields(row: Any) -> list[str]:
-    """Name the fields of a row that hold values that are not finite, and where: `[0][3, 17] is nan`."""
+    """Name the fields of a row that hold values that are not finite, and where: `element 0 at [3, 17] is NaN`."""
     found = []
     for name, values in _fields(row):
         if bool(values.isfinite().all()):
             continue
         first, *more = (tuple(place) for place in (~values.isfinite()).nonzero().tolist())
         and_more = f", and {len(more):,} more" if more else ""
-        found.append(f"{name}{_at(first)} is {float(values[first]):g}{and_more}")
+        found.append(f"{name}{_at(first)} is {f'{float(values[first]):g}'.replace('nan', 'NaN')}{and_more}")
     return found
 
 
@@ -140,7 +140,7 @@ def far_above(row: Any, usual: dict[str, float], times: float) -> str:
 
 
 def _largest_of(row: Any, field: str) -> str:
-    """Name the place of the largest value of a field: `[0] at [2] is -367`."""
+    """Name the place of the largest value of a field: `element 0 at [2] is -367`."""
     values = next(values for name, values in _fields(row) if name == field)
     place = tuple(int(one) for one in torch.unravel_index(values.abs().argmax(), values.shape))
     value = values[place]
@@ -198,7 +198,7 @@ def _sizes(row: Any) -> dict[str, float]:
 
 
 def _fields(row: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The fields of a row that hold numbers with a fraction, by their place as one would write it after the row."""
+    """The fields of a row that hold numbers with a fraction, by their place in it."""
     for path, leaf in tree_flatten_with_path(with_dicts(row))[0]:
         if isinstance(leaf, float):
             leaf = torch.tensor(leaf, dtype=torch.float64)
@@ -208,4 +208,5 @@ def _fields(row: Any) -> Iterator[tuple[str, torch.Tensor]]:
             except (TypeError, ValueError):
                 continue
         if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
-            yield "".join(map(str, path)) or "its value", leaf.detach()
+            is_element = len(path) == 1 and hasattr(path[0], "idx")
+            yield f"element {path[0].idx}" if is_element else "".join(map(str, path)) or "its value", leaf.detach()

@@ -438,7 +438,7 @@ def _place(culprit: Culprit) -> str:
 
 def _rows(rows: Sequence[int]) -> str:
     shown = ", ".join(str(row) for row in rows[:_MOST_ROWS]) + (", ..." if len(rows) > _MOST_ROWS else "")
-    return f"row{'s' if len(rows) > 1 else ''} {shown} of the data"
+    return f"row{'s' if len(rows) > 1 else ''} {shown}"
 
 
 def _seen_with(rows: Sequence[int]) -> str:

@@ -201,7 +201,7 @@ class IncidentLog:
         self._keep(incident)
         if incident.further & (incident.further - 1) == 0:
             self.update(incident)
-            log.info("step %d: incident %d continues%s", step, incident.id, further(incident))
+            log.info("step %d: incident %d%s", step, incident.id, further(incident))
 
     def continued(self, anomaly: Anomaly, diagnosis: Diagnosis, decision: Decision) -> Incident | None:
         """Return the newest incident if it is open, and the same happened again and is only skipped again.

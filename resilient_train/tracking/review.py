@@ -345,7 +345,7 @@ def incidents_met(story: Story) -> str:
         return f"{met}, {again:,} came back and needed a second treatment"
     if more := sum(one.further for one in incidents):
         return f"{met}, {counted(more, 'more update')} skipped for the same reason"
-    return f"{met}, {'it did not come' if len(incidents) == 1 else 'none of which came'} back"
+    return f"{met}, no repeat since"
 
 
 def cost_and_drill(story: Story) -> str:

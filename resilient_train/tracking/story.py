@@ -435,10 +435,10 @@ def _words(group: Sequence[Incident]) -> str:
     if len(group) > 1 and len(rows) > 1:
         place, *others = {"".join(_RAISED_AT.findall(one.diagnosis.advice)) for one in group}
         if place and not others:
-            return f"Rows {_listed(rows)} of the data raised at {place}: fix or remove them, or fix that line."
-        return f"Fix or remove rows {_listed(rows)} of the data: quarantine.json has the reason for each."
+            return f"Rows {_listed(rows)} raised at {place}: fix or remove them, or fix that line."
+        return f"Fix or remove rows {_listed(rows)}: quarantine.json has the reason for each."
     if len(rows := sorted({row for one in group for row in rows_to_look_at(one.diagnosis.advice)})) > 1:
-        return f"Look at rows {_listed(rows)} of the data: the batches are ordinary without them."
+        return f"Look at rows {_listed(rows)}: the batches are ordinary without them."
     newest = max(group, key=lambda one: (one.diagnosis.symptom is None, one.id))
     return " ".join(newest.diagnosis.advice.split())
 

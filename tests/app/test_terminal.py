@@ -109,12 +109,12 @@ def test_the_story_fits_the_terminal(width: int, met: Path, columns: Columns, ca
     assert shown.startswith("\x1b[1;32mRecovered")
     one_line = " ".join(without_colour(shown).split())
     for words in (
-        "Recovered: 300 steps; 2 incidents (1 explosion, 1 operation), none of which came back.",
+        "Recovered: 300 steps; 2 incidents (1 explosion, 1 operation), no repeat since.",
         "30 of 330 updates refused or undone.",
         "incident 1 20",
         "(0 s after the start) step 40, tick 50",
         "the loss jumped (loss_spike), in the weights since step 36 loss 8.12 where 2.9 to 3.4 was usual",
-        "operation: row 77 of the data",
+        "operation: row 77",
         "return x.sqrt().sum() # here",
         "rewound to step 33 (verified), learning rate x0.5 with 20 steps of warm-up",
         "8 steps lost, 0.25 s",
@@ -143,7 +143,7 @@ def test_without_colour_it_is_plain_and_whole(met: Path, columns: Columns, capsy
 def test_what_is_left_to_change_is_counted_and_listed_first(met: Path, capsys: Said) -> None:
     """`status` says how much there is; `incidents` begins with it, in the words of the end of the run."""
     assert status.main([str(met)]) == 0
-    counts = "2 incidents (1 explosion, 1 operation), none of which came back; 2 things to change"
+    counts = "2 incidents (1 explosion, 1 operation), no repeat since; 2 things to change"
     assert capsys.readouterr().out == f"{met}: completed, 300 steps; {counts}\n"
     assert status.main([str(met), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -156,7 +156,7 @@ def test_what_is_left_to_change_is_counted_and_listed_first(met: Path, capsys: S
 CURED, AGAIN = Outcome.RECOVERED, Outcome.RECURRED
 VERDICTS: list[tuple[list[Outcome | None], dict[str, object] | None, str]] = [
     ([], {}, "All is well: 300 steps; no incidents."),
-    ([CURED], {"ticks": 300}, "Recovered: 300 steps; 1 incident (1 explosion), it did not come back."),
+    ([CURED], {"ticks": 300}, "Recovered: 300 steps; 1 incident (1 explosion), no repeat since."),
     ([AGAIN, CURED], {"ticks": 435}, "Recovered: 300 steps; 2 incidents (2 explosion), 1 came back and needed a"),
     ([None], None, "Killed (no exit message): at step 0 of 300. In all, 1 incident (1 explosion), 1 open. The same"),
     ([CURED, None], {"status": "preempted", "exit_code": 75, "steps": 120}, "Stopped on request: at step 120 of"),
@@ -398,7 +398,7 @@ def test_a_run_ends_with_what_a_person_wants_to_know(here: Path, run_command: co
     told = after(drilled.stdout, "completed 40 steps in ")
     assert re.fullmatch(r"this process resumed from step 20; the run began \d{4}-\d\d-\d\d \d\d:\d\d", told[1])
     assert re.fullmatch(
-        r"recovered: met 1 incident \(1 corruption\), it did not come back\. \d+ of \d+ updates refused or undone\. "
+        r"recovered: met 1 incident \(1 corruption\), no repeat since\. \d+ of \d+ updates refused or undone\. "
         r"This run has a drill: faults on purpose \(bit_flip\)\.",
         told[2],
     )

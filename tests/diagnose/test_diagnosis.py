@@ -168,7 +168,7 @@ def test_rotten_rows_are_named_and_replaced(program: ModuleType, way: dict[str, 
     assert {row for one in guard.incidents for row in one.diagnosis.rows} == {77, 401}
     assert {one.diagnosis.cause for one in guard.incidents} == {Cause.DATA}
     told = next(one.diagnosis.advice for one in guard.incidents if one.diagnosis.rows == (77,))
-    assert told == "Row 77 of the data: [0] at [4] is nan; fix or remove it."
+    assert told == "Row 77: element 0 at [4] is NaN; fix or remove it."
     listed = json.loads((tmp_path / "run" / "quarantine.json").read_text())
     assert {one["row"] for one in listed["rows"]} == {77, 401}
     assert guard.clock.tick == 70 + len(guard.incidents)

@@ -71,7 +71,7 @@ def broke(op: str, *inputs: Mapping[str, Any], kind: str = "inf", facts: Observa
         (broke("linalg_inv", UNIT), 1, Cause.OPERATION, "identity"),
         (broke("Mine", UNIT, kind="nan"), 1, Cause.OPERATION, "Mine"),
         # Targets that no loss is finite for, in some rows and in every batch.
-        (broke("ctc_loss", LOGS, facts=ONLY_HERE, rows=(4, 9)), 1, Cause.DATA, "Rows 4, 9 of the data: no finite loss"),
+        (broke("ctc_loss", LOGS, facts=ONLY_HERE, rows=(4, 9)), 1, Cause.DATA, "Rows 4, 9: no finite loss"),
         (broke("ctc_loss", LOGS, facts=EVERYWHERE), 1, Cause.OPERATION, "empty, too long"),
         (AGAIN, 1e5, Cause.EXPLOSION, "1e+05 times"),
         (EVERYWHERE, 1e5, Cause.EXPLOSION, "1e+05 times"),
@@ -79,7 +79,7 @@ def broke(op: str, *inputs: Mapping[str, Any], kind: str = "inf", facts: Observa
         (broke("mul", HUGE, facts=ONLY_HERE, rows=(4,)), 1e5, Cause.OVERFLOW, "row 4"),
         (AGAIN, 1, Cause.UNKNOWN, "no operation"),
         (replace(AGAIN, failure="rows of such data cannot be named"), 1, Cause.UNKNOWN, "cannot be named"),
-        (replace(AGAIN, rows=(7,), odd={7: "it is nan"}, batch_is_bad=True), 1, Cause.DATA, "Row 7 of the data: it is"),
+        (replace(AGAIN, rows=(7,), odd={7: "it is nan"}, batch_is_bad=True), 1, Cause.DATA, "Row 7: it is"),
         (replace(AGAIN, batch_is_bad=True), 1, Cause.DATA, "fetched again"),
         (broke("mul", rows=(7,), odd={7: "[1] is 1e+30"}), 1, Cause.DATA, "1e+30"),
         # An ordinary row that a singular operation meets.
@@ -220,7 +220,7 @@ def test_what_follows_from_armor_accuses_no_other_line(op: str, kind: str, is_sc
     assert found.patchable is not is_scalar
     assert found.advice.startswith(f"`{op}` at losses.py:41 fails on values from `sqrt` at losses.py:30")
     assert "row 4" in found.advice
-    assert without_rows(found) == replace(found, advice=found.advice.removesuffix(" Seen with row 4 of the data."))
+    assert without_rows(found) == replace(found, advice=found.advice.removesuffix(" Seen with row 4."))
 
 
 def test_ranks_learn_the_same() -> None:
@@ -237,7 +237,7 @@ def test_ranks_learn_the_same() -> None:
 def test_rows_that_raise_are_told_with_the_line() -> None:
     """A row that cannot be fetched: its error, and what to do."""
     found = on_bad_rows({4: "no a.png (mine.py:3)", 2: "KeyError: 'x' (mine.py:9)"})
-    assert found.reasons[4] == "Row 4 of the data: no a.png (mine.py:3); fix or remove it."
+    assert found.reasons[4] == "Row 4: no a.png (mine.py:3); fix or remove it."
     assert (found.cause, found.rows) == (Cause.DATA, (2, 4))
     assert "KeyError: 'x' (mine.py:9); fix or remove them" in found.advice
 
@@ -287,12 +287,12 @@ def test_what_is_odd_about_a_row() -> None:
     """Fields and places of values that are not finite; fields far beyond those of other rows."""
     row = {"image": torch.tensor([[0.0, math.nan], [math.inf, 1.0]]), "label": 3, "weight": math.nan}
     image, weight = nonfinite_fields(row)
-    assert image == "['image'] at [0, 1] is nan, and 1 more"
-    assert weight == "['weight'] is nan"
+    assert image == "['image'] at [0, 1] is NaN, and 1 more"
+    assert weight == "['weight'] is NaN"
     others = [(torch.randn(8), 1.0) for _ in range(50)]
     assert outlying_fields((torch.randn(8), 1.5), others, 4.0) == []
     (told,) = outlying_fields((torch.randn(8), -4e6), others, 1e4)
-    assert told == "[1] is -4e+06, where 50 other rows stay within ±1"
+    assert told == "element 1 is -4e+06, where 50 other rows stay within ±1"
     usual = usual_sizes([{"x": torch.tensor([[0.5, n / 8]])} for n in range(8)])
     assert far_above({"x": torch.tensor([[-2.0, 0.0]])}, usual, 10.0) == ""
     for odd, told in ((torch.tensor([[0.0, -367.0]]), "-367"), (torch.tensor([[0.0, 367.0j]]), "367")):
@@ -350,7 +350,9 @@ def test_a_value_far_out_of_a_narrow_range_is_odd(value: float, others: list[flo
     row, rows = torch.tensor([0.0, value]), [(torch.tensor([float(n % 2), one]),) for n, one in enumerate(others)]
     (told,) = outlying_fields((row,), rows, 1e4) or [""]
     assert bool(told) is is_odd
-    assert not is_odd or told.startswith(f"[0] at [1] is {value:.3g}, where nearly all of {len(others)} other rows")
+    assert not is_odd or told.startswith(
+        f"element 0 at [1] is {value:.3g}, where nearly all of {len(others)} other rows"
+    )
 
 
 def test_damage_names_the_element() -> None:
@@ -408,6 +410,6 @@ def test_an_incident_names_the_rows_of_all_updates_that_continue_it() -> None:
     for rows in ((977,), (313,), (1502,), (313, 977)):
         known = with_more_rows(known, on_spike(replace(ONLY_HERE, rows=rows, layer=("up", 7.0)), 1))
         assert (known == one) == (rows == (977,))
-    assert known.advice == "Look at rows 313, 977, 1502 of the data: the batch is ordinary without them."
+    assert known.advice == "Look at rows 313, 977, 1502: the batch is ordinary without them."
     assert known.rows == ()
     assert with_more_rows(known, on_spike(ONLY_HERE, 1)) == known

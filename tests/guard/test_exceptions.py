@@ -85,8 +85,8 @@ def test_a_run_without_a_directory_says_how_it_ended(caplog: pytest.LogCaptureFi
     (verdict,) = (one for one in messages if one.startswith("recovered: met 1 incident (1 data)"))
     after = messages[messages.index(verdict) + 1 :]
     assert after[0] == "  data: rows in quarantine"
-    assert after[1].startswith("to change: Row 3 of the data raised")
-    assert "still active at the end: row 3 of the data in quarantine" in after
+    assert after[1].startswith("to change: Row 3 raised")
+    assert "still active at the end: row 3 in quarantine" in after
     assert after[-1].startswith("nothing of this is written: with run_dir")
 
 
@@ -133,10 +133,10 @@ def test_a_row_that_spoils_the_batch_of_one_that_raises_is_not_said_to_raise() -
     data.tensors[0][second, 3] = -6.0
     (incident,) = run(rooted, data).incidents
     assert set(incident.diagnosis.rows) == {first, second}
-    assert incident.diagnosis.advice.startswith(f"Row {first} of the data raised RuntimeError: index 7 is out of")
+    assert incident.diagnosis.advice.startswith(f"Row {first} raised RuntimeError: index 7 is out of")
     ((row, reason),) = incident.diagnosis.reasons.items()
     assert row == second
-    assert reason.startswith(f"With row {second} of the data the loss")
+    assert reason.startswith(f"With row {second} the loss")
     assert incident.diagnosis.advice.endswith(reason)
 
 

@@ -217,7 +217,7 @@ def test_a_diagnosis_may_take_longer_than_an_update(here: Path, run_command: com
     assert done.code == 0, done.stderr
     (found,) = incidents(Path("run"))
     assert (found["cause"], found["culprit"]["op"]) == ("data", "log")
-    assert found["advice"].startswith("Row 40 of the data: `log` at ")
+    assert found["advice"].startswith("Row 40: `log` at ")
     assert sum(calls) > 4 + 10
     assert max(calls) <= 2
 

@@ -642,7 +642,7 @@ def test_an_incident_is_told_in_a_few_lines() -> None:
     )
     header, cause, advice = describe(POISON).split("\n")
     assert "the loss is not finite on ranks 1 and 3 (nonfinite_loss)" in header
-    assert cause.startswith("  cause operation (log in net.head, mine.py:31, backward; rows 17 and 90000 of the data);")
+    assert cause.startswith("  cause operation (log in net.head, mine.py:31, backward; rows 17 and 90000);")
     assert advice == f"  advice: {POISON.diagnosis.advice}"
 
 

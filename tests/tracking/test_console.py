@@ -117,7 +117,7 @@ def test_the_first_screen_has_the_verdict_and_what_to_do(person: Console, shown:
     drilled = sum(bool(one["drill"]) for one in shown.incidents)
     assert len(shown.incidents) > drilled > 0
     verdict = f"Recovered from {len(shown.incidents)} incidents, {drilled} of them on purpose (drill)."
-    assert f"{verdict} Do: Fix or remove rows {', '.join(map(str, BAD))} of the data: quarantine.json" in words
+    assert f"{verdict} Do: Fix or remove rows {', '.join(map(str, BAD))}: quarantine.json" in words
 
 
 def test_the_first_screen_of_a_loop_has_the_verdict_and_what_to_do(person: Console, shown: Shown) -> None:

@@ -125,7 +125,7 @@ def test_the_verdict_comes_first_then_what_to_change_then_the_incidents() -> Non
     said = note(story(*map(incident, range(1, 8))), url)
     assert said.startswith(
         "**Recovered from 7 incidents so far.** **Do:** `sqrt` at culprits.py:33 has an infinite slope at 0: add an "
-        r"epsilon inside, or mask those elements. Row 77 of the data: \[0\] at \[2\] is nan; fix or remove it. The "
+        r"epsilon inside, or mask those elements. Row 77: element 0 at \[2\] is NaN; fix or remove it. The "
         "loss jumped and stayed there: lower the learning rate, or clip tighter. At step 260 of 300; 7 incidents ("
     )
     places = [
@@ -279,7 +279,7 @@ def test_the_page_asks_for_what_the_terminal_asks_for(diagnosis: Diagnosis, asks
 
 def test_rows_to_look_at_are_one_advice() -> None:
     """As bad rows are, though nothing is known about them but what follows: none of them stands for the others."""
-    told = "Look at row {} of the data: the batch is ordinary without it. The gradient of `up` is {} times its usual."
+    told = "Look at row {}: the batch is ordinary without it. The gradient of `up` is {} times its usual."
     rows = [(977,), (313,), (1502,), (313,)]
     met = [
         incident(at, Outcome.RECURRED, further=3, diagnosis=Diagnosis(Cause.UNKNOWN, told.format(*row, at)))
@@ -287,11 +287,9 @@ def test_rows_to_look_at_are_one_advice() -> None:
     ]
     (said,) = (line for line in review(story(*met, step=160)) if line.startswith("to change: "))
     assert said.removeprefix("to change: ") == (
-        "Look at rows 313, 977, 1502 of the data: the batches are ordinary without them. (4 incidents)"
+        "Look at rows 313, 977, 1502: the batches are ordinary without them. (4 incidents)"
     )
-    assert "**Do:** Look at rows 313, 977, 1502 of the data: the batches are ordinary" in note(
-        story(*met, step=160), nowhere
-    )
+    assert "**Do:** Look at rows 313, 977, 1502: the batches are ordinary" in note(story(*met, step=160), nowhere)
 
 
 @pytest.mark.parametrize(
@@ -313,7 +311,7 @@ def test_a_run_that_needs_attention_never_says_that_there_is_nothing_to_change(
         assert f"**Do:** {said}" in first
         assert "Nothing to change" not in first
         assert of.status == "failed" or any(line.startswith(f"to do: {said}") for line in review(of))
-    assert "**Do:** fix the error that ended it, and start it again. Row 77 of the data: " in note(
+    assert "**Do:** fix the error that ended it, and start it again. Row 77: " in note(
         story(incident(2), status="failed", why="ValueError: y"), nowhere
     )
 
@@ -378,14 +376,14 @@ def test_advice_is_told_once_for_each_line_cause_and_all_rows_the_most_important
         ("gave up", (8,)),
         ("open", (7,)),
         (ROOT.advice, (3, 5)),
-        ("Fix or remove rows 9, 77 of the data: quarantine.json has the reason for each.", (2, 6)),
+        ("Fix or remove rows 9, 77: quarantine.json has the reason for each.", (2, 6)),
         (CLIMBED.advice, (1,)),
     ]
-    raised = "Row {} of the data raised ValueError: no {} (/home/gam.py:3): fix or remove such rows, or fix the line."
+    raised = "Row {} raised ValueError: no {} (/home/gam.py:3): fix or remove such rows, or fix the line."
     rows = [replace(BAD_ROW, rows=(row,), advice=raised.format(row, 2 * row)) for row in (9, 77)]
     met = [incident(number, diagnosis=one) for number, one in enumerate(rows, start=1)]
     at = "raised at /home/gam.py:3: fix or remove them, or fix that line."
-    assert [one.text for one in open_advice(met)] == [f"Rows 9, 77 of the data {at}"]
+    assert [one.text for one in open_advice(met)] == [f"Rows 9, 77 {at}"]
     returned = [incident(1, diagnosis=PASSED), incident(2, diagnosis=PASSED)]
     passed = [replace(one, anomaly=replace(one.anomaly, signal=returned[0].anomaly.signal)) for one in returned]
     assert [one.text for one in open_advice(passed)] == [PASSED.advice]
@@ -497,7 +495,7 @@ def test_every_change_of_the_configuration_is_said_and_damaged_ones_are_left_out
         "updates of at most 0.01 of the weights",
         "gradients clipped to a norm of 1",
         "full precision for 3 steps",
-        "rows 3 and 7 of the data in quarantine",
+        "rows 3 and 7 in quarantine",
         "an epsilon that was lost in its type is raised",
         "micro-batches of 8 rows",
     ]

@@ -133,7 +133,7 @@ def test_a_trace_tells_the_incident(place: Place) -> None:
         "step 1,204: the loss is not finite on rank 1 (nonfinite_loss), refused before it reached the weights; loss nan"
     )
     assert info.response_preview == (
-        "cause data (log in net.head, mine.py:31, forward; rows 17 and 90000 of the data); rewound to step 1,177 "
+        "cause data (log in net.head, mine.py:31, forward; rows 17 and 90000); rewound to step 1,177 "
         "(verified), learning rate x0.5 with 20 steps of warm-up, in 0.50 s; 27 steps lost; recovered"
     )
     ours = {key: value for key, value in info.tags.items() if key.startswith("resilience.")}
