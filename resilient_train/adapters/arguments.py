@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, default_collate
 from resilient_train.data import build
 from resilient_train.data.rows import Collate, change, fingerprint
 from resilient_train.data.samples import Samples, Slicing
-from resilient_train.data.sequential import DrawnSamples, LoaderSamples
+from resilient_train.data.sequential import DrawnSamples, Generated, LoaderSamples
 from resilient_train.drills import Drill
 from resilient_train.errors import ConfigError, TrainError, named_type, unusable
 from resilient_train.ranks.world import World
@@ -47,7 +47,14 @@ from resilient_train.recover import policy as policies
 from resilient_train.recover.policy import Policy
 from resilient_train.state.tree import is_sharded
 from resilient_train.update.objective import Measured
-from resilient_train.update.schedule import Curve, CurveSchedule, LoopSchedule, Schedule, ShadowSchedule
+from resilient_train.update.schedule import (
+    Curve,
+    CurveSchedule,
+    LoopSchedule,
+    PlateauSchedule,
+    Schedule,
+    ShadowSchedule,
+)
 from resilient_train.watch import config as checks_config
 from resilient_train.watch.config import ChecksConfig
 from resilient_train.wording import log
@@ -260,9 +267,11 @@ def samples(
     num_workers: int,
     collate: Collate | None,
 ) -> Samples:
-    """Convert a data set, or a loader, which does not rewind."""
+    """Convert a data set, or a loader, which does not rewind unless it is stateful."""
     if hasattr(given, "next_update"):
         return given  # type: ignore[no-any-return]
+    if inspect.isgeneratorfunction(given):
+        given = Generated(given)
     is_iterable = isinstance(given, Iterable) or not is_loader(given)
     is_function = not is_iterable and callable(given) and not isinstance(given, type)
     if not (is_iterable or is_function) or isinstance(given, str | bytes):
@@ -307,13 +316,13 @@ def _schedule(given: Any, optimizer: Optimizer) -> Schedule:
     if isinstance(given, AcceleratedScheduler):
         is_alone = given.split_batches or not given.step_with_optimizer
         given, stride = given.scheduler, 1 if is_alone else int(PartialState().num_processes)
-    if isinstance(given, ReduceLROnPlateau):
-        raise TypeError("schedule: ReduceLROnPlateau follows a metric, not the step, and is not supported")
     if isinstance(given, LRScheduler):
         its_own = getattr(given, "optimizer", None)
         if getattr(its_own, "optimizer", its_own) is not optimizer:  # Accelerate wraps it
             several = "give a list with a schedule for each optimizer, in their order, None for a constant rate"
             raise ValueError(f"schedule: this {type(given).__name__} was made for another optimizer; {several}")
+        if isinstance(given, ReduceLROnPlateau):
+            return PlateauSchedule.of(given, optimizer)
         made = _Watched.of(given, optimizer)
         made.stride = stride
         return made
@@ -438,7 +447,7 @@ def cautions(
     """Say what is missing in a loop. `waits` are optimizers that the gate has to wait for."""
     if isinstance(samples, DrawnSamples):
         yield "data: a function draws the batches, so bad rows have no names: the update that drew them is skipped"
-    if isinstance(samples, LoaderSamples):
+    if isinstance(samples, LoaderSamples) and not samples.can_rewind:
         yield "data: your own loader does not rewind: after a rewind the loop gets the batches that come next"
     if 0 < samples.rows < samples.slicing.samples:
         many = f"an update takes {samples.slicing.samples:,} rows, and the data set has {samples.rows:,}"

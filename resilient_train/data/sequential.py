@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.data import DataLoader
 
 from resilient_train.data.rows import Collate, Retries, no_watchdog
 from resilient_train.data.samples import Samples, Slicing, Update
@@ -231,7 +232,7 @@ class _Served(NamedTuple):
 
 
 class LoaderSamples(Samples):
-    """Batches of the caller's loader, which cannot go back.
+    """Batches of the caller's loader, which cannot go back, unless it is torchdata's `StatefulDataLoader` or the like.
 
     The last two updates are kept and can be served again. After a rewind to an earlier one, the run trains on the
     batches that come next. Positions count samples as if every batch were full.
@@ -257,6 +258,10 @@ class LoaderSamples(Samples):
         self._recent: deque[_Served] = deque(maxlen=2)
         self._ahead: deque[_Served] = deque()
         self._changes_tensors = False  # whether the loop changes tensors in place
+        own: Any = loader
+        has_state = isinstance(loader, DataLoader) and hasattr(loader, "load_state_dict")
+        self._stateful = own if has_state and not hasattr(loader, "use_stateful_dataloader") else None
+        self._states: deque[tuple[int, Any]] = deque(maxlen=3)  # of the loader, with the batches drawn before
 
     @property
     def next_start(self) -> int:
@@ -303,15 +308,35 @@ class LoaderSamples(Samples):
                 self._fetch()
                 at += self.slicing.samples
 
+    @property
+    def can_rewind(self) -> bool:
+        return self._stateful is not None
+
     def state_dict(self) -> dict[str, Any]:
         ahead = len(self._ahead) * self.slicing.accumulation  # another process has to draw them again
-        return {"position": self.position, "drawn": self._drawn - ahead}
+        state = {"position": self.position, "drawn": (drawn := self._drawn - ahead)}
+        if self._stateful is None:
+            return state
+        if not ahead and (not self._states or self._states[-1][0] != drawn):
+            self._states.append((drawn, copy.deepcopy(self._stateful.state_dict())))
+        before = [one for one in self._states if one[0] <= drawn][-1:]
+        return state | {"loader": [[drawn - at, loader] for at, loader in before]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.position = state["position"]
-        self._drawn = max(self._drawn, state.get("drawn", 0))  # earlier versions wrote none
         self._recent.clear()
         self._ahead.clear()
+        self.position = state["position"]
+        if self._stateful is not None and state.get("loader"):
+            [[since, loader]] = state["loader"]
+            self._batches, self._used_up, self._drawn = None, self.position, state["drawn"] - since
+            self._states.clear()
+            self._stateful.load_state_dict(copy.deepcopy(loader))
+            for _ in range(since):
+                self._next_batch()
+            return
+        if self.position and not self._drawn:
+            _log.info("data: this loader begins again at its first batch: one with a state_dict would continue")
+        self._drawn = max(self._drawn, state.get("drawn", 0))  # earlier versions wrote none
 
     def _fetch(self) -> list[Any]:
         return [self._next_batch() for _ in range(self.slicing.accumulation)]
@@ -335,6 +360,16 @@ class LoaderSamples(Samples):
         if self._drawn > 1:
             raise TrainError("data: the loader has ended and cannot be iterated again: give one that can")
         raise TrainError("data: the loader is empty: it has no batches")
+
+
+class Generated:
+    """The batches of a generator function, which is called again when they end."""
+
+    def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
+        self.begin = begin
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.begin()
 
 
 class DrawnSamples(Samples):

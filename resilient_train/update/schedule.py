@@ -153,6 +153,7 @@ class ShadowSchedule(Schedule):
         self.scheduler = build(self.shadow)
         self.warmup_steps = warmup_steps
         self._advanced = 0  # how often the scheduler was stepped
+        self._moving = {"lr"}  # the settings that it changes: one that returns to where it began does so in the groups
 
     @classmethod
     def of(cls, scheduler: LRScheduler, optimizer: Optimizer) -> Self:
@@ -178,10 +179,12 @@ class ShadowSchedule(Schedule):
         """Return the rate of each group, and what else the scheduler has changed."""
         self.advance(step)
         factor = _warmup_factor(step, self.warmup_steps)
+        groups = self._groups()
+        for group, original in zip(groups, self._original, strict=True):
+            self._moving |= {key for key, value in group.items() if value != original.get(key, value)}
         return [
-            {key: value for key, value in group.items() if value != original.get(key, value)}
-            | {"lr": group["lr"] * factor}
-            for group, original in zip(self._groups(), self._original, strict=True)
+            {key: value for key, value in group.items() if key in self._moving} | {"lr": group["lr"] * factor}
+            for group in groups
         ]
 
     def state_dict(self) -> Any:
@@ -198,6 +201,17 @@ class ShadowSchedule(Schedule):
 
     def _groups(self) -> list[dict[str, Any]]:
         return [{key: value for key, value in group.items() if key != "params"} for group in self.shadow.param_groups]
+
+
+class PlateauSchedule(ShadowSchedule):
+    """ReduceLROnPlateau, which the loop steps with its metric; a rewind keeps what it has seen, as does the loop."""
+
+    def advance(self, step: int) -> None:
+        pass
+
+    def load_state_dict(self, state: Any) -> None:
+        if not self.scheduler.last_epoch:  # in a process that resumes
+            super().load_state_dict(state)
 
 
 def _with_chained(scheduler: Any) -> Iterator[Any]:

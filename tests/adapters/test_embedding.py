@@ -681,7 +681,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"schedule": 0.5}, "schedule: expected a torch scheduler or a callable"),
     ({"schedule": [None, None]}, "schedule: 2 schedules for 1 optimizers"),
     ({"schedule": StepLR(torch.optim.SGD(NOT_EMPTY.parameters()), 1)}, "schedule: this StepLR was made for another"),
-    ({"schedule": ReduceLROnPlateau(torch.optim.SGD(NOT_EMPTY.parameters()))}, "schedule: ReduceLROnPlateau follows"),
+    ({"schedule": ReduceLROnPlateau(torch.optim.SGD(NOT_EMPTY.parameters()))}, "schedule: this ReduceLROnPl"),
     ({"recovery": "balance"}, "recovery=balance: .*balanced"),
     ({"recovery": {"ladders": {"default": [["rewnd"]]}}}, r"recovery.ladders.default\[0\]"),
     ({"checks": "defualt"}, r"checks=defualt: no such option; did you mean default\? There are"),

@@ -1,0 +1,142 @@
+"""What people do first in a loop of their own: the guarded loop ends as the plain one, and rewinds all that it can."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import CyclicLR, ReduceLROnPlateau
+
+from resilient_train import Guard
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # of torchdata
+BATCH, STEPS = 8, 60
+
+
+def rows() -> list[tuple[Tensor, Tensor]]:
+    x = torch.randn(160, 4, generator=torch.Generator().manual_seed(0))
+    return [(one, one.sum(0, keepdim=True)) for one in x]
+
+
+def batches() -> Iterator[tuple[Tensor, ...]]:
+    """In order, again and again."""
+    data = rows()
+    while True:
+        for at in range(0, len(data), BATCH):
+            yield tuple(map(torch.stack, zip(*data[at : at + BATCH], strict=True)))
+
+
+def built() -> tuple[nn.Linear, torch.optim.SGD]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    return model, torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+
+
+def backward(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    loss = F.mse_loss(model(x), y)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss
+
+
+def cyclic(optimizer: Any) -> Any:
+    return CyclicLR(optimizer, 0.001, 0.01, step_size_up=5, cycle_momentum=True)
+
+
+def plateau(optimizer: Any) -> Any:
+    return ReduceLROnPlateau(optimizer, factor=0.5, patience=1, threshold=0.5)
+
+
+@pytest.mark.parametrize("scheduled", [cyclic, plateau])
+def test_a_schedule_makes_of_a_loop_what_torch_makes_of_it(scheduled: Callable[[Any], Any]) -> None:
+    """To the last bit: a cycled momentum, and a rate that the loop lowers by a metric with the scheduler's `step`."""
+    final = []
+    for is_guarded in (False, True):
+        model, optimizer = built()
+        schedule, used = scheduled(optimizer), list[float]()
+        guard = None
+        if is_guarded:
+            guard = Guard(None, model, optimizer, data=batches, batch_size=BATCH, steps=STEPS, schedule=schedule)
+        for _, (x, y) in zip(range(STEPS), guard.batches() if guard else batches(), strict=False):
+            loss = backward(model, x, y)
+            if guard is not None:
+                guard.update(loss)
+            else:
+                optimizer.step()
+                optimizer.zero_grad()
+            used.append(optimizer.param_groups[0]["lr"])
+            if scheduled is plateau:
+                schedule.step(loss.item())
+            elif guard is None:
+                schedule.step()
+        final.append((used, model.weight.tolist()))
+    assert final[0] == final[1]
+    assert len(set(final[0][0])) > 2
+
+
+def test_a_generator_function_is_called_again_when_it_ends() -> None:
+    """Its batches are those of a loader without a length."""
+
+    def once() -> Iterator[tuple[Tensor, ...]]:
+        for _, batch in zip(range(20), batches(), strict=False):
+            yield batch
+
+    model, optimizer = built()
+    guard = Guard(None, model, optimizer, data=once, steps=50)
+    seen = []
+    for x, y in guard.batches():
+        seen.append(x[0, 0].item())
+        guard.update(backward(model, x, y))
+    guard.close()
+    assert len(seen) == 50
+    assert seen[20:40] == seen[:20]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stateful_loader_rewinds(workers: int) -> None:
+    """After a rewind the same batches come again, and the run ends with the bits of a healthy one."""
+    loaders = pytest.importorskip("torchdata.stateful_dataloader")
+    final = []
+    for struck_at in (None, 30):
+        torch.manual_seed(3)
+        loader = loaders.StatefulDataLoader(rows(), BATCH, shuffle=True, num_workers=workers)
+        model, optimizer = built()
+        guard = Guard(None, model, optimizer, data=loader, steps=STEPS)
+        for x, y in guard.batches():
+            if guard.attempted_step == struck_at:
+                struck_at = None
+                with torch.no_grad():
+                    model.weight.fill_(math.nan)
+            guard.update(backward(model, x, y))
+        guard.close()
+        final.append((model.weight.tolist(), [one.rewound_to for one in guard.incidents]))
+    assert final[0][0] == final[1][0]
+    assert final[1][1] == [0]
+
+
+@pytest.mark.parametrize("is_stateful", [False, True])
+def test_a_resume_says_if_the_data_begins_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_stateful: bool
+) -> None:
+    """A loader with a state continues where the run stopped, and nothing is said; others begin again, in one line."""
+    caplog.set_level(logging.INFO, logger="resilient_train")
+    loaders = pytest.importorskip("torchdata.stateful_dataloader")
+    seen = []
+    for part in (10, 10):
+        torch.manual_seed(3)
+        kind = loaders.StatefulDataLoader if is_stateful else torch.utils.data.DataLoader
+        model, optimizer = built()
+        guard = Guard(None, model, optimizer, data=kind(rows(), BATCH), run_dir=tmp_path, disk=5, resume=True)
+        for x, y in guard.batches(part):
+            seen.append(x[0, 0].item())
+            guard.update(backward(model, x, y))
+        guard.leave()
+        guard.close()
+    assert (len(set(seen)) == 20) == is_stateful
+    assert ("begins again at its first batch" in caplog.text) != is_stateful
