@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from resilient_train import guard, numerics
-from resilient_train.adapters import arguments
+from resilient_train.adapters import arguments, loops
 from resilient_train.adapters.reporter import REPORT_EVERY, Place, Report, RunReporter, place, warn_if_unused
 from resilient_train.adapters.stderr import LIVE, log_to_stderr
 from resilient_train.checkpoint.keeper import CheckpointKeeper
@@ -56,17 +56,6 @@ _FROM_THE_START = (
     "make or load the same model on every rank before it is prepared, and change no weights after that; "
     "if the ranks are meant to differ, turn the check replicas off"
 )
-
-
-@dataclass(frozen=True)
-class Epoch:
-    """An epoch, or the rest of one: iterate over it for its micro-batches."""
-
-    number: int  # from 0
-    batches: Callable[[], Iterator[Any]]
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.batches()
 
 
 class Guard(guard.EngineGuard):
@@ -203,6 +192,7 @@ class Guard(guard.EngineGuard):
             super().__init__(parts, treating, loop, verify_after=verify_after, drill=drill)
             self._owes_resume = bool(resume)
             self._left: Path | None = None  # the state at the end of the loop
+            self.looping_frame = 0  # the id of the caller's frame that iterates over this now
             self._handled = sys.exc_info()[1]  # an error that the caller handles with this loop
             waits = synchronous(updater.optimizers) if device.type != "cpu" else []
             self._cautions = [*arguments.cautions(samples, disk, memory, waits, has_objective=measured is not None)]
@@ -213,6 +203,8 @@ class Guard(guard.EngineGuard):
             if home.lock is not None:
                 home.lock.release()  # a notebook keeps the error, and with it the lock, when its cell is run again
             raise
+        if home.directory is not None:
+            loops.holders[home.directory] = self.reporter, weakref.ref(self)
 
     def keep(self, **items: Stateful) -> None:
         """Let objects with state_dict and load_state_dict rewind with the run, such as an average of the weights."""
@@ -238,7 +230,7 @@ class Guard(guard.EngineGuard):
         self.seeds.between(self.samples.position)
         return resumed
 
-    def epochs(self, count: int) -> Iterator[Epoch]:
+    def epochs(self, count: int) -> Iterator[loops.Epoch]:
         """Yield the epochs that remain of `count`; the first may be the rest of one.
 
         An epoch is as many updates as it takes to see all the data once. Without `steps` this plans the total.
@@ -251,7 +243,7 @@ class Guard(guard.EngineGuard):
             yield from self.batches_until(min(count * length, self.steps))
         for number in numbers:
             if not self.stopped:
-                yield Epoch(number, partial(self.batches_until, min((number + 1) * length, self.steps)))
+                yield loops.Epoch(number, partial(self.batches_until, min((number + 1) * length, self.steps)))
 
     def batches(self, steps: int | None = None) -> Iterator[Any]:
         """Yield micro-batches, on the device, until `steps` more updates are accepted; by default the rest of the plan.
@@ -384,6 +376,7 @@ class Guard(guard.EngineGuard):
 
     def batches_until(self, last: int, planned: int | None = None) -> Iterator[Any]:
         try:
+            self.looping_frame = loops.looping_frame()
             self._start()
             self._left = None
             if planned is None and last < sys.maxsize:
@@ -400,6 +393,7 @@ class Guard(guard.EngineGuard):
                 self._recovery.finish()
                 self._complete()
         finally:
+            self.looping_frame = 0
             numerics.raise_eps(1.0)  # a knob of this run that affects the whole process
 
     def _start(self) -> None:

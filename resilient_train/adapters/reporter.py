@@ -21,6 +21,7 @@ from statistics import median
 from typing import Any
 
 from resilient_train.adapters.arguments import TRAINERS
+from resilient_train.adapters.loops import close_older
 from resilient_train.adapters.stderr import LIVE
 from resilient_train.errors import (
     ConfigError,
@@ -132,7 +133,9 @@ def _claim(named: Path, locks: list[DirectoryLock], *, resumes: bool) -> Path:
                 locks.append(DirectoryLock(path))
                 return path
         except DirectoryInUse as error:
-            if error.holder.startswith(f"process {os.getpid()} "):  # a notebook whose cell is run again
+            if error.holder.startswith(f"process {os.getpid()} "):
+                if close_older(path):
+                    return _claim(named, locks, resumes=resumes)
                 raise DirectoryInUse(path, "another guard of this process", "call its close() first") from None
             raise DirectoryInUse(path, error.holder, "wait for it to end, or choose another run_dir") from None
         except FileExistsError:

@@ -373,37 +373,6 @@ class TestLive:
             Guard(Accelerator(cpu=True), model, optimizer, data=[1.0], batch_size=1, **given)
 
 
-def test_a_second_guard_of_a_process_is_told_of_the_first(tmp_path: Path) -> None:
-    """A notebook's cell that is run again: it is not another process that has to end."""
-    model = torch.nn.Linear(2, 1)
-
-    def guard() -> Guard:
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        data = torch.utils.data.TensorDataset(torch.ones(8, 2))
-        return Guard(
-            *(Accelerator(cpu=True), model, optimizer),
-            data=data,
-            batch_size=4,
-            objective=lambda model, batch: model(batch[0]).square().mean(),
-            run_dir=tmp_path / "cell",
-            disk=0,
-            resume=True,
-        )
-
-    first = guard()
-    for batch in first.batches(steps=2):
-        first.step(batch)
-        break
-    with pytest.raises(DirectoryInUse, match=r"in use by another guard of this process.*close\(\)"):
-        guard()
-    first.close()
-    second = guard()
-    for batch in second.batches(steps=3):
-        second.step(batch)
-    assert second.clock.step == 3
-    second.close()
-
-
 def test_a_guard_that_could_not_be_made_leaves_its_directory_unlocked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

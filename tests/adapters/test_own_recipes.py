@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import CyclicLR, ReduceLROnPlateau
 
 from resilient_train import Guard
+from resilient_train.errors import DirectoryInUse
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # of torchdata
 BATCH, STEPS = 8, 60
@@ -140,3 +142,53 @@ def test_a_resume_says_if_the_data_begins_again(
         guard.close()
     assert (len(set(seen)) == 20) == is_stateful
     assert ("begins again at its first batch" in caplog.text) != is_stateful
+
+
+@pytest.mark.parametrize("how", ["completed", "left", "raised", "gone"])
+def test_a_cell_that_is_run_again_takes_its_run_over(tmp_path: Path, how: str) -> None:
+    """A guard of the same process that completed its run, or whose loop was left, gives its directory to a new one."""
+
+    def cell(steps: int, leave_at: int | None = None) -> Guard:
+        model, optimizer = built()
+        guard = Guard(
+            *(None, model, optimizer),
+            data=rows(),
+            batch_size=BATCH,
+            steps=steps,
+            run_dir=tmp_path / "run",
+            disk=5,
+            resume=True,
+        )
+        for x, y in guard.batches():
+            guard.update(backward(model, x, y))
+            if guard.attempted_step == leave_at and how == "raised":
+                raise ZeroDivisionError
+            if guard.attempted_step == leave_at:
+                break
+        return guard
+
+    kept: list[Any] = []  # as a notebook keeps the newest guard and error
+    try:
+        kept.append(cell(30, None if how == "completed" else 17))
+        if how == "gone":
+            kept.clear()
+            gc.collect()
+    except ZeroDivisionError as error:
+        kept.append(error)
+    again = cell(60)
+    assert again.clock.step == 60
+    assert again.clock.tick < 80  # it has resumed
+    again.close()
+
+
+def test_a_loop_that_runs_keeps_its_directory(tmp_path: Path) -> None:
+    """A second guard inside of it is refused."""
+    model, optimizer = built()
+    more: dict[str, Any] = {"run_dir": tmp_path, "disk": 5, "resume": True}
+    guard = Guard(None, model, optimizer, data=rows(), batch_size=BATCH, steps=10, **more)
+    for x, y in guard.batches():
+        with pytest.raises(DirectoryInUse, match="another guard of this process"):
+            Guard(None, *built(), data=rows(), batch_size=BATCH, steps=10, **more)
+        guard.update(backward(model, x, y))
+    guard.close()
+    assert guard.clock.step == 10
