@@ -30,7 +30,6 @@ from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.run_history import RunHistory
 from resilient_train.tracking.report import note
 from resilient_train.tracking.story import read_story
-from resilient_train.watch.config import named
 
 NEVER = 10**9
 BLOBS, WIDTH, CLASSES = 768, 12, 4
