@@ -15,7 +15,7 @@ from zlib import crc32
 from resilient_train.recover.knobs import KnobValues
 from resilient_train.recover.policy import Policy, Rung
 from resilient_train.recover.remedies import Case, Circumstances, applicable, is_mild, remedy
-from resilient_train.types import OBSERVE, TRIAL, Action, Anomaly, Cause, Decision, Diagnosis, Incident, Signal
+from resilient_train.types import OBSERVE, TRIAL, Action, Anomaly, Cause, Decision, Diagnosis, Incident, Signal, kind_of
 from resilient_train.wording import counted
 
 _WRITES = "if it returns, suspect the hardware, or code that writes to"
@@ -207,18 +207,31 @@ def _over_budget(
     relevant: Sequence[Incident],
     history: Sequence[Incident],
 ) -> str | None:
-    """Name the budget that is used up, if one is. Reporting what landed costs nothing."""
+    """Name the budget that is used up, if one is.
+
+    Reporting what landed costs nothing, nor does what helped: only what came again counts.
+    """
     budget, within = policy.budget, f"within {counted(policy.budget.window, 'update')}"
-    recent = [one for one in relevant if one.anomaly.tick >= tick - budget.window]
+    recent = [one for one in _came_again(relevant, case) if one.anomaly.tick >= tick - budget.window]
     if is_mild(actions):
         refused = sum(not one.anomaly.landed and is_mild(one.decision.actions) for one in recent)
         if not case.anomaly.landed and refused >= budget.refused:
             return f"the budget of {counted(budget.refused, 'refused update')} {within} is used up"
     elif sum(not is_mild(one.decision.actions) for one in recent) >= budget.incidents:
         return f"the budget of {counted(budget.incidents, 'incident')} {within} is used up"
-    elif sum(not is_mild(one.decision.actions) for one in history) >= budget.run:
+    elif sum(not is_mild(one.decision.actions) for one in _came_again(history, case)) >= budget.run:
         return f"the budget of {counted(budget.run, 'incident')} in a run is used up"
     return None
+
+
+def _came_again(incidents: Sequence[Incident], case: Case) -> list[Incident]:
+    """Return the incidents after which the same happened: what was done about the others has helped."""
+    later, found = {kind_of(case.anomaly, case.diagnosis)}, []
+    for one in reversed(incidents):
+        kind = kind_of(one.anomaly, one.diagnosis)
+        found += [one] if kind in later else []
+        later.add(kind)
+    return found
 
 
 def _over_rows(policy: Policy, actions: Sequence[Action], case: Case) -> str | None:

@@ -111,10 +111,10 @@ def _strikes(key: str, node: Any) -> dict[str, int]:
 class Budget:
     """Limits at which the run gives up, whatever the ladders say."""
 
-    # Within the window, without those that only skipped, repeated, reported or put rows in quarantine.
+    # Those whose fault came again within the window, unless they only skipped, repeated, reported or quarantined rows.
     incidents: int = limited(10, at_least=0)
     run: int = limited(100, at_least=0)  # the same, in the whole run
-    refused: int = limited(500, at_least=0)  # updates skipped or retried, with or without quarantine, within the window
+    refused: int = limited(500, at_least=0)  # updates skipped or retried, the same within the window
     in_a_row: int = limited(50, at_least=0)  # updates refused with no accepted one between them
     window: int = limited(1000, at_least=1)  # ticks
     rows: int = limited(1000, at_least=0)  # in quarantine

@@ -292,7 +292,7 @@ def test_only_the_budget_of_rows_leaves_other_remedies() -> None:
     """An operation that breaks with some rows: other remedies may be left, unless the run has met too much."""
 
     def diagnose(anomaly: Anomaly) -> Diagnosis:
-        return Diagnosis(Cause.OPERATION, "", rows=(anomaly.step,))
+        return Diagnosis(Cause.OPERATION, "", rows=(7,))
 
     ladders = {"default": [{"do": ["quarantine"], "strikes": None}, {"do": ["skip"], "strikes": None}]}
     few = parse({"ladders": ladders, "budget": {"rows": 0}})
