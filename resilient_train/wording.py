@@ -331,7 +331,7 @@ def _remedy(action: Action, incident: Incident) -> str:
         settings = {"rewound_to": incident.rewound_to}
     elif action.remedy == "armor" and (where := incident.diagnosis.symptom) is not None:
         settings = {"symptom": f"{where.op}, {where.file}:{where.line}"}
-    elif action.remedy == "limit_lr" and type(to := settings.get("to")) in (int, float):
+    elif action.remedy == "limit_lr" and isinstance(to := settings.get("to"), int | float):
         settings["to"] = f"{rate_named(to)}{' and falling with the schedule' * bool(settings.get('leapt_to'))}"
     elif action.remedy == "tighten_clip" and settings.get("to"):
         settings.pop("factor", None)
