@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten_with_path
+from torch.utils._pytree import SequenceKey, tree_flatten_with_path
 
 from resilient_train.state.tree import leaves, with_dicts
 
@@ -208,5 +208,9 @@ def _fields(row: Any) -> Iterator[tuple[str, torch.Tensor]]:
             except (TypeError, ValueError):
                 continue
         if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
-            is_element = len(path) == 1 and hasattr(path[0], "idx")
-            yield f"element {path[0].idx}" if is_element else "".join(map(str, path)) or "its value", leaf.detach()
+            match path:
+                case [SequenceKey(idx=number)]:
+                    name = f"element {number}"
+                case _:
+                    name = "".join(map(str, path)) or "its value"
+            yield name, leaf.detach()
