@@ -64,8 +64,8 @@ def test_a_resume_without_checkpoints_is_refused(tmp_path: Path) -> None:
 
 def test_a_run_that_does_not_fit_any_more_says_how_to_start_another(tmp_path: Path) -> None:
     """By arguments of the guard: a loop has no command line."""
-    saving: dict[str, Any] = {"run_dir": tmp_path / "run", "disk": DiskConfig(every=5), "resume": True, "verify_after": 1}
-    saving |= {"memory": MemoryConfig(every=5, keep=4, max_gib=None)}
+    saving: dict[str, Any] = {"run_dir": tmp_path / "run", "disk": DiskConfig(every=5), "resume": True}
+    saving |= {"verify_after": 1, "memory": MemoryConfig(every=5, keep=4, max_gib=None)}
     first = train(guard_of(**saving), 12)
     first.leave()
     first.close()
