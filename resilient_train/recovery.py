@@ -16,7 +16,7 @@ from resilient_train.checkpoint.keeper import CheckpointKeeper
 from resilient_train.controls import Controls
 from resilient_train.data.rows import fingerprint
 from resilient_train.data.samples import Update
-from resilient_train.diagnose.explain import LEARNED, OF_THE_LOSS, ChangedOnPurpose, Explainer, ReferenceInvalid
+from resilient_train.diagnose.explain import OF_THE_LOSS, ChangedOnPurpose, Explainer, ReferenceInvalid
 from resilient_train.diagnose.search import Refused
 from resilient_train.diagnose.verdict import with_more_rows
 from resilient_train.errors import GaveUp, RanksDiffer, StorageFailed, TrainError
@@ -70,7 +70,8 @@ class Recovery:
         self._observed: int | None = None  # number of the incident that further anomalies count into
         self._anomalous_step = 0  # the newest of them
         self._ended_damaged = False  # the loop ended before it was healthy again
-        self._before_change: Any = None  # what remedies had changed before the rise that checks.probe is about
+        self._before_change: Any = None  # what remedies had changed before the incidents of late
+        self._treated_tick = -(10**9)  # of the newest of them
         self._saving_incident: int | None = None  # number of the newest one about checkpoints that cannot be saved
 
     # With every update.
@@ -150,8 +151,7 @@ class Recovery:
         if rise is not None and checks.probe is not None and checks.probe.confirms(rise, anomaly.step):
             was, where = self._level(), f"step {rise.step:,}"
             what = f"the loss rose from {was:.4g} to {was + rise.height:.4g} at {where}, after a rewind as before it"
-            limit = was + LEARNED * rise.height
-            self._accept_change(anomaly, f"{what}, with other samples and a tenth of the rate", limit)
+            self._accept_change(anomaly, f"{what}, with other samples and a tenth of the rate", inf)
             return
         last = history[-1].rewound_to if history else None
         decision = decide(
@@ -172,8 +172,9 @@ class Recovery:
             self.incident_log.record_treatment(incident, phases.timed, ongoing=True)
             return
 
-        if checks.probe is None:
+        if checks.probe is None and anomaly.tick > self._treated_tick + checks.config.limit.regime_of:
             self._before_change = controls.settings_now()
+        self._treated_tick = anomaly.tick
         incident = controls.apply(incident, suspects, phases, started, was_refused=refused is not None)
         if rise is not None and incident.rewound_to is not None:
             is_jump = anomaly.signal is Signal.LOSS_SPIKE

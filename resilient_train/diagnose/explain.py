@@ -39,7 +39,7 @@ _OF_THE_RATE = (
 )
 _MIN_SHARE_OF_UPDATE = 0.5  # of a rise of the loss: samples that cause less of it are not to blame
 _MIN_SHARE_OF_ROW = 0.25  # of it: a row that causes less of it is not to blame
-LEARNED = 0.8  # of a rise that was accepted: a run that stays above it has not learned what is new
+_LEARNED = 0.25  # of a rise that was accepted, with later samples alone: above it the run has not learned what is new
 _AHEAD = 2048  # samples ahead that are searched as well, once bad rows are found
 _YOUNG = 16  # accepted updates, before which there is nothing to compare with
 _TO_COMPARE = 5  # updates with bad rows, and without them, that a comparison takes
@@ -62,7 +62,7 @@ class ChangedOnPurpose(ReferenceInvalid):
     def __init__(self, now: float, was: float, *, in_data: bool = False) -> None:
         which = "all later samples" if in_data else "any samples"
         super().__init__(f"the loss rose from {was:.4g} to {now:.4g} with {which}, at proven weights too")
-        self.limit = was + LEARNED * (now - was) if in_data else inf
+        self.limit = was + _LEARNED * (now - was) if in_data else inf
 
 
 class Explainer:

@@ -10,10 +10,11 @@ from statistics import fmean, median, pstdev
 from typing import Any
 
 from resilient_train.watch.config import NoProgressConfig, OvershootConfig, RateConfig
-from resilient_train.watch.loss import FEW, Alarm, PlainState, without_top
+from resilient_train.watch.loss import FEW, Alarm, PlainState, deviation, without_top
 from resilient_train.watch.reference import Reference, Standing, falls
 
 _CERTAIN = 6.2  # minus the logarithm of a chance of 1 in 500
+_LEAST_SCATTER = 0.1  # of the logarithm of losses that hardly differ
 _FAR_SIGMAS = 6.0  # standard deviations that no noise explains
 _FLAT = 0.01  # of the first gradient norm: the weights are in a plateau from which nothing leads back
 _WATCHED = 4  # times as many updates are compared after an alarm
@@ -85,28 +86,31 @@ class EarlyDivergence(PlainState):
         newest = list(self._losses)[-self.config.updates :]
         loss, norm = min(newest), median(self._norms)
         is_far = loss - first > (times - 1) * abs(first)
-        if not is_far or _FLAT * first_norm <= norm <= times * first_norm or self._may_be_chance(loss):
+        if not is_far or _FLAT * first_norm <= norm <= times * first_norm or self._may_be_chance():
             return None
         return f"loss {loss:.4g}, gradient norm {norm:.4g} where the run began with {first:.4g}, {first_norm:.4g}"
 
-    def _may_be_chance(self, lowest: float) -> bool:
-        """Whether the losses at the beginning may be so far below the `lowest` of the newest ones by noise alone.
+    def _may_be_chance(self) -> bool:
+        """Whether the losses at the beginning may be so far below the newest ones by noise alone.
 
-        The newest ones show how noisy losses are. The lower tail is that of a gamma distribution with their scatter, as
-        heavy as that of a squared error where a batch holds one row.
+        The newest ones show how noisy losses are, by the scatter of their logarithms, which few of them underestimate.
+        The lower tail is that of a gamma distribution with this scatter: as heavy as that of the square of one error.
         """
-        first, updates = self._first[0], self.config.updates
-        before, newest = [first, *list(self._losses)[:-updates]], list(self._losses)[-updates:]
-        if max(before) * self.config.times > lowest:  # others rose before: all that came after the first one counts
-            before, newest = [first], list(self._losses)
-        center, scatter = fmean(newest), pstdev(newest)
-        if not 0 < center < inf:
+        updates = self.config.updates
+        before, newest = [self._first[0], *list(self._losses)[:-updates]], list(self._losses)[-updates:]
+        if max(before) * self.config.times > min(
+            newest
+        ):  # others rose before: all that came after the first one counts
+            before, newest = self._first[:1], list(self._losses)
+        highest, lowest, count = max(before), min(newest), len(newest)
+        if not lowest < inf:
             return False
-        if max(before) <= 0:
-            return lowest - max(before) <= _FAR_SIGMAS * scatter
-        shape = (center / scatter) ** 2 if scatter else inf
-        by_rank = comb(len(before) + len(newest), len(newest))
-        return log(lowest / max(before)) * shape + log(by_rank) < _CERTAIN
+        if highest <= 0 or lowest <= 0:
+            return lowest - highest <= _FAR_SIGMAS * pstdev(newest)
+        logs = sorted(map(log, newest))
+        scatter = max(_LEAST_SCATTER, deviation(logs, logs[count // 2])) * (1 + 1 / sqrt(count))
+        shape = 1 / max(scatter, scatter**2)
+        return log(lowest / highest) * shape + log(comb(len(before) + count, count)) < _CERTAIN
 
     def _lost(self, step: int) -> str | None:
         """Three of four losses far above the best median."""

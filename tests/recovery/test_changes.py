@@ -1,0 +1,204 @@
+"""A healthy run that changes on purpose continues, at the cost of one rewind at most; damage of that size is undone."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from resilient_train import Guard
+from resilient_train.types import Incident
+
+STEPS, CHANGE, ROWS = 260, 160, 512
+
+Loss = Callable[[nn.Module, Any, int], Tensor]
+After = Callable[[nn.Module, int], None]
+
+
+def rows(seed: int = 0) -> list[tuple[Tensor, Tensor]]:
+    made = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(ROWS, 8, generator=made)
+    targets = torch.tanh(inputs @ torch.randn(8, 3, generator=made))
+    return list(zip(inputs, targets + 0.1 * torch.randn(ROWS, 3, generator=made), strict=True))
+
+
+def fitted(model: nn.Module, batch: Any, step: int) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def with_penalty(model: nn.Module, batch: Any, step: int) -> Tensor:
+    """An auxiliary loss is switched on."""
+    output = model(batch[0])
+    penalty = F.mse_loss(output.roll(1, 1), batch[1]) if step >= CHANGE else torch.zeros(())
+    return F.mse_loss(output, batch[1]) + penalty
+
+
+def other_loss(model: nn.Module, batch: Any, step: int) -> Tensor:
+    return 30 * F.l1_loss(model(batch[0]), batch[1]) if step >= CHANGE else fitted(model, batch, step)
+
+
+def noisier(model: nn.Module, batch: Any, step: int) -> Tensor:
+    noise = torch.randn_like(batch[0]) if step >= CHANGE else 0.0
+    return F.mse_loss(model(batch[0] + noise), batch[1])
+
+
+class Run:
+    """A small regression in a loop of its own, with what it does to its model after each update."""
+
+    def __init__(self, run_dir: Path | None, loss: Loss = fitted, *, replays: bool = True, **given: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 3))
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=5e-3)
+        self.loss, self.own_count = loss, itertools.count(1)
+
+        def objective(model: nn.Module, batch: Any) -> Tensor:
+            return loss(model, batch, self.guard.attempted_step + 1)
+
+        given = {"data": rows(), "batch_size": 16, "steps": STEPS, "checks": "default", "run_dir": run_dir, **given}
+        given |= {"objective": objective} if replays else {}
+        self.replays, self.guard = replays, Guard(None, self.model, optimizer, **given)
+
+    def trained(
+        self, after: Callable[[nn.Module, int], None] = lambda model, step: None, *, counts: bool = False
+    ) -> Run:
+        """Train to the end; with `counts` the loop has a counter of its own, which does not go back."""
+        for batch in self.guard.batches():
+            own = next(self.own_count)
+            if self.replays:
+                self.guard.step(batch)
+            else:
+                loss = self.loss(self.model, batch, own if counts else self.guard.attempted_step + 1)
+                loss.backward()
+                self.guard.update(loss)
+            after(self.model, self.guard.attempted_step)
+        self.guard.close()
+        return self
+
+    @property
+    def incidents(self) -> list[Incident]:
+        return self.guard.incidents
+
+
+def summary(run_dir: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("loss", [with_penalty, other_loss, noisier])
+@pytest.mark.parametrize("form", ["replayed", "handed over", "counted by the loop"])
+def test_a_loss_that_changes_on_purpose(loss: Loss, form: str, tmp_path: Path) -> None:
+    """It goes on with the configured rate and all samples, costs one rewind at most, and is called well."""
+    run = Run(tmp_path / "run", loss, replays=form == "replayed").trained(counts=form == "counted by the loop")
+    assert sum(one.rewound_to is not None for one in run.incidents) <= (form != "replayed")
+    assert not run.guard.samples.skipped.spans
+    assert run.guard._controls.knobs.values.lr == 1.0
+    ended = summary(tmp_path / "run")
+    assert (ended["status"], ended["verdict"]) == ("completed", "well")
+
+
+def test_a_loss_that_changed_on_purpose_is_declared(tmp_path: Path) -> None:
+    """With `expect` there is neither a rewind nor a note."""
+    run = Run(tmp_path / "run", other_loss, replays=False, expect=[CHANGE]).trained()
+    assert not run.incidents
+    assert run.guard.clock.tick <= STEPS + 1, "at most one update is repeated, with its limit lifted"
+
+
+def draw_head(model: nn.Module, step: int) -> None:
+    if step == CHANGE:
+        with torch.no_grad():
+            nn.init.normal_(model[2].weight, std=2.0)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("replays", [True, False])
+def test_a_head_that_is_drawn_again(replays: bool, tmp_path: Path) -> None:
+    """Weights that the loop writes again after the rewind are its own, and so is the loss that they have."""
+    run = Run(tmp_path / "run", replays=replays).trained(draw_head)
+    assert [one.anomaly.signal for one in run.incidents] == ["weights_jump"]
+    assert summary(tmp_path / "run")["verdict"] == "well"
+
+
+def test_a_head_that_is_drawn_again_is_declared() -> None:
+    """`expect` covers what the loop writes to the weights."""
+    assert not Run(None, replays=False, expect=[CHANGE]).trained(draw_head).incidents
+
+
+def test_harder_rows_from_a_place_on(tmp_path: Path) -> None:
+    """A curriculum: no row is blamed if all that follow are as hard."""
+    data = rows()
+    for place in range(ROWS // 2, ROWS):
+        data[place] = (data[place][0], data[place][1] * 5)
+    given = {"data": data, "shuffle": False, "batch_size": 4, "steps": ROWS // 4}
+    run = Run(tmp_path / "run", **given).trained()
+    assert not [row for one in run.incidents for row in one.diagnosis.rows]
+    assert not (tmp_path / "run" / "quarantine.json").exists()
+
+
+@pytest.mark.parametrize("replays", [True, False])
+def test_weights_that_are_damaged_once(replays: bool) -> None:
+    """Damage of the same size is undone: it does not come again."""
+    struck = set[int]()
+
+    def damage(model: nn.Module, step: int) -> None:
+        if step == CHANGE and not struck:
+            struck.add(step)
+            with torch.no_grad():
+                model[2].weight.mul_(4)  # type: ignore[index,operator]
+
+    run = Run(None, replays=replays).trained(damage)
+    assert [(str(one.diagnosis.cause), str(one.outcome)) for one in run.incidents] == [("corruption", "recovered")]
+    assert run.guard.recent_loss is not None
+    assert run.guard.recent_loss < 0.2
+
+
+@pytest.mark.parametrize("replays", [True, False])
+def test_a_rate_that_leaps(replays: bool) -> None:
+    """The rate is to blame, not a change on purpose, though the loss rises there again and again."""
+
+    def curve(step: int) -> float:
+        return 200.0 if CHANGE <= step < CHANGE + 12 else 1.0
+
+    run = Run(None, replays=replays, schedule=curve).trained()
+    assert {str(one.diagnosis.cause) for one in run.incidents} == {"rate"}
+    assert run.guard.recent_loss is not None
+    assert run.guard.recent_loss < 0.2
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_batch_of_one_row_is_noisy(seed: int) -> None:
+    """The first loss is one number, and may be near 0 by chance: a healthy run is neither rewound nor ended."""
+    dice = random.Random(seed)
+    data = [(torch.tensor([dice.gauss(0, 1)]), torch.tensor([dice.gauss(0, 1)])) for _ in range(256)]
+    data[0] = (torch.zeros(1), torch.full((1,), 0.04))  # the model gives 0 at first: a small loss
+    torch.manual_seed(seed)
+    model = nn.Linear(1, 1)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    guard = Guard(None, model, optimizer, data=data, batch_size=1, steps=200, shuffle=False)
+    for inputs, targets in guard.batches():
+        loss = F.mse_loss(model(inputs), targets)
+        loss.backward()
+        guard.update(loss)
+    guard.close()
+    assert not guard.incidents
+
+
+def test_a_loss_that_is_ruined_slowly_is_not_well(tmp_path: Path) -> None:
+    """A run that ends far above a level that it had proven says where that was, in place of "well"."""
+
+    def curve(step: int) -> float:
+        return 0.2 + 30 * max(0.0, (step - 60) / 200) ** 2
+
+    run = Run(tmp_path / "run", batch_size=4, schedule=curve, steps=400).trained()
+    ended = summary(tmp_path / "run")
+    assert run.guard.recent_loss is not None
+    is_ruined = run.guard.recent_loss > 0.2
+    assert (ended["verdict"] in ("well", "recovered")) != is_ruined
