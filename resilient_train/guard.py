@@ -360,7 +360,7 @@ class EngineGuard:
         if anomaly is not None:
             spiked = not float(flight.attempt.loss) <= flight.limits[0]
             what = inputs, update.failed, flight.begun.raised, flight.gradients
-            refined = scanned or self._examination.refine_signal(anomaly, *what, spiked=spiked)
+            refined = self._examination.refine_signal(anomaly, *what, spiked=spiked, is_scanned=scanned is not None)
             self._recovery.name_guilty_ranks(self._examination.guilty_ranks())
             usual, is_error = self._checks.nan_is_usual, refined.signal is Signal.EXCEPTION
             attempted = None if vitals.accepted else refused(flight.was_modified, usual, is_error)

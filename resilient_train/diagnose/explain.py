@@ -116,7 +116,7 @@ class Explainer:
             found = first[1]
         elif anomaly.signal is Signal.EXCEPTION and any(failed := self._world.all_of(errors)):
             found = verdict.on_bad_rows(*failed)
-        elif not anomaly.landed:
+        elif not anomaly.landed or anomaly.signal is Signal.NONFINITE_BATCH:
             found = self._of_refused(anomaly, refused, history) if refused is not None else None
             found = found or by_signal(anomaly)
         else:

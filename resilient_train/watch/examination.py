@@ -147,19 +147,24 @@ class Examination:
         gradients: GradientNorms,
         *,
         spiked: bool,
+        is_scanned: bool,
     ) -> Anomaly:
-        """Say more precisely what is wrong with a bad update. Every rank comes here.
+        """Say more precisely what is wrong with a bad update, or with the state that a scan has seen. Every rank comes.
 
         In this order: rows that could not be fetched made the loss NaN on purpose; bad weights explain everything
         that follows from them; exceptions that were `raised` made it NaN as well; a bad batch explains the
         loss, unless its NaN is usual, such as a mask. `spiked`: the loss of this rank was above the limit.
         """
+        if is_scanned and anomaly.signal is not Signal.NONFINITE_WEIGHTS:
+            return anomaly
         of_rows = [f"row {one.row} cannot be fetched: {one.error}" for one in failed]
         everywhere, of_code = zip(*self._world.all_of((of_rows, list(raised))), strict=True)
         is_alone = self._world.size == 1
         if not any(everywhere):
             if (found := self.examine_now()) is not None:
-                return found
+                # The loop may have put what the batch holds into the weights, as two passes of SAM do.
+                ranks = self._bad_batches(batches) if found.signal is Signal.NONFINITE_WEIGHTS else ()
+                return self._of_batch(found, ranks) if ranks else found
             everywhere = of_code
         if any(everywhere):
             evidence = next(some[0] for some in everywhere if some)
@@ -172,11 +177,16 @@ class Examination:
             return anomaly
         if names := nonfinite(gradients.by_weight()):
             anomaly = dataclasses.replace(anomaly, evidence=f"{anomaly.evidence}; {names}")
-        if self._checks.nan_is_usual or not (ranks := self._ranks_where(not all_finite(batches))):
-            return anomaly
+        ranks = self._bad_batches(batches)
+        return self._of_batch(anomaly, ranks) if ranks else anomaly
+
+    def _bad_batches(self, batches: Sequence[Any]) -> tuple[int, ...]:
+        return () if self._checks.nan_is_usual else self._ranks_where(not all_finite(batches))
+
+    def _of_batch(self, anomaly: Anomaly, ranks: tuple[int, ...]) -> Anomaly:
         evidence = f"the batch holds values that are not finite; {anomaly.evidence}"
-        signal = Signal.NONFINITE_BATCH
-        return dataclasses.replace(anomaly, signal=signal, evidence=evidence, ranks=() if is_alone else ranks)
+        ranks = () if self._world.size == 1 else ranks
+        return dataclasses.replace(anomaly, signal=Signal.NONFINITE_BATCH, evidence=evidence, ranks=ranks)
 
     def _ranks_where(self, is_so: bool) -> tuple[int, ...]:
         flags = torch.zeros(self._world.size, device=self._world.device)

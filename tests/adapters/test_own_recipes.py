@@ -192,3 +192,29 @@ def test_a_loop_that_runs_keeps_its_directory(tmp_path: Path) -> None:
         guard.update(backward(model, x, y))
     guard.close()
     assert guard.clock.step == 10
+
+
+@pytest.mark.parametrize("seed", range(4))  # the row comes at other distances from the newest scan
+def test_a_bad_row_that_the_loop_puts_into_the_weights_is_named(seed: int) -> None:
+    """Two passes of SAM write the NaN of a batch into the weights: the row is left out, and they are restored."""
+    data = rows()
+    data[77][0][1] = math.nan
+    model, optimizer = built()
+    guard = Guard(None, model, optimizer, data=data, batch_size=BATCH, steps=40, seed=seed)
+    for x, y in guard.batches():
+        backward(model, x, y)
+        ascents = [one.grad * 0.01 / one.grad.norm() for one in model.parameters() if one.grad is not None]
+        with torch.no_grad():
+            for weight, ascent in zip(model.parameters(), ascents, strict=True):
+                weight.add_(ascent)
+        optimizer.zero_grad()
+        loss = backward(model, x, y)
+        with torch.no_grad():
+            for weight, ascent in zip(model.parameters(), ascents, strict=True):
+                weight.sub_(ascent)
+        guard.update(loss)
+    guard.close()
+    [incident] = guard.incidents
+    assert (incident.diagnosis.cause, incident.diagnosis.rows) == ("data", (77,))
+    assert incident.outcome == "recovered"
+    assert bool(model.weight.isfinite().all())
