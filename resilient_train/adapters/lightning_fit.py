@@ -140,7 +140,7 @@ class Fit:
         averaging = [one for one in trainer.callbacks if getattr(one, "_average_model", None) is not None]
         for one in averaging:
             if isinstance(one, StochasticWeightAveraging):  # it takes the weights at the start of an epoch
-                self._replace(one, "on_train_epoch_start", lambda plain, *given: (self.examine(), plain(*given)))
+                self._replace(one, "on_train_epoch_start", self._average_epoch)
             else:
                 self._averages.append(Average(one, trainer, self._module))
         guard.keep(**{f"average_{number}": one for number, one in enumerate(self._averages)})
@@ -297,6 +297,10 @@ class Fit:
 
     def _zero(self) -> torch.Tensor:
         return torch.zeros((), device=self._strategy.root_device)
+
+    def _average_epoch(self, plain: Callable[..., None], *given: Any) -> None:
+        self.examine()
+        plain(*given)
 
     def _average(self) -> None:
         for one in self._averages:

@@ -184,7 +184,7 @@ class RunState:
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         self.model, self.optimizers, self.clock, self.device = model, list(optimizers), clock, device
-        self._names = WeakTensorKeyDictionary()  # of each weight, all that it has had: pruning renames it, for example
+        self._names: Any = WeakTensorKeyDictionary()  # of each weight, all that it has had: pruning renames, for example
         self.kept: dict[str, Stateful] = {}  # by the user
         self._stateful: dict[str, Stateful] = {"position": samples}
         self._stateful |= {f"schedule.{number}": schedule for number, schedule in enumerate(schedules)}
@@ -241,7 +241,7 @@ class RunState:
         """Return the weights that a state has, and its copies of them: by the names that they had then."""
         pairs = []
         for name, weight in self.model.named_parameters():
-            known = [saved[one] for one in (name, *self._names.get(weight, ())) if one in saved]
+            known = [saved[one] for one in (name, *self._names.get(weight, {})) if one in saved]
             pairs += [(local_part(weight), local_part(one)) for one in known[:1] if one.shape == weight.shape]
         return [weight for weight, _ in pairs], [copy for _, copy in pairs]
 

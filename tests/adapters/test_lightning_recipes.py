@@ -7,23 +7,21 @@ import math
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.optim.lr_scheduler import OneCycleLR
-from torch.utils.data import DataLoader, TensorDataset
-
-L = pytest.importorskip("lightning")
-
-from lightning.pytorch.callbacks import (  # noqa: E402
+from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     EarlyStopping,
     LearningRateFinder,
     StochasticWeightAveraging,
 )
-from lightning_programs import WARNINGS  # noqa: E402
+from lightning_programs import WARNINGS
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.data import DataLoader, TensorDataset
 
-from resilient_train import lightning  # noqa: E402
+from resilient_train import lightning
 
 pytestmark = [pytest.mark.filterwarnings(one) for one in WARNINGS]
 ROWS, BATCH = 64, 8  # eight updates an epoch

@@ -132,7 +132,7 @@ def test_a_resume_says_if_the_data_begins_again(
     seen = []
     for part in (10, 10):
         torch.manual_seed(3)
-        kind = loaders.StatefulDataLoader if is_stateful else torch.utils.data.DataLoader
+        kind: Any = loaders.StatefulDataLoader if is_stateful else torch.utils.data.DataLoader
         model, optimizer = built()
         guard = Guard(None, model, optimizer, data=kind(rows(), BATCH), run_dir=tmp_path, disk=5, resume=True)
         for x, y in guard.batches(part):
