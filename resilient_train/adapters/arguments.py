@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, default_collate
 from resilient_train.data import build
 from resilient_train.data.rows import Collate, change, fingerprint
 from resilient_train.data.samples import Samples, Slicing
-from resilient_train.data.sequential import DrawnSamples, Generated, LoaderSamples
+from resilient_train.data.sequential import DrawnSamples, LoaderSamples
 from resilient_train.drills import Drill
 from resilient_train.errors import ConfigError, TrainError, named_type, unusable
 from resilient_train.ranks.world import World
@@ -270,9 +270,7 @@ def samples(
     """Convert a data set, or a loader, which does not rewind unless it is stateful."""
     if hasattr(given, "next_update"):
         return given  # type: ignore[no-any-return]
-    if inspect.isgeneratorfunction(given):
-        given = Generated(given)
-    is_iterable = isinstance(given, Iterable) or not is_loader(given)
+    is_iterable = isinstance(given, Iterable) or inspect.isgeneratorfunction(given) or not is_loader(given)
     is_function = not is_iterable and callable(given) and not isinstance(given, type)
     if not (is_iterable or is_function) or isinstance(given, str | bytes):
         raise TypeError(f"data: expected a data set, a loader or a function, got {named_type(given)}")

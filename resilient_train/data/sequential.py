@@ -6,6 +6,7 @@ import copy
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from inspect import isgeneratorfunction
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -348,7 +349,7 @@ class LoaderSamples(Samples):
         while ends < 2:
             try:
                 if self._batches is None:
-                    self._batches = iter(self.loader)
+                    self._batches = iter(self.loader() if isgeneratorfunction(self.loader) else self.loader)
                 return next(self._batches)
             except StopIteration:
                 self._batches, ends = None, ends + 1
@@ -360,16 +361,6 @@ class LoaderSamples(Samples):
         if self._drawn > 1:
             raise TrainError("data: the loader has ended and cannot be iterated again: give one that can")
         raise TrainError("data: the loader is empty: it has no batches")
-
-
-class Generated:
-    """The batches of a generator function, which is called again when they end."""
-
-    def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
-        self.begin = begin
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.begin()
 
 
 class DrawnSamples(Samples):
