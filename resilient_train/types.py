@@ -8,16 +8,26 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 
-@dataclass(eq=False)
-class UpdateResult:
+_MAY_LAND = ("accepted", "pending")
+
+
+class UpdateResult(int):
     """What became of an update, for the loop: true if it has landed, or may still land."""
 
     # "accepted", "refused", "accumulating": no update yet; "pending": known at the next one, or after `guard.settle()`
     status: str
-    loss: Any = None  # of an update that was accepted or is pending: detached, on its device
+    loss: Any  # of an update that was accepted or is pending: detached, on its device; else None
+
+    def __new__(cls, status: str, loss: Any = None) -> UpdateResult:
+        result = super().__new__(cls, status in _MAY_LAND)  # as a number it stays what it is: loops add up attempts
+        result.status, result.loss = status, loss
+        return result
 
     def __bool__(self) -> bool:
-        return self.status in ("accepted", "pending")
+        return self.status in _MAY_LAND
+
+    def __repr__(self) -> str:
+        return f"UpdateResult({self.status!r})"
 
     def settle(self, *, has_landed: bool) -> None:
         """Note the verdict."""

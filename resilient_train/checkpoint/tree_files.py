@@ -4,7 +4,7 @@
 booleans, integers, finite floats, text and lists as themselves, and all else as an object with one of these keys:
 
     {"dict": {"lr": 0.1}}   {"items": [[0, ...], ["a", ...]]}   {"tuple": [...]}   {"float": "nan"}   {"bytes": "AAE="}
-    {"complex": [0, 1]}
+    {"complex": [0, 1]}   {"size": [10, 64]}
     {"tensor": "weights/head.bias", "dtype": "float32", "shape": [10]}   {"array": "random", ...}
     {"spread": "weights/head.weight", "dtype": "float32", "shape": [10, 64]}   a tensor in the ranks' shares
 """
@@ -241,9 +241,11 @@ class SerializedTree:
             return {"bytes": base64.b64encode(node).decode("ascii")}
         if type(node) is complex:
             return {"complex": [self._node(part, path) for part in (node.real, node.imag)]}
-        if isinstance(node, list | tuple):  # of a class of its own it is read back as one of these, too
+        if type(node) is torch.Size:
+            return {"size": [*node]}
+        if type(node) in (list, tuple):
             values = [self._node(value, (*path, number)) for number, value in enumerate(node)]
-            return values if isinstance(node, list) else {"tuple": values}
+            return values if type(node) is list else {"tuple": values}
         if isinstance(node, dict):  # an OrderedDict, such as the state_dict of a module, is read back as a dict
             if odd := [key for key in node if type(key) not in (str, int)]:
                 raise _unfit(path, f"has the key {odd[0]!r:.60}")
@@ -314,6 +316,8 @@ class _Reading:
                 return tuple(self.node(value) for value in values)
             case {"complex": [real, imaginary]} if len(node) == 1:
                 return complex(self.node(real), self.node(imaginary))
+            case {"size": list(sizes)} if len(node) == 1:
+                return torch.Size(sizes)
             case {"float": "nan" | "inf" | "-inf" as word} if len(node) == 1:
                 return float(word)
             case {"bytes": str(text)} if len(node) == 1:

@@ -34,10 +34,8 @@ def _in_classes_of(like: Any, tree: Tree) -> Any:
         for key, value in tree.items():
             made[key] = _in_classes_of(like.get(key), value)
         return made
-    if isinstance(tree, list | tuple) and isinstance(like, list | tuple):
-        values = [_in_classes_of(*pair) for pair in zip([*like, *[None] * len(tree)], tree, strict=False)]
-        kind: Any = type(like) if isinstance(like, type(tree)) else type(tree)
-        return kind(*values) if hasattr(kind, "_fields") else kind(values)
+    if type(tree) in (list, tuple) and isinstance(like, list | tuple):
+        return type(tree)(_in_classes_of(*pair) for pair in zip([*like, *[None] * len(tree)], tree, strict=False))
     return tree
 
 

@@ -263,7 +263,7 @@ class RunState:
             here = live.get(path)
             return reshard(saved, here if getattr(here, "shape", None) == saved.shape else None)
 
-        return tree_map_with_path(resharded, dict(parts))  # type: ignore[no-any-return]
+        return tree_map_with_path(resharded, dict(parts), is_leaf=lambda one: type(one) is torch.Size)  # type: ignore[no-any-return]
 
     def sha256(self) -> str:
         """Digest of everything that rewinds."""

@@ -331,7 +331,7 @@ NEVER = "its state cannot be saved: TypeError: "
         # The run is complete, and all is not well: there is no state to go on from.
         ((Steady(range(3, 1000)),), [("checkpoint_failed", "unrecovered")], 60, {"verdict": "unrecovered"}),
         # A loop that is stopped and leaves no state has failed: 75 would say that it goes on from there.
-        ((Steady(range(3, 1000)), torch.optim.SGD, 1000, 20), None, 21, {"status": "failed", "exit_code": 1}),
+        ((Steady(range(3, 1000)), torch.optim.SGD, 1000, 20), None, 20, {"status": "failed", "exit_code": 1}),
     ],
     ids=["kept", "optimizer", "no checkpoints", "to the end", "stopped"],
 )
