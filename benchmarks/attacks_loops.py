@@ -12,6 +12,7 @@ from attacks_inputs import Attack
 from attacks_place import Place
 from attacks_programs import ODD, Keeps, Rows, WithASet, guard, loop, misuse, network, no_words
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 # -------------------------------------------------------------------------------------------------------- odd data
 
@@ -202,6 +203,8 @@ GUARD |= {
     "kept late": misused(lambda: [(m := guard(), next(m.batches(9))), m.keep(x=network())]),
     "an error without words": misused(lambda: loop(guard(objective=no_words)), says="Unspeakable"),
     "kept: no state": misused(lambda: kept(5)),
+    "kept: a module": misused(lambda: kept(network()), works=True, saves=True),
+    "kept: an average": misused(lambda: kept(AveragedModel(network())), works=True, saves=True),
     "kept: a state that raises": misused(lambda: kept(Keeps(lambda: no_words(nn.Flatten(), None))), says="Unspeakable"),
     "kept: a restore that raises": misused(
         lambda: kept(Keeps({"a": 1}, lambda state: no_words(nn.Flatten(), None))), works=None

@@ -1,9 +1,9 @@
 """What is lost when a run is killed, again and again, and the same command goes on with it.
 
 One run is killed at random moments (on the way into it, in updates, in saves), another one within 30 ms of the start
-of saves. After each kill the files are judged by no code of ours, then the command is started again, unchanged. At the
-end each has to be the run that nobody killed, bit for bit. The policy is told to forgive all kills
-(recovery.crashes=null): that the very same update is met twice in a row is chance here.
+of saves; both keep an average of their weights. After each kill the files are judged by no code of ours, then the
+command is started again, unchanged. At the end each has to be the run that nobody killed, bit for bit. The policy is
+told to forgive all kills (recovery.crashes=null): that the very same update is met twice in a row is chance here.
 
     python benchmarks/killed.py                              300 and 200 kills: a quarter of an hour
     python benchmarks/killed.py --random 10 --saves 10
@@ -84,7 +84,7 @@ def main() -> None:
     place = Path(tempfile.mkdtemp(prefix="kills-"))
     rows: dict[str, dict[str, Any]] = {}
     raw: dict[str, Any] = {}
-    with Nursery(place) as nursery:
+    with Nursery(place, keeps=True) as nursery:
         for name, make, number in (("random", at_random, options.random), ("saves", in_saves, options.saves)):
             if not number:
                 continue

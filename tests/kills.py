@@ -149,8 +149,10 @@ class Started:
 class Nursery:
     """Starts runs in `place`, one at a time, without the seconds that a start takes."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, *, keeps: bool = False) -> None:
+        """`keeps`: each run keeps an average of its weights, as a loop of a user's does."""
         self.place, self._count = place, 0
+        self._run = _keeping_command if keeps else _command
         self._last: Forked | None = None
 
     def __enter__(self) -> Nursery:
@@ -171,7 +173,7 @@ class Nursery:
         (self.place / HELD).unlink(missing_ok=True)
         self._count += 1
         out = self.place / f"out-{self._count}.txt"
-        self._last = Forked(_command, *arguments, place=self.place, out=out, environment=ENVIRONMENT | environment)
+        self._last = Forked(self._run, *arguments, place=self.place, out=out, environment=ENVIRONMENT | environment)
         return Started(self._last, out)
 
     def run(self, *arguments: str, **environment: str) -> Started:
@@ -192,6 +194,28 @@ class Nursery:
 def _command(*arguments: str) -> None:
     _note_writings()
     python("-m", "resilient_train", *arguments)
+
+
+def _keeping_command(*arguments: str) -> None:
+    from torch.optim.swa_utils import AveragedModel
+
+    from resilient_train.adapters.guard import Guard
+
+    class Keeping(Guard):
+        def __init__(self, *given: Any, **more: Any) -> None:
+            super().__init__(*given, **more)
+            self.average = AveragedModel(self.state.model, use_buffers=True)
+            self.keep(average=self.average)
+
+        def step(self, batch: Any) -> Any:
+            if result := super().step(batch):
+                self.average.update_parameters(self.state.model)
+            return result
+
+    from resilient_train.app import build
+
+    build.Guard = Keeping  # type: ignore[misc]
+    _command(*arguments)
 
 
 def _note_writings() -> None:

@@ -32,7 +32,7 @@ from resilient_train.record.run_history import RunHistory
 from resilient_train.run_parts import RunParts
 from resilient_train.state.ring import Snapshot
 from resilient_train.state.run_state import explain_mismatch
-from resilient_train.state.tree import sha256, taken_apart
+from resilient_train.state.tree import sha256, taken_apart, to_original_device
 from resilient_train.types import ProcessIncident, Signal
 from resilient_train.wording import IN_FILE_ONLY, log
 
@@ -88,7 +88,7 @@ class CheckpointKeeper:
             is_fatal = is_kept = name.startswith("kept.")
             try:
                 if is_kept:
-                    taken_apart(part)  # as before each update
+                    to_original_device(part)  # which copies it, as before each update
                 is_fatal = bool(self._config.every)
                 if self._writes:
                     SerializedTree(part)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from resilient_train.state.kept import Stateful, restore_item
+from resilient_train.state.kept import Stateful, restore_changed
 from resilient_train.state.tree import Tree, copy_into, fits, put_together, taken_apart, with_home
 
 _BIG = 2**16  # bytes: smaller tensors are not worth copying on another stream
@@ -242,7 +242,7 @@ class Backups:
         Without `with_scale` the loss scale stays as it is: after an overflow it has to be lower than before.
         """
         for name, saved in backup.kept.items() if with_kept else ():
-            restore_item(self.kept[name], saved)
+            restore_changed(self.kept[name], saved)
         scale = self._scale()
         kept = set() if with_scale else set(map(id, scale))
         resized = {

@@ -6,9 +6,10 @@ import copy
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
-from resilient_train.state.tree import Tree, to_original_device
+from resilient_train.state.tree import Tree, taken_apart, to_original_device
 
 
 class Stateful(Protocol):
@@ -24,6 +25,17 @@ class Stateful(Protocol):
 def restore_item(item: Stateful, saved: Tree) -> None:
     """Restore a state that was copied or read: the item gets a copy of its own, in the classes of its present state."""
     item.load_state_dict(_in_classes_of(item.state_dict(), to_original_device(saved)))
+
+
+def restore_changed(item: Stateful, saved: Tree) -> None:
+    """Restore an item unless it still is what was copied. Waits for the device."""
+    (now, tensors), (before, copies) = taken_apart(item.state_dict()), taken_apart(saved)
+    try:
+        is_same = bool(now == before) and all(map(torch.equal, tensors, copies))
+    except (RuntimeError, ValueError):  # other types or devices; arrays
+        is_same = False
+    if not is_same:
+        restore_item(item, saved)
 
 
 def _in_classes_of(like: Any, tree: Tree) -> Any:
