@@ -288,7 +288,7 @@ class EngineGuard:
             return True
         before = self.clock.step
         is_clear = self._judge(flight, begun)
-        flight.result.settle(has_landed=self.clock.step > before)  # a rewind goes back
+        flight.result.status = "accepted" if self.clock.step > before else "refused"  # a rewind goes back
         return is_clear
 
     def _judge(self, flight: InFlight, begun: StartedUpdate | None) -> bool:

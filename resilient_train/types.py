@@ -15,11 +15,10 @@ class UpdateResult(int):
 
     # "accepted", "refused", "accumulating": no update yet; "pending": known at the next one, or after `guard.settle()`
     status: str
-    loss: Any  # of an update that was accepted or is pending: detached, on its device; else None
 
     def __new__(cls, status: str, loss: Any = None) -> UpdateResult:
         result = super().__new__(cls, status in _MAY_LAND)  # as a number it stays what it is: loops add up attempts
-        result.status, result.loss = status, loss
+        result.status, result._loss = status, loss
         return result
 
     def __bool__(self) -> bool:
@@ -28,10 +27,10 @@ class UpdateResult(int):
     def __repr__(self) -> str:
         return f"UpdateResult({self.status!r})"
 
-    def settle(self, *, has_landed: bool) -> None:
-        """Note the verdict."""
-        self.status = "accepted" if has_landed else "refused"
-        self.loss = self.loss if has_landed else None
+    @property
+    def loss(self) -> Any:
+        """The loss, detached and on its device, of an update that has landed or may still land; else None."""
+        return self._loss if self else None
 
 
 class Signal(StrEnum):

@@ -214,7 +214,7 @@ def _keeping_command(*arguments: str) -> None:
 
     from resilient_train.app import build
 
-    build.Guard = Keeping  # type: ignore[misc]
+    vars(build)["Guard"] = Keeping
     _command(*arguments)
 
 

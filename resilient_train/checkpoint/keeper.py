@@ -32,7 +32,7 @@ from resilient_train.record.run_history import RunHistory
 from resilient_train.run_parts import RunParts
 from resilient_train.state.ring import Snapshot
 from resilient_train.state.run_state import explain_mismatch
-from resilient_train.state.tree import sha256, taken_apart, to_original_device
+from resilient_train.state.tree import sha256, taken_apart
 from resilient_train.types import ProcessIncident, Signal
 from resilient_train.wording import IN_FILE_ONLY, log
 
@@ -83,22 +83,16 @@ class CheckpointKeeper:
         """Raise ConfigError on all ranks, each of which calls this, if something could never be saved."""
         parts = self._parts.state.live()
         parts |= {f"remembered.{name}": item.state_dict() for name, item in self.resumption.remembered.items()}
-        mine: dict[str, tuple[str, bool]] = {}
-        for name, part in parts.items():
-            is_fatal = is_kept = name.startswith("kept.")
+        mine: dict[str, str] = {}
+        for name, part in parts.items() if self._writes else ():
             try:
-                if is_kept:
-                    to_original_device(part)  # which copies it, as before each update
-                is_fatal = bool(self._config.every)
-                if self._writes:
-                    SerializedTree(part)
+                SerializedTree(part)
             except Exception as error:
-                called = f"keep({name.removeprefix('kept.')}=...)" if is_kept else name
-                verb = "saved" if self._writes else "copied"
-                mine[called] = f"its state cannot be {verb}: {in_one_line(error)}", is_fatal
+                called = f"keep({name.removeprefix('kept.')}=...)" if name.startswith("kept.") else name
+                mine[called] = f"its state cannot be saved: {in_one_line(error)}"
         for found in self._parts.world.all_of(mine):
-            for name, (why, is_fatal) in found.items():
-                if is_fatal:
+            for name, why in found.items():
+                if self._config.every:
                     raise unusable(name, why)
                 log.warning("%s: %s", name, why)
 

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten_with_path, tree_map_with_path
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from resilient_train.errors import in_one_line, unusable
 from resilient_train.state import randomness
 from resilient_train.state.kept import Metrics, Stateful, restore_item
 from resilient_train.state.tree import (
@@ -196,10 +197,16 @@ class RunState:
         """Say whether this rank holds only a part of the weights."""
         return any(map(is_sharded, self.model.parameters()))
 
-    def keep(self, name: str, item: Stateful) -> None:
+    def keep(self, name: str, item: Any) -> None:
         """Add something that rewinds with the run, such as an average of the weights."""
-        has_metrics = isinstance(item, nn.Module) and any(hasattr(one, "_update_count") for one in item.modules())
-        self.kept[f"kept.{name}"] = Metrics(item) if has_metrics else item
+        is_module = isinstance(item, nn.Module)
+        kept = Metrics(item) if is_module and any(hasattr(one, "_update_count") for one in item.modules()) else item
+        state = kept.state_dict()
+        try:
+            to_original_device(state)  # which copies it
+        except Exception as error:
+            raise unusable(f"keep({name}=...)", f"its state cannot be copied: {in_one_line(error)}") from error
+        self.kept[f"kept.{name}"] = kept
 
     def restore(self, parts: Mapping[str, Tree]) -> None:
         """Restore a copy of what `live` returned, in place: tensors keep their addresses. Gradients are dropped.

@@ -305,7 +305,7 @@ def test_memory_is_bounded_and_its_lack_announced() -> None:
 def test_the_verdict_is_in_before_the_next_update_lands() -> None:
     """With a fused optimizer the verdict comes an update late, and what was begun meanwhile does not land."""
     guard = guarded(adamw, At("gradient", 5))
-    landed = [guard.step(batch) for batch in guard.batches(8)]
+    landed = [bool(guard.step(batch)) for batch in guard.batches(8)]
     assert landed.count(False) == 1
     assert landed.index(False) == 5  # the sixth was begun on the strength of the fifth
     assert guard.clock.step == 8
