@@ -15,6 +15,7 @@ class UpdateResult(int):
 
     # "accepted", "refused", "accumulating": no update yet; "pending": known at the next one, or after `guard.settle()`
     status: str
+    _loss: Any
 
     def __new__(cls, status: str, loss: Any = None) -> UpdateResult:
         result = super().__new__(cls, status in _MAY_LAND)  # as a number it stays what it is: loops add up attempts

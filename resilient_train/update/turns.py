@@ -244,15 +244,15 @@ class Turns:
         return torch.autograd._unsafe_preserve_version_counter(kept)  # type: ignore[attr-defined]
 
     def drop(self, backups: Backups) -> None:
-        """Note that the update was undone, if the loop may go on with it: it computes the other losses of a turn.
+        """Note that the update was undone, which the loop may not know.
 
-        Or it updates what is kept, such as an average of the weights.
+        The loop computes the other losses of a turn, and updates what is kept, such as an average of the weights.
         """
         if self.current is not None or backups.kept:
             self._dropped = backups.take()
 
     def end_dropped(self, backups: Backups) -> bool:
-        """Restore the buffers, and what is kept, if the newest update was dropped: the loop has gone on with it."""
+        """Restore the buffers, and what is kept, if the newest update was dropped: the loop did not stop there."""
         dropped, self._dropped = self._dropped, None
         if dropped is not None:
             backups.put_back(dropped)
