@@ -14,7 +14,7 @@ from zlib import crc32
 import torch
 
 from resilient_train.checkpoint.keeper import CheckpointKeeper
-from resilient_train.diagnose.explain import lost_eps
+from resilient_train.diagnose.state import lost_eps
 from resilient_train.errors import TrainError, in_one_line
 from resilient_train.numerics.armor import Armor, CannotArmor, LineChanged, PatchedLine
 from resilient_train.record.incident_log import IncidentLog

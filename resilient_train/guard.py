@@ -309,7 +309,7 @@ class EngineGuard:
         self._parts.updates.add(vitals)  # refused ones too: they may turn out to have caused a later incident
         self._recovery.incident_log.add_vitals(vitals, flight.gradients.to_record(vitals.grad_norm))
         scanned = self._examination.verdict()  # of the state before this update
-        if self._recovery.accept_written():
+        if self._recovery.intended.accept_written():
             finding = self._checks.after_change(vitals)
         self._updater.gate.limit(*self._checks.limits)
         # The gate has accepted it on the device; only now the host knows.

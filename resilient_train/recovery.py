@@ -8,18 +8,18 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from math import inf
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from resilient_train.checkpoint.keeper import CheckpointKeeper
 from resilient_train.controls import Controls
 from resilient_train.data.rows import fingerprint
 from resilient_train.data.samples import Update
-from resilient_train.diagnose.explain import OF_THE_LOSS, ChangedOnPurpose, Explainer, ReferenceInvalid
+from resilient_train.diagnose.explain import BeganByChance, ChangedOnPurpose, Explainer, ReferenceInvalid
 from resilient_train.diagnose.search import Refused
 from resilient_train.diagnose.verdict import with_more_rows
 from resilient_train.errors import GaveUp, RanksDiffer, StorageFailed, TrainError
+from resilient_train.intended import Intended
 from resilient_train.ranks.world import odd_ones
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.progress import Doing
@@ -29,7 +29,6 @@ from resilient_train.recover.policy import Policy
 from resilient_train.recover.remedies import is_mild
 from resilient_train.run_parts import RunParts
 from resilient_train.types import (
-    ACCEPTED,
     OUTSIDE,
     Action,
     Anomaly,
@@ -41,7 +40,6 @@ from resilient_train.types import (
     ProcessIncident,
     Signal,
 )
-from resilient_train.watch.purpose import Probe, Rise
 from resilient_train.wording import counted, final_message, log, rank_names
 
 
@@ -65,13 +63,12 @@ class Recovery:
             *(parts.updates, parts.search, parts.beat),
         )
         self._recovered_after = recovered_after
+        self.intended = Intended(parts, incidents, controls)
         self._earlier = Earlier(policy)
         self.observes = policy.observe  # incidents are reported, and every update lands
         self._observed: int | None = None  # number of the incident that further anomalies count into
         self._anomalous_step = 0  # the newest of them
         self._ended_damaged = False  # the loop ended before it was healthy again
-        self._before_change: Any = None  # what remedies had changed before the incidents of late
-        self._treated_tick = -(10**9)  # of the newest of them
         self._saving_incident: int | None = None  # number of the newest one about checkpoints that cannot be saved
 
     # With every update.
@@ -118,6 +115,13 @@ class Recovery:
         """
         parts, controls, checks = self.parts, self.controls, self.parts.checks
         phases, started = Phases(began), time.perf_counter()
+        if anomaly.evidence == checks.early_divergence.newest:
+            try:
+                self.explainer.require_thrown(anomaly, checks.config.overshoot.times)
+            except BeganByChance as why:
+                checks.early_divergence.begins_with(why.level)
+                checks.rewind_check.end()
+                return
 
         # Drop snapshots and demote checkpoints newer than `since`, before the diagnosis: the process may die during it.
         anomaly, leap = self.explainer.since_leap(anomaly)
@@ -135,7 +139,8 @@ class Recovery:
             diagnosis, leap = self.explainer.explain(anomaly, update, refused, history, reference, leap)
         except ReferenceInvalid as why:
             if isinstance(why, ChangedOnPurpose):
-                self._accept_change(anomaly, str(why), why.limit)
+                self.intended.accept(anomaly, str(why), why.limit)
+                self.note_remedies()
             else:
                 log.info("note: %s: what is usual is learned again", why)
                 checks.start_over()
@@ -147,11 +152,9 @@ class Recovery:
         # Decide. The loss is measured against the reference first: how far it is above may set the remedy's strength.
         if anomaly.reached_weights and diagnosis.cause is not Cause.CORRUPTION:
             checks.require_recovery(anomaly.since, _reached(anomaly))
-        rise = self._undone_rise(anomaly, diagnosis)
-        if rise is not None and checks.probe is not None and checks.probe.confirms(rise, anomaly.step):
-            was, where = self._level(), f"step {rise.step:,}"
-            what = f"the loss rose from {was:.4g} to {was + rise.height:.4g} at {where}, after a rewind as before it"
-            self._accept_change(anomaly, f"{what}, with other samples and a tenth of the rate", inf)
+        rise = self.intended.rise(anomaly, diagnosis)
+        if rise is not None and self.intended.accepts(rise, anomaly, is_leap=leap is not None):
+            self.note_remedies()
             return
         last = history[-1].rewound_to if history else None
         decision = decide(
@@ -172,13 +175,9 @@ class Recovery:
             self.incident_log.record_treatment(incident, phases.timed, ongoing=True)
             return
 
-        if checks.probe is None and anomaly.tick > self._treated_tick + checks.config.limit.regime_of:
-            self._before_change = controls.settings_now()
-        self._treated_tick = anomaly.tick
+        self.intended.before_treatment(anomaly)
         incident = controls.apply(incident, suspects, phases, started, was_refused=refused is not None)
-        if rise is not None and incident.rewound_to is not None:
-            is_jump = anomaly.signal is Signal.LOSS_SPIKE
-            checks.probe = Probe.of(rise, anomaly.step, incident.rewound_to, is_jump=is_jump)
+        self.intended.after_treatment(rise, incident)
         self.note_remedies()  # first, so that an incident that was treated has them in effect
         if before is not None:
             if (more := with_more_rows(before.diagnosis, diagnosis)) != before.diagnosis:
@@ -188,53 +187,6 @@ class Recovery:
             self._earlier.with_new([replace(before, anomaly=anomaly, again=())], anomaly.tick)
             return
         self.incident_log.record_treatment(incident, phases.timed)
-
-    def _undone_rise(self, anomaly: Anomaly, diagnosis: Diagnosis) -> Rise | None:
-        """Return the rise of the loss that an anomaly is about, if a rewind cannot be sure to undo it."""
-        may_be_meant = diagnosis.cause in (Cause.EXPLOSION, Cause.RATE, Cause.UNKNOWN)
-        if not anomaly.landed or anomaly.signal not in OF_THE_LOSS or not may_be_meant:
-            return None
-        return self.parts.updates.rise(anomaly.since, self._level())
-
-    def _level(self) -> float:
-        reference = self.parts.checks.rewind_check.reference
-        return inf if reference is None else reference.level
-
-    def _accept_change(self, anomaly: Anomaly, what: str, limit: float) -> None:
-        """Take what raised the loss for a change on purpose: learn again, and put back what was done about it.
-
-        A run that does not come below the `limit` afterwards has not learned what was new.
-        """
-        checks = self.parts.checks
-        if checks.probe is not None:
-            self.controls.put_back(self._before_change)
-        if anomaly.signal is Signal.WEIGHTS_JUMP:
-            self.parts.scans.rebase()
-        self._note_accepted(what, anomaly.since + 1)
-        checks.start_over(limit)
-        self.parts.ring.release_reference()
-        self.note_remedies()
-
-    def accept_written(self) -> bool:
-        """Say whether weights that the loop wrote were just taken for intended, and end the incidents about them."""
-        found, self.parts.scans.accepted = self.parts.scans.accepted, None
-        if found is not None:
-            self._note_accepted(found.evidence, self.parts.clock.step)
-        return found is not None
-
-    def _note_accepted(self, what: str, step: int) -> None:
-        """Say that something was taken for a change on purpose, also in the open incidents that took it for damage."""
-        note = f"{what}: taken as a change on purpose; to declare it: expect=[{step}]"
-        for incident in self.incident_log.open_incidents:
-            if (
-                incident.anomaly.landed
-                and incident.diagnosis.cause is not Cause.PROCESS
-                and not incident.diagnosis.rows
-            ):
-                decision = replace(incident.decision, actions=(*incident.decision.actions, Action(ACCEPTED)))
-                diagnosis = replace(incident.diagnosis, cause=Cause.UNKNOWN, advice=note)
-                self.incident_log.update(replace(incident, decision=decision, diagnosis=diagnosis))
-        log.warning("step %d: %s", self.parts.clock.step, note)
 
     def try_rates(self) -> None:
         """Try lower learning rates, as the loss stands; continue with one that overtakes the run."""

@@ -7,7 +7,7 @@ import inspect
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -437,22 +437,3 @@ def checks(given: ChecksConfig | Mapping[str, Any] | str, expect: Sequence[int] 
     config = checks_config.named(given) if isinstance(given, str) else given
     steps = [checked(f"expect[{place}]", step, int, {"at_least": 1}) for place, step in enumerate(expect)]
     return replace(config, expect=[*config.expect, *steps])
-
-
-def cautions(
-    samples: Samples, disk: DiskConfig, memory: MemoryConfig | None, waits: Iterable[str], *, has_objective: bool
-) -> Iterator[str]:
-    """Say what is missing in a loop. `waits` are optimizers that the gate has to wait for."""
-    if isinstance(samples, DrawnSamples):
-        yield "data: a function draws the batches, so bad rows have no names: the update that drew them is skipped"
-    if isinstance(samples, LoaderSamples) and not samples.can_rewind:
-        yield "data: your own loader does not rewind: after a rewind the loop gets the batches that come next"
-    if 0 < samples.rows < samples.slicing.samples:
-        many = f"an update takes {samples.slicing.samples:,} rows, and the data set has {samples.rows:,}"
-        yield f"data: {many}: each update takes rows more than once"
-    if disk.every and memory is not None and not memory.every:
-        yield "checkpoints come from snapshots in memory, which are off: there will be only one, at the end"
-    if waiting := " and ".join(waits):
-        yield f"{waiting}: not fused, so each step waits for the device; use fused=True if it is available"
-    if not has_objective:
-        yield "lines of code cannot be named without objective=: what guard.update takes cannot be replayed"

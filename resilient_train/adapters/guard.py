@@ -188,6 +188,7 @@ class Guard(guard.EngineGuard):
             controls = Controls(parts, policy, quarantined, keeper, Trials(parts, loop, policy, lambda: self.steps))
             recovered_after = max(verify_after, _RECOVERED_AFTER)
             treating = Recovery(parts, policy, incidents, controls, keeper, recovered_after=recovered_after)
+            parts.checks.early_divergence.can_compare = search is not None and samples.rows > 0
             self.reporter = RunReporter(clock, incidents, parts.updates, parts.checks, home, keeper.progress)
             super().__init__(parts, treating, loop, verify_after=verify_after, drill=drill)
             self._owes_resume = bool(resume)
@@ -195,7 +196,7 @@ class Guard(guard.EngineGuard):
             self.looping_frame = 0  # the id of the caller's frame that iterates over this now
             self._handled = sys.exc_info()[1]  # an error that the caller handles with this loop
             waits = synchronous(updater.optimizers) if device.type != "cpu" else []
-            self._cautions = [*arguments.cautions(samples, disk, memory, waits, has_objective=measured is not None)]
+            self._cautions = [*loops.cautions(samples, disk, memory, waits, has_objective=measured is not None)]
             self._unused = warn_if_unused(self, world, self._direct_steps) if is_own_loop else None
             self._loop_clips = LoopClipCheck()
             self._is_live = is_own_loop and world.is_main and not samples.is_fed  # trainers have a bar of their own

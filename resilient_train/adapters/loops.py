@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from resilient_train.data.samples import Samples
+from resilient_train.data.sequential import DrawnSamples, LoaderSamples
 from resilient_train.errors import TrainError
+from resilient_train.reader import DiskConfig, MemoryConfig
 from resilient_train.wording import log
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -61,3 +64,22 @@ def _outward(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def cautions(
+    samples: Samples, disk: DiskConfig, memory: MemoryConfig | None, waits: Iterable[str], *, has_objective: bool
+) -> Iterator[str]:
+    """Say what is missing in a loop. `waits` are optimizers that the gate has to wait for."""
+    if isinstance(samples, DrawnSamples):
+        yield "data: a function draws the batches, so bad rows have no names: the update that drew them is skipped"
+    if isinstance(samples, LoaderSamples) and not samples.can_rewind:
+        yield "data: your own loader does not rewind: after a rewind the loop gets the batches that come next"
+    if 0 < samples.rows < samples.slicing.samples:
+        many = f"an update takes {samples.slicing.samples:,} rows, and the data set has {samples.rows:,}"
+        yield f"data: {many}: each update takes rows more than once"
+    if disk.every and memory is not None and not memory.every:
+        yield "checkpoints come from snapshots in memory, which are off: there will be only one, at the end"
+    if waiting := " and ".join(waits):
+        yield f"{waiting}: not fused, so each step waits for the device; use fused=True if it is available"
+    if not has_objective:
+        yield "lines of code cannot be named without objective=: what guard.update takes cannot be replayed"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from operator import attrgetter, itemgetter, truediv
@@ -10,7 +10,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from resilient_train.data.samples import Samples, Update
@@ -18,18 +17,18 @@ from resilient_train.data.stream import Key
 from resilient_train.diagnose import rows as by_rows
 from resilient_train.diagnose import verdict
 from resilient_train.diagnose.search import Refused, Search
+from resilient_train.diagnose.state import first_nonfinite, of_state
 from resilient_train.ranks.world import World
 from resilient_train.recover.decide import by_rate, by_signal
 from resilient_train.recover.remedies import is_mild
 from resilient_train.state import randomness
 from resilient_train.state.ring import Ring
 from resilient_train.state.run_state import RunState
-from resilient_train.state.tree import Share, is_sharded, local_part, sharding_of
 from resilient_train.types import SPIKES, Anomaly, Cause, Diagnosis, Incident, Signal, Vitals, kind_of
+from resilient_train.watch.purpose import LEARNED
 from resilient_train.watch.reference import Reference
 from resilient_train.watch.vitals import FEW, WILD, Leap, PastUpdate, UpdateHistory
 from resilient_train.watch.weights import is_possible
-from resilient_train.wording import names_listed
 
 _KNOWN_AFTER, _KNOWN_FOR = 2, 50  # after 2 identical incidents within 50 updates, their diagnosis is tried first
 OF_THE_LOSS = (Signal.LOSS_SPIKE, Signal.DIVERGENCE, Signal.NOT_RECOVERED)
@@ -39,7 +38,6 @@ _OF_THE_RATE = (
 )
 _MIN_SHARE_OF_UPDATE = 0.5  # of a rise of the loss: samples that cause less of it are not to blame
 _MIN_SHARE_OF_ROW = 0.25  # of it: a row that causes less of it is not to blame
-_LEARNED = 0.25  # of a rise that was accepted, with later samples alone: above it the run has not learned what is new
 _AHEAD = 2048  # samples ahead that are searched as well, once bad rows are found
 _YOUNG = 16  # accepted updates, before which there is nothing to compare with
 _TO_COMPARE = 5  # updates with bad rows, and without them, that a comparison takes
@@ -62,7 +60,15 @@ class ChangedOnPurpose(ReferenceInvalid):
     def __init__(self, now: float, was: float, *, in_data: bool = False) -> None:
         which = "all later samples" if in_data else "any samples"
         super().__init__(f"the loss rose from {was:.4g} to {now:.4g} with {which}, at proven weights too")
-        self.limit = was + _LEARNED * (now - was) if in_data else inf
+        self.limit = was + LEARNED * (now - was) if in_data else inf
+
+
+class BeganByChance(ReferenceInvalid):
+    """The loss that the run began with was low by chance: at its first weights other samples have a higher one."""
+
+    def __init__(self, level: float) -> None:
+        super().__init__(f"at the first weights later samples have a loss of {level:.4g}")
+        self.level = level
 
 
 class Explainer:
@@ -174,7 +180,7 @@ class Explainer:
         before: Mapping[str, Any] = verified[0].parts["weights"] if verified else {}
         mine = of_state(anomaly, dict(self._state.model.named_parameters()), before, self._optimizers)
         buffers = dict(self._state.model.named_buffers())
-        if mine is None and anomaly.signal is Signal.NONFINITE_WEIGHTS and _first_nonfinite(buffers) is None:
+        if mine is None and anomaly.signal is Signal.NONFINITE_WEIGHTS and first_nonfinite(buffers) is None:
             mine = 0.0, _OF_KEPT
         # A healthy rank also names the weight that moved most, so keep only the anomaly's ranks.
         theirs = enumerate(self._world.all_of(mine))
@@ -319,6 +325,9 @@ class Explainer:
             bad = [loss_at(one.start) for one in suspects]
             if not median(bad) - usual > _MIN_SHARE_OF_UPDATE * rise or high >= median(bad):
                 return None  # also where the loss is not finite
+            live = median(one.loss for one in suspects)  # at the weights that have learned them, or were made for them
+            if live - usual < _MIN_SHARE_OF_UPDATE * (median(bad) - usual):
+                raise ChangedOnPurpose(median(bad), usual, in_data=True)
             ahead = self._samples.starts(suspects[-1].start, _AHEAD)
             later = [loss_at(start) for start in ahead[:: max(1, len(ahead) // FEW)]]
             if later and min(later) - usual > _MIN_SHARE_OF_UPDATE * rise:  # the data is like that from here on
@@ -327,6 +336,17 @@ class Explainer:
             limit = usual + _MIN_SHARE_OF_ROW * (max(bad) - usual)
             rows = self._search.raising(worst, trusted[-1].start, limit)
             return verdict.on_misled(rows, usual, median(bad))
+
+    def require_thrown(self, early: Anomaly, times: float) -> None:
+        """Raise BeganByChance unless the newest samples had a loss far below the present one at the first weights."""
+        newest, verified = self._updates.around(early.since)[0], self._ring.verified_until(0)
+        if self._search is None or not self._samples.rows or not verified or not newest:
+            return
+        self._ring.copier.wait()
+        with randomness.preserved(self._world.device), self._state.weights_of(verified[0].parts):
+            first = median(self._search.loss_at(one.start) for one in newest)
+        if not median(one.loss for one in newest) - first > (times - 1) * abs(first):
+            raise BeganByChance(first)
 
     def _is_changed(self, trusted: Sequence[PastUpdate], rise: float) -> bool:
         """Whether samples no longer have the loss that they had at these weights: no update or rate can do that."""
@@ -376,86 +396,3 @@ def _known(anomaly: Anomaly, history: Sequence[Incident]) -> Diagnosis | None:
         for one in last
     )
     return first if are_alike else None
-
-
-def of_state(
-    anomaly: Anomaly,
-    weights: Mapping[str, Tensor],
-    before: Mapping[str, Tensor | Share],
-    optimizers: Sequence[Optimizer],
-) -> tuple[float, Diagnosis] | None:
-    """Say what is wrong with weights or moments on this rank, and how bad it is: another may have found worse.
-
-    `before` are the weights of a verified state, if there is one.
-    """
-    if anomaly.signal in (Signal.NONFINITE_WEIGHTS, Signal.NONFINITE_OPTIMIZER) and (lost := lost_eps(optimizers)):
-        return inf, Diagnosis(Cause.OPTIMIZER, f"{lost}: raise it, or keep weights and moments in float32.")
-    where: tuple[float, str] | None = None
-    if anomaly.signal is Signal.NONFINITE_WEIGHTS:
-        where = _first_nonfinite(weights)
-    elif anomaly.signal is Signal.WEIGHTS_JUMP:
-        where = _farthest(weights, before)
-    if where is None:
-        return None
-    if is_possible(anomaly):
-        why = "farther than updates went lately: if it returns, lower the learning rate, or suspect the hardware"
-    else:
-        why = "which no update can have done: if it returns, suspect the hardware"
-    size, what = where
-    advice = f"{what}, {why}, or code that writes to weights between updates."
-    return size, Diagnosis(Cause.CORRUPTION, advice)
-
-
-def lost_eps(optimizers: Iterable[Optimizer]) -> str | None:
-    """Name an epsilon that is 0 in the type of the weights, so that an update may divide by zero."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            eps = group.get("eps")
-            if not isinstance(eps, int | float):
-                continue
-            for dtype in {weight.dtype for weight in group["params"] if weight.is_floating_point()}:
-                if torch.tensor(eps, dtype=dtype).item() == 0:
-                    return f"eps={eps:g} of {type(optimizer).__name__} is 0 in {str(dtype).removeprefix('torch.')}"
-    return None
-
-
-@torch.no_grad()
-def _first_nonfinite(weights: Mapping[str, Tensor]) -> tuple[float, str] | None:
-    parts = [(name, local_part(whole)) for name, whole in weights.items()]
-    broken = [(name, one) for name, one in parts if one.is_floating_point() and not bool(one.isfinite().all())]
-    if not broken:
-        return None
-    name, weight = broken[0]
-    place = (~weight.isfinite()).nonzero()[0].tolist()
-    found = f"`{name}` is {float(weight[tuple(place)]):g} at {_in_whole(place, weights[name])}"
-    if len(broken) > 1:
-        names = names_listed([one for one, _ in broken])
-        found += f" ({len(broken):,} of {len(parts):,} weights are not finite: {names})"
-    return inf, found
-
-
-@torch.no_grad()
-def _farthest(weights: Mapping[str, Tensor], before: Mapping[str, Tensor | Share]) -> tuple[float, str] | None:
-    """The element that is farthest from where it was."""
-    farthest, found = 0.0, None
-    for name, whole in weights.items():
-        if (kept := before.get(name)) is None:
-            continue
-        weight, was = local_part(whole), local_part(kept)
-        if was.shape != weight.shape or not weight.is_floating_point() or not weight.numel():
-            continue
-        moved = (weight - was.to(weight.device)).abs().flatten()
-        far, place = moved.max(dim=0)
-        if float(far) > farthest:
-            index = [int(one) for one in torch.unravel_index(place, weight.shape)]
-            farthest = float(far)
-            values = f"from {float(was[tuple(index)]):.3g} to {float(weight[tuple(index)]):.3g}"
-            found = farthest, f"`{name}` went {values} at {_in_whole(index, whole)}"
-    return found
-
-
-def _in_whole(place: Sequence[int], whole: Tensor) -> list[int]:
-    """Where an element of this rank's share lies in the whole."""
-    if not is_sharded(whole):
-        return list(place)
-    return [at + start for at, (start, _) in zip(place, sharding_of(whole).box(), strict=True)]

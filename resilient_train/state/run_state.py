@@ -185,7 +185,9 @@ class RunState:
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         self.model, self.optimizers, self.clock, self.device = model, list(optimizers), clock, device
-        self._names: Any = WeakTensorKeyDictionary()  # of each weight, all that it has had: pruning renames, for example
+        self._names: Any = (
+            WeakTensorKeyDictionary()
+        )  # of each weight, all that it has had: pruning renames, for example
         self.kept: dict[str, Stateful] = {}  # by the user
         self._stateful: dict[str, Stateful] = {"position": samples}
         self._stateful |= {f"schedule.{number}": schedule for number, schedule in enumerate(schedules)}

@@ -11,6 +11,7 @@ from resilient_train.watch.config import JumpConfig
 from resilient_train.watch.loss import PlainState, without_top
 
 BLOCK = 50  # accepted losses
+_FAR = 0.75  # of the best level: a run that ends so far above it is not called well
 
 
 class Block(NamedTuple):
@@ -60,7 +61,7 @@ class BestLevel(PlainState):
         self._newest = block
         if not self._lowest or block.mean < Block(*self._lowest[-1]).mean:
             self._lowest.append(block)
-        if not self.is_above(block.mean, block.scatter, step):
+        if not self.is_above(block.mean, block.scatter, step, self.config.share):
             self._step = step
 
     @property
@@ -72,13 +73,16 @@ class BestLevel(PlainState):
         """Return the lowest block up to a step."""
         return next((Block(*one) for one in reversed(self._lowest) if one[1] <= step), None)
 
-    def is_above(self, mean: float, scatter: float, until: int) -> bool:
-        """Say whether losses are far above the lowest block up to a step. Losses below zero measure something else."""
+    def is_above(self, mean: float, scatter: float, until: int, share: float) -> bool:
+        """Say whether losses are above the lowest block up to a step, by a share of it and by more than noise.
+
+        Losses below zero measure something else.
+        """
         best = self.until(until)
         if best is None or self.has_negative or not self.config.every:
             return False
         noise = max(best.scatter, scatter) * sqrt(2 / BLOCK)
-        return mean - best.level > max(self.config.sigmas * noise, self.config.share * abs(best.level))
+        return mean - best.level > max(self.config.sigmas * noise, share * abs(best.level))
 
     def left(self) -> Block | None:
         """Return the best block if the newest losses are far above it."""
@@ -87,4 +91,4 @@ class BestLevel(PlainState):
         newest = Block(*self._newest)
         if self._former is not None and newest.mean > self._former[1] and not self.has_negative:
             return Block(*self._former[0])
-        return self.until(newest.stop) if self.is_above(newest.mean, newest.scatter, newest.stop) else None
+        return self.until(newest.stop) if self.is_above(newest.mean, newest.scatter, newest.stop, _FAR) else None

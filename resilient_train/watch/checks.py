@@ -294,7 +294,8 @@ class Checks:
         """
         verified = self.rewind_check.stands_on if self.rewind_check.is_open else None
         then, best = self._reference(alarm.since), self.best.until(alarm.since)
-        if then is not None and best is not None and self.best.is_above(then.level, then.scatter, alarm.since):
+        share = self.config.jump.share
+        if then is not None and best is not None and self.best.is_above(then.level, then.scatter, alarm.since, share):
             alarm = alarm._replace(since=best.stop)
         since = alarm.since if verified is None else max(alarm.since, min(verified, vitals.step))
         return _anomaly(vitals, signal, alarm.evidence, since)

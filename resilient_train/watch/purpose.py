@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 PROBE_RATE = 0.1  # of the rate, around the step of a rise that was undone
 _BEFORE, _AFTER = 2, 12  # steps around a jump that are made at that rate
+LEARNED = 0.25  # of a rise
 _ALIKE = 0.25  # of the higher of two rises, by which they may differ
 _NEAR, _NEAR_SHARE = 2, 0.25  # steps, and share of the way from the rewind, by which their steps may differ
 
@@ -17,6 +18,11 @@ class Rise(NamedTuple):
     start: int  # of its samples
     height: float  # above the level
     grows: bool  # gradient norms grow with it
+    is_sudden: bool  # it was there in one forward, after an update that was usual in loss and gradient norm
+
+    def limit(self, level: float) -> float:
+        """Return the loss above which a run has not learned what is new, where only later samples show it."""
+        return level + LEARNED * self.height
 
 
 class Probe(NamedTuple):

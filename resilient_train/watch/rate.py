@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
+from itertools import pairwise
 from math import comb, inf, log, sqrt
-from statistics import fmean, median, pstdev
+from statistics import fmean, median, pstdev, stdev
 from typing import Any
 
 from resilient_train.watch.config import NoProgressConfig, OvershootConfig, RateConfig
-from resilient_train.watch.loss import FEW, Alarm, PlainState, deviation, without_top
+from resilient_train.watch.loss import FEW, Alarm, PlainState, without_top
 from resilient_train.watch.reference import Reference, Standing, falls
 
-_CERTAIN = 6.2  # minus the logarithm of a chance of 1 in 500
-_LEAST_SCATTER = 0.1  # of the logarithm of losses that hardly differ
+_CERTAIN = 9.2  # minus the logarithm of a chance of 1 in 10,000, as there are many looks
+_FEWEST = 4  # losses that show a scatter
+_LEAST_SCATTER = 0.15  # of the logarithm of losses that hardly differ
 _FAR_SIGMAS = 6.0  # standard deviations that no noise explains
 _FLAT = 0.01  # of the first gradient norm: the weights are in a plateau from which nothing leads back
 _WATCHED = 4  # times as many updates are compared after an alarm
@@ -48,6 +50,8 @@ class EarlyDivergence(PlainState):
         self._best = 0.0  # the lowest median
         self._good_at = 0  # the newest step with losses near the lowest
         self.is_suspect = False  # there was an alarm
+        self.can_compare = False  # an alarm is compared with the loss of its samples at the first weights
+        self.newest: str | None = None  # the evidence of the newest alarm that compares with the first loss
         self.is_over = False  # something has changed on purpose: the beginning of the run is no measure any more
 
     @property
@@ -70,7 +74,8 @@ class EarlyDivergence(PlainState):
             return None
         self._losses.append(loss)
         self._norms.append(norm)
-        evidence = self._thrown() or (self._lost(step) if is_watched else None)
+        self.newest = self._thrown()
+        evidence = self.newest or (self._lost(step) if is_watched else None)
         if evidence is None:
             return None
         self.is_suspect = True
@@ -78,39 +83,42 @@ class EarlyDivergence(PlainState):
         self._norms.clear()
         return Alarm(self._good_at, evidence)
 
+    def begins_with(self, loss: float) -> None:
+        """Take the loss that samples have at the first weights in the place of the first one, which is one number."""
+        self._first[0], self.is_suspect = loss, False
+
     def _thrown(self) -> str | None:
-        """Loss far above the first one, with a gradient far above or far below the first one, and not by chance."""
+        """Loss far above the first one, with a gradient far above or far below the first one."""
         if len(self._norms) < self.config.updates:
             return None
         (first, first_norm), times = self._first, self.config.times
-        newest = list(self._losses)[-self.config.updates :]
-        loss, norm = min(newest), median(self._norms)
+        loss, norm = min(list(self._losses)[-self.config.updates :]), median(self._norms)
         is_far = loss - first > (times - 1) * abs(first)
-        if not is_far or _FLAT * first_norm <= norm <= times * first_norm or self._may_be_chance():
+        if not is_far or _FLAT * first_norm <= norm <= times * first_norm:
+            return None
+        if not self.can_compare and self._may_be_chance():
             return None
         return f"loss {loss:.4g}, gradient norm {norm:.4g} where the run began with {first:.4g}, {first_norm:.4g}"
 
     def _may_be_chance(self) -> bool:
-        """Whether the losses at the beginning may be so far below the newest ones by noise alone.
+        """Whether the first losses may be so far below the newest ones by noise alone.
 
-        The newest ones show how noisy losses are, by the scatter of their logarithms, which few of them underestimate.
-        The lower tail is that of a gamma distribution with this scatter: as heavy as that of the square of one error.
+        The newest ones show how noisy losses are, by the scatter of their logarithms from one to the next, which few of
+        them underestimate. The lower tail is that of a gamma distribution: as heavy as that of the square of an error.
         """
-        updates = self.config.updates
-        before, newest = [self._first[0], *list(self._losses)[:-updates]], list(self._losses)[-updates:]
-        if max(before) * self.config.times > min(
-            newest
-        ):  # others rose before: all that came after the first one counts
-            before, newest = self._first[:1], list(self._losses)
-        highest, lowest, count = max(before), min(newest), len(newest)
-        if not lowest < inf:
-            return False
-        if highest <= 0 or lowest <= 0:
-            return lowest - highest <= _FAR_SIGMAS * pstdev(newest)
-        logs = sorted(map(log, newest))
-        scatter = max(_LEAST_SCATTER, deviation(logs, logs[count // 2])) * (1 + 1 / sqrt(count))
-        shape = 1 / max(scatter, scatter**2)
-        return log(lowest / highest) * shape + log(comb(len(before) + count, count)) < _CERTAIN
+        first, losses = self._first[0], list(self._losses)
+        count = next((place for place, loss in enumerate(reversed(losses)) if loss <= self.config.times * first), None)
+        newest = losses if count is None else losses[len(losses) - count :]
+        before, count = [first, *losses[: len(losses) - len(newest)]], len(newest)
+        if count < _FEWEST:
+            return True
+        if first <= 0 or not max(newest) < inf:
+            return min(newest) - first <= _FAR_SIGMAS * pstdev(newest)
+        before = before if max(before) < min(newest) else before[:1]
+        logs = list(map(log, newest))
+        scatter = max(_LEAST_SCATTER, stdev(b - a for a, b in pairwise(logs)) / sqrt(2)) * (1 + 2 / sqrt(count))
+        chance = (min(logs) - log(max(before))) / max(scatter, scatter**2) + log(comb(len(before) + count, count))
+        return chance < _CERTAIN
 
     def _lost(self, step: int) -> str | None:
         """Three of four losses far above the best median."""

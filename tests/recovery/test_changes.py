@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -171,18 +170,14 @@ def test_a_rate_that_leaps(replays: bool) -> None:
     assert run.guard.recent_loss < 0.2
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(30))
 def test_a_batch_of_one_row_is_noisy(seed: int) -> None:
-    """The first loss is one number, and may be near 0 by chance: a healthy run is neither rewound nor ended."""
-    dice = random.Random(seed)
-    data = [(torch.tensor([dice.gauss(0, 1)]), torch.tensor([dice.gauss(0, 1)])) for _ in range(256)]
-    data[0] = (torch.zeros(1), torch.full((1,), 0.04))  # the model gives 0 at first: a small loss
+    """The first loss is one number, and may be low by chance: a healthy run is neither rewound nor ended."""
+    dice = torch.Generator().manual_seed(seed)
+    data = list(zip(torch.randn(64, 2, generator=dice), torch.randn(64, 1, generator=dice), strict=True))
     torch.manual_seed(seed)
-    model = nn.Linear(1, 1)
-    nn.init.zeros_(model.weight)
-    nn.init.zeros_(model.bias)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    guard = Guard(None, model, optimizer, data=data, batch_size=1, steps=200, shuffle=False)
+    model = nn.Linear(2, 1)
+    guard = Guard(None, model, torch.optim.SGD(model.parameters(), lr=0.01), data=data, batch_size=1, steps=40)
     for inputs, targets in guard.batches():
         loss = F.mse_loss(model(inputs), targets)
         loss.backward()

@@ -1,0 +1,93 @@
+"""Changes on purpose: told from damage by an experiment, and accepted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+from resilient_train.controls import Controls
+from resilient_train.diagnose.explain import OF_THE_LOSS
+from resilient_train.record.incident_log import IncidentLog
+from resilient_train.run_parts import RunParts
+from resilient_train.types import ACCEPTED, Action, Anomaly, Cause, Diagnosis, Incident, Signal
+from resilient_train.watch.purpose import Probe, Rise
+from resilient_train.wording import log
+
+
+class Intended:
+    """Finds out whether a rise of the loss was on purpose, and lets the run learn again what is usual if it was."""
+
+    def __init__(self, parts: RunParts, incidents: IncidentLog, controls: Controls) -> None:
+        self._parts, self._incident_log, self._controls = parts, incidents, controls
+        self._before: Any = None  # what remedies had changed before the incidents of late
+        self._began_tick, self._treated_tick = 0, -(10**9)  # of the first and the newest of them
+
+    def rise(self, anomaly: Anomaly, diagnosis: Diagnosis) -> Rise | None:
+        """Return the rise of the loss that an anomaly is about, if it may be on purpose."""
+        may_be = diagnosis.cause in (Cause.EXPLOSION, Cause.RATE, Cause.UNKNOWN)
+        may_be |= diagnosis.cause is Cause.DATA and not diagnosis.rows and self._parts.samples.is_fed
+        is_rise = anomaly.landed and anomaly.signal in OF_THE_LOSS
+        return self._parts.updates.rise(anomaly.since, self._level) if may_be and is_rise else None
+
+    def accepts(self, rise: Rise, anomaly: Anomaly, *, is_leap: bool) -> bool:
+        """Accept a rise that came again in spite of a rewind, or that no update did and no rewind helps against."""
+        probe = self._parts.checks.probe
+        what = f"the loss rose from {self._level:.4g} to {self._level + rise.height:.4g} at step {rise.step:,}"
+        if probe is not None and probe.confirms(rise, anomaly.step):
+            self.accept(anomaly, f"{what}, after a rewind as before it, with other samples and a tenth of the rate")
+        elif rise.is_sudden and not is_leap and not self._parts.samples.can_rewind:
+            self.accept(anomaly, f"{what}, in one forward, after a usual update", rise.limit(self._level))
+        else:
+            return False
+        return True
+
+    def before_treatment(self, anomaly: Anomaly) -> None:
+        """Remember what remedies have changed so far, to put it back."""
+        checks = self._parts.checks
+        if checks.probe is None and anomaly.tick > self._treated_tick + checks.config.limit.regime_of:
+            self._before, self._began_tick = self._controls.settings_now(), anomaly.tick
+        self._treated_tick = anomaly.tick
+
+    def after_treatment(self, rise: Rise | None, incident: Incident) -> None:
+        """Watch whether a rise that was undone comes again."""
+        if rise is not None and incident.rewound_to is not None:
+            is_jump, noticed = incident.anomaly.signal is Signal.LOSS_SPIKE, incident.anomaly.step
+            self._parts.checks.probe = Probe.of(rise, noticed, incident.rewound_to, is_jump=is_jump)
+
+    def accept(self, anomaly: Anomaly, what: str, limit: float = inf) -> None:
+        """Take what raised the loss for a change on purpose: learn again, and put back what was done about it.
+
+        A run that does not come below the `limit` afterwards has not learned what was new.
+        """
+        if self._parts.checks.probe is not None:
+            self._controls.put_back(self._before)
+        if anomaly.signal is Signal.WEIGHTS_JUMP:
+            self._parts.scans.rebase()
+        self._note(what, anomaly.since + 1)
+        self._parts.checks.start_over(limit)
+        self._parts.ring.release_reference()
+
+    def accept_written(self) -> bool:
+        """Say whether weights that the loop wrote were just taken for intended, and end the incidents about them."""
+        found, self._parts.scans.accepted = self._parts.scans.accepted, None
+        if found is not None:
+            self._note(found.evidence, self._parts.clock.step)
+        return found is not None
+
+    @property
+    def _level(self) -> float:
+        reference = self._parts.checks.rewind_check.reference
+        return inf if reference is None else reference.level
+
+    def _note(self, what: str, step: int) -> None:
+        """Say that something was taken for a change on purpose, also in the incidents that took it for damage."""
+        note = f"{what}: taken as a change on purpose; to declare it: expect=[{step}]"
+        for incident in self._incident_log.incidents:
+            is_about_rows = bool(incident.diagnosis.rows) or incident.diagnosis.cause is Cause.PROCESS
+            if incident.anomaly.tick >= self._began_tick and not is_about_rows:
+                decision = replace(incident.decision, actions=(*incident.decision.actions, Action(ACCEPTED)))
+                diagnosis = replace(incident.diagnosis, cause=Cause.UNKNOWN, advice=note)
+                incident = replace(incident, decision=decision, diagnosis=diagnosis)
+                (self._incident_log.update if incident.outcome is None else self._incident_log.close)(incident)
+        log.warning("step %d: %s", self._parts.clock.step, note)
