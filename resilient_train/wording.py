@@ -64,6 +64,7 @@ OUTCOMES = {
     Outcome.OBSERVED: "observed, not treated",
 }
 
+_MAY_BE_MEANT = {Signal.LOSS_SPIKE, Signal.DIVERGENCE, Signal.NOT_RECOVERED, Signal.WEIGHTS_JUMP}
 _NOT_ABOUT_WEIGHTS = {
     *(Signal.EXCEPTION, Signal.OUT_OF_MEMORY, Signal.HANG, Signal.CRASH),
     *(Signal.DISK_FULL, Signal.CHECKPOINT_FAILED, Signal.CHECKPOINT_DAMAGED, Signal.NO_PROGRESS),
@@ -198,9 +199,13 @@ def final_message(incident: Incident, last_good: Path | None, before: Sequence[I
     """Say at the end of a run that gave up what happened, what was tried, where the weights are, and what to do now."""
     tried = Counter(remedies_of(one) for one in (*before, incident) if one.decision.actions)
     times = [remedies if count == 1 else f"{remedies} ({count:,} times)" for remedies, count in tried.items()]
+    anomaly = incident.anomaly
+    may_be_meant = anomaly.landed and anomaly.signal in _MAY_BE_MEANT
+    declared = f"run again with expect=[{anomaly.since + 1}]; it resumes there"
     return _indented(
         f"gave up at {_sign(incident)}",
-        incident.anomaly.evidence,
+        f"if step {anomaly.since + 1:,} changes something on purpose, {declared}" if may_be_meant else "",
+        anomaly.evidence,
         _cause(incident.diagnosis),
         f"why: {why_of(incident)}",
         f"tried: {'; '.join(times) or 'nothing, as the policy says'}",
