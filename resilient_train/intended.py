@@ -21,7 +21,7 @@ class Intended:
     def __init__(self, parts: RunParts, incidents: IncidentLog, controls: Controls) -> None:
         self._parts, self._incident_log, self._controls = parts, incidents, controls
         self._before: Any = None  # what remedies had changed before the incidents of late
-        self._began_tick, self._treated_tick = 0, -(10**9)  # of the first and the newest of them
+        self._began_tick, self._step = 0, -(10**9)  # of the first of them, and of the newest
 
     def rise(self, anomaly: Anomaly, diagnosis: Diagnosis) -> Rise | None:
         """Return the rise of the loss that an anomaly is about, if it may be on purpose."""
@@ -45,9 +45,9 @@ class Intended:
     def before_treatment(self, anomaly: Anomaly) -> None:
         """Remember what remedies have changed so far, to put it back."""
         checks = self._parts.checks
-        if checks.probe is None and anomaly.tick > self._treated_tick + checks.config.limit.regime_of:
+        if checks.probe is None and anomaly.step > self._step + checks.config.limit.regime_of:
             self._before, self._began_tick = self._controls.settings_now(), anomaly.tick
-        self._treated_tick = anomaly.tick
+        self._step = anomaly.step
 
     def after_treatment(self, rise: Rise | None, incident: Incident) -> None:
         """Watch whether a rise that was undone comes again."""
