@@ -113,7 +113,7 @@ def program(
                 metric.update(loss.detach())
                 result = guard.update(loss)
             average.update(model)  # whatever has become of the update
-            said.append(str(result.status))
+            said.append(str(getattr(result, "status", result)))
             if guard.clock.step == killed_at:
                 while not any(run_dir.glob("checkpoints/step-*")):  # such updates are quicker than a disk
                     time.sleep(0.01)
