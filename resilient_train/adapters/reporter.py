@@ -324,7 +324,7 @@ class RunReporter:
 
     def summary(self, status: str, exit_code: int, seconds: float, digests: tuple[str, str] | None = None) -> Summary:
         """Return the summary of an end; `digests` are those of the weights and of the whole state."""
-        losses, best = (self.updates.first_loss, self.updates.recent_loss), self.checks.best.left()
+        losses, best = (self.updates.first_at_most, self.updates.recent_loss), self.checks.best.left()
         if self.updates.has_turns or self.checks.is_changed or self.checks.best.has_negative:
             losses = None, None  # the sum of opposed losses does not fall, nor need a reward's, nor another one
         best = None if self.updates.has_turns else best

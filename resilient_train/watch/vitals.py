@@ -6,8 +6,8 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
-from math import inf, isfinite, nan
-from statistics import fmean, median
+from math import inf, isfinite, nan, sqrt
+from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -29,6 +29,7 @@ _RISE_BEGINS = 1.1  # times the usual rate: where a slow rise began
 _WARM_UP_STAGE = 10.0  # times that: too much for a stage of a warm-up, even below the configured rate
 _LEAST_PACE = 1e-12  # with a smaller share of the configured rate nothing is learned
 _FIRST_LOSSES = 8  # accepted losses whose mean is the loss at the beginning of the run
+_NOISY = 0.1  # standard error of the first loss, as a share of it
 _THROWN = 2.0  # times the size of the loss: a rise by that is no noise
 _LAST_LOSSES = 50  # accepted losses whose median is the final loss of the run
 WILD = 5.0  # ratio of the 90th to the 10th percentile of gradient norms from which norms differ wildly
@@ -307,6 +308,13 @@ class UpdateHistory:
     def first_loss(self) -> float | None:
         """The mean of the first accepted losses, or of the first few if those after them threw it far up."""
         return self._beginning()[0]
+
+    @property
+    def first_at_most(self) -> float | None:
+        """The first loss; where losses are noisy it may be low by chance, and two standard errors are added."""
+        first, losses = self.first_loss, [one.loss for one in self._first.values()]
+        error = stdev(losses) / sqrt(len(losses)) if len(losses) > 1 else 0.0
+        return first if first is None or error <= _NOISY * abs(first) else first + 2 * error
 
     @property
     def thrown_until(self) -> int:
