@@ -58,6 +58,7 @@ class Controls(RunControl):
         self._decisions_digest: int | None = None  # cached; None after a new decision
         self._settled = (0, 0)  # how many incidents, all but the newest, are in a digest, and this digest
         self._unnoted: dict[str, list[Any]] = {"skipped": [], "quarantined": []}  # since the journal's last entry
+        self._has_put_back = False  # since then: the next entry has all of them
         self.trials, self._is_trial = trials, False
 
     def apply(
@@ -190,9 +191,12 @@ class Controls(RunControl):
 
     def put_back(self, settings: tuple[Knobs, Any]) -> None:
         """Take back what remedies have changed since: rate, clip and epsilon, and the samples that are left out."""
-        (self.knobs, left_out), self._decisions_digest = settings, None
-        if left_out is not None:
-            self._parts.samples.leave_out(left_out)
+        knobs, left_out = settings
+        self.knobs, self._decisions_digest, self._has_put_back = copy.copy(knobs), None, True
+        self._unnoted = {"skipped": [], "quarantined": []}
+        if left_out is not None:  # rows stay in quarantine: each has a reason of its own
+            spans, digest, _ = left_out
+            self._parts.samples.leave_out((list(spans), digest, set(self._parts.samples.stream.quarantined)))
 
     # What they need to know before.
 
@@ -261,6 +265,9 @@ class Controls(RunControl):
 
     def to_note(self) -> dict[str, Any]:
         """Return the same for the journal: of skipped samples and of rows, those that the last call did not return."""
+        if self._has_put_back:
+            self._has_put_back = False
+            return {**self.state_dict(), "is_whole": True}
         new, self._unnoted = self._unnoted, {"skipped": [], "quarantined": []}
         return {**self._settings(), **new}
 

@@ -310,7 +310,7 @@ class EngineGuard:
         self._recovery.incident_log.add_vitals(vitals, flight.gradients.to_record(vitals.grad_norm))
         scanned = self._examination.verdict()  # of the state before this update
         if self._recovery.intended.accept_written():
-            finding = self._checks.after_change(vitals)
+            finding = self._checks.after_change(vitals, finding)
         self._updater.gate.limit(*self._checks.limits)
         # The gate has accepted it on the device; only now the host knows.
         was_half = not vitals.accepted and self._turns.undo()

@@ -7,7 +7,7 @@ from math import inf
 from typing import Any
 
 from resilient_train.controls import Controls
-from resilient_train.diagnose.explain import OF_THE_LOSS
+from resilient_train.diagnose.explain import OF_THE_LOSS, BeganByChance, ChangedOnPurpose, Explainer, ReferenceInvalid
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.run_parts import RunParts
 from resilient_train.types import ACCEPTED, Action, Anomaly, Cause, Diagnosis, Incident, Signal
@@ -23,6 +23,27 @@ class Intended:
         self._before: Any = None  # what remedies had changed before the incidents of late
         self._began_tick, self._step = 0, -(10**9)  # of the first of them, and of the newest
 
+    def began_by_chance(self, anomaly: Anomaly, explainer: Explainer) -> bool:
+        """Say whether an alarm compares with a first loss that was low by chance, and forget that loss then."""
+        checks = self._parts.checks
+        if anomaly.evidence != checks.early_divergence.newest:
+            return False
+        try:
+            explainer.require_thrown(anomaly, checks.config.overshoot.times)
+        except BeganByChance as why:
+            checks.early_divergence.begins_with(why.level)
+            checks.rewind_check.end()
+            return True
+        return False
+
+    def learn_again(self, anomaly: Anomaly, why: ReferenceInvalid) -> None:
+        """Learn again what is usual, as no loss from before can be compared with."""
+        if isinstance(why, ChangedOnPurpose):
+            self.accept(anomaly, str(why), why.limit)
+        else:
+            log.info("note: %s: what is usual is learned again", why)
+            self._parts.checks.start_over()
+
     def rise(self, anomaly: Anomaly, diagnosis: Diagnosis) -> Rise | None:
         """Return the rise of the loss that an anomaly is about, if it may be on purpose."""
         may_be = diagnosis.cause in (Cause.EXPLOSION, Cause.RATE, Cause.UNKNOWN)
@@ -35,36 +56,39 @@ class Intended:
         probe = self._parts.checks.probe
         what = f"the loss rose from {self._level:.4g} to {self._level + rise.height:.4g} at step {rise.step:,}"
         if probe is not None and probe.confirms(rise, anomaly.step):
-            self.accept(anomaly, f"{what}, after a rewind as before it, with other samples and a tenth of the rate")
+            limit = inf if rise.step == probe.rewound_to + 1 else rise.limit(self._level)
+            what = f"{what}, after a rewind as before it, with other samples and a tenth of the rate"
+            self.accept(anomaly, what, limit, rise.step)
         elif rise.is_sudden and not is_leap and not self._parts.samples.can_rewind:
-            self.accept(anomaly, f"{what}, in one forward, after a usual update", rise.limit(self._level))
+            what = f"{what}, in one forward, after a usual update"
+            self.accept(anomaly, what, rise.limit(self._level), rise.step)
         else:
             return False
         return True
 
     def before_treatment(self, anomaly: Anomaly) -> None:
         """Remember what remedies have changed so far, to put it back."""
-        checks = self._parts.checks
-        if checks.probe is None and anomaly.step > self._step + checks.config.limit.regime_of:
+        if not self._is_recent(anomaly.step):
             self._before, self._began_tick = self._controls.settings_now(), anomaly.tick
         self._step = anomaly.step
 
     def after_treatment(self, rise: Rise | None, incident: Incident) -> None:
         """Watch whether a rise that was undone comes again."""
-        if rise is not None and incident.rewound_to is not None:
+        is_possible = incident.diagnosis.cause is not Cause.RATE and rise is not None and not rise.grows
+        if rise is not None and is_possible and incident.rewound_to is not None:
             is_jump, noticed = incident.anomaly.signal is Signal.LOSS_SPIKE, incident.anomaly.step
             self._parts.checks.probe = Probe.of(rise, noticed, incident.rewound_to, is_jump=is_jump)
 
-    def accept(self, anomaly: Anomaly, what: str, limit: float = inf) -> None:
+    def accept(self, anomaly: Anomaly, what: str, limit: float = inf, step: int = 0) -> None:
         """Take what raised the loss for a change on purpose: learn again, and put back what was done about it.
 
         A run that does not come below the `limit` afterwards has not learned what was new.
         """
-        if self._parts.checks.probe is not None:
+        if self._parts.checks.probe is not None and self._is_recent(anomaly.step):
             self._controls.put_back(self._before)
         if anomaly.signal is Signal.WEIGHTS_JUMP:
             self._parts.scans.rebase()
-        self._note(what, anomaly.since + 1)
+        self._note(what, step or anomaly.since + 1)
         self._parts.checks.start_over(limit)
         self._parts.ring.release_reference()
 
@@ -75,6 +99,10 @@ class Intended:
             self._note(found.evidence, self._parts.clock.step)
         return found is not None
 
+    def _is_recent(self, step: int) -> bool:
+        """Whether a step is near that of the newest incident that was treated, or before it."""
+        return step <= self._step + self._parts.checks.config.limit.regime_of
+
     @property
     def _level(self) -> float:
         reference = self._parts.checks.rewind_check.reference
@@ -83,7 +111,7 @@ class Intended:
     def _note(self, what: str, step: int) -> None:
         """Say that something was taken for a change on purpose, also in the incidents that took it for damage."""
         note = f"{what}: taken as a change on purpose; to declare it: expect=[{step}]"
-        for incident in self._incident_log.incidents:
+        for incident in self._incident_log.incidents if self._is_recent(self._parts.clock.step) else ():
             is_about_rows = bool(incident.diagnosis.rows) or incident.diagnosis.cause is Cause.PROCESS
             if incident.anomaly.tick >= self._began_tick and not is_about_rows:
                 decision = replace(incident.decision, actions=(*incident.decision.actions, Action(ACCEPTED)))

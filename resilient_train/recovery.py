@@ -15,7 +15,7 @@ from resilient_train.checkpoint.keeper import CheckpointKeeper
 from resilient_train.controls import Controls
 from resilient_train.data.rows import fingerprint
 from resilient_train.data.samples import Update
-from resilient_train.diagnose.explain import BeganByChance, ChangedOnPurpose, Explainer, ReferenceInvalid
+from resilient_train.diagnose.explain import Explainer, ReferenceInvalid
 from resilient_train.diagnose.search import Refused
 from resilient_train.diagnose.verdict import with_more_rows
 from resilient_train.errors import GaveUp, RanksDiffer, StorageFailed, TrainError
@@ -115,13 +115,8 @@ class Recovery:
         """
         parts, controls, checks = self.parts, self.controls, self.parts.checks
         phases, started = Phases(began), time.perf_counter()
-        if anomaly.evidence == checks.early_divergence.newest:
-            try:
-                self.explainer.require_thrown(anomaly, checks.config.overshoot.times)
-            except BeganByChance as why:
-                checks.early_divergence.begins_with(why.level)
-                checks.rewind_check.end()
-                return
+        if self.intended.began_by_chance(anomaly, self.explainer):
+            return
 
         # Drop snapshots and demote checkpoints newer than `since`, before the diagnosis: the process may die during it.
         anomaly, leap = self.explainer.since_leap(anomaly)
@@ -138,12 +133,8 @@ class Recovery:
             reference = checks.rewind_check.reference
             diagnosis, leap = self.explainer.explain(anomaly, update, refused, history, reference, leap)
         except ReferenceInvalid as why:
-            if isinstance(why, ChangedOnPurpose):
-                self.intended.accept(anomaly, str(why), why.limit)
-                self.note_remedies()
-            else:
-                log.info("note: %s: what is usual is learned again", why)
-                checks.start_over()
+            self.intended.learn_again(anomaly, why)
+            self.note_remedies()
             return
         if not anomaly.ranks:  # averaged gradients are the same on every rank: only a replay names the rank
             anomaly = replace(anomaly, ranks=diagnosis.ranks)

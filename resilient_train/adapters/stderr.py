@@ -7,6 +7,7 @@ import logging
 import shutil
 import sys
 import time
+from contextlib import suppress
 
 from resilient_train.ranks.world import World
 from resilient_train.types import Vitals
@@ -50,7 +51,7 @@ class LiveLine:
             return
         updates, self._drawn, self._tick = newest.tick - self._tick, self._drawn + passed, newest.tick
         tqdm = sys.modules.get("tqdm")
-        if not (sys.stderr and sys.stderr.isatty()) or (tqdm and tqdm.tqdm._instances):
+        if not (sys.stderr and not sys.stderr.closed and sys.stderr.isatty()) or (tqdm and tqdm.tqdm._instances):
             return
         words = f"step {newest.step:,}" + (f"/{steps:,}" if steps else "")
         words += f"  loss {newest.loss:.4g}  grad {newest.grad_norm:.3g}  lr {newest.lr:.2e}"
@@ -58,7 +59,8 @@ class LiveLine:
             words += f"  {updates / passed:.3g} steps/s"
             words += f"  {duration((steps - newest.step) * passed / updates)} left" if steps else ""
         words = words[: shutil.get_terminal_size().columns - 1]
-        print(f"\r{words:<{self._width}}", end="", file=sys.stderr, flush=True)
+        with suppress(OSError, ValueError):  # the terminal is gone, or stderr was closed
+            print(f"\r{words:<{self._width}}\r", end="", file=sys.stderr, flush=True)
         self._width = len(words)
 
     def clear(self) -> None:

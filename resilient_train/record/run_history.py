@@ -113,7 +113,7 @@ def with_earlier(remedies: Mapping[str, Any], earlier: Mapping[str, Any] | None)
     """Add the rows and samples of `earlier` entries to an entry about remedies, which has only those that are new."""
     whole = dict(remedies)
     for key in ("skipped", "quarantined"):
-        if isinstance(new := whole.get(key), list):
+        if isinstance(new := whole.get(key), list) and whole.get("is_whole") is not True:
             known = (earlier or {}).get(key)
             whole[key] = known if isinstance(known, list) else []
             whole[key] += new  # in place: copying it each time would take longer with each incident

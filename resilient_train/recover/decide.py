@@ -73,7 +73,9 @@ _BY_SIGNAL = {  # what a signal suggests by itself
 }
 _DIAGNOSES = {signal: Diagnosis(cause, advice) for (cause, signal), advice in _BY_SIGNAL.items()}
 BY_DECAY = Diagnosis(Cause.OPTIMIZER, "Weights decay faster than they learn: lower weight_decay.")
-_SPIKE_LANDED = Diagnosis(Cause.EXPLOSION, f"The loss jumped and stayed there: {_CALMER}.")
+_SPIKE_LANDED = Diagnosis(
+    Cause.EXPLOSION, f"The loss jumped and stayed there: {_CALMER}; declare a deliberate change with expect=[STEP]."
+)
 
 
 def by_rate(times: float, step: int, *, is_sudden: bool) -> Diagnosis:

@@ -287,7 +287,7 @@ class Ring:
     def _make_room(self, now: int) -> bool:
         """Drop snapshots until there is a slot for one of step `now`; False if that is not possible."""
         while len(self.snapshots) + (self._set_aside is not None) >= self._slots:
-            best = self.verified_until(self.best_step)[:1] if self._slots >= _SLOTS_TO_SET_ASIDE else []
+            best = self.verified_until(self.best_step)[:1] if self._slots > _SLOTS_TO_SET_ASIDE else []
             verified = [one.verified and not one.is_reference and one not in best for one in self.snapshots]
             if (place := snapshot_to_drop(verified, [one.step for one in self.snapshots], now)) is None:
                 return False

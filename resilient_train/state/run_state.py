@@ -237,8 +237,13 @@ class RunState:
 
     @contextmanager
     def weights_of(self, parts: Mapping[str, Tree]) -> Iterator[None]:
-        """Temporarily use the weights of another state, and nothing else of it."""
+        """Temporarily use the weights and buffers of another state, and nothing else of it."""
         live, saved = self._pairs(parts["weights"])
+        for name, buffer in self.model.named_buffers():
+            there = parts["buffers"].get(name)
+            if isinstance(there, torch.Tensor | Share) and fits(local_part(there), local_part(buffer)):
+                live.append(local_part(buffer))
+                saved.append(local_part(there))
         now = [one.detach().clone() for one in live]
         copy_into(live, saved)
         try:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import inf, log, sqrt
+import copy
+from collections.abc import Mapping, Sequence
+from math import inf, isfinite, log, sqrt
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
@@ -50,6 +51,8 @@ class BestLevel(PlainState):
 
     def see(self, step: int, loss: float) -> None:
         """Take an accepted loss."""
+        if not isfinite(loss):  # it was observed only
+            return
         self._losses.append(loss)
         self.has_negative |= loss < 0
         if len(self._losses) < BLOCK:
@@ -58,9 +61,9 @@ class BestLevel(PlainState):
         kept = without_top(self._losses)
         block = Block(step - BLOCK + 1, step, fmean(kept), stdev(kept), self._number)
         self._losses.clear()
-        self._newest = block
+        self._newest = list(block)  # plain data, for checkpoints
         if not self._lowest or block.mean < Block(*self._lowest[-1]).mean:
-            self._lowest.append(block)
+            self._lowest.append(list(block))
         if not self.is_above(block.mean, block.scatter, step, self.config.share):
             self._step = step
 
@@ -83,6 +86,13 @@ class BestLevel(PlainState):
             return False
         noise = max(best.scatter, scatter) * sqrt(2 / BLOCK)
         return mean - best.level > max(self.config.sigmas * noise, share * abs(best.level))
+
+    def state_dict(self) -> dict[str, Any]:
+        return copy.deepcopy({name: getattr(self, name) for name in self.saved})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name in self.saved:
+            setattr(self, name, copy.deepcopy(state[name]))
 
     def left(self) -> Block | None:
         """Return the best block if the newest losses are far above it."""

@@ -180,6 +180,8 @@ class Checks:
     def judge(self, vitals: Vitals) -> Finding:
         """Judge one attempted update."""
         self._step = vitals.step
+        if self.probe is not None and vitals.step > self.probe.last + self.config.limit.regime_of:
+            self.probe = None
         self._latest.append(vitals.loss)
         finding = self._judge(vitals)
         self._repeats = self._repeats + 1 if finding.repeat else 0
@@ -316,10 +318,11 @@ class Checks:
         risen = None if self._is_silent else self._rate_rise.at_end(vitals.step)
         return self._about_loss(vitals, Signal.DIVERGENCE, risen) if risen else None
 
-    def after_change(self, vitals: Vitals) -> Finding:
-        """Judge the update after the weights were written on purpose: it may have any loss."""
+    def after_change(self, vitals: Vitals, finding: Finding) -> Finding:
+        """Judge the update after the weights were written on purpose: it may have any loss that is finite."""
         self.start_over()
-        return Finding(repeat=vitals.refused in SPIKES)
+        is_spike = vitals.refused in SPIKES
+        return Finding(repeat=is_spike) if vitals.accepted or is_spike else finding
 
     def start_over(self, limit: float = inf) -> None:
         """Learn from scratch what is usual: it changes on purpose, or was never known.

@@ -7,6 +7,7 @@ from typing import NamedTuple
 PROBE_RATE = 0.1  # of the rate, around the step of a rise that was undone
 _BEFORE, _AFTER = 2, 12  # steps around a jump that are made at that rate
 LEARNED = 0.25  # of a rise
+_LONGEST = 200  # steps of a climb
 _ALIKE = 0.25  # of the higher of two rises, by which they may differ
 _NEAR, _NEAR_SHARE = 2, 0.25  # steps, and share of the way from the rewind, by which their steps may differ
 
@@ -39,8 +40,8 @@ class Probe(NamedTuple):
 
     @classmethod
     def of(cls, rise: Rise, noticed: int, rewound_to: int, *, is_jump: bool) -> Probe:
-        """Make it for a jump, or for a climb that was `noticed` at a step: then all the way from the rewind."""
-        first = rise.step - _BEFORE if is_jump else rewound_to
+        """Make it for a jump, or for a climb that was `noticed` at a step: then most of the way from the rewind."""
+        first = rise.step - _BEFORE if is_jump else max(rewound_to, noticed - _LONGEST)
         return cls(rise, rewound_to, first, (rise.step if is_jump else noticed) + _AFTER)
 
     def covers(self, step: int) -> bool:

@@ -241,12 +241,13 @@ class Scans:
         """Whether to accept a finding: it was declared, came again at the same step, or did at an earlier step."""
         if not found.acceptable:
             return False
-        if any(clean - _AROUND <= declared <= step + _AROUND for declared in self._expect):
+        is_jump = found.signal is Signal.WEIGHTS_JUMP
+        if is_jump and any(clean - _AROUND <= declared <= step + _AROUND for declared in self._expect):
             self.accepted = found
             return True
         known = max((times for (_, what), times in self._times_found.items() if what == found.subject), default=0)
         times = self._times_found[step, found.subject] = self._times_found.get((step, found.subject), 0) + 1
-        often = _ONCE if found.signal is Signal.WEIGHTS_JUMP and not is_possible(found) else _OFTEN
+        often = _ONCE if is_jump and not is_possible(found) else _OFTEN
         if max(times, known) <= often:
             return False
         self._weights.unbounded.add(found.subject)

@@ -312,7 +312,7 @@ class UpdateHistory:
     @property
     def first_at_most(self) -> float | None:
         """The first loss; where losses are noisy it may be low by chance, and two standard errors are added."""
-        first, losses = self.first_loss, [one.loss for one in self._first.values()]
+        first, losses = self.first_loss, [one.loss for one in self._first.values() if isfinite(one.loss)]
         error = stdev(losses) / sqrt(len(losses)) if len(losses) > 1 else 0.0
         return first if first is None or error <= _NOISY * abs(first) else first + 2 * error
 

@@ -265,7 +265,8 @@ def test_what_a_chunk_leaves_off_its_reference_is_not_verified(is_asked: bool, t
     made: list[Loop] = []
     more: dict[str, Any] = {"run_dir": tmp_path / "run", "disk": 25, "resume": True}
     objective = raised(made, lambda tick: (tick >= 150) * (3 if tick < 156 else 0.25))
-    made.append(Loop(objective=objective, stop=lambda: is_asked and made[0].guard.clock.tick >= 190, **more))
+    stop = lambda: is_asked and made[0].guard.clock.tick >= 190  # noqa: E731
+    made.append(Loop(objective=objective, hands_over=True, stop=stop, **more))
     guard = made[0].guard
     made[0].train(400 if is_asked else 160, plan=None)
     assert guard.leave() is not None
@@ -352,7 +353,7 @@ def test_a_schedule_that_starts_again_recovers_nothing(
     """It is no alarm, as the loss changes on purpose; but what was damaged is recovered only where the loss was."""
     made: list[Loop] = []
     curve = lambda step: 0.55 + 0.45 * math.cos(math.pi * (step % 200) / 200)  # noqa: E731
-    made.append(Loop(curve, objective=raised(made, rise), recovery=recovery))
+    made.append(Loop(curve, objective=raised(made, rise), hands_over=True, recovery=recovery))
     assert [one[2] for one in made[0].train(300).told()] == [outcome]
     before, after = made[0].guard, Loop().guard
     assert (before._checks.awaited is not None) == (outcome == "unrecovered")

@@ -38,7 +38,11 @@ MAY_KNOW: dict[str, set[str]] = {
     "checkpoint": {"record", "recover", "run_parts", "state", "update"},
     "trials": {"computation", "numerics", "recover", "run_parts", "state", "update", "watch"},
     "controls": {"checkpoint", "diagnose", "numerics", "record", "recover", "run_parts", "state", "trials", "watch"},
-    "recovery": {*("checkpoint", "controls", "data", "diagnose", "ranks", "record", "recover", "run_parts"), "watch"},
+    "intended": {"controls", "diagnose", "record", "run_parts", "watch"},
+    "recovery": {
+        *("checkpoint", "controls", "data", "diagnose", "intended", "ranks", "record", "recover", "run_parts"),
+        *("state", "watch"),
+    },
     "micro_batches": {"record", "recovery"},
     "lost_device": {"data", "ranks", "recovery", "run_parts", "state", "update"},
     "computation": {"data", "diagnose", "numerics", "ranks", "run_parts", "state", "update", "watch"},
@@ -111,7 +115,7 @@ WITHOUT_TORCH = {
     *("app/command", "app/config/"),  # --help and a mistake are answered at once
     *("app/incidents", "app/status", "diagnose/verdict.py", "ranks/process_exit.py"),
     *("record", "recover", "tracking", "watch/checks.py", "watch/config.py"),
-    *(f"watch/{name}.py" for name in ("limit", "loss", "moments", "rate", "reference", "weights")),
+    *(f"watch/{name}.py" for name in ("best", "limit", "loss", "moments", "purpose", "rate", "reference", "weights")),
 }
 
 

@@ -138,7 +138,7 @@ def test_ranks_agree_on_how_many_snapshots_fit() -> None:
 
     bench = Bench(keep=8, max_gib=1.0, agree=least)
     bench.kept()
-    assert "one of 3 snapshots" in bench.ring.describe()
+    assert "keeps 3 snapshots" in bench.ring.describe()
     assert [number > 0 for number in asked] == [True, False, False]
     bench.ring.verified_until(0)
     bench.ring.restore(bench.ring.snapshots[0])
