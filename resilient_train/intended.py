@@ -1,4 +1,4 @@
-"""Changes on purpose: told from damage by an experiment, and accepted."""
+"""Changes on purpose: distinguished from damage by an experiment, and accepted."""
 
 from __future__ import annotations
 
@@ -56,9 +56,8 @@ class Intended:
         probe = self._parts.checks.probe
         what = f"the loss rose from {self._level:.4g} to {self._level + rise.height:.4g} at step {rise.step:,}"
         if probe is not None and probe.confirms(rise, anomaly.step):
-            limit = inf if rise.step == probe.rewound_to + 1 else rise.limit(self._level)
             what = f"{what}, after a rewind as before it, with other samples and a tenth of the rate"
-            self.accept(anomaly, what, limit, rise.step)
+            self.accept(anomaly, what, step=rise.step)
         elif rise.is_sudden and not is_leap and not self._parts.samples.can_rewind:
             what = f"{what}, in one forward, after a usual update"
             self.accept(anomaly, what, rise.limit(self._level), rise.step)

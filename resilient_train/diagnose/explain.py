@@ -55,11 +55,11 @@ class ReferenceInvalid(Exception):
 
 
 class ChangedOnPurpose(ReferenceInvalid):
-    """At proven weights any samples have the raised loss: the loss, the model or the data was changed on purpose."""
+    """At verified weights any samples have the raised loss: the loss, the model or the data was changed on purpose."""
 
     def __init__(self, now: float, was: float, *, in_data: bool = False) -> None:
         which = "all later samples" if in_data else "any samples"
-        super().__init__(f"the loss rose from {was:.4g} to {now:.4g} with {which}, at proven weights too")
+        super().__init__(f"the loss rose from {was:.4g} to {now:.4g} with {which}, at verified weights too")
         self.limit = was + LEARNED * (now - was) if in_data else inf
 
 
@@ -356,7 +356,7 @@ class Explainer:
         return median(risen) > _MIN_SHARE_OF_UPDATE * rise
 
     def _require_old_losses(self, refused: Anomaly) -> None:
-        """Raise ChangedOnPurpose if at proven weights a refused update has company: samples from before it."""
+        """Raise ChangedOnPurpose if at verified weights a refused update has company: samples from before it."""
         verified = self._ring.verified_until(refused.since)
         trusted = self._updates.around(verified[0].step)[1] if verified else []
         if self._search is None or not self._samples.rows or not trusted:
@@ -377,9 +377,9 @@ class Explainer:
         with randomness.preserved(self._world.device):
             now = median(self._search.loss_at(one.start) for one in newest)
             with self._state.weights_of(verified[0].parts):
-                proven = median(self._search.loss_at(one.start) for one in newest)
-        if now < _CLEARLY * proven:
-            raise ChangedOnPurpose(proven, now)
+                verified_loss = median(self._search.loss_at(one.start) for one in newest)
+        if now < _CLEARLY * verified_loss:
+            raise ChangedOnPurpose(verified_loss, now)
 
 
 def _known(anomaly: Anomaly, history: Sequence[Incident]) -> Diagnosis | None:

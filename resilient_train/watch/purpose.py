@@ -1,4 +1,4 @@
-"""Was a rise of the loss on purpose? An experiment tells: it is undone once, and looked for at a tenth of the rate."""
+"""Was a rise of the loss on purpose? An experiment shows it: undo it once, and look for it at a tenth of the rate."""
 
 from __future__ import annotations
 
