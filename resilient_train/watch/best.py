@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import inf, isfinite, log, sqrt
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
@@ -37,15 +37,15 @@ class BestLevel(PlainState):
 
     def __init__(self, config: JumpConfig) -> None:
         self.config = config
-        self._lowest: list[Sequence[float]] = []
+        self._lowest: list[Any] = []  # plain data, as in checkpoints
         self.forget()
 
     def forget(self, limit: float = inf) -> None:
         """Begin a new regime; but one that ends above the `limit` has not learned, and is compared with the old one."""
         self._former: Any = [self._lowest[-1], limit] if self._lowest and limit < inf else None
         self._losses: list[float] = []
-        self._lowest: list[Sequence[float]] = []  # each lower than the one before
-        self._newest: Sequence[float] | None = None
+        self._lowest = []  # blocks, each lower than the one before
+        self._newest: Any = None
         self._number = self._step = 0
         self.has_negative = False
 
@@ -61,7 +61,7 @@ class BestLevel(PlainState):
         kept = without_top(self._losses)
         block = Block(step - BLOCK + 1, step, fmean(kept), stdev(kept), self._number)
         self._losses.clear()
-        self._newest = list(block)  # plain data, for checkpoints
+        self._newest = list(block)
         if not self._lowest or block.mean < Block(*self._lowest[-1]).mean:
             self._lowest.append(list(block))
         if not self.is_above(block.mean, block.scatter, step, self.config.share):

@@ -75,7 +75,7 @@ class Run:
                 self.guard.step(batch)
             else:
                 loss = self.loss(self.model, batch, own if counts else self.guard.attempted_step + 1)
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
                 self.guard.update(loss)
             after(self.model, self.guard.attempted_step)
         self.guard.close()
@@ -134,7 +134,7 @@ def test_harder_rows_from_a_place_on(tmp_path: Path) -> None:
     data = rows()
     for place in range(ROWS // 2, ROWS):
         data[place] = (data[place][0], data[place][1] * 5)
-    given = {"data": data, "shuffle": False, "batch_size": 4, "steps": ROWS // 4}
+    given: dict[str, Any] = {"data": data, "shuffle": False, "batch_size": 4, "steps": ROWS // 4}
     run = Run(tmp_path / "run", **given).trained()
     assert not [row for one in run.incidents for row in one.diagnosis.rows]
     assert not (tmp_path / "run" / "quarantine.json").exists()
@@ -149,7 +149,7 @@ def test_weights_that_are_damaged_once(replays: bool) -> None:
         if step == CHANGE and not struck:
             struck.add(step)
             with torch.no_grad():
-                model[2].weight.mul_(4)  # type: ignore[index,operator]
+                model[2].weight.mul_(4)  # type: ignore[index]
 
     run = Run(None, replays=replays).trained(damage)
     assert [(str(one.diagnosis.cause), str(one.outcome)) for one in run.incidents] == [("corruption", "recovered")]
@@ -180,7 +180,7 @@ def test_a_batch_of_one_row_is_noisy(seed: int) -> None:
     guard = Guard(None, model, torch.optim.SGD(model.parameters(), lr=0.01), data=data, batch_size=1, steps=40)
     for inputs, targets in guard.batches():
         loss = F.mse_loss(model(inputs), targets)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         guard.update(loss)
     guard.close()
     assert not guard.incidents
