@@ -41,6 +41,7 @@ _MIN_SHARE_OF_ROW = 0.25  # of it: a row that causes less of it is not to blame
 _AHEAD = 2048  # samples ahead that are searched as well, once bad rows are found
 _YOUNG = 16  # accepted updates, before which there is nothing to compare with
 _TO_COMPARE = 5  # updates with bad rows, and without them, that a comparison takes
+_FAR_LOWER = 2.0  # times
 _CLEARLY = 0.9  # of the pairs of one with them and one without
 _FIRST_UPDATES = 24  # accepted updates that show whether they differ wildly
 _OF_KEPT = Diagnosis(  # it is no reason to change how the run learns
@@ -369,7 +370,10 @@ class Explainer:
                     raise ChangedOnPurpose(now, was)
 
     def _require_worse_weights(self, jump: Anomaly) -> None:
-        """Raise ChangedOnPurpose if the newest samples have a clearly lower loss at the weights that were written."""
+        """Raise ChangedOnPurpose if the newest samples have a far lower loss at the weights that were written.
+
+        A verified state is older: so it also has to be far above the level of the run there.
+        """
         verified, newest = self._ring.verified_until(jump.since), self._updates.around(jump.since)[0]
         if self._search is None or not self._samples.rows or not verified or not newest:
             return
@@ -378,7 +382,8 @@ class Explainer:
             now = median(self._search.loss_at(one.start) for one in newest)
             with self._state.weights_of(verified[0].parts):
                 verified_loss = median(self._search.loss_at(one.start) for one in newest)
-        if now < _CLEARLY * verified_loss:
+        level = self._updates.recent_loss or 0.0
+        if _FAR_LOWER * now < verified_loss and _FAR_LOWER * abs(level) < verified_loss:
             raise ChangedOnPurpose(verified_loss, now)
 
 

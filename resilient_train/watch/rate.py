@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from math import comb, inf, log, sqrt
@@ -12,7 +12,7 @@ from typing import Any
 
 from resilient_train.watch.config import NoProgressConfig, OvershootConfig, RateConfig
 from resilient_train.watch.loss import FEW, Alarm, PlainState, without_top
-from resilient_train.watch.reference import Reference, Standing, falls
+from resilient_train.watch.reference import Reference, Standing, falls, line
 
 _CERTAIN = 9.2  # minus the logarithm of a chance of 1 in 10,000, as there are many looks
 _FEWEST = 4  # losses that show a scatter
@@ -23,6 +23,7 @@ _WATCHED = 4  # times as many updates are compared after an alarm
 _LOST_SHARE = 0.25  # of the way that the loss had come: losing more of it is an alarm ...
 _WORSE_SHARE = 0.5  # ... if it is also more than this share of the best loss
 _COMPARED = 16  # losses before a rate rose that those since are compared with
+_NOISY = 0.3  # of the mean of losses: their standard deviation
 _CLEAR_SIGMAS = 3.0  # of a sum of ranks
 _ABSURD_RISE = 10.0  # times the usual rate: too much to end a run with, even if no loss shows its effect yet
 
@@ -185,7 +186,7 @@ class RateRise(PlainState):
         if self._reference is None and is_high and step > config.earlier:
             self._reference, self._since = reference(step), step - 1
             self._base = max(min(before, self._usual), 1e-12)
-            self._before = [*self._lately, loss]
+            self._before = as_of_now([*self._lately, loss])
             self._losses.clear()
             self._seen = 0
         self._lately.append(loss)
@@ -206,7 +207,7 @@ class RateRise(PlainState):
         losses = list(self._losses)
         losses = [median(losses)] * len(losses) if len(losses) < FEW else losses  # of few the highest are not left out
         standing = self._reference.standing(step, losses, sigmas=self.config.sigmas, share=self.config.share)
-        if standing is not Standing.OFF or not are_higher(self._losses, self._before):
+        if standing is not Standing.OFF or (is_noisy(self._before) and not are_higher(self._losses, self._before)):
             return None
         times = max(self._paces) / self._base
         evidence = f"the last losses ({len(losses)}) average {fmean(without_top(losses)):.4g} where "
@@ -224,6 +225,19 @@ class RateRise(PlainState):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self._reference = state["reference"] and Reference.from_plain(state["reference"])
+
+
+def is_noisy(losses: Sequence[float]) -> bool:
+    """Whether a mean of such losses may be anything: they differ much, or are too few to know."""
+    return len(losses) < FEW or pstdev(losses) > _NOISY * abs(fmean(losses))
+
+
+def as_of_now(losses: Sequence[float]) -> list[float]:
+    """Return losses as if they had not fallen: each as far from the line through them, at its end."""
+    if len(losses) < FEW:
+        return list(losses)
+    slope = min(0.0, line(losses)[0])
+    return [loss + slope * (len(losses) - 1 - place) for place, loss in enumerate(losses)]
 
 
 def are_higher(losses: Collection[float], before: Collection[float]) -> bool:

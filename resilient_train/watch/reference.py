@@ -55,13 +55,13 @@ class Reference:
         size = max(size, abs(median(latest)))
         if len(values) < FEW:
             return cls(steps[-1], median(latest), _SCATTER_OFFEW * size, 0.0, size, len(values))
-        slope, error, residual = _line(values)
+        slope, error, residual = line(values)
         if not abs(slope) > _SIGNIFICANT * error:
             return cls(steps[-1], fmean(values), stdev(everything), 0.0, size, len(values))
         level = fmean(values) + slope * (len(values) - 1) / 2
         if slope < 0:  # the line is straight and losses are not: it may lead below the last ones
             level = max(level, fmean(without_top(latest)))
-        scatter = max(residual, _line(everything)[2])  # of all losses, the highest included
+        scatter = max(residual, line(everything)[2])  # of all losses, the highest included
         return cls(steps[-1], level, scatter, max(0.0, slope), size, len(values))
 
     @classmethod
@@ -97,11 +97,11 @@ def falls(losses: Sequence[float]) -> bool:
     values = without_top(losses)
     if len(values) < FEW:
         return False
-    slope, error, _ = _line(values)
+    slope, error, _ = line(values)
     return slope < -_SIGNIFICANT * error
 
 
-def _line(values: Sequence[float]) -> tuple[float, float, float]:
+def line(values: Sequence[float]) -> tuple[float, float, float]:
     """Fit a straight line. Returns its slope, the standard error of that, and the standard deviation from the line."""
     count, middle = len(values), (len(values) - 1) / 2
     mean = fmean(values)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -86,15 +85,14 @@ def test_an_update_that_was_refused_by_mistake_is_repeated_and_lands() -> None:
 
 
 def a_hundred_times_as_large(at: int, steps: int, expect: Sequence[int] = (), *, hands_over: bool = False) -> Guard:
-    """A run whose loss is a hundred times as large from the update number `at` on, on purpose, until it gives up."""
+    """A run whose loss is a hundred times as large from the update number `at` on, on purpose."""
 
     def objective(model: Any, batch: Any) -> torch.Tensor:
         return F.cross_entropy(model(batch[0]), batch[1]) * (1 if guard.clock.tick < at else 100)
 
     checks = replace(named("default"), expect=list(expect))
     guard = guarded(adamw, None if hands_over else objective, recovery="balanced", checks=checks)
-    with pytest.raises(GaveUp) if not expect else nullcontext():
-        handed_over(guard, objective, steps) if hands_over else trained(guard, steps)
+    handed_over(guard, objective, steps) if hands_over else trained(guard, steps)
     return guard
 
 
@@ -112,14 +110,11 @@ def handed_over(guard: Guard, objective: Any, steps: int) -> Guard:
 
 
 def test_a_new_regime_is_not_fought_for_ever() -> None:
-    """Undeclared, and in a loop that cannot be replayed, it ends the run on weights from before it, to the last bit."""
+    """Undeclared, and in a loop that cannot be replayed, it costs a rewind, and the run goes on to its end."""
     guard = a_hundred_times_as_large(160, 280, hands_over=True)
-    assert guard.clock.tick <= 260
+    assert guard.clock.step == 280
     assert finite(guard)
-    assert 160 - 46 <= guard.clock.step < 160, "the newest state that was proven before it"
-    left = weights(guard)
-    healthy = trained(guarded(adamw, At("none")), guard.clock.step)
-    assert all(torch.equal(weight, left[name]) for name, weight in weights(healthy).items())
+    assert any(one.is_accepted for one in guard.incidents)
 
 
 def test_a_loop_of_its_own_with_an_objective_is_replayed() -> None:
@@ -138,13 +133,11 @@ def test_a_loop_of_its_own_with_an_objective_is_replayed() -> None:
 
 @pytest.mark.parametrize("at", [80, 160])
 def test_an_objective_that_changes_is_not_taken_for_explosion(at: int) -> None:
-    """Samples that were healthy have another loss at proven weights, as replays show: the rate is not to blame."""
+    """Samples that were healthy have another loss at verified weights, as replays show: it is accepted at once."""
     guard = a_hundred_times_as_large(at, at + 120)
-    assert guard.clock.tick <= at + 200
-    found = [one.diagnosis for one in guard.incidents if one.anomaly.landed]
-    assert found[0].cause == "unknown"
-    assert "checks.expect" in found[0].advice
-    assert guard.clock.step >= at - 46
+    assert guard.clock.step == at + 120
+    assert not guard.incidents
+    assert finite(guard)
 
 
 def test_a_new_regime_that_was_declared_is_none() -> None:

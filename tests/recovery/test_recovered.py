@@ -190,14 +190,15 @@ def test_a_warm_up_and_a_restart_are_no_trouble() -> None:
 
 
 def shuffled_from(tick: int, loop: list[Loop]) -> Callable[[Any, Any], Tensor]:
-    """Labels that mean nothing from some attempted update on, for ever."""
+    """Labels that mean nothing from some attempted update on, and more and more weight on them."""
     numbers = torch.Generator().manual_seed(5)
 
     def objective(model: Any, batch: Any) -> Tensor:
         points, labels = batch
         wrong = loop and loop[0].guard.clock.tick >= tick and model.training
         odd = (labels + torch.randint(1, CLASSES, labels.shape, generator=numbers)) % CLASSES
-        return F.cross_entropy(model(points), odd if wrong else labels)
+        weight = 1 + 0.3 * (loop[0].guard.clock.tick - tick) if wrong else 1.0
+        return weight * F.cross_entropy(model(points), odd if wrong else labels)
 
     return objective
 
@@ -226,14 +227,17 @@ def test_a_run_that_ends_in_the_midst_of_it_is_not_recovered(is_planned: bool) -
     """At its planned end, or as it is closed: the weights are those from before, and it raises to say so."""
     made: list[Loop] = []
     policy = {"ladders": {"default": [["rewind"]]}, "strikes": 1} if is_planned else "balanced"
-    made.append(Loop(objective=shuffled_from(150, made), hands_over=is_planned, recovery=policy))
+    objective = shuffled_from(150, made)
+    made.append(Loop(objective=objective, hands_over=True, recovery=policy))
     guard = made[0].guard
 
     def ends() -> None:
         if is_planned:
             made[0].train(158)
         for batch in guard.batches(10_000):
-            guard.step(batch)
+            loss = objective(guard.model, batch)
+            guard.world.accelerator.backward(loss)
+            guard.update(loss)
             if guard.incidents and guard.clock.step > 140:
                 break
         guard.close()
