@@ -95,7 +95,7 @@ def test_whenever_it_is_killed_the_same_command_goes_on(nursery: Nursery, unharm
         assert done[key] == unharmed[key], key
     assert left_overs(run_dir) == []
     usual = {one.name for one in (nursery.place / "unharmed").iterdir()}
-    assert {one.name for one in run_dir.iterdir()} == {*usual, "incidents"}
+    assert {one.name for one in run_dir.iterdir()} == {*usual}
     assert len(checkpoints(run_dir)) <= KEEP + 1
     assert all(one["cause"] == "process" for one in incidents(run_dir))
 
