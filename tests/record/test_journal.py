@@ -685,6 +685,7 @@ def test_the_farewell_says_what_is_left_and_what_to_do() -> None:
     last = dataclasses.replace(SPIKE, id=9, decision=gave_up, rewound_to=None)
     assert final_message(last, Path("runs/mine/checkpoints/1177"), [SPIKE, SPIKE, POISON]) == (
         "gave up at step 1,204: the loss jumped (loss_spike), in the weights since step 1,191\n"
+        "  if step 1,191 changes something on purpose, run again with expect=[1191]; it resumes there\n"
         "  loss 8.12 where 2.9 to 3.4 was usual\n"
         "  cause explosion\n"
         "  why: 3 incidents within 1,000 ticks\n"
