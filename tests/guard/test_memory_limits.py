@@ -115,7 +115,7 @@ def test_a_shortage_in_the_midst_of_an_accumulation_begins_the_update_anew() -> 
 def test_where_halving_ends_the_run_ends(batch_size: int, room: int, policy: str) -> None:
     """Of an odd number of rows, after as many times as the policy allows, or at once where it allows none."""
     guard = guarded(Tight(room), batch_size=batch_size, recovery=policy)
-    with pytest.raises(TrainError, match=r"out of memory in update 1: .*use a smaller data.batch_size"):
+    with pytest.raises(TrainError, match=r"out of memory in update 1: .*use a smaller batch_size"):
         trained(guard)
     assert len(guard.incidents) == (named(policy).halvings if batch_size == 32 else 0)
 

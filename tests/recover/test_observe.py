@@ -105,7 +105,7 @@ def is_finite(model: Net) -> bool:
         pytest.param([NanGrad(at=[STEPS])], (), ["nonfinite_grad"], False, id="in the last update"),
         pytest.param([LossSpike(at=[AT, AT + 1, AT + 9], factor=1e6)], (), ["loss_spike"], True, id="three in a row"),
         pytest.param([BitFlip(at=[AT])], (), ["nonfinite_weights"], False, id="bit flip"),
-        pytest.param([HotLr(at=[AT], factor=300.0, updates=30)], (), ["loss_spike"], True, id="hot rate"),
+        pytest.param([HotLr(at=[AT], factor=300.0, updates=30)], (), ["divergence"], True, id="hot rate"),
         pytest.param([], BAD, ["nonfinite_batch"], False, id="rows with NaN"),
     ],
 )
