@@ -57,7 +57,7 @@ def test_a_sweep_ends_with_a_table_and_its_jobs_are_named_in_mlflow(
     other = nursery.start(*both, f"run.dir={here}/other/run")
     outcome = run_command(["--multirun", *both, "optimizer.lr=1e-3,2e-3,high"])
     assert outcome.code == 2
-    assert re.search(r"\n  lr=high: optimizer.lr=high: must be a finite number\n", outcome.stdout)
+    assert re.search(r"\n  lr=high: optimizer.lr=high: must be a finite number, not text\n", outcome.stdout)
     _, _, end = outcome.stdout.partition("the sweep has ended:")
     names = ["lr=0.001", "lr=0.002"]
     table = [line.split()[:2] for line in end.splitlines()[2:5]]

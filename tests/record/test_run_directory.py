@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -215,12 +214,10 @@ def test_files_of_absurd_size_are_not_read(here: Path, small_run: Path, capsys: 
 def test_a_configuration_of_absurd_depth_is_not_read(
     here: Path, small_run: Path, run_command: command, text: str
 ) -> None:
-    """A parser that goes along with it takes minutes."""
+    """A parser that goes along with it takes minutes, which the time limit of a test ends."""
     (here / "run/config.yaml").write_text(text)
-    began = time.process_time()
     read_by_all()
     train(run_command, Path("run"), 11)
-    assert time.process_time() - began < 30
 
 
 def read_by_all() -> None:
