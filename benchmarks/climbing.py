@@ -345,18 +345,13 @@ def programs() -> list[Program]:
 
 
 def claims(record: Record) -> bool:
-    """Tell whether a run claims to be sound: all is well, or it is complete and all that it met is recovered."""
-    summary = record["summary"] or {}
-    is_complete = summary.get("status") == "completed" and summary.get("exit_code") == 0 and not record["error"]
-    outcomes = {incident["outcome"] for incident in record["incidents"]}
-    return (is_complete and outcomes <= {"recovered"}) or paired.says_well(record)
+    """Tell whether a run claims to be sound: all is well, or recovered."""
+    return not record["error"] and (record["summary"] or {}).get("verdict") in ("well", "recovered")
 
 
 def said(record: Record) -> str:
-    """Write what a run said about itself: its status and the outcomes of its incidents."""
-    summary = record["summary"] or {}
-    outcomes = paired.counted([str(incident["outcome"]) for incident in record["incidents"]])
-    return f"{summary.get('status')} ({'no incident' if outcomes == '0' else outcomes})"
+    """Write what a run said about itself: its verdict, and how many incidents it met."""
+    return f"{(record['summary'] or {}).get('verdict')} ({len(record['incidents'])})"
 
 
 def table(records: list[Record]) -> str:

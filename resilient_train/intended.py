@@ -26,7 +26,7 @@ class Intended:
     def began_by_chance(self, anomaly: Anomaly, explainer: Explainer) -> bool:
         """Say whether an alarm compares with a first loss that was low by chance, and forget that loss then."""
         checks = self._parts.checks
-        if anomaly.evidence != checks.early_divergence.newest:
+        if not (anomaly.signal is Signal.DIVERGENCE and checks.early_divergence.is_thrown):
             return False
         try:
             explainer.require_thrown(anomaly, checks.config.overshoot.times)

@@ -324,10 +324,11 @@ class RunReporter:
 
     def summary(self, status: str, exit_code: int, seconds: float, digests: tuple[str, str] | None = None) -> Summary:
         """Return the summary of an end; `digests` are those of the weights and of the whole state."""
-        losses, best = (self.updates.first_at_most, self.updates.recent_loss), self.checks.best.left()
+        was_damaged = any(one.anomaly.landed and not one.is_accepted for one in self.incident_log.incidents)
+        losses = self.updates.first_at_most, self.updates.recent_loss
         if self.updates.has_turns or self.checks.is_changed or self.checks.best.has_negative:
             losses = None, None  # the sum of opposed losses does not fall, nor need a reward's, nor another one
-        best = None if self.updates.has_turns else best
+        best = None if self.updates.has_turns else self.checks.best.left(was_damaged=was_damaged)
         return Summary(
             status=status,
             exit_code=exit_code,

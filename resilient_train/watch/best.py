@@ -12,7 +12,7 @@ from resilient_train.watch.config import JumpConfig
 from resilient_train.watch.loss import PlainState, without_top
 
 BLOCK = 50  # accepted losses
-_FAR = 0.75  # of the best level: a run that ends so far above it is not called well
+_FAR = 0.75  # of the best level: a run without damage that ends so far above it is not called well
 
 
 class Block(NamedTuple):
@@ -94,11 +94,12 @@ class BestLevel(PlainState):
         for name in self.saved:
             setattr(self, name, copy.deepcopy(state[name]))
 
-    def left(self) -> Block | None:
-        """Return the best block if the newest losses are far above it."""
+    def left(self, *, was_damaged: bool) -> Block | None:
+        """Return the best block if the newest losses are far above it; after damage, if they are outside its range."""
         if self._newest is None:
             return None
         newest = Block(*self._newest)
         if self._former is not None and newest.mean > self._former[1] and not self.has_negative:
             return Block(*self._former[0])
-        return self.until(newest.stop) if self.is_above(newest.mean, newest.scatter, newest.stop, _FAR) else None
+        share = self.config.share if was_damaged else _FAR
+        return self.until(newest.stop) if self.is_above(newest.mean, newest.scatter, newest.stop, share) else None

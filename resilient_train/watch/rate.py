@@ -52,7 +52,7 @@ class EarlyDivergence(PlainState):
         self._good_at = 0  # the newest step with losses near the lowest
         self.is_suspect = False  # there was an alarm
         self.can_compare = False  # an alarm is compared with the loss of its samples at the first weights
-        self.newest: str | None = None  # the evidence of the newest alarm that compares with the first loss
+        self.is_thrown = False  # the newest update is far above the first loss, which may have been low by chance
         self.is_over = False  # something has changed on purpose: the beginning of the run is no measure any more
 
     @property
@@ -61,7 +61,7 @@ class EarlyDivergence(PlainState):
 
     def see(self, step: int, which: int, loss: float, norm: float) -> Alarm | None:
         """Judge an attempted update. `which` identifies it: of an update that is retried the last attempt counts."""
-        is_watched = self.is_suspect and step <= self.config.watched
+        self.is_thrown, is_watched = False, self.is_suspect and step <= self.config.watched
         if self.is_over or not self.config.every or not (is_watched or step <= self.config.window):
             return None
         if which == self._which and self._losses:  # retried, perhaps with other rows in place of bad ones
@@ -75,11 +75,11 @@ class EarlyDivergence(PlainState):
             return None
         self._losses.append(loss)
         self._norms.append(norm)
-        self.newest = self._thrown()
-        evidence = self.newest or (self._lost(step) if is_watched else None)
+        thrown = self._thrown()
+        evidence = thrown or (self._lost(step) if is_watched else None)
         if evidence is None:
             return None
-        self.is_suspect = True
+        self.is_suspect, self.is_thrown = True, thrown is not None
         self._losses.clear()  # gives a treatment time before the next alarm
         self._norms.clear()
         return Alarm(self._good_at, evidence)
