@@ -6,6 +6,7 @@ import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from math import inf
 from types import MappingProxyType
 from typing import Any
 
@@ -163,8 +164,10 @@ class Scans:
         if self._weights.every and (everything or _due(self._weights.every, step)):
             weights, buffers, of_kept = self.layout.weights, self.layout.buffers(), self.layout.kept(kept)
             names, largest = of_kept.items, of_kept.largest()
-            if self._has_ranks:  # each of which may keep something else: it is one number
-                names, largest = [f"{KEPT}*"], torch.cat([largest, largest.new_zeros(1)]).amax(keepdim=True)
+            if self._has_ranks:  # each of which may keep something else: it is two numbers
+                names, is_nan, zero = [f"{KEPT}*", f"{KEPT}* (NaN)"], largest.isnan(), largest.new_zeros(1)
+                others = torch.cat([largest.masked_fill(is_nan, 0.0), zero]).amax(keepdim=True)
+                largest = torch.cat([others, zero.masked_fill(is_nan.any(), inf)])
             pending.buffers = [*buffers.items, *names]
             rows += [(_Kind.COPY, weights.lengths()), (_Kind.COPY, weights.largest()), (_Kind.OWN, buffers.largest())]
             rows.append((_Kind.OWN, largest))

@@ -494,6 +494,19 @@ def test_what_was_not_finite_from_the_beginning_is_left_alone(value: float) -> N
     assert "buffer best" in run.finding().evidence
 
 
+@pytest.mark.parametrize("unreplicated", [None, ()])
+def test_an_infinite_metric_hides_no_nan_in_an_average(unreplicated: tuple[()] | None) -> None:
+    """Nor over several ranks, each of which may keep something else."""
+    scans = Scans(config(), model := Net(), OPTIMIZERS["SGD"](model), unreplicated)
+    kept = {"best": {"loss": torch.tensor(INF)}, "ema": {"weight": torch.ones(3)}}
+    found = []
+    for _ in range(2):
+        found.append(scans.judge(0, 0, scans.measure(kept, everything=True).tolist()))
+        kept["ema"]["weight"][1] = NAN
+    assert found[0] is None
+    assert found[1].signal is Signal.NONFINITE_WEIGHTS
+
+
 def test_large_values_are_finite() -> None:
     """An L2 norm that overflows on finite values is no sign of infinity."""
     model: Any = Net()
