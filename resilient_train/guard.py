@@ -246,16 +246,16 @@ class EngineGuard:
                 return UpdateResult("refused")
         if self.drill is not None:
             self.drill.on_gradients(self._place(), self._turns.weights or self._updater.weights)
-        rate = self._checks.rate_factor(self.attempted_step + 1)
+        rates = self._checks.rate_factor(self.attempted_step + 1), 1.0
         if self.drill is not None:
-            rate *= self.drill.rate_factor(self._place())
+            rates = rates[0], self.drill.rate_factor(self._place())
         self._ring.copier.before_change()
         agreement, knobs = self._updater.agreement, self._controls.knobs.values
         agreement.set_flag(Flag.BUSY, self._keeper.is_busy)
         digest = 0 if agreement.is_alone else self._controls.digest(begun.update.start, self._recovery.incident_log)
         self._begun = begun if self._turns.current is not None else None  # to undo, if the loop is left in a turn
         self._parts.updates.has_turns |= self._turns.current is not None
-        self._updater.apply(self.clock.step, loss, knobs, rate_factor=rate, digest=digest)
+        self._updater.apply(self.clock.step, loss, knobs, rates=rates, digest=digest)
         return self._end_update(begun) if self._turns.is_complete else UpdateResult("accumulating")
 
     def end_turn(self) -> bool:
@@ -310,7 +310,8 @@ class EngineGuard:
         self._recovery.incident_log.add_vitals(vitals, flight.gradients.to_record(vitals.grad_norm))
         scanned = self._examination.verdict()  # of the state before this update
         if self._recovery.intended.accept_written():
-            finding = self._checks.after_change(vitals, finding)
+            losses = self._parts.updates.recent_measurements()[0]
+            finding = self._checks.after_change(vitals, finding, losses)
         self._updater.gate.limit(*self._checks.limits)
         # The gate has accepted it on the device; only now the host knows.
         was_half = not vitals.accepted and self._turns.undo()

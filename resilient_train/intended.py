@@ -11,7 +11,7 @@ from resilient_train.diagnose.explain import OF_THE_LOSS, BeganByChance, Changed
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.run_parts import RunParts
 from resilient_train.types import ACCEPTED, Action, Anomaly, Cause, Diagnosis, Incident, Signal
-from resilient_train.watch.purpose import Probe, Rise
+from resilient_train.watch.purpose import LEARNED, Probe, Rise
 from resilient_train.wording import log
 
 
@@ -22,6 +22,8 @@ class Intended:
         self._parts, self._incident_log, self._controls = parts, incidents, controls
         self._before: Any = None  # what remedies had changed before the incidents of late
         self._began_tick, self._step = 0, -(10**9)  # of the first of them, and of the newest
+        if opened := [one.anomaly for one in incidents.incidents if one.outcome is None]:  # by the process before
+            self._began_tick, self._step = opened[0].tick, opened[-1].step
 
     def began_by_chance(self, anomaly: Anomaly, explainer: Explainer) -> bool:
         """Say whether an alarm compares with a first loss that was low by chance, and forget that loss then."""
@@ -55,7 +57,8 @@ class Intended:
         """Accept a rise that came again in spite of a rewind, or that no update did and no rewind helps against."""
         probe = self._parts.checks.probe
         what = f"the loss rose from {self._level:.4g} to {self._level + rise.height:.4g} at step {rise.step:,}"
-        if probe is not None and probe.confirms(rise, anomaly.step):
+        was_low = probe is not None and self._was_low_at(probe.rewound_to, rise.height)
+        if probe is not None and probe.confirms(rise, anomaly.step, was_low=was_low):
             what = f"{what}, after a rewind as before it, with other samples and a tenth of the rate"
             self.accept(anomaly, what, step=rise.step)
         elif rise.is_sudden and not is_leap and not self._parts.samples.can_rewind:
@@ -83,7 +86,7 @@ class Intended:
 
         A run that does not come below the `limit` afterwards has not learned what was new.
         """
-        if self._parts.checks.probe is not None and self._is_recent(anomaly.step):
+        if self._before and self._parts.checks.probe is not None and self._is_recent(anomaly.step):
             self._controls.put_back(self._before)
         if anomaly.signal is Signal.WEIGHTS_JUMP:
             self._parts.scans.rebase()
@@ -97,6 +100,11 @@ class Intended:
         if found is not None:
             self._note(found.evidence, self._parts.clock.step)
         return found is not None
+
+    def _was_low_at(self, step: int, height: float) -> bool:
+        """Whether the loss was at its level at the step of a rewind, and not as at the beginning of the run."""
+        loss = self._parts.checks.loss_at(step + 1)
+        return loss is None or loss < self._level + LEARNED * height
 
     def _is_recent(self, step: int) -> bool:
         """Whether a step is near that of the newest incident that was treated, or before it."""

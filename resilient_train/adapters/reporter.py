@@ -48,7 +48,7 @@ from resilient_train.tracking.connection import locate
 from resilient_train.tracking.review import completed, review, ui_command, where_to_look, without_directory
 from resilient_train.tracking.story import read_story, unrecovered
 from resilient_train.tracking.tracker import EXPERIMENT, Tracker, TrackingConfig
-from resilient_train.types import Incident, Vitals
+from resilient_train.types import Cause, Incident, Vitals
 from resilient_train.update.turns import DirectStepCheck
 from resilient_train.watch.checks import Checks
 from resilient_train.watch.vitals import UpdateHistory
@@ -324,11 +324,11 @@ class RunReporter:
 
     def summary(self, status: str, exit_code: int, seconds: float, digests: tuple[str, str] | None = None) -> Summary:
         """Return the summary of an end; `digests` are those of the weights and of the whole state."""
-        was_damaged = any(one.anomaly.landed and not one.is_accepted for one in self.incident_log.incidents)
+        had_incidents = any(one.diagnosis.cause is not Cause.PROCESS for one in self.incident_log.incidents)
         losses = self.updates.first_at_most, self.updates.recent_loss
         if self.updates.has_turns or self.checks.is_changed or self.checks.best.has_negative:
             losses = None, None  # the sum of opposed losses does not fall, nor need a reward's, nor another one
-        best = None if self.updates.has_turns else self.checks.best.left(was_damaged=was_damaged)
+        best = None if self.updates.has_turns else self.checks.best.left(had_incidents=had_incidents)
         return Summary(
             status=status,
             exit_code=exit_code,

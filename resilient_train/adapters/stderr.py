@@ -66,7 +66,8 @@ class LiveLine:
     def clear(self) -> None:
         """Make room for another line."""
         if self._width:
-            print(f"\r{'':{self._width}}\r", end="", file=sys.stderr, flush=True)
+            with suppress(OSError, ValueError):
+                print(f"\r{'':{self._width}}\r", end="", file=sys.stderr, flush=True)
             self._width = 0
 
 

@@ -64,6 +64,14 @@ class ChangedOnPurpose(ReferenceInvalid):
         self.limit = was + LEARNED * (now - was) if in_data else inf
 
 
+class WrittenOnPurpose(ChangedOnPurpose):
+    """The loop wrote to the weights, and the newest samples have a far lower loss since."""
+
+    def __init__(self, now: float, was: float) -> None:
+        ReferenceInvalid.__init__(self, f"the loss fell from {was:.4g} to {now:.4g} as the loop wrote to the weights")
+        self.limit = was
+
+
 class BeganByChance(ReferenceInvalid):
     """The loss that the run began with was low by chance: at its first weights other samples have a higher one."""
 
@@ -174,7 +182,7 @@ class Explainer:
         return replace(found, rows=tuple(sorted({*found.rows, *more.rows})), reasons={**more.reasons, **found.reasons})
 
     def _damage(self, anomaly: Anomaly, history: Sequence[Incident]) -> Diagnosis:
-        """What is wrong with weights or moments: the worst that any rank has found. Raises ChangedOnPurpose."""
+        """What is wrong with weights or moments: the worst that any rank has found. Raises WrittenOnPurpose."""
         if anomaly.signal is Signal.WEIGHTS_JUMP and not anomaly.ranks:
             self._require_worse_weights(anomaly)
         verified = self._ring.verified_until(anomaly.since)
@@ -370,21 +378,14 @@ class Explainer:
                     raise ChangedOnPurpose(now, was)
 
     def _require_worse_weights(self, jump: Anomaly) -> None:
-        """Raise ChangedOnPurpose if the newest samples have a far lower loss at the weights that were written.
-
-        A verified state is older: so it also has to be far above the level of the run there.
-        """
-        verified, newest = self._ring.verified_until(jump.since), self._updates.around(jump.since)[0]
-        if self._search is None or not self._samples.rows or not verified or not newest:
+        """Raise WrittenOnPurpose if the loss is far lower at the weights that were written than it was before."""
+        newest, before = self._updates.around(jump.since)
+        if self._search is None or not self._samples.rows or not newest or len(before) < FEW:
             return
-        self._ring.copier.wait()
         with randomness.preserved(self._world.device):
-            now = median(self._search.loss_at(one.start) for one in newest)
-            with self._state.weights_of(verified[0].parts):
-                verified_loss = median(self._search.loss_at(one.start) for one in newest)
-        level = self._updates.recent_loss or 0.0
-        if _FAR_LOWER * now < verified_loss and _FAR_LOWER * abs(level) < verified_loss:
-            raise ChangedOnPurpose(verified_loss, now)
+            now, was = median(self._search.loss_at(one.start) for one in newest), median(one.loss for one in before)
+        if 0 <= _FAR_LOWER * now < was:
+            raise WrittenOnPurpose(now, was)
 
 
 def _known(anomaly: Anomaly, history: Sequence[Incident]) -> Diagnosis | None:

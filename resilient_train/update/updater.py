@@ -124,13 +124,14 @@ class Updater:
         loss: torch.Tensor,
         knobs: KnobValues = AS_CONFIGURED,
         *,
-        rate_factor: float = 1.0,
+        rates: tuple[float, float] = (1.0, 1.0),
         digest: int = 0,
     ) -> Attempt:
         """Send the gradients to the gate as update `step + 1`, and drop them. All optimizers step, or none does.
 
-        In a turn, that is the gradients of the optimizer that is next. `digest` is of the decisions that all ranks must
-        have taken alike.
+        In a turn, that is the gradients of the optimizer that is next. `rates` multiply the learning rate: by what an
+        experiment asks, which is not recorded, and by what counts as the rate of this update. `digest` is of the
+        decisions that all ranks must have taken alike.
         """
         self.adopt_groups()
         turns, one = self.turns, self.turns.current
@@ -153,6 +154,7 @@ class Updater:
                 after, _ = clip(weights, ClipConfig(None, None), over_ranks=self._over_ranks)
                 norm = torch.where(after.isfinite(), norm, after)
             grad_norm, max_norm = clip_further(weights, norm, self.clipping.max_norm, *limits)
+        rate_factor = rates[0] * rates[1]
         set_rates = self._set(step, knobs.lr * rate_factor, knobs)
         if knobs.share:
             # At a lower rate, by a remedy or by the schedule, updates are shorter, too; 0: not known on the host.
@@ -190,7 +192,7 @@ class Updater:
             settings=turns.fastest(set_rates.settings) if turns.is_open_ended else set_rates.settings,
             before=set_rates.before if one is None else turns.before,
             is_limited=set_rates.lr_ratio < set_rates.asked_ratio,
-            lr_ratio=set_rates.lr_ratio,
+            lr_ratio=set_rates.lr_ratio / rates[0],
             restarts=restarts,
             max_norm=max_norm,
             is_busy=self.agreement.is_set(Flag.BUSY),

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 from resilient_train.watch.config import JumpConfig
 from resilient_train.watch.loss import PlainState, without_top
+from resilient_train.watch.purpose import LEARNED
 
 BLOCK = 50  # accepted losses
-_FAR = 0.75  # of the best level: a run without damage that ends so far above it is not called well
+_FAR = 0.75  # of the best level: a run without incidents that ends so far above it is not called well
 
 
 class Block(NamedTuple):
@@ -87,6 +88,13 @@ class BestLevel(PlainState):
         noise = max(best.scatter, scatter) * sqrt(2 / BLOCK)
         return mean - best.level > max(self.config.sigmas * noise, share * abs(best.level))
 
+    def limit(self, height: float) -> float:
+        """Return what a run has to end below after a change that raised the loss to `height`, to have learned it."""
+        best = Block(*self._lowest[-1]) if self._lowest else None
+        if best is None or self.has_negative or not isfinite(height):
+            return inf
+        return best.level + max(_FAR * abs(best.level), LEARNED * (height - best.level))
+
     def state_dict(self) -> dict[str, Any]:
         return copy.deepcopy({name: getattr(self, name) for name in self.saved})
 
@@ -94,12 +102,12 @@ class BestLevel(PlainState):
         for name in self.saved:
             setattr(self, name, copy.deepcopy(state[name]))
 
-    def left(self, *, was_damaged: bool) -> Block | None:
-        """Return the best block if the newest losses are far above it; after damage, if they are outside its range."""
+    def left(self, *, had_incidents: bool) -> Block | None:
+        """Return the best block if the newest losses are far above it; after incidents, if out of its range."""
         if self._newest is None:
             return None
         newest = Block(*self._newest)
         if self._former is not None and newest.mean > self._former[1] and not self.has_negative:
             return Block(*self._former[0])
-        share = self.config.share if was_damaged else _FAR
+        share = self.config.share if had_incidents else _FAR
         return self.until(newest.stop) if self.is_above(newest.mean, newest.scatter, newest.stop, share) else None

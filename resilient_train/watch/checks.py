@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite
 from typing import Any
@@ -89,7 +89,7 @@ class Checks:
     @property
     def limits(self) -> tuple[float, float]:
         """The limits for the loss and the gradient norm, exact in float32."""
-        if self.probe is not None and self.probe.covers(self._step + 1):
+        if self.probe is not None and self.probe.is_at(self._step + 1):
             return NO_LIMIT, NO_LIMIT  # to see all of it
         return loss_limit(self.config.limit, self._level), self._grad_limit.limit
 
@@ -274,7 +274,7 @@ class Checks:
             return Finding(self._about_loss(vitals, Signal.DIVERGENCE, diverged))
         outside, evidence = self._is_outside(loss), f"loss {loss:.4g} where {self._level.usual_range}"
         if which != self._refusals.latest and outside:  # counts for a jump, but is not learned
-            jumped = self._jump.see(step, loss, True)
+            jumped = self._jump.see(step, loss, True, landed=False)
             if jumped and not self._is_silent:
                 return Finding(self._about_loss(vitals, Signal.LOSS_SPIKE, jumped))
         norms = self._refusals.add(step, which, norm)
@@ -318,9 +318,9 @@ class Checks:
         risen = None if self._is_silent else self._rate_rise.at_end(vitals.step)
         return self._about_loss(vitals, Signal.DIVERGENCE, risen) if risen else None
 
-    def after_change(self, vitals: Vitals, finding: Finding) -> Finding:
-        """Judge the update after the weights were written on purpose: it may have any loss that is finite."""
-        self.start_over()
+    def after_change(self, vitals: Vitals, finding: Finding, losses: Sequence[float]) -> Finding:
+        """Judge the update after the weights were written on purpose, the newest of `losses`: any that is finite."""
+        self.start_over(self.best.limit(max(losses, default=inf)))
         is_spike = vitals.refused in SPIKES
         return Finding(repeat=is_spike) if vitals.accepted or is_spike else finding
 
@@ -350,6 +350,7 @@ class Checks:
         """Return the state that does not rewind, for a process that resumes here, as plain data."""
         own = {"only_reported": self.is_only_reported, "declared": sorted(self._declared)}
         own |= {"nan_is_usual": self.nan_is_usual, "changed": self.is_changed}
+        own["probe"] = self.probe and self.probe.plain()
         own["path"] = [[step, *measured] for step, measured in [*self._accepted.items()][-_IN_CHECKPOINT:]]
         return own | {name: one.persistent_state() for name, one in self._persistent().items()}
 
@@ -362,6 +363,7 @@ class Checks:
         self.nan_is_usual |= state.get("nan_is_usual") is True
         self.is_changed |= state.get("changed") is True
         self.knows_usual_batches = "nan_is_usual" in state
+        self.probe = Probe.from_plain(state["probe"]) if state.get("probe") else None
         self._declared |= set(state.get("declared", ()))
         self._accepted = OrderedDict((step, (loss, norm)) for step, loss, norm in state.get("path", ()))
         lacking = []

@@ -7,7 +7,7 @@ from collections import deque
 
 from resilient_train.types import Vitals
 from resilient_train.watch.config import LimitConfig, ScaleConfig
-from resilient_train.watch.loss import ABSURD, Level, PlainState, exceeded
+from resilient_train.watch.loss import Level, PlainState
 
 NO_LIMIT = 3.4028234663852886e38  # the largest float32
 _OUTLIER = 100  # times the median of the first norms: left out when the first limit is made from them
@@ -76,8 +76,7 @@ class GradLimit(PlainState):
             self._early = sorted(kept)[int(0.9 * (len(kept) - 1))]
         largest = self.largest
         early = min(self._early, self.config.early_factor * largest)
-        absurd = exceeded(sorted(self._norms), ABSURD)
-        self.limit = as_float32(max(self.config.grad_factor * largest, early, absurd))
+        self.limit = as_float32(max(self.config.grad_factor * largest, early))
 
     def bound(self, largest: float) -> None:
         """Bound the limit by the largest norm before a rewind, until there are enough norms again."""
@@ -105,7 +104,7 @@ def loss_limit(config: LimitConfig, level: Level) -> float:
     if not config.every or level.has_no_limit:
         return NO_LIMIT
     if level.ready:
-        return as_float32(max(level.median + config.loss_factor * max(level.spread, level.scale), level.absurd))
+        return as_float32(level.median + config.loss_factor * max(level.spread, level.scale))
     largest = max(map(abs, level.losses), default=0.0) if len(level.losses) >= _FEW - 1 else 0.0
     return as_float32(_EARLY_LIMIT * largest) if largest > 0 else NO_LIMIT
 

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from math import log, sqrt
 from statistics import fmean
+from sys import float_info
 from typing import Any, ClassVar, NamedTuple
 
 from resilient_train.watch.config import CreepConfig, JumpConfig, SlowConfig
@@ -22,9 +23,10 @@ _YOUNG_LOSSES = 12  # losses that show what is far above them all, before the ra
 _YOUNG_MARGIN = 2.0  # times the usual thresholds, before the range is known: a young run changes fast
 _MOST_PER_BLOCK = 8.0  # spreads that one block counts for at most, so that an alarm takes two blocks or more
 FEW = 8  # losses; fewer show no scatter, no trend, no outliers, and no return
-_IN_TAIL = 3  # values at least whose logarithms show how heavy a tail is
+_IN_TAIL = 3  # values at least that show how heavy a tail is
+LOWEST = -float_info.max  # no loss is below it
 _HEAVIEST = 5.0  # slope of a tail
-RARE, ABSURD = 100, 100_000  # one in so many values is as large
+RARE = 100  # one in so many losses is as large
 _NORMAL_BLOCK = 1.0  # spreads above the median up to which a block shows no climb
 
 
@@ -91,18 +93,18 @@ class Level(PlainState):
 
     saved = (
         *("losses", "ready", "median", "spread", "scale", "low", "high", "first", "best", "has_no_limit"),
-        *("rare", "absurd", "outliers", "_seen", "_fresh"),
+        *("rare", "_outliers", "_seen", "_fresh"),
     )
 
     def __init__(self, config: JumpConfig) -> None:
         self.every = config.every or _REFRESH_EVERY
         self.warmup = config.warmup
         self.losses: deque[float] = deque(maxlen=config.window)
-        self.outliers: deque[float] = deque(maxlen=config.window)  # losses outside the range that nothing followed
+        self._outliers: deque[Any] = deque(maxlen=config.window)  # after how many losses each came, and what it was
         self.ready = False  # enough losses were seen to know the range
         self.median = self.spread = self.scale = 0.0
         self.low = self.high = 0.0  # the 5th and the 95th percentile
-        self.rare = self.absurd = 0.0  # what one loss in a hundred exceeds, and one in a hundred thousand
+        self.rare = LOWEST  # what one loss in a hundred exceeds
         self.first = 0.0  # the mean of the first losses of the run
         self.best: float | None = None  # the lowest median so far
         self.has_no_limit = False  # in a new regime: there is no limit until the level is learned again
@@ -127,10 +129,20 @@ class Level(PlainState):
     def forget(self) -> None:
         """Start from scratch, but keep the first loss: how far the loss fell since then shows what is small."""
         self.losses.clear()
-        self.outliers.clear()
+        self._outliers.clear()
         self.best = None
         self.ready = self.has_no_limit = False
         self._refresh()
+
+    def add_outliers(self, losses: Sequence[float]) -> None:
+        """Take losses outside the range that were few, and landed: they show how heavy its tail is."""
+        self._outliers.extend([self._seen, loss] for loss in losses)
+
+    def exceeded(self) -> float:
+        """Return what one loss in a hundred exceeds."""
+        while self._outliers and self._outliers[0][0] <= self._seen - (self.losses.maxlen or 0):
+            self._outliers.popleft()
+        return exceeded(sorted([*self.losses, *(loss for _, loss in self._outliers)]), RARE)
 
     def _drop_descent(self) -> None:
         """Forget the first half of the losses while the second half is clearly lower.
@@ -158,8 +170,7 @@ class Level(PlainState):
             return
         self.median = median = ranked[count // 2]
         self.low, self.high = ranked[count // 20], ranked[int(0.95 * (count - 1))]
-        every = sorted([*ranked, *self.outliers])
-        self.rare, self.absurd = exceeded(every, RARE), exceeded(every, ABSURD)
+        self.rare = self.exceeded()
         self.best = median if self.best is None else min(self.best, median)
         self.scale = max(abs(median), _SHARE_OF_DESCENT * (self.first - self.best))
         self.spread = max(
@@ -171,16 +182,16 @@ class Level(PlainState):
 
 
 def exceeded(ranked: Sequence[float], odds: int) -> float:
-    """Return what one in `odds` values exceeds, by the slope of their highest tenth (Hill's estimate); 0 if unknown.
+    """Return what one in `odds` values exceeds, as the highest tenth of them shows (Hill's estimate).
 
     A spread says little of values that span orders of magnitude, as those of skewed targets in small batches.
     """
-    top = max(_IN_TAIL, len(ranked) // 10)
-    if len(ranked) <= top or not ranked[-top - 1] > 0:
-        return 0.0
-    threshold = ranked[-top - 1]
-    slope = min(_HEAVIEST, fmean([log(value / threshold) for value in ranked[-top:]]))
-    return float(threshold * (odds * top / len(ranked)) ** slope)
+    top, median = max(_IN_TAIL, len(ranked) // 10), ranked[len(ranked) // 2] if ranked else 0.0
+    if len(ranked) <= 2 * top or not ranked[-top - 1] > median:
+        return LOWEST
+    threshold = ranked[-top - 1] - median
+    slope = min(_HEAVIEST, fmean([log((value - median) / threshold) for value in ranked[-top:]]))
+    return float(median + threshold * (odds * top / len(ranked)) ** slope)
 
 
 def deviation(ranked: Sequence[float], center: float) -> float:
@@ -191,8 +202,8 @@ def deviation(ranked: Sequence[float], center: float) -> float:
 class Jump(PlainState):
     """The loss left its usual range and stays outside.
 
-    Losses outside the range do not enter it, or it would follow the damage; those that nothing followed show how heavy
-    its tail is. A young run has no range yet: there a loss is outside if it is far above all losses so far.
+    Losses outside the range do not enter it, or it would follow the damage; a few now and then only show how heavy its
+    tail is. A young run has no range yet: there a loss is outside if it is far above all losses so far.
     """
 
     saved = ("_flags", "_trusted", "_outside", "_usual_at", "_quiet")
@@ -201,7 +212,7 @@ class Jump(PlainState):
         self.config, self.level = config, level
         self._flags: deque[bool] = deque(maxlen=config.flagged_of)  # which of the latest losses were outside
         self._trusted: deque[int] = deque(maxlen=config.flagged_of)  # the newest trusted step at each flag
-        self._outside: deque[float] = deque(maxlen=config.flagged_of)  # the losses of the flags
+        self._outside: deque[float] = deque(maxlen=config.flagged_of)  # those of the flags that landed
         self._usual_at = 0  # the newest step whose loss was usual
         self._quiet = 0  # losses without another alarm, while a treatment takes effect
 
@@ -215,11 +226,11 @@ class Jump(PlainState):
         ranked = sorted(list(level.losses)[-_YOUNG_LOSSES:])
         rise, median = loss - ranked[-1], ranked[_YOUNG_LOSSES // 2]
         spread, size = deviation(ranked, median), max(abs(median), level.scale)
-        if loss <= exceeded(ranked, RARE):
+        if loss <= level.exceeded():
             return False
         return rise > _YOUNG_MARGIN * config.sigmas * spread and rise > _YOUNG_MARGIN * config.share * size
 
-    def see(self, step: int, loss: float, outside: bool) -> Alarm | None:
+    def see(self, step: int, loss: float, outside: bool, *, landed: bool = True) -> Alarm | None:
         """Judge the loss of an update.
 
         Damage may grow for a while before a loss is outside. So the newest trusted state is the one that produced the
@@ -235,10 +246,12 @@ class Jump(PlainState):
         self._trusted.append(max(0, self._usual_at - 1))
         if not outside:
             if not any(self._flags):
-                self.level.outliers.extend(self._outside)
+                if len(self._outside) < self.config.flagged:
+                    self.level.add_outliers(self._outside)
                 self.forget()
             return None
-        self._outside.append(loss)
+        if landed:
+            self._outside.append(loss)
         if self._quiet or sum(self._flags) < self.config.flagged:
             return None
         self._quiet = 2 * self.config.flagged_of

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 PROBE_RATE = 0.1  # of the rate, around the step of a rise that was undone
 _BEFORE, _AFTER = 2, 12  # steps around a jump that are made at that rate
@@ -47,10 +48,27 @@ class Probe(NamedTuple):
     def covers(self, step: int) -> bool:
         return self.first <= step <= self.last
 
-    def confirms(self, again: Rise, step: int) -> bool:
-        """Say whether a rise that was noticed at a step is the same one."""
+    def is_at(self, step: int) -> bool:
+        """Say whether the rise may come again at a step."""
+        near = max(_NEAR, round(_NEAR_SHARE * (self.rise.step - self.rewound_to)))
+        return abs(step - self.rise.step) <= near or step == self.rewound_to + 1
+
+    def confirms(self, again: Rise, step: int, *, was_low: bool) -> bool:
+        """Say whether a rise that was noticed at a step is the same one.
+
+        `was_low` says that of the loss at the state which the run was rewound to.
+        """
         if again.grows or abs(again.height - self.rise.height) > _ALIKE * max(again.height, self.rise.height):
             return False
-        near = max(_NEAR, round(_NEAR_SHARE * (self.rise.step - self.rewound_to)))
-        is_there = abs(again.step - self.rise.step) <= near and self.covers(step) and again.start != self.rise.start
-        return is_there or again.step == self.rewound_to + 1
+        if again.step == self.rewound_to + 1:
+            return was_low
+        return self.is_at(again.step) and self.covers(step) and again.start != self.rise.start
+
+    def plain(self) -> list[Any]:
+        """Return it as plain data."""
+        return [list(self.rise), *self[1:]]
+
+    @classmethod
+    def from_plain(cls, plain: Sequence[Any]) -> Probe:
+        """Make it from what `plain` returned."""
+        return cls(Rise(*plain[0]), *plain[1:])

@@ -504,6 +504,7 @@ def test_an_infinite_metric_hides_no_nan_in_an_average(unreplicated: tuple[()] |
         found.append(scans.judge(0, 0, scans.measure(kept, everything=True).tolist()))
         kept["ema"]["weight"][1] = NAN
     assert found[0] is None
+    assert found[1] is not None
     assert found[1].signal is Signal.NONFINITE_WEIGHTS
 
 

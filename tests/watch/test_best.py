@@ -1,0 +1,205 @@
+"""The best level of the loss, what noise can do to a loss, and what a run says that ends far above its best level."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from math import exp
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from resilient_train import Guard
+from resilient_train.watch.best import BLOCK, BestLevel
+from resilient_train.watch.config import named
+from resilient_train.watch.loss import LOWEST, RARE, Jump, Level, exceeded
+
+JUMP = named("default").jump
+
+
+def noisy(level: float, count: int, seed: int = 0, scatter: float = 0.1) -> list[float]:
+    dice = random.Random(seed)
+    return [level * (1 + scatter * dice.gauss(0, 1)) for _ in range(count)]
+
+
+def seen(losses: list[float]) -> BestLevel:
+    best = BestLevel(JUMP)
+    for step, loss in enumerate(losses, 1):
+        best.see(step, loss)
+    return best
+
+
+@pytest.mark.parametrize(
+    ("losses", "after_incidents", "otherwise"),
+    [
+        pytest.param(noisy(2.0, 300), None, None, id="it stands"),
+        pytest.param(noisy(2.0, 100) + noisy(0.5, 200), None, None, id="it falls"),
+        pytest.param(noisy(0.5, 100) + noisy(2.0, 100), (51, 100), (51, 100), id="it rose fourfold"),
+        pytest.param(noisy(0.5, 50) + noisy(0.8, 100), (1, 50), None, id="it rose by 60 %"),
+        pytest.param(noisy(0.5, 50) + noisy(0.6, 100), None, None, id="it rose by 20 %"),
+        pytest.param(noisy(0.5, 100, scatter=3.0) + noisy(0.8, 100, scatter=3.0), None, None, id="it is noisy"),
+        pytest.param(noisy(0.5, 50) + noisy(2.0, 49), None, None, id="too few losses show it"),
+        pytest.param([-0.1, *noisy(0.5, 99), *noisy(2.0, 100)], None, None, id="losses below zero"),
+    ],
+)
+def test_the_newest_losses_are_compared_with_the_best_block(
+    losses: list[float], after_incidents: tuple[int, int] | None, otherwise: tuple[int, int] | None
+) -> None:
+    best = seen(losses)
+    for had_incidents, expected in ((True, after_incidents), (False, otherwise)):
+        block = best.left(had_incidents=had_incidents)
+        found = None if block is None else (block.start, block.stop)
+        # Which of two blocks at one level is the lower is up to noise.
+        assert (found is None) == (expected is None)
+        assert found is None or found[1] <= (expected or (0, 0))[1]
+
+
+def test_a_state_from_far_above_the_best_level_is_not_trusted() -> None:
+    best = seen(noisy(0.5, 100) + noisy(2.0, 100))
+    assert best.step <= 2 * BLOCK
+    assert best.is_above(2.0, 0.2, 200, JUMP.share)
+    assert not best.is_above(2.0, 0.2, BLOCK - 1, JUMP.share), "there was no block before that step"
+
+
+def test_it_rewinds_with_the_run() -> None:
+    best, other = seen(noisy(2.0, 120)), BestLevel(JUMP)
+    other.load_state_dict(json.loads(json.dumps(best.state_dict())))
+    for step, loss in enumerate(noisy(0.5, 100), 121):
+        best.see(step, loss)
+        other.see(step, loss)
+    assert best.state_dict() == other.state_dict()
+
+
+def test_a_new_regime_is_compared_with_the_old_one_until_it_has_learned() -> None:
+    best = seen(noisy(0.5, 100))
+    best.forget(limit=1.0)
+    for step, loss in enumerate(noisy(2.0, BLOCK), 101):
+        best.see(step, loss)
+    assert (left := best.left(had_incidents=False)) is not None
+    assert left.stop <= 100
+    for step, loss in enumerate(noisy(0.7, BLOCK), 151):
+        best.see(step, loss)
+    assert best.left(had_incidents=False) is None
+
+
+# What noise can do.
+
+Draw = Callable[[random.Random], float]
+HEAVY: dict[str, Draw] = {
+    "errors of skewed targets": lambda dice: (exp(1.2 * dice.gauss(0, 1)) - 1) ** 2,
+    "few degrees of freedom": lambda dice: (dice.gauss(0, 1) / max(0.05, abs(dice.gauss(0, 1)))) ** 2,
+    "rare rows": lambda dice: dice.uniform(0.5, 3.0) if dice.random() < 0.08 else dice.uniform(0.1, 0.15),
+}
+LIGHT: dict[str, Draw] = {
+    "mean of many": lambda dice: 0.5 + 0.05 * dice.gauss(0, 1),
+    "waiting": lambda dice: dice.expovariate(1.0),
+    "errors": lambda dice: dice.gauss(0, 1) ** 2,
+}
+
+
+@pytest.mark.parametrize("name", [*HEAVY, *LIGHT])
+def test_one_value_in_so_many_is_as_large_as_the_tail_says(name: str) -> None:
+    draw, dice, above, count = (HEAVY | LIGHT)[name], random.Random(1), 0, 0
+    for _ in range(200):
+        limit = exceeded(sorted(draw(dice) for _ in range(256)), RARE)
+        above += sum(draw(dice) > limit for _ in range(100))
+        count += 100
+    assert above / count < 3 / RARE
+
+
+@pytest.mark.parametrize("factor", [1e-6, 1.0, 1e6])
+def test_the_unit_of_the_loss_does_not_matter(factor: float) -> None:
+    values = sorted(noisy(1.0, 64))
+    assert exceeded([factor * one for one in values], RARE) == pytest.approx(factor * exceeded(values, RARE))
+
+
+@pytest.mark.parametrize("values", [[], [1.0], [1.0, 2.0, 3.0], [-1.0] * 20, [0.0] * 20])
+def test_where_no_tail_shows_there_is_no_limit_by_it(values: list[float]) -> None:
+    assert exceeded(values, RARE) == LOWEST
+
+
+def alarms(losses: list[float]) -> list[int]:
+    """At which losses the check for jumps raises an alarm."""
+    level = Level(JUMP)
+    jump, found = Jump(JUMP, level), []
+    for step, loss in enumerate(losses, 1):
+        outside = jump.is_outside(loss)
+        if jump.see(step, loss, outside) is not None:
+            found.append(step)
+        if not outside:
+            level.learn(loss)
+    return found
+
+
+@pytest.mark.parametrize("name", HEAVY)
+def test_heavy_tails_are_no_jumps(name: str) -> None:
+    """Of a hundred runs of 500 updates, in which rare rows become hard ones only after the range is known."""
+    found = 0
+    for seed in range(100):
+        dice = random.Random(seed)
+        quiet = [dice.uniform(0.1, 0.15) for _ in range(100)] if name == "rare rows" else []
+        found += len(alarms(quiet + [HEAVY[name](dice) for _ in range(500 - len(quiet))]))
+    assert found <= 1
+
+
+@pytest.mark.parametrize("name", LIGHT)
+@pytest.mark.parametrize("outliers", [0, 3])
+def test_a_jump_is_found_in_a_few_updates_also_after_outliers(name: str, outliers: int) -> None:
+    late = 0
+    for seed in range(50):
+        dice = random.Random(seed)
+        losses = [LIGHT[name](dice) for _ in range(300)]
+        for place in range(outliers):
+            losses[100 + 50 * place] *= 50
+        jumped = [20 + 5 * LIGHT[name](dice) for _ in range(JUMP.flagged_of)]
+        found = alarms(losses + jumped)
+        late += not found or found[-1] <= len(losses)
+    assert late <= 1
+
+
+# What a run says.
+
+
+def ruined(run_dir: Path, decay: float) -> dict[str, object]:
+    """A classifier whose weight decay grows by a bug, until it has forgotten most of what it knew."""
+    torch.manual_seed(0)
+    centers = 1.5 * torch.randn(8, 12)
+    y = torch.randint(8, (3000,))
+    data = torch.utils.data.TensorDataset(centers[y] + torch.randn(3000, 12), y)
+    model = torch.nn.Sequential(torch.nn.Linear(12, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
+    guard = Guard(
+        *(None, model, optimizer),
+        data=data,
+        batch_size=32,
+        steps=400,
+        run_dir=run_dir,
+    )
+    for features, label in guard.batches():
+        optimizer.param_groups[0]["weight_decay"] = 0.01 * min(decay, 1.03**guard.attempted_step)
+        loss = cross_entropy(model(features), label)
+        torch.autograd.backward(loss)
+        guard.update(loss)
+    guard.close()
+    return dict(json.loads((run_dir / "summary.json").read_text()))
+
+
+def test_a_run_that_is_ruined_slowly_is_not_called_well(tmp_path: Path) -> None:
+    """Its loss ends far below the first one, which alone says nothing."""
+    summary = ruined(tmp_path / "run", decay=400.0)
+    first, final = summary["first_loss"], summary["final_loss"]
+    assert isinstance(first, float)
+    assert isinstance(final, float)
+    assert final < 0.9 * first
+    assert summary["verdict"] == "above_best"
+    assert summary["exit_code"] == 0
+    level = summary["best_level"]
+    assert isinstance(level, dict)
+    assert level["loss"] < 0.5 * final
+
+
+def test_a_sound_run_is_called_well(tmp_path: Path) -> None:
+    assert ruined(tmp_path / "run", decay=1.0)["verdict"] == "well"
