@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from resilient_train import Guard
+from resilient_train import GaveUp, Guard
 from resilient_train.types import Incident
 
 STEPS, CHANGE, ROWS = 260, 160, 512
@@ -55,7 +56,7 @@ class Run:
     def __init__(self, run_dir: Path | None, loss: Loss = fitted, *, replays: bool = True, **given: Any) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 3))
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=5e-3)
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=given.pop("lr", 5e-3))
         self.loss, self.own_count = loss, itertools.count(1)
 
         def objective(model: nn.Module, batch: Any) -> Tensor:
@@ -186,14 +187,33 @@ def test_a_batch_of_one_row_is_noisy(seed: int) -> None:
     assert not guard.incidents
 
 
-def test_a_loss_that_is_ruined_slowly_is_not_well(tmp_path: Path) -> None:
-    """A run that ends far above a level that it had proven says where that was, in place of "well"."""
+@pytest.mark.parametrize("does_better", [True, False])
+def test_weights_that_are_loaded_once(does_better: bool) -> None:
+    """Where the loss is far lower since, it was the loop that wrote them. Damage of the same size is undone."""
+    good = Run(None, batch_size=64).trained().model.state_dict()
+    inputs, targets = (torch.stack(one) for one in zip(*rows(), strict=True))
 
-    def curve(step: int) -> float:
-        return 0.2 + 30 * max(0.0, (step - 60) / 200) ** 2
+    def load(model: nn.Module, step: int) -> None:
+        if step == 103 and not loaded:
+            loaded.append(step)
+            sign = 1 if does_better else -1
+            model.load_state_dict({name: sign * value for name, value in good.items()})
 
-    run = Run(tmp_path / "run", batch_size=4, schedule=curve, steps=400).trained()
-    ended = summary(tmp_path / "run")
-    assert run.guard.recent_loss is not None
-    is_ruined = run.guard.recent_loss > 0.2
-    assert (ended["verdict"] in ("well", "recovered")) != is_ruined
+    loaded: list[int] = []
+    run = Run(None, lr=1e-4).trained(load)
+    final = F.mse_loss(run.model(inputs), targets).item()
+    assert (final < 0.15) == does_better
+    assert bool(run.incidents) != does_better
+
+
+def test_labels_that_rot_are_no_change_on_purpose(tmp_path: Path) -> None:
+    """A rewind to the first weights shows their high loss, which is no rise that came again."""
+
+    def rotting(model: nn.Module, batch: Any, step: int) -> Tensor:
+        is_wrong = torch.rand(len(batch[0]), 1) < (step - 100) / 300
+        return F.mse_loss(model(batch[0]), torch.where(is_wrong, 3 * batch[1].roll(1, 0), batch[1]))
+
+    run = Run(tmp_path / "run", rotting, replays=False, steps=400)
+    with contextlib.suppress(GaveUp):
+        run.trained()
+    assert summary(tmp_path / "run")["verdict"] not in ("well", "recovered")

@@ -10,12 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_checks import Run
 from torch.nn.functional import cross_entropy
 
 from resilient_train import Guard
+from resilient_train.types import Anomaly, Vitals
 from resilient_train.watch.best import BLOCK, BestLevel
+from resilient_train.watch.checks import Checks
 from resilient_train.watch.config import named
+from resilient_train.watch.limit import NO_LIMIT
 from resilient_train.watch.loss import LOWEST, RARE, Jump, Level, exceeded
+from resilient_train.watch.purpose import Probe, Rise
 
 JUMP = named("default").jump
 
@@ -158,6 +163,57 @@ def test_a_jump_is_found_in_a_few_updates_also_after_outliers(name: str, outlier
         found = alarms(losses + jumped)
         late += not found or found[-1] <= len(losses)
     assert late <= 1
+
+
+def test_refused_losses_do_not_widen_the_range() -> None:
+    """An absurd loss now and then is refused each time, and a jump is found as soon as before."""
+    run, dice = Run(), random.Random(0)
+    found: list[Anomaly] = []
+    for _ in range(600):
+        loss = 1.0 + 0.1 * dice.random()
+        absurd = run.step in (200, 260, 320, 380, 440) and not (found and found[-1].step == run.step + 1)
+        if anomaly := run.attempt(1e12 if absurd else 8 * loss if run.step >= 500 else loss).anomaly:
+            found.append(anomaly)
+            if anomaly.landed:
+                break
+    assert [one.landed for one in found] == [False] * 5 + [True]
+    assert 500 < found[-1].step <= 500 + JUMP.flagged_of
+
+
+# What tells a change on purpose from damage.
+
+RISE = Rise(160, 2560, 2.0, False, True)
+
+
+@pytest.mark.parametrize(
+    ("again", "was_low", "confirms"),
+    [
+        pytest.param(RISE._replace(start=2000), True, True, id="other samples"),
+        pytest.param(RISE, True, False, id="the same samples"),
+        pytest.param(RISE._replace(step=168, start=2000), True, True, id="a little later"),
+        pytest.param(RISE._replace(step=190, start=2000), True, False, id="much later"),
+        pytest.param(RISE._replace(start=2000, height=9.0), True, False, id="higher"),
+        pytest.param(RISE._replace(start=2000, grows=True), True, False, id="gradients grow"),
+        pytest.param(RISE._replace(step=126), True, True, id="at once"),
+        pytest.param(RISE._replace(step=126), False, False, id="at once, where the loss was as high before"),
+    ],
+)
+def test_a_rise_that_comes_again(again: Rise, was_low: bool, confirms: bool) -> None:
+    probe = Probe.of(RISE, 164, 125, is_jump=True)
+    assert probe.confirms(again, again.step + 4, was_low=was_low) == confirms
+    assert Probe.from_plain(json.loads(json.dumps(probe.plain()))) == probe
+
+
+def test_the_limits_are_lifted_only_where_it_may_come_again() -> None:
+    checks = Checks(named("default"))
+    for step in range(1, 100):
+        checks.judge(Vitals(step, step, True, 1.0 + 0.001 * (step % 7), 1.0, 1e-3, step, step + 1))
+    checks.probe = Probe.of(RISE._replace(step=110), 140, 50, is_jump=False)
+    lifted = []
+    for step in range(100, 140):
+        lifted += [step] if checks.limits == (NO_LIMIT, NO_LIMIT) else []
+        checks.judge(Vitals(step, step, True, 1.0 + 0.001 * (step % 7), 1.0, 1e-3, step, step + 1))
+    assert lifted == list(range(100, 126))
 
 
 # What a run says.

@@ -450,6 +450,19 @@ def test_second_moments_follow_from_the_gradients(
     assert subject in found.evidence
 
 
+def test_a_large_gradient_of_sgd_is_no_jump_of_the_weights() -> None:
+    """The heavy tails of small batches: its norm says how far the weights can have moved."""
+    run = trained("SGD")
+    run.max_norm = 1000.0  # clips nothing
+    assert run.updates(10 * EVERY) is None
+    run.truth *= 30
+    assert run.update() is None
+    run.truth /= 30
+    before = run.model.down.weight.norm()
+    assert run.updates(2 * EVERY) is None
+    assert before > 0
+
+
 def test_a_recursion_that_never_holds_is_given_up() -> None:
     """Where moments do not follow from the norm, a line says so once and nothing is reported."""
     run = Run(OPTIMIZERS["AdamW fused"])
