@@ -24,8 +24,7 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
 
-from resilient_train import Guard
-from resilient_train.errors import GaveUp
+from resilient_train import GaveUp, Guard
 
 AFTER = 150  # steps behind the stretch
 ENDLESS = 10  # attempts per wanted update

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
 
-from resilient_train.adapters.lightning import Guarded
+from resilient_train import lightning
 
 AT = 60  # the step of a fault, of 96
 BATCH = 8
@@ -159,7 +159,7 @@ def trainer_of(place: Path, *, guarded: bool, callbacks: tuple[Any, ...] = (), *
     return L.Trainer(
         accelerator="cpu",
         devices=1,
-        callbacks=[*callbacks, *([Guarded(**options)] if guarded else [])],
+        callbacks=[*callbacks, *([lightning.Guarded(**options)] if guarded else [])],
         default_root_dir=place,
         enable_progress_bar=False,
         enable_model_summary=False,

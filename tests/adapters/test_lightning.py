@@ -256,7 +256,7 @@ from pathlib import Path
 import torch
 import lightning as L
 from torch.utils.data import DataLoader
-from lightning_programs import Guarded, Net, Rows
+from lightning_programs import Net, Rows, lightning
 
 class OnOneRank(Net):
     def strikes(self, fault):
@@ -269,7 +269,7 @@ for fault in ("plain", "bit_flip", "rows"):
     trainer = L.Trainer(
         accelerator="cpu", strategy="ddp", devices=2, max_epochs=5, logger=False, default_root_dir=place,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[Guarded()] if fault != "plain" else [],
+        callbacks=[lightning.Guarded()] if fault != "plain" else [],
     )
     trainer.fit(module, DataLoader(Rows(bad=(17, 99) if fault == "rows" else ()), 8, shuffle=True))
     place.mkdir(exist_ok=True)
