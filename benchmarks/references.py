@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PLACES = [ROOT / name for name in ("benchmarks", "benchmarks/clinic", "tests", "examples")]  # of programs
 LIMIT_S = 300  # for one run: more is a fact
 NOT_COMPARED = ("seconds", "output")
-KEPT = ("signal", "cause", "step", "ranks", "rows", "rewound_to", "outcome", "further", "gave_up", "drill")
+KEPT = ("signal", "cause", "step", "ranks", "rows", "actions", "rewound_to", "outcome", "further", "gave_up", "drill")
 OF_SUMMARY = ("status", "steps", "ticks", "trial_updates", "verdict", "final_loss", "weights_sha256")
 Facts = dict[str, Any]
 
@@ -203,6 +203,7 @@ def make(run: Run, tree: Path) -> Facts:
             for process in started:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid or 0, signal.SIGKILL)
+                process.kill()  # before it has a group of its own
                 process.join()
         facts = facts_of(folder, tree) | {"exit codes": ends}
         facts["seconds"] = round(time.monotonic() - began, 1)
@@ -237,9 +238,7 @@ def facts_of(folder: Path, tree: Path) -> Facts:
         kept: Facts = {name: incident.get(name) for name in KEPT}
         for name in ("culprit", "symptom"):
             kept[name] = (found := incident.get(name)) and place_of(found, tree)
-        kept["actions"] = without_places(incident.get("actions"), tree)
-        arms = incident.get("tried") or []
-        kept["tried"] = [without_places([arm["do"], arm["anomalies"], arm["won"]], tree) for arm in arms]
+        kept["tried"] = [[arm["do"], arm["anomalies"], arm["won"]] for arm in incident.get("tried") or []]
         facts[f"incident {incident['id']}"] = kept
     return facts
 
@@ -252,11 +251,6 @@ def place_of(culprit: Facts, tree: Path) -> str:
     else:
         where = f"{file.relative_to(ROOT) if file.is_relative_to(ROOT) else file}:{line}"
     return f"{culprit['phase']} {culprit['op']} {where}"
-
-
-def without_places(value: Any, tree: Path) -> Any:
-    """Leave out where the trees lie."""
-    return json.loads(json.dumps(value).replace(f"{tree}/", "").replace(f"{ROOT}/", ""))
 
 
 def flat(facts: Facts, other: Facts) -> dict[str, str]:
