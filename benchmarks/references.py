@@ -38,6 +38,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paired import lines_of
+
 ROOT = Path(__file__).resolve().parents[1]
 PLACES = [ROOT / name for name in ("benchmarks", "benchmarks/clinic", "tests", "examples")]  # of programs
 LIMIT_S = 300  # for one run: more is a fact
@@ -208,7 +210,7 @@ def make(run: Run, tree: Path) -> Facts:
         facts = facts_of(folder, tree) | {"exit codes": ends}
         facts["seconds"] = round(time.monotonic() - began, 1)
         if ends[-1] != [0] * run.ranks:
-            facts["output"] = Path(output).read_text(errors="replace").splitlines()[-20:]
+            facts["output"] = lines_of(Path(output))[-20:]
     return facts
 
 
@@ -232,9 +234,8 @@ def facts_of(folder: Path, tree: Path) -> Facts:
     if (run_dir / "summary.json").exists():
         summary = json.loads((run_dir / "summary.json").read_text())
         facts |= {name: summary.get(name) for name in OF_SUMMARY}
-    lines = run_dir / "incidents.jsonl"
-    for line in lines.read_text().splitlines() if lines.exists() else []:
-        incident = json.loads(line)
+    incidents = [json.loads(line) for line in lines_of(run_dir / "incidents.jsonl")]
+    for incident in sorted(incidents, key=lambda one: int(one["id"])):
         kept: Facts = {name: incident.get(name) for name in KEPT}
         for name in ("culprit", "symptom"):
             kept[name] = (found := incident.get(name)) and place_of(found, tree)
