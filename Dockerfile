@@ -25,7 +25,7 @@ RUN set -eu; \
     torch='from importlib.metadata import version; import torch; print("torch==" + version("torch"), "#", torch.__version__, torch.__file__)'; \
     python3 -c "$torch" > /src/torch.txt; \
     python3 -m venv --without-pip --system-site-packages /opt/resilient; \
-    /opt/resilient/bin/python -m pip install --no-cache-dir --constraint /src/torch.txt "/src[hf]"; \
+    /opt/resilient/bin/python -m pip install --no-cache-dir --constraint /src/torch.txt "/src[app,hf]"; \
     /opt/resilient/bin/python -c "$torch" > /src/torch-now.txt; \
     diff /src/torch.txt /src/torch-now.txt; \
     rm -r /src

@@ -10,9 +10,21 @@ from importlib import import_module
 from resilient_train.app import VERBS
 from resilient_train.ranks import process_exit
 
+_EXTRA = ("hydra", "omegaconf", "mlflow", "matplotlib", "sklearn")  # packages of the extra `app`
+
 
 def main() -> None:
     """Do what the command line says."""
+    try:
+        _do()
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in _EXTRA:
+            raise
+        print(f"error: this needs the package {error.name}: pip install 'resilient-train[app]'", file=sys.stderr)
+        sys.exit(2)
+
+
+def _do() -> None:
     try:
         os.getcwd()
     except FileNotFoundError:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import re
+import shutil
+import sys
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from resilient_train.secrets import masked
 from resilient_train.types import (
@@ -393,3 +396,31 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(whole, 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class DrawnLine:
+    """A line at the bottom of a terminal that is drawn again and again."""
+
+    def __init__(self, stream: IO[str] | None = None) -> None:
+        self._stream = stream  # None: stderr, whatever that is by then
+        self._width = 0  # of what is drawn
+
+    @property
+    def is_drawn(self) -> bool:
+        return self._width > 0
+
+    def draw(self, words: str) -> None:
+        """Draw it over what is there."""
+        words = words[: shutil.get_terminal_size().columns - 1]
+        self._print(f"{words:<{self._width}}")
+        self._width = len(words)
+
+    def clear(self) -> None:
+        """Make room for another line."""
+        if self._width:
+            self._print(f"{'':{self._width}}")
+            self._width = 0
+
+    def _print(self, words: str) -> None:
+        with suppress(OSError, ValueError):  # the terminal is gone, or the stream was closed
+            print(f"\r{words}\r", end="", file=self._stream or sys.stderr, flush=True)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import atexit
 import logging
-import shutil
 import sys
 import time
-from contextlib import suppress
 
 from resilient_train.ranks.world import World
 from resilient_train.types import Vitals
-from resilient_train.wording import duration, log
+from resilient_train.wording import DrawnLine, duration, log
 
 _EVERY_S = 1.0
 
@@ -38,10 +36,10 @@ class _LastResort(logging.Handler):
 
 
 class LiveLine:
-    """One line at the bottom of a terminal that is drawn again and again. A loop with a bar of tqdm has none."""
+    """One line of progress at the bottom of a terminal. A loop with a bar of tqdm has none."""
 
     def __init__(self) -> None:
-        self._width = 0  # of what is drawn
+        self._line = DrawnLine()
         self._drawn, self._tick = 0.0, 0  # when it was drawn last, and after which update
 
     def show(self, newest: Vitals | None, steps: int | None) -> None:
@@ -55,20 +53,14 @@ class LiveLine:
             return
         words = f"step {newest.step:,}" + (f"/{steps:,}" if steps else "")
         words += f"  loss {newest.loss:.4g}  grad {newest.grad_norm:.3g}  lr {newest.lr:.2e}"
-        if self._width and updates > 0:
+        if self._line.is_drawn and updates > 0:
             words += f"  {updates / passed:.3g} steps/s"
             words += f"  {duration((steps - newest.step) * passed / updates)} left" if steps else ""
-        words = words[: shutil.get_terminal_size().columns - 1]
-        with suppress(OSError, ValueError):  # the terminal is gone, or stderr was closed
-            print(f"\r{words:<{self._width}}\r", end="", file=sys.stderr, flush=True)
-        self._width = len(words)
+        self._line.draw(words)
 
     def clear(self) -> None:
         """Make room for another line."""
-        if self._width:
-            with suppress(OSError, ValueError):
-                print(f"\r{'':{self._width}}\r", end="", file=sys.stderr, flush=True)
-            self._width = 0
+        self._line.clear()
 
 
 LIVE = LiveLine()

@@ -6,32 +6,41 @@ import errno
 import logging
 import math
 import os
+import shutil
 import signal
 import sys
+import textwrap
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any, cast
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.text import Text
 
 from resilient_train.files import open_to_append
 from resilient_train.secrets import masked
 from resilient_train.types import Vitals
-from resilient_train.wording import PROGRESS, duration, log, printable
+from resilient_train.wording import PROGRESS, DrawnLine, duration, log, printable
 
 _LEAST = 20  # columns: lines are wider than a narrower terminal
+_CODES = {"bold": "1", "dim": "2", "italic": "3", "red": "31", "green": "32", "yellow": "33"}
 
-Words = str | tuple[str, str]  # plain, or with a style
+Words = str | tuple[str, str]  # plain, or with a style: names of _CODES, separated by blanks
 
 
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        raise  # rich would end the process with 1
+def is_terminal(stream: IO[str] | None) -> bool:
+    """Say whether somebody reads along, or it was asked to print as if."""
+    return bool(os.environ.get("FORCE_COLOR")) or (stream is not None and not stream.closed and stream.isatty())
+
+
+def styled(text: str, style: str, stream: IO[str] | None) -> str:
+    """Return a text in colour where that is shown, and wanted."""
+    codes = ";".join(_CODES[name] for name in style.split())
+    is_shown = codes and text and is_terminal(stream) and not os.environ.get("NO_COLOR")
+    return f"\x1b[{codes}m{text}\x1b[0m" if is_shown else text
 
 
 class Page:
@@ -39,27 +48,29 @@ class Page:
 
     def __init__(self) -> None:
         self._file = sys.stdout
-        colours = None if os.environ.get("NO_COLOR") else "auto"
-        self._console = _Console(file=self._file, color_system=colours, highlight=False, soft_wrap=True)  # type: ignore[arg-type]
-        self.width = max(_LEAST, self._console.width) if self._console.is_terminal else None
+        columns = shutil.get_terminal_size().columns
+        self.width = max(_LEAST, columns) if is_terminal(self._file) else None
 
     def line(self, *words: Words, indent: int = 0, hang: int | None = None) -> None:
         """Print one line, or an empty one; if it is wrapped, the rest begins `hang` columns from the left."""
         pairs = [(one, "") if isinstance(one, str) else one for one in words]
-        text = Text.assemble(" " * indent, *((printable(masked(part)), style) for part, style in pairs))
-        text.rstrip()
-        if self.width is None:
-            print(text.plain, file=self._file, flush=True)
-            return
-        hang = min(indent if hang is None else hang, self.width // 2)
-        while True:
-            line = text.wrap(self._console, self.width)[0] if text else text
-            text = text[len(line.plain) :]
-            line.rstrip()
-            self._console.print(line)
-            if not text:
-                return
-            text = Text(" " * hang) + text[len(text.plain) - len(text.plain.lstrip()) :]
+        pairs = [(printable(masked(part)), style) for part, style in pairs]
+        text = " " * indent + "".join(part for part, _ in pairs).rstrip()
+        lines = [text]
+        if self.width is not None:
+            hang = min(indent if hang is None else hang, self.width // 2)
+            wrapper = textwrap.TextWrapper(self.width, subsequent_indent=" " * hang, break_on_hyphens=False)
+            wrapper.expand_tabs = wrapper.replace_whitespace = False
+            lines = wrapper.wrap(text) or [""]
+        styles = [""] * indent + [style for part, style in pairs for _ in part]
+        place = 0
+        for number, line in enumerate(lines):
+            margin = 0 if number == 0 else len(line) - len(line.lstrip())
+            place = text.index(line[margin:], place)
+            runs = groupby(zip(line[margin:], styles[place:], strict=False), itemgetter(1))
+            body = "".join(styled("".join(char for char, _ in run), style, self._file) for style, run in runs)
+            print(line[:margin] + body, file=self._file, flush=self.width is None)
+            place += len(line) - margin
 
     def table(self, rows: Sequence[Sequence[str]], indent: int = 0) -> None:
         """Print rows of cells in columns."""
@@ -144,18 +155,19 @@ class _FailSafe:
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # the run continues without its log file
 _SPEED_OVER_S = 300  # two steps at least: one may take minutes
+_EVERY_S = 0.2  # between two drawings
 
 
 class Terminal:
     """Sends the log to the terminal and to a file."""
 
     def __init__(self, *, is_main: bool) -> None:
-        self.console = Console(file=fail_safe(sys.stdout), highlight=False, soft_wrap=True)
-        self.is_live = is_main and self.console.is_terminal
+        self._drawn = DrawnLine(fail_safe(sys.stdout))
+        self.is_live = is_main and is_terminal(sys.stdout)
         self._before = log.level, log.propagate
         log.setLevel(logging.DEBUG)  # for the file
         log.propagate = False
-        handler = _ToConsole(self.console, hide_progress=self.is_live)
+        handler = _ToTerminal(self._drawn, hide_progress=self.is_live)
         handler.setLevel(logging.INFO if is_main else logging.ERROR)  # others only print what rank 0 cannot know
         log.addHandler(handler)
         self._handlers: list[logging.Handler] = [handler]
@@ -184,25 +196,25 @@ class Terminal:
 
     def progress_line(self, *, steps: int, done: int) -> ProgressLine:
         """Begin to show progress."""
-        return ProgressLine(self.console if self.is_live else None, steps, done)
+        return ProgressLine(self._drawn if self.is_live else None, steps, done)
 
 
-class _ToConsole(logging.Handler):
+class _ToTerminal(logging.Handler):
     """Prints the message alone, errors to stderr: a traceback belongs into the file."""
 
-    def __init__(self, console: Console, *, hide_progress: bool) -> None:
+    def __init__(self, drawn: DrawnLine, *, hide_progress: bool) -> None:
         super().__init__()
-        self.console, self.hide_progress = console, hide_progress
-        self.errors = Console(file=fail_safe(sys.stderr), highlight=False, soft_wrap=True)
+        self._drawn, self._hides_progress = drawn, hide_progress
+        self._out, self._errors = fail_safe(sys.stdout), fail_safe(sys.stderr)
 
     def emit(self, record: logging.LogRecord) -> None:
-        if getattr(record, "in_file_only", False) or (self.hide_progress and getattr(record, "progress", False)):
+        if getattr(record, "in_file_only", False) or (self._hides_progress and getattr(record, "progress", False)):
             return
-        if record.levelno >= logging.ERROR:
-            self.errors.print(Text(record.getMessage(), style="red"))
-        else:
-            style = getattr(record, "style", "yellow" if record.levelno >= logging.WARNING else "")
-            self.console.print(Text(record.getMessage(), style=style))
+        self._drawn.clear()
+        is_error = record.levelno >= logging.ERROR
+        usual = "red" if is_error else "yellow" if record.levelno >= logging.WARNING else ""
+        stream = self._errors if is_error else self._out
+        print(styled(record.getMessage(), getattr(record, "style", usual), stream), file=stream, flush=True)
 
 
 class _ToFile(logging.FileHandler):
@@ -216,26 +228,18 @@ class _ToFile(logging.FileHandler):
 
 
 class ProgressLine:
-    """One line at the bottom of a terminal that is drawn again and again; without a console only lines in the log."""
+    """One line at the bottom of a terminal that is drawn again and again; without a terminal only lines in the log."""
 
-    def __init__(self, console: Console | None, steps: int, done: int) -> None:
-        self.steps, self.done, self.numbers, self.drawn = steps, done, "", 0.0
-        columns = [TextColumn("{task.fields[where]}"), BarColumn(bar_width=20), TextColumn("{task.fields[numbers]}")]
-        self.progress = Progress(
-            *columns,
-            console=console,
-            refresh_per_second=4,
-            transient=True,
-            disable=console is None,
-            speed_estimate_period=_SPEED_OVER_S,
-        )
-        self.progress.add_task("", total=steps, completed=done, where="", numbers="waiting for the first step")
-        self.progress.start()
+    def __init__(self, line: DrawnLine | None, steps: int, done: int) -> None:
+        self.steps, self.done, self.numbers, self.drawn = steps, done, "waiting for the first step", 0.0
+        self._line = line
+        self._past: deque[tuple[float, int]] = deque()  # times and steps, over the recent past
+        self._draw()
 
     def step(self, step: int) -> None:
         """Note an update: called for every one, so it has to be cheap."""
         self.done = step
-        if time.monotonic() - self.drawn > 0.2:
+        if time.monotonic() - self.drawn > _EVERY_S:
             self._draw()
 
     def show(self, vitals: Vitals, metrics: Mapping[str, float]) -> None:
@@ -246,19 +250,23 @@ class ProgressLine:
         log.info("step %d/%d  %s", vitals.step, self.steps, f"{self.numbers}  {self._pace()}", extra=PROGRESS)
 
     def close(self) -> None:
-        self._draw()
-        self.progress.stop()
+        if self._line is not None:
+            self._line.clear()
 
     def _draw(self) -> None:
         self.drawn = time.monotonic()
-        line = f"{self.numbers}  {self._pace()}".strip()
-        where = f"step {self.done}/{self.steps}"
-        self.progress.update(self.progress.task_ids[0], completed=self.done, where=where, numbers=line)
+        self._past.append((self.drawn, self.done))
+        while len(self._past) > 2 and self._past[0][0] < self.drawn - _SPEED_OVER_S:
+            self._past.popleft()
+        if self._line is not None:
+            self._line.draw(f"step {self.done}/{self.steps}  {self.numbers}  {self._pace()}".rstrip())
 
     def _pace(self) -> str:
         """Return the steps per second over the recent past, and the time left."""
-        if not (speed := self.progress.tasks[0].speed):
+        (began, first), (ended, last) = self._past[0], self._past[-1]
+        if not (last > first and ended > began):
             return ""
+        speed = (last - first) / (ended - began)
         rate = f"{speed:.1f} steps/s" if speed >= 1 else f"{1 / speed:.1f} s/step"
         return f"{rate}  {duration((self.steps - self.done) / speed)} left"
 
@@ -266,8 +274,9 @@ class ProgressLine:
 @contextmanager
 def counting(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """Show on a terminal how many of `total` are done."""
-    console = Console(file=fail_safe(sys.stderr))
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=total or None)
-        yield lambda done: progress.update(task, completed=done)
+    line = DrawnLine(fail_safe(sys.stderr)) if is_terminal(sys.stderr) else None
+    try:
+        yield lambda done: line.draw(f"{what} {done:,} of {total:,}") if line is not None else None
+    finally:
+        if line is not None:
+            line.clear()

@@ -349,7 +349,7 @@ def test_a_terminal_shows_one_live_line(tmp_path: Path) -> None:
     assert run.ended(100) == 0, seen
     os.close(slave)
     os.close(master)
-    assert "\x1b[2K" in seen or "\x1b[1A" in seen  # the line is drawn over
+    assert seen.count("\rstep ") > 3, "the line is drawn over"
     for words_in_it in ("/600", "loss", "grad", "lr", "/s", "left", "completed 600 steps"):
         assert words_in_it in seen
     assert "step 10/600  loss" not in seen

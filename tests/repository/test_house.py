@@ -103,7 +103,6 @@ KNOWN_TO = {
     "omegaconf": {"app/config", "app/command"},
     "mlflow": {"tracking"},
     "accelerate": {"ranks", "adapters"},
-    "rich": {"app"},
     "transformers": {"zoo"},
     "datasets": {"zoo"},
     "lightning": {"adapters"},

@@ -37,7 +37,7 @@ def test_the_wheel_holds_the_package_and_says_what_it_is(wheel: Path) -> None:
     metadata = email.message_from_string(texts[f"{folder}/METADATA"])
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.11"
-    assert set(metadata.get_all("Provides-Extra", [])) == {"dev", "hf"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {"app", "dev", "hf"}
     assert "Version 2.0, January 2004" in texts[f"{folder}/licenses/LICENSE"]
     assert "resilient-train = resilient_train.__main__:main" in texts[f"{folder}/entry_points.txt"]
 
@@ -53,6 +53,37 @@ def test_the_wheel_runs_from_anywhere(installed_wheel: Path, tmp_path: Path) -> 
     where = printed_by([sys.executable, "-c", program], cwd=tmp_path, env=environment)
     assert Path(where.strip()).is_relative_to(installed_wheel)
     assert not list(tmp_path.iterdir())
+
+
+GUARDED = """
+import torch
+from resilient_train import Guard
+model = torch.nn.Linear(4, 1)
+rows = [(torch.ones(4) * (float("nan") if at == 7 else 1.0), torch.ones(1)) for at in range(64)]
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+guard = Guard(None, model, optimizer, data=rows, batch_size=8, steps=20, run_dir="run", disk=10, resume=True)
+for x, y in guard.batches():
+    loss = (model(x) - y).square().mean()
+    loss.backward()
+    guard.update(loss)
+guard.close()
+"""
+
+
+def test_a_loop_and_the_verbs_need_no_extra(tmp_path: Path) -> None:
+    """Without what the extra `app` brings a loop is guarded, reviewed and resumed; the command says what it lacks."""
+    lacking = dict.fromkeys(["hydra", "omegaconf", "mlflow", "matplotlib", "sklearn", "rich"])
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules.update({lacking})\n")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    command = [sys.executable, "-m", "resilient_train"]
+    for steps in ("20", "30"):
+        printed_by([sys.executable, "-c", GUARDED.replace("20", steps)], cwd=tmp_path, env=environment)
+    assert "completed, 30 steps; 1 incident (1 data)" in printed_by([*command, "status", "run"], tmp_path, environment)
+    assert "row 7" in printed_by([*command, "incidents", "run"], tmp_path, environment)
+    assert "a resume would load step-00000030" in printed_by([*command, "checkpoints", "run"], tmp_path, environment)
+    refused = subprocess.run([*command, "model=mlp"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert refused.stderr == "error: this needs the package hydra: pip install 'resilient-train[app]'\n"
 
 
 def test_scripts_are_sound() -> None:
