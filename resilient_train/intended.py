@@ -103,8 +103,8 @@ class Intended:
 
     def _was_low_at(self, step: int, height: float) -> bool:
         """Whether the loss was at its level at the step of a rewind, and not as at the beginning of the run."""
-        loss = self._parts.checks.loss_at(step + 1)
-        return loss is None or loss < self._level + LEARNED * height
+        level = self._parts.checks.level_at(step)
+        return level is None or level < self._level + LEARNED * height
 
     def _is_recent(self, step: int) -> bool:
         """Whether a step is near that of the newest incident that was treated, or before it."""

@@ -147,6 +147,11 @@ class Checks:
         """Return the loss of an accepted update, if it was a usual one and not too long ago."""
         return self._accepted[step][0] if step in self._accepted else None
 
+    def level_at(self, step: int) -> float | None:
+        """Return the level of the loss at a step, if it is known."""
+        reference = self._reference(step) or self._reference(step + 1)
+        return None if reference is None else reference.level
+
     def loss_excess(self) -> float:
         """Return how far the loss is above the reference, relative to the size of such losses; 0 if not known."""
         reference = self.rewind_check.reference

@@ -212,16 +212,16 @@ class Weights:
         return found
 
     def _jumped(self, base: _Measured, seen: _Measured) -> Found | None:
-        """Find the tensor that moved farthest beyond what is possible; learn from the measurement if none did."""
+        """Find the tensor that moved farthest beyond what is possible, or else usual; learn if none did."""
         loudest = max((value for value in base.largest.values() if isfinite(value)), default=0.0)
-        worst, found = -1.0, None
+        worst, found = (False, -1.0), None
         for weight in self.weights:
             if self._is_quiet(weight, base, seen):
                 continue
             excess, evidence = self._excess(weight, base, seen, loudest)
-            if evidence and excess > worst:
-                worst = excess
-                found = Found(Signal.WEIGHTS_JUMP, weight.name, f"weights jumped: {weight.name} {evidence}")
+            here = Found(Signal.WEIGHTS_JUMP, weight.name, f"weights jumped: {weight.name} {evidence}")
+            if evidence and (not is_possible(here), excess) > worst:
+                worst, found = (not is_possible(here), excess), here
         if found is None:
             self._learn(base, seen)
         return found
