@@ -160,7 +160,7 @@ def _pause(shared: SharedWrite, deadline: float, why: str) -> None:
         raise OSError(0, why)
 
 
-Part = tuple[Box, str, Callable[[Box], torch.Tensor]]  # its place, its dtype in the file, and what reads some of it
+Part = tuple[Box, Callable[[Box], torch.Tensor]]  # its place, and what reads some of it
 
 
 def parts_in_shares(checkpoint: Path) -> dict[str, list[Part]]:
@@ -169,10 +169,8 @@ def parts_in_shares(checkpoint: Path) -> dict[str, list[Part]]:
     for path in sorted(path for path in checkpoint.iterdir() if is_share(path.name)):
         file: Any = safe_open(path, framework="pt")
         for name, spans in json.loads((file.metadata() or {})[_BOXES]).items():
-            part, box = file.get_slice(name), tuple((int(start), int(stop)) for start, stop in spans)
-            if list(part.get_shape()) != [stop - start for start, stop in box]:
-                raise ValueError(f"{name:.120} in {path.name} has another shape than the file's header says")
-            found.setdefault(name, []).append((box, part.get_dtype(), partial(_read, file, name)))
+            box = tuple((start, stop) for start, stop in spans)
+            found.setdefault(name, []).append((box, partial(_read, file, name)))
     return found
 
 
@@ -204,13 +202,10 @@ def load_tree(directory: Path, device: torch.device = _CPU) -> Tree:
     """
     try:
         tensors, shares = load_file(directory / TENSORS), parts_in_shares(directory)
-        text = (directory / TREE).read_text(encoding="utf-8")
-        tree = _Reading(tensors, shares, device).node(json.loads(text, object_pairs_hook=_without_repeated_keys))
-        if unused := sorted([*tensors, *shares]):
-            raise ValueError(f"{TREE} has no place for {unused[0]:.120}")
+        tree = _Reading(tensors, shares, device).node(json.loads((directory / TREE).read_text(encoding="utf-8")))
     except MemoryError:  # says nothing about the files
         raise
-    except Exception as error:  # whatever a forged file leads to
+    except Exception as error:  # whatever damage leads to
         raise ValueError(f"{directory} is damaged: {' '.join(str(error).split())}") from error
     return tree
 
@@ -303,88 +298,60 @@ class _Reading:
         match node:
             case list():
                 return [self.node(value) for value in node]
-            case float() if not math.isfinite(node):
-                raise ValueError(f"it has a bare {node}")
-            case {"dict": dict(values)} if len(node) == 1:
+            case {"dict": dict(values)}:
                 return {key: self.node(value) for key, value in values.items()}
-            case {"items": list(items)} if len(node) == 1:
-                for item in items:
-                    if not isinstance(item, list) or len(item) != 2 or type(item[0]) not in (str, int):
-                        raise ValueError(f"it has an item it should not have, {item!r:.60}")
-                return _without_repeated_keys([(key, self.node(value)) for key, value in items])
-            case {"tuple": list(values)} if len(node) == 1:
+            case {"items": list(items)}:
+                return {key: self.node(value) for key, value in items}
+            case {"tuple": list(values)}:
                 return tuple(self.node(value) for value in values)
-            case {"complex": [real, imaginary]} if len(node) == 1:
+            case {"complex": [real, imaginary]}:
                 return complex(self.node(real), self.node(imaginary))
-            case {"size": list(sizes)} if len(node) == 1:
+            case {"size": list(sizes)}:
                 return torch.Size(sizes)
-            case {"float": "nan" | "inf" | "-inf" as word} if len(node) == 1:
+            case {"float": word}:
                 return float(word)
-            case {"bytes": str(text)} if len(node) == 1:
-                return base64.b64decode(text, validate=True)
-            case {"dtype": str(dtype), "shape": list(shape), **rest} if all(
-                type(size) is int and size >= 0 for size in shape
-            ):
-                if (kind := rest.pop("device", None)) not in (None, self.device.type):
-                    raise ValueError(f"a tensor was on another kind of device, {kind!r:.60}")
-                home = self.device if kind else None
-                match rest:
-                    case {"tensor": str(name), **order} if order.keys() <= {"order"}:
-                        return with_home(self._tensor(name, dtype, shape, order.get("order")), home)
-                    case {"spread": str(name)} if len(rest) == 1:
-                        return self._spread(name, dtype, shape, home)
-                    case {"array": str(name)} if len(rest) == 1:
-                        return self._array(name, dtype, shape)
-                    case {"scalar": str(name)} if len(rest) == 1 and not shape:
-                        return self._array(name, dtype, shape)[()]
-        if isinstance(node, dict):
-            raise ValueError(f"it has an object it should not have, {node!r:.60}")
+            case {"bytes": text}:
+                return base64.b64decode(text)
+            case {"tensor": name}:
+                return with_home(self._tensor(name, node), self._home(node))
+            case {"spread": name}:
+                return self._spread(name, node)
+            case {"array": name}:
+                return self._array(name, node)
+            case {"scalar": name}:
+                return self._array(name, node)[()]
+            case dict():
+                raise ValueError(f"it has an object it should not have, {node!r:.60}")
         return node
 
-    def _tensor(self, name: str, dtype_name: str, shape: list[int], order: Any) -> torch.Tensor:
-        dtype = _DTYPES.get(dtype_name)
-        if dtype is None:
-            raise ValueError(f"{name} has a dtype that is unknown here, {dtype_name:.60}")
-        saved, count = self._take(name), math.prod(shape)
-        if dtype not in _COMMON and saved.dtype is torch.uint8 and saved.nbytes == count * dtype.itemsize:
+    def _home(self, node: dict[str, Any]) -> torch.device | None:
+        if (kind := node.get("device")) not in (None, self.device.type):
+            raise ValueError(f"a tensor was on another kind of device, {kind!r:.60}")
+        return self.device if kind else None
+
+    def _tensor(self, name: str, node: dict[str, Any]) -> torch.Tensor:
+        dtype, shape, saved = _DTYPES[node["dtype"]], node["shape"], self.tensors.pop(name)
+        if dtype not in _COMMON:
             saved = saved.clone().view(dtype).reshape(shape)  # cloned, as its bytes may begin anywhere in the file
         if saved.dtype is not dtype or list(saved.shape) != shape:
-            raise ValueError(f"{name} is {saved.dtype}{list(saved.shape)}, not {dtype_name}{shape!r:.60}")
-        if order is None:
+            raise ValueError(f"{name} is {saved.dtype}{list(saved.shape)}, not {dtype}{shape!r:.60}")
+        if (order := node.get("order")) is None:
             return saved
-        if not isinstance(order, list) or sorted(map(repr, order)) != sorted(map(repr, range(saved.dim()))):
-            raise ValueError(f"{name} cannot have the order {order!r:.60}")
         inverse = [order.index(place) for place in range(saved.dim())]
         return saved.permute(order).contiguous().permute(inverse)
 
-    def _spread(self, name: str, dtype_name: str, shape: list[int], home: torch.device | None) -> UnreadTensor:
-        dtype, parts = _DTYPES.get(dtype_name), self.shares.pop(name, [])
-        if dtype not in _COMMON or any(kind != NAMES[dtype] for _, kind, _ in parts):
-            raise ValueError(f"{name:.120} has another dtype in the ranks' shares than {dtype_name:.60}")
-        if not covers(shape, [box for box, _, _ in parts]):
+    def _spread(self, name: str, node: dict[str, Any]) -> UnreadTensor:
+        parts = self.shares.pop(name)
+        if not covers(node["shape"], [box for box, _ in parts]):
             raise ValueError(f"the parts of {name:.120} do not add up to the full tensor")
-        return UnreadTensor(torch.Size(shape), dtype, home, [(box, read) for box, _, read in parts])
+        return UnreadTensor(torch.Size(node["shape"]), _DTYPES[node["dtype"]], self._home(node), parts)
 
-    def _array(self, name: str, dtype: str, shape: list[int]) -> np.ndarray[Any, Any]:
-        if not _ARRAY_DTYPE.fullmatch(dtype):
-            raise ValueError(f"{name} has a dtype that is not allowed, {dtype:.60}")
-        saved, kind = self._take(name), np.dtype(dtype)
-        if saved.dtype is not torch.uint8 or saved.numel() != math.prod(shape) * kind.itemsize:
-            raise ValueError(f"{name} is not {dtype}{shape!r:.60}")
-        array: np.ndarray[Any, Any] = saved.reshape(-1).numpy().view(kind).reshape(shape).copy()
+    def _array(self, name: str, node: dict[str, Any]) -> np.ndarray[Any, Any]:
+        if not _ARRAY_DTYPE.fullmatch(node["dtype"]):  # an object of Python's would be a pointer from the file
+            raise ValueError(f"{name} has a dtype that is not allowed, {node['dtype']:.60}")
+        saved = self.tensors.pop(name)
+        array: np.ndarray[Any, Any] = saved.reshape(-1).numpy().view(node["dtype"]).reshape(node["shape"]).copy()
         return array
-
-    def _take(self, name: str) -> torch.Tensor:
-        if name not in self.tensors:
-            raise ValueError(f"it names {name:.120}, which is not there")
-        return self.tensors.pop(name)
-
-
-def _without_repeated_keys(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    read = dict(pairs)
-    if len(read) != len(pairs):
-        raise ValueError("it has a key twice")
-    return read
 
 
 def _unfit(path: Place, what: str) -> TypeError:

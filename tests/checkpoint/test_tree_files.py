@@ -1,8 +1,7 @@
-"""Trees on disk: what is read back is what was written, and what was tampered with is refused in one line."""
+"""Trees on disk: what is read back is what was written, and what is damaged is refused in one line."""
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from contextlib import suppress
@@ -259,53 +258,6 @@ GOOD = {
     "c": torch.ones(2, dtype=torch.complex128),
     "d": [1.5, (2,)],
 }
-
-TAMPERED: list[Any] = [
-    *("", "nonsense", "[" * 100_000, "[NaN]", "[1e999]", '{"a": 1}', '{"dict": []}', '{"dict": {}, "tuple": []}', "{}"),
-    *('{"dict": {"x": 1, "x": 2}}', '{"items": [[1.5, 2]]}', '{"items": [[true, 2]]}', '{"items": [[1, 2], [1, 3]]}'),
-    *('{"items": [1]}', '{"float": "1.5"}', '{"float": 1}', '{"bytes": "é"}', '{"bytes": "a"}', '{"bytes": 1}'),
-    "1",  # right, but then the tensors have no place
-    {"tensor": "z", "dtype": "float32", "shape": [2, 3]},
-    {"tensor": "a", "dtype": "float64", "shape": [2, 3]},
-    {"tensor": "a", "dtype": "save", "shape": [2, 3]},
-    {"tensor": "a", "dtype": "quint8", "shape": [2, 3]},
-    {"tensor": "a", "dtype": "complex128", "shape": [2, 3]},
-    {"tensor": "a", "dtype": "float32", "shape": [3, 2]},
-    {"tensor": "a", "dtype": "float32", "shape": [2, "3"]},
-    {"tensor": "a", "dtype": "float32", "shape": 6},
-    {"tensor": "a", "dtype": "float32", "shape": [2, 3], "order": [0, 0]},
-    {"tensor": "a", "dtype": "float32", "shape": [2, 3], "order": [0]},
-    {"tensor": "a", "dtype": "float32", "shape": [2, 3], "order": [True, 0]},
-    {"tensor": "a", "dtype": "float32", "shape": [2, 3], "order": 1},
-    {"tensor": "a", "dtype": "float32", "shape": [2, 3], "call": "os.system"},
-    {"tensor": ["a"], "dtype": "float32", "shape": [2, 3]},
-    {"tensor": "c", "dtype": "complex128", "shape": [3]},
-    {"tensor": "c", "dtype": "complex128", "shape": [-2, -1]},
-    {"tensor": "c", "dtype": "complex128", "shape": [2**80, 0]},
-    {"array": "b", "dtype": "|O8", "shape": [3]},
-    {"array": "b", "dtype": "i4,i4", "shape": [3]},
-    {"array": "b", "dtype": "<b9", "shape": [3]},
-    {"array": "b", "dtype": "<U999999999", "shape": [3]},
-    {"array": "b", "dtype": "<i8", "shape": [4]},
-    {"array": "b", "dtype": "<i8", "shape": [-3]},
-    {"array": "b", "dtype": "<i8", "shape": [3, True]},
-    {"array": "b", "dtype": "<i8", "shape": [10**30]},
-    {"array": "b", "dtype": "<i8", "shape": [10**30, 0]},
-    {"array": "a", "dtype": "<f4", "shape": [2, 3]},
-    {"scalar": "b", "dtype": "<i8", "shape": [3]},
-    [{"tensor": "a", "dtype": "float32", "shape": [2, 3]}] * 2,
-]
-
-
-@pytest.mark.parametrize("text", TAMPERED, ids=range(len(TAMPERED)))
-def test_a_tree_that_was_tampered_with_is_refused_in_one_line(tmp_path: Path, text: Any) -> None:
-    """Wrong types, unknown words, shapes that do not fit and tensors that are not there are ValueErrors."""
-    SerializedTree(GOOD).write(tmp_path)
-    (tmp_path / TREE).write_text(text if isinstance(text, str) else json.dumps(text))
-    with pytest.raises(ValueError, match="is damaged") as refused:
-        load_tree(tmp_path)
-    assert "\n" not in str(refused.value)
-    assert len(str(refused.value)) < 500
 
 
 def test_cuts_and_flips_never_end_in_anything_but_a_value_error(tmp_path: Path) -> None:
