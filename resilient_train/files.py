@@ -6,22 +6,19 @@ import contextlib
 import errno
 import hashlib
 import json
-import logging
 import os
 import stat
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
 MOST_BYTES, _MOST_JSON, _MOST_YAML = 2**29, 2**26, 2**18  # bytes: no run writes more
-_DEEPEST, _MOST_NODES = 64, 100_000  # levels and values of YAML
+_DEEPEST = 64  # levels of YAML
 _TEMPORARY = ".resilient-tmp"
-_log = logging.getLogger("resilient_train")
 _at_disk: dict[int, float] = {}  # by thread: since when it waits for the disk, on the monotonic clock
 
 
@@ -171,16 +168,6 @@ def is_left_over(name: str) -> bool:
     return name.startswith(".") and name.endswith(_TEMPORARY)
 
 
-def own_directory(path: Path) -> None:
-    """Create a directory. A symbolic link in its place is removed, as its target may belong to something else."""
-    if path.is_symlink():
-        _log.warning("%s was a symbolic link to %s: it is removed, and nothing is written there", path, path.readlink())
-        disk.unlink(path)
-    if not path.is_dir():
-        disk.make_directory(path)
-        sync_directory(path.parent)
-
-
 def sweep(directory: Path) -> None:
     """Remove temporary files that kills have left behind, as far as they can be removed."""
     with contextlib.suppress(OSError):
@@ -198,61 +185,28 @@ def read_json(path: Path) -> Any:
 
 
 def read_plain(path: Path, last: int | None = None, most: int = MOST_BYTES) -> bytes:
-    """Read a regular file of at most `most` bytes, or its `last` bytes."""
-    with open_plain(path, most=most if last is None else None) as file:
+    """Read a file of at most `most` bytes, or its `last` bytes."""
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
         if last is not None:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - last))
-        return file.read(most if last is None else last)
+            file.seek(max(0, size - last))
+            return file.read(last)
+        if size > most:
+            raise OSError(errno.EFBIG, f"{size:,} bytes are more than such a file has", str(path))
+        return file.read(most)
 
 
 def read_yaml_text(path: Path) -> str:
-    """Read a YAML file if it is cheap to load: aliases unfold to any size. Raises OSError, ValueError or YAMLError."""
-    text = read_plain(path, most=_MOST_YAML).decode("utf-8")
-    known: dict[int, tuple[int, int]] = {}
-
-    def unfolded(node: Any) -> tuple[int, int]:  # into so many values, on so many levels
-        if id(node) not in known:
-            parts = () if isinstance(node, yaml.ScalarNode) else node.value
-            pairs = (part if isinstance(part, tuple) else (part,) for part in parts)
-            inner = [(1, 0), *(unfolded(one) for pair in pairs for one in pair)]
-            known[id(node)] = sum(values for values, _ in inner), 1 + max(levels for _, levels in inner)
-        return known[id(node)]
-
-    try:
-        tree = yaml.compose(text, yaml.SafeLoader)
-        values, levels = unfolded(tree) if tree is not None else (0, 0)
-    except RecursionError:
-        raise ValueError(f"it has more than {_DEEPEST} levels, or an alias inside of what it names") from None
-    if levels > _DEEPEST or values > _MOST_NODES:
-        raise ValueError(f"it has more than {_DEEPEST} levels, or unfolds to more than {_MOST_NODES:,} values")
+    """Read a YAML file if its size and depth are bounded. Raises OSError, ValueError or YAMLError."""
+    text, level = read_plain(path, most=_MOST_YAML).decode("utf-8"), 0
+    for event in yaml.parse(text, yaml.SafeLoader):
+        level += isinstance(event, yaml.CollectionStartEvent)
+        level -= isinstance(event, yaml.CollectionEndEvent)
+        if level > _DEEPEST:
+            raise ValueError(f"it has more than {_DEEPEST} levels")
     return text
 
 
-def open_plain(path: Path, *, follow: bool = True, most: int | None = None) -> BufferedReader:
-    """Open a regular file of at most `most` bytes for reading: a pipe in its place would block, a device never ends.
-
-    Follows links if asked.
-    """
-    descriptor = _regular(path, os.O_RDONLY | (0 if follow else os.O_NOFOLLOW))
-    if most is not None and (size := os.fstat(descriptor).st_size) > most:
-        os.close(descriptor)
-        raise OSError(errno.EFBIG, f"{size:,} bytes are more than such a file has", str(path))
-    return open(descriptor, "rb")
-
-
 def open_to_append(path: Path) -> int:
-    """Open a regular file to append to it; create it if needed. Links are not followed."""
-    return _regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW)
-
-
-def _regular(path: Path, flags: int) -> int:
-    """Open a regular file. Opening a pipe with no process at its other end would block."""
-    try:
-        descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
-        if stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return descriptor
-        os.close(descriptor)
-    except OSError as error:
-        if error.errno != errno.ENXIO:  # a pipe without a reader
-            raise
-    raise OSError(errno.EINVAL, "not a regular file", str(path))
+    """Open a file to append to it; create it if needed. Links are not followed."""
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)

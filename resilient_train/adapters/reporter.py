@@ -34,7 +34,7 @@ from resilient_train.errors import (
     short_message,
     unusable,
 )
-from resilient_train.ranks.lock import DirectoryLock, refuse_dangling_link
+from resilient_train.ranks.lock import DirectoryLock
 from resilient_train.ranks.world import World, is_lost_device, is_lost_peer
 from resilient_train.reader import DiskConfig
 from resilient_train.record import endings
@@ -93,7 +93,6 @@ def place(run_dir: str | Path | None, world: World, resumes: bool, tracking: Any
         return Place(IncidentLog(None), rank=world.rank)
     named, locks = Path(run_dir).absolute(), list[DirectoryLock]()
     store = world.on_main(lambda: _tracking(tracking, named))
-    world.on_main(lambda: refuse_dangling_link("run_dir", named))
     path = world.on_main(lambda: _claim(named, locks, resumes=resumes))
     if path != named:
         log.info("%s holds another run: this one writes to %s", run_dir, path)

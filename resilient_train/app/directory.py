@@ -13,7 +13,7 @@ from typing import Any
 
 from resilient_train.errors import ConfigError, DirectoryInUse
 from resilient_train.files import commit_text, is_left_over, read_json, read_plain, remove, sync_directory
-from resilient_train.ranks.lock import LOCK, DirectoryLock, refuse_dangling_link
+from resilient_train.ranks.lock import LOCK, DirectoryLock
 from resilient_train.record.endings import CHECKPOINTS, CONFIG, SUMMARY
 from resilient_train.record.journal import JOURNAL, read
 from resilient_train.secrets import masked
@@ -92,7 +92,6 @@ def claim(
 
 def _locked(path: Path) -> tuple[RunDirectory, DirectoryLock]:
     try:
-        refuse_dangling_link("run.dir", path)
         is_made = not path.exists()
         path.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(OSError):  # so that a power cut does not lose the directory itself

@@ -23,7 +23,6 @@ from resilient_train.update.updater import LR_OF_GUARD
 from resilient_train.wording import log
 
 _SHAPES = ("model", "optimizer", "data.batch_size", "accelerate")  # keys that decide whether a state fits
-_MOST_BLAMED = 2**24  # samples of one update: the record of the position may be damaged
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +104,7 @@ class Resumption:
         is_updating = last.doing in (Doing.UPDATING, Doing.FIRST)
         if self.directory is not None and endings.failure(self.directory, in_training=True) is not None:
             is_explained = True
-        if not is_explained and (is_updating or last.doing is Doing.HUNG) and 0 < span <= _MOST_BLAMED:
+        if not is_explained and (is_updating or last.doing is Doing.HUNG) and span > 0:
             times = history.note_process_end(last.tick, last.start, last.stop, in_first=last.doing is Doing.FIRST)
             skipped = (last.start, last.stop) if times >= crashes else None
         if last.tick and not is_explained and (skipped or is_updating or last.doing is Doing.BETWEEN):

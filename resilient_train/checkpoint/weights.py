@@ -63,7 +63,7 @@ def stored(directory: Path) -> dict[str, torch.Tensor]:
     Raises OSError, ValueError or SafetensorError where they cannot be read.
     """
     if not any(is_share(path.name) for path in directory.iterdir()):
-        return _loaded(directory / WEIGHTS)
+        return load_file(directory / WEIGHTS)
     match load_tree(directory):
         case {"parts": {"weights": dict(weights), "buffers": dict(buffers)}, "memory": {"lasting": list(lasting)}}:
             kept = {name: one for name, one in buffers.items() if name in lasting and one is not None}
@@ -75,7 +75,7 @@ def stored(directory: Path) -> dict[str, torch.Tensor]:
 def load_into(model: nn.Module, source: Path, key: str = "run.init_from") -> None:
     """Load the weights of a file, a checkpoint or a run into `model`; all names and shapes must be the same."""
     try:
-        saved = stored(source) if source.is_dir() else _loaded(source)
+        saved = stored(source) if source.is_dir() else load_file(source)
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(key, source, f"has no weights that can be read: {error}") from error
     own = _tensors(model)
@@ -86,11 +86,6 @@ def load_into(model: nn.Module, source: Path, key: str = "run.init_from") -> Non
             raise ConfigError(key, source, why)
     for name, tensor in own.items():
         tensor.copy_(saved[name])
-
-
-def _loaded(file: Path) -> dict[str, torch.Tensor]:
-    files.open_plain(file).close()  # reading a pipe or a device would block
-    return load_file(file)
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -114,8 +109,11 @@ class Best:
         self._pending: list[_Pending] = []  # two at most: the oldest one, and the best since
         self._loss = math.inf
         self.step = 0  # of the weights on disk; 0 if there are none, or their step is not known
+        if self.path.is_symlink():
+            log.warning("%s was a link: it is removed, and nothing is written where it led", self.path)
+            files.disk.unlink(self.path)
         files.sweep(self.path)
-        match None if self.path.is_symlink() else files.read_json(self.path / _BEST_METRICS):
+        match files.read_json(self.path / _BEST_METRICS):
             case dict(saved):
                 loss, step = saved.get("loss"), saved.get("step")
                 if isinstance(loss, int | float) and abs(loss) < sys.float_info.max:
@@ -143,7 +141,9 @@ class Best:
     def write(self) -> None:
         """Write the oldest. The weights come first: their metrics are also in their own file."""
         pending = self._pending[0]
-        files.own_directory(self.path)
+        if not self.path.is_dir():
+            files.disk.make_directory(self.path)
+            files.sync_directory(self.path.parent)
         metrics = {"step": pending.step, **pending.metrics}
         as_text = {name: str(value) for name, value in metrics.items()}
         files.commit(self.path / WEIGHTS, chunks(pending.tensors, as_text))
@@ -157,7 +157,7 @@ class Best:
         self._pending = [one for one in self._pending if one.step <= since]
         if self.step > since:
             self._loss, self.step = math.inf, 0
-            for name in () if self.path.is_symlink() else (_BEST_METRICS, WEIGHTS):
+            for name in (_BEST_METRICS, WEIGHTS):
                 with contextlib.suppress(OSError):
                     files.disk.unlink(self.path / name)
 
@@ -189,13 +189,13 @@ def export(run_dir: Path, checkpoint: Path, to: Path) -> Manifest:
     if not source.is_dir():
         why = f"only exports models of transformers; for any other, {checkpoint / WEIGHTS} loads with safetensors"
         raise NotExportable(f"--export {why}")
-    if to.is_symlink() or (to.exists() and not to.is_dir()) or (to.is_dir() and any(to.iterdir())):
+    if to.exists() and not (to.is_dir() and not any(to.iterdir())):
         raise NotExportable(f"{to} is there already: --export makes a new folder")
     configs = {}
     for name in (_CONFIG, _GENERATION):
         if name == _CONFIG or (source / name).exists():
             configs[name] = files.read_json(source / name)
-            if (source / name).is_symlink() or not isinstance(configs[name], dict):
+            if not isinstance(configs[name], dict):
                 raise NotExportable(f"{source / name} is not what a run writes there")
     manifest, new = verify(checkpoint), files.temporary(to)
     with _writing(to):
@@ -215,7 +215,7 @@ def export(run_dir: Path, checkpoint: Path, to: Path) -> Manifest:
 
 def export_weights(checkpoint: Path, to: Path) -> Manifest:
     """Make one safetensors file of a checkpoint, in shares or not. Raises NotExportable or Damaged."""
-    if to.is_symlink() or to.exists():
+    if to.exists():
         raise NotExportable(f"{to} is there already: --weights makes a new file")
     manifest = verify(checkpoint)
     with _writing(to):

@@ -12,7 +12,7 @@ import threading
 import time
 from pathlib import Path
 
-from resilient_train.errors import ConfigError, DirectoryInUse
+from resilient_train.errors import DirectoryInUse
 from resilient_train.files import read_plain
 
 LOCK = ".lock"
@@ -32,12 +32,6 @@ def _release_in_child() -> None:
 
 
 os.register_at_fork(before=_changing.acquire, after_in_parent=_changing.release, after_in_child=_release_in_child)
-
-
-def refuse_dangling_link(key: str, path: Path) -> None:
-    """Refuse a link whose target does not exist: `mkdir` would say only that a file exists."""
-    if path.is_symlink() and not path.exists():
-        raise ConfigError(key, path, f"is a link to {path.readlink()}, which does not exist")
 
 
 class DirectoryLock:
@@ -128,9 +122,9 @@ def _taken(descriptor: int) -> bool:
 
 def holder_of(directory: Path) -> str | None:
     """Return who holds the lock on a directory; None if it is free."""
-    for path, flags in ((directory, os.O_DIRECTORY), (directory / LOCK, os.O_NOFOLLOW)):
+    for path in (directory, directory / LOCK):
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | flags)
+            descriptor = os.open(path, os.O_RDONLY)
         except OSError:
             continue
         try:

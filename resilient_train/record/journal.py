@@ -27,7 +27,7 @@ from typing import Any
 
 from resilient_train import files
 from resilient_train.errors import TrainError
-from resilient_train.files import MOST_BYTES, open_plain, read_plain, sync_directory, write_all
+from resilient_train.files import MOST_BYTES, read_plain, sync_directory, write_all
 from resilient_train.secrets import masked_tree
 from resilient_train.wording import counted
 
@@ -38,7 +38,6 @@ Entry = dict[str, Any]
 _log = logging.getLogger("resilient_train")
 
 _FORMAT = 1
-_LONGEST_LINE = 2**24  # bytes, of an outbox
 _OURS = {"n", "at", "kind", "format", "crc"}
 _SEALED = re.compile(rb'(?P<body>\{.*), "crc": "(?P<crc>[0-9a-f]{8})"\}')
 
@@ -150,7 +149,7 @@ def entries_after(path: Path, offset: int = 0, number: int = 0) -> Iterator[tupl
     """
     if not path.exists():
         return
-    for entry, end in entries(path, offset, most=MOST_BYTES):
+    for entry, end in entries(path, offset):
         if entry is not None and entry["n"] > number:
             if entry.get("format", _FORMAT) != _FORMAT:
                 what = f"is of format {entry['format']!s:.20}, where this version reads {_FORMAT}"
@@ -161,18 +160,15 @@ def entries_after(path: Path, offset: int = 0, number: int = 0) -> Iterator[tupl
 
 def damaged_lines(path: Path) -> int:
     """Count the lines of a journal that cannot be read, without the last one if it is being written."""
-    return sum(entry is None for entry, _ in entries(path, most=MOST_BYTES)) if path.exists() else 0
+    return sum(entry is None for entry, _ in entries(path)) if path.exists() else 0
 
 
-def entries(path: Path, start: int = 0, most: int | None = None) -> Iterator[tuple[Entry | None, int]]:
-    """Yield the entries after byte `start`, each with where it ends; None for a damaged line.
-
-    A longer file than `most` raises OSError; its lines may be as long as it is.
-    """
-    with open_plain(path, most=most) as file:
+def entries(path: Path, start: int = 0) -> Iterator[tuple[Entry | None, int]]:
+    """Yield the entries after byte `start`, each with where it ends; None for a damaged line."""
+    with open(path, "rb") as file:
         end = start if 0 <= start <= os.fstat(file.fileno()).st_size else 0
         file.seek(end)
-        for line in iter(partial(file.readline, most or _LONGEST_LINE), b""):
+        for line in iter(partial(file.readline, MOST_BYTES), b""):
             if not line.endswith(b"\n"):  # it is being written, or was when a kill came
                 return
             end += len(line)
@@ -209,9 +205,5 @@ def unseal(line: bytes) -> Entry | None:
     sealed = _SEALED.fullmatch(line)
     if sealed is None or zlib.crc32(sealed["body"]) != int(sealed["crc"], 16):
         return None
-    try:
-        entry = json.loads(sealed["body"] + b"}")
-    except (ValueError, RecursionError):  # a checksum is no proof of who wrote it
-        return None
-    is_entry = type(entry.get("n")) is int and type(entry.get("at")) is int and type(entry.get("kind")) is str
-    return entry if is_entry else None
+    entry: Entry = json.loads(sealed["body"] + b"}")
+    return entry

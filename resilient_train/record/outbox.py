@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from resilient_train import files
-from resilient_train.files import open_plain, write_all
+from resilient_train.files import write_all
 from resilient_train.record.journal import Entry, plain, seal, unseal
 
 OUTBOX = "outbox.jsonl"  # its name in a run directory
@@ -123,7 +123,7 @@ class Outbox:
 def seal_before(path: Path, end: int) -> str | None:
     """Return the checksum of the line that ends at byte `end`; None if no line does."""
     try:
-        with open_plain(path) as file:
+        with open(path, "rb") as file:
             start = max(0, end - _TAIL_BYTES)
             file.seek(start)
             lines = file.read(end - start)

@@ -26,7 +26,6 @@ from resilient_train.secrets import masked_tree
 from resilient_train.wording import rank_names
 
 _LOOK_S = 0.1
-_MOST_RANKS = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +63,7 @@ def found(run_dir: Path | None, kind: type[Note]) -> list[Note]:
     for path in run_dir.glob(_FILES[kind].format("*")) if run_dir is not None else []:
         node = read_json(path)
         if isinstance(node, dict) and {key: type(value) for key, value in node.items()} == get_type_hints(kind):
-            is_sane = node.get("batch_size", 1) > 0 <= node.get("step", 0)
-            if is_sane and 0 <= node["rank"] < _MOST_RANKS:
-                notes.append(kind(**node))
+            notes.append(kind(**node))
     return sorted(notes, key=lambda one: one.rank)
 
 
@@ -174,9 +171,7 @@ class Progress:
             if self._file >= 0 and not os.fstat(self._file).st_nlink:  # it was removed
                 self.close()
             if self._file < 0:
-                self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-                if os.fstat(self._file).st_size > 2 * _SLOT:  # it was no record
-                    os.ftruncate(self._file, 2 * _SLOT)
+                self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
             os.pwrite(self._file, slot, self._number % 2 * _SLOT)
             self._is_failing = False
             if position.doing is Doing.ENDED:

@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 from uuid import uuid4
 
 from resilient_train.errors import ConfigError
-from resilient_train.files import commit_text, open_plain, read_json
+from resilient_train.files import commit_text, read_json
 from resilient_train.record.journal import Entry, entries
 from resilient_train.record.outbox import BEGAN, METRICS, OUTBOX, PARAMS
 from resilient_train.secrets import masked
@@ -267,7 +267,7 @@ def connect(store: Store, experiment: str, cursor: UploadCursor, outbox: Path, b
         _create(store.database)
     client, where = MlflowClient(store.uri), masked(store.uri)
     experiment_id = _experiment(client, experiment, store.artifacts)
-    with open_plain(outbox) as file:  # no other run has its first line, only copies of the directory
+    with open(outbox, "rb") as file:  # no other run has its first line, only copies of the directory
         key = hashlib.sha256(file.readline(2**20) + cursor.get("copy", "").encode()).hexdigest()[:32]
     known = cursor.tracked_run(where, experiment)
     if known is not None and is_there(client, known.run_id):

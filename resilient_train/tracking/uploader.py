@@ -61,7 +61,7 @@ class Busy(Exception):
 
 def _locked(outbox: Path, flags: int) -> int:
     """Open an outbox, and lock it for this process; the kernel releases the lock with the process."""
-    lock = os.open(outbox, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    lock = os.open(outbox, flags | os.O_NOFOLLOW, 0o666)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -190,8 +190,7 @@ class Uploader:
     def _attach(self, connection: Connection, path: str) -> None:
         """Attach a file of the run. An outbox may come from anywhere: files outside of the directory are not sent."""
         whole = (self.run_dir / path).resolve()
-        is_ours = whole.is_relative_to(self.run_dir.resolve()) and not (self.run_dir / path).is_symlink()
-        if not is_ours:
+        if not whole.is_relative_to(self.run_dir.resolve()):
             self._refuse(f"{path} is no file of the run")
         elif not whole.is_file():
             self._refuse(f"{path} is gone")

@@ -15,15 +15,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load, load_file
-from sealed import CPU, FILES, manifest, newest, parts, seal, weights, write
+from sealed import CPU, FILES, manifest, newest, parts, weights, write
 
 from resilient_train import files
 from resilient_train.checkpoint import store as manifests
-from resilient_train.checkpoint.store import CANDIDATE, DEMOTED, MANIFEST, VERIFIED, WEIGHTS, Damaged, Entry, Store
-from resilient_train.checkpoint.tree_files import NAMES, TENSORS, chunks
-from resilient_train.checkpoint.weights import load_into
+from resilient_train.checkpoint.store import CANDIDATE, DEMOTED, MANIFEST, VERIFIED, WEIGHTS, Entry, Store
+from resilient_train.checkpoint.tree_files import NAMES, chunks
 from resilient_train.checkpoint.writer import Job, Writer
-from resilient_train.errors import ConfigError
 from resilient_train.state.ring import Snapshot
 from resilient_train.state.run_state import Clock, RunState, explain_mismatch
 
@@ -102,25 +100,6 @@ def test_marking_changes_the_kind_and_nothing_else(store: Store, kind: str) -> N
     marked = store.mark(entry, kind)
     assert manifests.verify(entry.path) == marked.manifest == replace(entry.manifest, kind=kind)
     assert (newest(store) == 7) == (kind != DEMOTED)
-
-
-def test_a_file_that_is_larger_than_its_tensors_is_not_read_through(store: Store) -> None:
-    """40 GiB of which the manifest says that they were written: it takes no time to tell."""
-    entry, size = write(store, 7), 40 * 2**30
-    os.truncate(entry.path / TENSORS, size)
-    seal(entry.path, lambda node: node["files"][TENSORS].update(bytes=size))
-    began = time.monotonic()
-    with pytest.raises(Damaged, match=r"tensors\.safetensors is 42,949,672,960 bytes long, and its tensors \d"):
-        manifests.verify(entry.path)
-    assert time.monotonic() - began < 5
-
-
-def test_weights_are_not_waited_for(tmp_path: Path) -> None:
-    """A pipe in place of a file is refused, also where it lies in a directory."""
-    os.mkfifo(tmp_path / WEIGHTS)
-    for source in (tmp_path / WEIGHTS, tmp_path, Path("/dev/zero")):
-        with pytest.raises(ConfigError, match="not a regular file"):
-            load_into(torch.nn.Linear(1, 1), source)
 
 
 def test_sweeping_stays_in_its_directory(store: Store, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from resilient_train.checkpoint import store as manifests
 from resilient_train.checkpoint.store import DEMOTED, MANIFEST, WEIGHTS, Damaged, Store
 from resilient_train.checkpoint.tree_files import TENSORS, TREE
 
-IN_THE_SUITE, IN_ALL = 36, 500
+IN_THE_SUITE, IN_ALL = 33, 500
 
 pytestmark = pytest.mark.usefixtures("careless")
 
@@ -93,13 +93,6 @@ def take_older(file: Path, dice: random.Random) -> None:
     shutil.copy(Store(file.parents[2]).entries()[1].path / file.name, file)
 
 
-def link_older(file: Path, dice: random.Random) -> None:
-    """A link to a copy of the very same file: what it leads to may change at any time."""
-    copy = file.parents[1] / f"copy of {file.name}"
-    file.rename(copy)
-    file.symlink_to(copy)
-
-
 def shuffle_pages(file: Path, dice: random.Random) -> None:
     """Two blocks in each other's places; a small file back to front."""
     content = file.read_bytes()
@@ -111,7 +104,7 @@ def shuffle_pages(file: Path, dice: random.Random) -> None:
 
 
 DAMAGES: tuple[Callable[[Path, random.Random], None], ...] = (
-    *(flip, flip, flip, cut, zero_page, lose, empty, lengthen, swap, take_older, link_older, shuffle_pages),
+    *(flip, flip, flip, cut, zero_page, lose, empty, lengthen, swap, take_older, shuffle_pages),
 )
 
 

@@ -174,14 +174,13 @@ def test_an_entry_that_somebody_else_wrote_harms_nobody(home: Path, tmp_path: Pa
     secret.write_text("secret")
     with outbox(tmp_path / "odd") as box:
         (tmp_path / "odd/train.log").symlink_to(secret)
-        os.mkfifo(tmp_path / "odd/pipe")
         odd: list[Any] = [None, 7, [1], {"loss": [1]}, {"loss": {}}, {"": None}]
         for values in odd:
             for kind in (METRICS, PARAMS, "unknown"):
                 box.put(kind, tick=1, values=values)
         box.put(METRICS, tick="one", values={"loss": 1.0})
         box.put(METRICS, tick=2, values={"loss": 1.0}, time_ms="late")
-        for path in (str(secret), "../secret.txt", "train.log", "pipe", ".", 7):
+        for path in (str(secret), "../secret.txt", "train.log", ".", 7):
             box.put(ARTIFACT, path=path)
         box.put(ENDED, status=["completed"])
     run = uploaded(tmp_path / "odd", home)
