@@ -318,12 +318,8 @@ class IncidentLog:
         if kind == PHASE:
             self._awaiting_update_ms.pop(number, None)
         if kind == AGAIN and (known := self._incidents.get(number)) is not None:
-            try:
-                tick, step = entry["at_update"]
-                again = (*known.again, (int(tick), int(step)))
-            except (KeyError, TypeError, ValueError, OverflowError):
-                log.warning("entry %d of the journal is left out: it names no update", entry["n"])
-                return
+            tick, step = entry["at_update"]
+            again = (*known.again, (tick, step))
             self._incidents[known.id] = replace(known, again=again, further=len(again))
         if kind not in (OPENED, TREATED, CLOSED):
             return

@@ -12,7 +12,6 @@ from resilient_train.secrets import masked
 from resilient_train.types import Anomaly, Cause, Diagnosis, Incident, Outcome, Signal
 
 REMEDIES, DRILL_FIRED = "remedies_in_force", "drill_fired"  # kinds of entries of the journal
-_MOST = 2**40  # processes, or samples of an update
 _LEAVE_DAMAGE = {"loss_spike", "hot_lr", "bit_flip", "bad_moments"}  # drills whose damage may be noticed later
 _NOTICED_WITHIN = 400  # ticks; damage to a weight that nothing depends on is never noticed
 _END_PROCESS = {"crash": Signal.CRASH, "hang": Signal.HANG}
@@ -97,11 +96,9 @@ class RunHistory:
             case {"kind": "process_ended", "tick": int(tick), "start": int(start), "stop": int(stop)}:
                 self._endings[tick] = (start, stop, entry.get("in_first") is True)
             case {"kind": "began", "processes": int(processes), "samples": int(samples)}:
-                if 0 < processes <= _MOST and 0 < samples <= _MOST:
-                    self.began_with = (processes, samples)
-            case {"kind": "data_seen", "sample": {"rows": int(), "digests": dict(digests)}}:
-                if all(row.isdecimal() and isinstance(digest, str | None) for row, digest in digests.items()):
-                    self.data_sample = entry["sample"]
+                self.began_with = (processes, samples)
+            case {"kind": "data_seen", "sample": dict(sample)}:
+                self.data_sample = sample
             case {"kind": "taken_up_from", "source": str(source)}:
                 self.sources.add(source)
             case {"kind": "drill_fired", "drill": int(number)}:

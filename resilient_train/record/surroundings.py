@@ -58,11 +58,7 @@ class Point(NamedTuple):
 
 
 def points_of(written: Any) -> tuple[Point, ...]:
-    """Read points from an entry of the journal; none if they are damaged."""
-    try:
-        return tuple(
-            Point(int(tick), int(step), float(loss), float(norm), bool(accepted))
-            for tick, step, loss, norm, accepted in written or ()
-        )
-    except (TypeError, ValueError, OverflowError):
-        return ()
+    """Read points from an entry of the journal, where infinities and NaN are text."""
+    return tuple(
+        Point(tick, step, float(loss), float(norm), accepted) for tick, step, loss, norm, accepted in written or ()
+    )

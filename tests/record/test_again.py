@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
-from math import inf
 from pathlib import Path
 
 import pytest
 
-from resilient_train.record.incident_log import AGAIN, IncidentLog
-from resilient_train.record.journal import JOURNAL, seal
+from resilient_train.record.incident_log import IncidentLog
 from resilient_train.tracking.story import status_by
 from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Outcome, Signal
 
@@ -135,14 +132,3 @@ def test_two_exceptions_are_two_incidents() -> None:
     first, second = (Anomaly(Signal.EXCEPTION, tick, tick, 0, f"error {tick}", landed=False) for tick in (1, 2))
     book.record_treatment(book.open(first, UNKNOWN, SKIP))
     assert book.continued(second, UNKNOWN, SKIP) is None
-
-
-@pytest.mark.parametrize(("number", "at"), [([1], [2, 2]), ({}, [2, 2]), (1, [inf, 2]), (1, [2]), (True, [2, 2])])
-def test_a_count_of_odd_numbers_is_left_out(number: object, at: list[float], tmp_path: Path) -> None:
-    """Its checksum is right, and a resume does not end with a traceback."""
-    book = IncidentLog(tmp_path)
-    met(book, 1)
-    odd = {"n": 9, "at": 0, "kind": AGAIN, "format": 1, "number": number, "at_update": at}
-    with (tmp_path / JOURNAL).open("ab") as file:
-        file.write(seal(json.dumps(odd)))
-    assert IncidentLog(tmp_path).incidents == book.incidents

@@ -187,20 +187,6 @@ def test_a_tail_that_is_no_entry_is_cut_off(
         assert read(path) == journal.entries
 
 
-def test_a_right_checksum_alone_makes_no_entry(full: tuple[Path, list[dict[str, Any]]]) -> None:
-    """What a stranger sealed is passed over unless it has number, time and kind, and comes in order."""
-    path, entries = full
-    strange: list[dict[str, Any]] = [
-        {"n": "4", "at": 1, "kind": "x"},
-        {"n": 4, "at": True, "kind": "x"},
-        {"n": 4, "at": 1},
-    ]
-    old = [entries[0], {"n": 2, "at": 1, "kind": "old"}]
-    deep = b'{"n": 4, "at": 1, "kind": "x", "deep": ' + b"[" * 200_000
-    path.write_bytes(path.read_bytes() + b"".join(_lines([*strange, *old])) + _sealed(deep))
-    assert Journal(path).entries == entries
-
-
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
@@ -410,25 +396,6 @@ def test_unknown_keys_are_passed_over_and_late_ones_are_optional() -> None:
     assert from_line(line).anomaly == Anomaly(Signal.NONFINITE_LOSS, 1204, 1204, since=1203, evidence="")
 
 
-WRONG: list[dict[str, Any]] = [
-    *({"id": "1"}, {"id": -1}, {"id": True}, {"step": 1.0}, {"tick": None}, {"signal": "os.system"}, {"signal": 1}),
-    *({"cause": "bad luck"}, {"outcome": "fine"}, {"rows": 3}, {"rows": ["a"]}, {"rows": [True]}, {"advice": None}),
-    *({"culprit": "me"}, {"culprit": {}}, {"culprit": {"phase": "forward"}}, {"actions": {}}, {"again": [[1]]}),
-    *({"actions": ["rewind"]}, {"actions": [{"factor": 1}]}, {"actions": [{"remedy": 1}]}, {"rewound_to": "3"}),
-    *({"seconds": "0.1"}, {"seconds": math.nan}, {"seconds": -1.0}, {"seconds": True}, {"steps_lost": -1}),
-    *({"since": "x"}, {"landed": 1}, {"ranks": [None]}, {"evidence": []}, {"gave_up": 1}),
-]
-
-
-def test_a_line_of_wrong_types_is_refused_in_one_line() -> None:
-    """What a stranger wrote becomes no incident, and the field is named."""
-    line = json.loads(json.dumps(as_line(POISON)))
-    for change in WRONG:
-        with pytest.raises(ValueError, match=r"\w") as refused:
-            from_line({**line, **change})
-        assert "\n" not in str(refused.value)
-
-
 def test_a_line_without_a_key_of_the_contract_is_refused() -> None:
     """Nothing is made up for what is missing; nor is what is no object an incident."""
     for key in ("id", "step", "tick", "signal", "cause", "advice", "culprit", "steps_lost", "outcome"):
@@ -599,21 +566,6 @@ def test_a_closing_may_tell_the_parts_and_more_may_come_after_it(tmp_path: Path)
     (chapter,) = story(tmp_path)
     assert chapter.phases == tuple(Phase(*one) for one in TIMES)
     assert (chapter.treated_ms, chapter.closed_ms is None) == (None, False)
-
-
-def test_times_that_are_none_are_left_out(tmp_path: Path) -> None:
-    """The incident stays; so does what comes behind it."""
-    journal = Journal(tmp_path / "journal.jsonl")
-    strange: list[Any] = [3, "detect", {"detect": 1}, ["detect"], [["detect", 1]], [["detect", 1, 2, 3]], [None]]
-    strange += [[["detect", "x", 2]], [["detect", 2, 1]], [["detect", -1, 2]], [["detect", 1, 10**20]]]
-    for phases in strange:
-        journal.write("incident_treated", incident=as_line(SPIKE), phases=phases)
-        journal.write("incident_phase", number=SPIKE.id, phase=phases)
-    for number in ([3], "3", 4, None):
-        journal.write("incident_phase", number=number, phase=TIMES[0])
-    assert parts(tmp_path) == [[]]
-    IncidentLog(tmp_path).add_phase(SPIKE.id, TIMES[0])
-    assert parts(tmp_path) == [["detect"]]
 
 
 # Incidents in words.
