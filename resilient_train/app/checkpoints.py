@@ -18,7 +18,7 @@ from resilient_train.checkpoint.store import CANDIDATE, DEMOTED, VERIFIED, Damag
 from resilient_train.checkpoint.weights import NotExportable, export, export_weights
 from resilient_train.record.endings import CHECKPOINTS, is_run
 from resilient_train.record.journal import JOURNAL, read
-from resilient_train.wording import duration, printable
+from resilient_train.wording import duration
 
 _HELP = """\
 Lists the checkpoints of a run, the newest first, after reading all of each to verify it:
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     if given.checkpoint and not (given.export or given.weights):
         parser.error("--checkpoint needs --export DIR or --weights FILE")
     if not (is_run(run_dir) or (run_dir / JOURNAL).exists() or (run_dir / CHECKPOINTS).is_dir()):
-        print(printable(f"{run_dir}: {NO_RUN}"), file=sys.stderr)
+        print(f"{run_dir}: {NO_RUN}", file=sys.stderr)
         return 2
     return _export(run_dir, given) if given.export or given.weights else _list(run_dir, as_json=given.json)
 
@@ -130,7 +130,7 @@ def _export(run_dir: Path, given: argparse.Namespace) -> int:
     entries = [one for one in every if name is None or one.path.name == name]
     if name is not None and not entries:
         there = ", ".join(one.path.name for one in every) or "none"
-        print(printable(f"{run_dir} has no checkpoint {name}: there is {there}"), file=sys.stderr)
+        print(f"{run_dir} has no checkpoint {name}: there is {there}", file=sys.stderr)
         return 2
     why = "there is no checkpoint"
     for entry in entries:
@@ -142,14 +142,14 @@ def _export(run_dir: Path, given: argparse.Namespace) -> int:
             manifest = make(entry.path, to)
         except Damaged as damage:
             why = f"{entry.path.name}: {damage}"
-            print(printable(why), file=sys.stderr)
+            print(why, file=sys.stderr)
         except NotExportable as reason:
-            print(printable(str(reason)), file=sys.stderr)
+            print(reason, file=sys.stderr)
             return 1
         else:
             doubt = {CANDIDATE: " (not verified yet)", DEMOTED: " (the trouble began before it)"}.get(kind, "")
             also = "; if it needs a tokenizer, save that there, too" if to.is_dir() else ""
             print(f"step {manifest.step:,}{doubt} is in {to}{also}")
             return 0
-    print(printable(f"nothing was exported: {why}"), file=sys.stderr)
+    print(f"nothing was exported: {why}", file=sys.stderr)
     return 1

@@ -28,7 +28,7 @@ from resilient_train.tracking.report import IncidentView
 from resilient_train.tracking.review import next_start, to_change, verdict
 from resilient_train.tracking.story import Chapter, Story, read_story
 from resilient_train.types import Culprit, Outcome
-from resilient_train.wording import OUTCOMES, counted, duration, noticed, printable, reached_suffix
+from resilient_train.wording import OUTCOMES, counted, duration, noticed, reached_suffix
 
 _LOOK_EVERY_S = 1.0
 _RESTARTS_WITHIN_S = 120.0  # by a launcher, which may be on another host and cannot be seen then
@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
     run_dir: Path = given.run_dir
     status = status_of(run_dir)
     if status.state == "none" and not (run_dir / JOURNAL).exists():
-        print(printable(status.line(run_dir)), file=sys.stderr)
+        print(status.line(run_dir), file=sys.stderr)
         return 2
     shown = _Shown(as_json=given.json)
     try:
@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
         shown.summary(found := _read(run_dir, status))
         shown.news(found, given.last)
     except TrainError as error:
-        print(printable(str(error)), file=sys.stderr)
+        print(error, file=sys.stderr)
         return 1
     return 0
 

@@ -81,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
         known = {"incidents": len(story.incidents), "to_change": [one.text for one in story.advice]} if story else {}
         print(json.dumps({"run_dir": str(given.run_dir), **asdict(status), **known}))
     elif status.state == "none":
-        print(printable(status.line(given.run_dir)), file=sys.stderr)
+        print(status.line(given.run_dir), file=sys.stderr)
     else:
         line = status.line(given.run_dir)
         if story is not None and (story.incidents or status.state == "completed"):

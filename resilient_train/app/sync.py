@@ -30,7 +30,7 @@ from resilient_train.tracking.connection import Store, UploadCursor, left_in, lo
 from resilient_train.tracking.review import ui_command, where_to_look
 from resilient_train.tracking.tracker import EXPERIMENT
 from resilient_train.tracking.uploader import Busy, Uploader, backfill, needs_backfill
-from resilient_train.wording import counted, printable
+from resilient_train.wording import counted
 
 _HELP = """\
 Uploads to MLflow what could not be uploaded during the run. Nothing is uploaded twice.
@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         store, experiment, is_late = _destination(given.run_dir, given.uri, given.experiment, attached=given.attached)
     except TrainError as why:
-        print(printable(f"{given.run_dir}: {why}"), file=sys.stderr)
+        print(f"{given.run_dir}: {why}", file=sys.stderr)
         return 2
     run_dir = given.run_dir.absolute()
     store = replace(store, home=given.home) if given.home is not None else store
@@ -173,7 +173,7 @@ def _follow(uploader: Uploader, ended: Callable[[float], bool], late: Callable[[
         if trouble == reported or failures == 1:  # the first may be an idle connection that was closed
             continue
         if trouble:
-            print(printable(trouble), file=sys.stderr, flush=True)
+            print(trouble, file=sys.stderr, flush=True)
         reported = trouble
         if is_attached:  # the run reports it
             uploader.cursor.note(trouble=trouble)
@@ -196,12 +196,12 @@ def _report(uploader: Uploader, store: Store, trouble: str | None) -> int:
     if trouble is not None:
         left = left_in(run_dir)
         what = f"MLflow lacks {counted(left, 'entry')}" if left else "what MLflow shows of the run is not complete"
-        print(f"{run_dir}: {what}:\n{printable(trouble)}", file=sys.stderr)
+        print(f"{run_dir}: {what}:\n{trouble}", file=sys.stderr)
         return 1
     what = f"uploaded {counted(uploader.uploaded, 'entry')}" if uploader.uploaded else "nothing was left to upload"
     print(f"{run_dir}: {what}; MLflow at {where} has everything")
     for why in uploader.refused:
-        print(printable(f"MLflow refused {masked(why)}"), file=sys.stderr)
+        print(f"MLflow refused {masked(why)}", file=sys.stderr)
     if uploader.damaged:
         print(f"  but {counted(uploader.damaged, 'damaged line')} of {OUTBOX} could not be read")
     for line in where_to_look(ui_command(where), uploader.run.url if uploader.run is not None else None):
