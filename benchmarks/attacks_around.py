@@ -132,15 +132,6 @@ def linked(place: Place) -> Path:
     return place.run_dir
 
 
-def dangling(place: Place) -> None:
-    """A link to nowhere is refused by name, or followed: `File exists` is no answer."""
-    place.run_dir.symlink_to(place.path / "nowhere")
-    said = place.train()
-    ends_well(place, said, (1, 2))
-    if said.code and "link" not in said.text:
-        place.fails(f"does not say that it is a link: {said.last}")
-
-
 def working_directory_gone(place: Place) -> None:
     """Without a working directory a relative path means nothing, and that is said."""
 
@@ -220,14 +211,12 @@ ENVIRONMENT: dict[str, Attack] = {
     "the clock a year ahead": within(clock(365)),
     "the clock in 1970": within(clock(-time.time() / 86400 + 0.01)),
     "the working directory is gone": working_directory_gone,
-    "a dangling link as run.dir": dangling,
     "a link as run.dir": at(linked),
     "a path with odd letters": at(lambda place: place.path / "rün \U0001f525 'x' $(touch canary) ;&"),
     "a path with a line break": at(lambda place: place.path / "a\nb"),
     "a path of 240 letters": at(lambda place: place.path / ("x" * 240)),
     "a name of 300 letters": at(lambda place: place.path / ("x" * 300)),
     "a file as run.dir": at(lambda place: place.path / "precious"),
-    "a device as run.dir": at(lambda place: Path("/dev/null")),
     "a read-only disk": read_only,
     "a disk of 64 kB": small("size=64k"),
     "a disk of 200 kB": small("size=200k"),

@@ -17,7 +17,7 @@ sys.path.append(str(HERE.parent / "benchmarks"))
 from attacks_place import SECRETS, Failed, Place, judged
 
 ATTACKS = str(HERE.parent / "benchmarks" / "attacks.py")
-HANDFUL = ["files: summary.json as a pipe", "checkpoints: custom_checkpoint_0.pkl"]
+HANDFUL = ["files: summary.json as a directory", "checkpoints: custom_checkpoint_0.pkl"]
 HANDFUL += ["configuration: a remedy [nope]", "guard: nothing wrong"]
 
 
