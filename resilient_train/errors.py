@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from resilient_train.secrets import MASK, is_secret, masked
+from resilient_train.secrets import masked
 
 
 class TrainError(Exception):
@@ -83,7 +83,7 @@ class ConfigError(TrainError, ValueError):
 
     def __init__(self, key: str, value: Any, why: str) -> None:
         self.key, self.value, self.why = key, value, why
-        shown = "" if value is ... else f"={MASK if is_secret(key, value) else _short(value)}"
+        shown = "" if value is ... else f"={_short(value)}"
         super().__init__(f"{key}{shown}: {why}")
 
     def __reduce__(self) -> tuple[Any, ...]:

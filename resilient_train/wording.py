@@ -13,7 +13,6 @@ from math import isfinite
 from pathlib import Path
 from typing import IO, Any
 
-from resilient_train.secrets import masked
 from resilient_train.types import (
     ACCEPTED,
     OBSERVE,
@@ -222,7 +221,7 @@ def tags(incidents: Sequence[Incident], status: str) -> dict[str, str]:
     found = {"resilience.status": status, "resilience.incidents": str(len(incidents))}
     if incidents:
         last = incidents[-1]
-        found["resilience.last_incident"] = masked(f"{_sign(last)}; {describe_treatment(last)}")
+        found["resilience.last_incident"] = f"{_sign(last)}; {describe_treatment(last)}"
         found["resilience.cause"] = ", ".join(dict.fromkeys(one.diagnosis.cause for one in incidents))
     if drills := dict.fromkeys(one.drill for one in incidents if one.drill):
         found["resilience.drill"] = ", ".join(drills)

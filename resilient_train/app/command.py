@@ -30,7 +30,7 @@ from resilient_train.ranks.launch import launched_rank
 from resilient_train.ranks.process_exit import code_for_agent
 from resilient_train.reader import find_in_working_directory
 from resilient_train.record.endings import SUMMARY, note_refusal, read_ending
-from resilient_train.secrets import learn, masked, masked_override, masked_tree, masked_yaml
+from resilient_train.secrets import learn, masked, masked_tree
 from resilient_train.tracking.connection import cut
 
 _LONGEST_WHY = 200
@@ -104,7 +104,7 @@ def _answer(given: argparse.Namespace) -> None:
     if given.help or given.cfg or given.info or given.shell_completion:
         with redirect_stdout(io.StringIO()) as printed, suppress(SystemExit):
             _job()
-        print(masked_yaml(printed.getvalue()), end="")
+        print(masked(printed.getvalue()), end="")
     else:
         modes = [word for word in given.overrides if word.replace(" ", "").upper() == "HYDRA.MODE=MULTIRUN"]
         if "WORLD_SIZE" in os.environ and (given.multirun or modes):
@@ -124,8 +124,9 @@ def _job(raw: DictConfig) -> float | None:
     given = typed(hydra_config.overrides.task)
     is_sweep = hydra_config.mode == RunMode.MULTIRUN
     if is_sweep:
-        words = [masked_override(re.sub(r"\\(.)", r"\1", word)) for word in given]  # Hydra has quoted them
-        print(f"job {hydra_config.job.num} of the sweep: {' '.join(words)}", flush=True)
+        words = [re.sub(r"\\(.)", r"\1", word) for word in given]  # Hydra has quoted them
+        learn(dict(word.partition("=")[::2] for word in words))
+        print(masked(f"job {hydra_config.job.num} of the sweep: {' '.join(words)}"), flush=True)
         file = Path(hydra_config.sweep.dir) / "multirun.yaml"  # Hydra has written it with the secrets
         with suppress(OSError, ValueError, yaml.YAMLError):
             tree = yaml.safe_load(read_plain(file).decode("utf-8"))

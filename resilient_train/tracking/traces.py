@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from resilient_train.record import surroundings
 from resilient_train.record.journal import plain
-from resilient_train.secrets import masked
 from resilient_train.tracking.connection import cut
 from resilient_train.tracking.report import HARMFUL, IncidentView
 from resilient_train.tracking.story import Chapter
@@ -66,8 +65,8 @@ class Traces:
                 forget = getattr(getattr(self._client.store, "_get_server_version", None), "cache_clear", None)
                 if forget is not None:
                     forget()
-                raise ConnectionError(f"{masked(self._uri)} does not tell its version") from None
-            raise NotImplementedError(f"traces need an MLflow server of 3.4 or newer ({masked(self._uri)})") from None
+                raise ConnectionError(f"{self._uri} does not tell its version") from None
+            raise NotImplementedError(f"traces need an MLflow server of 3.4 or newer ({self._uri})") from None
         self._client.start_trace(self._info(chapter, trace_id))
         there.add(trace_id)
         self._there = there

@@ -135,7 +135,7 @@ class OutboxTracker(Tracker):
         if trouble is not None:
             left = left_in(self._directory)
             what = f"it lacks {counted(left, 'entry')} of {OUTBOX}" if left else "what it shows is not complete"
-            _log.warning("MLflow at %s did not get everything: %s (%s)", masked(self._store.uri), what, trouble)
+            _log.warning("MLflow at %s did not get everything: %s (%s)", self._store.uri, what, trouble)
             _log.warning(
                 "to upload the rest, from any machine that has the directory:\n  %s", command("sync", self._directory)
             )
@@ -151,7 +151,7 @@ class UploaderProcess:
     """Runs `resilient-train sync --follow` while the run lasts. Only `end` waits."""
 
     def __init__(self, directory: Path, store: Store, config: TrackingConfig) -> None:
-        self._directory, self._where = directory.absolute(), masked(store.uri)
+        self._directory, self._where = directory.absolute(), store.uri
         self._command = [sys.executable, "-m", "resilient_train", "sync", str(self._directory), "--follow"]
         self._command += ["--attached", f"--experiment={config.experiment}"]
         self._command += [f"--home={store.home}"] if store.home is not None else []

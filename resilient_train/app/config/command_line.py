@@ -30,7 +30,7 @@ from resilient_train.app.config import CONF
 from resilient_train.errors import ConfigError, TrainError, in_one_line, text_of, unusable
 from resilient_train.files import read_yaml_text
 from resilient_train.reader import no_such, similar
-from resilient_train.secrets import masked_override
+from resilient_train.secrets import masked
 
 VERSION_BASE = "1.3"
 
@@ -86,7 +86,7 @@ def name_of(overrides: Sequence[str]) -> str:
                 same.add(override.get_key_element())
     plain = [re.sub(r"\\(.)", r"\1", word) for word in overrides]  # Hydra has escaped them
     swept = [word for word in plain if word.partition("=")[0] not in same] or plain
-    pairs = [masked_override(word).partition("=") for word in swept]
+    pairs = [masked(word).partition("=") for word in swept]
     short = [key.rpartition(".")[2] for key, _, _ in pairs]
     keys = [last if short.count(last) == 1 else key for last, (key, _, _) in zip(short, pairs, strict=True)]
     return ", ".join(f"{key}={value}" for key, (_, _, value) in zip(keys, pairs, strict=True))
