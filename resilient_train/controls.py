@@ -276,7 +276,7 @@ class Controls(RunControl):
         state = {
             "tick": self._parts.clock.tick,
             "knobs": self.knobs.state_dict(),
-            "armor": [asdict(patch) for patch in self._armor.lines],  # recognizes its line also when it is masked
+            "armor": [asdict(patch) for patch in self._armor.lines],
             "armored": sorted(map(list, self._handled_lines)),
             "mends_eps": updater.mends_eps,
             "micro_batch": self.micro_batch,

@@ -126,16 +126,13 @@ class _Source:
         return list(_pairs(before, after, ()))
 
     def lines_with(self, function: str, text: str) -> list[int]:
-        """Return the numbers of the lines with that text, in the function of that qualified name.
-
-        A text that was read from a file of the run has its secrets masked.
-        """
+        """Return the numbers of the lines with that text, in the function of that qualified name."""
         own = [codes.before for codes in self.functions() if codes.before.co_qualname == function]
         spans = [range(code.co_firstlineno, max(_lines(code)) + 1) for code in own]
         return [
             number
             for number, line in enumerate(map(str.strip, self.text.split("\n")), start=1)
-            if (line == text or (MASK in text and masked(line) == text)) and any(number in span for span in spans)
+            if line == text and any(number in span for span in spans)
         ]
 
     def install(self, functions: Sequence[FunctionType]) -> None:

@@ -7,7 +7,6 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -194,12 +193,12 @@ def test_a_token_makes_no_other_run(tmp_path: Path) -> None:
 SECRETS = ("s3cr3tpass", "t0kentoken", "hf_secrettoken", "hf_inconfiguration", "awsverysecret", "sh0rt")
 
 
-def found_in(place: Path, *said: str, secrets: Sequence[str] = SECRETS) -> list[str]:
+def found_in(place: Path, *said: str) -> list[str]:
     """Where any of them is to be read."""
     texts = {str(file): file.read_bytes() for file in place.rglob("*") if file.is_file()}
     texts |= {f"output {number}": text.encode() for number, text in enumerate(said)}
     assert len(texts) > 5
-    return [f"{name}: {one}" for name, text in texts.items() for one in secrets if one.encode() in text]
+    return [f"{name}: {one}" for name, text in texts.items() for one in SECRETS if one.encode() in text]
 
 
 def test_a_run_gives_no_secret_away(
@@ -231,54 +230,6 @@ def test_a_run_gives_no_secret_away(
     assert "row=3" in asked.out
     said = [one for outcome in (done, failed, wrong) for one in (outcome.stdout, outcome.stderr)]
     assert not found_in(tmp_path, *said, asked.out, asked.err)
-
-
-NEVER_LEARNED = ("hf_aBcDeFgHiJkLmNoPqRsTuVwXyZaBcDeFgH", "AKIAIOSFODNN7EXAMPLE", "k3y4me2cabcdef")
-PLAIN = {"DB_PASSWORD": "trustnoone", "PIN_PASSWORD": "20240131"}
-TALKATIVE = f"""
-import os
-import torch
-from test_resume import Singular, WithZeros
-
-class Net(Singular):
-    def forward(self, x):
-        scale = torch.log(x.abs() + 0.0 * len("trustnoone")).mean(1, keepdim=True)
-        return self.body(x) + 0.01 * scale
-
-class Rows(WithZeros):
-    def __getitem__(self, index):
-        if index == 3:
-            words = os.environ["DB_PASSWORD"], int(os.environ["PIN_PASSWORD"])
-            tokens = "{NEVER_LEARNED[0]}, {NEVER_LEARNED[1]}, api_key='{NEVER_LEARNED[2]}'"
-            raise OSError(f"row=3: no login with {{words}}, {{tokens}}")
-        return super().__getitem__(index)
-"""
-
-
-def test_plain_words_and_unknown_tokens_are_in_no_file_and_on_no_terminal(tmp_path: Path) -> None:
-    """Nor in the journal's remedies: a line in armor that holds a password has its armor again after a resume."""
-    (tmp_path / "talkative.py").write_text(TALKATIVE)
-    own = ["model=custom", "model._target_=talkative.Net", "data=custom", "data.train._target_=talkative.Rows"]
-    own += ["objective=custom", "objective._target_=strangers.mse", "accelerate.cpu=true", "tracking=none"]
-    own += ["schedule=constant", "run.dir=run", "checkpoint.disk.every=10", "checkpoint.verify_after=2"]
-
-    def trained(steps: int) -> str:
-        start = [sys.executable, "-m", "resilient_train", *own, f"run.steps={steps}"]
-        done = subprocess.run(start, env={**ENVIRONMENT, **PLAIN}, capture_output=True, text=True, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        return done.stdout + done.stderr
-
-    said = [trained(100), trained(110)]
-    assert "row=3: no login" in said[0]
-    (tmp_path / "talkative.py").unlink()  # what a person has written is there to be read
-    texts = {str(file): file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()}
-    texts |= {f"output {number}": text.encode() for number, text in enumerate(said)}
-    secrets_ = (*PLAIN.values(), *NEVER_LEARNED)
-    assert not [f"{name}: {one}" for name, text in texts.items() for one in secrets_ if one.encode() in text]
-    entries = [json.loads(line) for line in (tmp_path / "run/journal.jsonl").read_text().splitlines()]
-    armor = [one["remedies"]["armor"] for one in entries if one["kind"] == "remedies_in_force"]
-    assert f'len("{MASK}")' in armor[-1][0]["text"]
-    assert "can no longer patch" not in said[1]
 
 
 def test_a_sweep_gives_no_secret_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: command) -> None:

@@ -23,7 +23,6 @@ from omegaconf import OmegaConf
 from resilient_train import files
 from resilient_train.errors import ConfigError
 from resilient_train.record.outbox import ARTIFACT, BEGAN, ENDED, METRICS, OUTBOX, PARAMS, Outbox
-from resilient_train.secrets import masked
 from resilient_train.tracking import tracker as tracking
 from resilient_train.tracking.connection import TrackedRun, UploadCursor, locate, url
 from resilient_train.tracking.review import command, ui_command
@@ -311,19 +310,6 @@ def test_a_process_that_dies_is_reported_with_its_last_line(
     assert "cannot open" in caplog.text.split("did not get everything")[1]
 
 
-def test_the_command_that_is_told_works_without_an_activated_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It names the interpreter where `python` would be another one."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", "/usr/bin")
-    assert command("sync", tmp_path / "my run") == f"{sys.executable} -m resilient_train sync 'my run'"
-    monkeypatch.setenv("PATH", f"/usr/bin:{Path(sys.executable).parent}")
-    for started, told in (("mine.py", "resilient-train"), ("resilient_train/__main__.py", "python -m resilient_train")):
-        monkeypatch.setattr(sys, "argv", [started])
-        assert command("incidents", tmp_path / "runs/a") == f"{told} incidents runs/a"
-
-
 @pytest.mark.parametrize("uri", ["./mlruns", "mlruns", "/data/mlruns", "file:mlruns", "file:///data/mlruns"])
 def test_a_plain_directory_is_refused_before_training(
     uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -366,6 +352,7 @@ def test_the_command_that_opens_a_database_can_be_pasted(monkeypatch: pytest.Mon
 
 def test_one_name_for_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """That by which it was started, if it works from here: the script, or the module."""
+    monkeypatch.chdir(tmp_path)
     script, path = Path(sys.executable).with_name("resilient-train"), os.environ["PATH"]
     for started, where, expected in (
         (script, f"{script.parent}:{path}", "resilient-train"),
@@ -375,10 +362,10 @@ def test_one_name_for_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     ):
         monkeypatch.setattr(sys, "argv", [str(started)])
         monkeypatch.setenv("PATH", where)
-        assert command("incidents", tmp_path) == f"{expected} incidents {tmp_path}"
+        assert command("incidents", tmp_path / "my run") == f"{expected} incidents 'my run'"
 
 
-def test_the_link_opens_the_overview_and_gives_no_password_away() -> None:
+def test_the_link_opens_the_overview() -> None:
     """A database has its page where `mlflow ui` listens; a link with *** for a password would open nothing."""
     for uri, root in {
         "sqlite:////home/me/mlflow.db": "http://127.0.0.1:5000",
@@ -386,7 +373,6 @@ def test_the_link_opens_the_overview_and_gives_no_password_away() -> None:
         "https://me:secret@tracking.example/mlflow/": "https://tracking.example/mlflow",
     }.items():
         assert url(uri, "1", "abc") == f"{root}/#/experiments/1/runs/abc?workflowType=machine_learning"
-        assert "secret" not in masked(uri)
 
 
 @pytest.mark.parametrize("name", ["mlflow", "none"])
