@@ -163,23 +163,6 @@ def test_a_trace_tells_the_incident(place: Place) -> None:
     assert spans["remedy"].outputs == {"remedies": ["learning rate x0.5 with 20 steps of warm-up"]}
 
 
-def test_uploaded_again_and_again_it_is_one_trace_with_one_verdict(uri: str) -> None:
-    """By the same process and by others."""
-    place = placed(uri)
-    traces = place.traces()
-    for _ in range(2):
-        traces.upload(CLOSED)
-        place.upload(CLOSED)
-    (trace,) = place.found()
-    assert trace.info.state == "OK"
-    assert trace.info.tags["resilience.outcome"] == "recovered"
-    (verdict,) = trace.info.assessments
-    assert judged(trace) == {"outcome": "recovered"}
-    assert verdict.source.source_type == "CODE"
-    assert verdict.rationale == "incident 3: recovered"
-    assert len(place.read().data.spans) == 7
-
-
 def test_what_was_never_cured_is_an_error(place: Place) -> None:
     """What came back later was retried with success; each is found by its cause and outcome, as the page filters."""
     table = [
@@ -214,11 +197,12 @@ def test_what_a_drill_made_says_so_and_advises_nothing(place: Place) -> None:
     assert "advice" not in diagnosed.outputs
 
 
-def test_what_people_add_stays(place: Place) -> None:
+def test_uploaded_again_it_is_one_trace_and_what_people_add_stays(uri: str) -> None:
     """Assessments, tags, and a cause that somebody has put right."""
     from mlflow.entities import AssessmentSource, Feedback
     from mlflow.tracing.client import TracingClient
 
+    place = placed(uri)
     trace_id, client = place.upload(CLOSED), TracingClient(place.uri)
     client.set_trace_tag(trace_id, "seen by", "Ada")
     client.set_trace_tag(trace_id, "resilience.cause", "operation")
