@@ -212,13 +212,13 @@ def composed(
         resolved: Any = OmegaConf.to_container(raw, resolve=True)
     except OmegaConfBaseException as error:
         raise explained(error, given) from error
+    learn(resolved)  # before errors name values of it
     if missing := sorted(OmegaConf.missing_keys(OmegaConf.create(resolved))):
         raise unusable(missing[0], f"has to be given: {missing[0]}=...")
     config = reader.read(Config, resolved, "")
     require_finite("", asdict(config))  # not of `resolved`: Hydra reads a text such as run.dir=nan as a number
     if config.run.deterministic and AUTO in (config.checkpoint.memory.every, config.checkpoint.disk.every):
         raise ConfigError("run.deterministic", True, "cannot be with an interval of auto, which follows from a clock")
-    learn(resolved)
     hidden = masked_tree(resolved)
     return Composed(config, hidden, _compared(_flat(hidden), choices, [*given, *swept]))
 
