@@ -65,7 +65,7 @@ class ChangedOnPurpose(ReferenceInvalid):
 
 
 class WrittenOnPurpose(ChangedOnPurpose):
-    """The loop wrote to the weights, and the newest samples have a far lower loss since."""
+    """The loop wrote to the weights, and the loss is far lower since."""
 
     def __init__(self, now: float, was: float) -> None:
         ReferenceInvalid.__init__(self, f"the loss fell from {was:.4g} to {now:.4g} as the loop wrote to the weights")
@@ -378,14 +378,13 @@ class Explainer:
                     raise ChangedOnPurpose(now, was)
 
     def _require_worse_weights(self, jump: Anomaly) -> None:
-        """Raise WrittenOnPurpose if the loss is far lower at the weights that were written than it was before."""
+        """Raise WrittenOnPurpose if the loss fell far from one update to the next, as it does by no damage."""
         newest, before = self._updates.around(jump.since)
-        if self._search is None or not self._samples.rows or not newest or len(before) < FEW:
-            return
-        with randomness.preserved(self._world.device):
-            now, was = median(self._search.loss_at(one.start) for one in newest), median(one.loss for one in before)
-        if 0 <= _FAR_LOWER * now < was:
-            raise WrittenOnPurpose(now, was)
+        losses = [one.loss for one in (*before, *newest)]
+        for place in range(2, len(losses) - 1):
+            earlier, later = losses[:place], losses[place:]
+            if 0 <= _FAR_LOWER * max(later) < min(earlier):
+                raise WrittenOnPurpose(median(later), median(earlier))
 
 
 def _known(anomaly: Anomaly, history: Sequence[Incident]) -> Diagnosis | None:

@@ -157,7 +157,7 @@ class _Measured(NamedTuple):
 
 @dataclass(slots=True)
 class _Past:
-    """How a tensor has moved: its largest recent changes, in units of what they are proportional to, and how many."""
+    """How a tensor has moved: its largest recent changes per unit of learning rate, and the number of changes."""
 
     length: float = 0.0
     largest: float = 0.0
@@ -285,11 +285,8 @@ class Weights:
         return None if weight.group is None else self.paths[weight.group]
 
     def _rate(self, weight: Weight, base: _Measured, seen: _Measured) -> float:
-        """Return what changes are proportional to: the reach of SGD, the rates, or the steps where no group updates."""
-        if weight.group is None:
-            return float(seen.step - base.step)
-        path = self.paths[weight.group]
-        return path.whole if path.whole > 0 and not path.unknown else path.rate
+        """Return what changes are proportional to: the learning rates, or the steps where no group updates a weight."""
+        return float(seen.step - base.step) if weight.group is None else self.paths[weight.group].rate
 
     def _learn(self, base: _Measured, seen: _Measured) -> None:
         """Remember the changes of a healthy interval."""
