@@ -16,11 +16,13 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import quote, unquote
 
+from resilient_train.types import Cause, Outcome, Signal
+
 MASK = "***"
 
 _LEAST = 4  # characters: shorter values occur in ordinary text as well
 _LONG = 12  # characters: shorter values may be part of another word or number
-_EVERYDAY = {"true", "false", "none", "null", "test", "auto", "default"}
+_EVERYDAY = {"true", "false", "none", "null", "test", "auto", "default", *Signal, *Cause, *Outcome}
 
 _NAMES = r"password|passwd|passphrase|secret|(?:api|access|account|private|secret|auth|signing|encryption)[_-]?key"
 _SETTING = re.compile(rf"(?i)(?:{_NAMES})$")

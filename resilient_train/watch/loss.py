@@ -226,9 +226,8 @@ class Jump(PlainState):
         ranked = sorted(list(level.losses)[-_YOUNG_LOSSES:])
         rise, median = loss - ranked[-1], ranked[_YOUNG_LOSSES // 2]
         spread, size = deviation(ranked, median), max(abs(median), level.scale)
-        if loss <= level.exceeded():
-            return False
-        return rise > _YOUNG_MARGIN * config.sigmas * spread and rise > _YOUNG_MARGIN * config.share * size
+        is_far = rise > _YOUNG_MARGIN * config.sigmas * spread and rise > _YOUNG_MARGIN * config.share * size
+        return is_far and loss > level.exceeded()
 
     def see(self, step: int, loss: float, outside: bool, *, landed: bool = True) -> Alarm | None:
         """Judge the loss of an update.

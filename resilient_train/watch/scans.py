@@ -165,11 +165,8 @@ class Scans:
             weights, buffers, of_kept = self.layout.weights, self.layout.buffers(), self.layout.kept(kept)
             names, largest = of_kept.items, of_kept.largest()
             if self._has_ranks:  # each of which may keep something else: it is two numbers
-                names, is_nan, zero = (
-                    [f"{KEPT}*", f"{KEPT}* (a NaN counts as infinite)"],
-                    largest.isnan(),
-                    largest.new_zeros(1),
-                )
+                names = [f"{KEPT}*", f"{KEPT}* (a NaN counts as infinite)"]
+                is_nan, zero = largest.isnan(), largest.new_zeros(1)
                 others = torch.cat([largest.masked_fill(is_nan, 0.0), zero]).amax(keepdim=True)
                 largest = torch.cat([others, zero.masked_fill(is_nan.any(), inf)])
             pending.buffers = [*buffers.items, *names]

@@ -219,9 +219,11 @@ class Weights:
             if self._is_quiet(weight, base, seen):
                 continue
             excess, evidence = self._excess(weight, base, seen, loudest)
+            if not evidence:
+                continue
             here = Found(Signal.WEIGHTS_JUMP, weight.name, f"weights jumped: {weight.name} {evidence}")
-            if evidence and (not is_possible(here), excess) > worst:
-                worst, found = (not is_possible(here), excess), here
+            if (rank := (not is_possible(here), excess)) > worst:
+                worst, found = rank, here
         if found is None:
             self._learn(base, seen)
         return found

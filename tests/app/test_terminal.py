@@ -214,7 +214,7 @@ def test_a_line_that_may_have_changed_is_not_shown(met: Path, capsys: Said) -> N
 
 @pytest.mark.parametrize("kind", ["no Python", "line that is not there"])
 def test_no_file_is_read_that_is_no_source(kind: str, tmp_path: Path, capsys: Said) -> None:
-    """A stranger may have written the journal: nothing secret is shown."""
+    """Somebody else may have written the journal: nothing secret is shown."""
     file, line = tmp_path / ("id_rsa" if kind == "no Python" else "mine.py"), 1
     file.write_text("-----BEGIN\n")
     os.utime(file, (1, 1))

@@ -1,4 +1,4 @@
-"""A run directory from a stranger: nothing in it is executed, and nothing outside of it is written."""
+"""A run directory from somebody else: nothing in it is executed, and nothing outside of it is written."""
 
 from __future__ import annotations
 

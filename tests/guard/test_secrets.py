@@ -269,3 +269,9 @@ def test_a_question_is_not_answered_with_secrets(words: str, code: int, said: st
     assert outcome.code == code
     assert said in outcome.stdout + outcome.stderr
     assert not [one for one in SECRETS if one in outcome.stdout + outcome.stderr]
+
+
+@pytest.mark.parametrize("word", ["data", "explosion", "recovered", "loss_spike"])
+def test_a_password_that_is_a_word_of_ours_hides_no_field(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DB_PASSWORD", word)
+    assert masked(f'{{"cause": "{word}"}}') == f'{{"cause": "{word}"}}'
