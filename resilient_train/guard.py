@@ -246,9 +246,8 @@ class EngineGuard:
                 return UpdateResult("refused")
         if self.drill is not None:
             self.drill.on_gradients(self._place(), self._turns.weights or self._updater.weights)
-        rates = self._checks.rate_factor(self.attempted_step + 1), 1.0
-        if self.drill is not None:
-            rates = rates[0], self.drill.rate_factor(self._place())
+        drilled = 1.0 if self.drill is None else self.drill.rate_factor(self._place())
+        rates = self._checks.rate_factor(self.attempted_step + 1), drilled
         self._ring.copier.before_change()
         agreement, knobs = self._updater.agreement, self._controls.knobs.values
         agreement.set_flag(Flag.BUSY, self._keeper.is_busy)

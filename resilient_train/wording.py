@@ -417,8 +417,7 @@ class DrawnLine:
     def clear(self) -> None:
         """Make room for another line."""
         if self._width:
-            self._print(f"{'':{self._width}}")
-            self._width = 0
+            self.draw("")
 
     def _print(self, words: str) -> None:
         with suppress(OSError, ValueError):  # the terminal is gone, or the stream was closed
