@@ -18,7 +18,7 @@ def main() -> None:
     try:
         _do()
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in _EXTRA:
+        if str(error.name).partition(".")[0] not in _EXTRA:
             raise
         print(f"error: this needs the package {error.name}: pip install 'resilient-train[app]'", file=sys.stderr)
         sys.exit(2)

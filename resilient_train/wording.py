@@ -406,7 +406,7 @@ class DrawnLine:
 
     @property
     def is_drawn(self) -> bool:
-        return self._width > 0
+        return bool(self._width)
 
     def draw(self, words: str) -> None:
         """Draw it over what is there."""

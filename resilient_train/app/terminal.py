@@ -65,7 +65,7 @@ class Page:
         styles = [""] * indent + [style for part, style in pairs for _ in part]
         place = 0
         for number, line in enumerate(lines):
-            margin = 0 if number == 0 else len(line) - len(line.lstrip())
+            margin = len(line) - len(line.lstrip()) if number else 0
             place = text.index(line[margin:], place)
             runs = groupby(zip(line[margin:], styles[place:], strict=False), itemgetter(1))
             body = "".join(styled("".join(char for char, _ in run), style, self._file) for style, run in runs)

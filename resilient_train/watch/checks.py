@@ -149,8 +149,8 @@ class Checks:
 
     def level_at(self, step: int) -> float | None:
         """Return the level of the loss at a step, if it is known."""
-        reference = self._reference(step) or self._reference(step + 1)
-        return reference.level if reference else None
+        known = self._reference(step) or self._reference(step + 1)
+        return known.level if known else None
 
     def loss_excess(self) -> float:
         """Return how far the loss is above the reference, relative to the size of such losses; 0 if not known."""
