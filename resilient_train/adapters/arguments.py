@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, default_collate
 
+from resilient_train.adapters.rows_of_loader import LoadedSamples, of_loader
 from resilient_train.data import build
 from resilient_train.data.rows import Collate, change, fingerprint
 from resilient_train.data.samples import Samples, Slicing
@@ -277,7 +278,7 @@ def samples(
     if is_function:
         return DrawnSamples(given, slicing, seed=seed, device=device)
     if is_loader(given):
-        return LoaderSamples(given, slicing, seed=seed, device=device)
+        return of_loader(given, slicing, seed=seed, device=device)
     name, collate = type(given).__name__, collate or default_collate
     config = DataConfig({"_target_": name}, slicing.batch_size, None, shuffle, num_workers)
     try:
@@ -290,14 +291,15 @@ def samples(
 
 def steps_per_epoch(samples: Samples) -> int:
     """Return how many updates it takes to see all the data once."""
+    counts_batches = isinstance(samples, LoaderSamples | LoadedSamples)
     counted: Any = getattr(samples, "loader", getattr(samples, "dataset", ()))
     try:
-        count = samples.rows or len(counted)
+        count = len(counted) if counts_batches else samples.rows or len(counted)
     except TypeError:
         why = "this data has no len(), so the length of an epoch is unknown: use guard.batches(n)"
         raise TrainError(f"epochs: {why}") from None
     slicing = samples.slicing
-    return -(-count // (slicing.accumulation if isinstance(samples, LoaderSamples) else slicing.samples)) or 1
+    return -(-count // (slicing.accumulation if counts_batches else slicing.samples)) or 1
 
 
 def schedules(given: Any, optimizers: list[Optimizer]) -> list[Schedule]:

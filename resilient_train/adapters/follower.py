@@ -151,10 +151,6 @@ class Follower:
         assert self._loss is not None, "no forward and backward before the step"
         loss = None if self._landed(fed, self._loss) else self.catch_up()
         self._put_back(fed.settings)
-        snapshots = self.guard._ring.snapshots
-        oldest = snapshots[0].plain["position"]["position"] if snapshots else fed.start
-        self.samples.forget_before(oldest)
-        self._seeds.forget_before(oldest)
         return loss
 
     @property

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, takewhile
 from typing import Any
 
 import torch
@@ -166,9 +166,10 @@ class FedSamples(Samples):
         return False
 
     def _ahead(self) -> Iterator[Fed]:
-        for fed in self._fed:
+        ahead = [*takewhile(lambda fed: fed.start >= self.position, reversed(self._fed))]
+        for fed in reversed(ahead):
             is_available = fed.batches is not None or fed.rows
-            if is_available and fed.start >= self.position and self.skipped.end_at(fed.start) == fed.start:
+            if is_available and self.skipped.end_at(fed.start) == fed.start:
                 yield fed
 
     def _drop_batches(self, fed: Fed) -> None:

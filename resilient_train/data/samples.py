@@ -135,6 +135,9 @@ class Samples(ABC):
         self.position = state["position"]
         self._batches = None  # what workers have fetched ahead belongs to another position
 
+    def forget_before(self, position: int) -> None:  # noqa: B027
+        """Drop what is kept for updates before a position to which no rewind goes back."""
+
     def close(self) -> None:
         """Stop worker processes."""
         self._batches = None

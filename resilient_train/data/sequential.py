@@ -271,14 +271,14 @@ class LoaderSamples(Samples):
     def next_update(self, beat: Callable[[], None] = no_watchdog) -> Update:
         self._beat = beat
         while self.position < self.next_start:
-            self._fetch()
+            self.fetch()
             self.position += self.slicing.samples
         again = self._ahead.popleft() if self._ahead else None
         latest = again or (self._recent[-1] if self._recent else None)
-        is_unchanged = latest is None or latest.versions == _versions(latest.batches)
+        is_unchanged = latest is None or latest.versions == versions(latest.batches)
         self._changes_tensors |= not is_unchanged
-        batches = again.batches if again is not None and is_unchanged else self._fetch()
-        served = _Served(self.position, self.position + self.slicing.samples, batches, _versions(batches))
+        batches = again.batches if again is not None and is_unchanged else self.fetch()
+        served = _Served(self.position, self.position + self.slicing.samples, batches, versions(batches))
         self._recent.append(served)
         self.position = self._used_up = served.stop
 
@@ -306,7 +306,7 @@ class LoaderSamples(Samples):
             return
         with preserved(self.device):
             while not self._ahead and start <= at < stop:
-                self._fetch()
+                self.fetch()
                 at += self.slicing.samples
 
     @property
@@ -339,8 +339,13 @@ class LoaderSamples(Samples):
             _log.info("data: this loader begins again at its first batch: one with a state_dict would continue")
         self._drawn = max(self._drawn, state.get("drawn", 0))  # earlier versions wrote none
 
-    def _fetch(self) -> list[Any]:
+    def fetch(self) -> list[Any]:
+        """Fetch the micro-batches of the next update."""
         return [self._next_batch() for _ in range(self.slicing.accumulation)]
+
+    def begun(self) -> Iterator[Any]:
+        """Begin an epoch, with the random numbers that belong to its first batch."""
+        return iter(self.loader() if isgeneratorfunction(self.loader) else self.loader)
 
     def _next_batch(self) -> Any:
         seed_all(mix(Purpose.LOADER, self.seed, self._drawn, self.slicing.rank), self.device)
@@ -349,7 +354,7 @@ class LoaderSamples(Samples):
         while ends < 2:
             try:
                 if self._batches is None:
-                    self._batches = iter(self.loader() if isgeneratorfunction(self.loader) else self.loader)
+                    self._batches = self.begun()
                 return next(self._batches)
             except StopIteration:
                 self._batches, ends = None, ends + 1
@@ -399,6 +404,7 @@ class DrawnSamples(Samples):
                 retries.pause_or_raise(error, "drawing a batch")
 
 
-def _versions(batches: list[Any]) -> list[int]:
+def versions(batches: list[Any]) -> list[int]:
+    """Count the changes in place of the tensors in batches."""
     tensors = [leaf for leaf in leaves(batches) if isinstance(leaf, torch.Tensor)]
     return [one._version for one in tensors if not one.is_inference()]  # torch does not count changes of those

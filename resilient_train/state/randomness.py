@@ -17,6 +17,7 @@ import torch
 _log = logging.getLogger("resilient_train")
 
 _MASK = (1 << 64) - 1
+_MOST_STATES = 2_000  # of generators, 8 KiB each: updates that are older draw other numbers when they are repeated
 
 
 class Purpose(IntEnum):
@@ -107,6 +108,9 @@ class Seeds:
         """Prepare them for the code between two updates: undoing an update also undoes its random numbers."""
         seed_all(mix(Purpose.BETWEEN, self._seed, position, self._rank), self._device)
 
+    def forget_before(self, position: int) -> None:
+        """Drop what is kept of updates that are not repeated any more."""
+
 
 class RecordedStates(Seeds):
     """Leaves the generators to a trainer, and restores the states that it had before an update if that is repeated."""
@@ -127,8 +131,8 @@ class RecordedStates(Seeds):
         pass
 
     def forget_before(self, position: int) -> None:
-        """Drop the states of updates that are not repeated any more."""
-        self._states = {start: states for start, states in self._states.items() if start >= position}
+        while self._states and ((first := next(iter(self._states))) < position or len(self._states) > _MOST_STATES):
+            del self._states[first]
 
 
 def set_deterministic(enabled: bool) -> None:
