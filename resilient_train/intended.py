@@ -53,19 +53,15 @@ class Intended:
         is_rise = anomaly.landed and anomaly.signal in OF_THE_LOSS
         return self._parts.updates.rise(anomaly.since, self._level) if may_be and is_rise else None
 
-    def accepts(self, rise: Rise, anomaly: Anomaly, *, is_leap: bool) -> bool:
-        """Accept a rise that came again in spite of a rewind, or that no update did and no rewind helps against."""
+    def accepts(self, rise: Rise, anomaly: Anomaly) -> bool:
+        """Accept a rise that came again in spite of a rewind."""
         probe = self._parts.checks.probe
-        what = f"the loss rose from {self._level:.4g} to {self._level + rise.height:.4g} at step {rise.step:,}"
         was_low = probe is not None and self._was_low_at(probe.rewound_to, rise.height)
-        if probe is not None and probe.confirms(rise, anomaly.step, was_low=was_low):
-            what = f"{what}, after a rewind as before it, with other samples and a tenth of the rate"
-            self.accept(anomaly, what, step=rise.step)
-        elif rise.is_sudden and not is_leap and not self._parts.samples.can_rewind:
-            what = f"{what}, in one forward, after a usual update"
-            self.accept(anomaly, what, rise.limit(self._level), rise.step)
-        else:
+        if probe is None or not probe.confirms(rise, anomaly.step, was_low=was_low):
             return False
+        what = f"the loss rose from {self._level:.4g} to {self._level + rise.height:.4g} at step {rise.step:,}"
+        what = f"{what}, after a rewind as before it, with other samples and a tenth of the rate"
+        self.accept(anomaly, what, step=rise.step)
         return True
 
     def before_treatment(self, anomaly: Anomaly) -> None:

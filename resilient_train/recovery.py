@@ -144,7 +144,7 @@ class Recovery:
         if anomaly.reached_weights and diagnosis.cause is not Cause.CORRUPTION:
             checks.require_recovery(anomaly.since, _reached(anomaly))
         rise = self.intended.rise(anomaly, diagnosis)
-        if rise is not None and self.intended.accepts(rise, anomaly, is_leap=leap is not None):
+        if rise is not None and self.intended.accepts(rise, anomaly):
             self.note_remedies()
             return
         last = history[-1].rewound_to if history else None

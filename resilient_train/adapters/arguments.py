@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, default_collate
 
-from resilient_train.adapters.rows_of_loader import LoadedSamples, of_loader
+from resilient_train.adapters import rows_of_loader
 from resilient_train.data import build
 from resilient_train.data.rows import Collate, change, fingerprint
 from resilient_train.data.samples import Samples, Slicing
@@ -262,13 +262,14 @@ def is_loader(data: Any) -> bool:
 def samples(
     given: Any,
     slicing: Slicing,
-    device: torch.device,
+    world: World,
     seed: int,
     shuffle: bool,
     num_workers: int,
     collate: Collate | None,
 ) -> Samples:
-    """Convert a data set, or a loader, which does not rewind unless it is stateful."""
+    """Convert a data set, a loader or a function that draws batches."""
+    device = world.device
     if hasattr(given, "next_update"):
         return given  # type: ignore[no-any-return]
     is_iterable = isinstance(given, Iterable) or inspect.isgeneratorfunction(given) or not is_loader(given)
@@ -278,7 +279,7 @@ def samples(
     if is_function:
         return DrawnSamples(given, slicing, seed=seed, device=device)
     if is_loader(given):
-        return of_loader(given, slicing, seed=seed, device=device)
+        return rows_of_loader.samples_of(given, slicing, world.least, seed=seed, device=device)
     name, collate = type(given).__name__, collate or default_collate
     config = DataConfig({"_target_": name}, slicing.batch_size, None, shuffle, num_workers)
     try:
@@ -291,7 +292,7 @@ def samples(
 
 def steps_per_epoch(samples: Samples) -> int:
     """Return how many updates it takes to see all the data once."""
-    counts_batches = isinstance(samples, LoaderSamples | LoadedSamples)
+    counts_batches = isinstance(samples, LoaderSamples)
     counted: Any = getattr(samples, "loader", getattr(samples, "dataset", ()))
     try:
         count = len(counted) if counts_batches else samples.rows or len(counted)

@@ -129,7 +129,7 @@ class Guard(guard.EngineGuard):
         bare = getattr(unwrapped, "_orig_mod", unwrapped)  # without torch.compile's prefix in the names of weights
         optimizers = arguments.optimizers(optimizer, bare)
         rates = arguments.schedules(schedule, optimizers)
-        samples = arguments.samples(data, slicing, device, seed, shuffle, num_workers, collate)
+        samples = arguments.samples(data, slicing, world, seed, shuffle, num_workers, collate)
         samples.beat = beat  # a resume may have to read an epoch
         seeds = RecordedStates(device) if samples.is_fed else Seeds(seed, world.rank, device)
         more = {"recovery": recovery, "checks": checks, "clip": clip, "batch_size": batch_size, "seed": seed}

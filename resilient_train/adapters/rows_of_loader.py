@@ -15,11 +15,8 @@ from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
-from resilient_train.data.fed import FedSamples
-from resilient_train.data.rows import Collate, no_watchdog
-from resilient_train.data.samples import Samples, Slicing, Update
-from resilient_train.data.sequential import LoaderSamples, versions
-from resilient_train.data.stream import Key
+from resilient_train.data.samples import Slicing
+from resilient_train.data.sequential import LoaderBatches, LoaderSamples
 from resilient_train.state.randomness import Purpose, mix, seed_all
 
 
@@ -139,7 +136,7 @@ class _Later:
         return getattr(self._batches, name)
 
 
-class _NumberedLoader(LoaderSamples):
+class _NumberedLoader(LoaderBatches):
     """A loader whose batches have numbered rows. It goes on at any batch without fetching those before it."""
 
     def __init__(self, loader: Any, slicing: Slicing, **more: Any) -> None:
@@ -149,92 +146,36 @@ class _NumberedLoader(LoaderSamples):
         drawing = self._base, self._base.sampler, getattr(self._batch_sampler, "sampler", None)
         found = [getattr(one, "generator", None) for one in drawing]
         self._generator: torch.Generator | None = next((one for one in found if one is not None), None)
-        self._epoch: dict[str, Any] = {"since": 0}  # the batches drawn before it, and what its order depends on
-        self._skipped = 0
+        self._behind: tuple[int, Any] | None = None  # where to go on
 
-    @property
-    def place(self) -> dict[str, Any]:
-        return {"drawn": self._drawn, **self._epoch}
+    def go_on(self, behind: int, mark: Any) -> None:
+        self._behind = behind, mark
 
-    def go_to(self, place: dict[str, Any]) -> None:
-        self._drawn, self._batches = place["drawn"], None
-        self._epoch = {name: place.get(name) for name in ("since", "generator", "iteration")}
-        self._skipped = self._drawn - place["since"]
+    def fetch(self) -> list[tuple[Any, Sequence[int]]]:
+        made = [batch for batch, _ in super().fetch()]
+        return [(one.batch, one.rows) if isinstance(one, NumberedBatch) else (one, ()) for one in made]
 
     def begun(self) -> Iterator[Any]:
-        skipped, self._skipped = self._skipped, 0
-        if not skipped:
-            state = self._generator.get_state() if self._generator is not None else None
-            iteration = getattr(self.loader, "iteration", None)  # Accelerate's count of epochs
-            self._epoch = {"since": self._drawn - 1, "generator": state, "iteration": iteration}
-        elif self._generator is not None and self._epoch["generator"] is not None:
-            self._generator.set_state(self._epoch["generator"])
-        if skipped and self._epoch["iteration"] is not None:
-            self.loader.iteration = self._epoch["iteration"]  # type: ignore[attr-defined]
+        """What an epoch depends on is noted at its first batch, and restored to go on within it."""
+        skipped, loader, drawing = 0, self.loader, self._generator
+        if self._behind is None:
+            state = drawing.get_state() if drawing is not None else None
+            mark = {"generator": state, "iteration": getattr(loader, "iteration", None)}  # Accelerate counts epochs
+        else:
+            skipped, mark = self._behind
+            self._behind = None
+            if drawing is not None and mark["generator"] is not None:
+                drawing.set_state(mark["generator"])
+            if mark["iteration"] is not None:
+                loader.iteration = mark["iteration"]  # type: ignore[attr-defined]
+        since = self.drawn - 1 - skipped
+        self._marks.append((since, mark))
         self._base.__dict__["batch_sampler"] = _Later(self._batch_sampler, skipped) if skipped else self._batch_sampler
-        seed_all(mix(Purpose.LOADER, self.seed, self._epoch["since"], self.slicing.rank), self.device)
+        seed_all(mix(Purpose.LOADER, self.seed, since, self.slicing.rank), self.device)
         return super().begun()
 
 
-class LoadedSamples(FedSamples):
-    """Batches of a `DataLoader` over a map-style data set: their rows have an index, and they come again when asked."""
-
-    is_fed = False
-
-    def __init__(self, loader: Any, dataset: Any, collate: Collate, slicing: Slicing, **more: Any) -> None:
-        """`loader` has numbered rows, of this `dataset`."""
-        super().__init__(slicing, dataset=dataset, collate=collate)
-        self.loader, self._source = loader, _NumberedLoader(loader, slicing, **more)
-        self._moves_to = getattr(loader, "device", None)  # of one that Accelerate has prepared
-
-    @property
-    def next_start(self) -> int:
-        return next((fed.start for fed in self._ahead()), self.skipped.end_at(self.newest_stop))
-
-    def next_update(self, beat: Callable[[], None] = no_watchdog) -> Update:
-        for fed in self._ahead():
-            if fed.batches is not None and fed.more.get("versions", fed.batches) != versions(fed.batches):
-                self._drop_batches(fed)  # the loop has changed them
-        while not self.is_behind:
-            self._fetch()
-        update = super().next_update(beat)
-        assert self.current is not None
-        self.current.more["versions"] = versions(update.batches)
-        return update
-
-    def starts(self, after: int, samples: int) -> list[int]:
-        while self.newest_stop <= after + samples:
-            self._fetch()
-        return super().starts(after, samples)
-
-    def collated(self, keys: Sequence[Key]) -> Any:
-        batch = super().collated(keys)
-        return batch if self._moves_to is None else send_to_device(batch, self._moves_to)
-
-    def state_dict(self) -> dict[str, Any]:
-        ahead = next(self._ahead(), None)
-        return {"position": self.position, **(self._source.place if ahead is None else ahead.before)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._fed or "since" not in state:
-            super().load_state_dict(state)
-            return
-        self.position = self.newest_stop = state["position"]  # of an earlier process
-        self._source.go_to(state)
-
-    def close(self) -> None:
-        super().close()
-        self._source.close()
-
-    def _fetch(self) -> None:
-        place, made = self._source.place, []
-        for batch in self._source.fetch():
-            is_numbered = isinstance(batch, NumberedBatch)
-            made.append(self.healthy(batch.batch, batch.rows) if is_numbered else (batch, ()))
-        self.feed([batch for batch, _ in made], [rows for _, rows in made]).before = place
-
-
-def of_loader(loader: Any, slicing: Slicing, **more: Any) -> Samples:
+def samples_of(loader: Any, slicing: Slicing, least: Callable[[float], float], **more: Any) -> LoaderSamples:
     """Take the batches of the caller's loader, which stays as it is; their rows are numbered if possible."""
     is_stateful = hasattr(loader, "load_state_dict") and getattr(loader, "use_stateful_dataloader", True)
     if isinstance(loader, DataLoader) and not is_stateful:
@@ -242,8 +183,10 @@ def of_loader(loader: Any, slicing: Slicing, **more: Any) -> Samples:
         if "base_dataloader" in vars(own):
             own.base_dataloader = copy.copy(own.base_dataloader)
         if (numbered := number_rows(own)) is not None:
-            return LoadedSamples(own, *numbered, slicing, **more)
-    return LoaderSamples(loader, slicing, **more)
+            dataset, collate = numbered
+            how = {"dataset": dataset, "collate": collate, "moves_to": getattr(loader, "device", None), "least": least}
+            return LoaderSamples(_NumberedLoader(own, slicing, **more), **how)
+    return LoaderSamples(LoaderBatches(loader, slicing, **more), least=least)
 
 
 def copied(noted: Any) -> Any:

@@ -210,9 +210,13 @@ class FedSamples(Samples):
         assert fed.batches is not None
         self.position, self.current = fed.stop, fed
         # In containers of their own: the trainer may take entries out of a batch.
-        batches = [rebuilt(batch, lambda leaf: leaf) for batch in fed.batches]
+        batches = [rebuilt(batch, self.handed_out) for batch in fed.batches]
         self._served = Update(fed.start, fed.stop, batches, fed.keys)
         return self._served
+
+    def handed_out(self, leaf: Any) -> Any:
+        """Return what of a batch is handed out."""
+        return leaf
 
     def go_back(self, update: Update) -> None:
         self.position = update.start

@@ -142,11 +142,6 @@ class Samples(ABC):
         """Stop worker processes."""
         self._batches = None
 
-    @property
-    def can_rewind(self) -> bool:
-        """Whether the batches of an earlier position can be served again."""
-        return True
-
     def as_of_now(self) -> AbstractContextManager[None]:
         """Let replays in a block see the counts of a trainer as they are, not as they were before each update."""
         return nullcontext()

@@ -5,20 +5,22 @@ from __future__ import annotations
 import copy
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from inspect import isgeneratorfunction
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 
+from resilient_train.data.fed import Fed, FedSamples
 from resilient_train.data.rows import Collate, Retries, no_watchdog
 from resilient_train.data.samples import Samples, Slicing, Update
-from resilient_train.data.stream import Ranges
+from resilient_train.data.stream import Key, Ranges
 from resilient_train.errors import StorageFailed, TrainError, in_one_line, unusable
 from resilient_train.state.randomness import Purpose, mix, preserved, seed_all, seed_host
-from resilient_train.state.tree import leaves, rebuilt, sha256
+from resilient_train.state.tree import leaves, sha256
 
 _log = logging.getLogger("resilient_train")
 
@@ -28,6 +30,7 @@ _NOT_REPEATED = (
     "the function returns another batch when it is called with the same random numbers: let it draw from the global "
     "generators of torch, numpy or Python only, or give an iterable such as iter(function, None), which cannot rewind"
 )
+_MARKS = 256  # places of a loader: an epoch may have few batches
 _REMEMBERED = 10_000  # updates whose digests are kept: further back than any rewind
 
 
@@ -223,134 +226,65 @@ def _digest(rows: list[Any]) -> str:
     return sha256([*rows[:_COMPARED], rows[-1]])
 
 
-class _Served(NamedTuple):
-    """An update that may have to be served again."""
-
-    start: int
-    stop: int
-    batches: list[Any]  # in other containers than the loop's
-    versions: list[int]  # of their tensors: torch counts changes in place
-
-
-class LoaderSamples(Samples):
-    """Batches of the caller's loader, which cannot go back, unless it is torchdata's `StatefulDataLoader` or the like.
-
-    The last two updates are kept and can be served again. After a rewind to an earlier one, the run trains on the
-    batches that come next. Positions count samples as if every batch were full.
+class LoaderBatches:
+    """The batches of the caller's loader, drawn one after the other.
 
     A loader may draw from the global generators, which rewind. So every batch is fetched with random numbers that are
-    a function of the number of batches fetched before it, which never goes back, not even when the run resumes: a
-    rewind repeats no batch, and a resumed run draws what the run would have drawn.
-
-    A loop may change its batches. The containers it gets are its own, which costs nothing. Tensors are copied only
-    after a loop was seen to change one in place: copies would cost time and are not in pinned memory. What was changed
-    before that is not served again.
+    a function of the number of batches fetched before it, which never goes back. A resumed run draws what the run would
+    have drawn; torchdata's `StatefulDataLoader` and the like, and loaders with numbered rows, go on at their place.
     """
 
     def __init__(
         self, loader: Iterable[Any], slicing: Slicing, *, seed: int = 0, device: torch.device | None = None
     ) -> None:
         self.loader, self.slicing, self.seed, self.device = loader, slicing, seed, device or torch.device("cpu")
-        self.position = 0
-        self.skipped = Ranges()  # ranges that the run had not reached yet: batches before it do not come again
-        self._drawn = 0  # batches drawn by this run
-        self._used_up = 0  # the end of the batches that were drawn, in positions before a rewind
-        self._beat: Callable[[], None] = no_watchdog
-        self._recent: deque[_Served] = deque(maxlen=2)
-        self._ahead: deque[_Served] = deque()
-        self._changes_tensors = False  # whether the loop changes tensors in place
+        self.beat: Callable[[], None] = no_watchdog
+        self.drawn = 0
+        self._batches: Iterator[Any] | None = None
         own: Any = loader
         has_state = isinstance(loader, DataLoader) and hasattr(loader, "load_state_dict")
         self._stateful = own if has_state and not hasattr(loader, "use_stateful_dataloader") else None
-        self._states: deque[tuple[int, Any]] = deque(maxlen=3)  # of the loader, with the batches drawn before
+        self._marks = deque[tuple[int, Any]](maxlen=_MARKS)  # batches drawn before, and how the loader goes on there
 
-    @property
-    def next_start(self) -> int:
-        return self.position if self._ahead else self.skipped.end_at(self.position)
+    def place(self, drawn: int) -> dict[str, Any]:
+        """Return what it takes to go on behind so many batches."""
+        if self._stateful is not None and drawn == self.drawn:
+            self._marks.append((drawn, copy.deepcopy(self._stateful.state_dict())))
+        before = [one for one in self._marks if one[0] <= drawn][-1:]
+        return {"drawn": drawn, "loader": [[drawn - at, mark] for at, mark in before]}
 
-    def next_update(self, beat: Callable[[], None] = no_watchdog) -> Update:
-        self._beat = beat
-        while self.position < self.next_start:
-            self.fetch()
-            self.position += self.slicing.samples
-        again = self._ahead.popleft() if self._ahead else None
-        latest = again or (self._recent[-1] if self._recent else None)
-        is_unchanged = latest is None or latest.versions == versions(latest.batches)
-        self._changes_tensors |= not is_unchanged
-        batches = again.batches if again is not None and is_unchanged else self.fetch()
-        served = _Served(self.position, self.position + self.slicing.samples, batches, versions(batches))
-        self._recent.append(served)
-        self.position = self._used_up = served.stop
-
-        def handed_out(leaf: Any) -> Any:
-            return leaf.clone() if self._changes_tensors and isinstance(leaf, torch.Tensor) else leaf
-
-        return Update(served.start, served.stop, [rebuilt(batch, handed_out) for batch in batches])
-
-    def go_back(self, update: Update) -> None:
-        while self._recent and self._recent[-1].start >= update.start:
-            self._ahead.appendleft(self._recent.pop())
-        self.position = update.start
-
-    def skip(self, start: int, stop: int) -> None:
-        """Skip updates that would be served again, and then new batches.
-
-        Batches that were used up before a rewind do not come again and count as skipped. Positions that the run has
-        not reached, as after a resume, are skipped when it gets there.
-        """
-        while self._ahead and start <= self._ahead[0].start < stop:
-            self.position = self._ahead.popleft().stop
-        at = max(self.position, self._used_up)
-        if at == self.position <= start:
-            self.skipped.add(start, stop)
-            return
-        with preserved(self.device):
-            while not self._ahead and start <= at < stop:
-                self.fetch()
-                at += self.slicing.samples
-
-    @property
-    def can_rewind(self) -> bool:
-        return self._stateful is not None
-
-    def state_dict(self) -> dict[str, Any]:
-        ahead = len(self._ahead) * self.slicing.accumulation  # another process has to draw them again
-        state = {"position": self.position, "drawn": (drawn := self._drawn - ahead)}
-        if self._stateful is None:
-            return state
-        if not ahead and (not self._states or self._states[-1][0] != drawn):
-            self._states.append((drawn, copy.deepcopy(self._stateful.state_dict())))
-        before = [one for one in self._states if one[0] <= drawn][-1:]
-        return state | {"loader": [[drawn - at, loader] for at, loader in before]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._recent.clear()
-        self._ahead.clear()
-        self.position = state["position"]
-        if self._stateful is not None and state.get("loader"):
-            [[since, loader]] = state["loader"]
-            self._batches, self._used_up, self._drawn = None, self.position, state["drawn"] - since
-            self._states.clear()
-            self._stateful.load_state_dict(copy.deepcopy(loader))
-            for _ in range(since):
-                self._next_batch()
-            return
-        if self.position and not self._drawn:
+    def go_to(self, place: dict[str, Any]) -> None:
+        """Go on at a place of an earlier process."""
+        self.drawn, self._batches = place.get("drawn", 0), None  # earlier versions wrote none
+        self._marks.clear()
+        if place.get("loader"):
+            self.go_on(*place["loader"][0])
+        elif self.drawn:
             _log.info("data: this loader begins again at its first batch: one with a state_dict would continue")
-        self._drawn = max(self._drawn, state.get("drawn", 0))  # earlier versions wrote none
 
-    def fetch(self) -> list[Any]:
-        """Fetch the micro-batches of the next update."""
-        return [self._next_batch() for _ in range(self.slicing.accumulation)]
+    def go_on(self, behind: int, mark: Any) -> None:
+        """Go on so many batches behind a mark."""
+        assert self._stateful is not None
+        self.drawn -= behind
+        self._stateful.load_state_dict(copy.deepcopy(mark))
+        for _ in range(behind):
+            self._next_batch()
+
+    def fetch(self) -> list[tuple[Any, Sequence[int]]]:
+        """Fetch the micro-batches of the next update, with the indices of their rows if these are known."""
+        return [(self._next_batch(), ()) for _ in range(self.slicing.accumulation)]
 
     def begun(self) -> Iterator[Any]:
         """Begin an epoch, with the random numbers that belong to its first batch."""
         return iter(self.loader() if isgeneratorfunction(self.loader) else self.loader)
 
+    def close(self) -> None:
+        self._batches = None
+
     def _next_batch(self) -> Any:
-        seed_all(mix(Purpose.LOADER, self.seed, self._drawn, self.slicing.rank), self.device)
-        self._drawn += 1
-        retries, failed, ends = Retries(self._beat), "", 0
+        seed_all(mix(Purpose.LOADER, self.seed, self.drawn, self.slicing.rank), self.device)
+        self.drawn += 1
+        retries, failed, ends = Retries(self.beat), "", 0
         while ends < 2:
             try:
                 if self._batches is None:
@@ -363,9 +297,76 @@ class LoaderSamples(Samples):
                 retries.pause_or_raise(error, "fetching a batch of the loader")
         if failed:
             raise StorageFailed("a batch of the loader could not be fetched, and it cannot be iterated again", failed)
-        if self._drawn > 1:
+        if self.drawn > 1:
             raise TrainError("data: the loader has ended and cannot be iterated again: give one that can")
         raise TrainError("data: the loader is empty: it has no batches")
+
+
+class LoaderSamples(FedSamples):
+    """Updates of the caller's loader, kept as long as a rewind may go back to them.
+
+    Positions count samples as if every batch were full. A loop may change its batches. The containers it gets are its
+    own, which costs nothing. Tensors are copied only after a loop was seen to change one in place: copies would cost
+    time and are not in pinned memory. What was changed before that is made again of its rows, or not served again.
+    """
+
+    is_fed = False
+
+    def __init__(self, source: LoaderBatches, *, moves_to: torch.device | None = None, **more: Any) -> None:
+        """`more` says how `FedSamples` makes a batch again, which then `moves_to` a device."""
+        super().__init__(source.slicing, **more)
+        self.loader, self._source, self._moves_to = source.loader, source, moves_to
+        self._changes_tensors = False  # whether the loop changes tensors in place
+
+    @property
+    def next_start(self) -> int:
+        return next((fed.start for fed in self._ahead()), self.skipped.end_at(self.newest_stop))
+
+    def next_update(self, beat: Callable[[], None] = no_watchdog) -> Update:
+        self._source.beat = beat
+        for fed in [self.current, *self._ahead()]:
+            if fed is not None and fed.batches is not None and fed.more.get("versions") not in (None, versions(fed)):
+                self._changes_tensors = True
+                self._drop_batches(fed)
+        while not self.is_behind:
+            self._fetch()
+        update = super().next_update(beat)
+        assert self.current is not None
+        self.current.more["versions"] = versions(self.current)
+        return update
+
+    def handed_out(self, leaf: Any) -> Any:
+        return leaf.clone() if self._changes_tensors and isinstance(leaf, torch.Tensor) else leaf
+
+    def starts(self, after: int, samples: int) -> list[int]:
+        while self.newest_stop <= after + samples:
+            self._fetch()
+        return super().starts(after, samples)
+
+    def collated(self, keys: Sequence[Key]) -> Any:
+        batch = super().collated(keys)
+        return batch if self._moves_to is None else send_to_device(batch, self._moves_to)
+
+    def state_dict(self) -> dict[str, Any]:
+        ahead = next(self._ahead(), None)
+        return {"position": self.position, **self._source.place(self._source.drawn if ahead is None else ahead.number)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._fed:
+            super().load_state_dict(state)
+            return
+        self.position = self.newest_stop = state["position"]
+        self._source.go_to(state)
+
+    def close(self) -> None:
+        super().close()
+        self._source.close()
+
+    def _fetch(self) -> None:
+        drawn, made = self._source.drawn, []
+        for batch, rows in self._source.fetch():
+            made.append(self.healthy(batch, rows) if rows else (batch, rows))
+        self.feed([batch for batch, _ in made], [rows for _, rows in made]).number = drawn
 
 
 class DrawnSamples(Samples):
@@ -404,7 +405,7 @@ class DrawnSamples(Samples):
                 retries.pause_or_raise(error, "drawing a batch")
 
 
-def versions(batches: list[Any]) -> list[int]:
-    """Count the changes in place of the tensors in batches."""
-    tensors = [leaf for leaf in leaves(batches) if isinstance(leaf, torch.Tensor)]
+def versions(fed: Fed) -> list[int]:
+    """Count the changes in place of the tensors of an update."""
+    tensors = [leaf for leaf in leaves(fed.batches) if isinstance(leaf, torch.Tensor)]
     return [one._version for one in tensors if not one.is_inference()]  # torch does not count changes of those

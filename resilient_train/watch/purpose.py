@@ -20,11 +20,6 @@ class Rise(NamedTuple):
     start: int  # of its samples
     height: float  # above the level
     grows: bool  # gradient norms grow with it
-    is_sudden: bool  # it was there in one forward, after an update that was usual in loss and gradient norm
-
-    def limit(self, level: float) -> float:
-        """Return the loss above which a run has not learned what is new, where only later samples show it."""
-        return level + LEARNED * self.height
 
 
 class Probe(NamedTuple):
@@ -71,4 +66,4 @@ class Probe(NamedTuple):
     @classmethod
     def from_plain(cls, plain: Sequence[Any]) -> Probe:
         """Make it from what `plain` returned."""
-        return cls(Rise(*plain[0]), *plain[1:])
+        return cls(Rise(*plain[0][:4]), *plain[1:])

@@ -294,10 +294,7 @@ class UpdateHistory:
         norms = [one.norm for one in high]
         half = len(norms) // 2
         grows = half > 0 and median(norms[half:]) > _GROWN * median(norms[:half])
-        before = [one for one in self._passed if one.accepted and one.step < high[0].step][-_TREND:]
-        usual = max((one.norm for one in before[:-1]), default=0.0)
-        is_sudden = bool(before) and before[-1].loss - level < height / 4 and before[-1].norm <= usual
-        return Rise(high[0].step, high[0].start, height, grows, is_sudden)
+        return Rise(high[0].step, high[0].start, height, grows)
 
     def trace(self, step: int) -> int:
         """Return a digest of the measurements after a step; it is equal only if each of them was, to the last bit."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -539,7 +540,7 @@ def test_a_stream_without_an_index_skips_what_raises() -> None:
     """No row can be named; the batch of the update before shows that it is no bug. What has a value is patched."""
     data = table()
     data.tensors[0][200, 3] = 0.0
-    guard = run(of_streamed, DataLoader(data, batch_size=16))
+    guard = run(of_streamed, cycle(DataLoader(data, batch_size=16)))
     assert [one.decision.actions[0].remedy for one in guard.incidents[:3]] == ["skip", "armor", "skip"]
     assert guard.clock.step == STEPS
 
