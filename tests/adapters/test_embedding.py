@@ -37,8 +37,8 @@ from torch.optim.lr_scheduler import (
 from torch.utils.data import DataLoader, TensorDataset
 
 from resilient_train import GaveUp, Guard
+from resilient_train.adapters.rows_of_loader import samples_of
 from resilient_train.data.samples import Slicing
-from resilient_train.data.sequential import LoaderSamples
 from resilient_train.errors import ConfigError, TrainError
 from resilient_train.reader import ClipConfig, DiskConfig, MemoryConfig
 
@@ -224,9 +224,8 @@ def loaders(kind: str, accelerator: Accelerator) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["data set", "loader", "prepared loader", "iterable with state"])
-def test_any_data_will_do(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    """What cannot be rewound says so; the run goes back all the same, and on with the batches that come next."""
-    caplog.set_level(logging.INFO, "resilient_train")
+def test_any_data_will_do(kind: str) -> None:
+    """All of it goes back."""
     loops = Loops(spoiled=23)
     own_size: dict[str, Any] = {} if "loader" in kind else {"batch_size": 16}
     guard = Guard(
@@ -245,45 +244,26 @@ def test_any_data_will_do(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     assert [one.rewound_to for one in guard.incidents] == [15]
     assert loops.is_whole()
     assert guard.samples.slicing.samples == 16
-    assert ("does not rewind" in caplog.text) == ("loader" in kind)
 
 
-class Batches:
-    """Numbered batches of one row; remembers how many were fetched."""
-
-    def __init__(self, count: int = 1000) -> None:
-        self.count, self.fetched = count, 0
-
-    def __iter__(self) -> Iterator[int]:
-        for number in range(self.count):
-            self.fetched += 1
-            yield number
+def served(loader: Any) -> Any:
+    """Its batches, one in an update."""
+    return samples_of(loader, Slicing(1), lambda number: number)
 
 
-def test_a_foreign_loader_serves_the_last_two_updates_again() -> None:
-    """So a refused update can be repeated or skipped, though nothing rewinds."""
-    samples = LoaderSamples(Batches(), Slicing(1))
-    updates = [samples.next_update() for _ in range(5)]
-    samples.go_back(updates[3])
-    assert [samples.next_update().batches for _ in range(3)] == [[3], [4], [5]]
-    samples.go_back(updates[4])
-    samples.skip(4, 5)
-    assert samples.next_update().batches == [5]
-
-
-def test_a_foreign_loader_passes_over_windows() -> None:
-    """Batches that were used up before a rewind count as passed over; the rest of the window is fetched and dropped."""
-    loader = Batches()
-    samples = LoaderSamples(loader, Slicing(1))
+def test_what_a_loader_gave_comes_again_and_what_is_skipped_does_not() -> None:
+    """Also what was not fetched yet when it was skipped, as after a resume."""
+    samples = served(range(1000))
     for _ in range(10):
         samples.next_update()
-    samples.load_state_dict({"position": 4})
-    samples.skip(4, 16)
-    assert samples.next_update().batches == [16]
-    assert samples.position == 5
-    samples.load_state_dict({"position": 2})
-    samples.skip(3, 5)  # what is to blame is gone already
-    assert samples.next_update().batches == [17]
+    samples.load_state_dict({"position": 3})
+    samples.skip(4, 6)
+    assert [samples.next_update().batches for _ in range(6)] == [[3], [6], [7], [8], [9], [10]]
+    samples.skip(12, 20)
+    assert [samples.next_update().start for _ in range(2)] == [11, 20]
+    samples.forget_before(11)
+    samples.load_state_dict({"position": 3})
+    assert samples.next_update().batches == [11]
 
 
 def pops(batch: Any) -> float:
@@ -299,8 +279,7 @@ def adds_in_place(batch: Any) -> float:
 @pytest.mark.parametrize("change", [pops, adds_in_place])
 def test_a_loop_may_change_its_batches(change: Callable[[Any], float], container: Any) -> None:
     """What is served again is what was served first, also if keys were taken out or tensors changed in place."""
-    served = [container(x=torch.tensor([float(number)]), more=[{"y": 0}]) for number in range(20)]
-    samples = LoaderSamples(served, Slicing(1))
+    samples = served([container(x=torch.tensor([float(number)]), more=[{"y": 0}]) for number in range(20)])
     updates = []
     for number in range(6):
         updates.append(samples.next_update())
@@ -316,7 +295,7 @@ def test_a_loop_may_change_its_batches(change: Callable[[Any], float], container
 
 def test_a_changed_batch_is_not_served_again() -> None:
     """Before it is known that the loop changes tensors in place, none is copied: the next one comes instead."""
-    samples = LoaderSamples([torch.tensor([float(number)]) for number in range(9)], Slicing(1))
+    samples = served([torch.tensor([float(number)]) for number in range(9)])
     update = samples.next_update()
     update.batches[0].add_(100)
     for _ in range(2):
@@ -329,7 +308,7 @@ def test_a_changed_batch_is_not_served_again() -> None:
 def test_nothing_is_copied_for_a_loop_that_changes_nothing() -> None:
     """Tensors are handed out as the loader made them: a copy would cost, and lie outside of pinned memory."""
     batches = [(torch.ones(2), {"x": torch.ones(3)}) for _ in range(5)]
-    samples = LoaderSamples(batches, Slicing(1))
+    samples = served(batches)
     for made in batches:
         batch = samples.next_update().batches[0]
         assert batch[0] is made[0]
@@ -339,7 +318,7 @@ def test_nothing_is_copied_for_a_loop_that_changes_nothing() -> None:
 @pytest.mark.parametrize(("loader", "why"), [([], "is empty"), (iter([1, 2]), "cannot be iterated again")])
 def test_a_loader_that_has_ended_says_so(loader: Any, why: str) -> None:
     """An empty one and one that can be iterated only once are two mistakes."""
-    samples = LoaderSamples(loader, Slicing(1))
+    samples = served(loader)
     with pytest.raises(TrainError, match=why):
         print([samples.next_update() for _ in range(3)])
 

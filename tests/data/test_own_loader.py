@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -16,6 +17,7 @@ import torch
 from accelerate import Accelerator
 from group import alone
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 from resilient_train import Guard
 from resilient_train.reader import DiskConfig, MemoryConfig
@@ -54,12 +56,13 @@ def guard_over(data: Any, **given: Any) -> Guard:
 
 @pytest.mark.parametrize("form", ["objective", "hand-over"])
 @pytest.mark.parametrize("source", DRAWS)
-def test_a_loader_that_draws_gives_other_batches_after_a_rewind(source: str, form: str) -> None:
-    """The rewind puts the generators back, but not what the loader draws from: nothing comes a second time."""
+def test_batches_that_a_loader_drew_come_again_after_a_rewind(source: str, form: str) -> None:
+    """The one that the loop has spoiled is left out. The loader draws none of them a second time."""
     seen: list[tuple[int, ...]] = []
     guard = guard_over(batches(DRAWS[source], seen), objective=mse if form == "objective" else None, recovery=REWIND)
-    model, spoiled = guard.model, False
+    model, trained, spoiled = guard.model, list[Any](), False
     for batch in guard.batches(30):
+        trained.append(batch[0].clone())
         if guard.clock.tick == 20 and not spoiled:
             spoiled = True
             batch[0].mul_(float("nan"))
@@ -70,7 +73,67 @@ def test_a_loader_that_draws_gives_other_batches_after_a_rewind(source: str, for
             guard.world.accelerator.backward(loss)
             guard.update(loss)
     assert [one.rewound_to for one in guard.incidents] == [10]
-    assert len(set(seen)) == len(seen) >= 40, "some batches came again"
+    assert len(set(seen)) == len(seen) == 31
+    again = trained[-20:]
+    assert all(map(torch.equal, again, [*trained[10:20], *again[10:]]))
+
+
+class Rows(Dataset[Any]):
+    """Some are NaN."""
+
+    def __init__(self, bad: tuple[int, ...] = ()) -> None:
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return 203
+
+    def __getitem__(self, row: int) -> tuple[Tensor, Tensor, int]:
+        x = DATA[row] * (math.nan if row in self.bad else 1.0)
+        return x, DATA[row].sum(0, keepdim=True), row
+
+
+Trained = tuple[str, list[tuple[int, ...]], list[tuple[int, ...]]]
+
+
+def over_rows(run_dir: Path, kind: str, workers: int, killed_at: int = 0, bad: tuple[int, ...] = ()) -> Trained:
+    """Train over a loader. Returns the weights, the rows of all batches that were handed out, and those accused."""
+    draws = torch.Generator().manual_seed(5) if kind == "generator" else None
+    loader = DataLoader(Rows(bad), 16, shuffle=True, num_workers=workers, generator=draws)
+    if kind == "prepared":
+        loader = Accelerator(cpu=True).prepare(loader)
+    usual: dict[str, Any] = {"disk": DiskConfig(every=6), "resume": True, "steps": 50}
+    guard = guard_over(loader, run_dir=run_dir, **usual)
+    seen = []
+    for batch in guard.batches():
+        seen.append(tuple(batch[2].tolist()))
+        if guard.clock.step == killed_at > 0:
+            while not any(run_dir.glob("checkpoints/step-*")):
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss = mse(guard.model, batch)
+        guard.world.accelerator.backward(loss)
+        guard.update(loss)
+    guard.close()
+    assert type(next(iter(loader))) is list, "the caller's own loader has changed"
+    return guard.state.weights_sha256(), seen, [one.diagnosis.rows for one in guard.incidents]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["plain", "generator", "prepared"])
+def test_a_loader_over_rows_goes_on_where_it_was(kind: str, workers: int, tmp_path: Path) -> None:
+    """After a kill in its third epoch, too: the same rows, and the weights of a run that was not killed."""
+    weights, seen, _ = over_rows(tmp_path / "unharmed", kind, workers)
+    assert alone(over_rows, tmp_path / "mine", kind, workers, 31) == (-signal.SIGKILL, None)
+    resumed, rest, _ = over_rows(tmp_path / "mine", kind, workers)
+    assert 0 < len(rest) < 50
+    assert (resumed, rest) == (weights, seen[-len(rest) :])
+
+
+@pytest.mark.parametrize("kind", ["plain", "prepared"])
+def test_bad_rows_of_a_loader_are_named_and_come_no_more(kind: str, tmp_path: Path) -> None:
+    _, seen, accused = over_rows(tmp_path, kind, 0, bad=(17, 99))
+    assert sorted(accused) == [(17,), (99,)]
+    assert sum({17, 99} & {*rows} != set() for rows in seen) == 2
 
 
 def loop(run_dir: Path, killed_at: int = 10**9, deadly: bool = False) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from resilient_train.data.build import IterableEvaluation, MapEvaluation
 from resilient_train.data.rows import fewest
 from resilient_train.data.samples import MapSamples, Samples, Slicing, Update
-from resilient_train.data.sequential import IterableSamples, LoaderSamples
+from resilient_train.data.sequential import IterableSamples
 from resilient_train.data.stream import Stream
 from resilient_train.state.run_state import explain_mismatch
 from resilient_train.state.tree import sha256
@@ -308,11 +308,11 @@ def test_the_update_after_a_quarantine_is_made_with_substitutes(workers: int) ->
 
 def test_samples_without_an_index_say_so() -> None:
     """Nobody can fetch one of their rows again, so remedies that need that are passed over."""
-    for samples in (over(Counting(), Slicing(5)), LoaderSamples([torch.zeros(5)], Slicing(5))):
-        assert samples.rows == 0
-        assert samples.next_update().keys == []
-        with pytest.raises(TypeError, match="have no index"):
-            samples.quarantine([3])
+    samples = over(Counting(), Slicing(5))
+    assert samples.rows == 0
+    assert samples.next_update().keys == []
+    with pytest.raises(TypeError, match="have no index"):
+        samples.quarantine([3])
     assert over(Augmented(29), Slicing(5)).rows == 29
 
 

@@ -176,7 +176,7 @@ def test_refused_losses_do_not_widen_the_range() -> None:
 
 # What tells a change on purpose from damage.
 
-RISE = Rise(160, 2560, 2.0, False, True)
+RISE = Rise(160, 2560, 2.0, False)
 
 
 @pytest.mark.parametrize(
