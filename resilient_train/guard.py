@@ -383,10 +383,7 @@ class EngineGuard:
         is_back |= self._checks.is_only_reported and not recovery.observes
         scanned, after, self._ring.best_step = self._scans.clean_step, self._verify_after, self._checks.best.step
         self._ring.verify(healthy_until=step, scanned_until=scanned, after=after, is_back=is_back)
-        snapshots = self._ring.snapshots
-        oldest = snapshots[0].plain["position"]["position"] if snapshots else flight.begun.update.start
-        self.samples.forget_before(oldest)
-        self.seeds.forget_before(oldest)
+        self.samples.forget_before(self._ring.oldest_position(flight.begun.update.start))
         keeper.verified(any_busy=vitals.any_busy)
         recovery.note_saves()
         if is_first and step == 1:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from resilient_train.adapters import rows_of_loader
 from resilient_train.data import build
 from resilient_train.data.rows import Collate, change, fingerprint
 from resilient_train.data.samples import Samples, Slicing
-from resilient_train.data.sequential import DrawnSamples, LoaderSamples
+from resilient_train.data.sequential import LoaderSamples
 from resilient_train.drills import Drill
 from resilient_train.errors import ConfigError, TrainError, named_type, unusable
 from resilient_train.ranks.world import World
@@ -276,10 +277,9 @@ def samples(
     is_function = not is_iterable and callable(given) and not isinstance(given, type)
     if not (is_iterable or is_function) or isinstance(given, str | bytes):
         raise TypeError(f"data: expected a data set, a loader or a function, got {named_type(given)}")
-    if is_function:
-        return DrawnSamples(given, slicing, seed=seed, device=device)
-    if is_loader(given):
-        return rows_of_loader.samples_of(given, slicing, world.least, seed=seed, device=device)
+    if is_function or is_loader(given):
+        loader = functools.partial(_drawn, given) if is_function else given
+        return rows_of_loader.samples_of(loader, slicing, world.least, seed=seed, device=device)
     name, collate = type(given).__name__, collate or default_collate
     config = DataConfig({"_target_": name}, slicing.batch_size, None, shuffle, num_workers)
     try:
@@ -288,6 +288,14 @@ def samples(
         is_workers = error.key.endswith("num_workers")
         key, value = ("num_workers", error.value) if is_workers else ("data", name)
         raise ConfigError(key, value, error.why) from None
+
+
+def _drawn(function: Callable[[], Any]) -> Iterator[Any]:
+    while True:
+        batch = function()
+        if isinstance(batch, Iterator):
+            raise unusable("data", "the function gives an iterator: call it (data=batches()), or return one batch")
+        yield batch
 
 
 def steps_per_epoch(samples: Samples) -> int:

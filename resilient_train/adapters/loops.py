@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from resilient_train.data.samples import Samples
-from resilient_train.data.sequential import DrawnSamples
+from resilient_train.data.sequential import LoaderSamples
 from resilient_train.errors import TrainError
 from resilient_train.reader import DiskConfig, MemoryConfig
 from resilient_train.wording import log
@@ -70,8 +70,8 @@ def cautions(
     samples: Samples, disk: DiskConfig, memory: MemoryConfig | None, waits: Iterable[str], *, has_objective: bool
 ) -> Iterator[str]:
     """Say what is missing in a loop. `waits` are optimizers that the gate has to wait for."""
-    if isinstance(samples, DrawnSamples):
-        yield "data: a function draws the batches, so bad rows have no names: the update that drew them is skipped"
+    if isinstance(samples, LoaderSamples) and not samples.rows:
+        yield "data: bad rows have no names here: the update that has them is skipped"
     if 0 < samples.rows < samples.slicing.samples:
         many = f"an update takes {samples.slicing.samples:,} rows, and the data set has {samples.rows:,}"
         yield f"data: {many}: each update takes rows more than once"

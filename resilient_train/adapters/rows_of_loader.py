@@ -183,9 +183,12 @@ def samples_of(loader: Any, slicing: Slicing, least: Callable[[float], float], *
         if "base_dataloader" in vars(own):
             own.base_dataloader = copy.copy(own.base_dataloader)
         if (numbered := number_rows(own)) is not None:
-            dataset, collate = numbered
-            how = {"dataset": dataset, "collate": collate, "moves_to": getattr(loader, "device", None), "least": least}
-            return LoaderSamples(_NumberedLoader(own, slicing, **more), **how)
+            (dataset, collate), device = numbered, getattr(loader, "device", None)  # where Accelerate puts the batches
+
+            def made(rows: list[Any]) -> Any:
+                return collate(rows) if device is None else send_to_device(collate(rows), device)
+
+            return LoaderSamples(_NumberedLoader(own, slicing, **more), dataset=dataset, collate=made, least=least)
     return LoaderSamples(LoaderBatches(loader, slicing, **more), least=least)
 
 

@@ -22,6 +22,7 @@ from resilient_train.state.tree import leaves, rebuilt
 
 _log = logging.getLogger("resilient_train")
 
+_MAX_BYTES_OF_DEVICE = 2**26  # of kept batches that are not in the memory of the host
 _MAX_BYTES = 2**30  # of kept batches: older ones are fetched again from the data set, or left out of a repetition
 _REMEMBERED, _MAX_ROWS = 10_000, 2**22  # older updates whose rows are known, and rows, of 8 bytes each
 _LEAST_REMEMBERED = 128  # updates: no diagnosis goes further back
@@ -118,13 +119,16 @@ class FedSamples(Samples):
 
     def keep(self, fed: Fed, made: Any) -> None:
         """Count what was added to an update, and drop the batches of older ones if all take too much."""
-        nbytes = sum(leaf.nbytes for leaf in leaves(made) if isinstance(leaf, torch.Tensor))
+        tensors = [leaf for leaf in leaves(made) if isinstance(leaf, torch.Tensor)]
+        nbytes = sum(one.nbytes for one in tensors)
+        most = _MAX_BYTES if all(one.device.type == "cpu" for one in tensors) else _MAX_BYTES_OF_DEVICE
         fed.nbytes, self._kept_bytes = fed.nbytes + nbytes, self._kept_bytes + nbytes
         for old in self._fed:
-            if self._kept_bytes <= _MAX_BYTES or old is fed:
+            if self._kept_bytes <= most or old is fed:
                 break
             if not self._has_dropped and not self.rows:
-                _log.info("data: batches since the oldest snapshot take over 1 GiB: a rewind leaves the oldest out")
+                size = f"{most >> 20:,} MiB"
+                _log.info("data: batches since the oldest snapshot take over %s: a rewind leaves the oldest out", size)
             self._has_dropped = True
             self._drop_batches(old)
 

@@ -11,25 +11,20 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
-from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 
 from resilient_train.data.fed import Fed, FedSamples
 from resilient_train.data.rows import Collate, Retries, no_watchdog
 from resilient_train.data.samples import Samples, Slicing, Update
-from resilient_train.data.stream import Key, Ranges
-from resilient_train.errors import StorageFailed, TrainError, in_one_line, unusable
-from resilient_train.state.randomness import Purpose, mix, preserved, seed_all, seed_host
+from resilient_train.data.stream import Ranges
+from resilient_train.errors import StorageFailed, TrainError, in_one_line
+from resilient_train.state.randomness import Purpose, mix, seed_all, seed_host
 from resilient_train.state.tree import leaves, sha256
 
 _log = logging.getLogger("resilient_train")
 
 _BEAT_EVERY = 1_000  # rows that are only read to find a place
 _COMPARED = 4  # first rows of an update; with the last one they show whether the same place was found again
-_NOT_REPEATED = (
-    "the function returns another batch when it is called with the same random numbers: let it draw from the global "
-    "generators of torch, numpy or Python only, or give an iterable such as iter(function, None), which cannot rewind"
-)
 _MARKS = 256  # places of a loader: an epoch may have few batches
 _REMEMBERED = 10_000  # updates whose digests are kept: further back than any rewind
 
@@ -260,7 +255,7 @@ class LoaderBatches:
         if place.get("loader"):
             self.go_on(*place["loader"][0])
         elif self.drawn:
-            _log.info("data: this loader begins again at its first batch: one with a state_dict would continue")
+            _log.info("data: a loader without a state_dict begins again at its first batch, one that draws goes on")
 
     def go_on(self, behind: int, mark: Any) -> None:
         """Go on so many batches behind a mark."""
@@ -312,10 +307,9 @@ class LoaderSamples(FedSamples):
 
     is_fed = False
 
-    def __init__(self, source: LoaderBatches, *, moves_to: torch.device | None = None, **more: Any) -> None:
-        """`more` says how `FedSamples` makes a batch again, which then `moves_to` a device."""
+    def __init__(self, source: LoaderBatches, **more: Any) -> None:
         super().__init__(source.slicing, **more)
-        self.loader, self._source, self._moves_to = source.loader, source, moves_to
+        self.loader, self._source = source.loader, source
         self._changes_tensors = False  # whether the loop changes tensors in place
 
     @property
@@ -343,10 +337,6 @@ class LoaderSamples(FedSamples):
             self._fetch()
         return super().starts(after, samples)
 
-    def collated(self, keys: Sequence[Key]) -> Any:
-        batch = super().collated(keys)
-        return batch if self._moves_to is None else send_to_device(batch, self._moves_to)
-
     def state_dict(self) -> dict[str, Any]:
         ahead = next(self._ahead(), None)
         return {"position": self.position, **self._source.place(self._source.drawn if ahead is None else ahead.number)}
@@ -367,42 +357,6 @@ class LoaderSamples(FedSamples):
         for batch, rows in self._source.fetch():
             made.append(self.healthy(batch, rows) if rows else (batch, rows))
         self.feed([batch for batch, _ in made], [rows for _, rows in made]).number = drawn
-
-
-class DrawnSamples(Samples):
-    """Batches that a function draws at random, such as a `get_batch`: it can go back to any position.
-
-    The generators are seeded by the place in the run before each call, so the function returns the same batch again.
-    """
-
-    def __init__(
-        self, draw: Callable[[], Any], slicing: Slicing, *, seed: int = 0, device: torch.device | None = None
-    ) -> None:
-        """Call the function twice. Raises ConfigError if the same random numbers give it different batches."""
-        self.dataset, self.slicing, self.seed, self.device = draw, slicing, seed, device or torch.device("cpu")
-        self.position = 0
-        self.skipped = Ranges()
-        with preserved(self.device):
-            first = self._drawn(0, 0, no_watchdog)
-            if isinstance(first, Iterator):
-                raise unusable("data", "the function gives an iterator: call it (data=batches()), or return one batch")
-            if sha256(first) != sha256(self._drawn(0, 0, no_watchdog)):
-                raise unusable("data", _NOT_REPEATED)
-
-    def next_update(self, beat: Callable[[], None] = no_watchdog) -> Update:
-        start = self.next_start
-        batches = [self._drawn(start, number, beat) for number in range(self.slicing.accumulation)]
-        self.position = start + self.slicing.samples
-        return Update(start, self.position, batches)
-
-    def _drawn(self, start: int, number: int, beat: Callable[[], None]) -> Any:
-        retries = Retries(beat)
-        while True:
-            seed_all(mix(Purpose.LOADER, self.seed, start, number, self.slicing.rank), self.device)
-            try:
-                return self.dataset()
-            except Exception as error:
-                retries.pause_or_raise(error, "drawing a batch")
 
 
 def versions(fed: Fed) -> list[int]:

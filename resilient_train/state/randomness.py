@@ -108,9 +108,6 @@ class Seeds:
         """Prepare them for the code between two updates: undoing an update also undoes its random numbers."""
         seed_all(mix(Purpose.BETWEEN, self._seed, position, self._rank), self._device)
 
-    def forget_before(self, position: int) -> None:
-        """Drop what is kept of updates that are not repeated any more."""
-
 
 class RecordedStates(Seeds):
     """Leaves the generators to a trainer, and restores the states that it had before an update if that is repeated."""
@@ -126,13 +123,11 @@ class RecordedStates(Seeds):
             restore(self._states[start], self._device)
         else:
             self._states[start] = capture(self._device)
+            if len(self._states) > _MOST_STATES:
+                del self._states[next(iter(self._states))]
 
     def between(self, position: int) -> None:
         pass
-
-    def forget_before(self, position: int) -> None:
-        while self._states and ((first := next(iter(self._states))) < position or len(self._states) > _MOST_STATES):
-            del self._states[first]
 
 
 def set_deterministic(enabled: bool) -> None:

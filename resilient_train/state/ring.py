@@ -116,6 +116,10 @@ class Ring:
         self.snapshots.append(snapshot)
         return snapshot
 
+    def oldest_position(self, now: int) -> int:
+        """Return the place in the data that the oldest snapshot goes back to; `now` if there is none."""
+        return int(self.snapshots[0].plain["position"]["position"]) if self.snapshots else now
+
     def verify(self, *, healthy_until: int, scanned_until: int, after: int, is_back: bool = True) -> None:
         """Verify the candidates that `after` healthy updates followed, once every scan has seen them or a later state.
 

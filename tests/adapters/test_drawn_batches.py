@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from resilient_train import Guard
-from resilient_train.errors import ConfigError
+from resilient_train.errors import ConfigError, TrainError
 from resilient_train.reader import MemoryConfig
 from resilient_train.state.randomness import Seeds
 from resilient_train.state.tree import sha256
@@ -137,13 +137,12 @@ def test_the_scaler_of_the_loop_is_the_one_that_the_guard_uses() -> None:
 
 def test_what_cannot_be_used_is_refused() -> None:
     """In one line that names the argument."""
-    own = torch.Generator()
-    with pytest.raises(ConfigError, match="data: the function returns another batch when it is called with the same"):
-        Loop(data=lambda: torch.randn(2, generator=own))
+    with pytest.raises(TrainError, match="data: the function gives an iterator: call it"):
+        Loop(data=lambda: iter([1])).train()
     with pytest.raises(TypeError, match="data: expected a data set, a loader or a function, got type"):
         Loop(data=object)
     with pytest.raises(ZeroDivisionError):
-        Loop(data=lambda: 1 / 0)
+        Loop(data=lambda: 1 / 0).train()
     accelerator, optimizer = Loop().guard.world.accelerator, torch.optim.AdamW(Net().parameters())
     for name, value in (("accumulate", 2), ("scaler", torch.amp.GradScaler("cpu"))):
         with pytest.raises(ConfigError, match=f"{name}: is for a loop of plain PyTorch"):
