@@ -11,9 +11,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import hydra
 import yaml
@@ -22,37 +20,21 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from resilient_train.app.config import CONF, command_line
-from resilient_train.app.config.command_line import VERSION_BASE, explained, name_of, parse, typed
-from resilient_train.app.terminal import Page, survive_hangup
+from resilient_train.app.config.command_line import VERSION_BASE, explained, parse, typed
+from resilient_train.app.terminal import survive_hangup
 from resilient_train.errors import ConfigError, Stopped, TrainError, unusable
 from resilient_train.files import commit_text, read_plain
 from resilient_train.ranks.launch import launched_rank
 from resilient_train.ranks.process_exit import code_for_agent
 from resilient_train.reader import find_in_working_directory
-from resilient_train.record.endings import SUMMARY, note_refusal, read_ending
+from resilient_train.record.endings import note_refusal
 from resilient_train.secrets import learn, masked, masked_tree
-from resilient_train.tracking.connection import cut
 
-_LONGEST_WHY = 200
 _LAST_WORD_S = 2.0  # seconds that other ranks wait for rank 0's report
 
 
-@dataclass(frozen=True)
-class Job:
-    """A run of this process that has ended."""
-
-    name: str  # in a sweep; else empty
-    exit_code: int
-    directory: Path | None = None  # None if it was refused before it had one
-    why: str = ""  # it was refused or failed
-
-    @property
-    def summary(self) -> dict[str, Any] | None:
-        return read_ending(self.directory, SUMMARY) if self.directory is not None else None
-
-
 _wants_traceback = False
-_jobs: list[Job] = []  # of this process; Hydra does not return their exit codes
+_codes: list[int] = []  # of the runs of this process: Hydra does not return them
 _main_process: int | None = None  # a launcher of Hydra's may run jobs in other processes
 
 
@@ -77,7 +59,7 @@ def main() -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises its errors instead of printing them
     command_line.check_files_first()
     learn(dict(word.partition("=")[::2] for word in words))
-    _jobs.clear()
+    _codes.clear()
     code = 0
     with survive_hangup():
         try:
@@ -88,7 +70,7 @@ def main() -> None:
             code = error.exit_code
         except KeyboardInterrupt:  # the run has reported its end; the remaining jobs of a sweep are dropped
             code = 1
-    worst = max([code, *(one.exit_code for one in _jobs)])
+    worst = max([code, *_codes])
     if worst and "WORLD_SIZE" in os.environ:  # ends at once: gloo's threads would abort this process in a normal exit
         sys.stdout.flush()
         sys.stderr.flush()
@@ -110,11 +92,7 @@ def _answer(given: argparse.Namespace) -> None:
         if "WORLD_SIZE" in os.environ and (given.multirun or modes):
             why = "a launcher's processes make one run; start the sweep, or each of its runs, without the launcher"
             raise unusable(modes[0] if modes else "--multirun", why)
-        try:
-            _job()
-        finally:
-            if _jobs and _jobs[0].name and os.getpid() == _main_process:
-                show_sweep(_jobs)
+        _job()
 
 
 @hydra.main(version_base=VERSION_BASE, config_path=str(CONF), config_name="config")
@@ -140,10 +118,10 @@ def _job(raw: DictConfig) -> float | None:
         from resilient_train.app.run import run
 
         ending = run(composed)
-        code, loss, directory, why = ending.exit_code, ending.loss, ending.directory, ending.why
+        code, loss = ending.exit_code, ending.loss
     except Exception as error:
-        code, loss, directory, why = _complain(error, given), None, None, str(explained(error, given))
-    _jobs.append(Job(name_of(given) if is_sweep else "", code, directory, cut(masked(why), _LONGEST_WHY)))
+        code, loss = _complain(error, given), None
+    _codes.append(code)
     if code and os.getpid() != _main_process:
         raise _JobEnded(f"job {hydra_config.job.num}", code)
     if code == Stopped.exit_code and is_sweep:
@@ -170,30 +148,3 @@ def _complain(error: Exception, overrides: Sequence[str] = ()) -> int:
         if ended.exit_code == 2 and directory and "WORLD_SIZE" in os.environ:
             note_refusal(Path(directory), ended.exit_code, str(ended))  # the launcher hides the exit code
     return ended.exit_code
-
-
-# -------------------------------------------------------------------------------------------------- the end of a sweep
-
-
-def show_sweep(jobs: Sequence[Job]) -> None:
-    """Print how each job ended."""
-    rows: list[tuple[str, ...]] = [("job", "status", "recent loss", "evaluation loss", "incidents", "directory")]
-    for job in jobs:
-        if (summary := job.summary) is None:
-            status = "refused" if job.exit_code == ConfigError.exit_code else "failed"
-            rows.append((job.name, f"{status} ({job.exit_code})", "", "", "", ""))
-            continue
-        evaluated, incidents = summary.get("eval") or {}, summary.get("incidents") or {}
-        losses = [summary.get("final_loss"), evaluated.get("loss")]
-        total, cured = incidents.get("total", 0), incidents.get("recovered", 0)
-        status = str(summary.get("verdict") or summary.get("status"))
-        status += f" ({job.exit_code})" if job.exit_code else ""
-        counts = f"{total} ({cured} recovered)" if total else "0"
-        shown = [f"{loss:.4g}" if isinstance(loss, float) else "" for loss in losses]
-        rows.append((job.name, status, *shown, counts, os.path.relpath(str(job.directory))))
-    page = Page()
-    page.line("the sweep has ended:")
-    page.table(rows, indent=2)
-    for job in jobs:
-        if job.why:
-            page.line(f"{job.name}: {job.why}", indent=2, hang=4)

@@ -73,8 +73,6 @@ class Ending:
     exit_code: int
     loss: float | None  # of the evaluation if there was one, else of the training
     is_refused: bool = False  # before there was anything to keep
-    directory: Path | None = None
-    why: str = ""  # it did not complete
 
 
 def run(composed: Composed) -> Ending:
@@ -338,8 +336,7 @@ class _Session:
         # Several processes, or a launcher, need the directory to find the refusal in.
         is_alone = self.world.size == 1 and "WORLD_SIZE" not in os.environ
         is_refused = isinstance(error, ConfigError) and directory.is_made and run is None and is_alone
-        why = "" if error is None or isinstance(error, Stopped) else short_message(error)
-        return Ending(summary.exit_code, None if error else loss, is_refused, directory.path, why)
+        return Ending(summary.exit_code, None if error else loss, is_refused)
 
     def _alert(self, event: str, message: str, summary: Summary) -> None:
         """Run the user's command, if there is one, with a line of JSON on its input. A failure is only a warning."""
@@ -406,7 +403,7 @@ def _already_finished(composed: Composed, directory: RunDirectory, summary: dict
             where = f"its last good state is in {good.path}" if good is not None else "it left no good state"
             log.error("%s gave up: the end of its train.log says why; %s", directory.path, where)
             log.error("with another configuration it resumes from there; run.resume=never starts a new run")
-        return Ending(int(summary["exit_code"]), None, directory=directory.path)
+        return Ending(int(summary["exit_code"]), None)
     loss = summary.get("final_loss")
     known = f"{loss:.4g}" if isinstance(loss, float) else "unknown"
     log.info("%s is complete: %s, loss %s", directory.path, counted(summary["steps"], "step"), known)
@@ -417,7 +414,7 @@ def _already_finished(composed: Composed, directory: RunDirectory, summary: dict
         how = command("sync", directory.path)
         log.warning("MLflow lacks %s of it; to upload them:\n  %s", counted(left, "entry"), how)
     evaluated = summary.get("eval")
-    return Ending(0, evaluated.get("loss") if isinstance(evaluated, dict) else loss, directory=directory.path)
+    return Ending(0, evaluated.get("loss") if isinstance(evaluated, dict) else loss)
 
 
 def _print_error(error: BaseException, directory: RunDirectory, world: World) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import sys
 from pathlib import Path
@@ -43,10 +42,10 @@ def test_a_job_is_named_by_what_differs(
     assert name_of(job) == name
 
 
-def test_a_sweep_ends_with_a_table_and_its_jobs_are_named_in_mlflow(
+def test_the_jobs_of_a_sweep_are_named_in_mlflow(
     here: Path, run_command: command, nursery: Nursery, empty_store: Path
 ) -> None:
-    """A job that is refused is in the table; those that trained are runs with the sweep as a tag, and with their rows.
+    """One that is refused ends no other; those that trained are runs with the sweep as a tag, and with their rows.
 
     Another run writes to the same file of SQLite meanwhile, and is none of them.
     """
@@ -57,11 +56,8 @@ def test_a_sweep_ends_with_a_table_and_its_jobs_are_named_in_mlflow(
     other = nursery.start(*both, f"run.dir={here}/other/run")
     outcome = run_command(["--multirun", *both, "optimizer.lr=1e-3,2e-3,high"])
     assert outcome.code == 2
-    assert re.search(r"\n  lr=high: optimizer.lr=high: must be a finite number, not text\n", outcome.stdout)
-    _, _, end = outcome.stdout.partition("the sweep has ended:")
+    assert "error: optimizer.lr=high: must be a finite number, not text\n" in outcome.stderr
     names = ["lr=0.001", "lr=0.002"]
-    table = [line.split()[:2] for line in end.splitlines()[2:5]]
-    assert table == [*([name, "recovered"] for name in names), ["lr=high", "refused"]]
     assert other.wait() == 0, other.output
     client = MlflowClient(uri)
     (home,) = [one.experiment_id for one in client.search_experiments() if one.name == "resilient_train"]
@@ -85,7 +81,7 @@ def test_a_sweep_ends_with_a_table_and_its_jobs_are_named_in_mlflow(
 def test_a_job_that_fails_before_its_first_update_is_a_failed_run(
     here: Path, run_command: command, empty_store: Path
 ) -> None:
-    """The table says why; `sync` knows the run."""
+    """`sync` knows the run."""
     from mlflow import MlflowClient
 
     Path("failing.py").write_text("def loss(model, batch):\n    raise RuntimeError('no channels')\n")
@@ -93,9 +89,7 @@ def test_a_job_that_fails_before_its_first_update_is_a_failed_run(
     line = [*SMALL[:2], *SMALL[3:], f"tracking.uri={uri}", "objective=custom"]
     outcome = run_command(["--multirun", *line, "objective._target_=failing.loss,failing.gone"])
     assert outcome.code == 2
-    _, _, end = outcome.stdout.partition("the sweep has ended:")
-    assert [line.split()[1:3] for line in end.splitlines()[2:4]] == [["failed", "(1)"], ["refused", "(2)"]]
-    assert "_target_=failing.loss: RuntimeError: no channels" in end
+    assert "RuntimeError: no channels" in outcome.stderr
     client = MlflowClient(uri)
     (run,) = client.search_runs([one.experiment_id for one in client.search_experiments()])
     assert run.info.status == "FAILED"

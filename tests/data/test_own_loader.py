@@ -92,10 +92,7 @@ class Rows(Dataset[Any]):
         return x, DATA[row].sum(0, keepdim=True), row
 
 
-Trained = tuple[str, list[tuple[int, ...]], list[tuple[int, ...]]]
-
-
-def over_rows(run_dir: Path, kind: str, workers: int, killed_at: int = 0, bad: tuple[int, ...] = ()) -> Trained:
+def over_rows(run_dir: Path, kind: str, workers: int, killed_at: int = 0, bad: tuple[int, ...] = ()) -> Any:
     """Train over a loader. Returns the weights, the rows of all batches that were handed out, and those accused."""
     draws = torch.Generator().manual_seed(5) if kind == "generator" else None
     loader = DataLoader(Rows(bad), 16, shuffle=True, num_workers=workers, generator=draws)
