@@ -112,7 +112,8 @@ class Updater:
         # Groups, by the id of their list, whose optimizer sets the rate itself in its step: updates are scaled instead.
         self._own_rates: set[int] = set()
         self._follows_loop = False  # which sets rates itself
-        self._has_new_group = False  # since the newest update
+        self._trained = 0  # the most weights that a gradient was asked for in an update
+        self._has_new_weights = False  # in a group that was added, or that were frozen, since the newest update
         self._built = [_built_state(optimizer) for optimizer in optimizers]
         self.adopt_groups(are_new=False)
         self._over_ranks = over_ranks if any(map(is_sharded, self.weights)) else None
@@ -134,6 +135,9 @@ class Updater:
         decisions that all ranks must have taken alike.
         """
         self.adopt_groups()
+        trained = sum(weight.requires_grad for weight in self.weights)
+        self._has_new_weights |= trained > self._trained > 0
+        self._trained = max(self._trained, trained)
         turns, one = self.turns, self.turns.current
         scale = self._unscale(self.optimizers if one is None else [one])
         weights = self.weights if one is None else turns.weights
@@ -173,8 +177,8 @@ class Updater:
             moving = [weight for group in groups if self._has_own_rate(group) for weight in group["params"]]
             scaled = moving, knobs.lr * rate_factor
         is_end = turns.is_complete or turns.is_open_ended
-        restarts = is_end and (self.restarts.at(step, set_rates.planned_lr) | self._has_new_group)
-        self._has_new_group &= not is_end
+        restarts = is_end and (self.restarts.at(step, set_rates.planned_lr) | self._has_new_weights)
+        self._has_new_weights &= not is_end
         numbers = self.gate.step(measured, one, is_whole=turns.is_last_step, scaled=scaled)
         self.note_rates(set_rates.settings)
         if self.scaler is not None and turns.is_complete:
@@ -215,7 +219,7 @@ class Updater:
                     self._own_rates.add(id(group["params"]))
                 if are_new:
                     schedule.add_group(group)
-                    self._has_new_group = True
+                    self._has_new_weights = True
 
     def accept(self, step: int) -> None:
         """Advance the schedules: `step` updates were accepted."""

@@ -48,7 +48,7 @@ def adds_a_group(model: Any, optimizer: Any) -> None:
 
 
 def unfreezes(model: Any, optimizer: Any) -> None:
-    model[0].requires_grad_(True)
+    model[0].requires_grad_(True).weight.register_hook(lambda grad: 1000 * grad)  # far larger than those of the head
 
 
 CHANGES = [prunes, parametrizes, adds_a_group, unfreezes]
