@@ -333,7 +333,7 @@ class LoaderSamples(FedSamples):
         return leaf.clone() if self._changes_tensors and isinstance(leaf, torch.Tensor) else leaf
 
     def starts(self, after: int, samples: int) -> list[int]:
-        while self.newest_stop <= after + samples:
+        while self.slicing.world == 1 and self.newest_stop <= after + samples:  # else other ranks have to fetch, too
             self._fetch()
         return super().starts(after, samples)
 
