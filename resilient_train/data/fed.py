@@ -78,7 +78,7 @@ class FedSamples(Samples):
         self._fed: deque[Fed] = deque()  # that may come again
         most = _MAX_ROWS // (slicing.batch_size * slicing.accumulation)
         self._older = deque[Fed](maxlen=min(_REMEMBERED, max(_LEAST_REMEMBERED, most)))  # without their batches
-        self._kept_bytes = 0
+        self._kept, self._kept_bytes = deque[Fed](), 0  # those with their batches, and some without
         self._has_dropped = False
         self.newest_stop = self.position  # the end of everything that was fetched
         self.current: Fed | None = None  # the update that was served last
@@ -122,15 +122,14 @@ class FedSamples(Samples):
         tensors = [leaf for leaf in leaves(made) if isinstance(leaf, torch.Tensor)]
         nbytes = sum(one.nbytes for one in tensors)
         most = _MAX_BYTES if all(one.device.type == "cpu" for one in tensors) else _MAX_BYTES_OF_DEVICE
+        if not fed.nbytes:
+            self._kept.append(fed)
         fed.nbytes, self._kept_bytes = fed.nbytes + nbytes, self._kept_bytes + nbytes
-        for old in self._fed:
-            if self._kept_bytes <= most or old is fed:
-                break
-            if not self._has_dropped and not self.rows:
-                size = f"{most >> 20:,} MiB"
+        while (old := self._kept[0]) is not fed and (old.batches is None or self._kept_bytes > most):
+            if old.batches is not None and not self._has_dropped and not self.rows:
+                self._has_dropped, size = True, f"{most >> 20:,} MiB"
                 _log.info("data: batches since the oldest snapshot take over %s: a rewind leaves the oldest out", size)
-            self._has_dropped = True
-            self._drop_batches(old)
+            self._drop_batches(self._kept.popleft())
 
     def healthy(self, batch: Any, rows: Sequence[int]) -> tuple[Any, Sequence[int]]:
         """Return a batch that was just fetched, with others in the places of rows that are in quarantine."""
