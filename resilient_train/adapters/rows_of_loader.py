@@ -137,7 +137,7 @@ class _Later:
 
 
 class _NumberedLoader(LoaderBatches):
-    """A loader whose batches have numbered rows. It goes on at any batch without fetching those before it."""
+    """A loader whose batches have numbered rows. It continues at any batch without fetching those before it."""
 
     def __init__(self, loader: Any, slicing: Slicing, **more: Any) -> None:
         super().__init__(loader, slicing, **more)
@@ -146,9 +146,9 @@ class _NumberedLoader(LoaderBatches):
         drawing = self._base, self._base.sampler, getattr(self._batch_sampler, "sampler", None)
         found = [getattr(one, "generator", None) for one in drawing]
         self._generator: torch.Generator | None = next((one for one in found if one is not None), None)
-        self._behind: tuple[int, Any] | None = None  # where to go on
+        self._behind: tuple[int, Any] | None = None  # where to continue
 
-    def go_on(self, behind: int, mark: Any) -> None:
+    def continue_from(self, behind: int, mark: Any) -> None:
         self._behind = behind, mark
 
     def fetch(self) -> list[tuple[Any, Sequence[int]]]:
@@ -156,7 +156,7 @@ class _NumberedLoader(LoaderBatches):
         return [(one.batch, one.rows) if isinstance(one, NumberedBatch) else (one, ()) for one in made]
 
     def begun(self) -> Iterator[Any]:
-        """What an epoch depends on is noted at its first batch, and restored to go on within it."""
+        """What an epoch depends on is noted at its first batch, and restored to continue within it."""
         skipped, loader, drawing = 0, self.loader, self._generator
         if self._behind is None:
             state = drawing.get_state() if drawing is not None else None

@@ -226,7 +226,7 @@ class LoaderBatches:
 
     A loader may draw from the global generators, which rewind. So every batch is fetched with random numbers that are
     a function of the number of batches fetched before it, which never goes back. A resumed run draws what the run would
-    have drawn; torchdata's `StatefulDataLoader` and the like, and loaders with numbered rows, go on at their place.
+    have drawn; torchdata's `StatefulDataLoader` and the like, and loaders with numbered rows, continue at their place.
     """
 
     def __init__(
@@ -239,26 +239,26 @@ class LoaderBatches:
         own: Any = loader
         has_state = isinstance(loader, DataLoader) and hasattr(loader, "load_state_dict")
         self._stateful = own if has_state and not hasattr(loader, "use_stateful_dataloader") else None
-        self._marks = deque[tuple[int, Any]](maxlen=_MARKS)  # batches drawn before, and how the loader goes on there
+        self._marks = deque[tuple[int, Any]](maxlen=_MARKS)  # batches drawn before, and how the loader continues there
 
     def place(self, drawn: int) -> dict[str, Any]:
-        """Return what it takes to go on behind so many batches."""
+        """Return what it takes to continue behind so many batches."""
         if self._stateful is not None and drawn == self.drawn:
             self._marks.append((drawn, copy.deepcopy(self._stateful.state_dict())))
         before = [one for one in self._marks if one[0] <= drawn][-1:]
         return {"drawn": drawn, "loader": [[drawn - at, mark] for at, mark in before]}
 
     def go_to(self, place: dict[str, Any]) -> None:
-        """Go on at a place of an earlier process."""
+        """Continue at a place of an earlier process."""
         self.drawn, self._batches = place.get("drawn", 0), None  # earlier versions wrote none
         self._marks.clear()
         if place.get("loader"):
-            self.go_on(*place["loader"][0])
+            self.continue_from(*place["loader"][0])
         elif self.drawn:
-            _log.info("data: a loader without a state_dict begins again at its first batch, one that draws goes on")
+            _log.info("data: a loader without a state_dict begins again at its first batch, one that draws continues")
 
-    def go_on(self, behind: int, mark: Any) -> None:
-        """Go on so many batches behind a mark."""
+    def continue_from(self, behind: int, mark: Any) -> None:
+        """Continue so many batches behind a mark."""
         assert self._stateful is not None
         self.drawn -= behind
         self._stateful.load_state_dict(copy.deepcopy(mark))
@@ -302,7 +302,7 @@ class LoaderSamples(FedSamples):
 
     Positions count samples as if every batch were full. A loop may change its batches. The containers it gets are its
     own, which costs nothing. Tensors are copied only after a loop was seen to change one in place: copies would cost
-    time and are not in pinned memory. What was changed before that is made again of its rows, or not served again.
+    time and are not in pinned memory. What was changed before that is made of its rows once more, or not served again.
     """
 
     is_fed = False
