@@ -17,7 +17,6 @@ from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
 from resilient_train.data.samples import Slicing
 from resilient_train.data.sequential import LoaderBatches, LoaderSamples
-from resilient_train.state.randomness import Purpose, mix, seed_all
 
 
 class NumberedBatch:
@@ -120,14 +119,21 @@ def without_numbers(loader: Any) -> None:
         base.collate_fn = base.collate_fn.collate
 
 
-class _Later:
-    """A batch sampler without its first batches."""
+class _Order:
+    """A batch sampler, from any of its batches on. Its order depends on a seed, and not on what was drawn before."""
 
-    def __init__(self, batches: Any, skipped: int) -> None:
-        self._batches, self._skipped = batches, skipped
+    def __init__(self, batches: Any) -> None:
+        self._batches = batches
+        self.skipped = 0
+        self.seed: Callable[[bool], object] = bool  # for the order of the epoch, or for the rows of its next batch
 
     def __iter__(self) -> Iterator[Any]:
-        return islice(self._batches, self._skipped, None)
+        self.seed(True)
+        order = islice(self._batches, self.skipped, None)
+        first = [*islice(order, 1)]
+        self.seed(False)
+        yield from first
+        yield from order
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -141,12 +147,17 @@ class _NumberedLoader(LoaderBatches):
 
     def __init__(self, loader: Any, slicing: Slicing, **more: Any) -> None:
         super().__init__(loader, slicing, **more)
-        self._base = getattr(loader, "base_dataloader", loader)
-        self._batch_sampler = self._base.batch_sampler
-        drawing = self._base, self._base.sampler, getattr(self._batch_sampler, "sampler", None)
-        found = [getattr(one, "generator", None) for one in drawing]
+        base = getattr(loader, "base_dataloader", loader)
+        samplers = [base.batch_sampler]
+        for name in ("batch_sampler", "sampler"):  # of Accelerate's shard, and of torch's
+            samplers += [getattr(samplers[-1], name)] if hasattr(samplers[-1], name) else []
+        # One of somebody else's may draw from what is not restored.
+        self._has_places = all(type(one).__module__.partition(".")[0] in ("torch", "accelerate") for one in samplers)
+        found = [getattr(one, "generator", None) for one in (base, *samplers)]
         self._generator: torch.Generator | None = next((one for one in found if one is not None), None)
         self._behind: tuple[int, Any] | None = None  # where to continue
+        self._order = base.__dict__["batch_sampler"] = _Order(base.batch_sampler)
+        base.__dict__["_iterator"] = None  # persistent workers are not the caller's
 
     def continue_from(self, behind: int, mark: Any) -> None:
         self._behind = behind, mark
@@ -168,20 +179,26 @@ class _NumberedLoader(LoaderBatches):
                 drawing.set_state(mark["generator"])
             if mark["iteration"] is not None:
                 loader.iteration = mark["iteration"]  # type: ignore[attr-defined]
-        since = self.drawn - 1 - skipped
-        self._marks.append((since, mark))
-        self._base.__dict__["batch_sampler"] = _Later(self._batch_sampler, skipped) if skipped else self._batch_sampler
-        seed_all(mix(Purpose.LOADER, self.seed, since, self.slicing.rank), self.device)
+        newest = self.drawn - 1
+        if self._has_places:
+            self._marks.append((newest - skipped, mark))
+
+        def seed(is_order: bool) -> None:
+            self.seed_for(newest - skipped if is_order else newest)
+
+        self._order.skipped, self._order.seed = skipped, seed
         return super().begun()
 
 
 def samples_of(loader: Any, slicing: Slicing, least: Callable[[float], float], **more: Any) -> LoaderSamples:
     """Take the batches of the caller's loader, which stays as it is; their rows are numbered if possible."""
     is_stateful = hasattr(loader, "load_state_dict") and getattr(loader, "use_stateful_dataloader", True)
-    if isinstance(loader, DataLoader) and not is_stateful:
+    base = getattr(loader, "base_dataloader", loader)
+    is_plain = getattr(type(base), "__iter__", None) is DataLoader.__iter__  # else it may do anything with its batches
+    if isinstance(loader, DataLoader) and is_plain and not is_stateful:
         own: Any = copy.copy(loader)
         if "base_dataloader" in vars(own):
-            own.base_dataloader = copy.copy(own.base_dataloader)
+            own.base_dataloader = copy.copy(base)
         if (numbered := number_rows(own)) is not None:
             (dataset, collate), device = numbered, getattr(loader, "device", None)  # where Accelerate puts the batches
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import chain, takewhile
 from typing import Any
 
+import numpy as np
 import torch
 
 from resilient_train.data.rows import Collate, RepeatableBatches, no_watchdog
@@ -119,9 +120,10 @@ class FedSamples(Samples):
 
     def keep(self, fed: Fed, made: Any) -> None:
         """Count what was added to an update, and drop the batches of older ones if all take too much."""
-        tensors = [leaf for leaf in leaves(made) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in leaves(made) if isinstance(leaf, torch.Tensor | np.ndarray)]
         nbytes = sum(one.nbytes for one in tensors)
-        most = _MAX_BYTES if all(one.device.type == "cpu" for one in tensors) else _MAX_BYTES_OF_DEVICE
+        is_of_device = any(isinstance(one, torch.Tensor) and one.device.type != "cpu" for one in tensors)
+        most = _MAX_BYTES_OF_DEVICE if is_of_device else _MAX_BYTES
         if not fed.nbytes:
             self._kept.append(fed)
         fed.nbytes, self._kept_bytes = fed.nbytes + nbytes, self._kept_bytes + nbytes

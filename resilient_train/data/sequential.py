@@ -10,6 +10,7 @@ from inspect import isgeneratorfunction
 from itertools import islice
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
@@ -19,7 +20,7 @@ from resilient_train.data.samples import Samples, Slicing, Update
 from resilient_train.data.stream import Ranges
 from resilient_train.errors import StorageFailed, TrainError, in_one_line
 from resilient_train.state.randomness import Purpose, mix, seed_all, seed_host
-from resilient_train.state.tree import leaves, sha256
+from resilient_train.state.tree import leaves, rebuilt, sha256
 
 _log = logging.getLogger("resilient_train")
 
@@ -273,11 +274,14 @@ class LoaderBatches:
         """Begin an epoch, with the random numbers that belong to its first batch."""
         return iter(self.loader() if isgeneratorfunction(self.loader) else self.loader)
 
+    def seed_for(self, batch: int) -> None:
+        seed_all(mix(Purpose.LOADER, self.seed, batch, self.slicing.rank), self.device)
+
     def close(self) -> None:
         self._batches = None
 
     def _next_batch(self) -> Any:
-        seed_all(mix(Purpose.LOADER, self.seed, self.drawn, self.slicing.rank), self.device)
+        self.seed_for(self.drawn)
         self.drawn += 1
         retries, failed, ends = Retries(self.beat), "", 0
         while ends < 2:
@@ -310,7 +314,10 @@ class LoaderSamples(FedSamples):
     def __init__(self, source: LoaderBatches, **more: Any) -> None:
         super().__init__(source.slicing, **more)
         self.loader, self._source = source.loader, source
-        self._changes_tensors = False  # whether the loop changes tensors in place
+        # Whether the loop changes tensors in place. On one rank alone, that one would serve others than the rest.
+        self._changes_tensors = self.slicing.world > 1 and not self.rows
+        self._reuses_memory = False  # whether the loader does, for its next batch
+        self._memory = set[int]()  # of the newest batches
 
     @property
     def next_start(self) -> int:
@@ -330,6 +337,8 @@ class LoaderSamples(FedSamples):
         return update
 
     def handed_out(self, leaf: Any) -> Any:
+        if isinstance(leaf, np.ndarray):  # nobody counts its changes
+            return leaf.copy()
         return leaf.clone() if self._changes_tensors and isinstance(leaf, torch.Tensor) else leaf
 
     def starts(self, after: int, samples: int) -> list[int]:
@@ -356,7 +365,25 @@ class LoaderSamples(FedSamples):
         drawn, made = self._source.drawn, []
         for batch, rows in self._source.fetch():
             made.append(self.healthy(batch, rows) if rows else (batch, rows))
+        arrays = [leaf for leaf in leaves([batch for batch, _ in made]) if isinstance(leaf, torch.Tensor | np.ndarray)]
+        before, self._memory = self._memory, {*map(_address, arrays)} - {0}
+        if before & self._memory and not self._reuses_memory:
+            self._reuses_memory = True
+            for fed in [*self._fed][-1:]:
+                self._drop_batches(fed)
+        if self._reuses_memory:
+            made = [(rebuilt(batch, _copied), rows) for batch, rows in made]
         self.feed([batch for batch, _ in made], [rows for _, rows in made]).number = drawn
+
+
+def _address(leaf: Any) -> int:
+    if isinstance(leaf, np.ndarray):
+        return int(leaf.ctypes.data) if leaf.nbytes else 0
+    return int(leaf.data_ptr()) if leaf.layout is torch.strided and leaf.nbytes else 0
+
+
+def _copied(leaf: Any) -> Any:
+    return copy.deepcopy(leaf) if isinstance(leaf, np.ndarray) else leaf.clone() if torch.is_tensor(leaf) else leaf
 
 
 def versions(fed: Fed) -> list[int]:
