@@ -270,7 +270,6 @@ def samples(
     collate: Collate | None,
 ) -> Samples:
     """Convert a data set, a loader or a function that draws batches."""
-    device = world.device
     if hasattr(given, "next_update"):
         return given  # type: ignore[no-any-return]
     is_iterable = isinstance(given, Iterable) or inspect.isgeneratorfunction(given) or not is_loader(given)
@@ -279,11 +278,11 @@ def samples(
         raise TypeError(f"data: expected a data set, a loader or a function, got {named_type(given)}")
     if is_function or is_loader(given):
         loader = functools.partial(_drawn, given) if is_function else given
-        return rows_of_loader.samples_of(loader, slicing, world.least, seed=seed, device=device)
+        return rows_of_loader.samples_of(loader, world.least, slicing, seed, world.device)
     name, collate = type(given).__name__, collate or default_collate
     config = DataConfig({"_target_": name}, slicing.batch_size, None, shuffle, num_workers)
     try:
-        return build.samples(given, config, slicing, seed=seed, collate=collate, pin_memory=device.type == "cuda")
+        return build.samples(given, config, slicing, seed=seed, collate=collate, pin_memory=world.device.type == "cuda")
     except ConfigError as error:  # it has the keys of a configuration
         is_workers = error.key.endswith("num_workers")
         key, value = ("num_workers", error.value) if is_workers else ("data", name)

@@ -15,7 +15,6 @@ from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
-from resilient_train.data.samples import Slicing
 from resilient_train.data.sequential import LoaderBatches, LoaderSamples
 
 
@@ -122,16 +121,15 @@ def without_numbers(loader: Any) -> None:
 class _Order:
     """A batch sampler, from any of its batches on. Its order depends on a seed, and not on what was drawn before."""
 
-    def __init__(self, batches: Any) -> None:
-        self._batches = batches
-        self.skipped = 0
-        self.seed: Callable[[bool], object] = bool  # for the order of the epoch, or for the rows of its next batch
+    def __init__(self, batches: Any, seed_for: Callable[[int], None]) -> None:
+        self._batches, self._seed_for = batches, seed_for
+        self.begins = self.next = 0  # the numbers of the first batch of the epoch, and of the next one
 
     def __iter__(self) -> Iterator[Any]:
-        self.seed(True)
-        order = islice(self._batches, self.skipped, None)
+        self._seed_for(self.begins)
+        order = islice(self._batches, self.next - self.begins, None)
         first = [*islice(order, 1)]
-        self.seed(False)
+        self._seed_for(self.next)
         yield from first
         yield from order
 
@@ -145,8 +143,8 @@ class _Order:
 class _NumberedLoader(LoaderBatches):
     """A loader whose batches have numbered rows. It continues at any batch without fetching those before it."""
 
-    def __init__(self, loader: Any, slicing: Slicing, **more: Any) -> None:
-        super().__init__(loader, slicing, **more)
+    def __init__(self, loader: Any, *more: Any) -> None:
+        super().__init__(loader, *more)
         base = getattr(loader, "base_dataloader", loader)
         samplers = [base.batch_sampler]
         for name in ("batch_sampler", "sampler"):  # of Accelerate's shard, and of torch's
@@ -156,7 +154,7 @@ class _NumberedLoader(LoaderBatches):
         found = [getattr(one, "generator", None) for one in (base, *samplers)]
         self._generator: torch.Generator | None = next((one for one in found if one is not None), None)
         self._behind: tuple[int, Any] | None = None  # where to continue
-        self._order = base.__dict__["batch_sampler"] = _Order(base.batch_sampler)
+        self._order = base.__dict__["batch_sampler"] = _Order(base.batch_sampler, self.seed_for)
         base.__dict__["_iterator"] = None  # persistent workers are not the caller's
 
     def continue_from(self, behind: int, mark: Any) -> None:
@@ -168,36 +166,27 @@ class _NumberedLoader(LoaderBatches):
 
     def begun(self) -> Iterator[Any]:
         """What an epoch depends on is noted at its first batch, and restored to continue within it."""
-        skipped, loader, drawing = 0, self.loader, self._generator
-        if self._behind is None:
-            state = drawing.get_state() if drawing is not None else None
-            mark = {"generator": state, "iteration": getattr(loader, "iteration", None)}  # Accelerate counts epochs
+        loader: Any = self.loader
+        drawing, (skipped, mark), self._behind = self._generator, self._behind or (0, None), None
+        if mark is None:  # Accelerate counts epochs
+            mark = [drawing and drawing.get_state(), getattr(loader, "iteration", None)]
         else:
-            skipped, mark = self._behind
-            self._behind = None
-            if drawing is not None and mark["generator"] is not None:
-                drawing.set_state(mark["generator"])
-            if mark["iteration"] is not None:
-                loader.iteration = mark["iteration"]  # type: ignore[attr-defined]
-        newest = self.drawn - 1
+            if drawing is not None:
+                drawing.set_state(mark[0])
+            loader.iteration = mark[1]
+        self._order.next = self.drawn - 1
+        self._order.begins = self._order.next - skipped
         if self._has_places:
-            self._marks.append((newest - skipped, mark))
-
-        def seed(is_order: bool) -> None:
-            self.seed_for(newest - skipped if is_order else newest)
-
-        self._order.skipped, self._order.seed = skipped, seed
+            self._marks.append((self._order.begins, mark))
         return super().begun()
 
 
-def samples_of(loader: Any, slicing: Slicing, least: Callable[[float], float], **more: Any) -> LoaderSamples:
+def samples_of(loader: Any, least: Callable[[float], float], *more: Any) -> LoaderSamples:
     """Take the batches of the caller's loader, which stays as it is; their rows are numbered if possible."""
-    is_stateful = hasattr(loader, "load_state_dict") and getattr(loader, "use_stateful_dataloader", True)
     base = getattr(loader, "base_dataloader", loader)
-    is_plain = getattr(type(base), "__iter__", None) is DataLoader.__iter__  # else it may do anything with its batches
-    if isinstance(loader, DataLoader) and is_plain and not is_stateful:
-        own: Any = copy.copy(loader)
-        if "base_dataloader" in vars(own):
+    if getattr(type(base), "__iter__", None) is DataLoader.__iter__:  # else it may do anything with its batches
+        own = copy.copy(loader)
+        if base is not loader:
             own.base_dataloader = copy.copy(base)
         if (numbered := number_rows(own)) is not None:
             (dataset, collate), device = numbered, getattr(loader, "device", None)  # where Accelerate puts the batches
@@ -205,8 +194,8 @@ def samples_of(loader: Any, slicing: Slicing, least: Callable[[float], float], *
             def made(rows: list[Any]) -> Any:
                 return collate(rows) if device is None else send_to_device(collate(rows), device)
 
-            return LoaderSamples(_NumberedLoader(own, slicing, **more), dataset=dataset, collate=made, least=least)
-    return LoaderSamples(LoaderBatches(loader, slicing, **more), least=least)
+            return LoaderSamples(_NumberedLoader(own, *more), dataset=dataset, collate=made, least=least)
+    return LoaderSamples(LoaderBatches(loader, *more), least=least)
 
 
 def copied(noted: Any) -> Any:

@@ -122,15 +122,15 @@ class FedSamples(Samples):
         """Count what was added to an update, and drop the batches of older ones if all take too much."""
         tensors = [leaf for leaf in leaves(made) if isinstance(leaf, torch.Tensor | np.ndarray)]
         nbytes = sum(one.nbytes for one in tensors)
-        is_of_device = any(isinstance(one, torch.Tensor) and one.device.type != "cpu" for one in tensors)
-        most = _MAX_BYTES_OF_DEVICE if is_of_device else _MAX_BYTES
+        most = _MAX_BYTES_OF_DEVICE if any(getattr(one, "is_cuda", False) for one in tensors) else _MAX_BYTES
         if not fed.nbytes:
             self._kept.append(fed)
         fed.nbytes, self._kept_bytes = fed.nbytes + nbytes, self._kept_bytes + nbytes
         while (old := self._kept[0]) is not fed and (old.batches is None or self._kept_bytes > most):
             if old.batches is not None and not self._has_dropped and not self.rows:
-                self._has_dropped, size = True, f"{most >> 20:,} MiB"
-                _log.info("data: batches since the oldest snapshot take over %s: a rewind leaves the oldest out", size)
+                self._has_dropped = True
+                what = "data: batches since the oldest snapshot take over %d MiB: a rewind leaves the oldest out"
+                _log.info(what, most >> 20)
             self._drop_batches(self._kept.popleft())
 
     def healthy(self, batch: Any, rows: Sequence[int]) -> tuple[Any, Sequence[int]]:
@@ -214,14 +214,12 @@ class FedSamples(Samples):
         self.keep(fed, again)
         assert fed.batches is not None
         self.position, self.current = fed.stop, fed
-        # In containers of their own: the trainer may take entries out of a batch.
-        batches = [rebuilt(batch, self.handed_out) for batch in fed.batches]
-        self._served = Update(fed.start, fed.stop, batches, fed.keys)
+        self._served = Update(fed.start, fed.stop, self.handed_out(fed), fed.keys)
         return self._served
 
-    def handed_out(self, leaf: Any) -> Any:
-        """Return what of a batch is handed out."""
-        return leaf
+    def handed_out(self, fed: Fed) -> list[Any]:
+        """Return the batches in containers of their own: the trainer may take entries out of one."""
+        return [rebuilt(batch, lambda leaf: leaf) for batch in fed.batches or ()]
 
     def go_back(self, update: Update) -> None:
         self.position = update.start

@@ -20,13 +20,12 @@ from resilient_train.data.samples import Samples, Slicing, Update
 from resilient_train.data.stream import Ranges
 from resilient_train.errors import StorageFailed, TrainError, in_one_line
 from resilient_train.state.randomness import Purpose, mix, seed_all, seed_host
-from resilient_train.state.tree import leaves, rebuilt, sha256
+from resilient_train.state.tree import rebuilt, sha256
 
 _log = logging.getLogger("resilient_train")
 
 _BEAT_EVERY = 1_000  # rows that are only read to find a place
 _COMPARED = 4  # first rows of an update; with the last one they show whether the same place was found again
-_MARKS = 256  # places of a loader: an epoch may have few batches
 _REMEMBERED = 10_000  # updates whose digests are kept: further back than any rewind
 
 
@@ -230,17 +229,15 @@ class LoaderBatches:
     have drawn; torchdata's `StatefulDataLoader` and the like, and loaders with numbered rows, continue at their place.
     """
 
-    def __init__(
-        self, loader: Iterable[Any], slicing: Slicing, *, seed: int = 0, device: torch.device | None = None
-    ) -> None:
-        self.loader, self.slicing, self.seed, self.device = loader, slicing, seed, device or torch.device("cpu")
+    def __init__(self, loader: Iterable[Any], slicing: Slicing, seed: int, device: torch.device) -> None:
+        self.loader, self.slicing, self.seed, self.device = loader, slicing, seed, device
         self.beat: Callable[[], None] = no_watchdog
         self.drawn = 0
         self._batches: Iterator[Any] | None = None
         own: Any = loader
         has_state = isinstance(loader, DataLoader) and hasattr(loader, "load_state_dict")
         self._stateful = own if has_state and not hasattr(loader, "use_stateful_dataloader") else None
-        self._marks = deque[tuple[int, Any]](maxlen=_MARKS)  # batches drawn before, and how the loader continues there
+        self._marks = deque[tuple[int, Any]](maxlen=256)  # batches drawn before, and how it continues there
 
     def place(self, drawn: int) -> dict[str, Any]:
         """Return what it takes to continue behind so many batches."""
@@ -296,17 +293,14 @@ class LoaderBatches:
                 retries.pause_or_raise(error, "fetching a batch of the loader")
         if failed:
             raise StorageFailed("a batch of the loader could not be fetched, and it cannot be iterated again", failed)
-        if self.drawn > 1:
-            raise TrainError("data: the loader has ended and cannot be iterated again: give one that can")
-        raise TrainError("data: the loader is empty: it has no batches")
+        raise TrainError("data: the loader is empty, or it has ended and cannot be iterated again: give one that can")
 
 
 class LoaderSamples(FedSamples):
     """Updates of the caller's loader, kept as long as a rewind may go back to them.
 
-    Positions count samples as if every batch were full. A loop may change its batches. The containers it gets are its
-    own, which costs nothing. Tensors are copied only after a loop was seen to change one in place: copies would cost
-    time and are not in pinned memory. What was changed before that is made of its rows once more, or not served again.
+    Positions count samples as if every batch were full. What is kept is a copy: a loop may change its batches, and a
+    loader may use their memory again.
     """
 
     is_fed = False
@@ -314,10 +308,6 @@ class LoaderSamples(FedSamples):
     def __init__(self, source: LoaderBatches, **more: Any) -> None:
         super().__init__(source.slicing, **more)
         self.loader, self._source = source.loader, source
-        # Whether the loop changes tensors in place. On one rank alone, that one would serve others than the rest.
-        self._changes_tensors = self.slicing.world > 1 and not self.rows
-        self._reuses_memory = False  # whether the loader does, for its next batch
-        self._memory = set[int]()  # of the newest batches
 
     @property
     def next_start(self) -> int:
@@ -325,21 +315,13 @@ class LoaderSamples(FedSamples):
 
     def next_update(self, beat: Callable[[], None] = no_watchdog) -> Update:
         self._source.beat = beat
-        for fed in [self.current, *self._ahead()]:
-            if fed is not None and fed.batches is not None and fed.more.get("versions") not in (None, versions(fed)):
-                self._changes_tensors = True
-                self._drop_batches(fed)
         while not self.is_behind:
             self._fetch()
-        update = super().next_update(beat)
-        assert self.current is not None
-        self.current.more["versions"] = versions(self.current)
-        return update
+        return super().next_update(beat)
 
-    def handed_out(self, leaf: Any) -> Any:
-        if isinstance(leaf, np.ndarray):  # nobody counts its changes
-            return leaf.copy()
-        return leaf.clone() if self._changes_tensors and isinstance(leaf, torch.Tensor) else leaf
+    def handed_out(self, fed: Fed) -> list[Any]:
+        kept, fresh = fed.more.pop("fresh", (None, []))
+        return fresh if kept is fed.batches else [rebuilt(batch, _copied) for batch in fed.batches or ()]
 
     def starts(self, after: int, samples: int) -> list[int]:
         while self.slicing.world == 1 and self.newest_stop <= after + samples:  # else other ranks have to fetch, too
@@ -362,31 +344,13 @@ class LoaderSamples(FedSamples):
         self._source.close()
 
     def _fetch(self) -> None:
-        drawn, made = self._source.drawn, []
-        for batch, rows in self._source.fetch():
-            made.append(self.healthy(batch, rows) if rows else (batch, rows))
-        arrays = [leaf for leaf in leaves([batch for batch, _ in made]) if isinstance(leaf, torch.Tensor | np.ndarray)]
-        before, self._memory = self._memory, {*map(_address, arrays)} - {0}
-        if before & self._memory and not self._reuses_memory:
-            self._reuses_memory = True
-            for fed in [*self._fed][-1:]:
-                self._drop_batches(fed)
-        if self._reuses_memory:
-            made = [(rebuilt(batch, _copied), rows) for batch, rows in made]
-        self.feed([batch for batch, _ in made], [rows for _, rows in made]).number = drawn
-
-
-def _address(leaf: Any) -> int:
-    if isinstance(leaf, np.ndarray):
-        return int(leaf.ctypes.data) if leaf.nbytes else 0
-    return int(leaf.data_ptr()) if leaf.layout is torch.strided and leaf.nbytes else 0
+        drawn = self._source.drawn
+        made = [self.healthy(batch, rows) for batch, rows in self._source.fetch()]
+        batches = [batch for batch, _ in made]
+        kept = [rebuilt(batch, _copied) for batch in batches]
+        fed = self.feed(kept, [rows for _, rows in made])
+        fed.number, fed.more["fresh"] = drawn, (kept, [rebuilt(batch, lambda leaf: leaf) for batch in batches])
 
 
 def _copied(leaf: Any) -> Any:
     return copy.deepcopy(leaf) if isinstance(leaf, np.ndarray) else leaf.clone() if torch.is_tensor(leaf) else leaf
-
-
-def versions(fed: Fed) -> list[int]:
-    """Count the changes in place of the tensors of an update."""
-    tensors = [leaf for leaf in leaves(fed.batches) if isinstance(leaf, torch.Tensor)]
-    return [one._version for one in tensors if not one.is_inference()]  # torch does not count changes of those
