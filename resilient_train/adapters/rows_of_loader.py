@@ -119,14 +119,19 @@ def without_numbers(loader: Any) -> None:
 
 
 class _Order:
-    """A batch sampler, from any of its batches on. Its order depends on a seed, and not on what was drawn before."""
+    """A batch sampler, from any of its batches on. A new iterator of a loader draws more before it than a used one."""
 
-    def __init__(self, batches: Any, seed_for: Callable[[int], None]) -> None:
-        self._batches, self._seed_for = batches, seed_for
-        self.begins = self.next = 0  # the numbers of the first batch of the epoch, and of the next one
+    begins = next = 0  # the numbers of the first batch of the epoch, and of the next one
+
+    def __init__(self, batches: Any, seed_for: Callable[[int], None], generator: torch.Generator) -> None:
+        self._batches, self._seed_for, self._generator = batches, seed_for, generator
+        self.mark: list[Any] = []  # the state of the generator at the beginning of the epoch, and Accelerate's count
 
     def __iter__(self) -> Iterator[Any]:
         self._seed_for(self.begins)
+        if self.mark[0] is None:
+            self.mark[0] = self._generator.get_state()
+        self._generator.set_state(self.mark[0])
         order = islice(self._batches, self.next - self.begins, None)
         first = [*islice(order, 1)]
         self._seed_for(self.next)
@@ -152,9 +157,9 @@ class _NumberedLoader(LoaderBatches):
         # One of somebody else's may draw from what is not restored.
         self._has_places = all(type(one).__module__.partition(".")[0] in ("torch", "accelerate") for one in samplers)
         found = [getattr(one, "generator", None) for one in (base, *samplers)]
-        self._generator: torch.Generator | None = next((one for one in found if one is not None), None)
+        generator = next((one for one in found if one is not None), torch.Generator())
         self._behind: tuple[int, Any] | None = None  # where to continue
-        self._order = base.__dict__["batch_sampler"] = _Order(base.batch_sampler, self.seed_for)
+        self._order = base.__dict__["batch_sampler"] = _Order(base.batch_sampler, self.seed_for, generator)
         base.__dict__["_iterator"] = None  # persistent workers are not the caller's
 
     def continue_from(self, behind: int, mark: Any) -> None:
@@ -166,18 +171,13 @@ class _NumberedLoader(LoaderBatches):
 
     def begun(self) -> Iterator[Any]:
         """What an epoch depends on is noted at its first batch, and restored to continue within it."""
-        loader: Any = self.loader
-        drawing, (skipped, mark), self._behind = self._generator, self._behind or (0, None), None
-        if mark is None:  # Accelerate counts epochs
-            mark = [drawing and drawing.get_state(), getattr(loader, "iteration", None)]
-        else:
-            if drawing is not None:
-                drawing.set_state(mark[0])
-            loader.iteration = mark[1]
+        (skipped, mark), self._behind = self._behind or (0, None), None
+        self._order.mark = mark or [None, getattr(self.loader, "iteration", None)]
+        self.loader.iteration = self._order.mark[1]
         self._order.next = self.drawn - 1
         self._order.begins = self._order.next - skipped
         if self._has_places:
-            self._marks.append((self._order.begins, mark))
+            self._marks.append((self._order.begins, self._order.mark))
         return super().begun()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from inspect import isgeneratorfunction
 from itertools import islice
 from typing import Any, NamedTuple
@@ -229,15 +229,14 @@ class LoaderBatches:
     have drawn; torchdata's `StatefulDataLoader` and the like, and loaders with numbered rows, continue at their place.
     """
 
-    def __init__(self, loader: Iterable[Any], slicing: Slicing, seed: int, device: torch.device) -> None:
+    def __init__(self, loader: Any, slicing: Slicing, seed: int, device: torch.device) -> None:
         self.loader, self.slicing, self.seed, self.device = loader, slicing, seed, device
         self.beat: Callable[[], None] = no_watchdog
         self.drawn = 0
         self._batches: Iterator[Any] | None = None
-        own: Any = loader
-        has_state = isinstance(loader, DataLoader) and hasattr(loader, "load_state_dict")
-        self._stateful = own if has_state and not hasattr(loader, "use_stateful_dataloader") else None
-        self._marks = deque[tuple[int, Any]](maxlen=256)  # batches drawn before, and how it continues there
+        is_dataloader = isinstance(loader, DataLoader) and not hasattr(loader, "use_stateful_dataloader")
+        self._stateful: Any = loader if is_dataloader and hasattr(loader, "load_state_dict") else None
+        self._marks: deque[Any] = deque(maxlen=256)  # batches drawn before, and how it continues there
 
     def place(self, drawn: int) -> dict[str, Any]:
         """Return what it takes to continue behind so many batches."""
@@ -257,7 +256,6 @@ class LoaderBatches:
 
     def continue_from(self, behind: int, mark: Any) -> None:
         """Continue so many batches behind a mark."""
-        assert self._stateful is not None
         self.drawn -= behind
         self._stateful.load_state_dict(copy.deepcopy(mark))
         for _ in range(behind):
@@ -273,9 +271,6 @@ class LoaderBatches:
 
     def seed_for(self, batch: int) -> None:
         seed_all(mix(Purpose.LOADER, self.seed, batch, self.slicing.rank), self.device)
-
-    def close(self) -> None:
-        self._batches = None
 
     def _next_batch(self) -> Any:
         self.seed_for(self.drawn)
@@ -341,7 +336,7 @@ class LoaderSamples(FedSamples):
 
     def close(self) -> None:
         super().close()
-        self._source.close()
+        self._source._batches = None
 
     def _fetch(self) -> None:
         drawn = self._source.drawn

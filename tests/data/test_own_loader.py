@@ -94,11 +94,10 @@ class Rows(Dataset[Any]):
 def over_rows(run_dir: Path, kind: str, workers: int, killed_at: int = 0, bad: tuple[int, ...] = ()) -> Any:
     """Train over a loader. Returns the weights, the rows of all batches that were handed out, and those accused."""
     draws = torch.Generator().manual_seed(5) if kind == "generator" else None
-    loader = DataLoader(Rows(bad), 16, shuffle=True, num_workers=workers, generator=draws)
+    loader = DataLoader(Rows(bad), 16, True, num_workers=workers, persistent_workers=workers > 0, generator=draws)
     if kind == "prepared":
         loader = Accelerator(cpu=True).prepare(loader)
-    usual: dict[str, Any] = {"disk": DiskConfig(every=6), "resume": True, "steps": 50}
-    guard = guard_over(loader, run_dir=run_dir, **usual)
+    guard = guard_over(loader, run_dir=run_dir, disk=DiskConfig(every=6), resume=True, steps=50)
     seen = []
     for batch in guard.batches():
         seen.append(tuple(batch[2].tolist()))
