@@ -158,7 +158,7 @@ class _NumberedLoader(LoaderBatches):
         self._has_places = all(type(one).__module__.partition(".")[0] in ("torch", "accelerate") for one in samplers)
         found = [getattr(one, "generator", None) for one in (base, *samplers)]
         generator = next((one for one in found if one is not None), torch.Generator())
-        self._behind: tuple[int, Any] | None = None  # where to continue
+        self._behind: tuple[int, Any] | None = None  # how many batches behind which mark it continues
         self._order = base.__dict__["batch_sampler"] = _Order(base.batch_sampler, self.seed_for, generator)
         base.__dict__["_iterator"] = None  # persistent workers are not the caller's
 
@@ -171,7 +171,8 @@ class _NumberedLoader(LoaderBatches):
 
     def begun(self) -> Iterator[Any]:
         """What an epoch depends on is noted at its first batch, and restored to continue within it."""
-        (skipped, mark), self._behind = self._behind or (0, None), None
+        skipped, mark = self._behind or (0, None)
+        self._behind = None
         self._order.mark = mark or [None, getattr(self.loader, "iteration", None)]
         self.loader.iteration = self._order.mark[1]
         self._order.next = self.drawn - 1

@@ -76,10 +76,7 @@ class Ending:
 
 
 def run(composed: Composed) -> Ending:
-    """Train as configured, in a run directory. An error becomes one line, a summary and an exit code.
-
-    `shows_address` prints where MLflow shows the run: a sweep does that once, for all of its jobs.
-    """
+    """Train as configured, in a run directory. An error becomes one line, a summary and an exit code."""
     config = composed.config
     limits = (config.run.start_timeout, config.run.step_timeout, config.run.save_timeout)
     limit = max(limits) + _BEHIND_WATCHDOG_S if all(limits) else 0.0

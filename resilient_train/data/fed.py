@@ -129,8 +129,7 @@ class FedSamples(Samples):
         while (old := self._kept[0]) is not fed and (old.batches is None or self._kept_bytes > most):
             if old.batches is not None and not self._has_dropped and not self.rows:
                 self._has_dropped = True
-                what = "data: batches since the oldest snapshot take over %d MiB: a rewind leaves the oldest out"
-                _log.info(what, most >> 20)
+                _log.info("data: kept batches exceed %d MiB: a rewind leaves the oldest out", most >> 20)
             self._drop_batches(self._kept.popleft())
 
     def healthy(self, batch: Any, rows: Sequence[int]) -> tuple[Any, Sequence[int]]:

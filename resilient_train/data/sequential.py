@@ -328,10 +328,10 @@ class LoaderSamples(FedSamples):
         return {"position": self.position, **self._source.place(self._source.drawn if ahead is None else ahead.number)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._fed:
+        if self._fed or self._older:
             super().load_state_dict(state)
             return
-        self.position = self.newest_stop = state["position"]
+        self.position = self.newest_stop = state["position"]  # nothing was fetched yet: it is of an earlier process
         self._source.go_to(state)
 
     def close(self) -> None:
@@ -341,11 +341,10 @@ class LoaderSamples(FedSamples):
     def _fetch(self) -> None:
         drawn = self._source.drawn
         made = [self.healthy(batch, rows) for batch, rows in self._source.fetch()]
-        batches = [batch for batch, _ in made]
-        kept = [rebuilt(batch, _copied) for batch in batches]
+        kept = [rebuilt(batch, _copied) for batch, _ in made]
         fed = self.feed(kept, [rows for _, rows in made])
-        fed.number, fed.more["fresh"] = drawn, (kept, [rebuilt(batch, lambda leaf: leaf) for batch in batches])
+        fed.number, fed.more["fresh"] = drawn, (kept, [rebuilt(batch, lambda leaf: leaf) for batch, _ in made])
 
 
 def _copied(leaf: Any) -> Any:
-    return copy.deepcopy(leaf) if isinstance(leaf, np.ndarray) else leaf.clone() if torch.is_tensor(leaf) else leaf
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf.clone() if torch.is_tensor(leaf) else leaf

@@ -61,13 +61,15 @@ def _mismatches(
         yield f"only one of the two has the weight {odd!r:.80}"
     for name, weight in live["weights"].items():
         yield from _in_tensor(name, weight, saved["weights"][name])
-    modules, persistent = dict(model.named_modules()), model.state_dict(keep_vars=True).keys()
+    modules = dict(model.named_modules())  # a `state_dict` would reshard weights that another thread computes with
     for name, buffer in saved["buffers"].items():
         if not isinstance(name, str) or name.rpartition(".")[0] not in modules:
             yield f"it has a buffer {name!r:.80}, which the model does not have"
         if buffer is not None and not isinstance(buffer, torch.Tensor):
             yield f"{name} is not a tensor"
-        if buffer is not None and live["buffers"].get(name) is not None and name in persistent:  # others are caches
+        path, _, own = name.rpartition(".")
+        is_cache = own in modules[path]._non_persistent_buffers_set
+        if buffer is not None and live["buffers"].get(name) is not None and not is_cache:
             yield from _in_tensor(name, live["buffers"][name], buffer)
     for number, optimizer in enumerate(optimizers):
         for why in _in_optimizer(live[f"optimizer.{number}"], saved[f"optimizer.{number}"], optimizer):

@@ -47,7 +47,7 @@ class Attempt:
     before: Settings  # the settings of the groups before it
     is_limited: bool  # the schedule asks for a higher rate than the knobs allow
     lr_ratio: float  # the rate as a multiple of the configured one, in the group where that is highest
-    restarts: bool  # the schedule starts again with this update, or groups were added for it, on purpose
+    restarts: bool  # the schedule starts again with this update, or more is trained than before, on purpose
     max_norm: float | None  # the norm that gradients were clipped to
     is_busy: bool  # this process is writing a checkpoint
     has_share: bool = False  # gradients were clipped further, to a share of the norm of the weights

@@ -264,7 +264,6 @@ def test_safetensors_are_written_as_the_library_reads_them() -> None:
     for name, tensor in tensors.items():
         assert read[name].dtype is tensor.dtype
         assert torch.equal(read[name].to(torch.float64), tensor.to(torch.float64))
-        assert read[name].shape == tensor.shape
 
 
 # Whether it fits.
@@ -290,5 +289,6 @@ def test_the_state_of_the_run_itself_always_fits(kind: str) -> None:
     model(torch.randn(4, 3)).square().mean().backward()
     optimizer.step()
     model, optimizer, fresh = made()
+    model.state_dict = None  # type: ignore[method-assign,assignment]  # another thread computes with the weights
     assert explain_mismatch(fresh.live(), old.live(), model, [optimizer]) == ""
     assert explain_mismatch(old.live(), fresh.live(), model, [optimizer]) == ""
