@@ -22,6 +22,7 @@ class Intended:
         self._parts, self._incident_log, self._controls = parts, incidents, controls
         self._before: Any = None  # what remedies had changed before the incidents of late
         self._began_tick, self._step = 0, -(10**9)  # of the first of them, and of the newest
+        self._rose_at = 0  # where the loss rose first: code that keeps no count of steps changes at once after a rewind
         if opened := [one.anomaly for one in incidents.incidents if one.outcome is None]:  # by the process before
             self._began_tick, self._step = opened[0].tick, opened[-1].step
 
@@ -61,13 +62,13 @@ class Intended:
             return False
         what = f"the loss rose from {self._level:.4g} to {self._level + rise.height:.4g} at step {rise.step:,}"
         what = f"{what}, after a rewind as before it, with other samples and a tenth of the rate"
-        self.accept(anomaly, what, step=rise.step)
+        self.accept(anomaly, what, step=self._rose_at or rise.step)
         return True
 
     def before_treatment(self, anomaly: Anomaly) -> None:
         """Remember what remedies have changed so far, to put it back."""
         if not self._is_recent(anomaly.step):
-            self._before, self._began_tick = self._controls.settings_now(), anomaly.tick
+            self._before, self._began_tick, self._rose_at = self._controls.settings_now(), anomaly.tick, 0
         self._step = anomaly.step
 
     def after_treatment(self, rise: Rise | None, incident: Incident) -> None:
@@ -76,6 +77,7 @@ class Intended:
         if rise is not None and is_possible and incident.rewound_to is not None:
             is_jump, noticed = incident.anomaly.signal is Signal.LOSS_SPIKE, incident.anomaly.step
             self._parts.checks.probe = Probe.of(rise, noticed, incident.rewound_to, is_jump=is_jump)
+            self._rose_at = self._rose_at or rise.step
 
     def accept(self, anomaly: Anomaly, what: str, limit: float = inf, step: int = 0) -> None:
         """Take what raised the loss for a change on purpose: learn again, and put back what was done about it.

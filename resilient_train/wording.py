@@ -84,6 +84,7 @@ _REMEDIES: dict[str, tuple[str, ...]] = {
     "lower_lr": (
         "learning rate x{factor} with {rewarm step} of warm-up",
         "learning rate x{factor}",
+        "{rewarm step} of warm-up",
         "learning rate turned down",
     ),
     "limit_lr": ("learning rate capped at {to}", "learning rate capped"),
@@ -112,13 +113,14 @@ _SETTING = re.compile(r"\{(\w+) ?(\w*)\}")
 def describe(incident: Incident) -> str:
     """Say in a few lines what was noticed, what was done about it, and what a person can do."""
     diagnosis = incident.diagnosis
+    has_place = diagnosis.culprit or diagnosis.rows or diagnosis.cause is Cause.CORRUPTION
     return _indented(
         f"! incident {incident.id:,}, {_sign(incident)}",
         incident.anomaly.evidence,
         f"{_cause(diagnosis)}; {_done(incident)}",
         *(f"  {line}" for line in describe_arms(incident)),
-        # Without a line or rows, only the report has the advice.
-        f"advice: {diagnosis.advice}" if diagnosis.advice and (diagnosis.culprit or diagnosis.rows) else "",
+        # Without a line, rows or a weight, only the report has the advice.
+        f"advice: {diagnosis.advice}" if diagnosis.advice and has_place else "",
     )
 
 
@@ -340,7 +342,7 @@ def _remedy(action: Action, incident: Incident) -> str:
         settings = {"symptom": f"{where.op}, {where.file}:{where.line}"}
     elif action.remedy == "limit_lr" and isinstance(to := settings.get("to"), int | float):
         settings["to"] = f"{rate_named(to)}{' and falling with the schedule' * bool(settings.get('leapt_to'))}"
-    elif action.remedy == "tighten_clip" and settings.get("to"):
+    elif settings.get("factor") == 1 or (action.remedy == "tighten_clip" and settings.get("to")):
         settings.pop("factor", None)
     settings = {name: value for name, value in settings.items() if value is not None and name not in _UNSAID}
     said = action.remedy  # a remedy of the user's, perhaps a dotted name
@@ -411,14 +413,11 @@ class DrawnLine:
     def draw(self, words: str) -> None:
         """Draw it over what is there."""
         words = words[: shutil.get_terminal_size().columns - 1]
-        self._print(f"{words:<{self._width}}")
+        with suppress(OSError, ValueError):  # the terminal is gone, or the stream was closed
+            print(f"\r{words:<{self._width}}\r", end="", file=self._stream or sys.stderr, flush=True)
         self._width = len(words)
 
     def clear(self) -> None:
         """Make room for another line."""
         if self._width:
             self.draw("")
-
-    def _print(self, words: str) -> None:
-        with suppress(OSError, ValueError):  # the terminal is gone, or the stream was closed
-            print(f"\r{words}\r", end="", file=self._stream or sys.stderr, flush=True)

@@ -168,7 +168,7 @@ class Guard(guard.EngineGuard):
             updater=updater,
             ring=Ring(state, memory or MemoryConfig(every=25, keep=5, max_gib=None), world.least),
             checks=Checks(checks),
-            scans=Scans(checks, unwrapped, optimizers, own_weights, checks.expect),
+            scans=Scans(checks, unwrapped, optimizers, own_weights),
             buffers=buffers,
             precision=Precision(unwrapped, accelerator.mixed_precision),
             updates=UpdateHistory(),

@@ -299,8 +299,8 @@ def change(known: Mapping[str, Any], dataset: Any) -> str:
     if len(dataset) != known["rows"]:
         return f"it has {counted(len(dataset), 'row')}, and had {known['rows']:,}"
     now = fingerprint(dataset, map(int, known["digests"]))["digests"]
-    odd = [row for row, was in known["digests"].items() if was and now.get(row) and not now[row].startswith(was)]
-    return f"row {min(odd, key=int)} is not what it was" if odd else ""  # earlier versions wrote 16 digits
+    odd = [row for row, was in known["digests"].items() if was and now.get(row) and now[row] != was]
+    return f"row {min(odd, key=int)} is not what it was" if odd else ""
 
 
 def _lasting(node: Any) -> Any:

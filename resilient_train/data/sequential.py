@@ -247,7 +247,7 @@ class LoaderBatches:
 
     def go_to(self, place: dict[str, Any]) -> None:
         """Continue at a place of an earlier process."""
-        self.drawn, self._batches = place.get("drawn", 0), None  # earlier versions wrote none
+        self.drawn, self._batches = place["drawn"], None
         self._marks.clear()
         if place.get("loader"):
             self.continue_from(*place["loader"][0])

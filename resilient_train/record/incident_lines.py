@@ -73,8 +73,7 @@ def from_line(line: Any) -> Incident:
     before = line["step"] - 1
     parts = {
         "anomaly": _record(Anomaly, {"since": max(before, 0), "evidence": "", **line}),
-        # `follower` is the symptom in earlier versions; `ranks` are those of the anomaly.
-        "diagnosis": _record(Diagnosis, {"symptom": line.get("follower"), **line, "ranks": []}),
+        "diagnosis": _record(Diagnosis, {**line, "ranks": []}),  # `ranks` are those of the anomaly
         "decision": _record(Decision, line),
         "tried": tuple(map(_arm, line.get("tried", []))),
     }

@@ -138,7 +138,7 @@ def _read(file: Path, fingerprint: Mapping[str, Any] | None) -> dict[int, Quaran
     form = content.get("format") if isinstance(content, dict) else None
     if type(form) is int and form != _FORMAT:
         raise ValueError(f"is of format {form}, where this version reads {_FORMAT}")
-    # Lists of earlier versions have no sha256, nor has one from which a user removed it to edit the list.
+    # A user who edits the list may remove its sha256.
     if isinstance(content, dict) and "sha256" in content and content.pop("sha256") != _digest(content):
         raise ValueError("is damaged: it is not what was written (its sha256 is that of another list)")
     is_list = _fits(content, {"format": int, "data": dict, "rows": list})

@@ -17,7 +17,6 @@ _LONG_PATIENCE = 8  # at least, where the configured rate never worked, or faile
 _MAX_PATIENCE = 64
 _FALLS = 50  # healthy updates until a limit of updates is 0.7 of what it was
 _LEAST_SHARE = 0.1  # of it: no less, or it would slow down healthy training late in a long run
-_LATER = {"regain", "ceiling", "ceiling_met", "leapt_to", "share", "limited", "decay", "norm"}  # older states lack them
 _BOUNDS = {
     "lr": (MIN_LR, 1.0),
     "clip": (MIN_CLIP, 1.0),
@@ -180,14 +179,10 @@ class Knobs:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned; values beyond the bounds are clipped to them.
 
-        Raises ValueError where one is below 0 or not finite, and KeyError where one is missing that every version has.
+        Raises ValueError where one is below 0 or not finite, and KeyError where one is missing.
         """
-        if "rewarm" in state:  # of earlier versions, as are a ceiling of null and the keys that may be missing
-            warmed, warms_for = state["rewarm"]
-            state = {**state, "warmed": warmed, "warms_for": warms_for}
         for one in fields(self)[1:]:
-            value = state.get(one.name, one.default) if one.name in _LATER else state[one.name]
-            value, now = 0.0 if value is None and one.name == "ceiling" else value, getattr(self, one.name)
+            value, now = state[one.name], getattr(self, one.name)
             if not 0 <= float(value) < math.inf:
                 raise ValueError(f"the knob {one.name} is {value!s:.20}, not a number from 0 up")
             setattr(self, one.name, type(now)(_bounded(one.name, float(value))))

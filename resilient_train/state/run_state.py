@@ -35,7 +35,6 @@ from resilient_train.state.tree import (
     to_original_device,
 )
 
-_OPTIONAL = {"drawn"}  # counts that earlier versions did not write
 _SHAPED_OTHERWISE = {"Adafactor", "LBFGS", "Muon"}  # torch's optimizers with moments of other shapes than the weight
 
 
@@ -153,7 +152,7 @@ def _in_other(name: str, live: Any, saved: Any) -> Iterator[str]:
         version, known = saved.get("permutation", 1), live.get("permutation")
         if known is not None and version != known:
             yield f"its position is in an order of rows of version {version}, and this release has version {known}"
-        for key in (key for key, one in live.items() if type(one) is int and (key in saved or key not in _OPTIONAL)):
+        for key in (key for key, one in live.items() if type(one) is int):
             if type(saved.get(key)) is not int or saved[key] < 0:
                 yield f"{key} of {name} is not a whole number of at least 0"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
@@ -65,20 +66,17 @@ class Scans:
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         unreplicated: Collection[str] | None = None,
-        expect: Collection[int] = (),
     ) -> None:
         """`optimizers` are torch's or the user's own, without Accelerate's wrapper.
 
-        `unreplicated` names the weights that differ between ranks; None: there are no replicas. Around the steps that
-        `expect` has the loop may write to the weights.
+        `unreplicated` names the weights that differ between ranks; None: there are no replicas.
         """
-        self._expect = expect
         self.config, self.model, self.optimizers = config, model, list(optimizers)
         self._remarks: list[str] = []
         self._step = 0
         self._has_ranks = unreplicated is not None
         self._landed: list[tuple[Settings, float | None]] = []  # updates that were not added up yet
-        self._times_found: dict[tuple[int, str], int] = {}  # by step and subject; does not rewind
+        self._found: list[tuple[int, Found]] = []  # with its step; does not rewind
         self.accepted: Found | None = None  # the newest finding that was taken for intended, until it was looked at
         self._pending: _Pending | None = None
         self._lay_out(clean_step=0)
@@ -196,19 +194,19 @@ class Scans:
 
     def judge_each(self, step: int, tick: int, ranks: Sequence[Sequence[float]]) -> Anomaly | None:
         """Judge the numbers of each rank separately, and name the ranks with a finding."""
-        before = self._pending, self._weights, self._moments, self._times_found
+        before = self._pending, self._weights, self._moments, self._found
         distinct: dict[tuple[float, ...], list[int]] = {}
         for rank, numbers in enumerate(ranks):
             distinct.setdefault(tuple(numbers), []).append(rank)
         guilty: list[int] = []
         verdicts = []
         for numbers, theirs in distinct.items():
-            self._pending, self._weights, self._moments, self._times_found = before[0], *copy.deepcopy(before[1:])
+            self._pending, self._weights, self._moments, self._found = before[0], *copy.deepcopy(before[1:])
             found = self.judge(step, tick, numbers)
-            verdicts.append((found, self._weights, self._moments, self._times_found))
+            verdicts.append((found, self._weights, self._moments, self._found))
             guilty += theirs if found is not None else []
         worst = next((one for one in verdicts if one[0] is not None), verdicts[0])
-        anomaly, self._weights, self._moments, self._times_found = worst
+        anomaly, self._weights, self._moments, self._found = worst
         if anomaly is None or len(guilty) == len(ranks):
             return anomaly
         return replace(anomaly, ranks=tuple(sorted(guilty)))
@@ -246,13 +244,14 @@ class Scans:
         if not found.acceptable:
             return False
         is_jump = found.signal is Signal.WEIGHTS_JUMP
-        if is_jump and any(clean - _AROUND <= declared <= step + _AROUND for declared in self._expect):
+        if is_jump and any(clean - _AROUND <= declared <= step + _AROUND for declared in self.config.expect):
             self.accepted = found
             return True
-        known = max((times for (_, what), times in self._times_found.items() if what == found.subject), default=0)
-        times = self._times_found[step, found.subject] = self._times_found.get((step, found.subject), 0) + 1
+        alike = Counter(at for at, one in self._found if found.is_like(one))
+        known = max(alike.values(), default=0)
+        self._found.append((step, found))
         often = _ONCE if is_jump and not is_possible(found) else _OFTEN
-        if max(times, known) <= often:
+        if max(known, alike[step] + 1) <= often:
             return False
         self._weights.unbounded.add(found.subject)
         if known <= often:

@@ -35,6 +35,11 @@ class Found(NamedTuple):
     subject: str  # the name of a tensor, mostly
     evidence: str
     acceptable: bool = True  # it can be on purpose, as a weight that is not finite cannot
+    size: float = 0.0  # of what is there now
+
+    def is_like(self, other: Found) -> bool:
+        """Say whether it is about as large: damage differs each time, what code writes does not."""
+        return self.subject == other.subject and max(self.size, other.size) <= 2 * min(self.size, other.size)
 
 
 def is_possible(found: Found | Anomaly) -> bool:
@@ -221,7 +226,8 @@ class Weights:
             excess, evidence = self._excess(weight, base, seen, loudest)
             if not evidence:
                 continue
-            here = Found(Signal.WEIGHTS_JUMP, weight.name, f"weights jumped: {weight.name} {evidence}")
+            evidence, size = f"weights jumped: {weight.name} {evidence}", seen.largest[weight.name]
+            here = Found(Signal.WEIGHTS_JUMP, weight.name, evidence, size=size)
             if (rank := (not is_possible(here), excess)) > worst:
                 worst, found = rank, here
         if found is None:

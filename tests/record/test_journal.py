@@ -338,16 +338,6 @@ def test_a_line_has_the_contracts_keys_first() -> None:
     assert list(line["culprit"]) == ["phase", "op", "module", "file", "line", "inputs"]
 
 
-def test_a_line_of_an_earlier_version_is_read() -> None:
-    """The symptom was named `follower`."""
-    symptom = Culprit("forward", "exp", "net", "mine.py", 32)
-    incident = dataclasses.replace(POISON, diagnosis=dataclasses.replace(POISON.diagnosis, symptom=symptom))
-    line = as_line(incident)
-    line["follower"] = line.pop("symptom")
-    assert from_line(line).diagnosis.symptom == symptom
-    assert from_line({**line, "ranks": [1]}).diagnosis.ranks == ()  # those are where the anomaly began
-
-
 words = st.text(max_size=8)
 places = st.integers(0, 10**9)
 plain_settings = st.dictionaries(
