@@ -7,7 +7,7 @@ from math import inf
 from typing import Any
 
 from resilient_train.controls import Controls
-from resilient_train.diagnose.explain import OF_THE_LOSS, BeganByChance, ChangedOnPurpose, Explainer, ReferenceInvalid
+from resilient_train.diagnose.explain import OF_THE_LOSS, ChangedOnPurpose, Explainer, ReferenceInvalid
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.run_parts import RunParts
 from resilient_train.types import ACCEPTED, Action, Anomaly, Cause, Diagnosis, Incident, Signal
@@ -31,13 +31,11 @@ class Intended:
         checks = self._parts.checks
         if not (anomaly.signal is Signal.DIVERGENCE and checks.early_divergence.is_thrown):
             return False
-        try:
-            explainer.require_thrown(anomaly, checks.config.overshoot.times)
-        except BeganByChance as why:
-            checks.early_divergence.begins_with(why.level)
+        level = explainer.level_at_first(anomaly, checks.config.overshoot.times)
+        if level is not None:
+            checks.early_divergence.begins_with(level)
             checks.rewind_check.end()
-            return True
-        return False
+        return level is not None
 
     def learn_again(self, anomaly: Anomaly, why: ReferenceInvalid) -> None:
         """Learn again what is usual, as no loss from before can be compared with."""
@@ -45,7 +43,7 @@ class Intended:
             self.accept(anomaly, str(why), why.limit)
         else:
             log.info("note: %s: what is usual is learned again", why)
-            self._parts.checks.start_over()
+            self._parts.checks.start_over(why.limit)
 
     def rise(self, anomaly: Anomaly, diagnosis: Diagnosis) -> Rise | None:
         """Return the rise of the loss that an anomaly is about, if it may be on purpose."""

@@ -54,30 +54,26 @@ _FAR_ABOVE = 100.0  # times what three of four rows do not exceed, or times the 
 class ReferenceInvalid(Exception):
     """No loss from before can be compared with one of now: the samples had a low one as they had just been learned."""
 
+    def __init__(self, what: str, limit: float = inf) -> None:
+        super().__init__(what)
+        self.limit = limit  # a loss that stays above it has not learned what is new
+
 
 class ChangedOnPurpose(ReferenceInvalid):
     """At verified weights any samples have the raised loss: the loss, the model or the data was changed on purpose."""
 
     def __init__(self, now: float, was: float, *, in_data: bool = False) -> None:
         which = "all later samples" if in_data else "any samples"
-        super().__init__(f"the loss rose from {was:.4g} to {now:.4g} with {which}, at verified weights too")
-        self.limit = was + LEARNED * (now - was) if in_data else inf
+        limit = was + LEARNED * (now - was) if in_data else inf
+        super().__init__(f"the loss rose from {was:.4g} to {now:.4g} with {which}, at verified weights too", limit)
 
 
 class WrittenOnPurpose(ChangedOnPurpose):
     """The loop wrote to the weights, and the loss is far lower since."""
 
     def __init__(self, now: float, was: float) -> None:
-        ReferenceInvalid.__init__(self, f"the loss fell from {was:.4g} to {now:.4g} as the loop wrote to the weights")
-        self.limit = was
-
-
-class BeganByChance(ReferenceInvalid):
-    """The loss that the run began with was low by chance: at its first weights other samples have a higher one."""
-
-    def __init__(self, level: float) -> None:
-        super().__init__(f"at the first weights later samples have a loss of {level:.4g}")
-        self.level = level
+        what = f"the loss fell from {was:.4g} to {now:.4g} as the loop wrote to the weights"
+        ReferenceInvalid.__init__(self, what, was)
 
 
 class Explainer:
@@ -324,10 +320,9 @@ class Explainer:
             others = sorted(loss_at(one.start, of_others=True) for one in trusted)
             unlearned, high = others[len(others) // 2], others[max(0, len(others) - 2)]  # one may hold bad rows
             if unlearned - usual > max(_MIN_SHARE_OF_UPDATE * rise, reference.size):
-                raise ReferenceInvalid(
-                    f"losses of {was:.4g} up to step {verified[0].step:,} are of rows that had just been learned; "
-                    f"at the same weights others have {unlearned:.4g}"
-                )
+                what = f"losses of {was:.4g} up to step {verified[0].step:,} are of rows that had just been learned; "
+                what += f"at the same weights others have {unlearned:.4g}"
+                raise ReferenceInvalid(what, was + LEARNED * (unlearned - was))
             is_off = is_first and first.loss - usual > rise / 2
             if is_off and loss_at(first.start) - usual < _MIN_SHARE_OF_ROW * rise:
                 return verdict.TRANSIENT  # neither the samples nor the weights
@@ -346,16 +341,16 @@ class Explainer:
             rows = self._search.raising(worst, trusted[-1].start, limit)
             return verdict.on_misled(rows, usual, median(bad))
 
-    def require_thrown(self, early: Anomaly, times: float) -> None:
-        """Raise BeganByChance unless the newest samples had a loss far below the present one at the first weights."""
+    def level_at_first(self, early: Anomaly, times: float) -> float | None:
+        """The loss of the newest samples at the first weights, if it is as high there and no rows are the reason."""
         newest, verified = self._updates.around(early.since)[0], self._ring.verified_until(0)
         if self._search is None or not self._samples.rows or not verified or not newest:
-            return
+            return None
         self._ring.copier.wait()
         with randomness.preserved(self._world.device), self._state.weights_of(verified[0].parts):
             first = median(self._search.loss_at(one.start) for one in newest)
-        if not median(one.loss for one in newest) - first > (times - 1) * abs(first):
-            raise BeganByChance(first)
+        is_thrown = median(one.loss for one in newest) - first > (times - 1) * abs(first)
+        return None if is_thrown or self._find_outlier_rows([one.start for one in newest]) else first
 
     def _is_changed(self, trusted: Sequence[PastUpdate], rise: float) -> bool:
         """Whether samples no longer have the loss that they had at these weights: no update or rate can do that."""
