@@ -392,6 +392,7 @@ def main() -> None:
         optimizer=OptimizerConfig(given.every, margin=1.05, recursion=1e-3),
         replicas=Every(0),
         norms=NormsConfig(0, factor=1000.0),
+        expect=(),
     )
     ready: dict[str, list[Run]] = {}
     alarms: list[str] = []

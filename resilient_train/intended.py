@@ -43,7 +43,7 @@ class Intended:
             self.accept(anomaly, str(why), why.limit)
         else:
             log.info("note: %s: what is usual is learned again", why)
-            self._parts.checks.start_over(why.limit)
+            self._parts.checks.start_over()
 
     def rise(self, anomaly: Anomaly, diagnosis: Diagnosis) -> Rise | None:
         """Return the rise of the loss that an anomaly is about, if it may be on purpose."""
@@ -93,7 +93,7 @@ class Intended:
     def accept_written(self) -> bool:
         """Say whether weights that the loop wrote were just taken for intended, and end the incidents about them."""
         found, self._parts.scans.accepted = self._parts.scans.accepted, None
-        if found is not None:
+        if found is not None and found.evidence:
             self._note(found.evidence, self._parts.clock.step)
         return found is not None
 

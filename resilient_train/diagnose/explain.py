@@ -54,26 +54,22 @@ _FAR_ABOVE = 100.0  # times what three of four rows do not exceed, or times the 
 class ReferenceInvalid(Exception):
     """No loss from before can be compared with one of now: the samples had a low one as they had just been learned."""
 
-    def __init__(self, what: str, limit: float = inf) -> None:
-        super().__init__(what)
-        self.limit = limit  # a loss that stays above it has not learned what is new
-
 
 class ChangedOnPurpose(ReferenceInvalid):
     """At verified weights any samples have the raised loss: the loss, the model or the data was changed on purpose."""
 
     def __init__(self, now: float, was: float, *, in_data: bool = False) -> None:
         which = "all later samples" if in_data else "any samples"
-        limit = was + LEARNED * (now - was) if in_data else inf
-        super().__init__(f"the loss rose from {was:.4g} to {now:.4g} with {which}, at verified weights too", limit)
+        super().__init__(f"the loss rose from {was:.4g} to {now:.4g} with {which}, at verified weights too")
+        self.limit = was + LEARNED * (now - was) if in_data else inf
 
 
 class WrittenOnPurpose(ChangedOnPurpose):
     """The loop wrote to the weights, and the loss is far lower since."""
 
     def __init__(self, now: float, was: float) -> None:
-        what = f"the loss fell from {was:.4g} to {now:.4g} as the loop wrote to the weights"
-        ReferenceInvalid.__init__(self, what, was)
+        ReferenceInvalid.__init__(self, f"the loss fell from {was:.4g} to {now:.4g} as the loop wrote to the weights")
+        self.limit = was
 
 
 class Explainer:
@@ -320,9 +316,8 @@ class Explainer:
             others = sorted(loss_at(one.start, of_others=True) for one in trusted)
             unlearned, high = others[len(others) // 2], others[max(0, len(others) - 2)]  # one may hold bad rows
             if unlearned - usual > max(_MIN_SHARE_OF_UPDATE * rise, reference.size):
-                what = f"losses of {was:.4g} up to step {verified[0].step:,} are of rows that had just been learned; "
-                what += f"at the same weights others have {unlearned:.4g}"
-                raise ReferenceInvalid(what, was + LEARNED * (unlearned - was))
+                what = f"losses of {was:.4g} up to step {verified[0].step:,} are of rows that had just been learned"
+                raise ReferenceInvalid(f"{what}; at the same weights others have {unlearned:.4g}")
             is_off = is_first and first.loss - usual > rise / 2
             if is_off and loss_at(first.start) - usual < _MIN_SHARE_OF_ROW * rise:
                 return verdict.TRANSIENT  # neither the samples nor the weights

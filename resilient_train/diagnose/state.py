@@ -37,7 +37,7 @@ def of_state(
     if is_possible(anomaly):
         why = "farther than updates went lately: if it returns, lower the learning rate, or suspect the hardware"
     else:
-        meant = f"expect=[{anomaly.since + 1}] declares it if it is meant"
+        meant = f"expect=[{anomaly.step}] declares it if it is meant"
         why = f"which no update can have done: {meant}; if it returns, suspect the hardware"
     size, what = where
     advice = f"{what}, {why}, or code that writes to weights between updates."

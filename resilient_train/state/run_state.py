@@ -62,11 +62,11 @@ def _mismatches(
         yield from _in_tensor(name, weight, saved["weights"][name])
     modules = dict(model.named_modules())  # a `state_dict` would reshard weights that another thread computes with
     for name, buffer in saved["buffers"].items():
-        if not isinstance(name, str) or name.rpartition(".")[0] not in modules:
+        path, _, own = str(name).rpartition(".")
+        if not isinstance(name, str) or path not in modules:
             yield f"it has a buffer {name!r:.80}, which the model does not have"
         if buffer is not None and not isinstance(buffer, torch.Tensor):
             yield f"{name} is not a tensor"
-        path, _, own = name.rpartition(".")
         is_cache = own in modules[path]._non_persistent_buffers_set
         if buffer is not None and live["buffers"].get(name) is not None and not is_cache:
             yield from _in_tensor(name, live["buffers"][name], buffer)
@@ -386,9 +386,9 @@ def restore_optimizer(optimizer: Optimizer, saved: Tree) -> None:
         del optimizer.state[key]
     optimizer.state.update(to_original_device(saved["shared"]))
     for group, settings in zip(optimizer.param_groups, saved["groups"], strict=False):  # the loop may have added some
-        weights = group["params"]
-        group.clear()
-        group.update(to_original_device(settings), params=weights)
+        for key in group.keys() - settings.keys() - {"params"}:  # which the thread of the writer reads
+            del group[key]
+        group.update(to_original_device(settings))
     moments = saved["moments"]
     for place, weight in _places(optimizer):
         if place not in moments:  # the snapshot is older than the first update of this weight

@@ -245,7 +245,7 @@ class Scans:
             return False
         is_jump = found.signal is Signal.WEIGHTS_JUMP
         if is_jump and any(clean - _AROUND <= declared <= step + _AROUND for declared in self.config.expect):
-            self.accepted = found
+            self.accepted = found._replace(evidence="")  # nothing to say about it
             return True
         alike = Counter(at for at, one in self._found if found.is_like(one))
         known = max(alike.values(), default=0)

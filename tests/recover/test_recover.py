@@ -1016,9 +1016,10 @@ def test_no_knob_is_below_0_or_not_finite(name: str, value: Any) -> None:
 
 def test_knobs_that_lack_a_value_are_damaged() -> None:
     """Each of them is written."""
-    for name in Knobs().state_dict():
+    state = Knobs().state_dict()
+    for name in state:
         with pytest.raises(KeyError):
-            Knobs().load_state_dict({key: value for key, value in Knobs().state_dict().items() if key != name})
+            Knobs().load_state_dict({key: state[key] for key in state.keys() - {name}})
 
 
 @pytest.mark.parametrize("signal", list(Signal))

@@ -126,9 +126,10 @@ def test_a_head_that_is_drawn_again(replays: bool, tmp_path: Path) -> None:
     assert summary(tmp_path / "run")["verdict"] == "well"
 
 
-def test_a_head_that_is_drawn_again_is_declared() -> None:
-    """`expect` covers what the loop writes to the weights."""
+def test_a_head_that_is_drawn_again_is_declared(capsys: pytest.CaptureFixture[str]) -> None:
+    """`expect` covers what the loop writes to the weights, and there is nothing to say."""
     assert not Run(None, replays=False, expect=[CHANGE]).trained(draw_head).incidents
+    assert "expect" not in capsys.readouterr().err
 
 
 def test_harder_rows_from_a_place_on(tmp_path: Path) -> None:
@@ -154,9 +155,8 @@ def test_weights_that_are_damaged_once(replays: bool) -> None:
                 model[2].weight.mul_(4)  # type: ignore[index]
 
     run = Run(None, replays=replays).trained(damage)
-    assert [(str(one.diagnosis.cause), str(one.outcome)) for one in run.incidents] == [("corruption", "recovered")]
-    assert run.guard.recent_loss is not None
-    assert run.guard.recent_loss < 0.2
+    assert [(one.diagnosis.cause, one.outcome) for one in run.incidents] == [("corruption", "recovered")]
+    assert (run.guard.recent_loss or 1.0) < 0.2
 
 
 @pytest.mark.parametrize("replays", [True, False])
@@ -167,9 +167,8 @@ def test_a_rate_that_leaps(replays: bool) -> None:
         return 200.0 if CHANGE <= step < CHANGE + 12 else 1.0
 
     run = Run(None, replays=replays, schedule=curve).trained()
-    assert {str(one.diagnosis.cause) for one in run.incidents} == {"rate"}
-    assert run.guard.recent_loss is not None
-    assert run.guard.recent_loss < 0.2
+    assert {one.diagnosis.cause for one in run.incidents} == {"rate"}
+    assert (run.guard.recent_loss or 1.0) < 0.2
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -194,8 +193,7 @@ def test_outliers_after_a_first_batch_without_are_no_noise() -> None:
     data = [(one, target * 1e3 ** (row in bad)) for row, (one, target) in enumerate(rows())]
     run = Run(None, data=data, shuffle=False).trained()
     assert {row for one in run.incidents for row in one.diagnosis.rows} == set(bad)
-    assert run.guard.recent_loss is not None
-    assert run.guard.recent_loss < 0.2
+    assert (run.guard.recent_loss or 1.0) < 0.2
 
 
 @pytest.mark.parametrize("does_better", [True, False])

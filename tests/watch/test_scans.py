@@ -38,6 +38,7 @@ def config(**every: int) -> Any:
         optimizer=OptimizerConfig(every.get("optimizer", EVERY), margin=1.05, recursion=1e-3),
         replicas=Every(0),
         norms=NormsConfig(every.get("norms", 0), factor=1000.0),
+        expect=(),
     )
 
 
