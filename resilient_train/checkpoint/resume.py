@@ -240,8 +240,8 @@ class Resumption:
         self, step: int, lost: int, skipped: tuple[int, int] | None, hung: str, incidents: Sequence[Incident]
     ) -> ProcessIncident:
         last = self.progress.last
-        at = f"update {last.step + 1:,}" if last.doing is not Doing.BETWEEN else f"the time after step {last.step:,}"
-        evidence = f"the previous process died during {at}"
+        at = f"during update {last.step + 1:,}" if last.doing is not Doing.BETWEEN else f"after step {last.step:,}"
+        evidence = f"the previous process died {at}"
         if last.doing is not Doing.HUNG:
             evidence += f": {hung}" if hung else " without logging anything"
         rows: list[int] = []
