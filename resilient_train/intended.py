@@ -92,10 +92,10 @@ class Intended:
 
     def accept_written(self) -> bool:
         """Say whether weights that the loop wrote were just taken for intended, and end the incidents about them."""
-        found, self._parts.scans.accepted = self._parts.scans.accepted, None
-        if found is not None and found.evidence:
-            self._note(found.evidence, self._parts.clock.step)
-        return found is not None
+        accepted, self._parts.scans.accepted = self._parts.scans.accepted, None
+        if accepted and not accepted[1]:
+            self._note(accepted[0].evidence, self._parts.clock.step)
+        return accepted is not None
 
     def _was_low_at(self, step: int, height: float) -> bool:
         """Whether the loss was at its level at the step of a rewind, and not as at the beginning of the run."""

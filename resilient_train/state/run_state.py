@@ -152,8 +152,8 @@ def _in_other(name: str, live: Any, saved: Any) -> Iterator[str]:
         version, known = saved.get("permutation", 1), live.get("permutation")
         if known is not None and version != known:
             yield f"its position is in an order of rows of version {version}, and this release has version {known}"
-        for key in (key for key, one in live.items() if type(one) is int):
-            if type(saved.get(key)) is not int or saved[key] < 0:
+        for key, one in live.items():
+            if type(one) is int and (type(saved.get(key)) is not int or saved[key] < 0):
                 yield f"{key} of {name} is not a whole number of at least 0"
 
 

@@ -77,7 +77,7 @@ class Scans:
         self._has_ranks = unreplicated is not None
         self._landed: list[tuple[Settings, float | None]] = []  # updates that were not added up yet
         self._found: list[tuple[int, Found]] = []  # with its step; does not rewind
-        self.accepted: Found | None = None  # the newest finding that was taken for intended, until it was looked at
+        self.accepted: tuple[Found, bool] | None = None  # newly taken for intended, and whether that was declared
         self._pending: _Pending | None = None
         self._lay_out(clean_step=0)
         self._norms = NormStatistics(config.norms, model, self.layout.device)
@@ -245,7 +245,7 @@ class Scans:
             return False
         is_jump = found.signal is Signal.WEIGHTS_JUMP
         if is_jump and any(clean - _AROUND <= declared <= step + _AROUND for declared in self.config.expect):
-            self.accepted = found._replace(evidence="")  # nothing to say about it
+            self.accepted = found, True
             return True
         alike = Counter(at for at, one in self._found if found.is_like(one))
         known = max(alike.values(), default=0)
@@ -257,7 +257,7 @@ class Scans:
         if known <= often:
             why = "taken for intended, like later ones there, since it came again after each rewind"
             self._remarks.append(f"step {step}: {why}: {found.evidence}")
-            self.accepted = found
+            self.accepted = found, False
         return True
 
     # What rewinds.
