@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -21,8 +20,7 @@ _log = logging.getLogger("resilient_train")
 
 _LOOK_S = 0.5
 _REPORT_S = 3.0  # to write down where it hangs, and to begin to save what can be saved
-_LATE_S = 1.0  # a look that comes so much later than planned: the process did not run, or code kept Python's lock
-_SAY_S = 5.0  # from which on a line says so
+_LATE_S = 1.0  # of a look: beyond that the process did not run, as when it is stopped by SIGSTOP or `docker pause`
 
 
 class Phase(StrEnum):
@@ -60,7 +58,7 @@ class Watchdog:
         self._saving_since, self._report = saving_since, report
         self._phase, self._since = Phase.START, time.monotonic()
         self._main = threading.main_thread().ident
-        self._stops: deque[tuple[float, float]] = deque(maxlen=100)  # until when it could not look, and for how long
+        self._lasted: dict[str, tuple[float | None, float]] = {}  # by what is timed: since when, how long
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -79,34 +77,33 @@ class Watchdog:
     def _watch(self) -> None:
         before = time.monotonic()
         while not self._over.wait(_LOOK_S):
-            late = time.monotonic() - before - _LOOK_S
-            if late > _LATE_S:
-                self._stops.append((before + late, late))  # by SIGSTOP, `docker pause`, a scheduler
-                if late > _SAY_S:
-                    _log.info("the process was stopped for %.0f s: that is no hang", late)
-            before = time.monotonic()
-            if (hang := self._hang()) is not None and not self._over.is_set():
+            passed, before = time.monotonic() - before, time.monotonic()
+            if (hang := self._hang(min(passed, _LOOK_S + _LATE_S))) is not None and not self._over.is_set():
                 self._end(hang)
 
-    def _passed(self, since: float) -> float:
-        """Return how long the process has been running since a moment, not counting when it was stopped."""
-        return time.monotonic() - since - sum(seconds for until, seconds in self._stops if until > since)
+    def _hang(self, passed: float) -> Hang | None:
+        """Look for a hang, when the process ran for so many seconds since the last look."""
 
-    def _hang(self) -> Hang | None:
+        def lasts(what: str, since: float | None) -> float:
+            """Count how long something lasts that began at a time; the seconds in which the process ran."""
+            if since is None:
+                return 0.0
+            began, seconds = self._lasted.get(what, (None, 0.0))
+            seconds = seconds + passed if began == since else min(passed, time.monotonic() - since)
+            self._lasted[what] = since, seconds
+            return seconds
+
         waiting = at_disk_since(self._main)
         if waiting is not None:  # it has its own limit below, and does not count for an update
             self._since = time.monotonic()
-        phase, since = self._phase, self._since
-        limit = self._limits[phase]
-        if limit and (passed := self._passed(since)) > limit:
-            return self._found(phase, passed)
-        for began in (waiting, self._saving_since()):
-            if began is not None and self._is_late(passed := self._passed(began)):
-                return self._found(Phase.SAVE, passed)
-        asked = self._requests.since if self._requests.arrived() else None
-        if asked is not None and self._passed(asked) > self._grace:
-            return self._found(phase, self._passed(since), stop_asked=True)
-        return None
+        phase, limit = self._phase, self._limits[self._phase]
+        update, save, disk = lasts("update", self._since), lasts("save", self._saving_since()), lasts("disk", waiting)
+        stop = lasts("stop", self._requests.since if self._requests.arrived() else None)
+        if limit and update > limit:
+            return self._found(phase, update)
+        if self._is_late(late := max(save, disk)):
+            return self._found(Phase.SAVE, late)
+        return self._found(phase, update, stop_asked=True) if stop > self._grace else None
 
     def _is_late(self, saving_s: float) -> bool:
         return 0 < self._limits[Phase.SAVE] < saving_s
