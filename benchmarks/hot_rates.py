@@ -29,10 +29,10 @@ from torch.utils.data import TensorDataset
 
 from resilient_train import Guard
 
-sys.path.insert(0, str(Path(__file__).parent / "clinic"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import by_hand
-from program import Guilty, Program
+from clinic import by_hand
+from clinic.program import Guilty, Program
 
 NEAR, AWAY = 0.1, 0.15  # of the way: within the one it is cured, within the other a plain loop does as well
 LEARNED = 0.7  # of the first loss

@@ -143,7 +143,7 @@ def _gauntlet(rank: int) -> str:
 def _launched(command: Sequence[str], processes: int, folder: Path) -> str:
     """Start it by torchrun, and return what it says. One process goes the same way as several."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    path = os.pathsep.join([str(HERE.parent), str(HERE / "clinic"), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [*launcher, *command],
         cwd=folder,
@@ -171,7 +171,7 @@ def loop(case: str) -> None:
 
     # In the same micro-batches everywhere: what armor makes up is measured by what else is in the call.
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=SLICES // int(os.environ["WORLD_SIZE"]))
-    program = importlib.import_module(f"{CASES[case]}.{case}").program(0)
+    program = importlib.import_module(f"clinic.{CASES[case]}.{case}").program(0)
     torch.manual_seed(0)
     model = accelerator.prepare(program.model.train())
     guard = Guard(

@@ -41,7 +41,7 @@ from typing import Any
 from paired import lines_of
 
 ROOT = Path(__file__).resolve().parents[1]
-PLACES = [ROOT / name for name in ("benchmarks", "benchmarks/clinic", "tests", "examples")]  # of programs
+PLACES = [ROOT / name for name in ("benchmarks", "", "tests", "examples")]  # of programs
 LIMIT_S = 300  # for one run: more is a fact
 NOT_COMPARED = ("seconds", "output")
 KEPT = ("signal", "cause", "step", "ranks", "rows", "actions", "rewound_to", "outcome", "further", "gave_up", "drill")

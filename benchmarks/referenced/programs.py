@@ -149,7 +149,7 @@ def hot_stretch(factor: str, length: str, start: str, form: str, optimizer: str)
 
 def clinic(case: str) -> None:
     """A case of the clinic, guarded as in its own arms; of several processes each takes its share of a batch."""
-    program: Any = importlib.import_module(case).program(0)
+    program: Any = importlib.import_module(f"clinic.{case}").program(0)
     accelerator = Accelerator(cpu=True, mixed_precision="bf16" if program.bf16 else "no")
 
     def under_autocast(model: nn.Module, batch: Any) -> Any:

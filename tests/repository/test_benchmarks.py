@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from group import alone
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+ROOT = Path(__file__).resolve().parents[2]
+BENCHMARKS = ROOT / "benchmarks"
 
 TINY = "--workload mlp --loops plain ours --blocks 2 --steps-per-block 2 --warm-up 2 --rounds 1 --processes 1"
-CLINIC = "clinic --only where_branch --seeds 1 --json runs.jsonl --arms plain"
+CLINIC = "../clinic run --only where_branch --seeds 1 --json runs.jsonl --tool plain"
 COMMANDS = {
     "step cost": f"step_cost.py {TINY} --json figures.json",
     "snapshot": "snapshot.py --size 4M --blocks 2 --rounds 1",
@@ -24,7 +25,7 @@ COMMANDS = {
     "ettr": "ettr.py --days 10 --runs 5",
     "many ranks": "many_ranks.py --ranks 2 24 --updates 60",
     "gpu": "gpu.py --tiny --blocks 2 --steps 5",
-    "clinic": f"{CLINIC} balanced",
+    "clinic": f"{CLINIC} ours",
     "clinic again": CLINIC,
 }
 
@@ -44,7 +45,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def all_printed() -> dict[str, str]:
     told = {}
-    sys.path.insert(0, str(BENCHMARKS))
+    sys.path[:0] = [str(BENCHMARKS), str(ROOT)]
     for name, command in COMMANDS.items():
         script, *arguments = command.split()
         sys.argv = [str(BENCHMARKS / script), *arguments]
@@ -101,7 +102,7 @@ def test_the_clinic_judges_a_case_and_keeps_its_runs(printed: dict[str, str]) ->
     """A loop by hand and ours get a count each; what has been run is not run again."""
     lines = printed["clinic"].splitlines()
     head, row = [line.split(" | ") for line in lines if line.startswith(("| case", "| `where"))]
-    assert head[1:3] == ["plain", "balanced"]
+    assert head[1:3] == ["plain", "ours"]
     assert row[1] == "0/1"  # what a case is: a plain loop does not get over it
     assert "3 runs in " in printed["clinic"]
     assert "\n0 runs in " in printed["clinic again"]

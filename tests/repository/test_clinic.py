@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "clinic"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from arms import statement
-from score import HALF, RIGHT, TWIN, UNKNOWN, WRONG, Expected, Figures, Run, Said, by_case, summary
+from clinic.runs import statement
+from clinic.score import HALF, RIGHT, TWIN, UNKNOWN, WRONG, Expected, Figures, Run, Said, by_case, summary
 
 FILE = "/cases/one.py"
 LINE = Expected("operation", ["sqrt"], [], FILE, [40, 41])
@@ -23,7 +23,7 @@ def said(cause: str = "operation", line: int | None = None, op: str = "sqrt", ro
 
 
 def run(expected: Expected, *incidents: Said, **more: Any) -> Run:
-    return Run("first", "one", 0, "balanced", "digest", expected=expected, incidents=list(incidents), **more)
+    return Run("first", "one", 0, "ours", "digest", expected=expected, incidents=list(incidents), **more)
 
 
 @pytest.mark.parametrize(
