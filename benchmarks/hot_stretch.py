@@ -4,10 +4,9 @@ The stretch belongs to the schedule, so it comes again after a rewind. Each of 7
 the loop and the optimizer is trained four times: without the stretch (*clean*), with it by hand (*plain*), by hand
 without the steps that are not finite (*skip only*), and with a guard around the loop (*guarded*). A run ends 150 steps
 after its stretch, and is judged by the held-out loss of the weights that it leaves behind. The program is a small
-character transformer on source text of Python's standard library; `--nanogpt DIR` adds the train.py of a checkout of
-karpathy/nanoGPT, guarded as `hot_stretch_nanogpt.py` says.
+character transformer on source text of Python's standard library.
 
-    python benchmarks/hot_stretch.py --nanogpt ../nanoGPT --json hot_stretch.json
+    python benchmarks/hot_stretch.py --json hot_stretch.json
     python benchmarks/hot_stretch.py --only 17          # one draw, with what the guard says
     python benchmarks/hot_stretch.py --stretch 100 10 100 --seeds 5      # this one in both forms, with AdamW
 
@@ -37,7 +36,6 @@ from typing import Any
 
 import torch
 from hot_stretch_letters import Draw, Ended, arm, clean_runs, finite
-from hot_stretch_nanogpt import Checkout
 
 Arm = Callable[[str, Draw, int], Ended]  # its name, a draw, a seed
 
@@ -306,8 +304,6 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--stretch", type=int, nargs=3, metavar=("F", "D", "S"), help="instead of drawn ones")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="of each (default: %(default)s)")
-    parser.add_argument("--nanogpt", type=Path, default=None, metavar="DIR", help="a checkout of karpathy/nanoGPT")
-    parser.add_argument("--nanogpt-draws", type=int, default=24, help="the first so many of the draws")
     parser.add_argument("--json", type=Path, default=None, help="write every draw there")
     return parser.parse_args()
 
@@ -324,12 +320,6 @@ def main() -> None:
         every = [Draw(number, factor, length, start, form, "adamw", seed) for number, (form, seed) in pairs]
     chosen = [one for one in every if one.number in given.only] if given.only else every[: given.draws]
     programs = [Program("letters", chosen, clean_runs, arm, f"a character transformer, {len(chosen)} draws")]
-    if given.nanogpt is None:
-        print("nanoGPT is skipped: --nanogpt names no checkout", flush=True)
-    else:
-        checkout, fewer = Checkout(given.nanogpt.resolve()), chosen if given.only else every[: given.nanogpt_draws]
-        about = f"train.py of {given.nanogpt} at {checkout.commit()}, {len(fewer)} draws"
-        programs.append(Program("nanoGPT", fewer, checkout.clean_runs, checkout.arm, about))
     everything: list[Judged] = []
     for program in programs:
         started = time.monotonic()

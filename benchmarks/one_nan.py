@@ -5,7 +5,7 @@ of row 1,000 is NaN. Each trainer runs in its own process, with its defaults, on
 Lightning, ARC and transformers are not dependencies: `--venv DIR` makes an environment for them, and a trainer that
 cannot be imported is skipped.
 
-    python benchmarks/one_nan.py --venv /tmp/rivals
+    python benchmarks/one_nan.py --venv /tmp/others
 """
 
 from __future__ import annotations
@@ -26,10 +26,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rivals import in_venv
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from clinic.with_arc import begin_again_in
 
 ROWS, BAD_ROW, BATCH, EPOCHS = 4096, 1000, 32, 5
 STEPS = EPOCHS * ROWS // BATCH
@@ -238,7 +241,7 @@ def row_of(name: str, version: str, spoiled: dict[str, Any], clean: dict[str, An
 def main() -> None:
     """Run all that can be imported, print the table, and write the figures if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--venv", type=Path, metavar="DIR", help="environment for the rivals; made if it is not there")
+    parser.add_argument("--venv", type=Path, metavar="DIR", help="environment for the others; made if it is not there")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     parser.add_argument("--trainer", action="append", choices=list(TRAINERS), help="(default: all)")
     parser.add_argument("--one", choices=list(TRAINERS), help=argparse.SUPPRESS)
@@ -248,7 +251,7 @@ def main() -> None:
         print(json.dumps(one(given.one, is_clean=given.clean)))
         return
     if given.venv is not None:
-        in_venv(given.venv, PACKAGES)
+        begin_again_in(given.venv, PACKAGES, [__file__])
     figures = {}
     print("| trainer | how the run ended | weights | held-out loss (without the NaN) | names the row |")
     print("|---|---|---|---|---|")

@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import recovery_foreign as foreign
 import torch
 from recovery_controls import by_hand
 
@@ -166,8 +165,8 @@ def promised(policy: str, drill: str) -> Sequence[str]:
     if policy == "off":
         return ("gave up", "harmless")
     if policy == "skip":
-        return GOOD if drill in (*TRANSIENT[:4], "bad_row", *foreign.REFUSED) else (*GOOD, "gave up", "broken")
-    if policy == "conservative" and drill not in (*TRANSIENT, *foreign.TRANSIENT):
+        return GOOD if drill in (*TRANSIENT[:4], "bad_row") else (*GOOD, "gave up", "broken")
+    if policy == "conservative" and drill not in TRANSIENT:
         return (*GOOD, "gave up")
     return ("recovered", "harmless", "gave up", "broken") if policy in CONTROLS else GOOD
 
@@ -217,28 +216,13 @@ def matrix(name: str, drills: Sequence[str], policies: Sequence[str], seed: int,
     return table
 
 
-def foreign_table(policies: Sequence[str], seed: int) -> Table:
-    """Fill the table of the faults that are not of `drill/`."""
-    losses = [foreign.trained(None, "rewind only", one) for one in (seed, *range(101, 100 + SEEDS))]
-    healthy = losses[0].loss
-    bound = max(0.02, 2 * statistics.stdev(one.loss for one in losses) / statistics.fmean(one.loss for one in losses))
-    table = Table(f"faults of the user's own code, {foreign.STEPS} steps, within {100 * bound:.1f} % of {healthy:.4g}")
-    for name in foreign.FAULTS:
-        for policy in (one for one in policies if one not in CONTROLS[:2]):
-            ended = foreign.trained(name, REWIND_ONLY if policy == "rewind only" else policy, seed)
-            twice = 2 if name.startswith("rate") else 1
-            table.cells[name, policy] = one = Cell(**vars(ended)).judge(healthy, twice * bound)
-            say(f"foreign {name} {policy}: {one} {one.why}")
-    return table
-
-
 def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--recipe", nargs="+", default=[*RECIPES, "foreign"], choices=[*RECIPES, "foreign"])
+    parser.add_argument("--recipe", nargs="+", default=[*RECIPES], choices=[*RECIPES])
     parser.add_argument("--drill", nargs="+", default=DRILLS, choices=DRILLS)
     parser.add_argument("--policy", nargs="+", default=[*POLICIES, *CONTROLS], choices=[*POLICIES, *CONTROLS])
     parser.add_argument("--seed", type=int, default=0)
@@ -255,10 +239,7 @@ def main() -> None:
     torch.set_num_threads(1)
     tables = {}
     for name in given.recipe:
-        if name == "foreign":
-            tables[name] = foreign_table(given.policy, given.seed)
-        else:
-            tables[name] = matrix(name, given.drill, given.policy, given.seed, given.steps)
+        tables[name] = matrix(name, given.drill, given.policy, given.seed, given.steps)
         print(f"\n{tables[name].markdown()}\n", flush=True)
     cells = [one for table in tables.values() for one in table.cells.values()]
     failures = [line for table in tables.values() for line in table.failures()]

@@ -37,7 +37,6 @@ from interleaved import (
     table,
     time_blocks,
 )
-from interleaved import machine as machine  # startup.py takes both from here
 from interleaved import median_with_interval as median_with_interval
 from loops import LOOPS, OVERRIDES, gated, plain, unchecked
 

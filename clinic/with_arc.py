@@ -16,6 +16,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,17 +69,21 @@ def is_here() -> bool:
     return True
 
 
-def begin_again_in(folder: Path) -> None:
-    """Make an environment that sees what is installed here, install ARC in it, and start this command again there."""
+def begin_again_in(
+    folder: Path, packages: Sequence[str] = (PACKAGE,), command: Sequence[str] = ("-m", "clinic")
+) -> None:
+    """Make an environment that sees what is installed here, install packages in it, and start the command there."""
     python = folder / "bin" / "python"
     if not python.exists():
         venv.create(folder, with_pip=True)
         here = sysconfig.get_path("purelib")
         there = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
         (there / "here.pth").write_text(f"import site; site.addsitedir({here!r})\n")
-    command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", PACKAGE]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        print(f"{PACKAGE} could not be installed: {done.stderr.strip().splitlines()[-1]}", flush=True)
-    rest = [word for place, word in enumerate(sys.argv[1:], 1) if "--venv" not in (word, sys.argv[place - 1])]
-    os.execv(python, [str(python), "-m", "clinic", *[word for word in rest if not word.startswith("--venv=")]])
+    for package in packages:  # one by one: where one cannot be had, the others may
+        install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", package]
+        done = subprocess.run(install, capture_output=True, text=True)
+        if done.returncode:
+            print(f"{package} could not be installed: {done.stderr.strip().splitlines()[-1]}", flush=True)
+    words = sys.argv[1:]
+    rest = [word for place, word in enumerate(words) if "--venv" not in (word, words[place - 1] if place else "")]
+    os.execv(python, [str(python), *command, *[word for word in rest if not word.startswith("--venv=")]])
