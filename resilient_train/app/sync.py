@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
                 time.sleep(pause)
         finally:
             uploader.close()
-    return _report(uploader, store, trouble)
+    return _report(uploader, store, trouble, is_late=is_late)
 
 
 def _destination(run_dir: Path, uri: str | None, experiment: str | None, *, attached: bool) -> tuple[Store, str, bool]:
@@ -191,7 +191,7 @@ def _attempt(*steps: Callable[[], None]) -> str | None:
     return None
 
 
-def _report(uploader: Uploader, store: Store, trouble: str | None) -> int:
+def _report(uploader: Uploader, store: Store, trouble: str | None, *, is_late: bool) -> int:
     run_dir, where = uploader.run_dir, masked(store.uri)
     if trouble is not None:
         left = left_in(run_dir)
@@ -202,6 +202,8 @@ def _report(uploader: Uploader, store: Store, trouble: str | None) -> int:
     print(f"{run_dir}: {what}; MLflow at {where} has everything")
     for why in uploader.refused:
         print(f"MLflow refused {masked(why)}", file=sys.stderr)
+    if is_late:
+        print(f"  but no curves: {OUTBOX}, which has them, was not written during the run, or is damaged")
     if uploader.damaged:
         print(f"  but {counted(uploader.damaged, 'damaged line')} of {OUTBOX} could not be read")
     for line in where_to_look(ui_command(where), uploader.run.url if uploader.run is not None else None):
