@@ -74,7 +74,9 @@ class Intended:
         is_possible = incident.diagnosis.cause is not Cause.RATE and rise is not None and not rise.grows
         if rise is not None and is_possible and incident.rewound_to is not None:
             is_jump, noticed = incident.anomaly.signal is Signal.LOSS_SPIKE, incident.anomaly.step
-            self._parts.checks.probe = Probe.of(rise, noticed, incident.rewound_to, is_jump=is_jump)
+            probe, before = Probe.of(rise, noticed, incident.rewound_to, is_jump=is_jump), self._parts.checks.probe
+            came_again = before.came_again + 1 if before is not None and before.is_at(rise.step) else 0
+            self._parts.checks.probe = probe._replace(came_again=came_again)
             self._rose_at = self._rose_at or rise.step
 
     def accept(self, anomaly: Anomaly, what: str, limit: float = inf, step: int = 0) -> None:
@@ -82,8 +84,8 @@ class Intended:
 
         A run that does not come below the `limit` afterwards has not learned what was new.
         """
-        if self._before and self._parts.checks.probe is not None and self._is_recent(anomaly.step):
-            self._controls.put_back(self._before)
+        if self._parts.checks.probe is not None:
+            self._put_back(anomaly.step)
         if anomaly.signal is Signal.WEIGHTS_JUMP:
             self._parts.scans.rebase()
         self._note(what, step or anomaly.since + 1)
@@ -94,8 +96,14 @@ class Intended:
         """Say whether weights that the loop wrote were just taken for intended, and end the incidents about them."""
         accepted, self._parts.scans.accepted = self._parts.scans.accepted, None
         if accepted and not accepted[1]:
+            self._put_back(self._parts.clock.step)
             self._note(accepted[0].evidence, self._parts.clock.step)
         return accepted is not None
+
+    def _put_back(self, step: int) -> None:
+        """Take back what was done about the incidents of late, as what they met was meant."""
+        if self._before and self._is_recent(step):
+            self._controls.put_back(self._before)
 
     def _was_low_at(self, step: int, height: float) -> bool:
         """Whether the loss was at its level at the step of a rewind, and not as at the beginning of the run."""

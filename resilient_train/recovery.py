@@ -128,7 +128,8 @@ class Recovery:
         parts.updater.usual_norm = checks.usual_norm or parts.updater.usual_norm
 
         # Diagnose.
-        history = self._earlier.with_new(self.incident_log.since(self._earlier.newest), parts.clock.tick)
+        known = self._earlier.with_new(self.incident_log.since(self._earlier.newest), parts.clock.tick)
+        history = [one for one in known if not self.incident_log.was_accepted(one.id)]  # they cost no strike
         try:
             reference = checks.rewind_check.reference
             diagnosis, leap = self.explainer.explain(anomaly, update, refused, history, reference, leap)

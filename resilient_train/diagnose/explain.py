@@ -20,17 +20,15 @@ from resilient_train.diagnose.search import Refused, Search
 from resilient_train.diagnose.state import first_nonfinite, of_state
 from resilient_train.ranks.world import World
 from resilient_train.recover.decide import by_rate, by_signal
-from resilient_train.recover.remedies import is_mild
 from resilient_train.state import randomness
 from resilient_train.state.ring import Ring
 from resilient_train.state.run_state import RunState
-from resilient_train.types import SPIKES, Anomaly, Cause, Diagnosis, Incident, Signal, Vitals, kind_of
+from resilient_train.types import SPIKES, Anomaly, Cause, Diagnosis, Incident, Signal, Vitals
 from resilient_train.watch.purpose import LEARNED
 from resilient_train.watch.reference import Reference
 from resilient_train.watch.vitals import FEW, WILD, Leap, PastUpdate, UpdateHistory
 from resilient_train.watch.weights import is_possible
 
-_KNOWN_AFTER, _KNOWN_FOR = 2, 50  # after 2 identical incidents within 50 updates, their diagnosis is tried first
 OF_THE_LOSS = (Signal.LOSS_SPIKE, Signal.DIVERGENCE, Signal.NOT_RECOVERED)
 _OF_THE_RATE = (
     *(*OF_THE_LOSS, Signal.GRAD_SPIKE, Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD),
@@ -39,6 +37,7 @@ _OF_THE_RATE = (
 _MIN_SHARE_OF_UPDATE = 0.5  # of a rise of the loss: samples that cause less of it are not to blame
 _MIN_SHARE_OF_ROW = 0.25  # of it: a row that causes less of it is not to blame
 _AHEAD = 2048  # samples ahead that are searched as well, once bad rows are found
+_LATELY = 2  # incidents: damage that was among them has come again
 _YOUNG = 16  # accepted updates, before which there is nothing to compare with
 _TO_COMPARE = 5  # updates with bad rows, and without them, that a comparison takes
 _FAR_LOWER = 2.0  # times
@@ -124,7 +123,7 @@ class Explainer:
         elif anomaly.signal is Signal.EXCEPTION and any(failed := self._world.all_of(errors)):
             found = verdict.on_bad_rows(*failed)
         elif not anomaly.landed or anomaly.signal is Signal.NONFINITE_BATCH:
-            found = self._of_refused(anomaly, refused, history) if refused is not None else None
+            found = self._of_refused(anomaly, refused) if refused is not None else None
             found = found or by_signal(anomaly)
         else:
             if anomaly.signal in OF_THE_LOSS and not is_sudden:
@@ -150,13 +149,10 @@ class Explainer:
             except Exception:  # a row that cannot be fetched is an incident of its own
                 return ""
 
-    def _of_refused(self, anomaly: Anomaly, refused: Refused, history: Sequence[Incident]) -> Diagnosis | None:
+    def _of_refused(self, anomaly: Anomaly, refused: Refused) -> Diagnosis | None:
         update, search = refused.update, self._search
-        known = _known(anomaly, history)
         if anomaly.signal in SPIKES:
             self._require_old_losses(anomaly)
-        if search is not None and known is not None and (confirmed := search.confirmed(known, refused)) is not None:
-            return confirmed
         if anomaly.signal is Signal.NONFINITE_BATCH:  # rows whose values are not finite: this takes no replay
             odd = {}
             with randomness.preserved(self._world.device):  # fetching rows changes it
@@ -189,7 +185,7 @@ class Explainer:
         found = max(blamed, key=itemgetter(0))[1] if blamed else by_signal(anomaly)
         if anomaly.signal is Signal.RANK_MISMATCH or found.cause is not Cause.CORRUPTION or found == _OF_KEPT:
             return found  # with the same gradients every optimizer comes to the same weights
-        recent = [one.anomaly for one in history[-_KNOWN_AFTER:] if one.anomaly.signal is anomaly.signal]
+        recent = [one.anomaly for one in history[-_LATELY:] if one.anomaly.signal is anomaly.signal]
         if all(one.since != anomaly.since for one in recent):
             return found
         # What breaks again at the same place, after the updates were retried, is no accident of the hardware.
@@ -375,19 +371,3 @@ class Explainer:
             earlier, later = losses[:place], losses[place:]
             if 0 <= _FAR_LOWER * max(later) < min(earlier):
                 raise WrittenOnPurpose(median(later), median(earlier))
-
-
-def _known(anomaly: Anomaly, history: Sequence[Incident]) -> Diagnosis | None:
-    """The culprit of the last incidents, if they were like this one and their updates were only skipped."""
-    last = history[-_KNOWN_AFTER:]
-    first = last[0].diagnosis if len(last) == _KNOWN_AFTER else None
-    if first is None or first.culprit is None or first.cause in (Cause.DATA, Cause.UNKNOWN):
-        return None
-    are_alike = all(
-        one.anomaly.signal is anomaly.signal
-        and anomaly.tick - one.anomaly.tick <= _KNOWN_FOR
-        and kind_of(one.anomaly, one.diagnosis) == kind_of(anomaly, first)
-        and is_mild(one.decision.actions)
-        for one in last
-    )
-    return first if are_alike else None

@@ -93,17 +93,6 @@ class Search:
             found = verdict.on_nonfinite(facts, climb, verdict.climbed(history[0]), landed=landed)
         return replace(found, ranks=self._some(rank for rank, one in enumerate(by_rank) if one.reproduced))
 
-    def confirmed(self, known: Diagnosis, refused: Refused) -> Diagnosis | None:
-        """Return a known diagnosis if the update broke at the same operation; this takes no other replay."""
-        with self._before(refused):
-            seen = self._seen(refused)
-        by_rank = self._world.all_of(seen.origin.culprit if seen is not None and seen.origin is not None else None)
-        found = {rank: (one.phase, *_where(one)) for rank, one in enumerate(by_rank) if one is not None}
-        broken = known.broken
-        if not found or broken is None or next(iter(found.values())) != (broken.phase, *_where(broken)):
-            return None
-        return replace(verdict.without_rows(known), ranks=self._some(found))
-
     def breaks_at_any_scale(self, refused: Refused) -> bool:
         """Whether the gradients are not finite where no loss scale can have made them overflow."""
         with self._before(refused):

@@ -94,6 +94,10 @@ class IncidentLog:
         """Return the incidents after one."""
         return [self._incidents[one] for one in range(number + 1, self.next_id) if one in self._incidents]
 
+    def was_accepted(self, number: int) -> bool:
+        """Say whether an incident turned out to be a change on purpose."""
+        return number in self._incidents and self._incidents[number].is_accepted
+
     @property
     def open_incidents(self) -> list[Incident]:
         """Those whose outcome is not known yet."""

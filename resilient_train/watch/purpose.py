@@ -33,6 +33,7 @@ class Probe(NamedTuple):
     rewound_to: int
     first: int
     last: int
+    came_again: int = 0  # times there, but not as high
 
     @classmethod
     def of(cls, rise: Rise, noticed: int, rewound_to: int, *, is_jump: bool) -> Probe:
@@ -49,11 +50,12 @@ class Probe(NamedTuple):
         return abs(step - self.rise.step) <= near or step == self.rewound_to + 1
 
     def confirms(self, again: Rise, step: int, *, was_low: bool) -> bool:
-        """Say whether a rise that was noticed at a step is the same one.
+        """Say whether a rise that was noticed at a step is the same one; the second time it need not be as high.
 
         `was_low` says that of the loss at the state which the run was rewound to.
         """
-        if again.grows or abs(again.height - self.rise.height) > _ALIKE * max(again.height, self.rise.height):
+        is_alike = abs(again.height - self.rise.height) <= _ALIKE * max(again.height, self.rise.height)
+        if again.grows or not (is_alike or self.came_again):
             return False
         if again.step == self.rewound_to + 1:
             return was_low

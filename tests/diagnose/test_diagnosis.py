@@ -19,8 +19,6 @@ from accelerate.state import AcceleratorState, GradientState
 from group import together
 
 from resilient_train.adapters.guard import Guard
-from resilient_train.diagnose.search import Search
-from resilient_train.errors import GaveUp
 from resilient_train.tracking.story import open_advice
 from resilient_train.types import Cause, Incident, Outcome, Signal
 from resilient_train.wording import describe
@@ -327,23 +325,6 @@ def test_substitutes_leave_all_other_places_as_they_were(program: ModuleType) ->
     assert len(met.incidents) == 2
     assert never.incidents == []
     assert met.state.sha256() == never.state.sha256()
-
-
-def test_a_known_culprit_is_not_searched_for_again(program: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The like of the last two incidents costs no replay."""
-    searched = 0
-    real = Search.diagnose
-
-    def counted(self: Search, *given: Any) -> Any:
-        nonlocal searched
-        searched += 1
-        return real(self, *given)
-
-    monkeypatch.setattr(Search, "diagnose", counted)
-    ladder = {"ladders": {"default": [{"do": ["skip"], "strikes": None}]}, "budget": {"in_a_row": 12}}
-    with pytest.raises(GaveUp):
-        trained(program, program.Rows(), breaks="root", recovery=ladder)
-    assert searched == 2
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,24 @@ def test_a_head_that_is_drawn_again(replays: bool, tmp_path: Path) -> None:
     assert summary(tmp_path / "run")["verdict"] == "well"
 
 
+@pytest.mark.parametrize("replays", [True, False])
+def test_a_head_that_is_drawn_again_and_again(replays: bool, tmp_path: Path) -> None:
+    """Each time the loss is another one. What was done about it is taken back, and costs the next one no strike."""
+
+    def draw(model: nn.Module, step: int) -> None:
+        if step and step % 100 == 0:
+            torch.manual_seed(step)
+            model[2].reset_parameters()  # type: ignore[index, operator]
+
+    run = Run(tmp_path / "run", replays=replays, steps=600).trained(draw)
+    assert run.incidents
+    assert all(one.is_accepted for one in run.incidents)
+    knobs = run.guard._controls.knobs.values
+    assert (knobs.lr, knobs.clip) == (1.0, 1.0)
+    assert not run.guard.samples.skipped.spans
+    assert summary(tmp_path / "run")["verdict"] == "well"
+
+
 def test_a_head_that_is_drawn_again_is_declared(caplog: Any, monkeypatch: Any) -> None:
     """`expect` covers what the loop writes to the weights, and there is nothing to say."""
     monkeypatch.setattr("resilient_train.wording.log.propagate", True)
