@@ -42,7 +42,7 @@ def arguments() -> argparse.Namespace:
         verbs.add_parser("sound", help="check the cases"),
     )
     for one in (run, check):
-        one.add_argument("--set", choices=SETS, default="first")
+        one.add_argument("--set", choices=SETS, default="first", help="(default: %(default)s)")
         one.add_argument("--seeds", type=int, metavar="N", default=3, help="of each case (default: %(default)s)")
         one.add_argument("--only", nargs="+", metavar="NAME", help="cases (default: all of the set)")
     tools = f"of {'; '.join(KNOWN)}; or package.module:function (default: ours plain skip)"
@@ -77,10 +77,11 @@ def main() -> None:
             tool(name)
         except (ImportError, AttributeError, ValueError) as error:
             sys.exit(f"no such tool: {name} ({error}); known are {'; '.join(KNOWN)}")
+    cases = chosen(given.set, given.only)
     print(f"{here(tools)}, seeds {given.first} to {given.first + given.seeds - 1}\n", flush=True)
     wanted = [
         Run(given.set, case, seed, name, made_by(given.set, case, name))
-        for case in chosen(given.set, given.only)
+        for case in cases
         for seed in range(given.first, given.first + given.seeds)
         for name in [TWIN, *tools]
     ]

@@ -309,7 +309,6 @@ class EngineGuard:
         self._recovery.incident_log.add_vitals(vitals, flight.gradients.to_record(vitals.grad_norm))
         scanned = self._examination.verdict()  # of the state before this update
         if self._recovery.intended.accept_written():
-            self._recovery.note_remedies()
             losses = self._parts.updates.recent_measurements()[0]
             finding = self._checks.after_change(vitals, finding, losses)
         self._updater.gate.limit(*self._checks.limits)

@@ -44,6 +44,7 @@ class Intended:
         else:
             log.info("note: %s: what is usual is learned again", why)
             self._parts.checks.start_over()
+            self._write_down()
 
     def rise(self, anomaly: Anomaly, diagnosis: Diagnosis) -> Rise | None:
         """Return the rise of the loss that an anomaly is about, if it may be on purpose."""
@@ -91,12 +92,14 @@ class Intended:
         self._note(what, step or anomaly.since + 1)
         self._parts.checks.start_over(limit)
         self._parts.ring.release_reference()
+        self._write_down()
 
     def accept_written(self) -> bool:
         """Say whether weights that the loop wrote were just taken for intended, and end the incidents about them."""
         accepted, self._parts.scans.accepted = self._parts.scans.accepted, None
         if accepted and not accepted[1]:
             self._put_back(self._parts.clock.step)
+            self._write_down()
             self._note(accepted[0].evidence, self._parts.clock.step)
         return accepted is not None
 
@@ -104,6 +107,10 @@ class Intended:
         """Take back what was done about the incidents of late, as what they met was meant."""
         if self._before and self._is_recent(step):
             self._controls.put_back(self._before)
+
+    def _write_down(self) -> None:
+        """Write the remedies in effect into the journal."""
+        self._incident_log.run_history.note_remedies(self._controls.to_note())
 
     def _was_low_at(self, step: int, height: float) -> bool:
         """Whether the loss was at its level at the step of a rewind, and not as at the beginning of the run."""

@@ -135,7 +135,6 @@ class Recovery:
             diagnosis, leap = self.explainer.explain(anomaly, update, refused, history, reference, leap)
         except ReferenceInvalid as why:
             self.intended.learn_again(anomaly, why)
-            self.note_remedies()
             return
         if not anomaly.ranks:  # averaged gradients are the same on every rank: only a replay names the rank
             anomaly = replace(anomaly, ranks=diagnosis.ranks)
@@ -146,7 +145,6 @@ class Recovery:
             checks.require_recovery(anomaly.since, _reached(anomaly))
         rise = self.intended.rise(anomaly, diagnosis)
         if rise is not None and self.intended.accepts(rise, anomaly):
-            self.note_remedies()
             return
         last = history[-1].rewound_to if history else None
         decision = decide(

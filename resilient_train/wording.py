@@ -205,7 +205,7 @@ def final_message(incident: Incident, last_good: Path | None, before: Sequence[I
     times = [remedies if count == 1 else f"{remedies} ({count:,} times)" for remedies, count in tried.items()]
     anomaly = incident.anomaly
     may_be_meant = anomaly.landed and anomaly.signal in _MAY_BE_MEANT
-    declared = f"run again with expect=[{anomaly.since + 1}]; it resumes there"
+    declared = f"run again with expect=[{anomaly.since + 1}]{'; it resumes there' if last_good else ''}"
     return _indented(
         f"gave up at {_sign(incident)}",
         f"if step {anomaly.since + 1:,} changes something on purpose, {declared}" if may_be_meant else "",
