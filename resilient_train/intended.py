@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -18,8 +19,8 @@ from resilient_train.wording import log
 class Intended:
     """Finds out whether a rise of the loss was on purpose, and lets the run learn again what is usual if it was."""
 
-    def __init__(self, parts: RunParts, incidents: IncidentLog, controls: Controls) -> None:
-        self._parts, self._incident_log, self._controls = parts, incidents, controls
+    def __init__(self, parts: RunParts, incidents: IncidentLog, controls: Controls, note: Callable[[], None]) -> None:
+        self._parts, self._incident_log, self._controls, self._note_remedies = parts, incidents, controls, note
         self._before: Any = None  # what remedies had changed before the incidents of late
         self._began_tick, self._step = 0, -(10**9)  # of the first of them, and of the newest
         self._rose_at = 0  # where the loss rose first: code that keeps no count of steps changes at once after a rewind
@@ -44,7 +45,7 @@ class Intended:
         else:
             log.info("note: %s: what is usual is learned again", why)
             self._parts.checks.start_over()
-            self._write_down()
+            self._note_remedies()
 
     def rise(self, anomaly: Anomaly, diagnosis: Diagnosis) -> Rise | None:
         """Return the rise of the loss that an anomaly is about, if it may be on purpose."""
@@ -75,9 +76,9 @@ class Intended:
         is_possible = incident.diagnosis.cause is not Cause.RATE and rise is not None and not rise.grows
         if rise is not None and is_possible and incident.rewound_to is not None:
             is_jump, noticed = incident.anomaly.signal is Signal.LOSS_SPIKE, incident.anomaly.step
-            probe, before = Probe.of(rise, noticed, incident.rewound_to, is_jump=is_jump), self._parts.checks.probe
-            came_again = before.came_again + 1 if before is not None and before.is_at(rise.step) else 0
-            self._parts.checks.probe = probe._replace(came_again=came_again)
+            before, to = self._parts.checks.probe, incident.rewound_to
+            came_again = before is not None and before.is_near(rise.step)
+            self._parts.checks.probe = Probe.of(rise, noticed, to, is_jump=is_jump, came_again=came_again)
             self._rose_at = self._rose_at or rise.step
 
     def accept(self, anomaly: Anomaly, what: str, limit: float = inf, step: int = 0) -> None:
@@ -92,14 +93,14 @@ class Intended:
         self._note(what, step or anomaly.since + 1)
         self._parts.checks.start_over(limit)
         self._parts.ring.release_reference()
-        self._write_down()
+        self._note_remedies()
 
     def accept_written(self) -> bool:
         """Say whether weights that the loop wrote were just taken for intended, and end the incidents about them."""
         accepted, self._parts.scans.accepted = self._parts.scans.accepted, None
         if accepted and not accepted[1]:
             self._put_back(self._parts.clock.step)
-            self._write_down()
+            self._note_remedies()
             self._note(accepted[0].evidence, self._parts.clock.step)
         return accepted is not None
 
@@ -107,10 +108,6 @@ class Intended:
         """Take back what was done about the incidents of late, as what they met was meant."""
         if self._before and self._is_recent(step):
             self._controls.put_back(self._before)
-
-    def _write_down(self) -> None:
-        """Write the remedies in effect into the journal."""
-        self._incident_log.run_history.note_remedies(self._controls.to_note())
 
     def _was_low_at(self, step: int, height: float) -> bool:
         """Whether the loss was at its level at the step of a rewind, and not as at the beginning of the run."""

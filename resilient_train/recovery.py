@@ -63,7 +63,7 @@ class Recovery:
             *(parts.updates, parts.search, parts.beat),
         )
         self._recovered_after = recovered_after
-        self.intended = Intended(parts, incidents, controls)
+        self.intended = Intended(parts, incidents, controls, self.note_remedies)
         self._earlier = Earlier(policy)
         self.observes = policy.observe  # incidents are reported, and every update lands
         self._observed: int | None = None  # number of the incident that further anomalies count into

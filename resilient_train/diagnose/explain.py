@@ -37,7 +37,6 @@ _OF_THE_RATE = (
 _MIN_SHARE_OF_UPDATE = 0.5  # of a rise of the loss: samples that cause less of it are not to blame
 _MIN_SHARE_OF_ROW = 0.25  # of it: a row that causes less of it is not to blame
 _AHEAD = 2048  # samples ahead that are searched as well, once bad rows are found
-_LATELY = 2  # incidents: damage that was among them has come again
 _YOUNG = 16  # accepted updates, before which there is nothing to compare with
 _TO_COMPARE = 5  # updates with bad rows, and without them, that a comparison takes
 _FAR_LOWER = 2.0  # times
@@ -185,7 +184,7 @@ class Explainer:
         found = max(blamed, key=itemgetter(0))[1] if blamed else by_signal(anomaly)
         if anomaly.signal is Signal.RANK_MISMATCH or found.cause is not Cause.CORRUPTION or found == _OF_KEPT:
             return found  # with the same gradients every optimizer comes to the same weights
-        recent = [one.anomaly for one in history[-_LATELY:] if one.anomaly.signal is anomaly.signal]
+        recent = [one.anomaly for one in history[-2:] if one.anomaly.signal is anomaly.signal]
         if all(one.since != anomaly.since for one in recent):
             return found
         # What breaks again at the same place, after the updates were retried, is no accident of the hardware.

