@@ -63,14 +63,14 @@ def main() -> None:
     """Do what is asked for; of runs, what is missing, and print both tables."""
     given, began = arguments(), time.monotonic()
     if given.verb == "sound":
-        sound.tell(given.set, given.seeds, given.only)
+        sound.tell(given.set, given.seeds, chosen(given.set, given.only))
         return
     os.environ["CLINIC_DEVICE"] = given.device  # for the children
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a timeout leaves no process behind
     if given.venv is not None:
         with_arc.begin_again_in(given.venv)
-    tools = [name for name in given.tool if name != "arc" or with_arc.is_here()]
-    if tools != given.tool:
+    tools = [name for name in dict.fromkeys(given.tool) if name != "arc" or with_arc.is_here()]
+    if "arc" in given.tool and "arc" not in tools:
         print("arc: not run: --venv DIR installs it into an environment of its own")
     for name in tools:
         try:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch.utils.data import DataLoader
 from clinic import clips
 from clinic.program import Program
 from clinic.score import Run
+
+SOURCES = (Path(str(clips.__file__)),)
 
 
 def batches(program: Program, seed: int) -> Iterator[Any]:

@@ -15,11 +15,12 @@ import resilient_train
 from clinic.program import Program
 from clinic.score import Run, Said
 from resilient_train.adapters.guard import Guard
+from resilient_train.files import conf
 from resilient_train.types import Incident
 
 ENDLESS = 10  # attempts per wanted update
 PACKAGE = Path(resilient_train.__file__).parent
-SOURCES = tuple(sorted(file for ending in ("py", "yaml") for file in PACKAGE.rglob(f"*.{ending}")))
+SOURCES = (*sorted(PACKAGE.rglob("*.py")), *sorted(conf().rglob("*.yaml")))
 
 
 def on_cuda() -> bool:

@@ -7,6 +7,7 @@ import hashlib
 import importlib
 import inspect
 import math
+import os
 import time
 import warnings
 from collections.abc import Callable
@@ -58,7 +59,6 @@ def carried_out(run: Run) -> Run:
         run.start, run.loss, run.is_finite = finite(stick.start), finite(stick.healthy), True
     else:
         program = case.program(run.seed)
-        run.expected = expected(case, program)
         try:
             tool(run.arm)(program, run.seed, run)
         except Exception as error:  # whatever ends a user's run
@@ -68,6 +68,7 @@ def carried_out(run: Run) -> Run:
         except torch.AcceleratorError:  # the GPU is lost, and the weights with it
             run.is_finite = False
         run.loss = evaluated(case, run.seed, program.model.state_dict())
+        run.expected = expected(case, program)  # not before: a tool has no answers to look at
     run.seconds = round(time.perf_counter() - begun, 2)
     return run
 
@@ -108,10 +109,12 @@ def head(node: ast.stmt) -> range:
 def made_by(of: str, case: str, name: str) -> str:
     """Return a digest of the source of a run; a module of tools may add files in `SOURCES`."""
     files = [HERE / of / f"{case}.py", *(HERE / f"{one}.py" for one in ("runs", "by_hand", "program", "sound"))]
+    where = ""
     if name != TWIN:
-        module = inspect.getmodule(tool(name))
-        files += [Path(str(inspect.getsourcefile(tool(name)))), *getattr(module, "SOURCES", ())]
-    return digest(tuple(files))
+        module: Any = importlib.import_module(KNOWN.get(name, name).partition(":")[0])
+        files += [Path(module.__file__), *getattr(module, "SOURCES", ())]
+        where = " on cuda" if os.environ.get("CLINIC_DEVICE") == "cuda" else ""
+    return digest(tuple(files)) + where
 
 
 @cache

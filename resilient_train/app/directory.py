@@ -20,7 +20,7 @@ from resilient_train.secrets import masked
 
 _LAUNCH = ".launch"
 _OF_A_START = (  # the lock last
-    *(CONFIG, "train.log", JOURNAL, "incidents.jsonl", "progress", SUMMARY, "mlflow.json"),
+    *(CONFIG, "train.log", JOURNAL, "incidents.jsonl", "progress", SUMMARY, "mlflow.json", ".place"),
     *(_LAUNCH, LOCK),
 )
 

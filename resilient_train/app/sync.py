@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     run_dir = given.run_dir.absolute()
     store = replace(store, home=given.home) if given.home is not None else store
-    UploadCursor(run_dir).settle()
+    UploadCursor(run_dir).settle(trains=False)
     late = (lambda: backfill(run_dir, masked(store.uri), experiment)) if is_late else lambda: None
     with counting("uploading", left_in(run_dir)) as on_progress:
         uploader = Uploader(run_dir, store, experiment, on_progress)

@@ -78,7 +78,9 @@ class Watchdog:
         before = time.monotonic()
         while not self._over.wait(_LOOK_S):
             passed, before = time.monotonic() - before, time.monotonic()
-            if (hang := self._hang(min(passed, _LOOK_S + _LATE_S))) is not None and not self._over.is_set():
+            if (
+                hang := self._hang(passed if passed < _LOOK_S + _LATE_S else _LOOK_S)
+            ) is not None and not self._over.is_set():
                 self._end(hang)
 
     def _hang(self, passed: float) -> Hang | None:

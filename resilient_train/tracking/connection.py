@@ -19,6 +19,7 @@ from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
+from socket import gethostname
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
@@ -36,10 +37,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("resilient_train")
 
-MLFLOW_JSON = "mlflow.json"  # its name in a run directory
+MLFLOW_JSON, PLACE = "mlflow.json", ".place"  # their names in a run directory
 DEFAULT_UI = "http://127.0.0.1:5000"  # where `mlflow ui` listens unless told otherwise
 
-_TYPES = {"delivered": int, "files": list}  # of what mlflow.json holds; all else is text
+_IDENTITY = ("place", "copy")  # what damage must not take: it is in both files
+_TYPES = {"delivered": int, "files": list, "place": dict}  # of what mlflow.json holds; all else is text
 
 _SQLITE_FILE = re.compile(r"(?P<scheme>sqlite(\+\w+)?):///(?P<path>(?!:memory:)[^?]+)(?P<options>\?.*)?")
 _USER = re.compile(r"://[^/?#]*@")
@@ -61,14 +63,14 @@ class UploadCursor:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._file = directory / MLFLOW_JSON
+        self._file, self._second = directory / MLFLOW_JSON, directory / PLACE
         self.read()  # it may be noted in at any time, also before a connection
 
     def read(self) -> None:
         """Read what another process has noted; what has another type is damage."""
-        known = read_json(self._file)
-        known = known if isinstance(known, dict) else {}
-        self._known = {name: one for name, one in known.items() if type(one) is _TYPES.get(name, str)}
+        known, second = read_json(self._file), read_json(self._second)
+        found = _identity(second) | (known if isinstance(known, dict) else {})
+        self._known = {name: one for name, one in found.items() if type(one) is _TYPES.get(name, str)}
 
     def get(self, name: str, otherwise: Any = None) -> Any:
         """Return what is known: "delivered" is how many bytes of the outbox MLflow has, "seal" their last checksum."""
@@ -80,26 +82,57 @@ class UploadCursor:
         place = {"tracking_uri": tracking_uri, "experiment": experiment}
         run_id = self.get("run_id", "") if self._known.items() >= place.items() else ""
         if not re.fullmatch(r"[0-9a-zA-Z_-]{1,64}", run_id):
-            self._known = place | {name: self._known[name] for name in ("place", "copy") if name in self._known}
+            self._known = place | _identity(self._known)
             return None
         return TrackedRun(run_id, tracking_uri, self.get("url"))
 
-    def settle(self) -> None:
-        """Note where the directory is. A copy of one that is still there is a run of its own in MLflow."""
+    def settle(self, *, trains: bool) -> None:
+        """Note where the directory is, and whether it is a copy of another one: a copy is a run of its own in MLflow.
+
+        A directory that was moved, that another host has, or that is mounted elsewhere is the same run. One that is the
+        only one to be seen, on another host and on another disk, is a copy once it `trains` there: before, it may have
+        been brought there only to upload it.
+        """
         self.read()
-        here, was, run_id = str(self.directory.absolute()), self.get("place"), self.get("run_id")
-        if was == here:
+        directory, was = self.directory.absolute(), self.get("place")
+        try:
+            facts = directory.stat()
+        except OSError:
             return
-        if was and run_id and UploadCursor(Path(was)).get("run_id") == run_id and not os.path.samefile(was, here):
-            _log.info("%s is a copy of %s: MLflow shows it as a run of its own", here, was)
-            self._known = {"copy": uuid4().hex}
-        self.note(place=here)
+        here = {"path": str(directory), "host": gethostname(), "device": facts.st_dev, "inode": facts.st_ino}
+        is_copy = was is not None and was.keys() == here.keys() and _is_copy(was, here, trains=trains)
+        if is_copy:
+            _log.info("%s is a copy: MLflow shows it as a run of its own", directory)
+            self._known = {key: one for key, one in self._known.items() if key in ("tracking_uri", "experiment")}
+            self._known["copy"] = uuid4().hex
+        if is_copy or (was != here and (trains or was is None)):
+            self.note(place=here)
+        if read_json(self._second) != (identity := _identity(self._known)):
+            with contextlib.suppress(OSError):
+                commit_text(self._second, json.dumps(identity, indent=2) + "\n")
 
     def note(self, **facts: Any) -> None:
         """Write down more; whatever gets lost is looked up in MLflow, or uploaded a second time to the same place."""
         self._known |= facts
         with contextlib.suppress(OSError):
             commit_text(self._file, json.dumps(self._known, indent=2) + "\n")
+
+
+def _identity(known: Any) -> dict[str, Any]:
+    return {name: known[name] for name in _IDENTITY if name in known} if isinstance(known, dict) else {}
+
+
+def _is_copy(was: dict[str, Any], here: dict[str, Any], *, trains: bool) -> bool:
+    if was["path"] == here["path"]:
+        return False
+    with contextlib.suppress(OSError, TypeError, ValueError):
+        there = os.stat(was["path"])
+        if (there.st_dev, there.st_ino) != (here["device"], here["inode"]) and there.st_ino == was["inode"]:
+            return True  # both are there
+    if was["inode"] == here["inode"]:
+        return False
+    # A move to another disk leaves nothing behind. Devices of another host have other numbers.
+    return was["device"] == here["device"] if was["host"] == here["host"] else trains
 
 
 def left_in(directory: Path) -> int:

@@ -85,7 +85,7 @@ class OutboxTracker(Tracker):
         self, config: TrackingConfig, directory: Path, store: Store, sweep: Mapping[str, str] | None = None
     ) -> None:
         self._config, self._directory, self._store, self._sweep = config, directory, store, dict(sweep or {})
-        UploadCursor(directory).settle()
+        UploadCursor(directory).settle(trains=True)
         self._outbox = Outbox(directory / OUTBOX)
         self.uploader: UploaderProcess | None = None
         self._is_finished = False

@@ -71,7 +71,7 @@ def test_rank_0_alone_talks(tmp_path: Path, empty_store: Path) -> None:
     assert done.is_well, done.stderr
     files = {"train.log", "train.rank1.log", "summary.json", "incidents.jsonl", "weights.safetensors", "config.yaml"}
     files |= {"journal.jsonl", "progress", "mlflow.json", "outbox.jsonl", "checkpoints", "best"}
-    files |= {".lock"}
+    files |= {".lock", ".place"}
     assert files == set(os.listdir(folder / "here"))
     assert done.stdout.count("step 10/20") == 1
     assert done.stdout.count("completed 20 steps") == 1
