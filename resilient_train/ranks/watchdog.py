@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import threading
@@ -16,11 +15,9 @@ from types import FrameType
 from resilient_train.files import at_disk_since
 from resilient_train.ranks.process_exit import StopRequests, code_for_agent
 
-_log = logging.getLogger("resilient_train")
-
 _LOOK_S = 0.5
 _REPORT_S = 3.0  # to write down where it hangs, and to begin to save what can be saved
-_LATE_S = 1.0  # of a look: beyond that the process did not run, as when it is stopped by SIGSTOP or `docker pause`
+_LATE_S = 1.0  # a look that comes so much later counts as one: the process was stopped, as by `docker pause`
 
 
 class Phase(StrEnum):
@@ -78,9 +75,8 @@ class Watchdog:
         before = time.monotonic()
         while not self._over.wait(_LOOK_S):
             passed, before = time.monotonic() - before, time.monotonic()
-            if (
-                hang := self._hang(passed if passed < _LOOK_S + _LATE_S else _LOOK_S)
-            ) is not None and not self._over.is_set():
+            hang = self._hang(passed if passed < _LOOK_S + _LATE_S else _LOOK_S)
+            if hang is not None and not self._over.is_set():
                 self._end(hang)
 
     def _hang(self, passed: float) -> Hang | None:
