@@ -389,7 +389,7 @@ def main() -> None:
     torch.set_num_threads(1)
     config = SimpleNamespace(
         weights=WeightsConfig(given.every, margin=1.05, jump=20.0),
-        optimizer=OptimizerConfig(given.every, margin=1.05, recursion=1e-3),
+        optimizer=OptimizerConfig(given.every, margin=1.05),
         replicas=Every(0),
         norms=NormsConfig(0, factor=1000.0),
         expect=(),

@@ -100,7 +100,6 @@ class WeightsConfig(Every):
 @dataclass
 class OptimizerConfig(Every):
     margin: float = limited(at_least=1)
-    recursion: float = limited(above=0)
 
 
 @dataclass

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from resilient_train.state.tree import Tree, is_sharded, largest_share, local_part, sorted_leaves
-from resilient_train.watch.moments import ADAMS, Moment
+from resilient_train.watch.moments import Moment
 from resilient_train.watch.vitals import Sent
 from resilient_train.watch.weights import Weight
 from resilient_train.wording import names_listed
@@ -75,10 +75,6 @@ class Gauge(Generic[Item]):
         """How far each goes below zero, as a positive number, because the largest value over all ranks is kept."""
         return -self._row([one.amin() for one in self._parts()])
 
-    def values(self) -> Tensor:
-        """The value of each, where each has only one."""
-        return self._row([one.reshape(()) for one in self._parts()])
-
     def _row(self, scalars: Sequence[Tensor]) -> Tensor:
         if not scalars:
             return torch.zeros(0, device=self.device)
@@ -96,7 +92,6 @@ class State(NamedTuple):
 
     plain: Gauge[Moment]
     squares: Gauge[Moment]
-    counts: Gauge[str]  # how often each of Adam's weights was updated
     found: list[Any]  # everything in the optimizers' states, to notice when it is replaced
 
 
@@ -158,21 +153,18 @@ class Layout:
         """Sort the tensors of the optimizers' states by what they can be checked for."""
         plain: list[tuple[Moment, Tensor]] = []
         squares: list[tuple[Moment, Tensor]] = []
-        counts: list[tuple[str, Tensor]] = []
         places = [(optimizer, group) for optimizer in self.optimizers for group in optimizer.param_groups]
         for number, (optimizer, group) in enumerate(places):
             kind, state = kind_of(optimizer), optimizer.state
             for weight in group["params"]:  # unless it was added later
                 for key, value in state[weight].items() if weight in state and weight in self.names else ():
                     name = f"{key} of {self.names[weight]}"
-                    if not isinstance(value, Tensor) or not self._is_measured(name, value):
+                    is_count = bool(kind) and key == "step"
+                    if is_count or not isinstance(value, Tensor) or not self._is_measured(name, value):
                         continue
-                    if kind in ADAMS and key == "step":
-                        counts.append((name, value))
-                    else:
-                        moment = Moment(name, number, key, bool(kind), value.dtype in _COARSE)
-                        (squares if moment.is_square else plain).append((moment, value))
-        return State(Gauge(plain, self.device), Gauge(squares, self.device), Gauge(counts, self.device), found)
+                    moment = Moment(name, number, key, bool(kind), value.dtype in _COARSE)
+                    (squares if moment.is_square else plain).append((moment, value))
+        return State(Gauge(plain, self.device), Gauge(squares, self.device), found)
 
     def _is_measured(self, name: str, tensor: Tensor) -> bool:
         """Whether a tensor is dense data of a type that has norms. Other numbers are noted as skipped."""

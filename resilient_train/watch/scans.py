@@ -86,7 +86,7 @@ class Scans:
     def _lay_out(self, clean_step: int) -> None:
         self.layout = layout = Layout(self.model, self.optimizers)
         self._weights = Weights(self.config.weights, layout.weights.items, layout.kinds)
-        self._moments = Moments(self.config.optimizer, layout.kinds, layout.is_whole)
+        self._moments = Moments(self.config.optimizer, len(layout.kinds))
         self._weights.clean_step = self._moments.clean_step = clean_step
         self._skipped_known = 0
 
@@ -98,8 +98,7 @@ class Scans:
 
     def remarks(self) -> list[str]:
         """Return new lines for the log."""
-        remarks = self._remarks + self._moments.remarks
-        self._remarks, self._moments.remarks = [], []
+        remarks, self._remarks = self._remarks, []
         return remarks
 
     def rebase(self) -> None:
@@ -127,9 +126,10 @@ class Scans:
             if len(live) != len(self.layout.kinds) or len(groups) != len(live):
                 return  # groups were added: the next measurement starts from scratch
             settings = [{**group, **setting} for group, setting in zip(live, groups, strict=True)]
-            for scan in (self._weights, self._moments):
-                if scan.every:
-                    scan.landed(settings, clipped_norm)
+            if self._weights.every:
+                self._weights.landed(settings, clipped_norm)
+            if self._moments.every:
+                self._moments.landed(settings)
 
     def is_due(self, step: int) -> bool:
         """Whether the state after `step` has to be measured."""
@@ -173,7 +173,7 @@ class Scans:
         if self._moments.every and (everything or _due(self._moments.every, step)):
             pending.state = state = self.layout.moments()
             rows += [(_Kind.COPY, state.plain.largest()), (_Kind.SUM, state.squares.sums())]
-            rows += [(_Kind.COPY, state.squares.depths()), (_Kind.COPY, state.counts.values())]
+            rows.append((_Kind.COPY, state.squares.depths()))
         if self._norms.is_armed:
             pending.has_norms = True
             rows.append((_Kind.OWN, self._norms.values()))
@@ -228,8 +228,7 @@ class Scans:
             found[0] = self._weights.judge(step, row(names), row(names), row(pending.buffers))
         if (state := pending.state) is not None:
             squares = state.squares.items
-            rows = row(state.plain.items), row(squares), row(squares), row(state.counts.items)
-            found[1] = self._moments.judge(step, *rows)
+            found[1] = self._moments.judge(step, row(state.plain.items), row(squares), row(squares))
         if pending.has_norms:
             found[2] = self._norms.judge(step, row([name for name, _ in self._norms.modules]))
         both = zip(found, since, strict=True)
@@ -279,7 +278,7 @@ class Scans:
         layout = self.layout
         empty = {
             "weights": Weights(self.config.weights, layout.weights.items, layout.kinds).state_dict(),
-            "optimizer": Moments(self.config.optimizer, layout.kinds, layout.is_whole).state_dict(),
+            "optimizer": Moments(self.config.optimizer, len(layout.kinds)).state_dict(),
         }
         scans = self._by_name()
         lacking = load_each(scans, state, {**empty, "norms": [0, {}]})
