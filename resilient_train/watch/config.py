@@ -103,11 +103,6 @@ class OptimizerConfig(Every):
 
 
 @dataclass
-class NormsConfig(Every):
-    factor: float = limited(above=1)
-
-
-@dataclass
 class ChecksConfig:
     limit: LimitConfig
     overshoot: OvershootConfig
@@ -121,7 +116,6 @@ class ChecksConfig:
     weights: WeightsConfig
     optimizer: OptimizerConfig
     replicas: Every
-    norms: NormsConfig
     layers: Every
     expect: list[int]
 
