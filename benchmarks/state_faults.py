@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from resilient_train.types import Anomaly
-from resilient_train.watch.config import Every, OptimizerConfig, WeightsConfig
+from resilient_train.watch.config import Every, NormsConfig, OptimizerConfig, WeightsConfig
 from resilient_train.watch.scans import Scans
 from resilient_train.zoo.data import digits
 from resilient_train.zoo.models import GPT
@@ -391,6 +391,7 @@ def main() -> None:
         weights=WeightsConfig(given.every, margin=1.05, jump=20.0),
         optimizer=OptimizerConfig(given.every, margin=1.05),
         replicas=Every(0),
+        norms=NormsConfig(0, factor=1000.0),
         expect=(),
     )
     ready: dict[str, list[Run]] = {}

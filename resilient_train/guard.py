@@ -150,6 +150,7 @@ class EngineGuard:
         if self.drill is not None:
             self._ring.copier.before_change()  # a device may still be copying what it spoils
             self.drill.between_updates(self._place(), self.state.model, self._updater.optimizers)
+        self._scans.arm(self.attempted_step)
         self.seeds.for_update(update.start)
 
     def _hand_out(self, batch: Any, *, is_last: bool) -> Iterator[Any]:

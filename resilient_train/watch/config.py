@@ -103,6 +103,11 @@ class OptimizerConfig(Every):
 
 
 @dataclass
+class NormsConfig(Every):
+    factor: float = limited(above=1)
+
+
+@dataclass
 class ChecksConfig:
     limit: LimitConfig
     overshoot: OvershootConfig
@@ -116,6 +121,7 @@ class ChecksConfig:
     weights: WeightsConfig
     optimizer: OptimizerConfig
     replicas: Every
+    norms: NormsConfig
     layers: Every
     expect: list[int]
 

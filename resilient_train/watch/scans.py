@@ -20,6 +20,7 @@ from resilient_train.types import Anomaly, Signal
 from resilient_train.watch.config import ChecksConfig, Every
 from resilient_train.watch.layout import Item, Layout, State, digest
 from resilient_train.watch.loss import load_each
+from resilient_train.watch.modes import NormStatistics
 from resilient_train.watch.moments import Moments
 from resilient_train.watch.weights import KEPT, Found, Weights, is_possible
 
@@ -48,11 +49,12 @@ class _Pending:
     step: int
     buffers: list[str] | None = None  # names of the measured ones; None: weights and buffers were not measured
     state: State | None = None  # None: the optimizers were not measured
+    has_norms: bool = False
     kinds: list[_Kind] = field(default_factory=list)  # of each number
 
 
 class Scans:
-    """Looks at weights, buffers and the state of the optimizers, at their own intervals.
+    """Looks at weights, buffers, optimizer state and the statistics of normalization layers, at their own intervals.
 
     `measure` launches a few kernels and waits for nothing; `judge` gets the numbers later and is plain arithmetic.
     `landed` is called at every update, and adds up how far the updates can have moved the state.
@@ -78,6 +80,7 @@ class Scans:
         self.accepted: tuple[Found, bool] | None = None  # newly taken for intended, and whether that was declared
         self._pending: _Pending | None = None
         self._lay_out(clean_step=0)
+        self._norms = NormStatistics(config.norms, model, self.layout.device)
         self.replicas = Replicas(config.replicas, unreplicated if self.layout.is_whole else None)
 
     def _lay_out(self, clean_step: int) -> None:
@@ -90,7 +93,7 @@ class Scans:
     @property
     def clean_step(self) -> int:
         """The newest step that every scan has seen and found clean."""
-        scans = (self._weights, self._moments, self.replicas)
+        scans = (self._weights, self._moments, self.replicas, self._norms)
         return min((scan.clean_step for scan in scans if scan.every), default=self._step)
 
     def remarks(self) -> list[str]:
@@ -130,7 +133,12 @@ class Scans:
 
     def is_due(self, step: int) -> bool:
         """Whether the state after `step` has to be measured."""
-        return _due(self._weights.every, step) or _due(self._moments.every, step)
+        return self._norms.is_armed or _due(self._weights.every, step) or _due(self._moments.every, step)
+
+    def arm(self, step: int) -> None:
+        """Put hooks on the model if the forward after `step` has to be measured."""
+        if _due(self._norms.every, step):
+            self._norms.arm()
 
     # Every few updates.
 
@@ -142,7 +150,8 @@ class Scans:
         """
         self._add_up()
         if not self.layout.fits():
-            self._lay_out(self.clean_step)
+            self._norms.clean_step = clean_step = self.clean_step
+            self._lay_out(clean_step)
             self._remarks.append("the optimizers have other weights than before: scans start again")
         if fresh := self.layout.skipped[self._skipped_known :]:
             self._skipped_known = len(self.layout.skipped)
@@ -165,6 +174,9 @@ class Scans:
             pending.state = state = self.layout.moments()
             rows += [(_Kind.COPY, state.plain.largest()), (_Kind.SUM, state.squares.sums())]
             rows.append((_Kind.COPY, state.squares.depths()))
+        if self._norms.is_armed:
+            pending.has_norms = True
+            rows.append((_Kind.OWN, self._norms.values()))
         pending.kinds = [kind for kind, row in rows for _ in range(len(row))]
         return torch.cat([row for _, row in rows]) if rows else torch.zeros(0, device=self.layout.device)
 
@@ -209,14 +221,16 @@ class Scans:
         def row(items: Sequence[Item]) -> dict[Item, float]:
             return dict(zip(items, numbers, strict=False))  # ends with the items
 
-        since = [scan.clean_step for scan in (self._weights, self._moments)]
-        found: list[Found | None] = [None, None]
+        since = [scan.clean_step for scan in (self._weights, self._moments, self._norms)]
+        found: list[Found | None] = [None, None, None]
         if pending.buffers is not None:
             names = [weight.name for weight in self._weights.weights]
             found[0] = self._weights.judge(step, row(names), row(names), row(pending.buffers))
         if (state := pending.state) is not None:
             squares = state.squares.items
             found[1] = self._moments.judge(step, row(state.plain.items), row(squares), row(squares))
+        if pending.has_norms:
+            found[2] = self._norms.judge(step, row([name for name, _ in self._norms.modules]))
         both = zip(found, since, strict=True)
         damage = [(one, clean) for one, clean in both if one and not self._is_on_purpose(step, clean, one)]
         if not damage:
@@ -253,8 +267,8 @@ class Scans:
         own = {"step": self._step, "shares": self.layout.shares}
         return own | {name: scan.state_dict() for name, scan in self._by_name().items()}
 
-    def _by_name(self) -> dict[str, Weights | Moments]:  # as in checkpoints
-        return {"weights": self._weights, "optimizer": self._moments}
+    def _by_name(self) -> dict[str, Weights | Moments | NormStatistics]:  # as in checkpoints
+        return {"weights": self._weights, "optimizer": self._moments, "norms": self._norms}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Load it. Returns the scans that start empty, because another version saved other things of them."""
@@ -267,7 +281,7 @@ class Scans:
             "optimizer": Moments(self.config.optimizer, len(layout.kinds)).state_dict(),
         }
         scans = self._by_name()
-        lacking = load_each(scans, state, empty)
+        lacking = load_each(scans, state, {**empty, "norms": [0, {}]})
         for name in lacking:
             scans[name].clean_step = self._step  # the state was verified
         if state["shares"] != self.layout.shares:  # the bounds are those of the largest share of a sharded tensor

@@ -21,8 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from resilient_train import Guard
 from resilient_train.types import Anomaly, Signal
-from resilient_train.watch.config import Every, OptimizerConfig, WeightsConfig, named
+from resilient_train.watch.config import Every, NormsConfig, OptimizerConfig, WeightsConfig, named
 from resilient_train.watch.layout import nonfinite
+from resilient_train.watch.modes import NormStatistics
 from resilient_train.watch.scans import Scans
 from resilient_train.watch.weights import Path, adam_stride
 
@@ -36,6 +37,7 @@ def config(**every: int) -> Any:
         weights=WeightsConfig(every.get("weights", EVERY), margin=1.05, jump=20.0),
         optimizer=OptimizerConfig(every.get("optimizer", EVERY), margin=1.05),
         replicas=Every(0),
+        norms=NormsConfig(every.get("norms", 0), factor=1000.0),
         expect=(),
     )
 
@@ -299,6 +301,16 @@ def test_nan_of_ones_own_optimizer_is_never_on_purpose() -> None:
     found = run.finding()
     assert found.signal is Signal.NONFINITE_OPTIMIZER
     assert "best of up.weight" in found.evidence
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_statistics_are_scanned_unless_hooks_would_undo_a_compilation(is_whole: bool) -> None:
+    """`model.compile()` keeps its hooks; a model that `torch.compile` has wrapped is left alone."""
+    model = Net()
+    if not is_whole:
+        model.compile()
+    net: Any = torch.compile(model) if is_whole else model
+    assert NormStatistics(config(norms=5).norms, net, torch.device("cpu")).every == (0 if is_whole else 5)
 
 
 def test_sparse_gradients_are_taken() -> None:
