@@ -1,7 +1,7 @@
 """What is each decision of the library worth: which programs are won with it, and which without?
 
     python benchmarks/worth.py pass --out worth.jsonl              # every program once: which names acted in it
-    python benchmarks/worth.py goals --out worth.jsonl             # what would be good, without the guard
+    python benchmarks/worth.py goals --out worth.jsonl             # what would be good, where a name changed the end
     python benchmarks/worth.py without NAME ... --out worth.jsonl  # again without a name, where it acted
     python benchmarks/worth.py idle --out worth.jsonl              # names that acted nowhere
     python benchmarks/worth.py names --out worth.jsonl             # all of them, with the runs that they acted in
@@ -29,6 +29,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).parent))
 
 import worth_names
+import worth_table
 
 LIMIT = 200  # seconds of CPU
 Record = dict[str, Any]
@@ -128,6 +129,9 @@ def main() -> None:
         is_goal = given.what == "goals"
         wanted = [(unit, seed, [], is_goal) for seed in range(given.seeds) for unit in every]
         wanted = [one for one in wanted if one[1] == 0 or one[0][0] not in worth_programs.ONE_SEED]
+        if is_goal:
+            differing = worth_table.Worth(given.out.read_text()).differing()
+            wanted = [one for one in wanted if tuple(one[0]) in differing]
         carry_out(wanted, given.out, given.jobs)
     elif given.what == "without":
         together = sorted(given.names)
@@ -140,13 +144,7 @@ def main() -> None:
         print(f"{len(wanted)} runs", file=sys.stderr)
         carry_out(wanted, given.out, given.jobs)
     else:
-        import pkgutil
-
-        import resilient_train
-
-        for module in pkgutil.walk_packages(resilient_train.__path__, "resilient_train."):
-            if not module.name.endswith("__main__"):
-                __import__(module.name)
+        worth_names.load_all()
         counts: dict[str, int] = {}
         for record in records.values():
             if record["arm"] == "run" and not record["without"]:

@@ -10,6 +10,8 @@ returned something. Switched off, the test is false, and the function returns at
 from __future__ import annotations
 
 import ast
+import importlib
+import pkgutil
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -131,6 +133,14 @@ class _Finder(MetaPathFinder):
         if spec is not None and spec.origin is not None and spec.origin.endswith(".py"):
             spec.loader = _Loader(fullname, spec.origin)
         return spec
+
+
+def load_all() -> None:
+    """Import every module of the library, so that all names are known."""
+    package = importlib.import_module(PACKAGE)
+    for module in pkgutil.walk_packages(package.__path__, f"{PACKAGE}."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
 
 
 def install() -> None:

@@ -282,7 +282,7 @@ def samples(
     name, collate = type(given).__name__, collate or default_collate
     config = DataConfig({"_target_": name}, slicing.batch_size, None, shuffle, num_workers)
     try:
-        return build.samples(given, config, slicing, seed=seed, collate=collate, pin_memory=world.device.type == "cuda")
+        return build.samples(given, config, slicing, world, seed=seed, collate=collate)
     except ConfigError as error:  # it has the keys of a configuration
         is_workers = error.key.endswith("num_workers")
         key, value = ("num_workers", error.value) if is_workers else ("data", name)

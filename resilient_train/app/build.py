@@ -108,8 +108,7 @@ def assemble(
         fired, details = history.note_drill_fired, history.note_drill_details
         drill = Drill(faults, has_fired=history.has_fired, fired=fired, about=details)
         rows = drill.wrapped(rows)
-    pin_memory = world.device.type == "cuda"
-    samples = data.samples(rows, config.data, slicing, seed=seed, collate=collate, pin_memory=pin_memory)
+    samples = data.samples(rows, config.data, slicing, world, seed=seed, collate=collate)
     evaluation = None
     if config.data.eval and config.data.eval.get("_target_"):
         dataset = compose.build("data.eval", config.data.eval)

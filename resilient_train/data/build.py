@@ -14,6 +14,7 @@ from resilient_train.data.samples import MapSamples, Samples, Slicing, loader
 from resilient_train.data.sequential import IterableSamples
 from resilient_train.data.stream import Key, Stream
 from resilient_train.errors import ConfigError, StorageFailed, TrainError, in_one_line
+from resilient_train.ranks.world import World
 from resilient_train.reader import DataConfig
 from resilient_train.state.randomness import Purpose, mix, seed_host
 
@@ -97,7 +98,13 @@ def _split(items: Sequence[Any], slicing: Slicing) -> tuple[list[Sequence[Any]],
 
 
 def samples(
-    dataset: Any, config: DataConfig, slicing: Slicing, *, seed: int, collate: Collate, pin_memory: bool
+    dataset: Any,
+    config: DataConfig,
+    slicing: Slicing,
+    world: World,
+    *,
+    seed: int,
+    collate: Collate,
 ) -> Samples:
     """Make the samples of a training set."""
     key, path = "data.train._target_", config.train["_target_"]
@@ -110,11 +117,12 @@ def samples(
             why = "an iterable data set is read in the training process, where it can be rewound exactly: use 0"
             raise ConfigError("data.num_workers", config.num_workers, why)
         try:
-            return IterableSamples(dataset, slicing, seed=seed, collate=collate)
+            return IterableSamples(dataset, slicing, seed=seed, collate=collate, least=world.least)
         except ValueError as error:
             raise ConfigError(key, path, str(error)) from error
     stream = Stream(len(dataset), seed, shuffle=config.shuffle)
-    return MapSamples(dataset, stream, slicing, collate=collate, num_workers=config.num_workers, pin_memory=pin_memory)
+    pins, workers = world.device.type == "cuda", config.num_workers
+    return MapSamples(dataset, stream, slicing, collate=collate, num_workers=workers, pin_memory=pins)
 
 
 def evaluation(

@@ -229,8 +229,13 @@ class FedSamples(Samples):
         self.position = -round(self._least(-first))  # the ranks make the same updates again
 
     def close(self) -> None:
+        self._forget_all()
+
+    def _forget_all(self) -> None:
         self._fed.clear()
         self._older.clear()
+        self._kept.clear()
+        self._kept_bytes = 0
 
     def rows_at(self, start: int, stop: int) -> tuple[int, ...]:
         within = [fed for fed in chain(self._older, self._fed) if start <= fed.start < stop]

@@ -90,8 +90,7 @@ class Update:
 class Samples(ABC):
     """A cursor over training data.
 
-    Rows may have an index, by which they can be fetched again and put in quarantine. If they have none, `rows` is 0,
-    and all that needs an index raises TypeError.
+    Rows may have an index, by which they can be fetched again and put in quarantine. If they have none, `rows` is 0.
     """
 
     position: int
@@ -101,7 +100,7 @@ class Samples(ABC):
     rows: int = 0
     is_fed: bool = False  # a trainer fetches them, and makes its updates itself
     keeps_places: bool = True  # after a resume the same samples are at a position
-    _index: tuple[Stream, RepeatableBatches] | None = None  # the order of the rows, and how they are fetched
+    _index: tuple[Stream, RepeatableBatches]  # the order of the rows, and how they are fetched
     _batches: Iterator[Any] | None = None  # what was fetched ahead, from `position` on
 
     @property
@@ -151,12 +150,7 @@ class Samples(ABC):
     @property
     def stream(self) -> Stream:
         """The order in which rows come."""
-        return self._indexed()[0]
-
-    def _indexed(self) -> tuple[Stream, RepeatableBatches]:
-        if self._index is None:
-            raise TypeError("the rows of this data have no index")
-        return self._index
+        return self._index[0]
 
     def quarantine(self, rows: Iterable[int]) -> None:
         """Put others in the places of these rows from now on, after rewinds too."""
@@ -164,8 +158,8 @@ class Samples(ABC):
         self._batches = None
 
     def rows_at(self, start: int, stop: int) -> tuple[int, ...]:
-        """Return the rows at these positions; nothing if they have no index."""
-        places = [at for at in range(start, stop) if self.skipped.end_at(at) == at] if self._index else []
+        """Return the rows at these positions; none if they have no index."""
+        places = [at for at in range(start, stop) if self.skipped.end_at(at) == at]
         return tuple(sorted({key.row for at in places for key in self.stream.take(at, 1).keys}))
 
     def have_passed(self, keys: Sequence[Key]) -> bool:
@@ -186,14 +180,14 @@ class Samples(ABC):
 
     def collated(self, keys: Sequence[Key]) -> Any:
         """Make one micro-batch of these rows as training makes it. Leaves the host's generators in any state."""
-        return self._indexed()[1].collated(keys)
+        return self._index[1].collated(keys)
 
     def fetched(self, key: Key) -> Any:
         """Fetch one row as it comes from the data set; None if it raises, which is an incident when it is trained on.
 
         Leaves the host's generators in any state.
         """
-        rows = self._indexed()[1]
+        rows = self._index[1]
         try:
             return rows.fetch(key)
         except Exception:
@@ -296,7 +290,7 @@ class MapSamples(Samples):
         span = self.stream.take(self.position, self.slicing.samples)
         batches, keys, failed = [], [], dict[int, FailedRow]()
         for some in self.slicing.of_this_rank(span.keys):
-            batch, mixed, bad = with_substitutes(some, *self._indexed(), retries)
+            batch, mixed, bad = with_substitutes(some, *self._index, retries)
             batches.append(batch)
             keys.append(mixed)
             failed |= {row.row: row for row in bad}
