@@ -22,7 +22,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
 
-from resilient_train.zoo.data import PythonSource, digits
+from resilient_train.zoo.data import digits, python_source
 from resilient_train.zoo.models import GPT, MLP
 from resilient_train.zoo.objectives import classification, language_model
 
@@ -38,8 +38,8 @@ class Workload:
 
 
 WORKLOADS = {
-    "gpt": Workload(lambda: GPT(layers=5, width=256, context=128), PythonSource, language_model, batch_size=2),
-    "tiny": Workload(GPT, PythonSource, language_model, batch_size=1),
+    "gpt": Workload(lambda: GPT(layers=5, width=256, context=128), python_source, language_model, batch_size=2),
+    "tiny": Workload(GPT, python_source, language_model, batch_size=1),
     "mlp": Workload(MLP, digits, classification, batch_size=32),
 }
 LR, WARMUP_STEPS, FINAL_FACTOR = 1e-3, 20, 0.1

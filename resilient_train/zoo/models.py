@@ -12,38 +12,21 @@ from torch import Tensor, nn
 
 
 class MLP(nn.Module):
-    """Linear layers with ReLU between them, over rows of any shape.
-
-    `norm` is between a hidden layer and its ReLU: False for none, "layer" or "batch".
-    """
+    """Linear layers with ReLU between them, over rows of any shape."""
 
     def __init__(
-        self,
-        in_features: int = 64,
-        hidden: Sequence[int] = (128, 128),
-        out_features: int = 10,
-        dropout: float = 0.0,
-        norm: str | bool = False,
+        self, in_features: int = 64, hidden: Sequence[int] = (128, 128), out_features: int = 10, dropout: float = 0.0
     ) -> None:
         super().__init__()
-        at_least_one(in_features=in_features, out_features=out_features, hidden=min(hidden, default=1))
-        norms = {False: nn.Identity, "layer": nn.LayerNorm, "batch": nn.BatchNorm1d}
-        if norm not in norms:
-            raise ValueError(f"norm must be false, layer or batch, got {norm!r}")
         layers: list[nn.Module] = []
         width = in_features
         for wider in hidden:
-            layers += [nn.Linear(width, wider), norms[norm](wider), nn.ReLU(), nn.Dropout(dropout)]
+            layers += [nn.Linear(width, wider), nn.ReLU(), nn.Dropout(dropout)]
             width = wider
-        self.in_features = in_features
         self.layers = nn.Sequential(*layers, nn.Linear(width, out_features))
 
     def forward(self, rows: Tensor) -> Tensor:
-        flat = rows.flatten(1)
-        if flat.shape[1] != self.in_features:
-            what = f"a row of shape {list(rows.shape[1:])} has {flat.shape[1]} features"
-            raise ValueError(f"{what}, but the MLP was built with in_features={self.in_features}")
-        logits: Tensor = self.layers(flat)
+        logits: Tensor = self.layers(rows.flatten(1))
         return logits
 
 
@@ -102,7 +85,6 @@ class GPT(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        at_least_one(vocab_size=vocab_size, context=context, layers=layers, heads=heads, width=width)
         if width % heads:
             raise ValueError(f"width must be a multiple of heads, got width={width} and heads={heads}")
         self.context = context
@@ -159,7 +141,6 @@ class ResNet(nn.Module):
 
     def __init__(self, in_channels: int = 1, classes: int = 10, width: int = 16, depth: int = 20) -> None:
         super().__init__()
-        at_least_one(in_channels=in_channels, classes=classes, width=width)
         blocks, rest = divmod(depth - 2, 6)
         if blocks < 1 or rest:
             raise ValueError(f"depth must be 6n+2 (8, 14, 20, 32, 44, 56, ...), got {depth}")
@@ -180,10 +161,3 @@ class ResNet(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         logits: Tensor = self.head(self.stages(self.stem(images)).mean((2, 3)))
         return logits
-
-
-def at_least_one(**sizes: int) -> None:
-    """Refuse sizes that cannot work."""
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} must be at least 1, got {size}")

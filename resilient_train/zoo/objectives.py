@@ -26,22 +26,19 @@ def classification(model: Model, batch: Any, label_smoothing: float = 0.0) -> Ou
     """Cross-entropy of the model's scores [batch, classes] against class numbers [batch]."""
     inputs, labels = _pair(batch, "classification")
     if labels.is_floating_point():
-        raise _misfit("classification", "integer class labels", labels, "choose objective=regression")
-    logits = _logits(model(inputs), "classification").float()
-    if labels.ndim == logits.ndim and labels.shape[1] == 1:
-        labels = labels.squeeze(1)
-    if logits.ndim < 2 or labels.shape != logits.shape[:1] + logits.shape[2:]:
-        needed = f"scores [batch, classes] for labels {list(labels.shape)}"
-        raise _misfit("classification", needed, logits)
-    loss = F.cross_entropy(logits, labels.long(), label_smoothing=label_smoothing)
-    return loss, {"accuracy": (logits.detach().argmax(1) == labels).float().mean()}
+        raise _misfit("classification", "integer class labels", labels)
+    scores = _scores(model(inputs), "classification")
+    if scores.ndim < 2 or labels.shape != scores.shape[:1] + scores.shape[2:]:
+        raise _misfit("classification", f"scores [batch, classes] for labels {list(labels.shape)}", scores)
+    loss = F.cross_entropy(scores, labels.long(), label_smoothing=label_smoothing)
+    return loss, {"accuracy": (scores.detach().argmax(1) == labels).float().mean()}
 
 
 def regression(model: Model, batch: Any) -> Outcome:
     """Mean squared error; [batch] and [batch, 1] count as the same shape, nothing else is broadcast."""
     inputs, targets = _pair(batch, "regression")
-    both = _logits(model(inputs), "regression"), targets
-    predicted, targets = (one.squeeze(-1).float() if one.ndim > 1 else one.float() for one in both)
+    both = _scores(model(inputs), "regression"), targets.float()
+    predicted, targets = (one.squeeze(-1) if one.ndim > 1 else one for one in both)
     if predicted.shape != targets.shape:
         raise _misfit("regression", f"a prediction of its targets' shape {list(targets.shape)}", predicted)
     return F.mse_loss(predicted, targets), {"mae": (predicted - targets).detach().abs().mean()}
@@ -55,28 +52,21 @@ def language_model(model: Model, batch: Any) -> Outcome:
     (0 where there is no target). The model sees the ids alone, so padding belongs on the right, where a causal model
     never looks. A batch without any target has loss 0 rather than 0/0.
     """
+    entries: Mapping[Any, Any] = {}
     if isinstance(batch, Mapping):
-        ids = _entry(batch, ("input_ids",), "language_model")
+        entries, ids = batch, _entry(batch, ("input_ids",), "language_model")
     else:
         ids = batch[0] if isinstance(batch, tuple | list) else batch
-    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex():
-        advice = "choose objective=classification or regression"
-        raise _misfit("language_model", "integer token ids", ids, advice)
-    if ids.ndim != 2 or ids.shape[1] < 2:
-        raise _misfit("language_model", "rows [batch, time] of at least 2 tokens", ids)
-
-    labels = ids.long()
-    if isinstance(batch, Mapping):
-        labels = labels if batch.get("labels") is None else batch["labels"].long()
-        if batch.get("attention_mask") is not None:
-            labels = labels.masked_fill(batch["attention_mask"] == 0, _IGNORED)
+    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.ndim != 2:
+        raise _misfit("language_model", "integer token ids [batch, time]", ids)
+    labels = ids if entries.get("labels") is None else entries["labels"]
     if labels.shape != ids.shape:
-        raise _misfit("language_model", f"labels of the ids' shape {list(ids.shape)}", labels, "it shifts them itself")
-    targets = labels[:, 1:].flatten()
-    logits = _logits(model(ids[:, :-1]), "language_model").float()
-    if logits.ndim != 3 or logits.shape[:2] != ids[:, :-1].shape:
-        raise _misfit("language_model", f"logits [batch, time, vocab] for ids {list(ids[:, :-1].shape)}", logits)
-    total = F.cross_entropy(logits.flatten(0, 1), targets, ignore_index=_IGNORED, reduction="sum")
+        raise _misfit("language_model", f"labels of the ids' shape {list(ids.shape)}", labels)
+    if entries.get("attention_mask") is not None:
+        labels = labels.masked_fill(entries["attention_mask"] == 0, _IGNORED)
+    targets = labels[:, 1:].flatten().long()
+    scores = _scores(model(ids[:, :-1]), "language_model")
+    total = F.cross_entropy(scores.flatten(0, 1), targets, ignore_index=_IGNORED, reduction="sum")
     return total / (targets != _IGNORED).sum().clamp(min=1), {}
 
 
@@ -86,15 +76,14 @@ def model_loss(model: Model, batch: Any) -> Outcome:
         output = model(**batch)
     else:
         output = model(*batch) if isinstance(batch, tuple | list) else model(batch)
-    loss: Any = output
     if isinstance(output, Mapping):
         loss = output.get("loss")
-    elif not isinstance(output, Tensor):
-        loss = output[0] if isinstance(output, tuple | list) and output else None
-        loss = getattr(output, "loss", loss)
+    elif isinstance(output, tuple):
+        loss = output[0]
+    else:
+        loss = getattr(output, "loss", output)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        advice = "does the batch hold labels? objective=language_model needs none"
-        raise _misfit("model_loss", "one loss from the model", output if loss is None else loss, advice)
+        raise _misfit("model_loss", "one loss from the model (does the batch hold labels?)", output)
     return loss.float().reshape(()), {}
 
 
@@ -117,19 +106,19 @@ def _entry(batch: Mapping[Any, Any], names: tuple[str, ...], objective: str) -> 
     raise _misfit(objective, f"a batch with {' or '.join(names)}", batch)
 
 
-def _logits(output: Any, objective: str) -> Tensor:
+def _scores(output: Any, objective: str) -> Tensor:
     scores = getattr(output, "logits", output)
     if not isinstance(scores, Tensor):
         raise _misfit(objective, "a tensor or .logits from the model", output)
-    return scores
+    return scores.float()
 
 
-def _misfit(objective: str, needed: str, got: Any, advice: str = "") -> ConfigError:
+def _misfit(objective: str, needed: str, got: Any) -> ConfigError:
     """The user chose model, data and objective: they do not fit together."""
     if isinstance(got, Tensor):
-        found = f"{str(got.dtype).removeprefix('torch.')} of shape {list(got.shape)}"
+        found = f"{got.dtype} of shape {list(got.shape)}"
     elif isinstance(got, Mapping):
         found = f"the keys {', '.join(map(str, got))}"
     else:
-        found = f"a {type(got).__name__}{f' of {len(got)}' if isinstance(got, tuple | list) else ''}"
-    return unusable("objective", f"{objective} needs {needed}, got {found}{f'; {advice}' if advice else ''}")
+        found = f"a {type(got).__name__}"
+    return unusable("objective", f"{objective} needs {needed}, got {found}")

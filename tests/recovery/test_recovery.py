@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from resilient_train.adapters.guard import Guard
 from resilient_train.errors import GaveUp
 from resilient_train.types import Outcome
-from resilient_train.zoo.data import Synthetic
+from resilient_train.zoo.data import synthetic
 from resilient_train.zoo.models import MLP
 
 STEPS, AT = 200, 100  # what happens at one attempt happens at the hundredth
@@ -58,7 +58,7 @@ class Program:
         )
 
     def rows(self) -> Rows:
-        return list(zip(*Synthetic(rows=1024).columns, strict=True))
+        return list(zip(*synthetic(rows=1024).tensors, strict=True))
 
     def rate(self, step: int) -> float:
         return min(1.0, (step + 1) / 20) * (1 - 0.9 * step / STEPS)
@@ -80,7 +80,7 @@ class Program:
 
     @torch.no_grad()
     def evaluated(self) -> float:
-        features, labels = Synthetic(rows=1024, split="eval").columns
+        features, labels = synthetic(rows=1024, split="eval").tensors
         return F.cross_entropy(self.model(features), labels).item()
 
 

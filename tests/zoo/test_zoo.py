@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from resilient_train import files
-from resilient_train.zoo.data import PythonSource, Synthetic, digits
+from resilient_train.zoo.data import digits, python_source, synthetic
 from resilient_train.zoo.hf import hf_causal_lm, hf_dataset
 from resilient_train.zoo.models import GPT, MLP, ResNet
 from resilient_train.zoo.objectives import classification, language_model, model_loss, regression
@@ -37,37 +37,18 @@ def size(model: nn.Module) -> int:
     return sum(weight.numel() for weight in model.parameters())
 
 
-def train(
-    model: nn.Module,
-    data: Dataset[Any],
-    objective: Callable[..., tuple[Tensor, dict[str, Tensor]]],
-    steps: int,
-    lr: float = 3e-3,
-) -> tuple[float, float]:
-    """Train with AdamW; return the mean loss of the first and of the last ten steps."""
+def train(model: nn.Module, data: Dataset[Any], objective: Callable[..., Any], steps: int, lr: float = 3e-3) -> float:
+    """Train with AdamW; return the mean loss of the last ten steps."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     losses: list[float] = []
     while len(losses) < steps:
         for batch in DataLoader(data, batch_size=32, shuffle=True):
             loss, _ = objective(model, batch)
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
             losses.append(loss.item())
-            if len(losses) == steps:
-                break
-    return sum(losses[:10]) / 10, sum(losses[-10:]) / 10
-
-
-@torch.no_grad()
-def score(model: nn.Module, data: Dataset[Any], objective: Callable[..., Any], metric: str) -> float:
-    model.eval()
-    [batch] = DataLoader(data, batch_size=5000)
-    value: float = objective(model, batch)[1][metric].item()
-    return value
-
-
-# --------------------------------------------------------------------------------------------------------------- models
+    return sum(losses[-10:]) / 10
 
 
 def test_gpt_never_looks_ahead() -> None:
@@ -83,14 +64,18 @@ def test_gpt_never_looks_ahead() -> None:
     assert (before[:, 12:] != after[:, 12:]).any(-1).all()
 
 
-def test_gpt_with_gpt2_sizes_is_gpt2() -> None:
-    """The 124M parameters of GPT-2, its head tied to its embedding; initial weights favour no token."""
+def test_gpt_and_resnet_have_the_sizes_of_their_papers() -> None:
+    """GPT-2's 124M parameters, its head tied to its embedding; the 20 layers of ResNet-20, for images of any side."""
     with torch.device("meta"):
         model = GPT(vocab_size=50257, context=1024, layers=12, heads=12, width=768)
     assert size(model) == 124_439_808
     assert model.head.weight is model.tokens.weight
-    loss, _ = language_model(GPT(), torch.randint(256, (4, 64)))
-    assert loss.item() == pytest.approx(torch.tensor(256.0).log().item(), abs=0.1)
+    resnet = ResNet(in_channels=3, classes=7)
+    convolutions = [m for m in resnet.modules() if isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3)]
+    assert len(convolutions) + 1 == 20
+    assert 270_000 < size(resnet) < 275_000
+    for side in (4, 28):
+        assert resnet(torch.rand(2, 3, side, side)).shape == (2, 7)
 
 
 @pytest.mark.parametrize(
@@ -108,86 +93,68 @@ def test_models_compile_in_one_piece(model: nn.Module, batch: Tensor) -> None:
     assert torch.allclose(compiled(batch), model(batch), atol=1e-6)
 
 
-@pytest.mark.parametrize("side", [4, 28])
-def test_resnet_20_has_the_layers_and_weights_of_the_paper(side: int) -> None:
-    """Depth counts convolutions and the head; 0.27M parameters. Pooling is global, so images have any side."""
-    model = ResNet(in_channels=3, classes=7)
-    convolutions = [m for m in model.modules() if isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3)]
-    assert len(convolutions) + 1 == 20
-    assert 270_000 < size(model) < 275_000
-    assert model(torch.rand(2, 3, side, side)).shape == (2, 7)
-
-
 @pytest.mark.parametrize(
-    ("model", "steps", "lr"),
+    ("model", "data", "objective", "metric", "expected"),
     [
-        *(({"kind": MLP, "norm": norm, "dropout": 0.1}, 150, 3e-3) for norm in (False, "layer", "batch")),
-        ({"kind": ResNet, "depth": 8}, 60, 1e-2),
+        (lambda: MLP(dropout=0.1), digits, classification, "accuracy", (0.8, 1.0)),
+        (lambda: ResNet(depth=8), digits, classification, "accuracy", (0.8, 1.0)),
+        (MLP, lambda split: synthetic("classification", split=split), classification, "accuracy", (0.6, 1.0)),
+        (lambda: MLP(out_features=1), lambda split: synthetic("regression", split=split), regression, "mae", (0, 0.4)),
     ],
-    ids=["mlp", "mlp with layer norm", "mlp with batch norm", "resnet"],
+    ids=["mlp", "resnet", "synthetic classes", "synthetic targets"],
 )
-def test_models_learn_digits(model: dict[str, Any], steps: int, lr: float) -> None:
-    """Most held-out digits are told apart after some steps."""
-    net = model.pop("kind")(**model)
-    before, after = train(net, digits(), classification, steps, lr)
-    assert after < before / 3
-    assert score(net, digits("eval"), classification, "accuracy") > 0.8
+def test_models_learn_what_holds_for_the_eval_rows(
+    model: Any, data: Any, objective: Any, metric: str, expected: tuple[float, float]
+) -> None:
+    """The two splits of the digits, and of a teacher's rows, are of one kind."""
+    net = model()
+    train(net, data("train"), objective, steps=80, lr=1e-2)
+    net.eval()
+    [batch] = DataLoader(data("eval"), batch_size=5000)
+    with torch.no_grad():
+        assert expected[0] < objective(net, batch)[1][metric].item() < expected[1]
 
 
 def test_gpt_learns_a_markov_chain_down_to_its_entropy() -> None:
-    """Without noise four successors are equally likely: the loss reaches log 4, and cannot go below."""
-    data = Synthetic("tokens", vocab=32, context=32, noise=0.0)
-    before, after = train(GPT(**TINY), data, language_model, steps=120, lr=1e-2)
-    assert before > 2.2
-    assert 1.3 < after < 1.5
-
-
-# ----------------------------------------------------------------------------------------------------------------- data
+    """Four successors are equally likely: the loss reaches log 4, and cannot go below."""
+    assert 1.3 < train(GPT(**TINY), synthetic("tokens", vocab=32, context=32), language_model, 120, lr=1e-2) < 1.5
 
 
 def test_digits_are_split_without_overlap_or_loss() -> None:
-    """The two splits together are the 1,797 digits, each once; a row is (float image in 0..1, label), by the seed."""
-    (image, label), (again, _), (other, _) = digits()[7], digits()[7], digits(seed=1)[7]
+    """The two splits together are the 1,797 digits, each once; a row is (float image in 0..1, label)."""
+    image, label = digits()[7]
     assert (image.shape, image.dtype, label.dtype) == ((1, 8, 8), torch.float32, torch.long)
     assert 0 <= image.min() < image.max() <= 1
-    assert torch.equal(image, again)
-    assert not torch.equal(image, other)
-    for seed in (0, 1):
-        splits = [digits(split, eval_share=0.25, seed=seed) for split in ("train", "eval")]
-        images = torch.cat([torch.stack([image for image, _ in split]) for split in splits])  # type: ignore[attr-defined]
-        assert [len(split) for split in splits] == [1348, 449]  # type: ignore[arg-type]
-        assert len(images.unique(dim=0)) == 1797  # type: ignore[no-untyped-call]
+    splits = [digits(split).tensors[0] for split in ("train", "eval")]
+    assert [len(split) for split in splits] == [1438, 359]
+    assert len(torch.cat(splits).unique(dim=0)) == 1797  # type: ignore[no-untyped-call]
 
 
-def test_python_source_predicts_every_token_once() -> None:
-    """By default a window begins with the last token of the one before it."""
-    data = PythonSource(context=50, max_bytes=10_000)
+def test_python_source_predicts_every_token_once_and_splits_share_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row begins with the last token of the one before it; a file moves to no other split when files are added."""
+    data = python_source(context=50, max_bytes=10_000)
     assert len(data) == 9_999 // 50
     assert data[0]["input_ids"][-1] == data[1]["input_ids"][0]
-    assert torch.equal(PythonSource(context=50, max_bytes=10_000, stride=1)[50]["input_ids"], data[1]["input_ids"])
     with pytest.raises(IndexError):
         data[len(data)]
 
-
-def test_python_source_splits_share_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every file is in one split, whole, and moves to no other when files are added next to it."""
-
     def names(split: str) -> set[str]:
-        data = PythonSource(split, context=1, stride=1, eval_share=0.3)
-        return set(bytes(data.tokens.tolist()).decode().split())
+        rows = [row["input_ids"][:1] for row in python_source(split, context=1)]
+        return set(bytes(torch.cat(rows).tolist()).decode().split())
 
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    (tmp_path / "deep").mkdir()
     (tmp_path / "site-packages").mkdir()
     (tmp_path / "site-packages" / "x.py").write_text("foreign\n")
-    for i in range(40):
-        (tmp_path / "deep" / f"{i}.py").write_text(f"word{i}\n")
+    for i in range(60):
+        (tmp_path / f"{i}.py").write_text(f"word{i}\n")
     train, held_out = names("train"), names("eval")
-    assert train | held_out == {f"word{i}" for i in range(40)}
+    assert train | held_out == {f"word{i}" for i in range(60)}
     assert not train & held_out
-    assert 4 < len(held_out) < 20
-    for i in range(40, 80):
-        (tmp_path / "deep" / f"{i}.py").write_text(f"word{i}\n")
+    assert 0 < len(held_out) < 20
+    for i in range(60, 120):
+        (tmp_path / f"{i}.py").write_text(f"word{i}\n")
     assert train < names("train")
     assert held_out < names("eval")
 
@@ -196,25 +163,12 @@ def test_python_source_splits_share_no_file(tmp_path: Path, monkeypatch: pytest.
 def test_synthetic_rows_depend_on_seed_split_and_index_alone(kind: str) -> None:
     """More rows leave the first ones unchanged; another split or seed gives others."""
 
-    def rows(**changed: Any) -> Tensor:
-        columns = Synthetic(kind, **{"rows": 100, "noise": 0.2} | changed).columns
-        return torch.cat([column[:100].float().view(100, -1) for column in columns], dim=1)
+    def rows(**changed: Any) -> str:
+        data = synthetic(kind, **{"rows": 20} | changed)
+        return str([data[index] for index in range(20)])
 
-    assert torch.equal(rows(), rows(rows=1000))
-    assert not torch.equal(rows(), rows(split="eval"))
-    assert not torch.equal(rows(), rows(seed=1))
-
-
-@pytest.mark.parametrize(
-    ("kind", "outputs", "objective", "metric", "expected"),
-    [("regression", 1, regression, "mae", (0.0, 0.4)), ("classification", 10, classification, "accuracy", (0.6, 1.0))],
-)
-def test_synthetic_can_be_learned(kind: str, outputs: int, objective: Any, metric: str, expected: Any) -> None:
-    """What is learned on the train rows holds for the eval rows: they share the teacher."""
-    model = MLP(out_features=outputs)
-    train(model, Synthetic(kind), objective, steps=250)
-    low, high = expected
-    assert low < score(model, Synthetic(kind, split="eval"), objective, metric) < high
+    assert rows() == rows(rows=1000)
+    assert len({rows(), rows(split="eval"), rows(seed=1)}) == 3
 
 
 @pytest.mark.parametrize(
@@ -223,21 +177,15 @@ def test_synthetic_can_be_learned(kind: str, outputs: int, objective: Any, metri
         (lambda: GPT(width=100, heads=3), "width must be a multiple of heads, got width=100 and heads=3"),
         (lambda: GPT(**TINY)(torch.zeros(1, 65, dtype=torch.long)), "65 tokens does not fit the model's context of 64"),
         (lambda: ResNet(depth=19), r"depth must be 6n\+2 .*, got 19"),
-        (lambda: MLP(norm="group"), "norm must be false, layer or batch, got 'group'"),
-        (lambda: MLP(hidden=[64, 0]), "hidden must be at least 1, got 0"),
-        (lambda: MLP(in_features=10)(torch.rand(2, 1, 8, 8)), r"shape \[1, 8, 8\] has 64 features, .*in_features=10"),
         (lambda: digits("test"), "split must be train or eval, got 'test'"),
-        (lambda: PythonSource(max_bytes=100), "100 tokens of train text hold no window of 129: raise max_bytes"),
-        (lambda: Synthetic("images"), "kind must be classification, regression or tokens, got 'images'"),
+        (lambda: python_source(max_bytes=100), "100 tokens of train text hold no row of 129: raise max_bytes"),
+        (lambda: synthetic("images"), "kind must be classification, regression or tokens, got 'images'"),
     ],
 )
 def test_models_and_data_say_what_is_wrong(build: Callable[[], Any], error: str) -> None:
     """A size or value that cannot work is named together with what is allowed."""
     with pytest.raises(ValueError, match=error):
         build()
-
-
-# ----------------------------------------------------------------------------------------------------------- objectives
 
 
 def test_classification_reads_pairs_and_mappings() -> None:
@@ -250,7 +198,7 @@ def test_classification_reads_pairs_and_mappings() -> None:
     assert not metrics["accuracy"].requires_grad
     for inputs, labels in (("pixel_values", "labels"), ("inputs", "label"), ("x", "y"), ("image", "label")):
         assert classification(model, {inputs: x, labels: y})[0] == loss
-    assert classification(lambda x: SimpleNamespace(logits=model(x)), [x, y[:, None]])[0] == loss
+    assert classification(lambda x: SimpleNamespace(logits=model(x)), [x, y])[0] == loss
     assert classification(model, (x, y), label_smoothing=0.1)[0] != loss
 
 
@@ -262,12 +210,12 @@ def test_regression_does_not_broadcast() -> None:
     assert loss.item() == pytest.approx((model(x)[:, 0] - y).square().mean().item())
     assert metrics["mae"].item() == pytest.approx((model(x)[:, 0] - y).abs().mean().item())
     assert regression(model, {"x": x, "y": y[:, None]})[0] == loss
-    with pytest.raises(ValueError, match=r"targets' shape \[5\], got float32 of shape \[5, 2\]"):
+    with pytest.raises(ValueError, match=r"targets' shape \[5\], got torch.float32 of shape \[5, 2\]"):
         regression(nn.Linear(3, 2), (x, y))
 
 
 def test_language_model_predicts_the_next_token() -> None:
-    """Ids alone, in a tuple or in a mapping, mean the same; masked positions are no targets."""
+    """Ids alone, in a tuple or in a mapping, mean the same; masked positions are no targets, nor need there be any."""
     model = GPT(**TINY)
     ids = torch.randint(32, (3, 10))
     loss, _ = language_model(model, ids)
@@ -282,13 +230,9 @@ def test_language_model_predicts_the_next_token() -> None:
     assert masked.item() == pytest.approx(by_hand[:, :5].mean().item(), rel=1e-5)
     assert language_model(model, {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100)})[0] == masked
 
-
-def test_language_model_survives_a_batch_without_targets() -> None:
-    """All labels masked: loss 0 and gradients 0, not 0/0."""
-    model, ids = GPT(**TINY), torch.randint(32, (3, 10))
-    loss, _ = language_model(model, {"input_ids": ids, "labels": torch.full_like(ids, -100)})
-    loss.backward()  # type: ignore[no-untyped-call]
-    assert loss.item() == 0
+    nothing, _ = language_model(model, {"input_ids": ids, "labels": torch.full_like(ids, -100)})
+    nothing.backward()  # type: ignore[no-untyped-call]
+    assert nothing.item() == 0
     assert all(weight.grad is not None and not weight.grad.any() for weight in model.parameters())
 
 
@@ -308,23 +252,20 @@ IDS, LABELS = torch.zeros(2, 4).long(), torch.zeros(3).long()
 @pytest.mark.parametrize(
     ("objective", "model", "batch", "error"),
     [
-        (language_model, None, torch.rand(2, 8), "needs integer token ids, got float32 of shape .2, 8.; choose"),
+        (language_model, None, torch.rand(2, 8), "needs integer token ids .*, got torch.float32 of shape .2, 8."),
         (language_model, None, {"text": "a"}, "needs a batch with input_ids, got the keys text"),
         (language_model, None, {"input_ids": IDS, "labels": IDS[:, 1:]}, r"ids' shape \[2, 4\], got .* \[2, 3\]"),
-        (classification, None, (torch.rand(2, 3), torch.rand(2)), "integer class labels, got float32 of shape .2."),
+        (classification, None, (torch.rand(2, 3), torch.rand(2)), "integer class labels, got torch.float32 of shape"),
         (classification, nn.Linear(3, 4), (torch.rand(2, 3), LABELS), r"labels \[3\], got .*\[2, 4\]"),
-        (classification, None, torch.rand(2, 3), "needs a batch \\(inputs, targets\\) or a mapping, got float32"),
+        (classification, None, torch.rand(2, 3), "needs a batch \\(inputs, targets\\) or a mapping, got torch.float32"),
         (classification, lambda x: (x,), (torch.rand(2, 3), IDS[:, 0]), "from the model, got a tuple"),
-        (model_loss, lambda **_: {"logits": 1}, {"input_ids": 1}, "one loss from .* keys logits; does"),
+        (model_loss, lambda **_: {"logits": 1}, {"input_ids": 1}, "one loss from .* got the keys logits"),
     ],
 )
 def test_objectives_say_what_is_wrong(objective: Any, model: Any, batch: Any, error: str) -> None:
     """A batch or output of the wrong kind is told with what it is and what is wanted."""
     with pytest.raises(ValueError, match=error):
         objective(model, batch)
-
-
-# -------------------------------------------------------------------------------------------- transformers and datasets
 
 
 @pytest.fixture
@@ -340,17 +281,12 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-SMALL: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "vocab_size": 64}
-
-
-@pytest.mark.parametrize(
-    ("kind", "more"), [("gpt2", {}), ("llama", {"intermediate_size": 64, "num_key_value_heads": 1})]
-)
-def test_hf_causal_lm_builds_saves_and_loads(offline: Path, kind: str, more: dict[str, Any]) -> None:
+def test_hf_causal_lm_builds_saves_and_loads(offline: Path) -> None:
     """Random weights by model type; the same architecture, or the same weights too, from a saved folder."""
     ids = torch.randint(64, (2, 12))
     batch = {"input_ids": ids, "labels": ids}
-    model = hf_causal_lm(kind, **SMALL, **more)
+    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "vocab_size": 64}
+    model = hf_causal_lm("llama", **sizes, intermediate_size=64, num_key_value_heads=1)
     assert size(model) < 50_000
     model.eval()
     loss, _ = model_loss(model, batch)
@@ -358,115 +294,57 @@ def test_hf_causal_lm_builds_saves_and_loads(offline: Path, kind: str, more: dic
 
     model.to(torch.bfloat16).save_pretrained(offline / "saved")  # type: ignore[operator]
     folder = str(offline / "saved")
-    fresh, loaded = hf_causal_lm(path=folder), hf_causal_lm(path=folder, pretrained=True)
+    fresh, loaded = hf_causal_lm(folder), hf_causal_lm(folder, pretrained=True)
     assert loaded.training
     assert {weight.dtype for weight in loaded.parameters()} == {torch.float32}
-    assert model_loss(loaded.eval(), batch)[0].item() == pytest.approx(loss.item(), abs=0.01)
     saved = model.float().state_dict()
     assert all(torch.equal(weight, saved[name]) for name, weight in loaded.state_dict().items())
     assert [w.shape for w in fresh.parameters()] == [w.shape for w in loaded.parameters()]
     assert not torch.equal(next(fresh.parameters()), next(loaded.parameters()))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        ({"name": "gpt2", "n_layrs": 2}, "model type gpt2 has no field 'n_layrs'; did you mean n_layer"),
-        ({"name": "gtp2"}, "cannot build 'gtp2': .*; did you mean gpt2"),
-        ({"name": "t5"}, "cannot build 't5': Unrecognized configuration class"),
-        ({"path": "nowhere"}, "path=nowhere is not a folder with a config.json"),
-        ({"name": "gpt2", "dtype": "int8"}, "dtype must be a floating dtype .*, got int8"),
-    ],
-)
-def test_hf_causal_lm_says_what_is_wrong(offline: Path, arguments: dict[str, Any], error: str) -> None:
-    """One line, also where the package itself would print fifty."""
-    with pytest.raises(ValueError, match=error) as caught:
-        hf_causal_lm(**arguments)
-    assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match="model type gpt2 has no field n_layrs; did you mean n_layer"):
+        hf_causal_lm("gpt2", n_layrs=2)
 
 
 @pytest.mark.parametrize(("build", "name"), [(hf_causal_lm, "transformers"), (hf_dataset, "datasets")])
 def test_a_missing_package_is_named(build: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The line says what to install."""
-
-    def missing(package: str) -> None:
-        raise ModuleNotFoundError(f"No module named {package!r}", name=package)
-
-    monkeypatch.setattr("importlib.import_module", missing)
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
     with pytest.raises(ValueError, match=rf"needs the package {name}: pip install 'resilient-train\[hf\]'"):
         build("gpt2")
 
 
 def double(row: dict[str, Any]) -> dict[str, Any]:
-    """A transform for the tests below."""
+    """A transform for the test below."""
     return {"twice": [2 * value for value in row["x"]]}
 
 
-@pytest.fixture
-def rows(offline: Path) -> list[dict[str, Any]]:
-    """Ten rows, in rows.jsonl and rows.parquet."""
+def test_hf_dataset_reads_local_files(offline: Path) -> None:
+    """Rows come as tensors, with the columns asked for, after the transform; a stream resumes where it stopped."""
     rows = [{"x": [float(i), 0.5], "y": i % 3, "note": f"row {i}"} for i in range(10)]
     (offline / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    pytest.importorskip("datasets").Dataset.from_list(rows).to_parquet(offline / "rows.parquet")
-    return rows
-
-
-@pytest.mark.parametrize(("kind", "file"), [("json", "rows.jsonl"), ("parquet", "rows.parquet")])
-def test_hf_dataset_reads_local_files(offline: Path, rows: list[dict[str, Any]], kind: str, file: str) -> None:
-    """Rows come as tensors, with the columns asked for, after the transform."""
-    files = str(offline / file)
-    data = hf_dataset(path=kind, data_files=files, split="train")
+    source: dict[str, Any] = {"path": "json", "data_files": str(offline / "rows.jsonl")}
+    data = hf_dataset(**source, split="train")
     assert len(data) == 10
     assert data[3]["x"].tolist() == rows[3]["x"]
     assert data[3]["note"] == "row 3"
 
-    chosen = hf_dataset(["twice", "y"], f"{__name__}.double", path=kind, data_files=files, split="train[:4]")
+    chosen = hf_dataset(["twice", "y"], f"{__name__}.double", **source, split="train[:4]")
     [batch] = DataLoader(chosen, batch_size=4)
-    assert batch["twice"].tolist() == [[2 * value for value in row["x"]] for row in rows[:4]]
+    assert batch["twice"].tolist() == [[2.0 * i, 1.0] for i in range(4)]
     assert batch["y"].tolist() == [0, 1, 2, 0]
     assert batch.keys() == {"twice", "y"}
 
-
-def test_hf_dataset_streams_and_keeps_its_place(offline: Path, rows: list[dict[str, Any]]) -> None:
-    """A streamed data set goes on from its state_dict where it stopped."""
-
     def stream() -> Any:
-        files = str(offline / "rows.jsonl")
-        return hf_dataset(["y", "twice"], double, path="json", data_files=files, split="train", streaming=True)
+        return hf_dataset(["y", "twice"], double, **source, split="train", streaming=True)
 
-    first = stream()
+    first, second = stream(), stream()
     walk = iter(first)
     seen = [next(walk) for _ in range(4)]
-    second = stream()
     second.load_state_dict(first.state_dict())
-    assert isinstance(seen[0]["twice"], Tensor)
     assert [row["twice"][0].item() / 2 for row in [*seen, *second]] == list(range(10))
 
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        ({}, "has the splits train: pass split=... to choose one"),
-        ({"split": "trian"}, "cannot load 'json': Unknown split \"trian\". Should be one of"),
-        ({"split": "train", "columns": ["x", "z"]}, "has no columns z; it has x, y, note"),
-        (
-            {"split": "train", "transform": "no.such.function"},
-            "transform=no.such.function cannot be imported: there is no module no",
-        ),
-        ({"split": "train", "transform": "sys.path"}, "transform=sys.path is a list, not a function of a row"),
-        ({"split": "train", "data_files": "nowhere.jsonl"}, "cannot load 'json': Unable to find .*nowhere.jsonl"),
-    ],
-)
-def test_hf_dataset_says_what_is_wrong(
-    offline: Path, rows: list[dict[str, Any]], arguments: dict[str, Any], error: str
-) -> None:
-    """Splits, columns, transforms and files that do not exist are told in one line."""
-    with pytest.raises(ValueError, match=error) as caught:
-        hf_dataset(**{"path": "json", "data_files": str(offline / "rows.jsonl")} | arguments)
-    assert "\n" not in str(caught.value)
-
-
-# ------------------------------------------------------------------------------------------------------- configuration
+    with pytest.raises(ValueError, match=r"has the splits train: pass split=\.\.\. to choose one"):
+        hf_dataset(**source)
 
 
 @pytest.mark.parametrize(
@@ -491,13 +369,10 @@ def test_the_options_fit_together(model: str, data: str, objective: str, paramet
         assert loss.item() > 0
 
 
-OPTIONS = [path for group in ("model", "data", "objective") for path in sorted((CONF / group).glob("*.yaml"))]
-
-
-@pytest.mark.parametrize("path", OPTIONS, ids=[f"{path.parent.name}={path.stem}" for path in OPTIONS])
-def test_every_key_is_explained(path: Path) -> None:
+def test_every_key_is_explained() -> None:
     """A comment stands beside every key of the zoo's options, or above a key that opens a group."""
-    lines = path.read_text().splitlines()
-    explained = [line for line in lines if "#" in line or line.rstrip().endswith(":")]
-    targets = [line for line in lines if line.strip().startswith("_target_")]
-    assert set(lines) <= {*explained, *targets}
+    options = [path for group in ("model", "data", "objective") for path in (CONF / group).glob("*.yaml")]
+    lines = [line for path in options for line in path.read_text().splitlines()]
+    assert len(options) > 10
+    for line in lines:
+        assert "#" in line or line.rstrip().endswith(":") or line.strip().startswith("_target_"), line
