@@ -1,8 +1,7 @@
-"""Masks secrets in all that is logged (`Masking`), and in all that is written, printed or sent (`masked_tree`).
+"""Masks secrets: `Masking` in all that is logged, `masked_tree` in all that is written.
 
 A value is secret by the name of its variable in the environment, such as HF_TOKEN or DB_PASSWORD, or of its setting,
-such as `api_key`: it is masked wherever it occurs. So are passwords and tokens in URLs, what stands after `password=`,
-and the tokens of a few services.
+such as `api_key`: it is masked wherever it occurs. So are passwords and tokens in URLs, and what follows `password=`.
 """
 
 from __future__ import annotations
@@ -38,22 +37,7 @@ _PASSWORD_IN_URL = re.compile(
 )
 _TOKEN_IN_URL = re.compile(r"""(https?://)[^\s/@:?#"'<>]{1,1000}+:?@""")
 _NAMED = re.compile(
-    rf"""([?&][\w.-]{{0,60}}(?:token|key|sig|signature|credential)=
-    |(?:{_NAMES})['"]?[ ]?[=:][ ]?['"]?
-    |authorization['"]?[ ]?[=:][ ]?['"]?\w{{1,20}}[ ])
-    [^\s&;'"]+""",
-    re.VERBOSE | re.IGNORECASE,
-)
-_TOKENS = re.compile(
-    r"""(?<![A-Za-z0-9])(?:
-      hf_[A-Za-z0-9]{30,200}+                                           # Hugging Face
-    | sk-(?:proj|ant|svcacct)-[\w-]{16,300}+ | sk-[A-Za-z0-9]{32,300}+  # OpenAI, Anthropic
-    | (?:AKIA|ASIA)[A-Z0-9]{16}(?![A-Za-z0-9])                          # AWS
-    | gh[oprsu]_[A-Za-z0-9]{30,300}+ | github_pat_\w{22,300}+ | glpat-[\w-]{20,300}+  # GitHub, GitLab
-    | xox[a-z]-[A-Za-z0-9-]{10,300}+                                    # Slack
-    | eyJ[\w-]{10,2000}+\.[\w-]{10,8000}+\.[\w-]{0,2000}+               # a JSON web token
-    )""",
-    re.VERBOSE,
+    rf"""(?i)([?&][\w.-]{{0,60}}(?:token|key|sig|signature|credential)=|(?:{_NAMES})['"]?[ ]?[=:][ ]?['"]?)[^\s&;'"]+"""
 )
 
 _known: set[str] = set()
@@ -68,8 +52,7 @@ def masked(text: str) -> str:
         text = _occurrences(frozenset(_known)).sub(MASK, text)
     text = _TOKEN_IN_URL.sub(rf"\1{MASK}@", text)
     text = _PASSWORD_IN_URL.sub(rf"\1{MASK}@", text)
-    text = _NAMED.sub(rf"\1{MASK}", text)
-    return _TOKENS.sub(MASK, text)
+    return _NAMED.sub(rf"\1{MASK}", text)
 
 
 def masked_tree(tree: Any, name: str = "") -> Any:
@@ -140,9 +123,7 @@ def _remember(value: str) -> None:
 @lru_cache(maxsize=1)
 def _occurrences(values: frozenset[str]) -> re.Pattern[str]:
     """Match the values as they are and as they may be quoted; long ones first, since one may contain another."""
-    forms = {
-        form for value in values for form in (value, quote(value, safe=""), repr(value)[1:-1], json.dumps(value)[1:-1])
-    }
+    forms = {form for value in values for form in (value, quote(value, safe=""), json.dumps(value)[1:-1])}
     return re.compile("|".join(map(_as_a_word, sorted(forms, key=len, reverse=True))))
 
 

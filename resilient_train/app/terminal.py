@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from resilient_train.files import open_to_append
-from resilient_train.secrets import masked
 from resilient_train.types import Vitals
 from resilient_train.wording import PROGRESS, DrawnLine, duration, log, printable
 
@@ -54,7 +53,7 @@ class Page:
     def line(self, *words: Words, indent: int = 0, hang: int | None = None) -> None:
         """Print one line, or an empty one; if it is wrapped, the rest begins `hang` columns from the left."""
         pairs = [(one, "") if isinstance(one, str) else one for one in words]
-        pairs = [(printable(masked(part)), style) for part, style in pairs]
+        pairs = [(printable(part), style) for part, style in pairs]
         text = " " * indent + "".join(part for part, _ in pairs).rstrip()
         lines = [text]
         if self.width is not None:
