@@ -8,7 +8,6 @@ import os
 import re
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
@@ -19,7 +18,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from resilient_train.app.config import CONF, command_line
+from resilient_train.app.config import CONF
 from resilient_train.app.config.command_line import VERSION_BASE, explained, parse, typed
 from resilient_train.app.terminal import survive_hangup
 from resilient_train.errors import ConfigError, Stopped, TrainError, unusable
@@ -33,7 +32,6 @@ from resilient_train.secrets import learn, masked, masked_tree
 _LAST_WORD_S = 2.0  # seconds that other ranks wait for rank 0's report
 
 
-_wants_traceback = False
 _codes: list[int] = []  # of the runs of this process: Hydra does not return them
 _main_process: int | None = None  # a launcher of Hydra's may run jobs in other processes
 
@@ -53,11 +51,9 @@ def main() -> None:
     """Train as the command line says; for a mistake that a person can correct, print one line and no traceback."""
     words = sys.argv[1:]
     find_in_working_directory()
-    global _wants_traceback, _main_process
+    global _main_process
     _main_process = os.getpid()
-    _wants_traceback = os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises its errors instead of printing them
-    command_line.check_files_first()
     learn(dict(word.partition("=")[::2] for word in words))
     _codes.clear()
     code = 0
@@ -132,9 +128,6 @@ def _job(raw: DictConfig) -> float | None:
 def _complain(error: Exception, overrides: Sequence[str] = ()) -> int:
     """Print what is wrong, once on each host if it is the same for all launched processes; return the exit code."""
     ended = explained(error, overrides)
-    if _wants_traceback:  # not from Hydra, which would print the overrides with their secrets
-        print(masked("".join(traceback.format_exception(error))), end="", file=sys.stderr)
-        return ended.exit_code
     # What rank 0 decided for all has no cause; any other error may be that of this rank alone, and it has no log yet.
     is_own = not isinstance(ended, ConfigError) and (ended is not error or ended.__cause__ is not None)
     if (rank := launched_rank()) == 0 or is_own or os.environ.get("LOCAL_RANK") == "0":

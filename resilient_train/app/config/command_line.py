@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import copy
 import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 from hydra import compose, initialize_config_dir
-from hydra._internal.core_plugins import file_config_source
-from hydra._internal.sources_registry import SourcesRegistry
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
-from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
@@ -28,7 +23,6 @@ from resilient_train import __version__
 from resilient_train.app import VERBS
 from resilient_train.app.config import CONF
 from resilient_train.errors import ConfigError, TrainError, in_one_line, text_of, unusable
-from resilient_train.files import read_yaml_text
 from resilient_train.reader import no_such, similar
 from resilient_train.secrets import masked
 
@@ -95,43 +89,13 @@ def name_of(overrides: Sequence[str]) -> str:
 # ------------------------------------------------------------------------------------------------------------ composing
 
 
-_PARSED: dict[Path, ConfigResult] = {}  # files of the package, which do not change
-
-
-class FileConfigSource(file_config_source.FileConfigSource):
-    """Checks a file of the user's before Hydra loads it: a few lines of YAML may expand to more than fits in memory.
-
-    It has the name of Hydra's own class, under which Hydra registers it.
-    """
-
-    def load_config(self, config_path: str) -> ConfigResult:
-        """Load a file, or raise ConfigError with one line that says why it is no configuration."""
-        file = Path(self.path) / self._normalize_file_name(config_path)
-        if file.is_relative_to(CONF):  # Hydra composes twice, once to learn its mode: half of the time is parsing
-            if file not in _PARSED:
-                _PARSED[file] = super().load_config(config_path)
-            return copy.deepcopy(_PARSED[file])
-        try:
-            if file.exists():
-                read_yaml_text(file)
-            return super().load_config(config_path)
-        except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
-            raise unusable(str(file), f"is no configuration: {' '.join(str(error).split())[:300]}") from error
-
-
-def check_files_first() -> None:
-    """Let Hydra check files before it loads them, in this process."""
-    SourcesRegistry.instance().types[FileConfigSource.scheme()] = FileConfigSource
-
-
 def composed_raw(overrides: Sequence[str]) -> DictConfig:
     """Compose a configuration without a command line; it includes Hydra's own node."""
     GlobalHydra.instance().clear()
-    check_files_first()
     try:
         with initialize_config_dir(str(CONF), version_base=VERSION_BASE):
             return compose("config", overrides=list(overrides), return_hydra_config=True)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise explained(error, overrides) from error
 
 
@@ -149,6 +113,8 @@ def explained(error: Exception, overrides: Sequence[str] = ()) -> TrainError:
     """
     if isinstance(error, TrainError):
         return error
+    if isinstance(error, yaml.YAMLError):
+        return unusable("configuration", f"a file cannot be read: {' '.join(text_of(error).split())}")
     if not isinstance(error, HydraException | OmegaConfBaseException):
         return TrainError(in_one_line(error))
     text = text_of(error)
