@@ -5,8 +5,6 @@ A BadRow stays in the data. A TickFault strikes at its ticks only, not again whe
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import hashlib
 import math
 import operator
@@ -53,7 +51,6 @@ class TickFault(Fault):
     """A fault at chosen ticks, on one rank or on all. Each has a method `spoil`."""
 
     at: Sequence[int] = limited((), at_least=1)  # ticks
-    rate: float = limited(0.0, at_least=0, at_most=1)  # the share of all ticks at which it strikes too, at random
     rank: int | Literal["all"] = limited(0, at_least=0)
 
     spoils: ClassVar[Spoils]
@@ -61,11 +58,11 @@ class TickFault(Fault):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.at and not self.rate:
-            raise unusable("at", f"{self.name} would never strike: give it ticks, such as [100], or a rate above 0")
+        if not self.at:
+            raise unusable("at", f"{self.name} would never strike: give it ticks, such as [100]")
 
     def begins(self, tick: int) -> bool:
-        return tick in self.at or _draw(self.name, self.seed, tick) < self.rate * 2**64
+        return tick in self.at
 
     def is_on(self, rank: int) -> bool:
         return self.rank in ("all", rank)
@@ -86,15 +83,10 @@ def _spoiled(tree: Any, new: Callable[[Any], Any], *, first_row: bool = False) -
     """Copy a batch or a row of any shape, with all its floating-point numbers, or its first row's, as `new` says."""
 
     def change(leaf: Any) -> Any:
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            twin: Any = copy.copy(leaf)
-            for field in dataclasses.fields(leaf):  # frozen or not
-                object.__setattr__(twin, field.name, _spoiled(getattr(leaf, field.name), new, first_row=first_row))
-            return twin
         if isinstance(leaf, float | np.floating):
             return type(leaf)(new(leaf))
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
-            twin = leaf.detach().clone()
+            twin: Any = leaf.detach().clone()
         elif isinstance(leaf, np.ndarray) and np.issubdtype(leaf.dtype, np.floating):
             twin = leaf.copy()
         else:
@@ -175,8 +167,7 @@ class HotLr(TickFault):
 
     def began(self, tick: int) -> int | None:
         """Return the tick at which the hot stretch around `tick` began, the latest if several overlap."""
-        first = max(1, tick - self.updates + 1)
-        return next((start for start in range(tick, first - 1, -1) if self.begins(start)), None)
+        return max((start for start in self.at if start <= tick < start + self.updates), default=None)
 
 
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}  # by the size of a weight in bytes
@@ -219,16 +210,12 @@ _SECOND_MOMENTS = (  # the names in optimizers of torch and transformers
     *("exp_avg_sq_row", "exp_avg_sq_col"),
 )
 _FIRST_MOMENTS = ("momentum_buffer", "exp_avg")
-_HOW = {"shrink": 1e-4, "zero": 0.0, "negate": -1.0}
-_MOMENTUM_FACTOR = 1e3
 
 
-@dataclass(frozen=True, kw_only=True)
 class BadMoments(TickFault):
-    """The optimizer's second moments are far too small, zero or negative. If it has none, its momentum is too large."""
+    """The optimizer's second moments are far too small. If it has none, its momentum is too large."""
 
     name, spoils = "bad_moments", "state"
-    how: Literal["shrink", "zero", "negate"] = "shrink"
 
     def lacks(self, *things: Any) -> str | None:
         if any(list(_moments(one, (*_SECOND_MOMENTS, *_FIRST_MOMENTS))) for one in things[1]):
@@ -238,9 +225,9 @@ class BadMoments(TickFault):
     def spoil(self, tick: int, model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> None:
         for optimizer in optimizers:
             if second := list(_moments(optimizer, _SECOND_MOMENTS)):
-                torch._foreach_mul_(second, _HOW[self.how])
+                torch._foreach_mul_(second, 1e-4)
             elif first := list(_moments(optimizer, _FIRST_MOMENTS)):
-                torch._foreach_mul_(first, _MOMENTUM_FACTOR)
+                torch._foreach_mul_(first, 1e3)
 
 
 def _moments(optimizer: Optimizer, names: Sequence[str]) -> Iterator[torch.Tensor]:
@@ -317,20 +304,13 @@ class WithBadRows:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> Any:
-        return self._spoiled(index, self.dataset[index])
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        fetch_many = getattr(self.dataset, "__getitems__", None)
-        rows = fetch_many(indices) if fetch_many else [self.dataset[index] for index in indices]
-        return [self._spoiled(index, row) for index, row in zip(indices, rows, strict=True)]
+        row = self.dataset[index]
+        return self.fault.spoil(row) if operator.index(index) % len(self) in self.bad_rows else row
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "dataset" not in self.__dict__:  # unpickled in a worker, it has no attributes yet
             raise AttributeError(name)
         return getattr(self.dataset, name)
-
-    def _spoiled(self, index: int, row: Any) -> Any:
-        return self.fault.spoil(row) if operator.index(index) % len(self) in self.bad_rows else row
 
 
 FAULTS: dict[str, type[Fault]] = {
@@ -366,8 +346,7 @@ def _fault(path: str, key: str, name: Any, settings: Mapping[str, Any], steps: i
         raise no_such("fault", name, sorted(FAULTS), at=key, value=name)
     settings = {setting: value for setting, value in settings.items() if value is not None}
     if issubclass(kind, TickFault):
-        half_way = () if settings.get("rate") else (0.5,)
-        settings["at"] = _ticks(f"{path}.at", settings.get("at", half_way), steps)
+        settings["at"] = _ticks(f"{path}.at", settings.get("at", 0.5), steps)
     return read(kind, settings, path)
 
 

@@ -7,14 +7,14 @@ import logging
 import math
 import pickle
 from collections import UserDict, namedtuple
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, TensorDataset
 
@@ -174,17 +174,6 @@ def test_every_rank_journals_the_firings_of_all() -> None:
     assert len({number for number, _, _ in journals[0].firings}) == 2
 
 
-@settings(max_examples=20)
-@given(st.integers(0, 2**32), st.floats(0.05, 0.5))
-def test_a_rate_is_drawn_from_the_seed(seed: int, rate: float) -> None:
-    """The same seed strikes at the same ticks, about as often as the rate says; other seeds and faults at others."""
-    faults = [NanGrad(rate=rate, seed=seed), NanGrad(rate=rate, seed=seed + 1), InfLoss(rate=rate, seed=seed)]
-    struck, again = ([[fault.begins(tick) for tick in range(1, 1001)] for fault in faults] for _ in range(2))
-    assert struck == again
-    assert abs(sum(struck[0]) / 1000 - rate) < 0.1
-    assert struck[0] != struck[1] != struck[2] != struck[0]
-
-
 @pytest.mark.parametrize(
     ("dtype", "bit", "given"),
     [
@@ -217,19 +206,19 @@ def test_a_bit_flip_flips_one_bit_of_one_weight(dtype: torch.dtype, bit: int, gi
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "settings", "moment", "how", "factor"),
+    ("optimizer", "settings", "moment", "factor"),
     [
-        ("AdamW", {}, "exp_avg_sq", "shrink", 1e-4),
-        ("AdamW", {"amsgrad": True}, "max_exp_avg_sq", "zero", 0.0),
-        ("RMSprop", {}, "square_avg", "negate", -1.0),
-        ("Adagrad", {}, "sum", "shrink", 1e-4),
-        ("Adafactor", {}, "row_var", "shrink", 1e-4),
-        ("SGD", {"momentum": 0.9}, "momentum_buffer", "shrink", 1e3),
-        ("Muon", {}, "momentum_buffer", "zero", 1e3),
+        ("AdamW", {}, "exp_avg_sq", 1e-4),
+        ("AdamW", {"amsgrad": True}, "max_exp_avg_sq", 1e-4),
+        ("RMSprop", {}, "square_avg", 1e-4),
+        ("Adagrad", {}, "sum", 1e-4),
+        ("Adafactor", {}, "row_var", 1e-4),
+        ("SGD", {"momentum": 0.9}, "momentum_buffer", 1e3),
+        ("Muon", {}, "momentum_buffer", 1e3),
     ],
 )
 def test_bad_moments_finds_the_moments_of_every_optimizer(
-    optimizer: str, settings: dict[str, Any], moment: str, how: Any, factor: float
+    optimizer: str, settings: dict[str, Any], moment: str, factor: float
 ) -> None:
     """Second moments where there are some, else the momentum; all else that it keeps stays."""
     weight = torch.nn.Parameter(torch.ones(3, 4))
@@ -237,8 +226,7 @@ def test_bad_moments_finds_the_moments_of_every_optimizer(
     weight.grad = torch.full_like(weight, 2.0)
     one.step()
     before = {name: value.clone() for name, value in one.state[weight].items() if value is not None}
-    assert BadMoments.lacks(BadMoments(at=[1]), None, [one]) is None
-    BadMoments(at=[1], how=how).spoil(1, torch.nn.Module(), [one])
+    BadMoments(at=[1]).spoil(1, torch.nn.Module(), [one])
     after = one.state[weight]
     assert after[moment].equal(before[moment] * factor)
     assert after.get("step", 0) == before.get("step", 0)
@@ -249,24 +237,16 @@ Pair = namedtuple("Pair", "x y")
 ROWS = torch.arange(2)
 
 
-@dataclass(frozen=True)
-class Graph:
-    nodes: torch.Tensor
-    names: list[str]
-
-
 @pytest.mark.parametrize(
     ("wrap", "unwrap"),
     [
         (lambda x: x, lambda batch: batch),
-        (lambda x: [x, "name"], lambda batch: batch[0]),
         (lambda x: (x, ROWS), lambda batch: batch[0]),
         (lambda x: Pair(x, 1), lambda batch: batch.x),
         (lambda x: {"deep": [{"x": x}]}, lambda batch: batch["deep"][0]["x"]),
         (lambda x: UserDict(x=x), lambda batch: batch["x"]),
-        (lambda x: Graph(x, ["a"]), lambda batch: batch.nodes),
     ],
-    ids=["tensor", "list", "tuple", "namedtuple", "nested", "mapping", "dataclass"],
+    ids=["tensor", "tuple", "namedtuple", "nested", "mapping"],
 )
 def test_batches_of_any_shape_are_spoiled_and_keep_it(
     wrap: Callable[[torch.Tensor], Any], unwrap: Callable[[Any], torch.Tensor]
@@ -309,34 +289,21 @@ def test_an_optional_fault_is_left_out_with_a_warning(caplog: pytest.LogCaptureF
     assert journal.ticks == [("inf_loss", 1)]
 
 
-class ManyRows(TensorDataset):
-    """A data set that fetches rows together, and knows something."""
-
-    classes = 10
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        return [self[index] for index in indices]
-
-
 @given(
     st.integers(1, 40),
     st.sets(st.integers(0, 39), max_size=5),
     st.floats(0.01, 1),
     st.sampled_from(["nan", "inf", "outlier"]),
-    st.booleans(),
 )
-def test_a_wrapped_data_set_differs_in_its_bad_rows_only(
-    count: int, named: set[int], share: float, what: Any, together: bool
-) -> None:
-    """Every other row, the length and the kind of access are those of the data set inside, which stays as it was."""
+def test_a_wrapped_data_set_differs_in_its_bad_rows_only(count: int, named: set[int], share: float, what: Any) -> None:
+    """Every other row and the length are those of the data set inside, which stays as it was."""
     numbers = torch.arange(1.0, count + 1)
-    inner = (ManyRows if together else TensorDataset)(numbers, numbers.long())
+    inner = TensorDataset(numbers, numbers.long())
     fault = BadRow(rows=sorted(row for row in named if row < count), share=share, what=what)
     chosen = fault.chosen(count)
     wrapped = pickle.loads(pickle.dumps(Journal().drill(fault).wrapped(inner)))
     assert len(wrapped) == count
-    ways = [[wrapped[row] for row in range(count)], [wrapped[row - count] for row in range(count)]]
-    for rows in [*ways, wrapped.__getitems__(range(count))]:
+    for rows in ([wrapped[row] for row in range(count)], [wrapped[row - count] for row in range(count)]):
         for row, (x, label) in enumerate(rows):
             bad = {"nan": math.nan, "inf": math.inf, "outlier": 1e4 * (row + 1)}[what]
             assert x.equal(numbers[row]) if row not in chosen else float(x) == pytest.approx(bad, nan_ok=True)
@@ -357,7 +324,9 @@ def test_rows_of_numpy_and_plain_numbers_are_spoiled_in_their_own_types() -> Non
 def test_wrapping_knows_what_the_data_set_knows_and_is_journalled_once() -> None:
     """A restart wraps, but journals no second time; without bad rows nothing is wrapped; no random number is drawn."""
 
-    class Noisy(ManyRows):
+    class Noisy(TensorDataset):
+        classes = 10
+
         def __getitem__(self, index: int) -> Any:
             return torch.rand(2)
 
@@ -399,8 +368,7 @@ def test_data_sets_that_cannot_have_bad_rows_are_refused(dataset: Any, why: str)
         ({"faults": []}, []),
         ({"fault": "nan_batch", "at": [100], "value": math.inf}, [NanBatch(at=[100], value="inf")]),
         ({"fault": "nan_grad", "at": 7, "rank": "all"}, [NanGrad(at=[7], rank="all")]),
-        ({"fault": "nan_grad", "at": None, "rate": 0}, [NanGrad(at=[500])]),
-        ({"fault": "nan_grad", "at": None, "rate": 0.01}, [NanGrad(rate=0.01)]),
+        ({"fault": "nan_grad", "at": None}, [NanGrad(at=[500])]),
         ({"fault": "nan_grad", "at": [0.25, 3, 0.0001]}, [NanGrad(at=[1, 3, 250])]),
         (
             {"faults": ["bit_flip", {"inf_loss": None}], "seed": 5},
@@ -433,7 +401,7 @@ def test_a_drill_is_read_as_it_is_written(node: Mapping[str, Any], faults: list[
         ({"fault": "nan_grad", "at": [1.5]}, "drill.at=[1.5]: 1.5 is neither a tick (1, 2, ...) nor a fraction of"),
         ({"fault": "nan_grad", "at": "soon"}, "drill.at=soon: soon is neither a tick"),
         ({"fault": "nan_grad", "at": [101]}, "drill.at=[101]: the run has only 100 steps: nothing would strike at"),
-        ({"fault": "nan_grad", "at": []}, "drill.at: nan_grad would never strike: give it ticks, such as [100], or a"),
+        ({"fault": "nan_grad", "at": []}, "drill.at: nan_grad would never strike: give it ticks, such as [100]"),
         ({"fault": "bad_row", "share": 0}, "drill.rows: no row would be bad: name some, such as [17], or a share"),
     ],
 )
@@ -452,16 +420,16 @@ def test_every_shipped_drill_can_be_read(name: str) -> None:
     assert node.get("seed", "${run.seed}") == "${run.seed}"
     faults = parse({**node, **({"seed": 3} if "seed" in node else {})}, steps=1000)
     if name not in ("none", "gauntlet", "demo"):
-        assert faults == parse({"fault": name, "seed": 3}, steps=1000)
+        assert faults == parse({"fault": name, **({"seed": 3} if "seed" in node else {})}, steps=1000)
 
 
 @pytest.mark.parametrize(
     ("overrides", "faults"),
     [
         (["experiment=demo", "run.steps=40"], ["nan_grad", "loss_spike", "bit_flip", "hot_lr"]),
-        (["experiment=demo", "drill=nan_grad", "drill.at=[7]"], [NanGrad(at=[7], seed=3)]),
+        (["experiment=demo", "drill=nan_grad", "drill.at=[7]"], [NanGrad(at=[7])]),
         (["experiment=demo", "drill.faults=[{hot_lr:{at:[12],factor:30}}]"], [HotLr(at=[12], factor=30, seed=3)]),
-        (["drill=nan_batch", "drill.rate=0.01", "drill.value=inf"], [NanBatch(rate=0.01, value="inf", seed=3)]),
+        (["drill=nan_batch", "drill.at=[3]", "drill.value=inf"], [NanBatch(at=[3], value="inf")]),
     ],
 )
 def test_a_drill_is_composed_on_the_command_line(overrides: list[str], faults: list[Any]) -> None:
