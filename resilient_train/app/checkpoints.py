@@ -9,13 +9,12 @@ import argparse
 import json
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 from resilient_train.app import NO_RUN, parser_of
 from resilient_train.app.terminal import Page, counting
 from resilient_train.checkpoint.store import CANDIDATE, DEMOTED, VERIFIED, Damaged, Entry, Store, verify
-from resilient_train.checkpoint.weights import NotExportable, export, export_weights
+from resilient_train.checkpoint.weights import NotExportable, export_weights
 from resilient_train.record.endings import CHECKPOINTS, is_run
 from resilient_train.record.journal import JOURNAL, read
 from resilient_train.wording import duration
@@ -27,26 +26,23 @@ Lists the checkpoints of a run, the newest first, after reading all of each to v
   demoted     the trouble began before it: no resume loads it
   damaged     differs from what was written: no resume loads it"""
 _EXIT_CODES = """0 if a run can resume or none was written, 1 if no checkpoint is usable, 2 if no run is there;
-of --export and --weights: 1 if nothing was exported, 2 if there is no such checkpoint"""
+of --weights: 1 if nothing was exported, 2 if there is no such checkpoint"""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """List and verify, or export; return the exit code."""
     parser = parser_of("checkpoints", _HELP, _EXIT_CODES)
-    exports = parser.add_mutually_exclusive_group()
-    folder = "export the newest verified checkpoint to a new folder, for from_pretrained of transformers"
-    exports.add_argument("--export", type=Path, metavar="DIR", help=folder)
     file = "export the weights of the newest verified checkpoint to a new safetensors file"
-    exports.add_argument("--weights", type=Path, metavar="FILE", help=file)
+    parser.add_argument("--weights", type=Path, metavar="FILE", help=file)
     parser.add_argument("--checkpoint", metavar="NAME", help="export this checkpoint, such as step-00000400")
     given = parser.parse_args(arguments)
     run_dir: Path = given.run_dir
-    if given.checkpoint and not (given.export or given.weights):
-        parser.error("--checkpoint needs --export DIR or --weights FILE")
+    if given.checkpoint and not given.weights:
+        parser.error("--checkpoint needs --weights FILE")
     if not (is_run(run_dir) or (run_dir / JOURNAL).exists() or (run_dir / CHECKPOINTS).is_dir()):
         print(f"{run_dir}: {NO_RUN}", file=sys.stderr)
         return 2
-    return _export(run_dir, given) if given.export or given.weights else _list(run_dir, as_json=given.json)
+    return _export(run_dir, given) if given.weights else _list(run_dir, as_json=given.json)
 
 
 def _list(run_dir: Path, *, as_json: bool) -> int:
@@ -124,8 +120,7 @@ def _were_written(run_dir: Path) -> bool:
 
 def _export(run_dir: Path, given: argparse.Namespace) -> int:
     """Export the named checkpoint, or the newest verified one without damage."""
-    name, to = given.checkpoint, given.export or given.weights
-    make = partial(export, run_dir) if given.export else export_weights
+    name, to = given.checkpoint, given.weights
     every = list(Store(run_dir).entries())
     entries = [one for one in every if name is None or one.path.name == name]
     if name is not None and not entries:
@@ -139,7 +134,7 @@ def _export(run_dir: Path, given: argparse.Namespace) -> int:
             why = f"no checkpoint is verified: --checkpoint {entry.path.name} exports that one all the same"
             continue
         try:
-            manifest = make(entry.path, to)
+            manifest = export_weights(entry.path, to)
         except Damaged as damage:
             why = f"{entry.path.name}: {damage}"
             print(why, file=sys.stderr)
@@ -148,8 +143,7 @@ def _export(run_dir: Path, given: argparse.Namespace) -> int:
             return 1
         else:
             doubt = {CANDIDATE: " (not verified yet)", DEMOTED: " (the trouble began before it)"}.get(kind, "")
-            also = "; if it needs a tokenizer, save that there, too" if to.is_dir() else ""
-            print(f"step {manifest.step:,}{doubt} is in {to}{also}")
+            print(f"step {manifest.step:,}{doubt} is in {to}")
             return 0
     print(f"nothing was exported: {why}", file=sys.stderr)
     return 1

@@ -169,8 +169,6 @@ class _Session:
         with watchdog:
             self.run = run = assemble(self.config, world, self.incident_log, resume, requests.asked, watchdog.beat)
             log.info("%s", run)
-            if world.is_main:
-                weights.describe(run.bare_model, directory.path)
             self._resume(run)
             self.tracker.params(composed.params)
             self.tracker.artifact(directory.config)

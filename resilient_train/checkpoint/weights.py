@@ -1,8 +1,4 @@
-"""Weights for other programs: a safetensors file, those of the best evaluation, a folder for `from_pretrained`.
-
-The run itself writes the configuration of its model for such a folder, since only the run has the model: to
-pretrained/config.json and, if the model generates, pretrained/generation_config.json. An export adds the weights.
-"""
+"""Weights for other programs: a safetensors file, and those of the best evaluation."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -23,13 +19,12 @@ from resilient_train import files
 from resilient_train.checkpoint.store import WEIGHTS, Damaged, Manifest, verify
 from resilient_train.checkpoint.tree_files import NAMES, chunks, is_share, load_tree
 from resilient_train.errors import ConfigError, in_one_line
-from resilient_train.state.tree import full_tensor, own_class, reshard
+from resilient_train.state.tree import full_tensor, reshard
 from resilient_train.wording import log
 
-BEST, PRETRAINED = "best", "pretrained"  # their names in a run directory
+BEST = "best"  # its name in a run directory
 
 _BEST_METRICS = "best.json"
-_CONFIG, _GENERATION, _MODEL = "config.json", "generation_config.json", "model.safetensors"
 
 
 def gathered(model: nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:
@@ -166,53 +161,6 @@ class NotExportable(ValueError):
     """There is nothing to export, or the target cannot be written. The message is one line."""
 
 
-def describe(model: nn.Module, run_dir: Path) -> None:
-    """Write the configuration that `from_pretrained` needs, if this is a model of transformers."""
-    transformers = sys.modules.get("transformers")  # if it is not loaded, the model is not one of its classes
-    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
-        return
-    dtypes = {weight.dtype for weight in model.parameters()}
-    dtype = str(dtypes.pop() if len(dtypes) == 1 else torch.float32).removeprefix("torch.")
-    config = {**model.config.to_dict(), "architectures": [own_class(model).__name__], "dtype": dtype}
-    configs: dict[str, dict[str, Any]] = {_CONFIG: config}
-    if getattr(model, "generation_config", None) is not None:
-        configs[_GENERATION] = model.generation_config.to_dict()
-    directory = run_dir / PRETRAINED
-    directory.mkdir(exist_ok=True)
-    for name, node in configs.items():
-        files.commit_text(directory / name, _as_text(node))
-
-
-def export(run_dir: Path, checkpoint: Path, to: Path) -> Manifest:
-    """Make a new folder for `from_pretrained` from a checkpoint. Raises NotExportable, or Damaged if it is damaged."""
-    source = run_dir / PRETRAINED
-    if not source.is_dir():
-        why = f"only exports models of transformers; for any other, {checkpoint / WEIGHTS} loads with safetensors"
-        raise NotExportable(f"--export {why}")
-    if to.exists() and not (to.is_dir() and not any(to.iterdir())):
-        raise NotExportable(f"{to} is there already: --export makes a new folder")
-    configs = {}
-    for name in (_CONFIG, _GENERATION):
-        if name == _CONFIG or (source / name).exists():
-            configs[name] = files.read_json(source / name)
-            if not isinstance(configs[name], dict):
-                raise NotExportable(f"{source / name} is not what a run writes there")
-    manifest, new = verify(checkpoint), files.temporary(to)
-    with _writing(to):
-        try:
-            if new.exists():
-                files.remove(new)
-            files.disk.make_directory(new)
-            for name, content in configs.items():
-                files.write_file(new / name, [_as_text(content).encode()])
-            files.write_file(new / _MODEL, chunks(_usual(_joined(checkpoint), to)))
-            files.commit_directory(new, to)
-        finally:
-            if new.exists():
-                files.remove(new)
-    return manifest
-
-
 def export_weights(checkpoint: Path, to: Path) -> Manifest:
     """Make one safetensors file of a checkpoint, in shares or not. Raises NotExportable or Damaged."""
     if to.exists():
@@ -237,7 +185,3 @@ def _joined(checkpoint: Path) -> dict[str, torch.Tensor]:
         return stored(checkpoint)
     except (ValueError, SafetensorError) as error:
         raise Damaged(f"cannot be loaded: {in_one_line(error)}") from error
-
-
-def _as_text(config: Any) -> str:
-    return json.dumps(config, indent=2, sort_keys=True, default=str) + "\n"

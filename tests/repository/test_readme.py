@@ -106,7 +106,7 @@ def test_the_table_of_files_is_what_runs_leave(
     assert "runs/stopped/checkpoints/step-" in gave_up.stderr
     recovered, stopped = ({file.name for file in Path("runs", name).iterdir()} for name in ("recovered", "stopped"))
     # Others are written where rows are guilty, a start is refused and so on: other tests look at those.
-    elsewhere = {"quarantine.json", "mlflow.json", "outbox.jsonl", "pretrained", "refused.json", "failed.rank1"}
+    elsewhere = {"quarantine.json", "mlflow.json", "outbox.jsonl", "refused.json", "failed.rank1"}
     assert names(PAGES["command"], "in the run directory") == (recovered | stopped | elsewhere) - {".lock"}
     assert recovered ^ stopped == {"weights.safetensors", "best"}
     assert len(list((tmp_path / "runs/stopped/checkpoints").glob("*/weights.safetensors"))) == 1
