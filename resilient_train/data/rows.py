@@ -268,39 +268,41 @@ class _Probe:
         return (random.random(), np.random.random()) == self.first and torch.equal(torch.get_rng_state(), self.state)
 
 
-_COMPARED = 8  # rows, spread over the data set
 _PLAIN_TYPES = (torch.Tensor, bool, int, float, complex, str, bytes, type(None))
 
 
 def fingerprint(dataset: Any, rows: Iterable[int] | None = None) -> dict[str, Any]:
-    """Return the class of a map-style data set, its number of rows, and digests of a few, each fetched twice.
+    """Return the class of a map-style data set, its number of rows, and the digest of one row.
 
-    They are spread over `rows`: a run gives those that it has fetched already, since others might end the process, or
-    never return. The digest of a row that raises, or that differs the second time, is None.
+    It is the first of `rows`: a run gives those that it has fetched already, since others might end the process, or
+    never return. The digest of a row that raises, or that differs when it is fetched again, is None.
     """
-    some = range(len(dataset)) if rows is None else sorted(set(rows))
-    compared = {some[(len(some) - 1) * number // (_COMPARED - 1)] for number in range(_COMPARED)} if some else set()
-    digests: dict[str, str | None] = {}
-    with preserved(torch.device("cpu")):
-        for row in sorted(compared):
-            seen: set[str | None] = set()
-            for _ in range(2):
-                seed_host(mix(Purpose.ROW, 0, 0, row))
-                try:
-                    seen.add(sha256(_lasting(dataset[row])))
-                except Exception:
-                    seen.add(None)
-            digests[str(row)] = seen.pop() if len(seen) == 1 else None
+    row = min(range(len(dataset)) if rows is None else rows, default=None)
+    digests = {} if row is None else {str(row): _digest_of(dataset, row)}
     return {"dataset": type(dataset).__name__, "rows": len(dataset), "digests": digests}
+
+
+def _digest_of(dataset: Any, row: int) -> str | None:
+    with preserved(torch.device("cpu")):
+        seen = set()
+        for _ in range(2):
+            seed_host(mix(Purpose.ROW, 0, 0, row))
+            try:
+                seen.add(sha256(_lasting(dataset[row])))
+            except Exception:
+                return None
+    return seen.pop() if len(seen) == 1 else None
 
 
 def change(known: Mapping[str, Any], dataset: Any) -> str:
     """Say how a data set differs from an earlier fingerprint of it; empty if it does not."""
     if len(dataset) != known["rows"]:
         return f"it has {counted(len(dataset), 'row')}, and had {known['rows']:,}"
-    now = fingerprint(dataset, map(int, known["digests"]))["digests"]
-    odd = [row for row, was in known["digests"].items() if was and now.get(row) and now[row] != was]
-    return f"row {min(odd, key=int)} is not what it was" if odd else ""
+    for row, was in known["digests"].items():
+        now = _digest_of(dataset, int(row))
+        if was and now and now != was:
+            return f"row {row} is not what it was"
+    return ""
 
 
 def _lasting(node: Any) -> Any:

@@ -125,20 +125,11 @@ def vars_of(why: Quarantined) -> dict[str, Any]:
 
 
 DAMAGE = [
-    *("", "{", "\x00" * 40, "[" * 100_000, "null", "[1]", "{}", '{"format": 1}'),
-    damaged(lambda content: content.update(format="1")),
-    damaged(lambda content: content.update(format=True)),
+    *("", "[" * 100_000, "null", '{"format": 1}'),
     damaged(lambda content: content.update(more=1)),
-    damaged(lambda content: content.update(rows={})),
-    damaged(lambda content: content.update(data=None)),
-    damaged(lambda content: content["data"].pop("rows")),
-    damaged(lambda content: content["data"].update(digests=[])),
     damaged(lambda content: content["data"].update(digests={"0": 1})),
     damaged(lambda content: content["rows"].append(3)),
-    *[
-        damaged(lambda content, broken=broken: content["rows"][0].update(broken))
-        for broken in ({"row": True}, {"row": "3"}, {"row": 3.0}, {"row": -1}, {"row": 50}, {"step": None}, {"x": 1})
-    ],
+    *[damaged(lambda content, odd=odd: content["rows"][0].update(odd)) for odd in ({"row": True}, {"row": 50})],
 ]
 
 
@@ -207,45 +198,32 @@ class Rows:
         return self.row(index)
 
 
-def raising(index: int) -> Any:
-    if index > 9:
-        raise OSError("the disk is gone")
-    return index
-
-
 @pytest.mark.parametrize("kind", [Augmented, RarelyRandom, Fixed])
-@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 1000])
-def test_a_data_set_is_known_again(kind: Any, rows: int) -> None:
-    """Whatever was drawn before, and nothing that is drawn afterwards changes; a few rows are looked at."""
+def test_a_data_set_is_known_again(kind: Any) -> None:
+    """Whatever was drawn before, and nothing that is drawn afterwards changes; one row is looked at."""
     seed_host(1)
     drawn = [torch.rand(1).item(), random.random(), np.random.random()]
     seed_host(1)
-    first = fingerprint(kind(rows))
+    first = fingerprint(kind(9))
     assert [torch.rand(1).item(), random.random(), np.random.random()] == drawn
-    assert fingerprint(kind(rows)) == first
-    assert (first["dataset"], first["rows"]) == (kind.__name__, rows)
-    assert len(first["digests"]) == min(rows, 8)
-    assert {"0", str(rows - 1)} <= first["digests"].keys()
-    assert None not in first["digests"].values()
+    assert fingerprint(kind(9)) == first
+    assert (first["dataset"], first["rows"], list(first["digests"])) == (kind.__name__, 9, ["0"])
+    assert first["digests"]["0"] is not None
     assert json.loads(json.dumps(first)) == first
+    assert list(fingerprint(kind(9), [7, 5])["digests"]) == ["5"]
+
+
+class Thing:
+    """Nothing that could be hashed: its text shows an address."""
 
 
 def test_other_data_is_another_data_set() -> None:
-    """A changed row, another type, another order."""
-    digests = [
-        fingerprint(Rows(row))["digests"]
-        for row in (
-            lambda index: index,
-            lambda index: index + 1,
-            lambda index: float(index),
-            lambda index: {"x": index},
-            lambda index: torch.tensor(index),
-            lambda index: np.asarray(index),
-            lambda index: str(index),
-        )
-    ]
-    for one, other in itertools.combinations(digests, 2):
-        assert not set(one.items()) & set(other.items())
+    """A changed row, another type. Of objects without a lasting form, such as sets, only the class counts."""
+    rows = [0, 1, 0.0, {"x": 0}, torch.tensor(0), np.asarray(0), "0", [Thing(), {"a", "b"}], [Thing(), Thing()]]
+    digests = [fingerprint(Rows(lambda index, row=row: row))["digests"]["0"] for row in rows]
+    assert None not in digests
+    assert len(set(digests)) == len(rows)
+    assert fingerprint(Rows(lambda index: [Thing(), {"c"}]))["digests"]["0"] == digests[-2]
 
 
 @pytest.mark.parametrize(
@@ -256,23 +234,6 @@ def test_other_data_is_another_data_set() -> None:
         lambda index: np.array([print, index], dtype=object).sum(),
     ],
 )
-def test_rows_that_raise_or_never_repeat_have_no_digest(row: Any) -> None:
-    """They are no reason to refuse the data set, and do not keep others from being compared."""
-    assert set(fingerprint(Rows(row))["digests"].values()) == {None}
-    digests = fingerprint(Rows(raising))["digests"]
-    assert {int(index) < 10 for index, digest in digests.items() if digest} == {True}
-    assert {int(index) > 9 for index, digest in digests.items() if not digest} == {True}
-
-
-class Thing:
-    """Nothing that could be hashed: its text shows an address."""
-
-
-def test_objects_without_a_lasting_form_do_not_change_it() -> None:
-    """Sets come in another order in every process, and objects lie at other addresses: only their class counts."""
-    first, second, third = (
-        fingerprint(Rows(lambda index, things=things: {"x": index, "things": things}))["digests"]
-        for things in ([Thing(), {"a", "b"}, print], [Thing(), {"c"}, len], [Thing(), {"a", "b"}, Thing])
-    )
-    assert first == second != third
-    assert None not in first.values()
+def test_a_row_that_raises_or_never_repeats_has_no_digest(row: Any) -> None:
+    """It is no reason to refuse the data set."""
+    assert fingerprint(Rows(row))["digests"] == {"0": None}
