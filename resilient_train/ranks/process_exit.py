@@ -11,9 +11,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from itertools import pairwise
 from types import FrameType
 from typing import Any
 
@@ -184,27 +183,6 @@ def exit_with_agent() -> None:
     exit_with_parent()
     if os.getppid() != parent or not is_agent:  # it had ended before the kernel was asked
         os._exit(1)
-    ancestors = [os.getpid(), parent]  # those that the agent has started as well, and last the agent itself
-    with suppress(psutil.Error, OSError):
-        while ancestors[-1] > 1 and _AGENT in psutil.Process(ancestors[-1]).environ():
-            ancestors.append(psutil.Process(ancestors[-1]).ppid())
-    if len(ancestors) > 2:  # a script between the two would stay, and this process with it
-        threading.Thread(target=_exit_with_ancestors, args=(ancestors,), name="agent", daemon=True).start()
-
-
-def _exit_with_ancestors(ancestors: Sequence[int]) -> None:
-    """Kill this process when an ancestor has ended: the one below it has another parent then."""
-    while True:
-        for process, parent in pairwise(ancestors):
-            is_broken = False
-            with suppress(OSError, psutil.AccessDenied):  # such as no descriptor left
-                try:
-                    is_broken = psutil.Process(process).ppid() != parent
-                except psutil.NoSuchProcess:
-                    is_broken = True
-            if is_broken:
-                os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(1.0)
 
 
 def exit_with_parent(worker: int = 0) -> None:

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 import torch
 from group import launch
 from held import held_at
 from kills import in_journal, incidents, left_overs, stand, summary
-from launched import Launched, never_imported
+from launched import Launched
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from warm import ENVIRONMENT, Forked
 
@@ -50,27 +46,24 @@ def restarted(launched: Launched, ranks: dict[int, int]) -> None:
 # -------------------------------------------------------------------------------------------------------------- joining
 
 
-@pytest.mark.parametrize("size", [1, 2, 5])
-def test_every_attempt_has_a_name_of_its_own(size: int) -> None:
+def test_every_attempt_has_a_name_of_its_own() -> None:
     """All its ranks agree on it, in whatever order they come, on a store that is full of what others have left."""
-    store, names, patience = HashStore(), [], timedelta(seconds=200)
-    for attempt in range(4):
+    store, names, size = HashStore(), list[str](), 4
+    for ranks in (range(size), reversed(range(size))):
         agreed: dict[int, str] = {}
 
         def joins(rank: int, agreed: dict[int, str] = agreed) -> None:
-            agreed[rank] = attempt_name(store, rank, size, patience)
+            agreed[rank] = attempt_name(store, rank, size, timedelta(seconds=200))
 
-        ranks = range(size) if attempt % 2 else reversed(range(size))
         threads = [threading.Thread(target=joins, args=(rank,)) for rank in ranks]
         for thread in threads:
             thread.start()
-            time.sleep(0.02)
         for thread in threads:
             thread.join(200)
         assert set(agreed) == set(range(size))
         assert len(set(agreed.values())) == 1
         names.append(agreed[0])
-    assert len(set(names)) == 4
+    assert names[0] != names[1]
 
 
 def test_who_asked_before_it_was_killed_gets_no_answer_in_the_place_of_another() -> None:
@@ -102,25 +95,22 @@ def test_a_request_to_stop_is_heard_while_the_others_are_waited_for() -> None:
 
 
 def test_killed_ranks_are_started_again_and_the_run_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
-    """Rank 1, rank 0, and one that has just been started: an incident for each end of a training, the same weights."""
-    run_dir, own = tmp_path / "killed", [*OWN, "run.steps=100"]
+    """Rank 0, and a rank that has just been started: an incident for the end of a training, the same weights."""
+    run_dir, own = tmp_path / "killed", [*OWN, "run.steps=60"]
     unharmed = launch(tmp_path, 2, "-m", "resilient_train", *own, "run.dir=unharmed")
     assert unharmed.is_well, unharmed
-    with held_at(tmp_path, 90) as let_go, Launched(tmp_path, 2, *own, "run.dir=killed", restarts=3) as launched:
-        for rank, step in ((1, 30), (0, 60)):
-            at_step(launched, run_dir, step)
+    with held_at(tmp_path, 50) as let_go, Launched(tmp_path, 2, *own, "run.dir=killed", restarts=2) as launched:
+        at_step(launched, run_dir, 30)
+        for rank in (0, 1):
             ranks = launched.ranks()
             os.kill(ranks[rank], signal.SIGKILL)
             restarted(launched, ranks)
-        ranks = launched.ranks()
-        os.kill(ranks[1], signal.SIGKILL)
-        restarted(launched, ranks)
         let_go()
         assert launched.wait() == 0, launched.output
     done, plain = summary(run_dir), summary(tmp_path / "unharmed")
     assert done["weights_sha256"] == plain["weights_sha256"]
     assert done["state_sha256"] == plain["state_sha256"]
-    assert [one["signal"] for one in incidents(run_dir)] == ["crash", "crash"]
+    assert [one["signal"] for one in incidents(run_dir)] == ["crash"]
     assert left_overs(run_dir) == []
 
 
@@ -160,66 +150,6 @@ def test_an_agent_that_is_killed_leaves_nobody_behind(tmp_path: Path) -> None:
         assert len(launched.all()) == 5
         launched.kill_agent()
         assert gone(launched.all)
-
-
-def test_an_agent_that_is_killed_takes_along_who_is_still_importing(tmp_path: Path) -> None:
-    """The process is bound to its agent before anything heavy is loaded: here one that is loaded for ever."""
-    never_imported(tmp_path)
-    with Launched(tmp_path, 2, *OWN, "run.dir=run", "run.steps=100000", cold=True) as launched:
-        launched.until(lambda: len(list(tmp_path.glob("imports.*"))) == 2)
-        assert len(launched.all()) == 3
-        launched.kill_agent()
-        assert gone(launched.all)
-
-
-WRAPPED = """
-import os, subprocess, sys, time
-if "TORCHELASTIC_RUN_ID" in os.environ:  # a script between the agent and the process
-    sys.exit(subprocess.call([sys.executable, "-c", sys.argv[1]]))
-"""
-STAYS = """
-import os, time
-from resilient_train.ranks.process_exit import exit_with_agent
-exit_with_agent()
-print(os.getpid(), flush=True)
-time.sleep(3600)
-"""
-
-
-@contextmanager
-def said_by(program: str, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
-    """A Python program that runs, and what it says."""
-    command = [sys.executable, "-W", "ignore", "-c", program, *arguments]
-    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as started:
-        assert started.stdout is not None
-        yield started, started.stdout
-
-
-def is_there(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
-
-
-def test_a_script_between_the_agent_and_a_process_does_not_keep_it(tmp_path: Path) -> None:
-    """Nobody kills the script: the process looks for its agent itself."""
-    agent = "import os, subprocess, sys; e = {**os.environ, 'TORCHELASTIC_RUN_ID': '1'};"
-    agent += "subprocess.call([sys.executable, '-c', sys.argv[1], sys.argv[2]], env=e)"
-    with said_by(agent, WRAPPED, STAYS) as (started, said):
-        stays = int(said.readline())
-        started.kill()
-    assert gone(lambda: is_there(stays))
-
-
-def test_without_an_agent_a_process_stays() -> None:
-    """Somebody may have started it from a shell that has ended since."""
-    starter = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', sys.argv[1]])"
-    with said_by(starter, STAYS) as (started, said):
-        stays = int(said.readline())
-        assert started.wait(100) == 0
-    time.sleep(1.5)
-    assert is_there(stays)
-    os.kill(stays, signal.SIGKILL)
 
 
 # -------------------------------------------------------------------------------------------------------------- stopped
@@ -266,8 +196,8 @@ def test_what_ranks_note_of_a_hang_is_found_and_taken_away(tmp_path: Path) -> No
 def test_a_rank_that_does_not_go_on_is_noticed_and_the_run_is_started_again(tmp_path: Path) -> None:
     """The next start tells it, once and by the rank's name."""
     run_dir = tmp_path / "run"
-    arguments = [*OWN, "run.dir=run", "run.steps=1000000", "run.step_timeout=6"]
-    with Launched(tmp_path, 2, *arguments, restarts=2, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="2") as launched:
+    arguments = [*OWN, "run.dir=run", "run.steps=1000000", "run.step_timeout=5"]
+    with Launched(tmp_path, 2, *arguments, restarts=2, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1") as launched:
         at_step(launched, run_dir, 40)
         ranks = launched.ranks()
         os.kill(ranks[0], signal.SIGSTOP)
