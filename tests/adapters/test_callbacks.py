@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import lightning
 import pytest
 import torch
+from group import alone
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -35,8 +39,10 @@ class Rows(Dataset[Any]):
 
     scale = 1.0
 
-    def __init__(self, *, is_named: bool) -> None:
+    def __init__(self, *, is_named: bool, bad: int | None = None) -> None:
         self.is_named, self.values = is_named, torch.randn(64, 4, generator=torch.Generator().manual_seed(3))
+        if bad is not None:
+            self.values[bad, 2] = math.nan
 
     def __len__(self) -> int:
         return len(self.values)
@@ -50,10 +56,10 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.line = nn.Linear(4, 1)
+        self.norm, self.line = nn.BatchNorm1d(4), nn.Linear(4, 1)
 
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        return {"loss": (self.line(x).squeeze(-1) - labels).square().mean()}
+        return {"loss": (self.line(self.norm(x)).squeeze(-1) - labels).square().mean()}
 
 
 class Module(lightning.LightningModule):  # type: ignore[misc]  # nor with Lightning
@@ -158,6 +164,55 @@ def test_a_gradient_that_a_callback_spoils_after_the_clip_is_refused(tmp_path: P
     assert (incident["signal"], incident["step"], incident["steps_lost"]) == ("nonfinite_grad", 13, 1)
     assert all(bool(weight.isfinite().all()) for weight in trainer.model.parameters())
     assert summary["status"] == "completed"
+
+
+BAD, SAVED, KILLED = 41, 24, 28  # a row that the first epoch meets, the step of a checkpoint, and that of the kill
+
+
+class Averaging(TrainerCallback):  # type: ignore[misc]
+    """As users write it: the whole `state_dict`, after each step, saved next to each checkpoint."""
+
+    def __init__(self, model: nn.Module, killed_at: int) -> None:
+        self.average, self.killed_at = copy.deepcopy(model), killed_at
+
+    @torch.no_grad()
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **more: Any) -> None:
+        if state.global_step == self.killed_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        for mine, its in zip(self.average.state_dict().values(), model.state_dict().values(), strict=True):
+            mine.copy_(0.9 * mine + 0.1 * its)
+
+    def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        torch.save(self.average.state_dict(), Path(args.output_dir) / f"checkpoint-{state.global_step}" / "average.pt")
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        if state.global_step:
+            saved = torch.load(Path(args.output_dir) / f"checkpoint-{state.global_step}" / "average.pt")
+            self.average.load_state_dict(saved)
+
+
+def averaged(output: Path, killed_at: int = -1, quarantine: Path | None = None) -> list[float]:
+    """Train from the newest checkpoint in `output`, if there is one; return the weights and their average."""
+    model = Net()
+    callback = Averaging(model, killed_at)
+    usual = {**USUAL, "save_strategy": "steps", "save_steps": SAVED, "max_steps": 40, "learning_rate": 1e-2}
+    args = TrainingArguments(str(output), per_device_train_batch_size=4, seed=1, **usual)
+    trainer = Trainer(model, args, train_dataset=Rows(is_named=True, bad=BAD), callbacks=[callback])
+    resilient_train.hf.guard(trainer, quarantine=quarantine)
+    trainer.train(resume_from_checkpoint=any(output.glob("checkpoint-*")))
+    assert trainer.state.global_step == 40
+    states = [one for module in (model, callback.average) for one in module.state_dict().values()]
+    return [value for one in states for value in one.double().flatten().tolist()]
+
+
+def test_a_nan_row_and_a_kill_leave_no_trace_in_an_average(tmp_path: Path) -> None:
+    """Weights and average are bit for bit those of the same run with that row in quarantine from the start."""
+    assert alone(averaged, tmp_path / "mine", KILLED)[0] == -signal.SIGKILL
+    resumed = averaged(tmp_path / "mine")
+    _, incidents = told(tmp_path / "mine")
+    assert [(one["signal"], one["rows"]) for one in incidents] == [("nonfinite_batch", [BAD]), ("crash", [])]
+    assert resumed == averaged(tmp_path / "control", quarantine=tmp_path / "mine/resilient_train/quarantine.json")
+    assert all(map(math.isfinite, resumed))
 
 
 class Flips(lightning.Callback):  # type: ignore[misc]
