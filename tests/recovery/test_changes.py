@@ -92,8 +92,14 @@ def summary(run_dir: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("loss", [with_penalty, other_loss, noisier])
-@pytest.mark.parametrize("form", ["replayed", "handed over", "counted by the loop"])
+@pytest.mark.parametrize(
+    ("form", "loss"),
+    [
+        *(("replayed", loss) for loss in (with_penalty, other_loss)),
+        *(("handed over", loss) for loss in (other_loss, noisier)),
+        ("counted by the loop", with_penalty),
+    ],
+)
 def test_a_loss_that_changes_on_purpose(loss: Loss, form: str, tmp_path: Path) -> None:
     """It goes on with the configured rate and all samples, costs one rewind at most, and is called well."""
     run = Run(tmp_path / "run", loss, replays=form == "replayed").trained(counts=form == "counted by the loop")
@@ -118,23 +124,18 @@ def draw_head(model: nn.Module, step: int) -> None:
 
 
 @pytest.mark.parametrize("replays", [True, False])
-def test_a_head_that_is_drawn_again(replays: bool, tmp_path: Path) -> None:
-    """Weights that the loop writes again after the rewind are its own, and so is the loss that they have."""
-    run = Run(tmp_path / "run", replays=replays).trained(draw_head)
-    assert [one.anomaly.signal for one in run.incidents] == ["weights_jump"]
-    assert summary(tmp_path / "run")["verdict"] == "well"
-
-
-@pytest.mark.parametrize("replays", [True, False])
 def test_a_head_that_is_drawn_again_and_again(replays: bool, tmp_path: Path) -> None:
-    """Each time the loss is another one. What was done about it is taken back, and costs the next one no strike."""
+    """Weights that the loop writes again after a rewind are its own, and so is the loss that they have.
+
+    What was done about it is taken back, and costs the next one no strike.
+    """
 
     def draw(model: nn.Module, step: int) -> None:
         if step and step % 100 == 0:
             torch.manual_seed(step)
             model[2].reset_parameters()  # type: ignore[index]
 
-    run = Run(tmp_path / "run", replays=replays, steps=600).trained(draw)
+    run = Run(tmp_path / "run", replays=replays, steps=400).trained(draw)
     assert {one.is_accepted for one in run.incidents} == {True}
     knobs = run.guard._controls.knobs.values
     assert knobs.lr == knobs.clip == 1.0
@@ -176,19 +177,7 @@ def test_weights_that_are_damaged_once(replays: bool) -> None:
     assert (run.guard.recent_loss or 1.0) < 0.2
 
 
-@pytest.mark.parametrize("replays", [True, False])
-def test_a_rate_that_leaps(replays: bool) -> None:
-    """The rate is to blame, not a change on purpose, though the loss rises there again and again."""
-
-    def curve(step: int) -> float:
-        return 200.0 if CHANGE <= step < CHANGE + 12 else 1.0
-
-    run = Run(None, replays=replays, schedule=curve).trained()
-    assert {one.diagnosis.cause for one in run.incidents} == {"rate"}
-    assert (run.guard.recent_loss or 1.0) < 0.2
-
-
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(8))
 def test_a_batch_of_one_row_is_noisy(seed: int) -> None:
     """The first loss is one number, and may be low by chance: a healthy run is neither rewound nor ended."""
     dice = torch.Generator().manual_seed(seed)

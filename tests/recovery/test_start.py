@@ -63,8 +63,9 @@ def loss_of(net: nn.Module, rows: TensorDataset, criterion: Any) -> float:
         return float(criterion(net(points), targets))
 
 
-@pytest.mark.parametrize("hands_over", [False, True])
-@pytest.mark.parametrize("build", [in_another_unit, summed, large_weights])
+@pytest.mark.parametrize(
+    ("build", "hands_over"), [(in_another_unit, False), (summed, False), (large_weights, False), (summed, True)]
+)
 def test_what_explodes_for_other_reasons_than_the_rate_is_trained_with_that_rate(
     build: Build, hands_over: bool
 ) -> None:
