@@ -19,7 +19,7 @@ from group import alone
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import Dataset
+from torch.utils.data import TensorDataset
 
 from resilient_train import Guard, files
 from resilient_train.errors import ConfigError
@@ -30,18 +30,12 @@ NEVER = 10**9
 OFTEN = MemoryConfig(every=2, keep=4, max_gib=None)
 
 
-class Rows(Dataset[tuple[Tensor, Tensor]]):
-    def __init__(self, bad: int | None = None) -> None:
-        self.x = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(1))
-        self.y = (self.x.sum(1) > 0).long()
-        if bad is not None:
-            self.x[bad, 2] = math.nan
-
-    def __len__(self) -> int:
-        return ROWS
-
-    def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:
-        return self.x[row], self.y[row]
+def rows(bad: int | None = None) -> TensorDataset:
+    x = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(1))
+    y = (x.sum(1) > 0).long()
+    if bad is not None:
+        x[bad, 2] = math.nan
+    return TensorDataset(x, y)
 
 
 def network() -> nn.Module:
@@ -107,7 +101,7 @@ def program(
     objective = None if form != "objective" else lambda net, batch: F.cross_entropy(net(batch[0]), batch[1])
     guard = Guard(
         *(None, model, optimizer),
-        data=Rows(bad),
+        data=rows(bad),
         batch_size=BATCH,
         objective=objective,
         run_dir=run_dir,
@@ -139,7 +133,8 @@ def program(
         metric.reset()
         model.eval()
         with torch.no_grad():
-            metrics.append(F.cross_entropy(average.module(Rows().x), Rows().y))
+            inputs, labels = rows().tensors
+            metrics.append(F.cross_entropy(average.module(inputs), labels))
         model.train()
     guard.close()
     seen = digest(model.state_dict(), average.state_dict(), {"metrics": torch.stack(metrics[-2:])})
@@ -235,7 +230,7 @@ def small(run_dir: Path | None, bad: int | None = None, **more: Any) -> Guard:
         **({"disk": DiskConfig(every=2), "resume": True} if run_dir else {}),
         **more,
     }
-    data = {"data": Rows(bad), "batch_size": BATCH, "steps": more.pop("steps", 12)}
+    data = {"data": rows(bad), "batch_size": BATCH, "steps": more.pop("steps", 12)}
     objective = lambda net, batch: F.cross_entropy(net(batch[0]), batch[1])  # noqa: E731
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     return Guard(None, model, optimizer, objective=objective, run_dir=run_dir, **data, **more)
