@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import OneCycleLR
 
 from resilient_train.adapters.guard import Guard
+from resilient_train.reader import MemoryConfig
 
 ROWS = 256
 SKIP = {"ladders": {"default": [{"do": ["skip"], "strikes": None}]}}
@@ -83,6 +84,20 @@ class At:
         self.count += 1
         self.poison.strikes = self.count in self.calls
         return self.poison(model, batch)
+
+
+def guard_over(data: Any, **given: Any) -> Guard:
+    """A regression of six columns, which keeps snapshots often: for tests of where rows come from."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 1)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    given = {"batch_size": 16, "memory": MemoryConfig(every=5, keep=4, max_gib=None), "verify_after": 3, **given}
+    return Guard(accelerator, model, optimizer, data=data, **given)
+
+
+def mse(model: Any, batch: Any) -> torch.Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
 
 
 def trained(guard: Guard, steps: int) -> Guard:

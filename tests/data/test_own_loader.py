@@ -16,10 +16,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 from group import alone
-from torch import Tensor, nn
+from guarded import guard_over, mse
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from resilient_train import Guard
 from resilient_train.reader import DiskConfig, MemoryConfig
 
 REWIND = {"ladders": {"default": [["rewind"]]}, "strikes": 5}
@@ -39,19 +39,6 @@ def batches(draw: Callable[[], Tensor], seen: list[tuple[int, ...]]) -> Iterator
         rows = draw()
         seen.append(tuple(rows.tolist()))
         yield DATA[rows], DATA[rows].sum(1, keepdim=True)
-
-
-def mse(model: Any, batch: Any) -> Tensor:
-    return nn.functional.mse_loss(model(batch[0]), batch[1])
-
-
-def guard_over(data: Any, **given: Any) -> Guard:
-    torch.manual_seed(0)
-    accelerator = Accelerator(cpu=True)
-    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    given = {"memory": MemoryConfig(every=5, keep=4, max_gib=None), "verify_after": 3, **given}
-    return Guard(accelerator, accelerator.prepare(model), optimizer, data=data, batch_size=16, **given)
 
 
 @pytest.mark.parametrize("form", ["objective", "hand-over"])
@@ -113,8 +100,7 @@ def over_rows(run_dir: Path, kind: str, workers: int, killed_at: int = 0, bad: t
     return guard.state.weights_sha256(), seen, [one.diagnosis.rows for one in guard.incidents]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", ["plain", "generator", "prepared"])
+@pytest.mark.parametrize(("kind", "workers"), [("plain", 2), ("generator", 0), ("prepared", 0)])
 def test_a_loader_over_rows_goes_on_where_it_was(kind: str, workers: int, tmp_path: Path) -> None:
     """After a kill in its third epoch, too: the same rows, and the weights of a run that was not killed."""
     weights, seen, _ = over_rows(tmp_path / "unharmed", kind, workers)

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
-from torch import Tensor, nn
+from guarded import guard_over, mse
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from resilient_train import Guard
 from resilient_train.errors import TrainError
-from resilient_train.reader import DiskConfig, MemoryConfig
+from resilient_train.reader import DiskConfig
 
 STEPS, BATCH = 40, 16
 INPUTS = torch.randn(200, 6, generator=torch.Generator().manual_seed(3))
@@ -91,22 +91,9 @@ class Now:
         return io_error() if self.count % 7 == 0 else None
 
 
-def mse(model: Any, batch: Any) -> Tensor:
-    return nn.functional.mse_loss(model(batch[0]), batch[1])
-
-
-def guard_over(data: Any, **given: Any) -> Guard:
-    torch.manual_seed(0)
-    accelerator = Accelerator(cpu=True)
-    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    own_size = {} if isinstance(data, DataLoader) else {"batch_size": BATCH}
-    given = {"objective": mse, "memory": MemoryConfig(every=5, keep=4, max_gib=None), **own_size, **given}
-    return Guard(accelerator, accelerator.prepare(model), optimizer, data=data, verify_after=3, **given)
-
-
 def trained(data: Any, **given: Any) -> Guard:
-    guard = guard_over(data, **given)
+    own_size = {"batch_size": None} if isinstance(data, DataLoader) else {}
+    guard = guard_over(data, objective=mse, **own_size, **given)
     try:
         for batch in guard.batches(STEPS):
             guard.step(batch)
@@ -172,7 +159,7 @@ def test_a_storage_that_fails_for_good_ends_the_run_in_words(
         trained(Rows(fails), **kept)
     assert failed.value.exit_code == 1
     assert not (tmp_path / "run" / "quarantine.json").exists()
-    guard, steps = guard_over(Rows(), **kept), list[int]()
+    guard, steps = guard_over(Rows(), objective=mse, **kept), list[int]()
     for batch in guard.batches():
         steps.append(guard.clock.step)
         guard.step(batch)
@@ -189,6 +176,8 @@ def test_rows_that_always_raise_are_not_waited_for(caplog: pytest.LogCaptureFixt
 
     guard = trained(Rows(fails))
     assert {row for one in guard.incidents for row in one.diagnosis.rows} == {17, 90}
+    assert {one.anomaly.signal for one in guard.incidents} == {"exception"}
+    assert f"{__file__}:" in guard.incidents[0].diagnosis.advice
     assert "tried again in" not in caplog.text
 
 
