@@ -22,7 +22,6 @@ import yaml
 
 from resilient_train.errors import ConfigError, in_one_line, unusable
 from resilient_train.files import conf
-from resilient_train.intervals import AUTO
 
 
 class Unimportable(Exception):
@@ -103,14 +102,14 @@ class ClipConfig:
 
 @dataclass
 class MemoryConfig:
-    every: int | str = field(metadata={"at_least": 0, "one_of": (AUTO,)})
+    every: int = field(metadata={"at_least": 0})
     keep: int = field(metadata={"at_least": 2})
     max_gib: float | None = field(metadata={"at_least": 0})
 
 
 @dataclass
 class DiskConfig:
-    every: int | str = field(default=0, metadata={"at_least": 0, "one_of": (AUTO,)})
+    every: int = field(default=0, metadata={"at_least": 0})
     keep: int = field(default=3, metadata={"at_least": 1})
     keep_every: int = field(default=0, metadata={"at_least": 0})
 

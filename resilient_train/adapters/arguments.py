@@ -373,8 +373,8 @@ class _Watched(ShadowSchedule):
         return [getattr(one, "last_epoch", None) for one in several]
 
 
-def disk(given: DiskConfig | int | str | None, *, resumes: bool) -> DiskConfig:
-    """Convert a number of updates between two checkpoints, or "auto"; with None or 0 there is one at the end.
+def disk(given: DiskConfig | int | None, *, resumes: bool) -> DiskConfig:
+    """Convert a number of updates between two checkpoints; with None or 0 there is one at the end.
 
     A loop that `resumes` from its own has to say how often they are written: a kill would begin it again at step 0.
     """

@@ -87,7 +87,7 @@ class Guard(guard.EngineGuard):
         collate: Collate | None = None,
         quarantine: str | Path | None = None,
         data_changed: str = "refuse",
-        disk: DiskConfig | int | str | None = None,
+        disk: DiskConfig | int | None = None,
         drill: Drill | None = None,
         incidents: IncidentLog | None = None,
         resume: Resume | bool = False,
@@ -104,7 +104,7 @@ class Guard(guard.EngineGuard):
         `expect` are steps at which the loss, the model or the data changes on purpose: there is no alarm around them.
         `quarantine` is the quarantine.json of another run on the same data, whose rows are left out. `data_changed` is
         "refuse" or "accept": whether to resume if the data set changed. `disk` is the number of updates between two
-        checkpoints in the run directory, or "auto"; with `resume` a run resumes from the newest one there. `stop` is
+        checkpoints in the run directory; with `resume` a run resumes from the newest one there. `stop` is
         called before every update. `tracking` is the address of the MLflow that shows the run, or True for the one that
         MLFLOW_TRACKING_URI names, else for a database next to the run directory.
 

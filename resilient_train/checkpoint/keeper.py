@@ -23,9 +23,9 @@ from resilient_train.checkpoint.store import CANDIDATE, VERIFIED, Damaged, Entry
 from resilient_train.checkpoint.tree_files import SerializedTree, SharedWrite
 from resilient_train.checkpoint.weights import Best
 from resilient_train.checkpoint.writer import Job, Writer
+from resilient_train.copy_costs import CopyCosts
 from resilient_train.errors import in_one_line, unusable
 from resilient_train.files import at_disk
-from resilient_train.intervals import Interval, Intervals
 from resilient_train.reader import DiskConfig
 from resilient_train.record.progress import Progress
 from resilient_train.record.run_history import RunHistory
@@ -57,8 +57,7 @@ class CheckpointKeeper:
         self._writes, self._store = common is not None, Store(common or Path(os.devnull))
         reference = parts.checks.rewind_check.reference_step
         self._writer = Writer(self._store, keep=config.keep, keep_every=config.keep_every, reference=reference)
-        self._interval = Interval("disk.every", config.every, begins_at=200, least=50, most=20_000)
-        self._intervals = Intervals(parts.ring.interval, self._interval, parts.world.on_main, history.note_intervals)
+        self._costs = CopyCosts(parts.ring.every, config.every)
         self._label = parts.world.on_main(lambda: uuid4().hex[:12]) if self._is_sharded else ""
         self._cancelled = threading.Event()  # stop waiting for the shares of other ranks, which may have died
         self._shared_writes = 0
@@ -117,12 +116,12 @@ class CheckpointKeeper:
         has_copied = bool(ring.snapshots) and ring.snapshots[-1].step == self._parts.clock.step
         is_saving = self.saving_since is not None
         tick, copying = self._parts.clock.tick, ring.copying
-        self._intervals.updated(tick, has_copied=has_copied, is_saving=is_saving, copying=copying)
+        self._costs.updated(tick, has_copied=has_copied, is_saving=is_saving, copying=copying)
         self._read_outcomes()
         if not self._writes or (snapshot := ring.newest_verified()) is None:
             return
         # At once if all were demoted: until then a kill would cost the whole run.
-        every = self._interval.steps if self._trusted or not self._highest_saved else 1
+        every = self._config.every if self._trusted or not self._highest_saved else 1
         is_due = self._config.every and snapshot.step - self._last_saved >= every
         if self._is_sharded and is_due:
             if not any_busy:

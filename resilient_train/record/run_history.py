@@ -62,10 +62,6 @@ class RunHistory:
         """Note a sample of the data set, for a process that resumes."""
         self._note("data_seen", sample=sample)
 
-    def note_intervals(self, tick: int, memory: int, disk: int) -> None:
-        """Note the steps between two snapshots and between two checkpoints, from now on."""
-        self._note("intervals", tick=tick, memory=memory, disk=disk)
-
     def note_source(self, source: str) -> None:
         """Note that the run was resumed from a path that the user gave."""
         self._note("taken_up_from", source=masked(source))

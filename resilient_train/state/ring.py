@@ -15,7 +15,6 @@ from typing import Any
 import psutil
 import torch
 
-from resilient_train.intervals import Interval
 from resilient_train.reader import MemoryConfig
 from resilient_train.state.copies import Copier, Frozen, room
 from resilient_train.state.run_state import RunState
@@ -63,8 +62,7 @@ class Ring:
 
         Free memory differs from rank to rank, and ranks with different snapshots would rewind to different steps.
         """
-        self._state, self._config, self._agree = state, config, agree
-        self.interval = Interval("memory.every", config.every, begins_at=25, least=5, most=1_000)
+        self._state, self._config, self._agree, self.every = state, config, agree, config.every
         self.snapshots: list[Snapshot] = []  # oldest first
         # The best verified snapshot that a rewind went back beyond, kept for the end of the run.
         self._set_aside: Snapshot | None = None
@@ -80,23 +78,23 @@ class Ring:
 
     def describe(self) -> str:
         """Say at the start of a run how many snapshots there will be and how much memory they take."""
-        if not self.interval.steps:
+        if not self.every:
             return "no snapshots in memory (memory.every=0): this run cannot rewind"
         size, allowed = self._settle_slots(nbytes(self._state.live()))
         why = "half of what was available" if self._config.max_gib is None else "memory.max_gib"
         limit = f", of {_readable(allowed)} allowed: {why}" if self._slots < self._config.keep else ""
         if not self._slots:
             return f"no snapshots in memory: this run cannot rewind; two take {_readable(2 * size)}{limit}"
-        often = f"every {counted(self.interval.steps, 'step')}{' at first' if self.interval.is_auto else ''}"
+        often = f"every {counted(self.every, 'step')}"
         return f"keeps {self._slots} snapshots to rewind to, {often} ({_readable(self._slots * size)}{limit})"
 
     def is_due(self, step: int) -> bool:
         """Say whether to take a snapshot after `step` accepted updates."""
-        return bool(self.interval.steps) and step % self.interval.steps == 0
+        return bool(self.every) and step % self.every == 0
 
     def take(self, step: int, *, verified: bool = False) -> Snapshot | None:
         """Copy the state; None if there is a snapshot of this step already, or every slot holds one that is needed."""
-        if not self.interval.steps or any(snapshot.step == step for snapshot in self.snapshots):
+        if not self.every or any(snapshot.step == step for snapshot in self.snapshots):
             return None
         live = self._state.live() | {"clock": step}  # the verdict on this step may be pending
         moving = self._frozen.moving(live["weights"])

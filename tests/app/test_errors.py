@@ -41,7 +41,6 @@ REFUSED = [
     ("tracking=mlflow tracking.uri=htp://x", "tracking.uri=htp://x", "http://"),
     ("accelerate.mixed_precision=fp16", "accelerate.mixed_precision=fp16", "GPU"),
     ("+accelerate.ddp.speed=9", "accelerate.ddp", "speed"),
-    ("run.deterministic=true checkpoint.disk.every=auto", "run.deterministic", "auto"),
     ("run.init_from=other.safetensors", "run.init_from=other.safetensors", "body.0.weight"),
     ("run.dir=a_file/run", "run.dir", "a_file", "cannot be written"),
     ("run.dir=occupied", "run.dir", "thesis.txt"),

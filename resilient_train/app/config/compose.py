@@ -24,7 +24,6 @@ from resilient_train.app.config import Config
 from resilient_train.app.config.command_line import composed_raw, explained, name_of, typed
 from resilient_train.errors import ConfigError, in_one_line, require_finite, unusable
 from resilient_train.files import read_yaml_text
-from resilient_train.intervals import AUTO
 from resilient_train.secrets import learn, masked_tree
 
 Node = Mapping[str, Any]
@@ -205,8 +204,6 @@ def composed(
         raise unusable(missing[0], f"has to be given: {missing[0]}=...")
     config = reader.read(Config, resolved, "")
     require_finite("", asdict(config))  # not of `resolved`: Hydra reads a text such as run.dir=nan as a number
-    if config.run.deterministic and AUTO in (config.checkpoint.memory.every, config.checkpoint.disk.every):
-        raise ConfigError("run.deterministic", True, "cannot be with an interval of auto, which follows from a clock")
     hidden = masked_tree(resolved)
     return Composed(config, hidden, _compared(_flat(hidden), choices, [*given, *swept]))
 
