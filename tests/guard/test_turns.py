@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,6 +45,14 @@ def state_of(guard: Guard) -> str:
     return sha256([live["weights"], live["buffers"], live["optimizer.0"], live["optimizer.1"]])
 
 
+def trained_plainly(trained: Pair, guard: Guard, batches: Iterable[Any]) -> Pair:
+    """Train without a guard, on its batches and with its random numbers."""
+    for number, batch in enumerate(batches):
+        guard.seeds.for_update(BATCH_SIZE * number)
+        trained.plain([batch])
+    return trained
+
+
 class Healthy(NamedTuple):
     """How a run without a fault ends."""
 
@@ -77,11 +86,7 @@ def test_a_healthy_run_ends_as_a_plain_loop(kind: str, fused: bool) -> None:
     batches = train(guarded, guard)
     assert (guard.clock.step, guard.clock.tick, guard.incidents) == (STEPS, STEPS, [])
 
-    plain, start = pair(kind, fused=fused), 0
-    for batch in batches:
-        guard.seeds.for_update(start)
-        plain.plain([batch])
-        start += BATCH_SIZE
+    plain = trained_plainly(pair(kind, fused=fused), guard, batches)
     assert plain.digests() == guarded.digests()
     for mine, theirs in zip(guarded.bare.buffers(), plain.bare.buffers(), strict=True):
         assert torch.equal(mine, theirs)
@@ -112,12 +117,7 @@ def test_turns_that_are_only_observed_end_as_a_plain_loop(kind: str, bad: int | 
     assert len(batches) == STEPS
     assert [str(one.outcome) for one in guard.incidents] == ["observed"] * (bad is not None)
 
-    plain, start = pair(kind), 0
-    for batch in batches.values():
-        guard.seeds.for_update(start)
-        plain.plain([batch])
-        start += BATCH_SIZE
-    assert plain.digests() == guarded.digests()
+    assert trained_plainly(pair(kind), guard, batches.values()).digests() == guarded.digests()
 
 
 @kinds

@@ -17,6 +17,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from group import alone, together
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
@@ -78,11 +79,11 @@ class Loop:
         self.model = model(norm)
         optimizer = build(self.model.parameters())
         schedule = LambdaLR(optimizer, hot)
-        prepared, optimizer, schedule = accelerator.prepare(self.model, optimizer, schedule)
+        prepared, self.optimizer, schedule = accelerator.prepare(self.model, optimizer, schedule)
         self.objective, self.hands_over = objective, hands_over
         more = {"data": data or blobs(), "batch_size": 16, "clip": 1.0, **more}
         given = None if hands_over else objective
-        self.guard = Guard(accelerator, prepared, optimizer, schedule=schedule, objective=given, **more)
+        self.guard = Guard(accelerator, prepared, self.optimizer, schedule=schedule, objective=given, **more)
 
     def train(self, steps: int, after: Callable[[int], Any] = lambda tick: None, plan: int | None = NEVER) -> Loop:
         self.guard.steps = steps if plan == NEVER else plan
@@ -208,6 +209,33 @@ def test_a_run_that_does_not_come_back_returns(tmp_path: Path) -> None:
     assert summary["verdict"] == "gave_up"
     assert "recovered" not in {outcome for *_, outcome in made[0].told()}
     assert status_of(tmp_path / "run").exit_code == 3
+
+
+def test_a_run_that_cannot_be_saved_ends_soon_and_keeps_its_last_good_state(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where every batch is poison it gives up within a hundred attempts, says why, and leaves what was proven good."""
+
+    def poison(model: Any, batch: Any) -> Tensor:
+        is_poison = made and made[0].guard.clock.tick >= 80
+        return cross_entropy(model, batch) * (math.nan if is_poison else 1)
+
+    made: list[Loop] = []
+    made.append(Loop(objective=poison, run_dir=tmp_path))
+    with pytest.raises(GaveUp):
+        made[0].train(200)
+    assert made[0].guard.clock.tick <= 80 + 100
+    [kept] = (tmp_path / "checkpoints").iterdir()
+    assert kept.name == "step-00000050"
+    on_disk = load_file(kept / "weights.safetensors")
+    assert all(torch.equal(on_disk[name], weight) for name, weight in made[0].model.named_parameters())
+    assert made[0].weights() == healthy(50)[0]
+    (farewell,) = [one.getMessage() for one in caplog.records if one.levelno == logging.ERROR]
+    for words in ("gave up at step", "nonfinite_loss", "what to try next", str(kept)):
+        assert words in farewell
+    lines = [json.loads(line) for line in (tmp_path / "incidents.jsonl").read_text().splitlines()]
+    assert len(lines) == len(made[0].guard.incidents)
+    assert lines[-1]["outcome"] == "gave_up"
 
 
 def test_a_run_that_ends_in_the_midst_of_it_is_not_recovered() -> None:
@@ -484,6 +512,20 @@ def test_tampering_again_and_again_goes_on_being_cured() -> None:
     assert len(loop.told()) >= 4
     assert {cause for _, cause, _ in loop.told()} == {"corruption"}
     assert loop.weights() == healthy(200)[0]
+
+
+def test_lost_moments_are_got_over() -> None:
+    """The run learns what it would have learnt with them."""
+    loop = Loop()
+
+    def tamper(tick: int) -> None:
+        if tick == 100:
+            for state in loop.optimizer.state.values():
+                state["exp_avg_sq"].zero_()
+
+    loop.train(200, tamper)
+    assert {outcome for *_, outcome in loop.told()} == {"recovered"}
+    assert loop.loss() < 1.15 * healthy(200)[1]
 
 
 @pytest.mark.parametrize(("size", "hands_over"), [(1e6, True), (1e30, False)])

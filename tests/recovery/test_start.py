@@ -63,6 +63,23 @@ def loss_of(net: nn.Module, rows: TensorDataset, criterion: Any) -> float:
         return float(criterion(net(points), targets))
 
 
+def trained(net: nn.Module, rows: TensorDataset, criterion: Any, optimizer: Any, *, hands_over: bool = False) -> Guard:
+    def objective(model: nn.Module, batch: Any) -> Tensor:
+        loss: Tensor = criterion(model(batch[0]), batch[1])
+        return loss
+
+    given = None if hands_over else objective
+    guard = Guard(None, net, optimizer, data=rows, batch_size=32, steps=STEPS, objective=given)
+    for batch in guard.batches():
+        if hands_over:
+            loss = objective(net, batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            guard.update(loss)
+        else:
+            guard.step(batch)
+    return guard
+
+
 @pytest.mark.parametrize(
     ("build", "hands_over"), [(in_another_unit, False), (summed, False), (large_weights, False), (summed, True)]
 )
@@ -79,20 +96,7 @@ def test_what_explodes_for_other_reasons_than_the_rate_is_trained_with_that_rate
 
     net, rows, criterion, optimizer = made(build)
     first = loss_of(net, rows, criterion)
-
-    def objective(model: nn.Module, batch: Any) -> Tensor:
-        loss: Tensor = criterion(model(batch[0]), batch[1])
-        return loss
-
-    guard = Guard(None, net, optimizer, data=rows, batch_size=32, steps=STEPS,
-                  objective=None if hands_over else objective)  # fmt: skip
-    for batch in guard.batches():
-        if hands_over:
-            loss = objective(net, batch)
-            loss.backward()  # type: ignore[no-untyped-call]
-            guard.update(loss)
-        else:
-            guard.step(batch)
+    guard = trained(net, rows, criterion, optimizer, hands_over=hands_over)
     assert loss_of(net, rows, criterion) < 0.1 * first
     tried = {action.remedy for one in guard.incidents for action in one.decision.actions}
     assert tried & {"limit_update", "tighten_clip"}
@@ -105,14 +109,7 @@ def test_a_weight_decay_that_throws_the_weights_to_and_fro_is_taken_back() -> No
     net, rows, criterion, _ = made(summed)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9, weight_decay=4500.0)
     first = loss_of(net, rows, criterion)
-
-    def objective(model: nn.Module, batch: Any) -> Tensor:
-        loss: Tensor = criterion(model(batch[0]), batch[1])
-        return loss
-
-    guard = Guard(None, net, optimizer, data=rows, batch_size=32, steps=STEPS, objective=objective)
-    for batch in guard.batches():
-        guard.step(batch)
+    guard = trained(net, rows, criterion, optimizer)
     assert loss_of(net, rows, criterion) < 0.1 * first
     assert guard._controls.knobs.values.decay == 0
     assert optimizer.param_groups[0]["lr"] == 1e-3
