@@ -26,19 +26,12 @@ STEPS, AT = 120, 40
 BAD = (17, 99)
 
 
-class Rows:
-    """The rows of `guarded`; bad ones hold a NaN."""
-
-    def __init__(self, *bad: int) -> None:
-        self.rows = rows()
-        for row in bad:
-            self.rows[row][0][0] = math.nan
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, row: int) -> tuple[torch.Tensor, int]:
-        return self.rows[row]
+def with_nan(*bad: int) -> list[tuple[torch.Tensor, int]]:
+    """The rows of `guarded`, some of which hold a NaN."""
+    made = rows()
+    for row in bad:
+        made[row][0][0] = math.nan
+    return made
 
 
 def loss_of(model: Any, batch: Any) -> torch.Tensor:
@@ -113,8 +106,8 @@ def test_a_run_ends_as_a_plain_loop_does(
     faults: list[Any], bad: tuple[int, ...], signals: list[str], ends_finite: bool, tmp_path: Path
 ) -> None:
     """Weights and buffers to the last bit, whatever strikes; incidents are reported, and none counts as recovered."""
-    guard, model = observed(faults, Rows(*bad), run_dir=tmp_path)
-    assert state(model) == state(plain(faults, Rows(*bad)))
+    guard, model = observed(faults, with_nan(*bad), run_dir=tmp_path)
+    assert state(model) == state(plain(faults, with_nan(*bad)))
     assert is_finite(model) == ends_finite
     assert [str(one.anomaly.signal) for one in guard.incidents] == signals
     assert {one.outcome for one in guard.incidents} <= {Outcome.OBSERVED}
@@ -138,7 +131,7 @@ class Counted:
 def test_weights_with_nan_make_one_incident_and_no_replays(tmp_path: Path) -> None:
     """All losses are NaN from the first update of a bad row on: the others count into its incident."""
     objective = Counted()
-    guard, model = observed([], Rows(BAD[0]), objective=objective, steps=400, run_dir=tmp_path)
+    guard, model = observed([], with_nan(BAD[0]), objective=objective, steps=400, run_dir=tmp_path)
     [incident] = guard.incidents
     assert not is_finite(model)
     assert incident.diagnosis.rows == (BAD[0],)
@@ -159,7 +152,7 @@ def test_no_state_after_the_damage_is_verified(checks: str, tmp_path: Path) -> N
     """The last one is a candidate, next to the newest that was verified before."""
     memory = MemoryConfig(every=5, keep=4, max_gib=None)
     more = {"checks": checks, "memory": memory, "disk": 5, "verify_after": 5, "run_dir": tmp_path}
-    observed([NanGrad(at=[AT])], Rows(), **more)
+    observed([NanGrad(at=[AT])], with_nan(), **more)
     files = (tmp_path / "checkpoints").glob("*/manifest.json")
     kinds = {one["step"]: one["kind"] for one in (json.loads(file.read_text()) for file in files)}
     assert kinds[STEPS] == "candidate"
@@ -169,7 +162,7 @@ def test_no_state_after_the_damage_is_verified(checks: str, tmp_path: Path) -> N
 def test_trouble_that_keeps_returning_is_one_incident_and_after_quiet_a_new_one() -> None:
     """Further anomalies count into the incident until 50 updates were healthy; then the next one is diagnosed."""
     often = [*range(30, 90, 10)]
-    guard, _ = observed([LossSpike(at=[*often, 180], factor=1e6)], Rows(), steps=240)
+    guard, _ = observed([LossSpike(at=[*often, 180], factor=1e6)], with_nan(), steps=240)
     assert [(one.anomaly.step, one.further) for one in guard.incidents] == [(30, len(often) - 1), (180, 0)]
     assert all(one.anomaly.landed for one in guard.incidents)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -33,8 +34,12 @@ def noisy(model: Any, batch: Any) -> Tensor:
     return squares(model, batch) * (1 + 0.01 * noise)
 
 
-def test_a_trial_that_finds_nothing_leaves_the_random_numbers() -> None:
-    """Of the objective as of the loop, and so the whole state, to the last bit. A count of calls is not put back."""
+def test_a_trial_that_finds_nothing_leaves_no_trace(caplog: pytest.LogCaptureFixture) -> None:
+    """On a healthy plateau: the whole state to the last bit, random numbers of the objective and the loop included.
+
+    It prints nothing. A count of calls is not put back.
+    """
+    caplog.set_level(logging.DEBUG, "resilient_train")
     calls: list[int] = []
 
     def counting(model: Any, batch: Any) -> Tensor:
@@ -46,6 +51,11 @@ def test_a_trial_that_finds_nothing_leaves_the_random_numbers() -> None:
     assert with_trial._controls.trials.updates > 0
     assert with_trial.state.sha256() == without.state.sha256()
     assert len(calls) > with_trial.clock.tick  # docs/policies.md says so
+    assert (without._controls.trials.updates, with_trial.incidents) == (0, [])
+    cost = r".*; lower rates were tried, and the current one is fine: .*; that took [\d,]+ updates .*"
+    (noted,) = (one for one in caplog.records if re.fullmatch(cost, one.getMessage()))
+    assert noted.levelno == logging.DEBUG
+    assert not any("tried" in one.getMessage() for one in caplog.records if one.levelno > logging.DEBUG)
 
 
 def queue() -> Callable[[Any, Any], Tensor]:

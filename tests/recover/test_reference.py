@@ -157,17 +157,6 @@ def test_wild_losses_again_are_seldom_off(count: int) -> None:
     assert standings.count(Standing.BACK) >= 190
 
 
-@pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize(
-    ("times", "expected"),
-    [(0.5, Standing.BACK), (1.0, Standing.BACK), (1.01, Standing.BACK), (1.1, Standing.OFF), (2.0, Standing.OFF)],
-)
-def test_how_far_off_is_not_back(times: float, expected: Standing, seed: int) -> None:
-    """Ten per cent above it is off, one per cent and anything better are not."""
-    again = losses_of(flat, 50, seed=100 + seed, times=times)
-    assert made(flat, seed=seed).standing(150, again, sigmas=SIGMAS, share=SHARE) is expected
-
-
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("steepness", [0.02, 0.05])
 def test_what_is_above_and_falls_is_undecided(steepness: float, seed: int) -> None:
