@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
@@ -1115,3 +1116,13 @@ def test_a_history_goes_on_in_the_next_process() -> None:
     assert accept(second, 49, 50, 108, 109) == [(1, "recovered"), (2, "recovered")]
     assert accept(first, 49, 50) == [(1, "recovered")]
     assert second.incidents[0].rewound_to == 0
+
+
+def test_comments_explain_every_key() -> None:
+    """Each key of a shipped policy has a comment, and its file begins with what it stands for."""
+    for name in POLICIES:
+        text = (SHIPPED / f"{name}.yaml").read_text(encoding="utf-8")
+        assert text.startswith(f"# {name}: ")
+        for key in [*yaml.safe_load(text).get("budget", {}), "strikes", "forgive_after", "relax_after"]:
+            lines = [line for line in text.splitlines() if line.strip().startswith(f"{key}:")]
+            assert all("#" in line for line in lines), f"{name}: {key} is not explained"
