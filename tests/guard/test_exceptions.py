@@ -301,14 +301,6 @@ def test_an_error_that_does_not_come_again_is_transient() -> None:
     assert guard.state.weights_sha256() == run(data=table(bad=())).state.weights_sha256()
 
 
-def likelihood(model: Any, batch: Any) -> Tensor:
-    """A width that rounds to zero for one reading in some batches, which a distribution refuses."""
-    x, sensors, y = batch
-    width = (x[:, 0] + 2.6).relu()
-    loss: Tensor = -torch.distributions.Normal(model(x, sensors), width).log_prob(y).mean()  # type: ignore[no-untyped-call]
-    return loss
-
-
 def determinant(model: Any, batch: Any) -> Tensor:
     """A matrix of distances that is singular where two readings are the same."""
     x, sensors, y = batch
@@ -317,17 +309,15 @@ def determinant(model: Any, batch: Any) -> Tensor:
     return F.mse_loss(model(x, sensors), y) + 1e-3 * factor.diagonal().log().mean()
 
 
-@pytest.mark.parametrize(("objective", "op", "bad"), [(likelihood, "Normal", 6), (determinant, "linalg_cholesky", 40)])
-def test_an_operation_with_a_value_to_give_is_patched(objective: Any, op: str, bad: int) -> None:
+def test_an_operation_with_a_value_to_give_is_patched() -> None:
     """It is cured in its line, once, and no row is to blame."""
     data = table(bad=())
     met = run(data=data, steps=1).samples.rows_at(0, 2 * 16)
-    ahead = [row for row in range(ROWS) if row not in met][:bad]
-    data.tensors[0][list(met), 0] = data.tensors[0][list(met), 0].abs()
+    ahead = [row for row in range(ROWS) if row not in met][:40]
     data.tensors[0][ahead] = torch.tensor([-3.0, 0.5, 0.2, 0.1])
-    guard = run(objective, data)
+    guard = run(determinant, data)
     first, *others = guard.incidents
-    assert (first.diagnosis.culprit and first.diagnosis.culprit.op) == op
+    assert (first.diagnosis.culprit and first.diagnosis.culprit.op) == "linalg_cholesky"
     assert [one.remedy for one in first.decision.actions] == ["armor"]
     assert not first.diagnosis.rows
     assert all(one.anomaly.signal is not Signal.EXCEPTION for one in others)

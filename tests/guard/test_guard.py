@@ -57,11 +57,11 @@ def test_skipped_samples_are_as_if_they_had_never_been_there(how: str, call: int
     assert how != "spike" or signals(guard) in (["grad_spike"], ["loss_spike"])
 
 
-@pytest.mark.parametrize(("call", "accumulation"), [(1, 2), (30, 1), (75, 2)])
-def test_a_rewind_is_exact(call: int, accumulation: int) -> None:
+@pytest.mark.parametrize("call", [1, 75])
+def test_a_rewind_is_exact(call: int) -> None:
     """A poisoned update that a rewind alone answers: to the last bit the run without the fault."""
-    healthy = state_after(guarded(adamw, At("loss"), accumulation=accumulation), 80)
-    guard = guarded(adamw, At("loss", call), accumulation=accumulation, recovery=REWIND)
+    healthy = state_after(guarded(adamw, At("loss"), accumulation=2), 80)
+    guard = guarded(adamw, At("loss", call), accumulation=2, recovery=REWIND)
     assert state_after(guard, 80) == healthy
     assert len(guard.incidents) == 1
     assert guard.incidents[0].rewound_to is not None

@@ -620,20 +620,6 @@ def test_a_compiled_model_is_compiled_anew(write: Write, armor: Armor) -> None:
 
 
 @TORCHS_OWN_WARNING
-def test_inductor_compiles_it_as_well(write: Write, armor: Armor) -> None:
-    """Into one graph, forward and backward. As small as can be: every kernel is seconds of a C++ compiler."""
-    module = write("def compute(x):\n    return x.lgamma()  # guilty\n")
-    compiled: Any = torch.compile(module.compute, fullgraph=True)
-    x = torch.tensor([3.0, 0.0, -INF, math.nan])
-    assert compiled(x).isfinite().tolist() == [True, False, False, False]
-    put_on(armor, module, "lgamma")
-    out, slope = slopes(compiled, x)
-    assert out.tolist()[:3] == [pytest.approx(math.log(2)), pytest.approx(math.log(2)), INF]
-    assert out[3].isnan()
-    assert slope.tolist()[:2] == [pytest.approx(0.9227843), -2.0]  # it leads away from the pole
-
-
-@TORCHS_OWN_WARNING
 def test_every_form_compiles_into_one_graph(write: Write, armor: Armor) -> None:
     """Modules of torch's, operators, safe operations, operations in place, and functions known at run time only.
 
@@ -817,63 +803,3 @@ def test_a_function_that_is_called_like_an_operation_is_not_taken_for_it(write: 
         put_on(armor, module, op)
     for one, other in zip(network(x), bare, strict=True):
         assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
-
-
-# ------------------------------------------------------------------------------------------------------------- learning
-
-LEARNERS = {  # what breaks in every batch: the line as it is, and as a person would mend it
-    "pow": (
-        "h.pow(self.p).mean(1, keepdim=True).pow(1 / self.p)",
-        "h.clamp(min=1e-4).pow(3).mean(1, keepdim=True) ** 0.33",
-    ),
-    "log": ("-torch.log(torch.softmax(h * 300, 1))", "-torch.log_softmax(h * 300, 1)"),
-    "div": (
-        "h + x[:, :4] / (x[:, :4] - x[:, :1])",
-        "h + torch.where(near, 0.0, x[:, :4] / (x[:, :4] - x[:, :1] + near))",
-    ),
-    "acosh": ("h + torch.acosh(h)", "h + torch.acosh(h.clamp(min=1.01))"),
-}
-
-
-@pytest.mark.parametrize("op", LEARNERS)
-def test_a_program_that_breaks_in_every_batch_learns(write: Write, armor: Armor, op: str) -> None:
-    """To within a tenth of the way that its mended twin goes."""
-    module = write(f"""
-        class Network(nn.Module):
-            def __init__(self, mended):
-                super().__init__()
-                self.first, self.last = nn.Linear(8, 4), nn.LazyLinear(1)
-                self.mended, self.p = mended, nn.Parameter(torch.tensor(3.0))
-            def forward(self, x):
-                h, near = self.first(x), x[:, :4] == x[:, :1]
-                if self.mended:
-                    h = {LEARNERS[op][1]}
-                else:
-                    h = {LEARNERS[op][0]}  # guilty
-                return self.last(h)
-    """)
-
-    def trained(mended: bool) -> tuple[float, float]:
-        torch.manual_seed(0)
-        rows = (2 * torch.randn(512, 8)).round() / 2
-        labels = rows[:, :4].sum(1, keepdim=True) + rows[:, 5:6].abs()
-        network = module.Network(mended)
-        network(rows)
-        optimizer = torch.optim.Adam(network.parameters(), lr=0.01)
-        losses = []
-        for step in range(150):
-            batch = slice(32 * step % 512, 32 * step % 512 + 32)
-            optimizer.zero_grad()
-            loss = F.mse_loss(network(rows[batch]), labels[batch])
-            torch.autograd.backward(loss)
-            weights = list(network.parameters())
-            if not any(weight.grad is not None and not weight.grad.isfinite().all() for weight in weights):
-                optimizer.step()
-            losses.append(loss.item())
-        return losses[0], sum(losses[-16:]) / 16
-
-    begun, healthy = trained(mended=True)
-    assert healthy < 0.7 * begun
-    assert not trained(mended=False)[1] < begun - 0.9 * (begun - healthy)
-    put_on(armor, module, op)
-    assert trained(mended=False)[1] < begun - 0.9 * (begun - healthy)

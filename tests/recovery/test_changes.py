@@ -161,22 +161,6 @@ def test_harder_rows_from_a_place_on(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "quarantine.json").exists()
 
 
-@pytest.mark.parametrize("replays", [True, False])
-def test_weights_that_are_damaged_once(replays: bool) -> None:
-    """Damage of the same size is undone: it does not come again."""
-    struck = set[int]()
-
-    def damage(model: nn.Module, step: int) -> None:
-        if step == CHANGE and not struck:
-            struck.add(step)
-            with torch.no_grad():
-                model[2].weight.mul_(4)  # type: ignore[index]
-
-    run = Run(None, replays=replays).trained(damage)
-    assert [(one.diagnosis.cause, one.outcome) for one in run.incidents] == [("corruption", "recovered")]
-    assert (run.guard.recent_loss or 1.0) < 0.2
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_a_batch_of_one_row_is_noisy(seed: int) -> None:
     """The first loss is one number, and may be low by chance: a healthy run is neither rewound nor ended."""

@@ -395,29 +395,21 @@ def test_a_run_whose_loss_does_not_fall_is_not_well(tmp_path: Path, caplog: pyte
 # -------------------------------------------------------------------------------------------------------- bad rows
 
 
-SPOILED: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {  # how many rows, and what they hold
-    "three in a hundred, a thousand times too large": (23, lambda points: points * 1000),
-    "one in ten, not finite": (BLOBS // 10, lambda points: points * math.nan),
-}
-
-
-def spoiled(how: str) -> tuple[set[int], TensorDataset]:
-    """Some rows that are bad, and a data set with them."""
-    count, spoil = SPOILED[how]
-    rows = torch.randperm(BLOBS, generator=torch.Generator().manual_seed(8))[:count].tolist()
+def spoiled() -> tuple[set[int], TensorDataset]:
+    """Three rows in a hundred, a thousand times too large, and a data set with them."""
+    rows = torch.randperm(BLOBS, generator=torch.Generator().manual_seed(8))[:23].tolist()
     points, labels = blobs().tensors
-    points[rows] = spoil(points[rows])
+    points[rows] *= 1000
     return set(rows), TensorDataset(points, labels)
 
 
-@pytest.mark.parametrize(("how", "hands_over"), [(how, over) for over, how in enumerate(SPOILED)])
-def test_bad_rows_are_found_from_the_first_step_on(how: str, hands_over: bool) -> None:
+def test_bad_rows_are_found_from_the_first_step_on() -> None:
     """These rows are put away, and no other: a ladder is not exhausted by cures that worked."""
-    rows, data = spoiled(how)
-    loop = Loop(data=data, hands_over=bool(hands_over)).train(250)
+    rows, data = spoiled()
+    loop = Loop(data=data).train(250)
     assert loop.rows <= rows, "no innocent row is accused"
-    assert len(loop.rows) >= (20 if len(rows) == 23 else len(rows))
-    assert loop.loss() < 1.15 * healthy(250, bool(hands_over))[1]
+    assert len(loop.rows) >= 20
+    assert loop.loss() < 1.15 * healthy(250)[1]
 
 
 @pytest.mark.parametrize("is_read", [True, False])
@@ -471,7 +463,7 @@ def test_the_first_update_is_no_measure() -> None:
 
 def test_rows_that_a_normalization_hides_are_found() -> None:
     """Behind a batch norm no gradient jumps: the others of the batch are squashed, and nothing is learned from it."""
-    rows, data = spoiled("three in a hundred, a thousand times too large")
+    rows, data = spoiled()
     loops = [Loop(data=data, norm=True, build=sgd).train(250) for data in (data, blobs())]
     assert [(one.diagnosis.cause, one.outcome) for one in loops[0].guard.incidents] == [("data", "recovered")]
     assert loops[0].rows == rows

@@ -105,16 +105,6 @@ LIGHT: dict[str, Draw] = {
 }
 
 
-@pytest.mark.parametrize("name", [*HEAVY, *LIGHT])
-def test_one_value_in_so_many_is_as_large_as_the_tail_says(name: str) -> None:
-    draw, dice, above, count = (HEAVY | LIGHT)[name], random.Random(1), 0, 0
-    for _ in range(200):
-        limit = exceeded(sorted(draw(dice) for _ in range(256)), RARE)
-        above += sum(draw(dice) > limit for _ in range(100))
-        count += 100
-    assert above / count < 3 / RARE
-
-
 @pytest.mark.parametrize("values", [[], [1.0], [1.0, 2.0, 3.0], [-1.0] * 20, [0.0] * 20])
 def test_where_no_tail_shows_there_is_no_limit_by_it(values: list[float]) -> None:
     assert exceeded(values, RARE) == LOWEST
