@@ -73,17 +73,7 @@ BY_LOOK = {
     "AccountKey=": (made("", 44) + "==", "DefaultEndpointsProtocol=https;AccountName=me;AccountKey=%s;Suffix=x"),
     "aws_secret_access_key=": (made("", 40), "aws_secret_access_key=%s"),
     "api_key=''": (made("", 24), "Client(api_key='%s', retries=3)"),
-    "a header": (made("", 30), "Authorization: Bearer %s"),
     "JSON": (made("", 24), '{"client_secret": "%s", "n": 3}'),
-    "hf_": (made("hf_", 34, HEX[10:]), "401 for %s at the hub"),
-    "AKIA": (made("AKIA", 16, "ABCDEFGHIJKLMNOPQRSTUVWXYZ234567"), "the access key %s does not exist"),
-    "ghp_": (made("ghp_", 36), "bad credentials: %s"),
-    "github_pat_": (made("github_pat_", 22) + "_" + made("", 59), "bad credentials: %s"),
-    "xoxb-": (made("xoxb-", 12, "123456789") + "-" + made("", 24), "invalid_auth for %s"),
-    "a JSON web token": (
-        f"{made('eyJhbGciOiJIUzI1NiJ9.eyJ', 40)}.{made('', 43)}",
-        "token %s has expired",
-    ),
 }
 SECRETS: dict[str, Attack] = {name: said_aloud(value, **{name: value}) for name, value in BY_NAME.items()}
 SECRETS |= {what: said_aloud(secret, said) for what, (secret, said) in BY_LOOK.items()}

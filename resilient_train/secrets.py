@@ -123,7 +123,9 @@ def _remember(value: str) -> None:
 @lru_cache(maxsize=1)
 def _occurrences(values: frozenset[str]) -> re.Pattern[str]:
     """Match the values as they are and as they may be quoted; long ones first, since one may contain another."""
-    forms = {form for value in values for form in (value, quote(value, safe=""), json.dumps(value)[1:-1])}
+    forms = {*values}
+    for value in values:
+        forms |= {quote(value, safe=""), repr(value)[1:-1], json.dumps(value)[1:-1]}
     return re.compile("|".join(map(_as_a_word, sorted(forms, key=len, reverse=True))))
 
 

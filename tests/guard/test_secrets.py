@@ -82,7 +82,7 @@ def test_values_of_secret_variables_are_hidden_wherever_they_turn_up(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As they are and as they may be quoted; not short ones, names of files, or variables that only sound like it."""
-    value = 'hf_its/"quoted"+\\x'
+    value = 'hf_it\'s/"quoted"+\\x'
     monkeypatch.setenv("HF_TOKEN", value)
     monkeypatch.setenv("my_password", "correct horse")
     monkeypatch.setenv("API_TOKEN", "abc")
@@ -90,7 +90,7 @@ def test_values_of_secret_variables_are_hidden_wherever_they_turn_up(
     monkeypatch.setenv("APP_SECRET", "true")
     for name in ("TOKENIZERS_PARALLELISM", "MONKEY", "PWD"):
         monkeypatch.setenv(name, "parallelism")
-    for text in (value, json.dumps({"a": value}), f"https://host/{value}", f"%2F{value}b"):
+    for text in (value, repr(value), json.dumps({"a": value}), f"https://host/{value}", f"%2F{value}b"):
         assert value not in masked(text)
         assert "quoted" not in masked(text)
     assert masked("correct horse!") == f"{MASK}!"

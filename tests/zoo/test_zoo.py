@@ -141,7 +141,8 @@ def test_python_source_predicts_every_token_once_and_splits_share_no_file(
         data[len(data)]
 
     def names(split: str) -> set[str]:
-        rows = [row["input_ids"][:1] for row in python_source(split, context=1)]
+        data = python_source(split, context=1)
+        rows = [data[index]["input_ids"][:1] for index in range(len(data))]
         return set(bytes(torch.cat(rows).tolist()).decode().split())
 
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
@@ -285,7 +286,7 @@ def test_hf_causal_lm_builds_saves_and_loads(offline: Path) -> None:
     """Random weights by model type; the same architecture, or the same weights too, from a saved folder."""
     ids = torch.randint(64, (2, 12))
     batch = {"input_ids": ids, "labels": ids}
-    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "vocab_size": 64}
+    sizes: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "vocab_size": 64}
     model = hf_causal_lm("llama", **sizes, intermediate_size=64, num_key_value_heads=1)
     assert size(model) < 50_000
     model.eval()
