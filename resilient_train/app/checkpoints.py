@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from resilient_train.app import NO_RUN, parser_of
-from resilient_train.app.terminal import Page, counting
+from resilient_train.app.terminal import counting, print_line, print_table
 from resilient_train.checkpoint.store import CANDIDATE, DEMOTED, VERIFIED, Damaged, Entry, Store, verify
 from resilient_train.checkpoint.weights import NotExportable, export_weights
 from resilient_train.record.endings import CHECKPOINTS, is_run
@@ -62,22 +62,21 @@ def _list(run_dir: Path, *, as_json: bool) -> int:
     resume, kind = next(((one.path.name, kind) for one, kind, _ in found if kind in (VERIFIED, CANDIDATE)), (None, ""))
     are_demoted = bool(found) and all(kind == DEMOTED for _, kind, _ in found)
     is_stuck = resume is None and not are_demoted and (bool(found) or _were_written(run_dir))
-    page = Page()
     if as_json:
         checkpoints = [_as_dict(*one) for one in found]
         print(json.dumps({"run_dir": str(run_dir), "resume": resume, "checkpoints": checkpoints}))
         return 1 if is_stuck else 0
-    page.table([_row(*one) for one in found])
+    print_table([_row(*one) for one in found])
     if resume is not None:
-        page.line(f"a resume would load {resume}{', and finish verifying it' if kind == CANDIDATE else ''}")
+        print_line(f"a resume would load {resume}{', and finish verifying it' if kind == CANDIDATE else ''}")
     elif are_demoted:
-        page.line("a resume would begin at step 0 again: the trouble began before each of them")
+        print_line("a resume would begin at step 0 again: the trouble began before each of them")
     elif is_stuck:
         what = "none of them" if found else "none: those that were written are gone"
-        page.line(f"a resume would load {what}; run.resume=never starts a new run in a sibling directory")
+        print_line(f"a resume would load {what}; run.resume=never starts a new run in a sibling directory")
     else:
         how = "checkpoint.disk.every, or disk= of a guard, sets how often they are written"
-        page.line(f"no checkpoints in {run_dir}: {how}")
+        print_line(f"no checkpoints in {run_dir}: {how}")
     return 1 if is_stuck else 0
 
 

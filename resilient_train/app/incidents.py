@@ -19,7 +19,7 @@ from typing import Any
 from resilient_train.app import parser_of
 from resilient_train.app.directory import launcher_of
 from resilient_train.app.status import Status, status_of
-from resilient_train.app.terminal import Page, Words
+from resilient_train.app.terminal import Words, print_line
 from resilient_train.errors import TrainError
 from resilient_train.files import read_plain
 from resilient_train.record.incident_lines import as_line
@@ -142,14 +142,14 @@ class _Shown:
     """What was shown of a run: blocks of lines for a person, or a line of JSON for each incident and each change."""
 
     def __init__(self, *, as_json: bool) -> None:
-        self.page, self.as_json = Page(), as_json
+        self.as_json = as_json
         self.known: dict[int, Any] = {}  # incidents that were shown: their outcome then, or their JSON
         self.named: set[int] = set()  # incidents that are being treated
 
     def line(self, *words: Words) -> None:
         """Show a line that belongs to no incident."""
         if not self.as_json:
-            self.page.line(*words, hang=2)
+            print_line(*words)
 
     def summary(self, found: _Found, *, is_end: bool = False) -> None:
         """Say whether the run is all right, and list what is left to change."""
@@ -197,11 +197,11 @@ class _Shown:
                 self.named.add(incident.id)
                 continue
             else:
-                _show_block(chapter, found.story, self.page)
+                _show_block(chapter, found.story)
             self.known[incident.id] = now
 
 
-def _show_block(chapter: Chapter, story: Story, page: Page) -> None:
+def _show_block(chapter: Chapter, story: Story) -> None:
     """Show an incident: when, what, why, the culprit, what was done, the cost, the outcome, what to do."""
     incident, view = chapter.incident, IncidentView.of(chapter)
     anomaly, diagnosis = incident.anomaly, incident.diagnosis
@@ -209,13 +209,13 @@ def _show_block(chapter: Chapter, story: Story, page: Page) -> None:
     def row(label: str, text: str, style: str = "") -> None:
         text = text.strip() if style == "italic" else " ".join(text.split())
         if text:
-            page.line((f"{label:{_LABELS}}", "dim"), (text, style), indent=2, hang=2 + _LABELS)
+            print_line((f"{label:{_LABELS}}", "dim"), (text, style), indent=2)
 
-    page.line()
+    print_line()
     since = (chapter.opened_ms - story.began_ms) / 1000 if story.began_ms is not None else -1.0
     after = f" ({duration(since)} after the start)" if 0 <= since < 1e9 else ""
     when = f"incident {incident.id:,}  {_clock(chapter.opened_ms)}{after}"
-    page.line((when, "bold"), f"  step {anomaly.step:,}, tick {anomaly.tick:,}", hang=2)
+    print_line((when, "bold"), f"  step {anomaly.step:,}, tick {anomaly.tick:,}")
     row("noticed", noticed(anomaly) + reached_suffix(incident))
     row("", anomaly.evidence)
     row("drill", f"{incident.drill}, on purpose" if incident.drill else "")
@@ -227,7 +227,7 @@ def _show_block(chapter: Chapter, story: Story, page: Page) -> None:
             row("", _source(culprit, chapter, story), style="italic")
     row("remedy", view.remedy)
     for place, line in enumerate(view.arms):
-        page.line((f"{'' if place else 'tried':{_LABELS}}", "dim"), (line, ""), indent=2)
+        print_line((f"{'' if place else 'tried':{_LABELS}}", "dim"), (line, ""), indent=2)
     row("cost", view.cost)
     outcome, style = _OUTCOMES[incident.outcome]
     if chapter.closed_ms is not None:

@@ -6,17 +6,13 @@ import errno
 import logging
 import math
 import os
-import shutil
 import signal
 import sys
-import textwrap
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -24,7 +20,6 @@ from resilient_train.files import open_to_append
 from resilient_train.types import Vitals
 from resilient_train.wording import PROGRESS, DrawnLine, duration, log, printable
 
-_LEAST = 20  # columns: lines are wider than a narrower terminal
 _CODES = {"bold": "1", "dim": "2", "italic": "3", "red": "31", "green": "32", "yellow": "33"}
 
 Words = str | tuple[str, str]  # plain, or with a style: names of _CODES, separated by blanks
@@ -42,40 +37,18 @@ def styled(text: str, style: str, stream: IO[str] | None) -> str:
     return f"\x1b[{codes}m{text}\x1b[0m" if is_shown else text
 
 
-class Page:
-    """What is printed to a terminal, or to a pipe."""
+def print_line(*words: Words, indent: int = 0) -> None:
+    """Print one line to stdout, or an empty one."""
+    pairs = [(one, "") if isinstance(one, str) else one for one in words]
+    line = "".join(styled(printable(part), style, sys.stdout) for part, style in pairs)
+    print(" " * indent + line.rstrip(), flush=True)
 
-    def __init__(self) -> None:
-        self._file = sys.stdout
-        columns = shutil.get_terminal_size().columns
-        self.width = max(_LEAST, columns) if is_terminal(self._file) else None
 
-    def line(self, *words: Words, indent: int = 0, hang: int | None = None) -> None:
-        """Print one line, or an empty one; if it is wrapped, the rest begins `hang` columns from the left."""
-        pairs = [(one, "") if isinstance(one, str) else one for one in words]
-        pairs = [(printable(part), style) for part, style in pairs]
-        text = " " * indent + "".join(part for part, _ in pairs).rstrip()
-        lines = [text]
-        if self.width is not None:
-            hang = min(indent if hang is None else hang, self.width // 2)
-            wrapper = textwrap.TextWrapper(self.width, subsequent_indent=" " * hang, break_on_hyphens=False)
-            wrapper.expand_tabs = wrapper.replace_whitespace = False
-            lines = wrapper.wrap(text) or [""]
-        styles = [""] * indent + [style for part, style in pairs for _ in part]
-        place = 0
-        for number, line in enumerate(lines):
-            margin = len(line) - len(line.lstrip()) if number else 0
-            place = text.index(line[margin:], place)
-            runs = groupby(zip(line[margin:], styles[place:], strict=False), itemgetter(1))
-            body = "".join(styled("".join(char for char, _ in run), style, self._file) for style, run in runs)
-            print(line[:margin] + body, file=self._file, flush=self.width is None)
-            place += len(line) - margin
-
-    def table(self, rows: Sequence[Sequence[str]], indent: int = 0) -> None:
-        """Print rows of cells in columns."""
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for row in rows:
-            self.line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)), indent=indent)
+def print_table(rows: Sequence[Sequence[str]]) -> None:
+    """Print rows of cells in columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print_line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)))
 
 
 _GONE = (errno.EPIPE, errno.EIO, errno.ENXIO, errno.ECONNRESET)  # a pipe, a terminal, a device, a socket

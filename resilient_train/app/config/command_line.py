@@ -14,7 +14,6 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
@@ -70,16 +69,12 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 def name_of(overrides: Sequence[str]) -> str:
     """Name a job by what the sweep varies, such as `seed=1, lr=0.001`.
 
-    Hydra passes all overrides to each job; those that the command line gives one value are the same for all jobs. In a
-    process of another launcher the command line is unknown, and all of them are named.
+    Hydra passes all overrides to each job; those of which the command line gives several values differ. In a process
+    of another launcher the command line is unknown, and all of them are named.
     """
-    parser, same = OverridesParser.create(), set()
-    for word in sys.argv[1:]:
-        with suppress(HydraException):  # an option
-            if not (override := parser.parse_override(word)).is_sweep_override():
-                same.add(override.get_key_element())
+    varied = {word.partition("=")[0] for word in sys.argv[1:] if "," in word or "(" in word}
     plain = [re.sub(r"\\(.)", r"\1", word) for word in overrides]  # Hydra has escaped them
-    swept = [word for word in plain if word.partition("=")[0] not in same] or plain
+    swept = [word for word in plain if word.partition("=")[0] in varied] or plain
     pairs = [masked(word).partition("=") for word in swept]
     short = [key.rpartition(".")[2] for key, _, _ in pairs]
     keys = [last if short.count(last) == 1 else key for last, (key, _, _) in zip(short, pairs, strict=True)]
