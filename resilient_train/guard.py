@@ -306,7 +306,7 @@ class EngineGuard:
         for remark in (*finding.remarks, *self._scans.remarks()):
             log.info("note: %s", remark)
         self._parts.updates.add(vitals)  # refused ones too: they may turn out to have caused a later incident
-        self._recovery.incident_log.add_vitals(vitals, flight.gradients.to_record(vitals.grad_norm))
+        self._recovery.incident_log.add_norms(flight.gradients.to_record(vitals.grad_norm))
         scanned = self._examination.verdict()  # of the state before this update
         if self._recovery.intended.accept_written():
             losses = self._parts.updates.recent_measurements()[0]

@@ -258,7 +258,7 @@ class Recovery:
 
     def _give_up(self, incident: Incident, phases: Phases) -> NoReturn:
         """End the run on its best verified state, and leave that on disk."""
-        self.incident_log.close(incident, phases=phases.timed, ends_run=True)
+        self.incident_log.close(incident, phases=phases.timed)
         earlier = self.incident_log.incidents[:-1]
         path, is_restored = self._restore_best(incident.anomaly.since)
         if is_restored:
@@ -298,7 +298,7 @@ class Recovery:
         snapshot = self.parts.ring.last_good(since)
 
         def leave() -> None:
-            self.incident_log.close(incident, Outcome.GAVE_UP, phases.timed, ends_run=True)
+            self.incident_log.close(incident, Outcome.GAVE_UP, phases.timed)
             self.keeper.distrust(since)
             if snapshot is not None:
                 self.keeper.save_alone(snapshot)

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from resilient_train.record.surroundings import Point
 from resilient_train.tracking.story import Chapter, Checkpoint, Phase, Story, open_advice, status_by
 from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
 
@@ -68,12 +67,3 @@ def story(*incidents: Incident, **changed: Any) -> Story:
         advice=open_advice(incidents),
     )
     return replace(made, **changed)
-
-
-def updates(at: int, count: int = 100, **changed: Any) -> list[Point]:
-    """Healthy updates around a tick; what is changed, is so at that tick."""
-    made = [
-        Point(tick, tick - 10, 2.5 - tick / 1000, 0.8 + 0.01 * (tick % 7), True)
-        for tick in range(at - count, at + count)
-    ]
-    return [one._replace(**changed) if one.tick == at else one for one in made]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -18,7 +18,7 @@ from resilient_train.files import commit_text, open_to_append, read_plain
 from resilient_train.record.incident_lines import as_line, from_line
 from resilient_train.record.journal import JOURNAL, Entry, Journal
 from resilient_train.record.run_history import RunHistory, drill_behind
-from resilient_train.record.surroundings import AROUND, MOST_MEASURED, RESUME, Point, Timed
+from resilient_train.record.surroundings import RESUME, Timed
 from resilient_train.types import (
     Action,
     Anomaly,
@@ -28,7 +28,6 @@ from resilient_train.types import (
     Incident,
     Outcome,
     Signal,
-    Vitals,
     kind_of,
 )
 from resilient_train.wording import describe, describe_outcome, further, log
@@ -39,7 +38,6 @@ OPENED, TREATED, CLOSED = "incident_opened", "incident_treated", "incident_close
 PHASE = "incident_phase"  # of an incident, written after its entry
 AGAIN = "incident_again"  # an update more that an incident counts
 _AGAIN = 64  # updates that one incident counts, as each reading of it and each of its lines has them all
-_POINTS = 1_000  # latest updates: an incident that is open for longer has no picture of what followed
 _TRAINING_CONTINUES = {Signal.DISK_FULL, Signal.CHECKPOINT_FAILED}  # while such an incident is treated
 
 
@@ -77,7 +75,6 @@ class IncidentLog:
                 there = read_plain(self._file)
             if there != "".join(self._lines.values()).encode() or not self._file.exists():
                 self._write_lines()
-        self._points: deque[Point] = deque(maxlen=_POINTS)
         self._newest_norms: Mapping[str, float] = {}  # of gradients by layer, as last recorded
 
     @property
@@ -147,7 +144,7 @@ class IncidentLog:
 
     def record_treatment(self, incident: Incident, phases: Sequence[Timed] = (), *, ongoing: bool = False) -> None:
         """Record what was done about an incident, and when. An `ongoing` one is open until `clear_ongoing`."""
-        entry = self._write(TREATED, incident, phases, self._measured(incident, -AROUND, 0))
+        entry = self._write(TREATED, incident, phases)
         if entry is not None:
             self._pause(incident, entry["at"])
         if ongoing:
@@ -164,18 +161,17 @@ class IncidentLog:
         outcome: Outcome | None = None,
         phases: Sequence[Timed] = (),
         *,
-        ends_run: bool = False,
         healthy_steps: int | None = None,
     ) -> None:
         """Record the outcome of an incident, by default the one it has, and list it.
 
-        That of an incident that was only observed is always this. One that `ends_run` has no treatment: its `phases`
-        are recorded here, and so are the measurements before it.
+        That of an incident that was only observed is always this. One that ends the run has no treatment: its `phases`
+        are recorded here.
         """
         outcome = Outcome.OBSERVED if incident.is_observed else outcome
         incident = replace(incident, outcome=outcome or incident.outcome)
         assert incident.outcome is not None, f"incident {incident.id} has no outcome yet"
-        self._write(CLOSED, incident, phases, self._measured(incident, -AROUND if ends_run else 1, AROUND))
+        self._write(CLOSED, incident, phases)
         self._awaiting_update_ms.pop(incident.id, None)
         self._lines[incident.id] = line = json.dumps(as_line(incident)) + "\n"
         self._write_lines(line)
@@ -268,10 +264,9 @@ class IncidentLog:
 
     # The files.
 
-    def add_vitals(self, vitals: Vitals, norms: Mapping[str, float]) -> None:
-        """Keep what an update measured, for the pictures of incidents; `norms` of its gradients, if recorded."""
+    def add_norms(self, norms: Mapping[str, float]) -> None:
+        """Keep the norms of an update's gradients, if they were recorded."""
         self._newest_norms = norms or self._newest_norms
-        self._points.append(Point(vitals.tick, vitals.step, vitals.loss, vitals.grad_norm, vitals.accepted))
 
     def take_norms(self) -> Mapping[str, float]:
         """Return the gradient norms that were recorded last, once."""
@@ -295,20 +290,12 @@ class IncidentLog:
         else:
             self._open.pop(incident.id, None)
 
-    def _write(
-        self, kind: str, incident: Incident, phases: Sequence[Timed] = (), points: Sequence[Point] = ()
-    ) -> Entry | None:
+    def _write(self, kind: str, incident: Incident, phases: Sequence[Timed] = ()) -> Entry | None:
         self._keep(incident)
         if self._journal is None:
             return None
-        more = {"phases": phases, "points": points}
-        return self._journal.write(kind, incident=as_line(incident), **{name: one for name, one in more.items() if one})
-
-    def _measured(self, incident: Incident, first: int, last: int) -> Sequence[Point]:
-        """Return what was measured from `first` to `last` updates after an incident."""
-        if incident.id > MOST_MEASURED:
-            return ()
-        return [one for one in self._points.copy() if first <= one.tick - incident.anomaly.tick <= last]
+        more = {"phases": phases} if phases else {}
+        return self._journal.write(kind, incident=as_line(incident), **more)
 
     def _pause(self, incident: Incident, at_ms: int) -> None:
         """Note when the first treatment of an incident ended: the resume phase lasts until an update is accepted."""

@@ -1,13 +1,9 @@
-"""How long each phase of an incident took, and what was measured around it, for its picture."""
+"""How long each phase of an incident took."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
-
-AROUND = 100  # attempted updates before an incident, and after it
-MOST_MEASURED = 50  # incidents; what is measured around later ones is not kept
 
 DETECT, DIAGNOSE, DECIDE, REWIND, REMEDY = "detect", "diagnose", "decide", "rewind", "remedy"
 RESUME = "resume"  # until the first accepted update
@@ -45,20 +41,3 @@ class Phases:
         """The phases so far."""
         ahead = self._ahead
         return [(name, int(1e3 * (began + ahead)), int(1e3 * (ended + ahead))) for name, began, ended in self._phases]
-
-
-class Point(NamedTuple):
-    """What one attempted update measured. Ticks always grow; where steps go back, the run was rewound."""
-
-    tick: int
-    step: int  # accepted updates, this one included if it was accepted
-    loss: float
-    grad_norm: float
-    accepted: bool
-
-
-def points_of(written: Any) -> tuple[Point, ...]:
-    """Read points from an entry of the journal, where infinities and NaN are text."""
-    return tuple(
-        Point(tick, step, float(loss), float(norm), accepted) for tick, step, loss, norm, accepted in written or ()
-    )

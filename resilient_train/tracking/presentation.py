@@ -12,23 +12,22 @@ from tempfile import TemporaryDirectory
 
 from resilient_train.record.endings import CHECKPOINTS, SUMMARY, ended_as
 from resilient_train.record.journal import JOURNAL
-from resilient_train.record.surroundings import MOST_MEASURED
 from resilient_train.tracking.connection import Connection, is_unreachable, run_page
-from resilient_train.tracking.figure import draw_incident, draw_strip
+from resilient_train.tracking.figure import draw_strip
 from resilient_train.tracking.report import REPORT, note, report
 from resilient_train.tracking.review import run_cost
-from resilient_train.tracking.story import Chapter, Story, StoryReader
+from resilient_train.tracking.story import Story, StoryReader
 from resilient_train.tracking.traces import Traces, trace_id_of
 from resilient_train.wording import tags
 
-STRIP, PICTURES = "incidents.png", "incidents"  # artifacts: all incidents in one, and a folder with one of each
+STRIP = "incidents.png"  # an artifact
 
 _FEW, _REST = 20, 10  # incidents; with more it pauses for so many times as long as showing them took
 _MOST_FAILURES = 20  # traces that could not be uploaded, after which a refresh leaves the others out
 
 
 class Presentation:
-    """Shows tags, the description, traces, pictures and the report of a run."""
+    """Shows tags, the description, traces, the picture and the report of a run."""
 
     def __init__(
         self, connection: Connection, run_dir: Path, unless_refused: Callable[[Callable[[], object]], None]
@@ -38,8 +37,7 @@ class Presentation:
         self._client, self._experiment_id, self._run_id = connection.client, connection.experiment_id, connection.run_id
         self._traces = Traces(connection.client, connection.uri, connection.experiment_id, connection.run_id)
         self._story = StoryReader(run_dir)
-        self._shown: set[int] = set()  # incidents with a trace and a picture, where they get one
-        self._drawn: set[str] | None = None  # pictures that MLflow has
+        self._traced: set[int] = set()  # incidents with a trace
         self._seen: object = None
         self._trouble: Exception | None = None
         self._rests_until = 0.0
@@ -47,9 +45,9 @@ class Presentation:
     def refresh(self, *, is_last: bool = False) -> Exception | None:
         """Show what has changed, the words first; return what prevented some of it. Raises if MLflow does not answer.
 
-        An incident gets its trace and picture once its outcome is known, and the report is uploaded at the end: so
-        uploads grow with the number of incidents, and not with its square. Words and the strip are made of all
-        incidents; if there are many, that takes at most a tenth of the time.
+        An incident gets its trace once its outcome is known, and the report is uploaded at the end: so uploads grow
+        with the number of incidents, and not with its square. Words and the picture are made of all incidents; if there
+        are many, that takes at most a tenth of the time.
         """
         state, began = self._state(), time.monotonic()
         if not is_last and (began < self._rests_until or (state == self._seen and self._trouble is None)):
@@ -59,12 +57,13 @@ class Presentation:
         self._attempt(lambda: self._describe(story))
         failures, described = 0, time.monotonic()
         for chapter in story.chapters:
-            if chapter.closed_ms is not None and chapter.incident.id not in self._shown and failures < _MOST_FAILURES:
-                is_traced = self._attempt(partial(self._traces.upload, chapter))
-                failures += not is_traced
-                if self._attempt(partial(self._draw, chapter)) and is_traced:
-                    self._shown.add(chapter.incident.id)
-        began += time.monotonic() - described  # what is shown of each incident is shown once
+            number = chapter.incident.id
+            if chapter.closed_ms is not None and number not in self._traced and failures < _MOST_FAILURES:
+                if self._attempt(partial(self._traces.upload, chapter)):
+                    self._traced.add(number)
+                else:
+                    failures += 1
+        began += time.monotonic() - described  # each trace is uploaded once
         if story.chapters:
             self._attempt(lambda: self._attach(STRIP, draw_strip(story)))
         if is_last:
@@ -84,22 +83,9 @@ class Presentation:
                 return None
             return f"{page('/traces')}&selectedEvaluationId={trace_id_of(self._run_id, number)}"
 
-        def picture(number: int) -> str | None:
-            return page(f"/artifacts/{_picture(number)}") if number in closed and number <= MOST_MEASURED else None
-
         strip = f"get-artifact?path={STRIP}&run_uuid={self._run_id}"  # its content, for a page of the same server
-        said = note(story, trace, picture, strip)
+        said = note(story, trace, strip)
         self._connection.show_tags(tags(story.incidents, story.status), said)
-
-    def _draw(self, chapter: Chapter) -> None:
-        number = chapter.incident.id
-        if number > MOST_MEASURED:
-            return
-        if self._drawn is None:
-            self._drawn = {one.path for one in self._client.list_artifacts(self._run_id, PICTURES)}
-        if _picture(number) not in self._drawn:
-            self._attach(_picture(number), draw_incident(chapter))
-            self._drawn.add(_picture(number))
 
     def _show_cost(self, story: Story) -> None:
         from mlflow.entities import Metric
@@ -109,17 +95,16 @@ class Presentation:
             rows = [Metric(name, value, at_ms, story.tick) for name, value in costs.items()]
             self._client.log_batch(self._run_id, rows, (), ())
 
-    def _attach(self, path: str, content: bytes) -> None:
-        folder, _, name = path.rpartition("/")
+    def _attach(self, name: str, content: bytes) -> None:
         with TemporaryDirectory() as place:
             file = Path(place, name)
             file.write_bytes(content)
-            self._client.log_artifact(self._run_id, str(file), folder or None)
+            self._client.log_artifact(self._run_id, str(file))
 
     def _state(self) -> object:
         """Return what differs when something has changed, at the cost of a few looks at files."""
         found: list[object] = [ended_as(self._run_dir)]
-        for name in (JOURNAL, SUMMARY, PICTURES, CHECKPOINTS, "best"):
+        for name in (JOURNAL, SUMMARY, CHECKPOINTS, "best"):
             with contextlib.suppress(OSError):
                 known = os.stat(self._run_dir / name)
                 found.append((name, known.st_size, known.st_mtime_ns))
@@ -135,7 +120,3 @@ class Presentation:
             self._trouble = self._trouble or error
             return False
         return True
-
-
-def _picture(number: int) -> str:
-    return f"{PICTURES}/{number:04}.png"

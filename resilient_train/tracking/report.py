@@ -9,7 +9,7 @@ from datetime import datetime
 
 from resilient_train.tracking.review import active_remedies, next_start, samples_skipped, to_do, verdict
 from resilient_train.tracking.story import Chapter, Checkpoint, Story, request_of
-from resilient_train.types import OUTSIDE, Culprit, Outcome
+from resilient_train.types import OUTSIDE, Culprit
 from resilient_train.wording import (
     OUTCOMES,
     counted,
@@ -104,9 +104,6 @@ def _within(marks: list[str], most: int | None, *, keep_end: bool = False) -> st
     return _DOTS + "".join(reversed(kept)).lstrip() if keep_end else "".join(kept).rstrip() + _DOTS
 
 
-HARMFUL = (Outcome.UNRECOVERED, Outcome.GAVE_UP)  # what came back later has an incident of its own
-
-
 @dataclass(frozen=True, slots=True)
 class IncidentView:
     """What there is to say about an incident, each in one phrase; empty where there is nothing to say."""
@@ -163,7 +160,7 @@ def _nowhere(number: int) -> None:
     """There is no such page."""
 
 
-def note(story: Story, trace_url: PageUrl, picture_url: PageUrl = _nowhere, strip_url: str | None = None) -> str:
+def note(story: Story, trace_url: PageUrl, strip_url: str | None = None) -> str:
     """Return the description, below MLflow's limit; its first lines are all that the page shows at first."""
     parts = [_verdict(story, most=900)]
     if story.advice:
@@ -173,7 +170,7 @@ def note(story: Story, trace_url: PageUrl, picture_url: PageUrl = _nowhere, stri
     last = ["**What is left**", _left(story, most=1_300)] if story.chapters else [_left(story, most=1_300)]
     room = LIMIT - sum(len(part) + 2 for part in parts + last)
     if story.chapters:
-        parts.append(_newest(story, trace_url, picture_url, room - 2))
+        parts.append(_newest(story, trace_url, room - 2))
     return "\n\n".join(parts + last) + "\n"
 
 
@@ -183,7 +180,7 @@ def report(story: Story) -> str:
     parts.append(f"Run directory: {code(str(story.directory))}")
     newest = story.chapters[: -_MOST_INCIDENTS - 1 : -1]
     if story.chapters:
-        rows = [_row(one, _nowhere, _nowhere, None) for one in newest]
+        rows = [_row(one, _nowhere, None) for one in newest]
         parts += ["## What to change", _advice(story, None) if story.advice else "No incident asks for a change."]
         parts += ["## What went wrong, and what was done", table(_TITLES, rows)]
     if older := len(story.chapters) - len(newest):
@@ -248,7 +245,7 @@ def _left(story: Story, most: int | None) -> str:
         lines.append(f"**Skipped**: {counted(skipped, 'sample')}")
     lines.append(f"**The same command** {worded(next_start(story), each)}.")
     if most is not None and story.chapters:
-        lines.append(f"**Full report**: {code(REPORT)} among the artifacts. Numbers link to traces, words to pictures.")
+        lines.append(f"**Full report**: {code(REPORT)} among the artifacts. Numbers link to traces.")
     if most is not None:
         lines.append("**The Step axis** of the charts is the tick: attempted updates, lost ones included.")
     return "\n".join(f"- {line}" for line in lines)
@@ -265,7 +262,7 @@ def _checkpoint(one: Checkpoint | None, most: int | None) -> str:
 # ----------------------------------------------------------------------------------------------------------- incidents
 
 
-def _row(chapter: Chapter, trace_url: PageUrl, picture_url: PageUrl, most: int | None) -> Sequence[str]:
+def _row(chapter: Chapter, trace_url: PageUrl, most: int | None) -> Sequence[str]:
     """Return one incident as cells, each of no more than `most` characters without its address."""
     incident, view = chapter.incident, IncidentView.of(chapter)
     diagnosis = incident.diagnosis
@@ -276,7 +273,7 @@ def _row(chapter: Chapter, trace_url: PageUrl, picture_url: PageUrl, most: int |
         link(f"{incident.id:,}", trace_url(incident.id)),
         _time(chapter.opened_ms, "%d %b %H:%M"),
         f"{incident.anomaly.step:,}",
-        link(view.noticed, picture_url(incident.id), most) + text(view.drill, 80),
+        text(view.noticed, most) + text(view.drill, 80),
         view.cause + (f": {', '.join(blamed)}" if blamed else ""),
         text(view.remedy, most),
         view.outcome if view.outcome == "recovered" else f"**{view.outcome}**",
@@ -297,10 +294,10 @@ def _time(ms: int, form: str) -> str:
         return ""
 
 
-def _newest(story: Story, trace_url: PageUrl, picture_url: PageUrl, room: int) -> str:
+def _newest(story: Story, trace_url: PageUrl, room: int) -> str:
     order = ", the newest first" if len(story.chapters) > 1 else ""
     head = f"**What went wrong, and what was done**{order}\n\n"
-    cells = (_row(one, trace_url, picture_url, 200) for one in reversed(story.chapters))
+    cells = (_row(one, trace_url, 200) for one in reversed(story.chapters))
     rows = rows_that_fit(_TITLES, cells, room - len(head) - 60)
     older = len(story.chapters) - len(rows)
     return head + table(_TITLES, rows) + (f"\n\nAnd {older:,} before them, in {code(REPORT)}." if older else "")

@@ -31,7 +31,6 @@ from resilient_train.record.journal import JOURNAL, Entry, entries_after
 from resilient_train.record.outbox import seal_before
 from resilient_train.record.progress import position_of
 from resilient_train.record.run_history import DRILL_FIRED, REMEDIES, FiredDrill, fired_drills, with_earlier
-from resilient_train.record.surroundings import Point, points_of
 from resilient_train.types import Cause, Incident, Outcome, kind_of
 from resilient_train.wording import rows_to_look_at
 
@@ -58,14 +57,13 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Chapter:
-    """An incident, when each of its phases was, and what was measured around it."""
+    """An incident, and when each of its phases was."""
 
     incident: Incident
     opened_ms: int
     treated_ms: int | None = None  # None while something is being done about it
     closed_ms: int | None = None  # None until the outcome is known
     phases: tuple[Phase, ...] = ()
-    points: tuple[Point, ...] = ()  # measured around it
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +175,6 @@ class StoryReader:
         chapter = replace(found.get(incident.id, Chapter(incident, entry["at"])), incident=incident)
         if phases := _phases(entry.get("phases")):
             chapter = replace(chapter, phases=phases)
-        chapter = replace(chapter, points=chapter.points + points_of(entry.get("points")))
         if kind == TREATED and chapter.treated_ms is None:  # a second entry only adds what is known since
             chapter = replace(chapter, treated_ms=entry["at"])
         elif kind == CLOSED:

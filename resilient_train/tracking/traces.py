@@ -1,7 +1,8 @@
 """Incidents as traces of the run in MLflow: one for each, sent whole once its outcome is known.
 
-Trace and spans have ids that follow from the run and the incident, so what is sent twice meets itself. What people add
-to a trace (tags, assessments) stays: a trace that is there is never sent again.
+A trace is the incident as incidents.jsonl has it, with a span for each phase of its treatment. Trace and spans have ids
+that follow from the run and the incident, so what is sent twice meets itself. What people add to a trace (tags,
+assessments) stays: a trace that is there is never sent again.
 """
 
 from __future__ import annotations
@@ -9,32 +10,27 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from resilient_train.record import surroundings
-from resilient_train.record.journal import plain
+from resilient_train.record.incident_lines import as_line
 from resilient_train.tracking.connection import cut
-from resilient_train.tracking.report import HARMFUL, IncidentView
 from resilient_train.tracking.story import Chapter
-from resilient_train.types import Incident
-from resilient_train.wording import describe_outcome, describe_treatment, first_sign, list_remedies, printable
+from resilient_train.types import Incident, Outcome
+from resilient_train.wording import describe_treatment, first_sign, printable
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import TraceInfo
 
-OUTCOME = "outcome"  # the name of the feedback; a tag of the trace is called resilience.outcome
-
-_MOST_ROWS = 100  # that are listed
+_TAGS = ("step", "signal", "cause", "drill", "outcome")  # of a trace, to filter a list by
 _PREVIEW = 1000  # characters that MLflow's database has room for
 _PAGE = 500  # traces; a server returns no more at once
 
 
 def trace_id_of(run_id: str, incident_id: int) -> str:
     """Return the id of an incident's trace."""
-    return "tr-" + _hex(f"resilient_train/{run_id}/{incident_id}", 32)
+    return "tr-" + hashlib.sha256(f"resilient_train/{run_id}/{incident_id}".encode()).hexdigest()[:32]
 
 
 class Traces:
@@ -86,19 +82,10 @@ class Traces:
                 return
 
     def _info(self, chapter: Chapter, trace_id: str) -> TraceInfo:
-        from mlflow.entities import AssessmentSource, Feedback, TraceInfo, TraceLocation, TraceState
+        from mlflow.entities import TraceInfo, TraceLocation, TraceState
 
         incident, (began, ended) = chapter.incident, _lasted(chapter)
-        view = IncidentView.of(chapter)
-        feedback = Feedback(
-            name=OUTCOME,
-            value=view.outcome,
-            rationale=printable(" ".join(describe_outcome(incident).split())),
-            source=AssessmentSource("CODE", "resilient_train"),
-            trace_id=trace_id,
-            create_time_ms=chapter.closed_ms,
-        )
-        feedback.assessment_id = "a-" + _hex(f"{trace_id}/outcome", 32)
+        line = as_line(incident)
         return TraceInfo(
             trace_id=trace_id,
             trace_location=TraceLocation.from_experiment_id(self._experiment_id),
@@ -109,98 +96,53 @@ class Traces:
             response_preview=cut(printable(describe_treatment(incident)), _PREVIEW),
             trace_metadata={"mlflow.sourceRun": self._run_id, "mlflow.trace_schema.version": "3"},
             tags={
-                "mlflow.traceName": _name(chapter),
+                "mlflow.traceName": _name(incident),
                 "resilience.incident": str(incident.id),
-                "resilience.step": str(incident.anomaly.step),
-                "resilience.signal": str(incident.anomaly.signal),
-                "resilience.cause": str(incident.diagnosis.cause),
-                **({"resilience.drill": incident.drill} if incident.drill else {}),
-                "resilience.outcome": str(incident.outcome),
+                **{f"resilience.{name}": str(line[name]) for name in _TAGS if line[name]},
             },
-            assessments=[feedback],
         )
 
 
 def _spans(chapter: Chapter, trace_id: str) -> Iterator[dict[str, Any]]:
-    """Yield the spans in the form that MLflow reads them back in: the incident, then each part of its treatment."""
-    incident, facts, seen = chapter.incident, _facts(chapter), Counter[str]()
-    root = _id_of(f"{trace_id}/root")
-    known: dict[str, Any] = {"outcome": incident.outcome, "cause": incident.diagnosis.cause}
-    known |= {"mlflow.spanType": "WORKFLOW", "mlflow.spanInputs": first_sign(incident)}
-    known |= {"mlflow.spanOutputs": describe_treatment(incident)}
-    whole = _span(trace_id, root, _name(chapter), _lasted(chapter), known)
-    yield whole | {"status": {"code": f"STATUS_CODE_{_state(incident)}", "message": ""}}
-    for phase in chapter.phases:
-        seen[phase.name] += 1
-        known = {"mlflow.spanType": "TASK", **facts.get(phase.name, {})}
-        known |= {"mlflow.spanOutputs": facts[phase.name]} if facts.get(phase.name) else {}
-        number = _id_of(f"{trace_id}/{phase.name} {seen[phase.name]}")
-        yield _span(trace_id, number, phase.name, (phase.began_ms, phase.ended_ms), known) | {"parent_span_id": root}
+    """Yield the spans in the form that MLflow reads them back in: the incident, then each phase of its treatment."""
+    incident = chapter.incident
+    known = {
+        **as_line(incident),
+        "mlflow.spanType": "WORKFLOW",
+        "mlflow.spanInputs": first_sign(incident),
+        "mlflow.spanOutputs": describe_treatment(incident),
+    }
+    root = _span(trace_id, "root", _name(incident), _lasted(chapter), known)
+    yield root | {"status": {"code": f"STATUS_CODE_{_state(incident)}", "message": ""}}
+    for place, phase in enumerate(chapter.phases):
+        times_ms = phase.began_ms, phase.ended_ms
+        span = _span(trace_id, f"{phase.name} {place}", phase.name, times_ms, {"mlflow.spanType": "TASK"})
+        yield span | {"parent_span_id": root["span_id"]}
 
 
-def _span(trace_id: str, number: str, name: str, times_ms: tuple[int, int], known: Mapping[str, Any]) -> dict[str, Any]:
+def _span(trace_id: str, key: str, name: str, times_ms: tuple[int, int], known: Mapping[str, Any]) -> dict[str, Any]:
     known = {"mlflow.traceRequestId": trace_id, **known}
     return {
-        "trace_id": base64.b64encode(bytes.fromhex(trace_id.removeprefix("tr-"))).decode(),
-        "span_id": number,
+        "trace_id": _base64(bytes.fromhex(trace_id.removeprefix("tr-"))),
+        "span_id": _base64(hashlib.sha256(f"{trace_id}/{key}".encode()).digest()[:8]),
         "parent_span_id": None,
         "name": name,
         "start_time_unix_nano": times_ms[0] * 1_000_000,
         "end_time_unix_nano": times_ms[1] * 1_000_000,
         "events": [],
         "status": {"code": "STATUS_CODE_OK", "message": ""},
-        "attributes": {key: json.dumps(plain(one)) for key, one in known.items()},
+        "attributes": {key: json.dumps(one) for key, one in known.items()},
         "links": [],
     }
 
 
 def _state(incident: Incident) -> str:
-    return "ERROR" if incident.outcome in HARMFUL else "OK"
+    # What came back later has an incident of its own.
+    return "ERROR" if incident.outcome in (Outcome.UNRECOVERED, Outcome.GAVE_UP) else "OK"
 
 
-def _facts(chapter: Chapter) -> dict[str, dict[str, Any]]:
-    incident, view = chapter.incident, IncidentView.of(chapter)
-    anomaly, diagnosis, decision = incident.anomaly, incident.diagnosis, incident.decision
-    actions = list(zip(decision.actions, list_remedies(incident), strict=True))
-    facts: dict[str, dict[str, Any]] = {
-        surroundings.DETECT: {
-            "signal": anomaly.signal,
-            "evidence": anomaly.evidence,
-            "step": anomaly.step,
-            "tick": anomaly.tick,
-            "reached the weights": anomaly.landed,
-            "trusted until step": anomaly.since,
-            "ranks": anomaly.ranks,
-        },
-        surroundings.DIAGNOSE: {
-            "cause": diagnosis.cause,
-            "culprit": view.culprit,
-            "operands": () if diagnosis.culprit is None else diagnosis.culprit.inputs,
-            "broke this time": view.symptom,
-            "rows": diagnosis.rows[:_MOST_ROWS],
-            "rows in all": len(diagnosis.rows) or None,
-            "drill": incident.drill,
-            "advice": view.advice,
-        },
-        surroundings.DECIDE: {
-            "gave up": decision.gave_up,
-            "actions": [words for _, words in actions],
-            "rung": decision.rung,
-        },
-        surroundings.REWIND: {"from step": anomaly.step, "to step": incident.rewound_to, "lost": incident.steps_lost},
-        surroundings.REMEDY: {
-            "remedies": [said for one, said in actions if one.remedy != surroundings.REWIND],
-            "tried": view.arms,
-        },
-    }
-    return {
-        part: {key: value for key, value in known.items() if value not in (None, "", (), [])}
-        for part, known in facts.items()
-    }
-
-
-def _name(chapter: Chapter) -> str:
-    return f"incident {chapter.incident.id}: {chapter.incident.anomaly.signal}"
+def _name(incident: Incident) -> str:
+    return f"incident {incident.id}: {incident.anomaly.signal}"
 
 
 def _lasted(chapter: Chapter) -> tuple[int, int]:
@@ -210,9 +152,5 @@ def _lasted(chapter: Chapter) -> tuple[int, int]:
     return began, max([began, done, *(one.ended_ms for one in chapter.phases)])
 
 
-def _id_of(name: str) -> str:
-    return base64.b64encode(hashlib.sha256(name.encode()).digest()[:8]).decode()
-
-
-def _hex(text: str, length: int) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:length]
+def _base64(raw: bytes) -> str:
+    return base64.b64encode(raw).decode()

@@ -550,7 +550,7 @@ def test_a_closing_may_tell_the_parts_and_more_may_come_after_it(tmp_path: Path)
     """A run that gives up leaves its last good state behind when that is written down already."""
     book = IncidentLog(tmp_path)
     book.add(SPIKE)
-    book.close(SPIKE, Outcome.GAVE_UP, TIMES[:2], ends_run=True)
+    book.close(SPIKE, Outcome.GAVE_UP, TIMES[:2])
     book.add_phase(SPIKE.id, TIMES[2])
     book.update_accepted(0, recovered_after=50, loss_is_off=False)
     (chapter,) = story(tmp_path)

@@ -1,8 +1,7 @@
-"""When each part of an incident was, and what was measured around it, is in the journal."""
+"""When each part of an incident was is in the journal."""
 
 from __future__ import annotations
 
-import math
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from guarded import REWIND, At, adamw, guarded, trained
 from resilient_train.adapters.guard import Guard
 from resilient_train.errors import GaveUp
 from resilient_train.record.incident_log import IncidentLog
-from resilient_train.record.surroundings import AROUND, Phases
+from resilient_train.record.surroundings import Phases
 from resilient_train.tracking.story import Chapter, Phase, read_story
 
 pytestmark = pytest.mark.usefixtures("careless")
@@ -57,22 +56,14 @@ def run(run_dir: Path, objective: Any, recovery: Any, steps: int) -> Guard:
     return trained(guarded(adamw, objective, recovery=recovery, run_dir=run_dir), steps)
 
 
-def test_a_rewind_is_measured_and_has_its_times(tmp_path: Path) -> None:
-    """Ticks go on, steps go back, the refused update is there; and each part of the treatment follows the last one."""
+def test_a_rewind_has_its_times(tmp_path: Path) -> None:
+    """Each part of the treatment follows the last one."""
     started = time.time_ns() // 1_000_000
     guard = run(tmp_path, Slow("loss", 60), REWIND, 100)
     guard.close()
     (one,) = guard.incidents
     assert one.rewound_to == 25
     (chapter,) = chapters(tmp_path)
-    points = chapter.points
-    assert [point.tick for point in points] == [*range(1, 136)], "to the end: it counts from where the run had been"
-    assert [point.step for point in points] == [*range(1, 60), 59, *range(26, 101)]
-    (refused,) = [point for point in points if not point.accepted]
-    assert refused.tick == 60
-    assert math.isinf(refused.loss)
-    assert all(math.isfinite(point.loss) for point in points if point.accepted)
-
     assert [phase.name for phase in chapter.phases] == ["detect", "diagnose", "decide", "rewind", "resume"]
     ends = [phase.ended_ms for phase in chapter.phases]
     assert ends == sorted(ends)
@@ -88,18 +79,15 @@ def test_a_rewind_is_measured_and_has_its_times(tmp_path: Path) -> None:
 
 
 def test_other_remedies_are_a_part_of_their_own(tmp_path: Path) -> None:
-    """All of them together; and of two incidents soon after one another each has its own points and its own resume."""
+    """All of them together; and of two incidents soon after one another each has its own resume."""
     ladder = {"ladders": {"default": [{"do": ["tighten_clip", "rewind", "lower_lr", "skip"], "strikes": None}]}}
     guard = run(tmp_path, At("loss", 40, 70), ladder, 80)
     guard.close()
-    first, second = chapters(tmp_path)
-    for chapter in (first, second):
+    assert len(chapters(tmp_path)) == 2
+    for chapter in chapters(tmp_path):
         assert [phase.name for phase in chapter.phases] == [
             *("detect", "diagnose", "decide", "rewind", "remedy", "resume"),
         ]
-    ticks_of = [one.anomaly.tick for one in guard.incidents]
-    assert first.points[-1].tick == ticks_of[1], "what followed the first is known up to the second"
-    assert second.points[0].tick == max(1, ticks_of[1] - AROUND)
 
 
 def test_giving_up_has_its_times_too(tmp_path: Path) -> None:
@@ -112,7 +100,6 @@ def test_giving_up_has_its_times_too(tmp_path: Path) -> None:
     assert chapter.treated_ms is None
     assert chapter.closed_ms is not None
     assert [phase.name for phase in chapter.phases] == ["detect", "diagnose", "decide", "rewind"]
-    assert [point.accepted for point in chapter.points] == [True] * 29 + [False]
 
 
 def test_the_start_that_follows_tells_when_the_run_went_on(tmp_path: Path) -> None:
@@ -133,6 +120,3 @@ def test_the_start_that_follows_tells_when_the_run_went_on(tmp_path: Path) -> No
     resume = chapter.phases[-1]
     assert (resume.name, resume.began_ms) == ("resume", chapter.treated_ms)
     assert length(resume) >= 99
-    found = [point.tick for point in chapter.points]
-    assert found == [*range(1, found[-1] + 1)]
-    assert found[-1] > 60

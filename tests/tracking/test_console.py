@@ -152,20 +152,6 @@ def test_every_incident_is_a_row_in_the_list_of_traces(person: Console, shown: S
     person.picture(SHOTS / "trace.png")
 
 
-def test_the_overview_leads_to_the_picture_of_an_incident(person: Console) -> None:
-    """On a light page and on a dark one."""
-    table = person.overview()
-    with person.page.expect_popup() as picture:
-        table.locator("a[href*='incidents/0002.png']").first.click()
-    for scheme in ("light", "dark"):
-        picture.value.emulate_media(color_scheme=scheme)
-        image = picture.value.locator("img[src^='blob:'], img[src*='get-artifact']").first
-        image.wait_for(timeout=PATIENCE_MS)
-        assert image.evaluate("one => one.complete && one.naturalWidth > 300")
-        picture.value.screenshot(path=SHOTS / f"picture-{scheme}.png")
-    picture.value.close()
-
-
 def test_the_curves_of_the_training_are_the_first_charts(person: Console) -> None:
     """MLflow sorts the sections by name."""
     person.charts("grad_norm")

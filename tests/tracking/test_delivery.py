@@ -28,7 +28,6 @@ from resilient_train.ranks.lock import DirectoryLock
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.journal import entries
 from resilient_train.record.outbox import ARTIFACT, BEGAN, ENDED, METRICS, OUTBOX, PARAMS, Outbox
-from resilient_train.record.surroundings import MOST_MEASURED
 from resilient_train.tracking.connection import MLFLOW_JSON, UploadCursor, locate
 from resilient_train.tracking.story import read_story
 from resilient_train.tracking.uploader import Uploader
@@ -115,15 +114,11 @@ def prove(run_dir: Path, address: str, experiment: str) -> None:
     assert run.data.tags["resilience.incidents"] == str(len(story.chapters))
     assert run.data.tags["resilience.cause"] == "transient"
     assert 0 < len(run.data.tags["mlflow.note.content"]) < 8000
-    assert [one.path for one in client.list_artifacts(run.info.run_id)] == [
-        *("config.yaml", "incidents", "incidents.png", "report.md")
-    ]
-    pictures = [one.path for one in client.list_artifacts(run.info.run_id, "incidents")]
-    assert pictures == [f"incidents/{one.incident.id:04}.png" for one in story.chapters][:MOST_MEASURED]
+    artifacts = [one.path for one in client.list_artifacts(run.info.run_id)]
+    assert artifacts == ["config.yaml", "incidents.png", "report.md"]
     traces = client.search_traces(locations=[home.experiment_id], max_results=500, include_spans=False)
     numbers = sorted(int(trace.info.tags["resilience.incident"]) for trace in traces)
     assert numbers == [one.incident.id for one in story.chapters]
-    assert all(len(trace.info.assessments) == 1 for trace in traces)
 
 
 def uploader(run_dir: Path, address: str, experiment: str) -> Uploader:

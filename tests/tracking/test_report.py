@@ -143,14 +143,12 @@ def test_the_verdict_comes_first_then_what_to_change_then_the_incidents() -> Non
     assert url(7) in said
 
 
-def test_a_note_leads_to_the_pictures_where_there_are_any() -> None:
-    """All of them in one, in the note itself; each on a page of its own."""
-    pages = {1: "#/experiments/1/runs/0a/artifacts/incidents/0001.png?workflowType=machine_learning"}
-    said = note(story(incident(1)), nowhere, pages.get, "get-artifact?path=incidents.png&run_uuid=0a")
-    there = list(inline(said))
-    assert [one.attrs["src"] for one in there if one.type == "image"] == ["get-artifact?path=incidents.png&run_uuid=0a"]
-    assert [one.attrs["href"] for one in there if one.type == "link_open"] == [pages[1]]
-    assert "get-artifact" not in note(story(), nowhere, pages.get, "get-artifact?path=incidents.png&run_uuid=0a")
+def test_a_note_shows_the_incidents_in_a_picture() -> None:
+    """Where there are any."""
+    strip = "get-artifact?path=incidents.png&run_uuid=0a"
+    there = list(inline(note(story(incident(1)), nowhere, strip)))
+    assert [one.attrs["src"] for one in there if one.type == "image"] == [strip]
+    assert "get-artifact" not in note(story(), nowhere, strip)
 
 
 def test_the_note_says_what_the_same_command_would_do() -> None:
@@ -164,7 +162,7 @@ def test_the_note_says_what_the_same_command_would_do() -> None:
 
 def test_two_hundred_incidents_fit_as_far_as_they_do_and_the_rest_is_counted() -> None:
     """As many as there is room for."""
-    said = note(story(*map(incident, range(1, 201))), url, url, "get-artifact?path=incidents.png")
+    said = note(story(*map(incident, range(1, 201))), url, "get-artifact?path=incidents.png")
     assert len(said) < LIMIT
     rows = [row for row in cells(said) if len(row) == 8][1:]
     assert 10 <= len(rows) < 200
@@ -198,7 +196,7 @@ def test_whatever_was_named_the_note_is_under_the_limit_and_its_table_whole(word
     of = story(
         *met, status="failed", why=words[0], last_good=kept, newest=kept, best=kept, remedies=remedies, directory=place
     )
-    said = note(of, url, url)
+    said = note(of, url)
     assert len(said) < LIMIT
     tables = cells(said)
     assert {len(row) for row in tables} <= {8, 5}

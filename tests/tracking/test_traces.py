@@ -91,13 +91,6 @@ class Place:
         return trace
 
 
-def judged(trace: Trace) -> dict[str, Any]:
-    """What is said about a trace: the value by its name, each of which is there once."""
-    said: list[Any] = list(trace.info.assessments)
-    assert len({one.name for one in said}) == len(said)
-    return {one.name: one.value for one in said}
-
-
 def placed(uri: str) -> Place:
     from mlflow import MlflowClient
 
@@ -120,7 +113,7 @@ def test_a_name_follows_from_run_and_incident() -> None:
 
 
 def test_a_trace_tells_the_incident(place: Place) -> None:
-    """Its list entry in plain sentences, its parts with their real times, and what each of them came to."""
+    """Its list entry in plain sentences, the whole incident, and its phases with their real times."""
     place.upload(CLOSED)
     trace = place.read()
     info = trace.info
@@ -152,26 +145,23 @@ def test_a_trace_tells_the_incident(place: Place) -> None:
         span = spans[phase.name]
         assert span.parent_id == root.span_id
         assert (span.start_time_ns, span.end_time_ns) == (phase.began_ms * 10**6, phase.ended_ms * 10**6)
-    assert spans["detect"].outputs["evidence"] == "loss nan"
-    assert spans["detect"].attributes["ranks"] == [1]
-    diagnosed = spans["diagnose"]
-    assert diagnosed.outputs["culprit"] == "log in net.head, mine.py:31, forward"
-    assert diagnosed.outputs["operands"] == [{"name": "x", "min": "-inf", "shape": [2, 3]}]
-    assert {"rows": [17, 90_000], "cause": "data"}.items() <= diagnosed.attributes.items()
-    assert spans["decide"].attributes["rung"] == 1
-    assert spans["rewind"].outputs == {"from step": 1204, "to step": 1177, "lost": 27}
-    assert spans["remedy"].outputs == {"remedies": ["learning rate x0.5 with 20 steps of warm-up"]}
+    known = root.attributes
+    assert (known["evidence"], known["ranks"], known["rows"]) == ("loss nan", [1], [17, 90_000])
+    assert known["culprit"]["op"] == "log"
+    assert known["culprit"]["inputs"] == [{"name": "x", "min": "-inf", "shape": [2, 3]}]
+    assert known["actions"][1] == {"remedy": "lower_lr", "factor": 0.5, "rewarm": 20}
+    assert (known["rung"], known["rewound_to"], known["steps_lost"]) == (1, 1177, 27)
 
 
 def test_what_was_never_cured_is_an_error(place: Place) -> None:
     """What came back later was retried with success; each is found by its cause and outcome, as the page filters."""
     table = [
-        (4, Outcome.RECURRED, "OK", "came back"),
-        (5, Outcome.UNRECOVERED, "ERROR", "not recovered"),
-        (6, Outcome.GAVE_UP, "ERROR", "gave up"),
+        (4, Outcome.RECURRED, "OK"),
+        (5, Outcome.UNRECOVERED, "ERROR"),
+        (6, Outcome.GAVE_UP, "ERROR"),
     ]
     place.upload(CLOSED)
-    for number, outcome, state, words in table:
+    for number, outcome, state in table:
         one = dataclasses.replace(POISON, id=number, diagnosis=Diagnosis(Cause.EXPLOSION, ""), outcome=outcome)
         chapter = dataclasses.replace(CLOSED, incident=one)
         if outcome is Outcome.GAVE_UP:
@@ -179,22 +169,16 @@ def test_what_was_never_cured_is_an_error(place: Place) -> None:
             chapter = dataclasses.replace(chapter, incident=one, treated_ms=None, phases=PHASES[:4])
         place.upload(chapter)
         (trace,) = place.found(f"tags.`resilience.outcome` = '{outcome}'")
-        assert (trace.info.state, judged(trace)) == (state, {"outcome": words})
+        assert trace.info.state == state
         assert trace.info.tags["resilience.incident"] == str(number)
-        assert trace.info.assessments[0].rationale
     (trace,) = place.found("tags.`resilience.cause` = 'data' AND tags.`resilience.signal` = 'nonfinite_loss'")
     assert trace.info.tags["resilience.incident"] == "3"
 
 
-def test_what_a_drill_made_says_so_and_advises_nothing(place: Place) -> None:
-    drilled = dataclasses.replace(CLOSED.incident, drill="bad_row")
-    place.upload(dataclasses.replace(CLOSED, incident=drilled))
-    trace = place.read()
-    assert trace.info.tags["resilience.drill"] == "bad_row"
+def test_what_a_drill_made_says_so(place: Place) -> None:
+    place.upload(dataclasses.replace(CLOSED, incident=dataclasses.replace(CLOSED.incident, drill="bad_row")))
+    (trace,) = place.found("tags.`resilience.drill` = 'bad_row'")
     assert "on purpose (drill: bad_row)" in (trace.info.request_preview or "")
-    diagnosed = next(span for span in trace.data.spans if span.name == "diagnose")
-    assert diagnosed.outputs["drill"] == "bad_row"
-    assert "advice" not in diagnosed.outputs
 
 
 def test_uploaded_again_it_is_one_trace_and_what_people_add_stays(uri: str) -> None:
@@ -214,7 +198,7 @@ def test_uploaded_again_it_is_one_trace_and_what_people_add_stays(uri: str) -> N
         assert trace.info.tags["seen by"] == "Ada"
         assert trace.info.tags["resilience.cause"] == "operation"
         assert trace.info.tags["resilience.outcome"] == "recovered"
-        assert judged(trace) == {"useful": 4, "outcome": "recovered"}
+        assert [one.name for one in trace.info.assessments] == ["useful"]
 
 
 def test_an_incident_without_times_has_a_trace_all_the_same(place: Place) -> None:
@@ -252,8 +236,7 @@ def test_two_uploaders_at_once_leave_one_of_each(place: Place) -> None:
     for thread in threads:
         thread.join(60)
     place.upload(CLOSED)
-    (trace,) = place.found()
-    assert judged(trace) == {"outcome": "recovered"}
+    assert len(place.found()) == 1
     assert len(place.read().data.spans) == 7
 
 
