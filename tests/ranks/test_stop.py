@@ -128,8 +128,8 @@ class TestRequests:
 
 # -------------------------------------------------------------------------------------------------------------- moments
 
-FAULTS = "drill.faults=[{nan_batch:{at:[60]}},{hot_lr:{at:[180],updates:12,factor:1000}},{bad_row:{rows:[700]}}]"
-STEPS = 420
+FAULTS = "drill.faults=[{hot_lr:{at:[120],updates:12,factor:1000}},{bad_row:{rows:[700]}}]"
+STEPS = 220
 DRILLED = [*DIGITS, *DISK, f"run.steps={STEPS}", "run.eval_every=70", f"+{FAULTS}", "schedule=constant"]
 DRILLED += ["objective=custom", "objective._target_=test_stop.unhurried"]
 
@@ -156,10 +156,6 @@ def going_on(holds: Callable[[Path], bool]) -> Moment:
         )
 
     return waits
-
-
-def at(tick: int) -> Moment:
-    return going_on(lambda run_dir: stand(run_dir).tick >= tick)
 
 
 saving = going_on(lambda run_dir: (run_dir / SAVING).exists())
@@ -193,13 +189,11 @@ def unhurried(model: nn.Module, batch: Any) -> Tensor:
 
 
 MOMENTS: dict[str, Moment] = {
-    "update 20": at(20),
-    "an incident with rows": treating("data", tick=44),
+    "an incident with rows": treating("data", tick=1),
     "an evaluation": evaluating,
     "the start": starting,
     "a save": saving,
-    "a rewind": treating("explosion", tick=190),
-    "update 377": at(377),
+    "a rewind": treating("explosion", tick=121),
 }
 
 
@@ -271,17 +265,16 @@ def kinds(run_dir: Path) -> dict[int, str]:
     return found
 
 
-@pytest.mark.parametrize(("number", "workers"), [(signal.SIGINT, 0), (signal.SIGUSR1, 2)])
-def test_other_requests_are_as_good(number: signal.Signals, workers: int, nursery: Nursery) -> None:
-    """A shell's Ctrl-C, and the early signal of a scheduler, which reach workers of data as well: that is no error."""
-    name = f"by-{number.name}"
-    started = nursery.start(*DIGITS, f"data.num_workers={workers}", "run.steps=100000", f"run.dir={name}")
-    assert at_tick(nursery.place / name, 5)(started)
-    os.killpg(started.pid, number)
+def test_a_request_that_reaches_workers_of_data_is_no_error(nursery: Nursery) -> None:
+    """A shell's Ctrl-C goes to all processes of a group."""
+    run_dir = nursery.place / "group"
+    started = nursery.start(*DIGITS, "data.num_workers=2", "run.steps=100000", "run.dir=group")
+    assert at_tick(run_dir, 5)(started)
+    os.killpg(started.pid, signal.SIGINT)
     assert started.wait() == 75
-    assert f"asked by {number.name}: the state is in {nursery.place / name}/checkpoints/step-" in started.output
+    assert f"asked by SIGINT: the state is in {run_dir}/checkpoints/step-" in started.output
     assert "the same command resumes" in started.output
-    assert summary(nursery.place / name)["status"] == "preempted"
+    assert summary(run_dir)["status"] == "preempted"
 
 
 _calls: list[int] = []
@@ -309,36 +302,15 @@ def test_hours_are_enough(here: Path, run_command: command, monkeypatch: pytest.
     assert f"resumes from step {steps}" in again.stdout
 
 
-def sleeps(model: nn.Module, batch: Any) -> Tensor:
-    """A step that takes for ever."""
-    time.sleep(600)
-    loss: Tensor = nn.functional.cross_entropy(model(batch[0]), batch[1])
-    return loss
-
-
-SLOW = [*DIGITS, "objective=custom", "objective._target_=test_stop.sleeps", "run.steps=10"]
-
-
-def test_a_second_ctrl_c_leaves_at_once(nursery: Nursery) -> None:
-    """Where a step takes for ever and the grace is long: the first one that comes some seconds later does not wait."""
-    started = nursery.start(*SLOW, "run.dir=twice", "run.grace=3000")
-    assert at_tick(nursery.place / "twice", 1)(started)
-    for _ in range(100):  # those within three seconds are one request
-        started.strike(signal.SIGINT)
-        if started.has_ended(1.0):
-            break
-    assert started.code == 1
-    assert "interrupted" in started.output
-
-
 # ---------------------------------------------------------------------------------------------------- groups, processes
 
 
 def test_when_one_process_is_asked_all_of_them_stop(tmp_path: Path) -> None:
-    """At the same update, with one state on disk; the same command goes on, and nothing shows in the weights."""
-    place, words = tmp_path / "place", ["-m", "resilient_train", *DIGITS, *DISK, "accelerate.cpu=true", "run.steps=100"]
+    """At the same update, with one state on disk, from which the same command goes on."""
+    place, words = tmp_path / "place", ["-m", "resilient_train", *DIGITS, *DISK, "accelerate.cpu=true", "run.steps=80"]
+    words += ["run.dir=stopped"]
     run_dir = place / "stopped"
-    with held_at(place, 60) as let_go, Group(place, 2, *words, "run.dir=stopped") as started:
+    with held_at(place, 60) as let_go, Group(place, 2, *words) as started:
         started.until(lambda: stand(run_dir).tick >= 30)
         started.ranks[1].strike(signal.SIGTERM)
         let_go()
@@ -349,8 +321,6 @@ def test_when_one_process_is_asked_all_of_them_stop(tmp_path: Path) -> None:
     assert done["steps"] in checkpoints(run_dir)
     for log in ("train.log", "train.rank1.log"):
         assert f"stopped at step {done['steps']}, asked by" in (run_dir / log).read_text()
-    for directory in ("stopped", "plain"):
-        again = launch(place, 2, *words, f"run.dir={directory}")
-        assert again.is_well, again
+    again = launch(place, 2, *words)
+    assert again.is_well, again
     assert taken_up_at(run_dir) == [done["steps"]]
-    assert summary(run_dir)["weights_sha256"] == summary(place / "plain")["weights_sha256"]

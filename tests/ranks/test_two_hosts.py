@@ -22,7 +22,7 @@ WHY_NOT = two_hosts.lacking()
 def test_a_cut_link_and_a_lost_host_do_not_end_a_run(tmp_path: Path) -> None:
     """It waits for the link, and goes on alone with the same global batch when the other host is gone for good."""
     command = [sys.executable, str(ROOT / "benchmarks/two_hosts.py"), "--place", str(tmp_path), "--no-other"]
-    command += ["--cut", "2", "--step-timeout", "12", "--patience", "400"]
+    command += ["--cut", "2", "--step-timeout", "8", "--patience", "400"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "trains: 2 processes" in done.stdout

@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from kills import Nursery, Started, in_journal, incidents, left_overs, stand, su
 from strangers import Counting
 from torch import Tensor, nn
 
-from resilient_train.ranks.watchdog import Watchdog
+from resilient_train.ranks import watchdog
+from resilient_train.ranks.process_exit import StopRequests
+from resilient_train.ranks.watchdog import Phase, Watchdog
 from resilient_train.zoo.data import digits
 from resilient_train.zoo.models import MLP
 
@@ -48,13 +51,6 @@ class Endless:
     def wait(self) -> None:
         Path(MARK).touch()
         time.sleep(3600)  # the line
-
-
-class EndlessAtOnce(Endless):
-    """No row is ever read."""
-
-    def __getitem__(self, index: int) -> Any:
-        self.wait()
 
 
 class Poles(Endless):
@@ -132,12 +128,31 @@ def test_a_row_that_never_comes_in_a_worker_names_the_worker(nursery: Nursery) -
     assert re.search(r"waits for a batch from the workers of the data loader \(processes \d+\)", opened[-1]["evidence"])
 
 
-def test_the_start_has_a_limit_of_its_own(nursery: Nursery) -> None:
-    """It lasts until the first update is through: to compile takes minutes, where an update takes seconds."""
-    arguments = [*OWN, "data.train._target_=test_watchdog.EndlessAtOnce", "run.dir=at_once"]
-    started = hangs(nursery, *arguments, "run.start_timeout=4", "run.step_timeout=1")
-    assert started.wait() == 1, started.output
-    assert float(re.findall(r"no start was finished for ([\d.]+) s", started.output)[0]) >= 4
+LIMITS = {Phase.START: 40.0, Phase.STEP: 3.0, Phase.SAVE: 9.0}
+
+
+@pytest.mark.parametrize(
+    ("phase", "saves", "limits", "seconds"),
+    [
+        (Phase.START, False, LIMITS, 40),  # to compile takes minutes, where an update takes seconds
+        (Phase.STEP, False, LIMITS, 3),
+        (Phase.STEP, True, {**LIMITS, Phase.STEP: 0.0}, 9),
+        (Phase.STEP, True, dict.fromkeys(Phase, 0.0), None),  # 0 is no limit
+    ],
+)
+def test_each_phase_has_a_limit_of_its_own(
+    phase: Phase, saves: bool, limits: dict[Phase, float], seconds: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looked at once a second, a phase is over its limit at the first look that comes later."""
+    now = [1000.0]
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    one = Watchdog(limits, StopRequests(), 100.0, lambda: 1000.0 if saves else None, lambda hang: 1)
+    one.beat(phase)
+    looks = 0
+    while looks < 60 and one._hang(passed=1.0) is None:
+        now[0] += 1.0
+        looks += 1
+    assert looks == (60 if seconds is None else seconds + 1)
 
 
 class Stuck(Counting):
@@ -151,17 +166,14 @@ class Stuck(Counting):
                 time.sleep(600)
 
 
-@pytest.mark.parametrize("is_asked", [False, True])
-def test_a_resume_that_hangs_leaves_what_is_known_of_the_process_before(is_asked: bool, nursery: Nursery) -> None:
-    """That it was killed, and in which update: the start that goes on writes that down, and blames no samples."""
-    run_dir = nursery.place / f"stuck-{is_asked}"
-    arguments = [
-        *MINE,
-        "data.train._target_=test_watchdog.Stuck",
-        *OWN[3:9],
-        f"run.dir={run_dir}",
-        "recovery.crashes=2",
-    ]
+def test_a_resume_that_hangs_leaves_what_is_known_of_the_process_before(nursery: Nursery) -> None:
+    """That it was killed, and in which update: the start that goes on writes that down, and blames no samples.
+
+    One resume is asked to stop while it hangs, the other one is ended by the watchdog.
+    """
+    run_dir = nursery.place / "stuck-run"
+    arguments = [*MINE, "data.train._target_=test_watchdog.Stuck", *OWN[3:9], f"run.dir={run_dir}"]
+    arguments += ["recovery.crashes=2"]
     with held_at(nursery.place, 60):
         started = nursery.start(*arguments)
         assert started.until(lambda: is_held(nursery.place) and any(run_dir.glob("checkpoints/step-*")))
@@ -169,18 +181,19 @@ def test_a_resume_that_hangs_leaves_what_is_known_of_the_process_before(is_asked
         started.wait()
     before = stand(run_dir)
     (nursery.place / "stuck").touch()
-    started = hangs(nursery, *arguments, "run.grace=1", f"run.start_timeout={600 if is_asked else 3}")
-    if is_asked:
-        started.strike(signal.SIGTERM)
-    assert started.wait() == (75 if is_asked else 1), started.output
-    assert stand(run_dir) == before
-    assert summary(run_dir)["ticks"] == before.tick
+    for timeout, code in ((600, 75), (3, 1)):
+        started = hangs(nursery, *arguments, "run.grace=1", f"run.start_timeout={timeout}")
+        if code == 75:
+            started.strike(signal.SIGTERM)
+        assert started.wait() == code, started.output
+        assert stand(run_dir) == before
+        assert summary(run_dir)["ticks"] == before.tick
     (nursery.place / "stuck").unlink()
     last = nursery.run(*arguments)
     assert last.code == 0, last.output
     found = {one["signal"]: (one["tick"], one["actions"]) for one in incidents(run_dir)}
     assert found.pop("crash") == (before.tick, [{"remedy": "go_on"}])
-    assert found == ({} if is_asked else {"hang": (before.tick, [{"remedy": "end"}])})
+    assert found == {"hang": (before.tick, [{"remedy": "end"}])}
 
 
 @pytest.fixture
@@ -188,9 +201,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How often the model was called between one sign of life and the next, each time."""
     counts, beat, forward = [0], Watchdog.beat, MLP.forward
 
-    def beats(watchdog: Watchdog, *given: Any) -> None:
+    def beats(one: Watchdog, *given: Any) -> None:
         counts.append(0)
-        beat(watchdog, *given)
+        beat(one, *given)
 
     def counted(model: MLP, x: Tensor) -> Tensor:
         counts[-1] += 1
@@ -223,33 +236,18 @@ def test_a_diagnosis_may_take_longer_than_an_update(here: Path, run_command: com
 
 
 def test_processes_that_were_stopped_continue(tmp_path: Path) -> None:
-    """By SIGSTOP, for longer than an update may take: the watchdog does not call that a hang.
-
-    Twice. One process, and a group of two.
-    """
+    """By SIGSTOP, for longer than an update may take: the watchdog does not call that a hang."""
     words = ["-m", "resilient_train", "model=mlp", "data=digits", "objective=classification", "tracking=none"]
-    words += ["run.steps=1000", "run.dir=run", "accelerate.cpu=true", "run.step_timeout=3", "run.log_every=1000"]
-    places = [tmp_path / "alone", tmp_path / "group"]
-    with Group(places[0], 1, *words) as alone, Group(places[1], 2, *words) as group:
-        for step in (20, 60):
-            for place, ranks in zip(places, (alone.ranks, group.ranks), strict=True):
-                group.until(lambda place=place, step=step: stand(place / "run").step >= step)  # type: ignore[misc]
-                for rank in ranks:
-                    rank.strike(signal.SIGSTOP)
-            time.sleep(8.0)  # longer than the limit
-            for rank in (*alone.ranks, *group.ranks):
-                rank.strike(signal.SIGCONT)
-        for done in (alone.wait(), group.wait()):
-            assert done.is_well, done
-    for place in places:
-        assert summary(place / "run")["status"] == "completed"
-        assert in_journal(place / "run", "incident_opened") == []
-
-
-def test_without_limits_nothing_is_ended(nursery: Nursery) -> None:
-    """0 is no limit."""
-    arguments = [*OWN, "data.train._target_=test_watchdog.Endless", "run.dir=unlimited", "run.step_timeout=0"]
-    started = hangs(nursery, *arguments)
-    assert not started.has_ended(3.0)
-    started.strike(signal.SIGKILL)
-    assert started.wait() == -signal.SIGKILL
+    words += ["run.steps=300", "run.dir=run", "accelerate.cpu=true", "run.step_timeout=3", "run.log_every=1000"]
+    place = tmp_path / "group"
+    with Group(place, 2, *words) as group:
+        group.until(lambda: stand(place / "run").step >= 20)
+        for rank in group.ranks:
+            rank.strike(signal.SIGSTOP)
+        time.sleep(5.0)  # longer than the limit
+        for rank in group.ranks:
+            rank.strike(signal.SIGCONT)
+        done = group.wait()
+    assert done.is_well, done
+    assert summary(place / "run")["status"] == "completed"
+    assert in_journal(place / "run", "incident_opened") == []
