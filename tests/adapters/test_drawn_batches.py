@@ -1,17 +1,13 @@
-"""A loop of plain PyTorch whose batches come from a function, with micro-batches, a loss scaler and DDP of its own."""
+"""A loop of plain PyTorch whose batches come from a function, with micro-batches and a loss scaler of its own."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
-from group import together
 from guarded import SKIP, Net
-from torch import distributed, nn
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 
 from resilient_train import Guard
 from resilient_train.errors import ConfigError, TrainError
@@ -32,10 +28,9 @@ def get_batch() -> Batch:
 class Loop:
     """The loop of a program that draws its batches, with a fault in one of its updates if there is one."""
 
-    def __init__(self, *, ddp: bool = False, scaler: torch.amp.GradScaler | None = None, **more: Any) -> None:
+    def __init__(self, *, scaler: torch.amp.GradScaler | None = None, **more: Any) -> None:
         torch.manual_seed(0)
-        self.bare = Net()
-        self.model: nn.Module = DistributedDataParallel(self.bare) if ddp else self.bare
+        self.model = Net()
         self.scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, fused=True)
         usual: dict[str, Any] = {"steps": STEPS, "memory": MemoryConfig(every=10, keep=4, max_gib=None), "clip": 1.0}
@@ -62,7 +57,7 @@ class Loop:
                 spoils = strikes and count == MICRO_BATCHES and fault in ("nan", "overflow")
                 loss = self.forward_backward(batch, float("nan" if spoils and fault == "nan" else 1))
                 if spoils and fault == "overflow":
-                    self.bare.head.weight.grad[0, 0] = torch.inf  # type: ignore[index]
+                    self.model.head.weight.grad[0, 0] = torch.inf  # type: ignore[index]
                 self.guard.update(loss)
             assert count == MICRO_BATCHES
             at = 0 if strikes else at  # it strikes once
@@ -123,25 +118,3 @@ def test_what_cannot_be_used_is_refused() -> None:
             Guard(accelerator, Net(), optimizer, data=get_batch, **{name: value})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="accumulate=0: must be a whole number"):
         Guard(None, Net(), optimizer, data=get_batch, accumulate=0)
-
-
-def on_a_rank(fault: str) -> dict[str, Any]:
-    distributed.init_process_group("gloo")
-    loop = Loop(ddp=True, recovery=SKIP)
-    loop.train(fault if os.environ["RANK"] == "1" else "", 30)
-    weights = sha256(dict(loop.bare.named_parameters()))  # each rank has statistics of its own in BatchNorm
-    told = {"weights": weights, "tick": loop.guard.clock.tick, "batch": sha256(loop.seen[0][1])}
-    told["ranks"] = [one.anomaly.ranks for one in loop.guard.incidents]
-    loop.guard.close()
-    loop.guard.world.leave()
-    return told
-
-
-def test_two_processes_that_the_loop_has_joined_itself() -> None:
-    """Each draws batches of its own, both refuse the bad one of rank 1, and their weights stay the same."""
-    ended = together(2, on_a_rank, "nan")
-    assert [code for code, _ in ended] == [0, 0]
-    first, second = (told for _, told in ended)
-    assert first.pop("batch") != second.pop("batch")
-    assert first == second
-    assert (first["tick"], first["ranks"]) == (STEPS + 1, [(1,)])

@@ -45,25 +45,6 @@ class Rows(Dataset[Any]):
         return self.inputs[row], self.inputs[row].sum().reshape(1)
 
 
-class Average:
-    """A moving average of the weights, as many loops have one: it goes along by `keep`."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.weights = {name: one.detach().clone() for name, one in model.named_parameters()}
-
-    def update(self) -> None:
-        for name, one in self.model.named_parameters():
-            self.weights[name].lerp_(one.detach(), 0.1)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {name: one.clone() for name, one in self.weights.items()}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        for name, one in state.items():
-            self.weights[name].copy_(one)
-
-
 def mse(model: Any, batch: Any) -> Tensor:
     return nn.functional.mse_loss(model(batch[0]), batch[1])
 
@@ -82,7 +63,7 @@ def loop(run_dir: Path, killed_at: int = NEVER, asked_at: int = NEVER, killer: i
     model = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     prepared = accelerator.prepare(model)
-    average = Average(model)
+    average = torch.optim.swa_utils.AveragedModel(model, avg_fn=lambda mean, weight, _: mean.lerp(weight, 0.1))
     guard = Guard(
         *(accelerator, prepared, optimizer),
         data=Rows(killer),
@@ -101,13 +82,13 @@ def loop(run_dir: Path, killed_at: int = NEVER, asked_at: int = NEVER, killer: i
     for batch in guard.batches():
         began = guard.clock.step if began is None else began
         if guard.step(batch):
-            average.update()
+            average.update_parameters(model)
         if guard.clock.tick == killed_at:
             die_with_checkpoint(run_dir)
     guard.leave()
     guard.close()
     told = [(str(one.anomaly.signal), one.decision.actions[0].remedy, one.diagnosis.rows) for one in guard.incidents]
-    averages = torch.cat([one.flatten() for one in average.weights.values()]).tolist()
+    averages = torch.cat([one.flatten() for one in average.parameters()]).tolist()
     weights = guard.state.weights_sha256()
     return {"began": began, "step": guard.clock.step, "told": told, "weights": weights, "average": averages}
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
-import os
 import re
-import subprocess
 import sys
 import time
 from itertools import count
@@ -17,7 +15,6 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
-from warm import ENVIRONMENT
 
 from resilient_train.adapters.guard import Guard
 from resilient_train.errors import ConfigError, TrainError
@@ -203,20 +200,3 @@ def test_an_evaluation_that_is_not_finite_is_not_well(tmp_path: Path, caplog: py
     assert note(read_story(tmp_path / "run"), lambda number: None).startswith(
         "**The evaluation is not finite (loss nan).**"
     )
-
-
-UNUSED = """
-from test_mistakes import guard_of
-guard = guard_of()
-{}
-"""
-
-
-@pytest.mark.parametrize(("line", "warns"), [("undefined_name", False), ("", True)])
-def test_an_error_before_the_loop_is_not_followed_by_a_second_complaint(line: str, warns: bool) -> None:
-    """A guard that made no update says so at the end of the process, unless an error already explains it."""
-    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
-    words = [sys.executable, "-c", UNUSED.format(line)]
-    done = subprocess.run(words, env={**ENVIRONMENT, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
-    assert ("NameError" in done.stderr) == bool(line)
-    assert ("this guard has made no update" in done.stderr) == warns

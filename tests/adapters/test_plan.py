@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from group import alone
+from group import alone, launch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -236,6 +234,8 @@ if how in ("scaler", "well"):
         guard.update(loss)
     guard.close()
     optimizer.step()
+if how == "fails":
+    raise ValueError("before the loop")
 """
 
 
@@ -250,15 +250,19 @@ if how in ("scaler", "well"):
             ],
         ),
         ("unused", ["this guard has made no update, so it has protected nothing"]),
+        ("fails", []),  # the error explains it already
         ("scaler", ["a GradScaler of the program is in use"]),
         ("well", []),
     ],
 )
 def test_a_loop_that_is_not_protected_is_told(how: str, told: list[str], tmp_path: Path) -> None:
     """Once, at the exit of the process at the latest, and nothing is written that would say how it went."""
-    words = [sys.executable, "-c", UNPROTECTED, how]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=240)
+    (tmp_path / "place").mkdir()
+    (tmp_path / "place/own.py").write_text(UNPROTECTED)
+    done = launch(tmp_path / "place", 1, "own.py", how)
+    assert done.is_well == (how != "fails")
     warnings = ("outside of guard.batches", "has made no update", "a GradScaler")
     assert sum(done.stderr.count(one) for one in warnings) == len(told)
     assert all(one in done.stderr for one in told)
-    assert (tmp_path / "here/summary.json").exists() == (how in ("scaler", "well"))
+    assert ("resilient_train.hf.guard(trainer)" in done.stderr) == (how in ("behind", "unused"))
+    assert (tmp_path / "place/here/summary.json").exists() == (how in ("scaler", "well"))
