@@ -1,8 +1,8 @@
 """What an incident costs: how long its diagnosis, its trial and its remedy take, in steps of the run that it is in.
 
-The programs and faults are those of `matrix.py`, with a guard. The phases of each incident are those of its journal
-(in whole milliseconds); a step is the median time from one update to the next in the same run. Trials are shown with
-the updates that they made.
+The programs and faults are those of `python -m clinic matrix`, with a guard. The phases of each incident are those
+of its journal (in whole milliseconds); a step is the median time from one update to the next in the same run. Trials
+are shown with the updates that they made.
 
     python benchmarks/incident_cost.py --json costs.json
     python benchmarks/incident_cost.py --families leap weights --recovery aggressive
@@ -14,6 +14,7 @@ import argparse
 import itertools
 import json
 import statistics
+import sys
 import time
 from collections import defaultdict
 from dataclasses import dataclass
@@ -22,9 +23,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from interleaved import machine, table
-from matrix import drawn
-from matrix_faults import FAMILIES
-from matrix_loops import Job, Kit, ended, started_worker
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from clinic.matrix import drawn
+from clinic.matrix_faults import FAMILIES
+from clinic.matrix_loops import Job, Kit, ended, started_worker
 
 PHASES = ("diagnose", "decide", "remedy", "rewind", "resume")
 

@@ -38,7 +38,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paired import lines_of
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from clinic.paired import lines_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACES = [ROOT / name for name in ("benchmarks", "", "tests", "examples")]  # of programs

@@ -41,11 +41,11 @@ def clinic_goal(of: str, case: str, seed: int) -> float | None:
 
 def paired(file: str, name: str, arm: str, seed: int) -> Record:
     """A program of noisy.py, climbing.py or changes.py."""
-    import paired
+    from clinic import paired
 
     folder = Path(tempfile.mkdtemp())  # a child of paired.py ends as a process does, with all that is temporary
     try:
-        paired.child(HERE / file, name, seed, arm, folder, None)
+        paired.child(HERE.parent / "clinic" / file, name, seed, arm, folder, None)
         record: Record = json.loads((folder / "result.json").read_text())
         summary = next(iter(sorted(folder.glob("run*/summary.json"))), None)
         said = json.loads(summary.read_text()) if summary else {}
@@ -68,8 +68,8 @@ def paired_goal(file: str, name: str, arm: str, seed: int) -> float | None:
 
 
 def matrix(number: int, seed: int) -> Record:
-    import matrix as drawn
-    import matrix_loops
+    from clinic import matrix as drawn
+    from clinic import matrix_loops
 
     run = drawn.drawn(0)[number]
     jobs = {job.arm: job for job in run.jobs(False)}
@@ -80,8 +80,8 @@ def matrix(number: int, seed: int) -> Record:
 
 
 def matrix_goal(number: int, seed: int) -> float | None:
-    import matrix as drawn
-    import matrix_loops
+    from clinic import matrix as drawn
+    from clinic import matrix_loops
 
     run = drawn.drawn(0)[number]
     if not run.is_faulty:
@@ -93,8 +93,8 @@ def matrix_goal(number: int, seed: int) -> float | None:
 
 
 def hot(number: int, seed: int) -> Record:
-    import hot_stretch
-    import hot_stretch_letters as letters
+    from clinic import hot_stretch
+    from clinic import hot_stretch_letters as letters
 
     draw = hot_stretch.draws(0)[number]
     end = letters.arm("guarded", draw, draw.seed)
@@ -102,8 +102,8 @@ def hot(number: int, seed: int) -> Record:
 
 
 def hot_goal(number: int, seed: int) -> float | None:
-    import hot_stretch
-    import hot_stretch_letters as letters
+    from clinic import hot_stretch
+    from clinic import hot_stretch_letters as letters
 
     draw = hot_stretch.draws(0)[number]
     ends = letters.clean_runs(draw.optimizer, draw.seed, [draw.steps])
@@ -111,7 +111,7 @@ def hot_goal(number: int, seed: int) -> float | None:
 
 
 def rates(number: int, seed: int) -> Record:
-    import hot_rates
+    from clinic import hot_rates
 
     drawn = hot_rates.Drawn.of(number)
     _, best = min((drawn.plain(lr), lr) for lr in hot_rates.OPTIMIZERS[drawn.optimizer][1])
@@ -122,7 +122,7 @@ def rates(number: int, seed: int) -> Record:
 
 
 def rates_goal(number: int, seed: int) -> float | None:
-    import hot_rates
+    from clinic import hot_rates
 
     drawn = hot_rates.Drawn.of(number)
     untrained = drawn.program(0.0)
@@ -183,11 +183,10 @@ def units() -> Iterator[tuple[str, list[Any]]]:
 
     for of in SETS:
         yield from (("clinic", [of, case]) for case in names(of))
-    for file in sorted((HERE / "changing").glob("[a-z]*.py")):
+    for file in sorted((HERE.parent / "clinic" / "changing").glob("[a-z]*.py")):
         for arm in ("guarded", "twin-guarded"):
             yield "paired", [f"changing/{file.name}", file.stem, arm]
-    import climbing
-    import noisy
+    from clinic import climbing, noisy
 
     yield from (("paired", ["climbing.py", name, "guarded"]) for name in climbing.FAMILIES)
     yield from (("paired", ["noisy.py", one.name, "guarded"]) for one in noisy.programs())

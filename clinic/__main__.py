@@ -5,6 +5,16 @@
     python -m clinic run --tool ours plain skip arc --venv /tmp/arc --json /tmp/first.jsonl
     python -m clinic sound --set first                # is every case what it says?
 
+Other programs, each kind with a harness and options of its own (`--help`):
+
+    python -m clinic changing    # healthy programs that change on purpose, and twins that are damaged instead
+    python -m clinic noisy       # healthy programs that are noisy by nature
+    python -m clinic climbing    # programs that are ruined slowly
+    python -m clinic matrix      # random faults in programs of many kinds
+    python -m clinic hot         # a schedule that multiplies the learning rate for a while
+    python -m clinic rates       # programs drawn at random whose rate is far too high
+    python -m clinic state       # damaged weights and moments, for scans to find
+
 Cured: it ended in the ordinary way, its weights are finite, and their loss is within 10 % of the way from the start to
 where the mended twin ends. A culprit is right if an incident names file, line and operation; rows are, if all incidents
 that blame the data name those which are rotten and no others. What else there is to know is in clinic/README.md.
@@ -13,6 +23,7 @@ that blame the data name those which are rotten and no others. What else there i
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import platform
 import signal
@@ -30,6 +41,16 @@ from clinic.children import Children, keeper, kept, missing
 from clinic.program import SETS, names
 from clinic.runs import KNOWN, made_by, tool
 from clinic.score import TWIN, Figures, Run, by_case, summary
+
+OTHERS = {  # kinds of programs with a harness of their own
+    "changing": "clinic.changes",
+    "noisy": "clinic.noisy",
+    "climbing": "clinic.climbing",
+    "matrix": "clinic.matrix",
+    "hot": "clinic.hot_stretch",
+    "rates": "clinic.hot_rates",
+    "state": "clinic.state_faults",
+}
 
 
 def arguments() -> argparse.Namespace:
@@ -60,7 +81,15 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Do what is asked for; of runs, what is missing, and print both tables."""
+    """Do what is asked for."""
+    if sys.argv[1:2] and sys.argv[1] in OTHERS:
+        importlib.import_module(OTHERS[sys.argv.pop(1)]).main()
+        return
+    clinic()
+
+
+def clinic() -> None:
+    """Check the cases, or run what is missing and print both tables."""
     given, began = arguments(), time.monotonic()
     if given.verb == "sound":
         sound.tell(given.set, given.seeds, chosen(given.set, given.only))

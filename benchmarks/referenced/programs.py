@@ -141,8 +141,8 @@ def signalled_command(model: nn.Module, batch: Sequence[Tensor], *, number: int)
 
 
 def hot_stretch(factor: str, length: str, start: str, form: str, optimizer: str) -> None:
-    """One draw of hot_stretch.py."""
-    letters: Any = importlib.import_module("hot_stretch_letters")
+    """One draw of clinic/hot_stretch.py."""
+    letters: Any = importlib.import_module("clinic.hot_stretch_letters")
     form = form.replace("_", " ")
     letters.guarded(letters.Draw(0, int(factor), int(length), int(start), form, optimizer, seed=0), RUN)
 

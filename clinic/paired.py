@@ -1,10 +1,8 @@
-"""What noisy.py, climbing.py and changes.py share: programs that run with and without a guard, records and tables.
+"""What `noisy`, `climbing` and `changing` share: programs that run with and without a guard, records and tables.
 
 Each run has a process of its own, forked from one that has imported torch, and 180 s of CPU. It becomes one line of
 JSON: what was measured, what was raised, what the run directory says, and the last lines of the log. A run that is in
 the file given with --out is not made again.
-
-    python benchmarks/paired.py changing    # the same as python benchmarks/changes.py
 """
 
 from __future__ import annotations
@@ -159,7 +157,6 @@ def main(
     seeds: int,
     arms: Sequence[str] = ("plain", "guarded"),
     preload: Sequence[str] = (),
-    arguments: Sequence[str] | None = None,
 ) -> None:
     """Run the programs that the command line names, those of each file by their names, and print the table."""
     parser = argparse.ArgumentParser(description=title)
@@ -169,7 +166,7 @@ def main(
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--out", type=Path, metavar="FILE.jsonl", help="keeps a line for each run; resumes from it")
     parser.add_argument("--tree", metavar="DIR", help="another checkout of the library, to be measured")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     tree = str(Path(options.tree).resolve()) if options.tree else None
     names = [name for name in files if any(fnmatch.fnmatch(name, only) for only in options.only or ["*"])]
     asked = options.arms.split(",")
@@ -267,11 +264,3 @@ def pairs(records: list[Record], plain: str = "plain", guarded: str = "guarded")
         in_all.update(runs=len(second), ended=len(ended(second)), alarmed=len(alarmed), worse=count)
     total = ["all", "", f"{in_all['runs']} runs", str(in_all["ended"]), str(in_all["alarmed"]), "", ""]
     return "\n".join([*lines, "| " + " | ".join([*total, str(in_all["worse"])]) + " |"])
-
-
-if __name__ == "__main__":
-    if sys.argv[1:2] != ["changing"]:
-        sys.exit("usage: python benchmarks/paired.py changing [--only NAME] [--seeds N] ...")
-    import changes
-
-    changes.run(sys.argv[2:])

@@ -6,9 +6,9 @@ without the steps that are not finite (*skip only*), and with a guard around the
 after its stretch, and is judged by the held-out loss of the weights that it leaves behind. The program is a small
 character transformer on source text of Python's standard library.
 
-    python benchmarks/hot_stretch.py --json hot_stretch.json
-    python benchmarks/hot_stretch.py --only 17          # one draw, with what the guard says
-    python benchmarks/hot_stretch.py --stretch 100 10 100 --seeds 5      # this one in both forms, with AdamW
+    python -m clinic hot --json hot_stretch.json
+    python -m clinic hot --only 17          # one draw, with what the guard says
+    python -m clinic hot --stretch 100 10 100 --seeds 5      # this one in both forms, with AdamW
 
 The bounds are those of the functions `near`, `is_out_of_reference` and `is_worse`.
 """
@@ -35,7 +35,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hot_stretch_letters import Draw, Ended, arm, clean_runs, finite
+
+from clinic.hot_stretch_letters import Draw, Ended, arm, clean_runs, finite
 
 Arm = Callable[[str, Draw, int], Ended]  # its name, a draw, a seed
 
@@ -330,7 +331,3 @@ def main() -> None:
         made = [{**asdict(one), "near": one.near("guarded"), "dishonest": one.dishonest} for one in everything]
         given.json.write_text(json.dumps(made, indent=1), encoding="utf-8")
     sys.exit(any(one.error for one in everything))
-
-
-if __name__ == "__main__":
-    main()

@@ -5,10 +5,10 @@ Every faulty run is made by *plain*, the loop one writes by hand, with clipping 
 as it comes. *Clean* runs without a fault say what could be had. The fault, the data and their order are the same for
 all of them. Healthy runs are there for false alarms.
 
-    python benchmarks/matrix.py --workers 2 --json matrix.json
-    python benchmarks/matrix.py --only 17 42            # two of the runs, and what the guard said
-    python benchmarks/matrix.py --families leap weights # a part of it
-    python benchmarks/matrix.py --recipes               # what the programs learn without a fault
+    python -m clinic matrix --workers 2 --json matrix.json
+    python -m clinic matrix --only 17 42            # two of the runs, and what the guard said
+    python -m clinic matrix --families leap weights # a part of it
+    python -m clinic matrix --recipes               # what the programs learn without a fault
 
 A run is *good* when its held-out loss ends within 10 % of the way from the first weights to the clean end. It is
 *honest* when it is good, or does not say that all is well. It is *worse* when it ends above the plain loop by more than
@@ -31,9 +31,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from matrix_faults import FAMILIES, Fault
-from matrix_loops import Ended, Job, started_worker, work
-from matrix_programs import ODD, RECIPES, Recipe
+from clinic.matrix_faults import FAMILIES, Fault
+from clinic.matrix_loops import Ended, Job, started_worker, work
+from clinic.matrix_programs import ODD, RECIPES, Recipe
 
 RUNS_OF_FAMILY = 6
 SOUND = ("well", "no progress")  # of a healthy run: the loss of a game need not fall
@@ -292,7 +292,3 @@ def main() -> None:
             for run in runs
         ]
         given.json.write_text(json.dumps(rows, indent=1, default=str), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

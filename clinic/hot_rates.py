@@ -1,6 +1,6 @@
 """Programs drawn at random whose learning rate is 5 to 200 times too high: how many end as well as with a good one?
 
-python benchmarks/hot_rates.py --programs 40
+python -m clinic rates --programs 40
 
 Each number draws a model, an optimizer, a length and a factor. The best of a few rates in a plain loop is the
 yardstick, and a program counts where that learns and the rate times the factor does not come near it in the same loop.
@@ -12,13 +12,11 @@ from __future__ import annotations
 import argparse
 import math
 import random
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,12 +25,9 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torch.utils.data import TensorDataset
 
-from resilient_train import Guard
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from clinic import by_hand
 from clinic.program import Guilty, Program
+from resilient_train import Guard
 
 NEAR, AWAY = 0.1, 0.15  # of the way: within the one it is cured, within the other a plain loop does as well
 LEARNED = 0.7  # of the first loss
@@ -293,7 +288,3 @@ def main() -> None:
         told = f"{what:34} plain {plain:8.3g}, guarded {away:8.3g} of the way {'' if away <= NEAR else 'NOT CURED'}"
         print(f"{drawn.seed:4} {told}{' ACCUSES A LINE' * accuses}", flush=True)
     print(f"{cured} of {counts} cured; {accused} accuse a line of code, of which none is to blame")
-
-
-if __name__ == "__main__":
-    main()

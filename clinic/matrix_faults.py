@@ -14,8 +14,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from matrix_programs import Columns, Denoiser, Recipe
 from torch import Tensor, nn
+
+from clinic.matrix_programs import Columns, Denoiser, Recipe
 
 BLANK = ("div", "log", "sqrt")  # what meets 0 in the objective, at rows that are all 0
 

@@ -1,9 +1,9 @@
 """Healthy programs that change on purpose in mid-training, and their twins, which suffer damage there instead.
 
-    python benchmarks/changes.py [--only NAME] [--seeds 3] [--arms plain,guarded,twin-plain,twin-guarded]
+    python -m clinic changing [--only NAME] [--seeds 3] [--arms plain,guarded,twin-plain,twin-guarded]
                                  [--jobs 2] [--out FILE.jsonl] [--tree DIR]
 
-The programs are the files of benchmarks/changing. A guard should leave the change alone,
+The programs are the files of clinic/changing. A guard should leave the change alone,
 and heal the damage of the twin.
 """
 
@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import ast
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import paired
-from paired import Record
+from clinic import paired
+from clinic.paired import Record
 
 PLACE = Path(__file__).parent / "changing"
 ARMS = ("plain", "guarded", "twin-plain", "twin-guarded")
@@ -51,7 +50,7 @@ def twins(records: list[Record], about: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def run(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Run what the command line asks for."""
     files = {file.stem: file for file in sorted(PLACE.glob("*.py")) if not file.name.startswith("_")}
     about = {name: constants(file) for name, file in files.items()}
@@ -68,8 +67,4 @@ def run(arguments: Sequence[str] | None = None) -> None:
         return "\n\n".join(parts)
 
     title = "Programs that change on purpose, and twins that are damaged."
-    paired.main(title, files, table, seeds=3, arms=ARMS, preload=preload, arguments=arguments)
-
-
-if __name__ == "__main__":
-    run()
+    paired.main(title, files, table, seeds=3, arms=ARMS, preload=preload)

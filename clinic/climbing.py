@@ -1,6 +1,6 @@
 """Runs that learn first and are ruined slowly, by their recipe or their data: ten programs, with and without a guard.
 
-    python benchmarks/climbing.py [--seeds N] [--only NAME] [--jobs 2] [--out FILE.jsonl] [--tree DIR]
+    python -m clinic climbing [--seeds N] [--only NAME] [--jobs 2] [--out FILE.jsonl] [--tree DIR]
 
 The loss falls first, and climbs afterwards. The column `cure` says what would help: `rate` where a lower rate does,
 `none` where nothing that is done to the run from outside can, so that the honest end is "not recovered", and `recipe`
@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import paired
 import torch
-from paired import Program, Record
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import CyclicLR, ExponentialLR, LambdaLR, LRScheduler
 from torch.utils.data import DataLoader, TensorDataset
+
+from clinic import paired
+from clinic.paired import Program, Record
 
 
 @dataclass
@@ -385,6 +386,7 @@ def table(records: list[Record]) -> str:
     return "\n".join([*lines, "| " + " | ".join(total) + " |"])
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run what the command line asks for."""
     files = dict.fromkeys(FAMILIES, Path(__file__))
     paired.main("Runs that are ruined slowly.", files, table, seeds=6, preload=["sklearn.datasets"])

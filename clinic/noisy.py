@@ -1,6 +1,6 @@
 """Healthy runs whose numbers are noisy by nature: 25 programs, 12 seeds each, with and without a guard.
 
-    python benchmarks/noisy.py [--seeds N] [--only NAME] [--jobs 2] [--out FILE.jsonl] [--tree DIR]
+    python -m clinic noisy [--seeds N] [--only NAME] [--jobs 2] [--out FILE.jsonl] [--tree DIR]
 
 Small batches, skewed and heavy-tailed targets, wrong labels, rare classes, short schedules. Nothing is wrong with any
 of them, so a guard should leave them alone. The measure is a loss on rows that are held out, the same for all seeds.
@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import paired
 import torch
-from paired import Program
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 from torch.utils.data import DataLoader, TensorDataset
+
+from clinic import paired
+from clinic.paired import Program
 
 Objective = Callable[[nn.Module, Any], Tensor]
 
@@ -479,6 +480,7 @@ def programs() -> list[Program]:
     return [program(name, place % 2 == 1) for place, name in enumerate(RECIPES)]
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run what the command line asks for."""
     files = dict.fromkeys(RECIPES, Path(__file__))
     paired.main("Healthy runs that are noisy.", files, paired.pairs, seeds=12, preload=["sklearn.datasets"])

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from matrix_faults import Fault, Injector, columns_with, is_stream
-from matrix_programs import ODD, RECIPES, Recipe, Rows, optimizers
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from clinic.matrix_faults import Fault, Injector, columns_with, is_stream
+from clinic.matrix_programs import ODD, RECIPES, Recipe, Rows, optimizers
 from resilient_train import GaveUp, Guard
 
 PATIENCE = 120.0  # seconds for one loop

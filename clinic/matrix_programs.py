@@ -1,7 +1,7 @@
 """Small training programs for `matrix.py`: four classics, seven others, and three that look ill while they are well.
 
 Everything is made from formulas, from the digits of scikit-learn, or from Python's own source text. A program is some
-columns of data, a model, and a criterion of what the model puts out; `python benchmarks/matrix.py --recipes` trains all
+columns of data, a model, and a criterion of what the model puts out; `python -m clinic matrix --recipes` trains all
 of them without a fault.
 """
 

@@ -5,8 +5,8 @@ update later. Each fault is drawn by seed (what, in which recipe, tensor, place,
 live run, and counted as found if the scans alone report something before it has cost more than 20 updates. The losses
 are not watched here: in a run a NaN is found by them at once.
 
-    python benchmarks/state_faults.py
-    python benchmarks/state_faults.py --faults 400 --seed 7 --healthy-steps 2000
+    python -m clinic state
+    python -m clinic state --faults 400 --seed 7 --healthy-steps 2000
 """
 
 from __future__ import annotations
@@ -412,7 +412,3 @@ def main() -> None:
     print(f"\nfalse alarms: {len(alarms)} in {given.healthy_steps * recipes} healthy steps of {recipes} recipes")
     for alarm in alarms:
         print(f"- {alarm}")
-
-
-if __name__ == "__main__":
-    main()
