@@ -1,22 +1,19 @@
-"""What it costs that ranks agree: time beside the same DDP loop without a guard, and what they send each other.
+"""What ranks send each other so that they agree, beyond what DDP sends without a guard.
 
-The loops are those of step_cost.py, with several processes each, block by block in turn; the time of a block is that of
-its slowest process. Then a small model of what a guard adds is held against counts of another run: collectives and
-bytes over 100 updates, by the number of processes and of tensors. It ends with 1 where a count is not what it says.
+A small model of what a guard adds is held against counts: collectives and bytes over 100 updates, by the number of
+processes and of tensors. It ends with 1 where a count is not what the model says.
 
-    python benchmarks/agreement.py
-    python benchmarks/agreement.py --loops plain plain-again      (what the method sees where nothing differs)
-    python benchmarks/agreement.py --loops plain skipping ours    (a loop that only skips steps with a NaN, together)
-    python benchmarks/agreement.py --counts --processes 2 4       (no times)
+    python benchmarks/agreement.py --processes 2 4
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import json
+import os
+import socket
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,26 +22,9 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from counts import counting
-from interleaved import (
-    Job,
-    Loop,
-    OnStep,
-    answer,
-    begin,
-    compared,
-    group,
-    placed_in_group,
-    quiet,
-    spawn,
-    table,
-    time_blocks,
-)
-from loops import is_bad_anywhere, plain
-from step_cost import ALL, STEPS_PER_BLOCK, WARM_UP
+from interleaved import Job, Loop, OnStep, answer, begin, quiet, spawn, table
 from torch import nn
 
-LOOPS: dict[str, Loop] = {**ALL, "skipping": functools.partial(plain, is_bad=is_bad_anywhere)}
-TARGET = 1.05  # upper bound of ours beside the same loop without guard
 COUNTED = 100  # updates: whole cycles of scans (10), replicas (20) and snapshots (25)
 BEFORE = 100  # until buckets, moments and the size of a snapshot are known
 
@@ -117,6 +97,26 @@ def with_guard(model: nn.Module, accelerator: Accelerator, on_step: OnStep) -> N
     guard.close()
 
 
+def group(processes: int) -> list[dict[str, str]]:
+    """What the environment of each process has to say so that they find each other, on this machine's CPUs."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    same = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": str(processes)}
+    same["ACCELERATE_USE_CPU"] = "true"
+    return [{**same, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+
+
+def placed_in_group(
+    loop: Loop, place: Mapping[str, str], job: Job, on_step: OnStep, tell: Callable[[Any], None]
+) -> None:
+    """Run a loop as one of several processes."""
+    os.environ.update(place)
+    loop(job, on_step, tell)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
 def count(processes: int, tensors: int) -> tuple[Sent, list[int], list[int]]:
     """What a guard adds over `COUNTED` updates, and the collectives of each of them without it and with it."""
     per_step = []
@@ -179,51 +179,17 @@ def counts_of(processes: Sequence[int], tensors: Sequence[int]) -> tuple[list[di
     return found, all(one["counted"] == one["model"] for one in found)
 
 
-# ------------------------------------------------------------------------------------------------------------- times
-
-
-def times(given: argparse.Namespace, processes: int) -> dict[str, Any]:
-    """Time the loops beside each other."""
-    workload = given.workload
-    warm_up = WARM_UP[workload] if given.warm_up is None else given.warm_up
-    loops = {name: LOOPS[name] for name in given.loops}
-    timing = time_blocks(
-        *(loops, Job(workload, warm_up, warm_up, log_every=10)),
-        blocks=given.blocks,
-        steps_per_block=given.steps_per_block or STEPS_PER_BLOCK["none"][workload],
-        rounds=given.rounds,
-        processes=processes,
-    )
-    print(f"\n{workload}, {processes} processes, {timing.blocks} blocks of {timing.steps_per_block} steps")
-    print(table(*compared(timing, given.loops[:1])))
-    first, *others = given.loops
-    ratios = {other: timing.ratio(other, first) for other in others}
-    if first == "plain" and "ours" in ratios:
-        high = ratios["ours"][2]
-        print(f"  target: ours beside plain at most {TARGET}, upper bound: {high:.3f}", flush=True)
-    return {**timing.as_dict(), "processes": processes, "beside": {first: ratios}}
-
-
 def main() -> None:
-    """Measure, count, print, and write the figures if asked to."""
-    parser = argparse.ArgumentParser(description="The cost of agreement between processes.")
+    """Count, print, and write the figures if asked to."""
+    parser = argparse.ArgumentParser(description="What ranks send each other so that they agree.")
     parser.add_argument("--processes", type=int, nargs="+", metavar="N", default=[2, 4], help="(default: 2 4)")
     parser.add_argument("--tensors", type=int, nargs="+", metavar="N", default=[4, 40], help="(default: 4 40)")
-    parser.add_argument("--counts", action="store_true", help="count only")
-    parser.add_argument("--workload", choices=sorted(WARM_UP), default="gpt", help="that is timed, by the first N")
-    parser.add_argument("--loops", nargs="+", choices=list(LOOPS), default=["plain", "ours"], help="that are timed")
-    parser.add_argument("--blocks", type=int, metavar="N", default=30, help="of each loop (default: %(default)s)")
-    parser.add_argument("--steps-per-block", type=int, metavar="N", help="default: 25 or 200")
-    parser.add_argument("--warm-up", type=int, metavar="N", help="steps before the first block (default: 125 or 600)")
-    parser.add_argument("--rounds", type=int, metavar="N", default=3, help="fresh processes (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     given = parser.parse_args()
-    figures: dict[str, Any] = {"machine": begin()}
-    figures["counts"], as_said = counts_of(given.processes, given.tensors)
-    if not given.counts:
-        figures["times"] = times(given, given.processes[0])
+    here = begin()
+    counts, as_said = counts_of(given.processes, given.tensors)
     if given.json:
-        given.json.write_text(json.dumps(figures, indent=2) + "\n")
+        given.json.write_text(json.dumps({"machine": here, "counts": counts}, indent=2) + "\n")
     if not as_said:
         raise SystemExit("the model of what is sent does not say what was counted")
 

@@ -1,4 +1,4 @@
-"""All that a GPU has to show, in one command of at most 9 minutes: costs beside plain PyTorch, and cures.
+"""What a guard costs on a GPU, in one command of at most 9 minutes; what it cures there is in `tests/gpu`.
 
 GPT-2 with 124 M weights in bf16, or what `--tiny` makes of it, which a CPU can do as well; there, parts that only CUDA
 has are left out, and said to be. Every ratio is from blocks of steps that take turns in one process.
@@ -10,12 +10,8 @@ has are left out, and said to be. Every ratio is from blocks of steps that take 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
-import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,9 +21,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu_loops import Guarded, Plain, Size, losses_of, paired, scratch, settle, timed, with_snapshots
+from gpu_loops import Guarded, Plain, Size, paired, settle, timed, with_snapshots
 from interleaved import table, with_interval
-from torch import Tensor
 
 
 class Bench:
@@ -48,17 +43,6 @@ class Bench:
         figures = paired(plain, ours, self.device, blocks=self.blocks, steps=self.steps)
         ours.close()
         return figures
-
-
-def breaks_at(row: int) -> Callable[[Any, Any], Tensor]:
-    """Return an objective with an operation that breaks for one row, whose slope is 1/0 there."""
-
-    def objective(model: Any, batch: Any) -> Tensor:
-        losses = losses_of(model, batch)
-        share = losses * (batch[2] != row)
-        return losses.mean() + 1e-3 * torch.log(share).mean()
-
-    return objective
 
 
 def step(bench: Bench) -> dict[str, Any]:
@@ -128,141 +112,10 @@ def snapshot(bench: Bench) -> dict[str, Any]:
     }
 
 
-def diagnosis(bench: Bench) -> dict[str, Any]:
-    """What it takes to find an operation that breaks, and bad rows, in steps' time; then armor's cost."""
-    found: dict[str, Any] = {}
-    faults: dict[str, dict[str, Any]] = {
-        "operation": {"objective": breaks_at(3)},
-        "rows": {"bad": frozenset({17, 99})},
-    }
-    for name, options in faults.items():
-        ours = bench.guarded(**options, run_dir=scratch(bench.folder, name))
-        ours.run(5)
-        seconds: list[float] = []
-        before = ours.guard.clock.tick
-        with timed(bench.device, seconds):
-            while ours.guard.clock.tick < before + 600 and not ours.guard.incidents:
-                ours.run(10)
-        ours.run(20)
-        incidents = ours.guard.incidents
-        plain_ms = 1e3 * _median_step(ours, bench)
-        found[name] = {
-            "incidents": len(incidents),
-            "cause": incidents[0].diagnosis.cause if incidents else "none",
-            "line": _line(incidents[0]) if incidents else "",
-            "rows": list(incidents[0].diagnosis.rows) if incidents else [],
-            "steps of time": 1e3 * incidents[0].seconds / plain_ms if incidents else None,
-        }
-        ours.close()
-    return found
-
-
-def _line(incident: Any) -> str:
-    culprit = incident.diagnosis.culprit
-    return f"{Path(culprit.file).name}:{culprit.line} {culprit.op}" if culprit is not None else ""
-
-
-def _median_step(ours: Guarded, bench: Bench) -> float:
-    seconds: list[float] = []
-    for _ in range(5):
-        with timed(bench.device, seconds):
-            ours.run(bench.steps)
-    return float(np.median(seconds)) / bench.steps
-
-
-def armor(bench: Bench) -> dict[str, Any]:
-    """A step with a patched line beside the same step without. Each is of a copy of this file: a patch is of a file."""
-    loops = []
-    for name, row in (("bare", -1), ("patched", 3)):
-        copied = shutil.copy(__file__, scratch(bench.folder, f"{name}.py"))
-        spec = importlib.util.spec_from_file_location(name, copied)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        loops.append(bench.guarded(objective=module.breaks_at(row)))
-    bare, patched = loops
-    for _ in range(60):
-        patched.run(10)
-        if patched.guard.incidents:
-            break
-    figures = paired(bare, patched, bench.device, blocks=bench.blocks, steps=bench.steps)
-    return {"incidents": len(patched.guard.incidents), "step": figures}
-
-
-def half(bench: Bench) -> dict[str, Any]:
-    """fp16 with a GradScaler: overflows are no incidents, and a loss of NaN is one."""
-
-    def in_half(model: Any, batch: Any) -> Tensor:
-        return losses_of(model, batch, None).mean()
-
-    figures: dict[str, Any] = {}
-    for name, bad in (("healthy", frozenset[int]()), ("bad rows", frozenset({17, 99}))):
-        ours = bench.guarded(
-            objective=in_half, precision="fp16", bad=bad, run_dir=scratch(bench.folder, f"half {name}")
-        )
-        ours.run(270)  # an epoch, and some
-        newest = ours.guard.newest
-        figures[name] = {
-            "incidents": [one.diagnosis.cause for one in ours.guard.incidents],
-            "loss": newest.loss if newest is not None else None,
-        }
-        ours.close()
-    return figures
-
-
-def memory(bench: Bench) -> dict[str, Any]:
-    """Out of memory: the update is made again with smaller micro-batches."""
-    torch.cuda.empty_cache()
-    ours = bench.guarded()
-    ours.run(3)
-    torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(bench.device).total_memory
-    torch.cuda.set_per_process_memory_fraction(0.8 * torch.cuda.max_memory_allocated() / total)
-    try:
-        ours.run(5)
-        slicing = ours.guard.samples.slicing
-        return {"batch": bench.size.batch, "micro-batch": slicing.batch_size, "accumulation": slicing.accumulation}
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-
-
-def device_assert(bench: Bench) -> dict[str, Any]:
-    """A token out of range fails on the device, which ends the process: the next one passes it over."""
-    codes: list[int] = []
-    child = [sys.executable, __file__, "--child", str(scratch(bench.folder, "assert"))]
-    began = time.perf_counter()
-    while len(codes) < 6 and (not codes or codes[-1]):
-        codes.append(subprocess.run(child, check=False, capture_output=True, timeout=240).returncode)
-    return {"exit codes": codes, "seconds": time.perf_counter() - began}
-
-
-def train_with_bad_token(run_dir: Path) -> None:
-    """Train in this process over rows of which one has a token that the embedding lacks."""
-    device, size = torch.device("cuda"), Size().smaller()
-
-    def objective(model: Any, batch: Any) -> Tensor:
-        tokens, weights, index = batch
-        wrong = torch.where(weights[:, None].isnan(), 10**6, tokens)
-        return losses_of(model, (wrong, weights.nan_to_num(1.0), index)).mean()
-
-    steps = 2_000
-    ours = Guarded(
-        *(device, size), objective=objective, bad=frozenset({17}), steps=steps, run_dir=run_dir, disk=50, resume=True
-    )
-    for batch in ours.updates:
-        ours.guard.step(batch)
-
-
 PARTS: dict[str, tuple[Callable[[Bench], dict[str, Any]], bool]] = {  # and whether only CUDA has it
     "step": (step, False),
     "waits": (waits, True),
     "snapshot": (snapshot, False),
-    "diagnosis": (diagnosis, False),
-    "armor": (armor, False),
-    "half": (half, True),
-    "memory": (memory, True),
-    "assert": (device_assert, True),
 }
 
 
@@ -283,18 +136,14 @@ def rows_of(figures: dict[str, Any], name: str = "") -> list[list[str]]:
 
 def main() -> None:
     """Measure, print, and write the figures if asked to."""
-    parser = argparse.ArgumentParser(description="Measure what a guard costs and cures on a GPU.")
+    parser = argparse.ArgumentParser(description="Measure what a guard costs on a GPU.")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="default: all")
     parser.add_argument("--tiny", action="store_true", help="a model of 0.03 M weights, for a CPU")
     parser.add_argument("--blocks", type=int, default=20, help="of each loop (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=25, help="in a block (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=9.0, help="begin no part after this (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
-    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.child:
-        train_with_bad_token(given.child)
-        return
     began = time.perf_counter()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"{os.cpu_count()} CPU cores"

@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -81,35 +80,26 @@ class GPT(nn.Module):
 
 
 class Rows(torch.utils.data.Dataset[Any]):
-    """Rows of tokens, with their weight in the loss, which is NaN for bad ones, and their index."""
+    """Rows of tokens."""
 
-    def __init__(self, size: Size, *, bad: frozenset[int] = frozenset()) -> None:
+    def __init__(self, size: Size) -> None:
         numbers = np.random.default_rng(0)
         steps = numbers.integers(1, 7, (size.rows, 1))
         tokens = (np.arange(size.length + 1) * steps + numbers.integers(0, 7, (size.rows, 1))) % size.vocabulary
-        self.tokens, self.bad = torch.from_numpy(tokens), bad
+        self.tokens = torch.from_numpy(tokens)
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, float, int]:
-        return self.tokens[index], float("nan") if index in self.bad else 1.0, index
+    def __getitem__(self, index: int) -> Tensor:
+        return self.tokens[index]
 
 
-def losses_of(model: Any, batch: Any, dtype: torch.dtype | None = torch.bfloat16) -> Tensor:
-    """Return the weighted loss of each row of a batch, in mixed precision."""
-    tokens, weights, _ = batch
-    mixed = torch.autocast(tokens.device.type, dtype) if dtype is not None else nullcontext()
-    with mixed:
+def loss_of(model: Any, tokens: Tensor) -> Tensor:
+    """Return the loss of a batch, in mixed precision."""
+    with torch.autocast(tokens.device.type, torch.bfloat16):
         logits = model(tokens[:, :-1])
-        each = functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none")
-        losses: Tensor = each.view(len(tokens), -1).mean(1) * weights.float()
-    return losses
-
-
-def loss_of(model: Any, batch: Any) -> Tensor:
-    """Return the loss of a batch."""
-    return losses_of(model, batch).mean()
+        return functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -141,8 +131,8 @@ class Plain:
         """Train for so many steps."""
         for _ in range(steps):
             for _ in range(self.accumulation):
-                batch = [part.to(self.device, non_blocking=True) for part in next(self.batches)]
-                loss = loss_of(self.model, batch) / self.accumulation
+                tokens = next(self.batches).to(self.device, non_blocking=True)
+                loss = loss_of(self.model, tokens) / self.accumulation
                 loss.backward()  # type: ignore[no-untyped-call]
             nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
             self.optimizer.step()
@@ -163,30 +153,24 @@ class Guarded:
         *,
         compiles: bool = False,
         accumulation: int = 1,
-        objective: Any = loss_of,
-        bad: frozenset[int] = frozenset(),
-        steps: int = 10**9,
-        precision: str = "no",
         **options: Any,
     ) -> None:
         AcceleratorState._reset_state()  # one process has one precision otherwise
-        self.accelerator = Accelerator(
-            gradient_accumulation_steps=accumulation, mixed_precision=precision, cpu=device.type == "cpu"
-        )
+        self.accelerator = Accelerator(gradient_accumulation_steps=accumulation, cpu=device.type == "cpu")
         model = model_on(device, size, compiles=compiles)
         self.model, optimizer = self.accelerator.prepare(model, OPTIMIZERS[how](model.parameters()))
         self.guard = Guard(
             self.accelerator,
             self.model,
             optimizer,
-            data=Rows(size, bad=bad),
+            data=Rows(size),
             batch_size=size.batch,
-            steps=steps,
-            objective=objective,
+            steps=10**9,
+            objective=loss_of,
             clip=CLIP,
             **options,
         )
-        self.updates: Iterator[Any] = iter(self.guard.batches(steps))
+        self.updates: Iterator[Any] = iter(self.guard.batches())
 
     def run(self, steps: int) -> None:
         """Attempt so many updates, and do not wait for the verdict on the last one."""
@@ -238,8 +222,3 @@ def settle(device: torch.device) -> None:
 def with_snapshots(every: int) -> MemoryConfig:
     """Snapshots so often, as many as by default."""
     return MemoryConfig(every=every, keep=4, max_gib=None)
-
-
-def scratch(folder: str, name: str) -> Path:
-    """A directory of its own for a run."""
-    return Path(folder) / name

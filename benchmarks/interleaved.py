@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -75,19 +73,14 @@ class Timing:
         }
 
 
-def time_blocks(
-    loops: Mapping[str, Loop], job: Job, *, blocks: int, steps_per_block: int, rounds: int, processes: int = 1
-) -> Timing:
-    """Time all loops block by block, in fresh processes each round; `job.steps` is set to what that takes.
-
-    `processes` train together in each loop, and its time is that of the slowest.
-    """
+def time_blocks(loops: Mapping[str, Loop], job: Job, *, blocks: int, steps_per_block: int, rounds: int) -> Timing:
+    """Time all loops block by block, in fresh processes each round; `job.steps` is set to what that takes."""
     measured: list[np.ndarray] = []  # of each round: [block, loop, clock]
     work: Any = None
     counts: dict[str, dict[str, float]] = {}
     for fresh in np.array_split(np.arange(blocks), rounds):
         whole = replace(job, steps=job.warm_up + len(fresh) * steps_per_block + COUNTED)
-        runners = [_Runner(name, loop, whole, steps_per_block, processes) for name, loop in loops.items()]
+        runners = [_Runner(name, loop, whole, steps_per_block) for name, loop in loops.items()]
         try:
             works = {runner.name: runner.warm_up() for runner in runners}
             work = works[runners[0].name]
@@ -209,80 +202,48 @@ def _clocks() -> np.ndarray:
 
 
 class _Runner:
-    """A loop in processes of its own that move only while they have leave."""
+    """A loop in a process of its own that moves only while it has leave."""
 
-    def __init__(self, name: str, loop: Loop, job: Job, steps_per_block: int, processes: int) -> None:
+    def __init__(self, name: str, loop: Loop, job: Job, steps_per_block: int) -> None:
         self.name = name
-        places = [None] if processes == 1 else group(processes)
-        placed = [loop if place is None else partial(placed_in_group, loop, place) for place in places]
-        self.members = [spawn(in_child, one, job, steps_per_block) for one in placed]
+        self.process, self.pipe = spawn(in_child, loop, job, steps_per_block)
 
     def warm_up(self) -> Any:
         """Wait until it stands before its first block; return what it works on."""
-        work = self._answers()[0]
-        self._answers()
+        work = answer(self.pipe, self.name)
+        answer(self.pipe, self.name)
         self._signal(signal.SIGSTOP)
         return work
 
     def block(self) -> np.ndarray:
         """Let it run one block; return the seconds that took, by both clocks."""
-        seconds: np.ndarray = np.max(self._asked(), axis=0)
+        seconds: np.ndarray = self._asked()
         self._signal(signal.SIGSTOP)
         return seconds
 
     def finish(self) -> dict[str, float]:
         """Let it run to its end; return its counts for each step."""
-        counts: dict[str, float] = self._asked()[0]
-        for process, _ in self.members:
-            process.join()
-            if process.exitcode:
-                raise SystemExit(f"the {self.name} loop ended with {process.exitcode}: its error is above")
+        counts: dict[str, float] = self._asked()
+        self.process.join()
+        if self.process.exitcode:
+            raise SystemExit(f"the {self.name} loop ended with {self.process.exitcode}: its error is above")
         return counts
 
     def abandon(self) -> None:
         """End it wherever it is."""
-        for process, _ in self.members:
-            if process.is_alive():
-                assert process.pid is not None
-                process.terminate()
-                os.kill(process.pid, signal.SIGCONT)
-        for process, _ in self.members:
-            process.join()
+        if self.process.is_alive():
+            self.process.terminate()
+            self._signal(signal.SIGCONT)
+        self.process.join()
 
-    def _asked(self) -> list[Any]:
+    def _asked(self) -> Any:
         self._signal(signal.SIGCONT)
-        for _, pipe in self.members:
-            pipe.send(None)
-        return self._answers()
-
-    def _answers(self) -> list[Any]:
-        """What each says next: none is stopped while another may still need it."""
-        return [answer(pipe, self.name) for _, pipe in self.members]
+        self.pipe.send(None)
+        return answer(self.pipe, self.name)
 
     def _signal(self, number: signal.Signals) -> None:
-        for process, _ in self.members:
-            assert process.pid is not None
-            os.kill(process.pid, number)
-
-
-def group(processes: int) -> list[dict[str, str]]:
-    """What the environment of each process has to say so that they find each other, on this machine's CPUs."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    same = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": str(processes)}
-    same["ACCELERATE_USE_CPU"] = "true"
-    return [{**same, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
-
-
-def placed_in_group(
-    loop: Loop, place: Mapping[str, str], job: Job, on_step: OnStep, tell: Callable[[Any], None]
-) -> None:
-    """Run a loop as one of several processes."""
-    os.environ.update(place)
-    loop(job, on_step, tell)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
 
 
 IMPORTED = ["torch", "torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "accelerate"]  # takes seconds

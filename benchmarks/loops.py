@@ -29,13 +29,12 @@ def plain(
     tell: Callable[[Any], None],
     *,
     fused: bool | None = True,
-    is_bad: Callable[[torch.Tensor], bool] | None = None,
 ) -> None:
     """Train with the hand-written loop."""
     workload = plain_loop.WORKLOADS[job.workload]
     prepared = plain_loop.prepare(workload, job.steps, fused=fused)
     tell(work(prepared.model, [prepared.optimizer], workload.batch_size))
-    plain_loop.train(workload, prepared, steps=job.steps, log_every=job.log_every, on_step=on_step, is_bad=is_bad)
+    plain_loop.train(workload, prepared, steps=job.steps, log_every=job.log_every, on_step=on_step)
 
 
 def gated(job: Job, on_step: OnStep, tell: Callable[[Any], None]) -> None:
@@ -62,13 +61,6 @@ def gated(job: Job, on_step: OnStep, tell: Callable[[Any], None]) -> None:
     tell(work(prepared.model, [prepared.optimizer], workload.batch_size))
     how = {"steps": job.steps, "log_every": job.log_every, "on_step": on_step, "step_through": step_through}
     plain_loop.train(workload, prepared, **how)  # type: ignore[arg-type]
-
-
-def is_bad_anywhere(loss: torch.Tensor) -> bool:
-    """The least that a loop of one's own has to do to skip bad steps on all ranks: else some step, and some do not."""
-    heard = loss.detach().clone()
-    torch.distributed.all_reduce(heard)
-    return not bool(heard.isfinite())
 
 
 def ours(job: Job, on_step: OnStep, tell: Callable[[Any], None]) -> None:

@@ -1,14 +1,10 @@
 """The Accelerate loop that one would write by hand: what our own is measured against.
 
 It borrows model, data set and objective from the zoo, so that both loops do the same work, and nothing else of ours.
-
-    python benchmarks/plain_loop.py mlp --steps 1000
-    python benchmarks/plain_loop.py mlp --steps 1000 --default-optimizer
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -91,13 +87,11 @@ def train(
     steps: int,
     log_every: int,
     on_step: Callable[[int], None] | None = None,
-    is_bad: Callable[[torch.Tensor], bool] | None = None,
     step_through: Callable[[torch.Tensor, torch.Tensor, Any], None] | None = None,
 ) -> None:
     """Train for `steps` updates.
 
-    `on_step` hears of each, `is_bad` is asked about each loss before its update, and `step_through` is given loss,
-    gradient norm and optimizer to make the step.
+    `on_step` hears of each, and `step_through` is given loss, gradient norm and optimizer to make the step.
     """
     accelerator, model, optimizer = prepared.accelerator, prepared.model, prepared.optimizer
     model.train()
@@ -106,9 +100,6 @@ def train(
         for batch in prepared.loader:
             loss, _ = workload.objective(model, batch)
             accelerator.backward(loss)
-            if is_bad is not None and is_bad(loss):
-                optimizer.zero_grad()
-                continue
             norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
             if step_through is None:
                 optimizer.step()
@@ -123,21 +114,3 @@ def train(
                 on_step(step)
             if step == steps:
                 break
-
-
-def main() -> None:
-    """Train from the command line."""
-    parser = argparse.ArgumentParser(description="Train with a plain, hand-written Accelerate loop.")
-    parser.add_argument("workload", choices=sorted(WORKLOADS))
-    parser.add_argument("--steps", type=int, default=1000, help="updates to make (default: %(default)s)")
-    parser.add_argument("--log-every", type=int, default=10, help="steps between two lines (default: %(default)s)")
-    default = "AdamW in the form that torch chooses by itself, not the fused one"
-    parser.add_argument("--default-optimizer", action="store_true", help=default)
-    given = parser.parse_args()
-    workload = WORKLOADS[given.workload]
-    prepared = prepare(workload, given.steps, fused=None if given.default_optimizer else True)
-    train(workload, prepared, steps=given.steps, log_every=given.log_every)
-
-
-if __name__ == "__main__":
-    main()

@@ -17,23 +17,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections import Counter
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from counts import COUNTED, counting
 from interleaved import (
     Job,
     Loop,
     Timing,
-    answer,
     begin,
     compared,
-    group,
-    placed_in_group,
-    quiet,
-    spawn,
     table,
     time_blocks,
 )
@@ -55,24 +47,15 @@ def measure(given: argparse.Namespace, workload: str) -> dict[str, Any]:
     loops = {name: ALL[name] for name in given.loops}
     job = Job(workload, warm_up, warm_up, given.log_every, given.tracking)
     timing = time_blocks(loops, job, blocks=given.blocks, steps_per_block=steps_per_block, rounds=given.rounds)
-    several = given.processes > 1
-    collectives = (
-        {name: count_collectives(loop, name, workload, given.processes) for name, loop in loops.items()}
-        if several
-        else {}
-    )
     print(f"\n{workload}: {timing.work['weights'] / 1e6:.2f} M weights, {timing.blocks} blocks of", end=" ")
     print(f"{timing.steps_per_block} steps, tracking {given.tracking}, load now {os.getloadavg()[0]:.1f}")
     title, rows = compared(timing, [name for name in ("plain", "default") if name in loops] or [given.loops[0]])
-    if collectives:
-        title.append(f"collectives of {given.processes}")
-        rows = [[*row, f"{collectives[row[0]]:g}"] for row in rows]
     print(table(title, rows))
     verdict = judge(timing, workload)
     if verdict:
         print(f"  {verdict}")
     ratios = {other: timing.ratio("ours", other) for other in loops if "ours" in loops and other != "ours"}
-    return {**timing.as_dict(), "ours_beside": ratios, "collectives": collectives}
+    return {**timing.as_dict(), "ours_beside": ratios}
 
 
 def judge(timing: Timing, workload: str) -> str:
@@ -82,33 +65,6 @@ def judge(timing: Timing, workload: str) -> str:
     _, _, high = timing.ratio("ours", "plain")
     met = "met" if high <= TARGETS[workload] else "missed"
     return f"target: ours beside plain at most {TARGETS[workload]:.2f}, upper bound: {met} with {high:.3f}"
-
-
-def count_collectives(loop: Loop, name: str, workload: str, processes: int) -> float:
-    """Count what each step of several processes asks of the others."""
-    members = [spawn(_one_of_several, loop, workload, place) for place in group(processes)]
-    counts = []
-    for process, pipe in members:
-        answer(pipe, name)  # what it works on
-        counts.append(answer(pipe, name))
-        process.join()
-    return float(counts[0])
-
-
-def _one_of_several(loop: Loop, workload: str, place: dict[str, str], pipe: Connection) -> None:
-    quiet()
-    counts = Counter[str]()
-    counted = counting(counts)
-    first = 2 * COUNTED  # behind step 64, at which lower rates may be tried, once in so short a run
-
-    def on_step(step: int) -> None:
-        if step == first:
-            counted.__enter__()
-        elif step == first + COUNTED:
-            counted.__exit__(None, None, None)
-
-    placed_in_group(loop, place, Job(workload, first, first + COUNTED, log_every=10), on_step, pipe.send)
-    pipe.send(counts["collectives"] / COUNTED)
 
 
 def main() -> None:
@@ -130,8 +86,6 @@ def main() -> None:
     )
     tracks = "where ours shows the run; mlflow: a new SQLite database (default: %(default)s)"
     parser.add_argument("--tracking", choices=sorted(STEPS_PER_BLOCK), default="none", help=tracks)
-    several = "to count collectives in; 1: they are not counted (default: %(default)s)"
-    parser.add_argument("--processes", type=int, metavar="N", default=2, help=several)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     given = parser.parse_args()
     figures: dict[str, Any] = {"machine": begin(), "tracking": given.tracking, "log_every": given.log_every}

@@ -1,7 +1,4 @@
-"""Faults on one rank only: cured as in one process with the same samples to an update, on every rank alike.
-
-The long form, with more faults and a table of what each is cured by, is `benchmarks/ranks.py`.
-"""
+"""Faults on one rank only: cured as in one process with the same samples to an update, on every rank alike."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT
 from kills import in_journal, stand
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "scripts"))
 
 import two_hosts
 
@@ -21,7 +21,7 @@ WHY_NOT = two_hosts.lacking()
 @pytest.mark.skipif(bool(WHY_NOT), reason=f"no two hosts can be had here: {WHY_NOT}")
 def test_a_cut_link_and_a_lost_host_do_not_end_a_run(tmp_path: Path) -> None:
     """It waits for the link, and goes on alone with the same global batch when the other host is gone for good."""
-    command = [sys.executable, str(ROOT / "benchmarks/two_hosts.py"), "--place", str(tmp_path), "--no-other"]
+    command = [sys.executable, str(ROOT / "scripts/two_hosts.py"), "--place", str(tmp_path), "--no-other"]
     command += ["--cut", "2", "--step-timeout", "8", "--patience", "400"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

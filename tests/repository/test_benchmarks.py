@@ -14,13 +14,12 @@ from group import alone
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 
-TINY = "--workload mlp --loops plain ours --blocks 2 --steps-per-block 2 --warm-up 2 --rounds 1 --processes 1"
+TINY = "--workload mlp --loops plain ours --blocks 2 --steps-per-block 2 --warm-up 2 --rounds 1"
 CLINIC = "../clinic run --only where_branch --seeds 1 --json runs.jsonl --tool plain"
 COMMANDS = {
     "step cost": f"step_cost.py {TINY} --json figures.json",
     "snapshot": "snapshot.py --size 4M --blocks 2 --rounds 1",
-    "agreement": "agreement.py --counts --processes 2 --tensors 4",
-    "many ranks": "many_ranks.py --ranks 2 24 --updates 60",
+    "agreement": "agreement.py --processes 2 --tensors 4",
     "gpu": "gpu.py --tiny --blocks 2 --steps 5",
     "clinic": f"{CLINIC} ours",
     "clinic again": CLINIC,
@@ -57,14 +56,12 @@ def all_printed() -> dict[str, str]:
 
 
 def test_what_a_gpu_has_to_show_runs_on_a_cpu_too(printed: dict[str, str]) -> None:
-    """Tiny, without the parts that only CUDA has, and with what it found of two faults."""
+    """Tiny, without the part that only CUDA has."""
     lines = [line.strip() for line in printed["gpu"].splitlines()]
-    for part in ("waits", "half", "memory", "assert"):
-        at = next(number for number, line in enumerate(lines) if line.startswith(f"{part} ("))
-        assert lines[at + 2] == "not measured                  needs CUDA"
-    found = {line.rpartition("  ")[0].strip(): line.rpartition("  ")[2].strip() for line in lines}
-    assert "log" in found["operation: line"]
-    assert found["rows: rows"] in ("[17]", "[99]")
+    at = next(number for number, line in enumerate(lines) if line.startswith("waits ("))
+    assert lines[at + 2] == "not measured                  needs CUDA"
+    for figure in ("eager, fused AdamW", "take beside copy", "a step with a snapshot every 2"):
+        assert any(line.startswith(figure) for line in lines)
     assert "failed" not in printed["gpu"]
 
 
@@ -93,12 +90,3 @@ def test_the_clinic_judges_a_case_and_keeps_its_runs(printed: dict[str, str]) ->
     assert "3 runs in " in printed["clinic"]
     assert "\n0 runs in " in printed["clinic again"]
     assert "| `where_branch` | 0/1 |" in printed["clinic again"]
-
-
-def test_many_ranks_decide_alike_and_the_odd_one_is_noticed(printed: dict[str, str]) -> None:
-    """Of two that differ, none has a majority; of 24, one is named."""
-    rows = [line.split(" | ") for line in printed["many ranks"].splitlines() if line.startswith("| 2")]
-    assert [(int(row[1]) > 0, row[2], row[-1]) for row in rows] == [
-        (True, "0", "noticed by all at update 41: both |"),
-        (True, "0", "noticed by all at update 41: rank 8 |"),
-    ]

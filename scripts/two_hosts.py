@@ -86,7 +86,7 @@ class Host:
             f"hostname {self.name} && mount --bind {place}/hosts /etc/hosts && ip link set lo up && read -r _ <{ready}"
         )
         isolated = ["unshare", "--net", "--uts", "--pid", "--fork", "--kill-child=KILL", "--mount-proc"]
-        environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/benchmarks", "OMP_NUM_THREADS": "1", **said}
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/scripts", "OMP_NUM_THREADS": "1", **said}
         self._ready = ready
         with self.out.open("ab") as out:
             self._init = subprocess.Popen(
