@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from counts import counting
-from interleaved import Job, Loop, OnStep, answer, begin, quiet, spawn, table
+from interleaved import Job, Loop, OnStep, answer, begin, group, quiet, spawn, table
 from torch import nn
 
 COUNTED = 100  # updates: whole cycles of scans (10), replicas (20) and snapshots (25)
@@ -95,16 +94,6 @@ def with_guard(model: nn.Module, accelerator: Accelerator, on_step: OnStep) -> N
         guard.step(batch)
         on_step(step)
     guard.close()
-
-
-def group(processes: int) -> list[dict[str, str]]:
-    """What the environment of each process has to say so that they find each other, on this machine's CPUs."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    same = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": str(processes)}
-    same["ACCELERATE_USE_CPU"] = "true"
-    return [{**same, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
 
 
 def placed_in_group(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import time
 from collections import Counter
@@ -244,6 +245,16 @@ class _Runner:
     def _signal(self, number: signal.Signals) -> None:
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
+
+
+def group(processes: int) -> list[dict[str, str]]:
+    """What the environment of each process has to say so that they find each other, on this machine's CPUs."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    same = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": str(processes)}
+    same["ACCELERATE_USE_CPU"] = "true"
+    return [{**same, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
 
 
 IMPORTED = ["torch", "torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "accelerate"]  # takes seconds
