@@ -18,7 +18,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from resilient_train import numerics
 from resilient_train.computation import InFlight, Loop, StartedUpdate
 from resilient_train.data.samples import Update
 from resilient_train.diagnose.search import Refused
@@ -141,7 +140,6 @@ class EngineGuard:
         self._turns.begin()
         knobs = self._controls.knobs.values
         self._parts.precision.set(higher=knobs.higher_precision)
-        numerics.raise_eps(knobs.eps)
         tick, backup = self.clock.tick + 1, self._backups.take()
         begun = StartedUpdate(update, tick, self.attempted_step + 1, backup, [], time.monotonic())
         self._begun = self._newest_begun = begun

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from resilient_train import numerics
 from resilient_train.computation import Loop, StartedUpdate, is_out_of_memory
 from resilient_train.errors import StorageFailed, TrainError, in_one_line
 from resilient_train.recover.knobs import Knobs
@@ -278,7 +277,6 @@ class Trials:
         """
         parts, loop, losses, knobs = self._parts, self._loop, [], self._control.knobs.values
         parts.precision.set(higher=knobs.higher_precision)
-        numerics.raise_eps(knobs.eps)
         update = parts.samples.next_update(parts.beat)
         begun = StartedUpdate(update, parts.clock.tick + 1, parts.clock.step + 1, backup, [], time.monotonic())
         loop.seeds.for_update(update.start)

@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from resilient_train import guard, numerics
+from resilient_train import guard
 from resilient_train.adapters import arguments, loops
 from resilient_train.adapters.reporter import REPORT_EVERY, Place, Report, RunReporter, place, warn_if_unused
 from resilient_train.adapters.stderr import LIVE, log_to_stderr
@@ -332,10 +332,9 @@ class Guard(guard.EngineGuard):
         self.stopped = True
 
     def let_go(self) -> None:
-        """Undo what affects the whole process: worker processes, patched code, the epsilon of safe operations."""
+        """Undo what affects the whole process: worker processes and patched code."""
         self._controls.unpatch()
         self._direct_steps.is_over = True
-        numerics.raise_eps(1.0)
         self.samples.close()
         self._keeper.shutdown()
         self._recovery.note_saves()
@@ -395,7 +394,6 @@ class Guard(guard.EngineGuard):
                 self._complete()
         finally:
             self.looping_frame = 0
-            numerics.raise_eps(1.0)  # a knob of this run that affects the whole process
 
     def _start(self) -> None:
         """Resume, if that is asked for, and verify the first state."""

@@ -24,7 +24,7 @@ _HELP = """\
 Runs forward and backward of one batch under the microscope, and changes nothing: what every layer puts out and which
 gradients arrive there, the first operation that makes a value that is not finite, inputs that are out of scale. It
 takes the final weights of a run that finished, else those of the newest verified checkpoint, and the run's mixed
-precision, patched lines and epsilon. Give the overrides of the run: no model or data is built from its directory."""
+precision and patched lines. Give the overrides of the run: no model or data is built from its directory."""
 _EXIT_CODES = "0 if loss and gradients are finite, 1 if not, 2 if RUN_DIR or the overrides do not fit"
 
 

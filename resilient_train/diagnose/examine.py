@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from resilient_train import numerics
 from resilient_train.diagnose import rows, verdict
 from resilient_train.diagnose.frames import Layers, Output, floating, statistics
 from resilient_train.diagnose.replay import Replay
@@ -83,7 +82,7 @@ def examine(
 
     `objective` is called as `(model, batch)` and returns the loss, or the loss and metrics. It runs four times.
     `mixed_precision`, "bf16" or "fp16", is for a model that Accelerate has not prepared: its forward runs as there.
-    `remedies` are those in force in a run, as its journal has them: patched lines, epsilon, precision.
+    `remedies` are those in force in a run, as its journal has them: patched lines and precision.
     """
     if mixed_precision not in _DTYPES:
         raise ConfigError("mixed_precision", mixed_precision, f"expected one of {', '.join(_DTYPES)}")
@@ -140,7 +139,7 @@ def examine(
 
 @contextmanager
 def _in_force(remedies: Mapping[str, Any]) -> Iterator[tuple[set[tuple[str, int, str]], bool]]:
-    """Patch lines and turn epsilon as a run did; yields the patched operations, and whether autocast is off."""
+    """Patch lines as a run did; yields the patched operations, and whether autocast is off."""
     if not remedies:  # a guard of this process may have turned them
         yield set(), False
         return
@@ -159,11 +158,9 @@ def _in_force(remedies: Mapping[str, Any]) -> Iterator[tuple[set[tuple[str, int,
                 is_changed = isinstance(error, LineChanged)
                 why = f"{line.file}:{line.line} was changed since it was patched" if is_changed else error
                 log.warning("%s: it is examined as it is", why)
-        numerics.raise_eps(knobs.values.eps)
         yield {(one.file, one.line, one.op) for one in armor.lines}, knobs.values.higher_precision
     finally:
         armor.remove()
-        numerics.raise_eps(1)
 
 
 @contextmanager

@@ -73,7 +73,6 @@ _EVEN = ("cosh", "sinh", "i0", "special_i0", "special_i1")  # large on both side
 _EXPONENTIAL = ("exp", "exp2", "expm1", *_EVEN)
 _PRODUCTS = ("prod", "cumprod", "det", "linalg_det")  # infinite by overflow alone
 _LARGEST_EXPONENT = {"float16": 11.09, "float64": 709.78}  # of e, and 88.72 in float32 and bfloat16
-_HAVE_VALUES = (*HAVE_VALUES, "binary_cross_entropy")  # families that raise where a patch has a value
 _LOOPS = ("rnn_relu", "rnn_tanh", "lstm", "gru")  # one product after the other, whose values cannot be seen
 _PLAIN = (*_EXPONENTIAL, *_LOOPS, *("square", "sum", "cumsum", "prod", "einsum", "to", "half", "float", "i0"))
 _PLAIN_PARTS = ("add", "sub", "mul", "mm", "conv", "linear", "dot", "mv", "_loss", "bilinear", "embedding")
@@ -226,7 +225,7 @@ def on_error(facts: Observations, error: str, *, landed: int = 0) -> Diagnosis:
     if (culprit := facts.culprit) is not None:
         if facts.others and not facts.everywhere and facts.kind == "error":
             return _on_rare_rows(facts, culprit, error)
-        found, has_value = _place(culprit), facts.kind == "domain" or family(culprit.op) in _HAVE_VALUES
+        found, has_value = _place(culprit), facts.kind == "domain" or family(culprit.op) in HAVE_VALUES
         is_thrown = 0 < landed < _FIRST and facts.everywhere and (has_value or facts.kind in ("nan", "inf"))
         if is_thrown and (thrown := on_nonfinite(facts, 1.0, landed=landed)).cause is Cause.EXPLOSION:
             return thrown
@@ -258,7 +257,7 @@ def _on_rare_rows(facts: Observations, culprit: Culprit, error: str = "") -> Dia
     does, line = (f"raises {error}, and for", "") if error else ("breaks on such values, and on", on_operation(culprit))
     why = f"{_place(culprit)} {does} hardly any of {facts.others} others"
     found = on_bad_rows(dict.fromkeys(facts.rows, why))
-    has_value = facts.kind != "error" or family(culprit.op) in _HAVE_VALUES  # for more rows than the budget allows
+    has_value = facts.kind != "error" or family(culprit.op) in HAVE_VALUES  # for more rows than the budget allows
     advice = f"{found.advice} Or fix the line{f': {line}' if line else '.'}"
     return replace(found, advice=advice, culprit=culprit, patchable=has_value)
 

@@ -14,15 +14,19 @@ from torch import Tensor
 from torch.distributions import Distribution, constraints
 
 from resilient_train.errors import text_of
-from resilient_train.numerics import safe
-from resilient_train.numerics.operations import family
+from resilient_train.numerics.operations import family, op_name
 
 Operation = Callable[..., Any]
 
 _OF_MATRICES = {"cholesky": torch.linalg.cholesky_ex, "inverse": torch.linalg.inv_ex, "solve": torch.linalg.inv_ex}
-HAVE_VALUES = (*_OF_MATRICES, "multinomial")  # families of operations that raise where `call` has a value
+# Families of operations that raise where `call` has a value.
+HAVE_VALUES = (*_OF_MATRICES, "multinomial", "binary_cross_entropy")
 _LinAlgError = torch.linalg.LinAlgError  # type: ignore[attr-defined]
-_OF_CHANCES = ("invalid multinomial distribution", "probability tensor contains")  # what multinomial says
+_OF_CHANCES = (  # what is said of those that are none
+    "invalid multinomial distribution",
+    "probability tensor contains",
+    "all elements of input should be between 0 and 1",
+)
 OUT_OF_RANGE = "value cannot be converted to type"  # what is said of a number beyond the type of its tensor
 _TRIED = 4  # distances from the border, each a hundred times the one before
 
@@ -31,8 +35,11 @@ def call(bare: Operation, name: str, args: tuple[Any, ...], kwargs: dict[str, An
     """Call an operation; where it does not take its first input, or a number, change that.
 
     A multiple of the identity is added to a matrix. Of chances to draw from, those that are no chances are 0. A number
-    that the type of the input cannot hold, as the -1e9 of a mask in half precision, is the nearest that it can.
+    that the type of the input cannot hold, as the -1e9 of a mask in half precision, is the nearest that it can. A
+    chance beyond 0 or 1 is that: a GPU does not raise there, but fails for good, so it is not called with any.
     """
+    if op_name(name) == "binary_cross_entropy":
+        return _of_chances(bare, *args, **kwargs)
     try:
         return bare(*args, **kwargs)
     except RuntimeError as error:
@@ -62,6 +69,13 @@ def _held(given: Any, kind: torch.dtype) -> Any:
     return min(max(given, -most), most) if type(given) in (int, float) else given
 
 
+def _of_chances(bare: Operation, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The cross entropy of numbers that are held within 0 and 1; with a NaN among them it is NaN."""
+    loss = bare(input.nan_to_num(0.5, 1.0, 0.0).clamp(0.0, 1.0), *args, **kwargs)
+    lost = input.isnan() if loss.shape == input.shape else input.isnan().any()
+    return loss.masked_fill(lost, math.nan)
+
+
 def _chances(given: Tensor) -> Tensor:
     """What can be drawn from: what was infinite, if anything was; and all alike where nothing is above 0."""
     still = given.detach()
@@ -78,14 +92,15 @@ def _inside(matrices: Tensor, attempt: Operation) -> Tensor:
         one = torch.eye(still.shape[-1], dtype=still.dtype, device=still.device)
         size = still.abs().amax((-2, -1), keepdim=True)
         usual = size[size > 0].median() if bool((size > 0).any()) else size.new_ones(())
-        size = torch.where(size > 0, size, usual / math.sqrt(safe.eps(still.dtype)))  # one of zeros is as others are
+        near = math.sqrt(torch.finfo(still.dtype).eps)
+        size = torch.where(size > 0, size, usual / near)  # one of zeros is as others are
         added = torch.zeros_like(size)
         if attempt is torch.linalg.cholesky_ex:  # the lowest eigenvalue says how far it is outside
             symmetric = ((still + still.mT) / 2).nan_to_num(0.0, 0.0, 0.0)
             lowest = torch.linalg.eigvalsh(symmetric)[..., :1, None]
         else:
             lowest = torch.zeros_like(size)
-        distance = math.sqrt(safe.eps(still.dtype)) * size
+        distance = near * size
         if attempt is torch.linalg.cholesky_ex and lowest.numel() > 1:  # as far inside as the nearest of the others
             works = attempt(still)[1][..., None, None] == 0
             distance = distance.maximum(torch.where(works, lowest, torch.inf).amin().nan_to_num(0.0, 0.0, 0.0))
@@ -149,12 +164,12 @@ def _moved(value: Any, limit: Any) -> Any:
         return value
     if isinstance(limit, type(constraints.simplex)):
         shares = value.clamp(min=0.0)
-        shares = shares / shares.sum(-1, keepdim=True).clamp(min=safe.eps(value.dtype))
+        shares = shares / shares.sum(-1, keepdim=True).clamp(min=torch.finfo(value.dtype).eps)
         return torch.where(fine[..., None], value, shares)
     if isinstance(limit, type(constraints.positive_definite)):
         symmetric = torch.where(fine[..., None, None], value, (value + value.mT) / 2)
         return _inside(symmetric, torch.linalg.cholesky_ex)
-    still, near = value.detach(), math.sqrt(safe.eps(value.dtype))
+    still, near = value.detach(), math.sqrt(torch.finfo(value.dtype).eps)
     lower, upper = (
         torch.as_tensor(getattr(limit, name, default), dtype=still.dtype, device=still.device)
         for name, default in (("lower_bound", -torch.inf), ("upper_bound", torch.inf))

@@ -1,4 +1,4 @@
-"""The names of torch's operations, what torch says of each, and which safe operation takes its place."""
+"""The names of torch's operations, and what torch says of each."""
 
 from __future__ import annotations
 
@@ -8,13 +8,8 @@ from functools import cache
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
 from torch.nn import functional
 
-from resilient_train.numerics import safe
-from resilient_train.numerics.safe import instead_of
-
-Operation = Callable[..., Tensor]
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -161,80 +156,3 @@ def name_in_mode(called: Any) -> str:
     """Return the same for what a TorchFunctionMode receives: methods and operators as well."""
     name = str(getattr(called, "__name__", ""))
     return name if torchs_name(called) or (overloads(name) and computes(name)) else ""
-
-
-@_cached
-def fits(called: Callable[..., Any], positional: int, keywords: tuple[str, ...]) -> bool:
-    """Say whether a function takes so many positional arguments, and others by these names."""
-    try:
-        inspect.signature(called).bind(*range(positional), **dict.fromkeys(keywords))
-    except TypeError:
-        return False
-    return True
-
-
-# Safe operations, with the arguments of torch's.
-
-
-def substitute(name: str) -> Operation | None:
-    """Return what to call instead of torch's function, method or operator of that name, with the same arguments.
-
-    Those that write into their input (`div_`, `__itruediv__`) have none, nor those that take lists (`_foreach_sqrt`)
-    or compute in another type (`float_power`).
-    """
-    is_hidden = name.startswith("_") and not name.endswith("__")
-    if is_in_place(name) or is_hidden or name == "float_power":
-        return None
-    return _REVERSED.get(name) or _SAFE.get(op_name(name).removeprefix("special_"))
-
-
-@instead_of(torch.linalg.norm)
-def _linalg_norm(
-    A: Tensor, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Tensor:
-    of_vectors = ord in (None, "fro") or isinstance(dim, int) or (dim is None and A.ndim == 1)
-    if of_vectors or (dim is not None and len(dim) == 1):
-        return safe.norm(A, ord, dim, keepdim, dtype)
-    values: Tensor = torch.linalg.norm(A, ord, dim, keepdim, dtype=dtype)  # of matrices: torch's own
-    return values
-
-
-def with_dim(function: Operation) -> Operation:
-    """`torch.softmax(input, dim, dtype)` and `F.softmax(input, dim, _stacklevel, dtype)` share a name."""
-
-    def operation(input: Tensor, dim: int | None = None, *rest: Any, dtype: Any = None, **_: Any) -> Tensor:
-        if dim is None:  # which torch allows, with a warning
-            dim = 0 if input.ndim in (0, 1, 3) else 1
-        return function(input, dim, next((given for given in rest if isinstance(given, torch.dtype)), dtype))
-
-    return operation
-
-
-_SAFE: dict[str, Operation] = {
-    **{
-        name: getattr(safe, name)
-        for name in (
-            *("log", "log2", "log10", "log1p", "logit", "exp", "sqrt", "rsqrt", "reciprocal", "div", "pow", "norm"),
-            *(
-                "acos",
-                "asin",
-                "atanh",
-                "atan2",
-                "norm",
-                "std",
-                "cosine_similarity",
-                "normalize",
-                "binary_cross_entropy",
-            ),
-        )
-    },
-    **dict.fromkeys(("vector_norm", "linalg_vector_norm"), lambda x, ord=2.0, *a, **kw: safe.norm(x, ord, *a, **kw)),
-    "linalg_norm": _linalg_norm,
-    "softmax": with_dim(safe.softmax),
-    "log_softmax": with_dim(safe.log_softmax),
-}
-_REVERSED: dict[str, Operation] = {
-    # as torch computes it: a quotient would round differently
-    **dict.fromkeys(("__rdiv__", "__rtruediv__"), lambda self, other: safe.reciprocal(self) * other),
-    "__rpow__": lambda self, other: safe.pow(other, self),
-}

@@ -1,7 +1,5 @@
 """What a patched operation does: it computes what it always did, and then repairs what broke.
 
-Where there is a safe operation, that is called in its place. Any other operation goes through the general form:
-
 - Its inputs pass through an identity whose backward puts zero where a gradient is not finite, unless the gradient that
   came to the operation was broken already: then something else is at fault, or the loss scale is too large, and that
   has to stay visible.
@@ -13,6 +11,8 @@ Where there is a safe operation, that is called in its place. Any other operatio
   gradients of the weights behind it. It is bounded, so that sums and squares of it stay finite. Where no result is
   finite there is nothing to measure by, and it becomes 0. But a single number, which may be the loss, becomes that
   bound, so that the checks see that it broke.
+- Where a whole tensor is divided by one zero, such as a temperature that ran out or the width of a column that is
+  constant, nothing is left to measure by, and it stays undivided.
 - The gradient there is zero, or, for pointwise operations, one that leads back (recovery_gradients.py). Everything else
   is as the operation made it, bit for bit.
 
@@ -35,7 +35,6 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from resilient_train.numerics.domains import call
 from resilient_train.numerics.operations import family, is_pointwise, op_name
-from resilient_train.numerics.safe import is_lost
 
 _FAR = 2.0**10  # from a border: that is no overflow
 _STEEPEST = 1.0
@@ -139,34 +138,6 @@ _BOUND = {torch.float16: 2.0**12}
 _BOUND_OF_OTHERS = 2.0**48
 
 
-def call_safe(safe: Operation, bare: Operation, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a safe operation; its value at a pole must not stand out among what torch computes.
-
-    The value at eps from the pole of a quotient is ten million times that of its neighbours. A logarithm's is no more
-    than 36, and says how unlikely something is: it stays. Where a whole tensor is divided by one zero, such as a
-    temperature that ran out or the width of a column that is constant, it has no neighbours, and stays undivided.
-    """
-    result = safe(*args, **kwargs)
-    if not is_pointwise(name) or not is_repairable(result) or not result.numel():
-        return result
-    with torch.no_grad():
-        still = bare(*args, **kwargs)
-    broken, is_exp = _broken_by([*args, *kwargs.values()], pointwise=True)(still), family(name) == "exp"
-    if family(name) not in ("log", "log2", "log10", "log1p", "logit") and result.numel() > 1:
-        limit = _largest(still.abs(), _bound(still, args, kwargs))
-        limited = torch.clamp(result.detach(), -limit, limit)
-        if is_exp:  # it has a gradient beyond its range
-            limited = limited + (result - result.detach())
-        # Infinities of infinite inputs stay torch's.
-        result = torch.where(broken, limited, torch.where(still.abs() == math.inf, still, result))
-        by_one = len(args) > 1 and not (isinstance(args[1], Tensor) and (args[1].requires_grad or args[1].numel() != 1))
-        if by_one and op_name(name) == "div" and not name.startswith("__r"):
-            whole = broken.all()
-            undivided = torch.broadcast_to(torch.as_tensor(args[0]), result.shape).to(result)
-            result, broken = torch.where(whole, undivided, result), broken > whole
-    return result if is_exp else led_back(result, broken, bare, args, kwargs)
-
-
 def call_and_repair(bare: Operation, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call an operation and repair what it broke, in its result and in the gradients of its inputs."""
     leaves, structure = tree_flatten((args, kwargs))
@@ -176,6 +147,7 @@ def call_and_repair(bare: Operation, name: str, args: tuple[Any, ...], kwargs: d
     broken_in = _broken_by(leaves, pointwise)
     # The results of the other operations depend in their last bit on how elements lie in memory.
     rounds_exactly = family(name) in ("add", "sub", "mul", "div")
+    divides_by_one = op_name(name) == "div" and not name.startswith("__r") and _is_one_number(args[1:2])
     leaves, flags = _guarded(_spread(leaves) if rounds_exactly else leaves)
     guarded_args, guarded_kwargs = tree_unflatten(leaves, structure)
 
@@ -189,9 +161,18 @@ def call_and_repair(bare: Operation, name: str, args: tuple[Any, ...], kwargs: d
         bound = _bound(still, args, kwargs) if pointwise else _bound(still)
         limit = torch.full_like(still, _bound(still)) if still.numel() == 1 else _largest(still.abs(), bound)
         repaired = torch.where(broken, torch.nan_to_num(torch.clamp(still, -limit, limit)), value)
+        if divides_by_one:
+            undivided = torch.broadcast_to(torch.as_tensor(args[0]), value.shape).to(value)
+            whole = broken.all()
+            repaired, broken = torch.where(whole, undivided, repaired), broken > whole
         return led_back(repaired, broken, bare, args, kwargs) if pointwise else repaired
 
     return tree_map(repair, call(bare, name, guarded_args, guarded_kwargs))
+
+
+def _is_one_number(divisors: tuple[Any, ...]) -> bool:
+    """Say whether it is one number that does not learn."""
+    return all(not isinstance(one, Tensor) or (one.numel() == 1 and not one.requires_grad) for one in divisors)
 
 
 def _broken_by(leaves: Sequence[Any], pointwise: bool) -> Callable[[Tensor], Tensor]:
@@ -270,6 +251,11 @@ def guarded(value: Tensor) -> Tensor:
     """A tensor whose gradient becomes zero where it is not finite."""
     behind: Tensor = _applied(_Guard, value)[0] if value.requires_grad and torch.is_grad_enabled() else value
     return behind
+
+
+def is_lost(x: Tensor) -> Tensor:
+    """Say what is not finite. On a CPU `isfinite` takes three times as long."""
+    return ~(x.abs() <= torch.finfo(x.dtype).max)
 
 
 def is_repairable(leaf: Any) -> bool:

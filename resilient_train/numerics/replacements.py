@@ -20,17 +20,13 @@ from resilient_train.numerics.domains import call_distribution, is_distribution
 from resilient_train.numerics.operations import (
     computes,
     family,
-    fits,
     is_torchs_code,
     is_torchs_own,
     name_in_mode,
     overloads,
-    substitute,
     torchs_name,
-    with_dim,
 )
-from resilient_train.numerics.repair import Operation, call_and_repair, call_safe, guarded, is_repairable
-from resilient_train.numerics.safe import is_lost
+from resilient_train.numerics.repair import Operation, call_and_repair, guarded, is_lost, is_repairable
 
 _MOST_TO_WIDEN = 2**20  # elements of a tensor: on most GPUs doubles take long
 
@@ -95,9 +91,15 @@ def wide(value: Any) -> Any:
     return guarded(value).double() if is_any and value.numel() <= _MOST_TO_WIDEN else value
 
 
+def _log_softmax(input: Tensor, dim: int | None = None, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> Tensor:
+    """What torch's softmax, the functional one and a tensor's method take alike."""
+    usual = 0 if input.ndim in (0, 1, 3) else 1  # which torch allows, with a warning
+    return torch.log_softmax(input, usual if dim is None else dim, dtype)
+
+
 # The logarithm of these can be computed in one, finite where the value in between has left any type.
 IN_ONE: dict[str, Operation] = {
-    "softmax": with_dim(torch.log_softmax),
+    "softmax": _log_softmax,
     "sigmoid": functional.logsigmoid,
     "i0": lambda input: torch.special.i0e(input).log() + input.abs(),
 }
@@ -164,9 +166,6 @@ def call(called: Operation, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _armored(name: str, bare: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    safe = substitute(name)
-    if safe is not None and fits(safe, len(args), tuple(kwargs)):
-        return call_safe(safe, bare, name, args, kwargs)
     if isinstance(bare, FunctionType) and not overloads(name) and not torch.compiler.is_compiling():
         return call_and_repair(_opened(bare), name, args, kwargs)
     return call_and_repair(bare, name, args, kwargs)

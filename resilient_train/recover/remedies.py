@@ -245,7 +245,7 @@ class LowerDecay(Remedy):
 
 @dataclass(frozen=True)
 class RaiseEps(Remedy):
-    """Multiply epsilon, the optimizer's and that of safe operations; it relaxes by itself."""
+    """Multiply the optimizer's epsilon; it relaxes by itself."""
 
     factor: float = limited(100.0, at_least=1)
 

@@ -20,7 +20,6 @@ from kills import Nursery, checkpoints, in_journal, incidents, left_overs, summa
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from resilient_train import numerics
 from resilient_train.adapters.guard import Guard
 from resilient_train.checkpoint.store import WEIGHTS, Entry, Store
 from resilient_train.errors import ConfigError
@@ -436,27 +435,6 @@ def test_no_other_process_comes_in_before_the_writer_is_done(tmp_path: Path) -> 
     closing.join(60)
     assert holder_of(tmp_path / "run") is None
     assert [entry["kind"] for entry in read(tmp_path / "run/journal.jsonl")][-1] == "checkpoint_saved"
-
-
-def test_whatever_ends_a_loop_the_safe_operations_are_as_they_were(tmp_path: Path) -> None:
-    """A raised eps is a knob of the run, and of the process that outlives it."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    guard = guarded(tmp_path / "run", disk=0)
-    before = numerics.eps(torch.float32)
-
-    guard._controls.knobs.turn_eps(1000.0)
-
-    def train() -> None:
-        for batch in guard.batches(20):
-            guard.step(batch)
-            if guard.clock.step == 5:
-                assert numerics.eps(torch.float32) > before
-                raise LookupError
-
-    with pytest.raises(LookupError):
-        train()
-    assert numerics.eps(torch.float32) == before
-    guard.let_go()
 
 
 def leaves_a_thread(model: nn.Module, batch: Any) -> Tensor:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch import distributions as d
+from torch.nn import functional as F
 
 from resilient_train.numerics.domains import call, call_distribution, has_value
 
@@ -118,6 +119,17 @@ def test_what_is_no_chance_is_never_drawn(given: list[float], possible: set[int]
         call(torch.multinomial, "multinomial", (chances, 9), {})
 
 
+def test_a_chance_beyond_one_is_one_and_a_nan_stays_one() -> None:
+    """The others keep their cost and slope; on a GPU torch's own would end the process."""
+    chances, target = torch.tensor([1.5, 0.4, -0.1], requires_grad=True), torch.tensor([1.0, 1.0, 0.0])
+    costs = call(F.binary_cross_entropy, "binary_cross_entropy", (chances, target), {"reduction": "none"})
+    assert costs.tolist() == [0.0, pytest.approx(-math.log(0.4)), 0.0]
+    (slope,) = torch.autograd.grad(costs.sum(), chances)
+    assert slope.tolist() == [0.0, pytest.approx(-1 / 0.4), 0.0]
+    lost = torch.tensor([0.5, math.nan, 0.5])
+    assert call(F.binary_cross_entropy, "binary_cross_entropy", (lost, target), {}).isnan()
+
+
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
 def test_a_number_that_its_type_cannot_hold_is_the_nearest_that_it_can(kind: torch.dtype) -> None:
     given, mask, low = torch.tensor([1.0, 2.0], dtype=kind), torch.tensor([True, False]), torch.finfo(kind).min
@@ -142,6 +154,7 @@ def test_a_number_that_its_type_cannot_hold_is_the_nearest_that_it_can(kind: tor
         ("invalid multinomial distribution (sum of probabilities <= 0)", True),
         ("probability tensor contains either `inf`, `nan` or element < 0", True),
         ("value cannot be converted to type c10::Half without overflow", True),
+        ("all elements of input should be between 0 and 1", True),
         ("linalg.eigh: The algorithm failed to converge", False),
         ("linalg.cholesky: A must be batches of square matrices", False),
         ("mat1 and mat2 shapes cannot be multiplied", False),
