@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from attacks_place import Place
-from kills import SAVING
 from sealed import seal
 
 Attack = Callable[["Place"], object]
@@ -31,36 +30,17 @@ RUN_FILES: tuple[str, ...] = (
 RUN_FILES += ("train.log", "weights.safetensors")
 
 
-def inputs() -> Mapping[str, Mapping[str, Attack]]:
-    """All of them, by group."""
-    from attacks_around import ENVIRONMENT, SIGNALS
-    from attacks_delivery import DELIVERY, SECRETS
-    from attacks_loops import DATA, GUARD
-
-    return {
-        "files": FILES,
-        "checkpoints": CHECKPOINTS,
-        "configuration": CONFIGURATION,
-        "environment": ENVIRONMENT,
-        "secrets": SECRETS,
-        "signals": SIGNALS,
-        "data": DATA,
-        "guard": GUARD,
-        "delivery": DELIVERY,
-    }
-
-
 # --------------------------------------------------------------------------------------------------------------- files
 
 
-def resumes(harm: Callable[[Place], object], *words: str, **environment: Any) -> Attack:
+def resumes(harm: Callable[[Place], object]) -> Attack:
     """Harm a copy of a run: every verb answers, and the same command goes on or is refused."""
 
     def attack(place: Place) -> None:
         place.copy()
         harm(place)
         place.asked()
-        place.resumes(*words, **environment)
+        place.resumes()
 
     return attack
 
@@ -85,9 +65,8 @@ def _instead(make: Callable[[Path], object]) -> Callable[[Path], None]:
 
 def _other(file: Path) -> None:
     """The same file of another run."""
-    place = next(one for one in file.parents if (one / "precious").exists())
-    theirs = place.parent / "other" / file.relative_to(place / "run")
-    shutil.copy(theirs, file)
+    run_dir = next(one for one in file.parents if one.name == "run")
+    shutil.copy(run_dir.parents[1] / "other" / file.relative_to(run_dir), file)
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
@@ -95,7 +74,6 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "with a flipped bit": _flip,
     "emptied": lambda file: os.truncate(file, 0),
     "as a directory": _instead(lambda file: (file / "x").mkdir(parents=True)),
-    "as a link to a file of mine": _instead(lambda file: file.symlink_to(file.parents[-3] / "precious")),
     "that is no text": lambda file: file.write_bytes(b"\xff\xfe{" + random.Random(1).randbytes(2000)),
     "of another run": _other,
 }
@@ -105,25 +83,9 @@ def damaged(name: str, how: str) -> Callable[[Place], object]:
     def harm(place: Place) -> None:
         file = place.run_dir / name
         file.touch()  # .lock is not always there
-        if "link" in how:
-            file.unlink()
-            file.symlink_to(place.path / "precious")
-        else:
-            DAMAGES[how](file)
+        DAMAGES[how](file)
 
     return harm
-
-
-def digest_flipped(place: Place) -> None:
-    """The data is right: a digest that is not is damage, and told as such if it keeps the run from going on."""
-    place.copy()
-    file = place.run_dir / "quarantine.json"
-    text = file.read_text()
-    at = text.index('"9": "') + 10
-    file.write_text(text[:at] + ("0" if text[at] != "0" else "1") + text[at + 1 :])
-    said = place.resumes()
-    if said.code and "damage" not in said.text and "checksum" not in said.text:
-        place.fails(f"takes a flipped bit for other data: {said.last}")
 
 
 def evil_yaml(place: Place) -> None:
@@ -146,7 +108,6 @@ def only_checkpoints(place: Place) -> None:
 FILES: dict[str, Attack] = {"nothing done to it": resumes(lambda place: None)}
 FILES |= {f"{name} {how}": resumes(damaged(name, how)) for name in RUN_FILES for how in DAMAGES}
 FILES |= {
-    "a flipped digit in a digest of quarantine.json": digest_flipped,
     "config.yaml with a tag that executes": resumes(evil_yaml),
     "config.yaml with a target": resumes(target_yaml),
     "all files but the checkpoints removed": resumes(only_checkpoints),
@@ -195,23 +156,6 @@ def tree(change: Callable[[str], str]) -> Attack:
     return forged("tree.json", lambda place: change((place.run_dir / NEWEST / "tree.json").read_text()).encode())
 
 
-def to_mine(name: str) -> Callable[[Place], None]:
-    """A link to a directory in which something of mine lies."""
-
-    def harm(place: Place) -> None:
-        shutil.rmtree(place.run_dir / name, ignore_errors=True)
-        (place.path / "precious-directory").mkdir()
-        (place.path / "precious-directory" / "mine").write_text("mine")
-        (place.run_dir / name).symlink_to(place.path / "precious-directory")
-
-    return harm
-
-
-def link_for_checkpoint(place: Place) -> None:
-    (place.run_dir / NEWEST).rename(place.path / "elsewhere")
-    (place.run_dir / NEWEST).symlink_to(place.path / "elsewhere")
-
-
 def demoted(place: Place) -> None:
     """What was demoted is nobody's last good state, however high its number."""
     place.copy()
@@ -219,10 +163,9 @@ def demoted(place: Place) -> None:
     seal(later, lambda node: node.update(kind="demoted", step=99, tick=99))
     summary = json.loads((place.run_dir / "summary.json").read_text()) | {"status": "gave_up", "exit_code": 3}
     (place.run_dir / "summary.json").write_text(json.dumps(summary))
-    said = [place.verb("status"), place.train("run.steps=20")]
-    for one in said:
-        if "step-00000099" in one.text:
-            place.fails(f"{one.what} names a demoted state: {one.last}")
+    said = place.train("run.steps=20")
+    if "step-00000099" in said.text:
+        place.fails(f"it names a demoted state: {said.last}")
 
 
 def every(harm: Callable[[Path], object]) -> Callable[[Place], object]:
@@ -252,7 +195,6 @@ CHECKPOINTS: dict[str, Attack] = {
 CHECKPOINTS |= {f"{name} that is a pickle": forged(name, pickled) for name in CHECKPOINT[1:]}
 CHECKPOINTS |= {f"run.init_from {what}": begun_from("run.init_from", GIVEN[what]) for what in GIVEN}
 CHECKPOINTS |= {f"run.resume {what}": begun_from("run.resume", GIVEN[what]) for what in ("a pickle", "a directory")}
-CHECKPOINTS |= {f"quarantine of {what}": begun_from("data.quarantine", GIVEN[what]) for what in GIVEN}
 CHECKPOINTS |= {
     "a manifest that is a pickle": resumes(
         lambda place: (place.run_dir / NEWEST / "manifest.json").write_bytes(pickled(place))
@@ -266,12 +208,6 @@ CHECKPOINTS |= {
         lambda text: text.replace('"clock": ', '"clock": {"_target_": "os.system", "command": "touch canary"}, "c": ')
     ),
     "a manifest of another format": manifest(lambda node: node.update(format=2)),
-    "a link for a checkpoint": resumes(link_for_checkpoint),
-    "a link for all checkpoints": resumes(to_mine("checkpoints")),
-    "a link where a checkpoint is made": resumes(to_mine(SAVING)),
-    "a link for best": resumes(
-        to_mine("best"), "run.eval_every=5", "data.eval._target_=attacks_programs.Healthy", "run.steps=30"
-    ),
     "all checkpoints damaged": resumes(every(_flip)),
     "all checkpoints emptied": resumes(every(lambda file: os.truncate(file, 0))),
     "no checkpoints": resumes(lambda place: shutil.rmtree(place.run_dir / "checkpoints")),
@@ -298,30 +234,20 @@ def policy(text: str) -> Attack:
     return wrong("--config-dir=mine", "recovery=evil", files={"mine/recovery/evil.yaml": text})
 
 
-NUMBERS = [
-    *("run.step_timeout", "run.start_timeout", "run.save_timeout", "run.grace", "run.max_hours", "run.steps"),
-    *("clip.max_norm", "clip.max_value", "checkpoint.memory.max_gib", "checkpoint.memory.every", "optimizer.lr"),
-    *("checkpoint.disk.every", "checkpoint.verify_after", "checks.jump.sigmas", "checks.limit.grad_factor"),
-    *("recovery.budget.share", "recovery.relax_after", "schedule.warmup_steps", "data.batch_size", "model.dropout"),
-    *("optimizer.weight_decay", "optimizer.eps", "run.seed", "run.eval_every"),
-]
+NUMBERS = ["run.steps", "run.step_timeout", "clip.max_norm", "checkpoint.disk.every", "optimizer.lr", "data.batch_size"]
 LADDER = "recovery.ladders.default="
 CONFIGURATION: dict[str, Attack] = {f"{key}=nan": wrong(f"{key}=nan") for key in NUMBERS}
-CONFIGURATION |= {f"{key}=inf": wrong(f"{key}=inf") for key in NUMBERS[:12]}
+CONFIGURATION |= {f"{key}=inf": wrong(f"{key}=inf") for key in NUMBERS}
 CONFIGURATION |= {
     word: wrong(word)
     for word in (
-        *("run.steps=-1", "run.steps=1e400", "run.steps=${oc.env:NOPE}", "run.seed=-1"),
-        *("data.batch_size=0", "data.batch_size=64.5", "data.num_workers=-1", "run.nope=1", "model=nope"),
-        *(
-            "clip.max_norm=-1",
-            "clip.max_norm=[1]",
-            "checkpoint.disk.keep={}",
-            "checks.jump=text",
-            "run.steps=\U0001f600",
-        ),
-        *("run.seed=nan", "run.log_every=-5", "recovery.budget.share=7", "run.steps=[" + "[" * 100, "=", "run.steps="),
-        *("model.hidden=[-1]", "model.hidden=text", "objective._target_=attacks_programs", "run.steps=${run.steps}"),
+        "run.steps=-1",
+        "run.steps=${oc.env:NOPE}",
+        "data.batch_size=0",
+        "run.nope=1",
+        "model=nope",
+        "=",
+        "run.steps=",
     )
 }
 CONFIGURATION |= {
@@ -331,7 +257,6 @@ CONFIGURATION |= {
         '[{subprocess.call:{args:[touch,"CANARY"]}}]',
         '[{pathlib.Path.touch:{self:"CANARY"}}]',
         '[{builtins.exec:{source:"open(\\"CANARY\\",\\"w\\")"}}]',
-        "[attacks_programs.network]",
         '[{_target_:os.system,command:"touch CANARY"}]',
         *("[nope]", "5", "[[[[[skip]]]]]", "[{lower_lr:{factor:nan}}]", "[{lower_lr:{factor:-1}}]"),
         *("[{lower_lr:{factor:fast}}]", "[{rewind:{older:1e30}}]", "[{do:[skip],strikes:nan}]", "[null]"),
@@ -351,4 +276,74 @@ CONFIGURATION |= {
         "checks=evil",
         files={"mine/checks/evil.yaml": "jump: !!python/object/apply:os.system ['touch CANARY']\n"},
     ),
+}
+
+
+# ------------------------------------------------------------------------------------------------------------- secrets
+
+
+def said_aloud(secret: str, said: str = "%s", **environment: Any) -> Attack:
+    """Rows and the objective raise errors that hold a secret: neither file nor terminal shows it, nor do the verbs."""
+
+    def attack(place: Place) -> None:
+        place.secrets.append(secret)
+        words = ["data.train._target_=attacks_programs.SayingRows"]
+        text = said.replace("%s", secret)
+        said_so = place.train(
+            *words, "objective=custom", "objective._target_=attacks_programs.says", ATTACK_SAYS=text, **environment
+        )
+        if said_so.code != 1 or not said_so.errors:
+            place.fails(f"the run was to fail with its own words: {said_so.code} {said_so.last}")
+        place.asked()
+
+    return attack
+
+
+HEX = "0123456789abcdefABCDEFGHIJKLMNOPQRSTUVWXYZghijklmnopqrstuvwxyz"
+
+
+def made(prefix: str, length: int, letters: str = HEX) -> str:
+    """Something that looks like a token."""
+    return prefix + "".join(random.Random(prefix + str(length)).choices(letters, k=length))
+
+
+BY_NAME = {
+    "HF_TOKEN": made("hf_", 34),
+    "AWS_SECRET_ACCESS_KEY": made("", 40),
+    "DB_PASSWORD": "trustnoone",
+    "PIN_PASSWORD": "20240131",
+    "MY_PASSPHRASE": "correct horse battery",
+    "WANDB_API_KEY": made("", 40, "0123456789abcdef"),
+    "OPENAI_API_KEY": made("sk-proj-", 40),
+    "SERVICE_SECRET": "p$\\w'\"<&>+/=\u00fc",
+    "GH_PASSWD": "opensesame",
+}
+BY_LOOK = {
+    "user and password in an address": (made("", 12), "postgresql://writer:%s@db.example/losses"),
+    "a token in an address": (made("", 20), "https://%s@git.example/x.git"),
+    "a query": (made("", 16), "https://s3.example/rows?X-Amz-Signature=%s&part=3"),
+    "password=": (made("", 12), "host=db user=me password=%s dbname=x"),
+    "AccountKey=": (made("", 44) + "==", "DefaultEndpointsProtocol=https;AccountName=me;AccountKey=%s;Suffix=x"),
+    "aws_secret_access_key=": (made("", 40), "aws_secret_access_key=%s"),
+    "api_key=''": (made("", 24), "Client(api_key='%s', retries=3)"),
+    "a header": (made("", 30), "Authorization: Bearer %s"),
+    "JSON": (made("", 24), '{"client_secret": "%s", "n": 3}'),
+    "hf_": (made("hf_", 34, HEX[10:]), "401 for %s at the hub"),
+    "AKIA": (made("AKIA", 16, "ABCDEFGHIJKLMNOPQRSTUVWXYZ234567"), "the access key %s does not exist"),
+    "ghp_": (made("ghp_", 36), "bad credentials: %s"),
+    "github_pat_": (made("github_pat_", 22) + "_" + made("", 59), "bad credentials: %s"),
+    "xoxb-": (made("xoxb-", 12, "123456789") + "-" + made("", 24), "invalid_auth for %s"),
+    "a JSON web token": (
+        f"{made('eyJhbGciOiJIUzI1NiJ9.eyJ', 40)}.{made('', 43)}",
+        "token %s has expired",
+    ),
+}
+SECRETS: dict[str, Attack] = {name: said_aloud(value, **{name: value}) for name, value in BY_NAME.items()}
+SECRETS |= {what: said_aloud(secret, said) for what, (secret, said) in BY_LOOK.items()}
+
+INPUTS: Mapping[str, Mapping[str, Attack]] = {
+    "files": FILES,
+    "checkpoints": CHECKPOINTS,
+    "configuration": CONFIGURATION,
+    "secrets": SECRETS,
 }

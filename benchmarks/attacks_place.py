@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from warm import ENVIRONMENT, Forked, python
 
-BEFORE, GOAL, LONG = 20, 30, 120  # updates of a prepared run, of one that resumes it, and of one that is struck
+BEFORE, GOAL = 20, 30  # updates of a prepared run, and of one that resumes it
 TOOL_S, TRAIN_S = 30.0, 90.0  # both take a second on a machine that has nothing else to do
 LINE = 800  # characters of a refusal at most
 
@@ -35,16 +35,18 @@ HERE = Path(__file__).resolve().parent
 SAVING = ["checkpoint.disk.every=5", "checkpoint.memory.every=5", "checkpoint.verify_after=5", "run.log_every=1000"]
 MODEL = ["model=mlp", "model.in_features=8", "model.hidden=[8]", "model.out_features=4"]
 RUN = [*MODEL, "data=custom", "data.train._target_=attacks_programs.Rows", f"+data.train.token={SECRETS[1]}"]
-RUN += ["data.batch_size=8", "objective=classification", "schedule=constant", "accelerate.cpu=true", *SAVING]
-OFFLINE = "tracking=none"
+RUN += [
+    "data.batch_size=8",
+    "objective=classification",
+    "schedule=constant",
+    "accelerate.cpu=true",
+    "tracking=none",
+    *SAVING,
+]
 
 
 class Failed(Exception):
     """What an input did that it must not do, in one line."""
-
-
-class Skipped(Exception):
-    """What this machine lacks for it."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,6 @@ class Place:
         self.path, self.prepared = path, prepared
         path.mkdir()
         (path / "home").mkdir()
-        (path / "precious").write_text("precious\n")  # what links point to
         self.run_dir, self.canary = path / "run", path / "canary"
         self.secrets = list(SECRETS)
         self._count = 0
@@ -101,54 +102,40 @@ class Place:
         self._started.append(Started(forked, out, err))
         return self._started[-1]
 
-    def training(self, *words: str, **environment: Any) -> Started:
-        """Start a run of the small model, in `run` unless the words say otherwise."""
-        own = [] if any(word.startswith(("run.dir=", "run.name=")) for word in words) else ["run.dir=run"]
-        own += [] if any(word.startswith("tracking") for word in words) else [OFFLINE]
+    def train(self, *words: str, limit_s: float = TRAIN_S, **environment: str) -> Said:
+        """Train the small model, in `run` unless the words say otherwise."""
+        own = [] if any(word.startswith("run.dir=") for word in words) else ["run.dir=run"]
         own += [] if any(word.startswith("run.steps=") for word in words) else [f"run.steps={GOAL}"]
-        around = self.environment(**environment)
-        return self.start(python, "-m", "resilient_train", *RUN, *own, *words, environment=around)
-
-    def train(self, *words: str, limit_s: float = TRAIN_S, **environment: Any) -> Said:
-        return self.training(*words, **environment).end("the run", limit_s)
-
-    def verb(self, name: str, *words: str, limit_s: float = TOOL_S, **environment: Any) -> Said:
-        """Ask `resilient-train NAME`, which ends in time with a code of its own and says something."""
-        words = ("-m", "resilient_train", name, *(words or ("run",)))
-        said = self.start(python, *words, environment=self.environment(**environment)).end(name, limit_s)
-        if said.code not in (0, 1, 2, 3, 75):
-            raise Failed(f"{name} ended with {said.code}: {said.last}")
-        if not said.text.strip():
-            raise Failed(f"{name} says nothing")
-        return said
+        run = self.start(
+            python, "-m", "resilient_train", *RUN, *own, *words, environment=self.environment(**environment)
+        )
+        return run.end("the run", limit_s)
 
     # ------------------------------------------------------------------------------------------------- what has to hold
 
-    def copy(self, name: str = "run", of: str = "run") -> Path:
-        """A copy of a prepared run: `run`, `other` (of another seed), or `mlflow`."""
-        return shutil.copytree(self.prepared / of, self.path / name, symlinks=True)
+    def copy(self) -> None:
+        """Put a copy of the prepared run here."""
+        shutil.copytree(self.prepared / "run", self.run_dir)
 
-    def unharmed(self, said: Said, run_dir: Path | None = None, *, steps: int = GOAL) -> None:
+    def unharmed(self, said: Said) -> None:
         """A run that says it is complete has the weights of one that nobody disturbed."""
-        run_dir = run_dir or self.run_dir
         if said.code != 0:
             raise Failed(f"ended with {said.code}: {said.last}")
+        whole = self.prepared / "goal"
+        goal = json.loads((whole / "summary.json").read_text())
         try:
-            summary = json.loads((run_dir / "summary.json").read_text())
+            summary = json.loads((self.run_dir / "summary.json").read_text())
         except (OSError, ValueError) as error:
-            whole = self.prepared / ("long" if steps == LONG else "goal") / "weights.safetensors"
-            told = "summary.json cannot be written" in said.text
-            if told and (run_dir / "weights.safetensors").read_bytes() == whole.read_bytes():
-                return
-            raise Failed(f"ended with 0, and its summary cannot be read: {error}") from None
-        if (summary["status"], summary["steps"]) != ("completed", steps):
-            raise Failed(f"ended with 0, {summary['status']} at step {summary['steps']} of {steps}")
-        if summary["weights_sha256"] != self.whole(steps):
+            weights = "weights.safetensors"
+            if "summary.json cannot be written" not in said.text:
+                raise Failed(f"ended with 0, and its summary cannot be read: {error}") from None
+            if (self.run_dir / weights).read_bytes() != (whole / weights).read_bytes():
+                raise Failed("ended with 0, but with other weights than an undisturbed run") from None
+            return
+        if (summary["status"], summary["steps"]) != ("completed", GOAL):
+            raise Failed(f"ended with 0, {summary['status']} at step {summary['steps']} of {GOAL}")
+        if summary["weights_sha256"] != goal["weights_sha256"]:
             raise Failed("ended with 0, but with other weights than an undisturbed run")
-
-    def whole(self, steps: int = GOAL) -> Any:
-        """The weights of an undisturbed run."""
-        return json.loads((self.prepared / "weights.json").read_text())[str(steps)]
 
     def refused(self, said: Said, *codes: int) -> None:
         """It ended with one of these codes, and one line says why."""
@@ -194,13 +181,9 @@ class Place:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def audit(self) -> None:
-        """Nothing was executed, nothing was followed, nothing got out."""
+        """Nothing was executed, and no secret got out."""
         if self.canary.exists() or (self.path / "home" / "canary").exists() or (self.run_dir / "canary").exists():
             raise Failed("executed what it was given")
-        if (self.path / "precious").is_dir() or (self.path / "precious").read_text() != "precious\n":
-            raise Failed("wrote through a link")
-        if sorted(self.path.glob("precious-*/*")) != sorted(self.path.glob("precious-*/mine")):
-            raise Failed("wrote through a link to a directory")
         wanted = [secret.encode() for secret in self.secrets]
         for file in self.path.rglob("*"):
             with contextlib.suppress(OSError):
@@ -229,19 +212,6 @@ class Started:
             self.forked.kill()
             raise Failed(f"hangs: {what} has not ended after {limit_s:.0f} s: {text_of(self.err)[-200:]!r}")
         return judged(what, code, self.out, self.err, seconds)
-
-    def until(self, holds: Callable[[], bool], limit_s: float = TRAIN_S) -> None:
-        """Wait until something holds while it is at work."""
-        deadline = time.monotonic() + limit_s
-        while not holds():
-            if self.forked.ended(0.005) is not None:
-                raise Failed(f"ended too early: {text_of(self.out)[-200:]} {text_of(self.err)[-200:]}")
-            if time.monotonic() > deadline:
-                self.forked.kill()
-                raise Failed(f"hangs: not where it should be after {limit_s:.0f} s")
-
-    def strike(self, number: signal.Signals) -> None:
-        self.forked.strike(number)
 
     def kill(self) -> None:
         kill_group(self.forked.pid)

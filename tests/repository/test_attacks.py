@@ -18,7 +18,7 @@ from attacks_place import SECRETS, Failed, Place, judged
 
 ATTACKS = str(HERE.parent / "benchmarks" / "attacks.py")
 HANDFUL = ["files: summary.json as a directory", "checkpoints: custom_checkpoint_0.pkl"]
-HANDFUL += ["configuration: a remedy [nope]", "guard: nothing wrong"]
+HANDFUL += ["configuration: a remedy [nope]", "secrets: HF_TOKEN"]
 
 
 def test_a_handful_holds(tmp_path: Path) -> None:
@@ -26,22 +26,21 @@ def test_a_handful_holds(tmp_path: Path) -> None:
     command = [sys.executable, ATTACKS, "--json", "tried.json", "--only", *HANDFUL]
     done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = [line.split()[:4] for line in done.stdout.splitlines() if line.startswith("  ")]
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith("  ")]
     assert rows[0] == ["group", "tried", "held", "failed"]
-    assert rows[-1] == ["all", "4", "4", "0"]
+    assert [row[1:] for row in rows[1:]] == [["1", "1", "0"]] * 4
     assert done.stdout.splitlines()[-1] == "4 inputs, 0 failed"
     tried = json.loads((tmp_path / "tried.json").read_text())
-    assert {f"{one['group']}: {one['name']}" for one in tried} == {*HANDFUL}
+    assert tried == dict.fromkeys(HANDFUL, "")
     command = [sys.executable, ATTACKS, "--list"]
     listed = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert len({*listed}) == len(listed) >= 200
+    assert len({*listed}) == len(listed) >= 100
 
 
 @pytest.mark.parametrize(
     ("name", "text", "why"),
     [
         ("canary", "", "executed what it was given"),
-        ("precious", "other", "wrote through a link"),
         ("run/deep/train.log", f"token={SECRETS[0]}", "a secret is in run/deep/train.log"),
         ("out-1.txt", SECRETS[1], "a secret is in out-1.txt"),
     ],
