@@ -38,7 +38,7 @@ from resilient_train.ranks.lock import DirectoryLock
 from resilient_train.ranks.world import World, is_lost_device, is_lost_peer
 from resilient_train.reader import DiskConfig
 from resilient_train.record import endings
-from resilient_train.record.endings import LOOP, SUMMARY, Loop, Summary
+from resilient_train.record.endings import SUMMARY, Loop, Summary
 from resilient_train.record.incident_log import INCIDENTS, IncidentLog
 from resilient_train.record.journal import JOURNAL
 from resilient_train.record.progress import Doing, Progress
@@ -208,11 +208,8 @@ def print_review(run_dir: Path, resumed_from: int | None = None) -> None:
         log.info("%s", line)
 
 
-def finish_uploads(tracker: Tracker, summary: Summary, run_dir: Path, *more: Path) -> None:
-    """Upload incidents.jsonl and `more` files, print where MLflow shows the run, and note that in the summary."""
-    for file in (*more, run_dir / INCIDENTS):
-        if file.exists():
-            tracker.artifact(file)
+def finish_uploads(tracker: Tracker, summary: Summary, run_dir: Path) -> None:
+    """Upload the rest, print where MLflow shows the run, and note that in the summary."""
     if (run := tracker.finish(summary.status)) is not None:
         for line in where_to_look(ui_command(run.tracking_uri), run.url):
             log.info("%s", line)
@@ -265,9 +262,8 @@ class RunReporter:
         with suppress(OSError):  # the disk is full
             Loop(steps, self.place.resumes, settings, is_trainers).write(self.place.directory)
         if is_new and self.place.tracking is not None:  # else the tracker is at work, and two would write to one file
-            self._tracker = tracking.build(self.place.tracking, self.place.directory, self.place.directory.parent)
-            self._tracker.params(settings)
-            self._tracker.artifact(self.place.directory / LOOP)
+            home = self.place.directory.parent
+            self._tracker = tracking.build(self.place.tracking, self.place.directory, home, settings)
 
     def start_lap(self) -> None:
         """Begin to time the steps that follow."""

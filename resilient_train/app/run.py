@@ -150,7 +150,8 @@ class _Session:
         """Build, resume, train, and write the final state and the weights."""
         settings, directory, composed, world = self.config.run, self.directory, self.composed, self.world
         if world.is_main:
-            self.tracker = tracking.build(self.config.tracking, directory.path, HOME.absolute(), composed.sweep)
+            shown = composed.params, composed.sweep
+            self.tracker = tracking.build(self.config.tracking, directory.path, HOME.absolute(), *shown)
         log.info("resilient_train %s in %s", __version__, directory.path)
         log.info("%s", world)
         self.incident_log = IncidentLog(directory.path if world.is_main else None, run_dir=directory.path)
@@ -170,8 +171,6 @@ class _Session:
             self.run = run = assemble(self.config, world, self.incident_log, resume, requests.asked, watchdog.beat)
             log.info("%s", run)
             self._resume(run)
-            self.tracker.params(composed.params)
-            self.tracker.artifact(directory.config)
             display = self.terminal.progress_line(steps=settings.steps, done=run.guard.clock.step)
             requests.is_in_loop = True
             try:
@@ -314,13 +313,9 @@ class _Session:
             if has_ticks or (error is not None and not isinstance(error, ConfigError | KeyboardInterrupt | Stopped)):
                 if has_ticks:
                     print_review(directory.path, self.resumed_from)
-                elif run is None:  # it failed before these were noted
-                    self.tracker.params(self.composed.params)
-                    self.tracker.artifact(directory.config)
                 requests.may_interrupt = True
                 try:
-                    run_log = directory.log(0)
-                    finish_uploads(self.tracker, summary, directory.path, run_log)
+                    finish_uploads(self.tracker, summary, directory.path)
                 finally:
                     requests.may_interrupt = False
             else:

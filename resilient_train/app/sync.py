@@ -7,6 +7,7 @@ lasts; a tracked run starts such a process itself.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import signal
@@ -14,34 +15,32 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TextIO
 from urllib.parse import urlsplit
 
 from resilient_train.app import NO_RUN, parser_of
 from resilient_train.app.terminal import counting
 from resilient_train.errors import TrainError
-from resilient_train.record.endings import at_work
-from resilient_train.record.journal import entries
-from resilient_train.record.outbox import BEGAN, OUTBOX
+from resilient_train.record.endings import at_work, is_run
+from resilient_train.record.outbox import OUTBOX
 from resilient_train.secrets import masked
 from resilient_train.tracking.connection import Store, UploadCursor, left_in, locate, root_cause
 from resilient_train.tracking.review import ui_command, where_to_look
 from resilient_train.tracking.tracker import EXPERIMENT
-from resilient_train.tracking.uploader import Busy, Uploader, backfill, needs_backfill
+from resilient_train.tracking.uploader import Busy, Uploader
 from resilient_train.wording import counted
 
 _HELP = """\
 Uploads to MLflow what could not be uploaded during the run. Nothing is uploaded twice.
-The address of the run is used unless another is given. If it holds a token or a password, which is not written down,
-give it again by --uri or MLFLOW_TRACKING_URI, or use MLflow's own variables for them. Those, and
+The address that was used last is used unless another is given. If it holds a token or a password, which is not
+written down, give it again by --uri or MLFLOW_TRACKING_URI, or use MLflow's own variables for them. Those, and
 ~/.mlflow/credentials, are sent to no address that only the directory names: give it by --uri."""
 
 _EVERY_S = 1.5  # between uploads while a run lasts
 _RETRY_AT_MOST_S = 30.0
-_PAUSES_S = (2.0, 5.0, 0.0)  # after each attempt to finish
-_ATTACHED_PAUSES_S = (1.0, 1.0, 0.0)  # the end of the run waits for it
+_PAUSES_S = (1.0, 3.0, 0.0)  # after each attempt to finish
 _SURVIVES_S = 6.0  # how long an attached process may upload what a killed run has left
 
 
@@ -52,72 +51,54 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--experiment", help="another experiment for the run")
     parser.add_argument("--follow", action="store_true", help="continue to upload until the run has ended")
     parser.add_argument("--attached", action="store_true", help=argparse.SUPPRESS)  # to a run that started it
-    parser.add_argument("--home", type=Path, help=argparse.SUPPRESS)  # of the artifacts of a database
     given = parser.parse_args(arguments)
-    has_ended = _attached() if given.attached else partial(_is_idle_after, given.run_dir.absolute())
-    try:
-        store, experiment, is_late = _destination(given.run_dir, given.uri, given.experiment, attached=given.attached)
-    except TrainError as why:
-        print(f"{given.run_dir}: {why}", file=sys.stderr)
-        return 2
     run_dir = given.run_dir.absolute()
-    store = replace(store, home=given.home) if given.home is not None else store
-    UploadCursor(run_dir).settle(trains=False)
-    late = (lambda: backfill(run_dir, masked(store.uri), experiment)) if is_late else lambda: None
-    with counting("uploading", left_in(run_dir)) as on_progress:
-        uploader = Uploader(run_dir, store, experiment, on_progress)
-        try:
-            if given.follow:
-                _follow(uploader, has_ended, late, is_attached=given.attached)
-            for pause in _ATTACHED_PAUSES_S if given.attached else _PAUSES_S:
-                if (trouble := _attempt(late, uploader.finish)) is None:
-                    break
-                time.sleep(pause)
-        finally:
-            uploader.close()
-    return _report(uploader, store, trouble, is_late=is_late)
-
-
-def _destination(run_dir: Path, uri: str | None, experiment: str | None, *, attached: bool) -> tuple[Store, str, bool]:
-    """Return the store and the experiment of a run: those that it had last, unless others are given.
-
-    And whether the run was not tracked, so that its outbox has to be made from its other files.
-    """
-    began, is_late = None, not attached and needs_backfill(run_dir)
+    has_ended = _attached() if given.attached else partial(_is_idle_after, run_dir)
     try:
-        for entry, _ in entries(run_dir / OUTBOX):
-            if entry is not None and entry["kind"] == BEGAN:
-                began = entry
-    except OSError as error:
-        if not is_late and not attached:
-            is_absent = isinstance(error, FileNotFoundError | NotADirectoryError)
-            raise TrainError(NO_RUN if is_absent else f"{OUTBOX} cannot be read ({error.strerror or error})") from None
-    cursor = UploadCursor(run_dir)
-    known_uri, known_experiment = cursor.get("tracking_uri"), cursor.get("experiment")
-    if began is not None:
-        known_uri, known_experiment = str(began.get("tracking_uri")), str(began.get("experiment"))
-    experiment = experiment or known_experiment
-    asked, from_environment = uri or known_uri, os.environ.get("MLFLOW_TRACKING_URI")
-    is_same = attached or known_uri is None or (from_environment and masked(from_environment) == known_uri)
-    if uri is None and from_environment and is_same:
-        asked = from_environment  # the same place, with its secret
-    if is_late:
-        asked = asked or locate(None, run_dir.absolute().parent).uri
-        experiment = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
-    if asked is None or experiment is None:
-        raise TrainError(f"its {OUTBOX} does not say where to: give --uri and --experiment")
+        store, experiment = _destination(given.run_dir, given.uri, given.experiment)
+    except TrainError as error:
+        print(f"{given.run_dir}: {error}", file=sys.stderr)
+        return 2
+    say = partial(_say, file=sys.stdout if given.attached else sys.stderr)
+    uploader = Uploader(run_dir, store, experiment, is_attached=given.attached)
+    with counting("uploading", left_in(run_dir)) as uploader.on_progress, contextlib.closing(uploader):
+        if given.follow:
+            _follow(uploader, has_ended, say)
+        trouble = _finish(uploader)
+    for why in uploader.refused:
+        say(f"it refused {masked(why)}")
+    if given.attached:
+        say(trouble)
+        return int(trouble is not None)
+    return _report(uploader, trouble)
+
+
+def _destination(run_dir: Path, uri: str | None, experiment: str | None) -> tuple[Store, str]:
+    """Return the store and the experiment that the run had last, unless others are given; else the usual ones."""
+    if not is_run(run_dir) and not run_dir.joinpath(OUTBOX).exists():
+        raise TrainError(NO_RUN)
+    cursor, environment = UploadCursor(run_dir), os.environ.get("MLFLOW_TRACKING_URI")
+    experiment = experiment or cursor.get("experiment") or os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
+    asked = uri or cursor.get("tracking_uri")
+    if uri is None and environment and asked in (None, masked(environment)):
+        asked = environment  # the same place, with its secret
+    asked = asked or locate(None, run_dir.absolute().parent).uri
     if "***" in asked:
         raise TrainError(f"the secret in {asked} is not written down: give the address by --uri or MLFLOW_TRACKING_URI")
     store = locate(asked, run_dir.absolute().parent)
-    is_only_named = uri is None and asked != from_environment  # by the directory, which may come from anywhere
-    if is_only_named and store.database is None and (names := _credentials(store.uri)):
-        why = f"only the directory names {masked(asked)}, and {' and '.join(names)} would be sent there"
-        what = f"add --uri {shlex.quote(masked(asked))}, or set MLFLOW_TRACKING_URI to it"
+    if uri is None and asked != environment:
+        _check_named(store)
+    return store, experiment
+
+
+def _check_named(store: Store) -> None:
+    """Refuse a store that only the directory names, which may come from anywhere, if it is unsafe or not here."""
+    if store.database is None and (names := _credentials(store.uri)):
+        why = f"only the directory names {masked(store.uri)}, and {' and '.join(names)} would be sent there"
+        what = f"add --uri {shlex.quote(masked(store.uri))}, or set MLFLOW_TRACKING_URI to it"
         raise TrainError(f"{why}: if that is your server, {what}")
-    is_named = uri is not None or attached
-    if not is_named and store.database is not None and not store.database.parent.is_dir():
+    if store.database is not None and not store.database.parent.is_dir():
         raise TrainError(f"{store.database} cannot be here, as {store.database.parent} is missing: give --uri")
-    return store, experiment, is_late
 
 
 def _credentials(uri: str) -> list[str]:
@@ -163,27 +144,31 @@ def _is_idle_after(run_dir: Path, pause_s: float) -> bool:
     return at_work(run_dir) is None
 
 
-def _follow(uploader: Uploader, ended: Callable[[float], bool], late: Callable[[], None], *, is_attached: bool) -> None:
-    """Upload what the run writes until it has ended; print what prevents that, each trouble once."""
-    pause, failures, reported = 0.0, 0, None
-    while not ended(pause):
-        trouble = _attempt(late, uploader.upload)
+def _follow(uploader: Uploader, has_ended: Callable[[float], bool], say: Callable[[str | None], None]) -> None:
+    """Upload what the run writes until it has ended; say what prevents that, each trouble once."""
+    pause, failures, said = 0.0, 0, None
+    while not has_ended(pause):
+        trouble = _attempt(uploader.upload)
         failures = failures + 1 if trouble else 0
         pause = min(2 * pause + 1, _RETRY_AT_MOST_S) if trouble else _EVERY_S
-        if trouble == reported or failures == 1:  # the first may be an idle connection that was closed
-            continue
-        if trouble:
-            print(trouble, file=sys.stderr, flush=True)
-        reported = trouble
-        if is_attached:  # the run reports it
-            uploader.cursor.note(trouble=trouble)
+        if trouble != said and failures != 1:  # the first may be an idle connection that was closed
+            say(trouble)
+            said = trouble
 
 
-def _attempt(*steps: Callable[[], None]) -> str | None:
+def _finish(uploader: Uploader) -> str | None:
+    """Upload the rest, and how the run ended; return what prevents that."""
+    for pause in _PAUSES_S:
+        if (trouble := _attempt(partial(uploader.upload, is_last=True))) is None:
+            break
+        time.sleep(pause)
+    return trouble
+
+
+def _attempt(step: Callable[[], None]) -> str | None:
     """Do it, or say what prevents it."""
     try:
-        for step in steps:
-            step()
+        step()
     except (Busy, FileNotFoundError) as error:
         return str(error)
     except Exception as error:  # of the server, the disk, the network
@@ -191,8 +176,15 @@ def _attempt(*steps: Callable[[], None]) -> str | None:
     return None
 
 
-def _report(uploader: Uploader, store: Store, trouble: str | None, *, is_late: bool) -> int:
-    run_dir, where = uploader.run_dir, masked(store.uri)
+def _say(line: str | None, file: TextIO) -> None:
+    if line is not None:
+        with contextlib.suppress(OSError):  # the run that this process is attached to was killed
+            print(line, file=file, flush=True)
+
+
+def _report(uploader: Uploader, trouble: str | None) -> int:
+    """Print what was uploaded, or what prevents it; return the exit code."""
+    run_dir, where = uploader.run_dir, masked(uploader.store.uri)
     if trouble is not None:
         left = left_in(run_dir)
         what = f"MLflow lacks {counted(left, 'entry')}" if left else "what MLflow shows of the run is not complete"
@@ -200,9 +192,7 @@ def _report(uploader: Uploader, store: Store, trouble: str | None, *, is_late: b
         return 1
     what = f"uploaded {counted(uploader.uploaded, 'entry')}" if uploader.uploaded else "nothing was left to upload"
     print(f"{run_dir}: {what}; MLflow at {where} has everything")
-    for why in uploader.refused:
-        print(f"MLflow refused {masked(why)}", file=sys.stderr)
-    if is_late:
+    if uploader.is_untracked:
         print(f"  but no curves: {OUTBOX}, which has them, was not written during the run, or is damaged")
     if uploader.damaged:
         print(f"  but {counted(uploader.damaged, 'damaged line')} of {OUTBOX} could not be read")

@@ -1,11 +1,11 @@
-"""What to upload to an experiment tracker, written to disk first, whether the tracker can be reached or not.
+"""What MLflow is to show, written to disk first, whether MLflow can be reached or not.
 
 Each line is an entry with a checksum, as in the journal:
 
-    {"n": 17, "at": 1767225600000, "kind": "metrics", "tick": 400, "values": {"loss": 2.31}, "crc": "5f3a9c01"}
+    {"at": 1767225600000, "kind": "metrics", "tick": 400, "values": {"loss": 2.31}, "crc": "5f3a9c01"}
 
-The first one, `opened`, holds a unique key; `began` and `ended` mark the processes of a run; `metrics`, `params` and
-`artifact` are what to show. A separate process uploads them, now or later.
+The first one, `opened`, holds a unique key; `began`, with the parameters, and `ended` mark the processes of a run;
+`metrics` are what to show. A separate process uploads them, now or later.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ import threading
 import time
 import uuid
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from resilient_train import files
 from resilient_train.files import write_all
-from resilient_train.record.journal import Entry, plain, seal, unseal
+from resilient_train.record.journal import Entry, plain, seal
 
 OUTBOX = "outbox.jsonl"  # its name in a run directory
-OPENED, BEGAN, ENDED, METRICS, PARAMS, ARTIFACT = "opened", "began", "ended", "metrics", "params", "artifact"
+OPENED, BEGAN, ENDED, METRICS = "opened", "began", "ended", "metrics"
 
 MOST_WAITING = 50_000  # entries that a full disk does not take, about 1 KB each: newer ones are dropped
 WRITE_EVERY_S, TRY_AGAIN_S, SYNC_EVERY_S = 0.25, 2.0, 5.0
@@ -43,14 +44,14 @@ class Outbox:
     would keep the training thread from the interpreter on a busy machine.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, also: Callable[[], None] = lambda: None) -> None:
+        """Write to `path`; `also` is called each time, in the same thread."""
+        self.path, self._also = path, also
         self.dropped = 0
         self._waiting: deque[Entry] = deque()
-        self._sealed: list[bytes] = []  # lines that are not on disk yet
-        self._wake, self._is_closing = threading.Event(), False
+        self._lines: list[bytes] = []  # entries that are sealed and not on disk yet
+        self._closing = threading.Event()
         self._end = -1  # where the next line goes; unknown before the file is read
-        self._number = 0  # of the last entry
         self._synced_at = 0.0
         self._is_failing = False
         self._thread = threading.Thread(target=self._main, name="outbox", daemon=True)
@@ -58,33 +59,29 @@ class Outbox:
 
     def put(self, kind: str, /, **fields: Any) -> None:
         """Add an entry. It never waits and never raises."""
-        waiting = len(self._waiting) + len(self._sealed)
-        if waiting < MOST_WAITING or kind == ENDED:
+        if len(self._waiting) + len(self._lines) < MOST_WAITING or kind == ENDED:
             self._waiting.append({"at": time.time_ns() // 1_000_000, "kind": kind, **fields})
-            if waiting == MOST_WAITING // 2:
-                self._wake.set()
         else:
             self.dropped += 1
 
     def close(self, within_s: float) -> bool:
         """Write the rest in at most `within_s`; say whether everything is on disk."""
-        self._is_closing = True
-        self._wake.set()
+        self._closing.set()
         self._thread.join(within_s)
-        return not (self._thread.is_alive() or self._waiting or self._sealed or self.dropped)
+        return not (self._thread.is_alive() or self._waiting or self._lines or self.dropped)
 
     # -- in the thread -------------------------------------------------------------------------------------------------
 
     def _main(self) -> None:
-        while not self._is_closing:
-            self._wake.wait(TRY_AGAIN_S if self._is_failing else WRITE_EVERY_S)
-            self._wake.clear()
-            self._flush(is_last=self._is_closing)
-        self._flush(is_last=True)
+        is_last = False
+        while not is_last:
+            is_last = self._closing.wait(TRY_AGAIN_S if self._is_failing else WRITE_EVERY_S)
+            if self._waiting or self._lines:
+                self._flush(is_last)
+            if not self._closing.is_set():
+                self._also()
 
-    def _flush(self, *, is_last: bool) -> None:
-        if not (self._waiting or self._sealed):
-            return
+    def _flush(self, is_last: bool) -> None:
         try:
             self._write(is_last)
         except OSError as error:
@@ -96,28 +93,38 @@ class Outbox:
             self._is_failing = False
 
     def _write(self, is_last: bool) -> None:
-        """Write the waiting entries after the last complete one."""
+        """Write the waiting entries after the last whole line."""
         file = files.disk.open(self.path)
         try:
             size = os.fstat(file).st_size
             if self._end < 0 or size < self._end:  # not read yet, or it was removed
-                self._number, self._end = _last(file, size)
-            if self._end == 0 and not self._sealed:
-                began = self._waiting[0]["at"]  # not later than the first entry
-                self._waiting.appendleft({"at": began, "kind": OPENED, "key": uuid.uuid4().hex})
+                self._end = _end_of_lines(file, size)
             if size > self._end:  # a kill or a full disk left it half written
                 files.disk.truncate(file, self._end)
+            if self._end == 0 and not self._lines:
+                began = self._waiting[0]["at"]  # not later than the first entry
+                self._lines.append(_sealed({"at": began, "kind": OPENED, "key": uuid.uuid4().hex}))
             # One by one: the training thread may add to them meanwhile. Each is sealed once, however full the disk is.
             for _ in range(len(self._waiting)):
-                self._number += 1
-                self._sealed.append(seal(json.dumps(plain({"n": self._number, **self._waiting.popleft()}))))
-            self._end += write_all(file, b"".join(self._sealed), self._end)
-            self._sealed.clear()
+                self._lines.append(_sealed(self._waiting.popleft()))
+            self._end += write_all(file, b"".join(self._lines), self._end)
+            self._lines.clear()
             if is_last or time.monotonic() - self._synced_at > SYNC_EVERY_S:
                 self._synced_at = time.monotonic()
                 files.disk.sync(file)
         finally:
             os.close(file)
+
+
+def _sealed(entry: Entry) -> bytes:
+    return seal(json.dumps(plain(entry)))
+
+
+def _end_of_lines(file: int, size: int) -> int:
+    """Return where the last whole line ends."""
+    start = max(0, size - _TAIL_BYTES)
+    last = os.pread(file, size - start, start).rfind(b"\n") + 1
+    return start + last if last or start == 0 else size  # what is longer than any entry is kept
 
 
 def seal_before(path: Path, end: int) -> str | None:
@@ -131,15 +138,3 @@ def seal_before(path: Path, end: int) -> str | None:
         return None
     found = _CHECKSUM.search(lines) if len(lines) == end - start else None
     return found[1].decode() if found else None
-
-
-def _last(file: int, size: int) -> tuple[int, int]:
-    """Return the number of the last complete entry, and where it ends."""
-    start = max(0, size - _TAIL_BYTES)
-    *lines, rest = os.pread(file, size - start, start).split(b"\n")
-    end = size - len(rest)
-    for line in reversed(lines):
-        if (entry := unseal(line)) is not None:
-            return entry["n"], end
-        end -= len(line) + 1
-    return 0, size - len(rest) if start else 0  # what is longer and cannot be read is kept

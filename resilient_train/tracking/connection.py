@@ -1,4 +1,4 @@
-"""The connection to a run in MLflow: where it is kept, how it is found or created, and entries as MLflow accepts them.
+"""The connection to a run in MLflow: its store, its name there, how much of it has arrived, and what MLflow accepts.
 
 A run is never created twice.
 """
@@ -13,35 +13,37 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import entry_points
+from itertools import islice
 from pathlib import Path
 from socket import gethostname
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 from uuid import uuid4
 
 from resilient_train.errors import ConfigError
 from resilient_train.files import commit_text, read_json
-from resilient_train.record.journal import Entry, entries
-from resilient_train.record.outbox import BEGAN, METRICS, OUTBOX, PARAMS
+from resilient_train.record.journal import JOURNAL, Entry, entries, entries_after
+from resilient_train.record.outbox import BEGAN, OUTBOX
 from resilient_train.secrets import masked
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import Metric, Param, Run, RunTag
+    from mlflow.entities import Metric, Run
 
 _log = logging.getLogger("resilient_train")
 
 MLFLOW_JSON, PLACE = "mlflow.json", ".place"  # their names in a run directory
 DEFAULT_UI = "http://127.0.0.1:5000"  # where `mlflow ui` listens unless told otherwise
 
-_IDENTITY = ("place", "copy")  # what damage must not take: it is in both files
-_TYPES = {"delivered": int, "files": list, "place": dict}  # of what mlflow.json holds; all else is text
+_DESTINATION = ("tracking_uri", "experiment")
+_IDENTITY = ("place", "copy", *_DESTINATION)  # what damage must not take: it is in both files
+_TYPES = {"delivered": int, "place": dict}  # of what mlflow.json holds; all else is text
 
 _SQLITE_FILE = re.compile(r"(?P<scheme>sqlite(\+\w+)?):///(?P<path>(?!:memory:)[^?]+)(?P<options>\?.*)?")
 _USER = re.compile(r"://[^/?#]*@")
@@ -59,14 +61,14 @@ class TrackedRun:
 
 
 class UploadCursor:
-    """mlflow.json: what the run is called in MLflow, and how much of the outbox has arrived there."""
+    """mlflow.json: where a run is uploaded to, what it is called there, and how much of its outbox has arrived."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._file, self._second = directory / MLFLOW_JSON, directory / PLACE
-        self.read()  # it may be noted in at any time, also before a connection
+        self._read()
 
-    def read(self) -> None:
+    def _read(self) -> None:
         """Read what another process has noted; what has another type is damage."""
         known, second = read_json(self._file), read_json(self._second)
         found = _identity(second) | (known if isinstance(known, dict) else {})
@@ -76,15 +78,21 @@ class UploadCursor:
         """Return what is known: "delivered" is how many bytes of the outbox MLflow has, "seal" their last checksum."""
         return self._known.get(name, otherwise)
 
-    def tracked_run(self, tracking_uri: str, experiment: str) -> TrackedRun | None:
-        """Return the run, if it was begun in this store and experiment; else forget what is known of others."""
-        self.read()
-        place = {"tracking_uri": tracking_uri, "experiment": experiment}
-        run_id = self.get("run_id", "") if self._known.items() >= place.items() else ""
+    @property
+    def run(self) -> TrackedRun | None:
+        """The run in MLflow; None until it exists there."""
+        run_id = self.get("run_id", "")
         if not re.fullmatch(r"[0-9a-zA-Z_-]{1,64}", run_id):
-            self._known = place | _identity(self._known)
             return None
-        return TrackedRun(run_id, tracking_uri, self.get("url"))
+        return TrackedRun(run_id, self.get("tracking_uri", ""), self.get("url"))
+
+    def aim(self, tracking_uri: str, experiment: str) -> None:
+        """Note where the run is uploaded to; what is known of its run elsewhere is forgotten."""
+        destination = {"tracking_uri": tracking_uri, "experiment": experiment}
+        if destination.items() <= self._known.items():
+            return
+        self._known = {name: one for name, one in self._known.items() if name in ("place", "copy")}
+        self.note(**destination)
 
     def settle(self, *, trains: bool) -> None:
         """Note where the directory is, and whether it is a copy of another one: a copy is a run of its own in MLflow.
@@ -93,7 +101,7 @@ class UploadCursor:
         only one to be seen, on another host and on another disk, is a copy once it `trains` there: before, it may have
         been brought there only to upload it.
         """
-        self.read()
+        self._read()
         directory, was = self.directory.absolute(), self.get("place")
         try:
             facts = directory.stat()
@@ -103,19 +111,19 @@ class UploadCursor:
         is_copy = was is not None and was.keys() == here.keys() and _is_copy(was, here, trains=trains)
         if is_copy:
             _log.info("%s is a copy: MLflow shows it as a run of its own", directory)
-            self._known = {key: one for key, one in self._known.items() if key in ("tracking_uri", "experiment")}
+            self._known = {name: one for name, one in self._known.items() if name in _DESTINATION}
             self._known["copy"] = uuid4().hex
         if is_copy or (was != here and (trains or was is None)):
             self.note(place=here)
-        if read_json(self._second) != (identity := _identity(self._known)):
-            with contextlib.suppress(OSError):
-                commit_text(self._second, json.dumps(identity, indent=2) + "\n")
 
     def note(self, **facts: Any) -> None:
         """Write down more; whatever gets lost is looked up in MLflow, or uploaded a second time to the same place."""
         self._known |= facts
+        identity = _identity(self._known)
         with contextlib.suppress(OSError):
             commit_text(self._file, json.dumps(self._known, indent=2) + "\n")
+            if read_json(self._second) != identity:
+                commit_text(self._second, json.dumps(identity, indent=2) + "\n")
 
 
 def _identity(known: Any) -> dict[str, Any]:
@@ -149,13 +157,8 @@ class Store:
 
     uri: str
     database: Path | None = None  # its SQLite file
-    home: Path | None = None  # where the files of a database go; None for a server, which has its own place for them
-
-    @property
-    def artifacts(self) -> str | None:
-        """Say where a new experiment puts its files; None leaves the choice to the server."""
-        # MLflow's own default is ./mlruns: a different place for each working directory.
-        return self.home.joinpath("mlartifacts").as_uri() if self.home else None
+    # Where a new experiment puts its files: MLflow's own default is ./mlruns, another place for each working directory.
+    artifacts: str | None = None  # None leaves the choice to the server
 
 
 def locate(uri: str | None, home: Path) -> Store:
@@ -176,8 +179,12 @@ def locate(uri: str | None, home: Path) -> Store:
         raise ConfigError(key, uri, why)
     if file := _SQLITE_FILE.fullmatch(uri):
         path = Path(file["path"]).expanduser().absolute()
-        return Store(f"{file['scheme']}:///{path}{file['options'] or ''}", path, path.parent)
-    return Store(uri, home=home.absolute() if scheme.startswith(_DATABASES) else None)
+        return Store(f"{file['scheme']}:///{path}{file['options'] or ''}", path, _artifacts(path.parent))
+    return Store(uri, artifacts=_artifacts(home.absolute()) if scheme.startswith(_DATABASES) else None)
+
+
+def _artifacts(home: Path) -> str:
+    return home.joinpath("mlartifacts").as_uri()
 
 
 def url(tracking_uri: str, experiment_id: str, run_id: str) -> str | None:
@@ -215,7 +222,7 @@ ENVIRONMENT = {
 }
 
 _TAG_LENGTH = 8000  # of MLflow's own limits
-_MOST_METRICS, _MOST_PARAMS, _PARAM_LENGTH, _NAME_LENGTH = 1000, 100, 6000, 250
+MOST_METRICS, _MOST_PARAMS, _PARAM_LENGTH, _NAME_LENGTH = 1000, 100, 6000, 250
 # MLflow's page sorts the sections of charts by name, and shows metrics without a section last. With these names the
 # curves of the training come first.
 _TRAINING = "train"
@@ -224,7 +231,6 @@ _SECTIONS = {"eval": "validation", "knobs": "treatment", "grad_norm": "weights_g
 _REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "ENDPOINT_NOT_FOUND", "NOT_IMPLEMENTED")
 
 T = TypeVar("T")
-Batch: TypeAlias = "tuple[Sequence[Metric], Sequence[Param], Sequence[RunTag]]"  # what `log_batch` takes
 
 
 @dataclass(frozen=True)
@@ -247,19 +253,33 @@ class Connection:
             if twin.info.run_id != self.run_id:
                 self.client.delete_run(twin.info.run_id)
 
+    def add_params(self, values: object) -> None:
+        """Add parameters; one that is there keeps its first value."""
+        from mlflow.entities import Param
+
+        if not isinstance(values, Mapping):  # damaged
+            return
+        there = self.client.get_run(self.run_id).data.params
+        params = {name(key): cut(value, _PARAM_LENGTH) for key, value in values.items()}
+        new = [Param(key, value) for key, value in params.items() if key not in there]
+        for some in slices(new, _MOST_PARAMS):
+            self.client.log_batch(self.run_id, params=some)
+
     def show_tags(self, tags: Mapping[str, str], note: str) -> None:
         """Set the tags and the description of the run, unless a person has written another description."""
+        from mlflow.entities import RunTag
+
         there, tags = self.client.get_run(self.run_id).data.tags, dict(tags)
         if _digest(there.get(_NOTE, "")) in (_digest(""), there.get(_OURS)):
             tags |= {_NOTE: note, _OURS: _digest(cut(note, _TAG_LENGTH))}
-        for batch in batches([{"kind": "tags", "values": tags}]):
-            self.client.log_batch(self.run_id, *batch)
+        for some in slices([RunTag(name(key), cut(value, _TAG_LENGTH)) for key, value in tags.items()], _MOST_PARAMS):
+            self.client.log_batch(self.run_id, tags=some)
 
 
-def connect(store: Store, experiment: str, cursor: UploadCursor, outbox: Path, began_ms: int) -> Connection:
-    """Find the run that the outbox belongs to, or create it. Raises whatever prevents that."""
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+def connect(store: Store, experiment: str, cursor: UploadCursor) -> Connection:
+    """Find the run that a run directory belongs to, or create it. Raises whatever prevents that."""
+    for variable, value in ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
     from mlflow import MlflowClient
 
     import_module("mlflow.utils.logging_utils").should_suppress_logs_in_thread.set(True)
@@ -267,29 +287,41 @@ def connect(store: Store, experiment: str, cursor: UploadCursor, outbox: Path, b
         _create(store.database)
     client, where = MlflowClient(store.uri), masked(store.uri)
     experiment_id = _experiment(client, experiment, store.artifacts)
-    with open(outbox, "rb") as file:  # no other run has its first line, only copies of the directory
-        key = hashlib.sha256(file.readline(2**20) + cursor.get("copy", "").encode()).hexdigest()[:32]
-    known = cursor.tracked_run(where, experiment)
-    if known is not None and is_there(client, known.run_id):
+    cursor.settle(trains=False)
+    cursor.aim(where, experiment)
+    key = _key(cursor)
+    if (known := cursor.run) is not None and is_there(client, known.run_id):
         run_id = known.run_id
     else:
         twins = _of_key(client, experiment_id, key)
-        # Without a source: its row would push the first line of the description off the screen of a laptop.
-        run_id = twins[0].info.run_id if twins else _begin(client, experiment_id, key, cursor, outbox, began_ms)
-        cursor.note(run_id=run_id, delivered=0, seal=None, files=[])
+        run_id = twins[0].info.run_id if twins else _begin(client, experiment_id, key, cursor.directory)
+        cursor.note(run_id=run_id, delivered=0, seal=None)
     run = TrackedRun(run_id, where, url(where, experiment_id, run_id))
-    cursor.note(url=run.url, trouble=None)
+    cursor.note(url=run.url)
     return Connection(client, store.uri, experiment_id, run, key)
 
 
-def _begin(client: MlflowClient, experiment: str, key: str, cursor: UploadCursor, outbox: Path, began_ms: int) -> str:
-    """Create the run of an outbox; a job of a sweep has its name, and a tag with that of the sweep."""
-    began = next((one for one, _ in entries(outbox) if one is not None and one["kind"] == BEGAN), {})
+def _key(cursor: UploadCursor) -> str:
+    """Return the key of a run: no other outbox has its first line, except those of copies of the directory."""
+    outbox = cursor.directory / OUTBOX
+    with open(outbox, "rb") as file:
+        first = file.readline(2**20)
+    if not first.endswith(b"\n"):
+        raise FileNotFoundError(f"{outbox} holds nothing yet")
+    return hashlib.sha256(first + cursor.get("copy", "").encode()).hexdigest()[:32]
+
+
+def _begin(client: MlflowClient, experiment: str, key: str, run_dir: Path) -> str:
+    """Create a run; a job of a sweep has its name, and a tag with that of the sweep."""
+    written = [entry for entry, _ in entries(run_dir / OUTBOX) if entry is not None]
+    began = next((one for one in written if one["kind"] == BEGAN), {})
+    earliest = [entry["at"] for entry, _ in islice(entries_after(run_dir / JOURNAL), 1)]  # of a run without an outbox
+    began_ms = min([one["at"] for one in written[:1]] + earliest, default=None)
+    # Without a source: its row would push the first line of the description off the screen of a laptop.
     tags = {"mlflow.user": _user(), KEY: key}
     if sweep := began.get("sweep"):
         tags["resilience.sweep"] = cut(sweep, _TAG_LENGTH)
-    name = str(began.get("job") or cursor.directory.name)
-    return str(client.create_run(experiment, began_ms, tags, name).info.run_id)
+    return str(client.create_run(experiment, began_ms, tags, str(began.get("job") or run_dir.name)).info.run_id)
 
 
 def _digest(text: str) -> str:
@@ -336,27 +368,15 @@ def root_cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def batches(entries: Iterable[Entry]) -> Iterator[Batch]:
-    """Translate the metrics, parameters and tags among entries; damaged values are left out."""
-    from mlflow.entities import Metric, Param, RunTag
+def metrics_of(entry: Entry) -> list[Metric]:
+    """Return an entry's metrics as MLflow accepts them; damaged values are left out."""
+    from mlflow.entities import Metric
 
-    metrics: list[Metric] = []
-    params: dict[str, str] = {}
-    tags: list[RunTag] = []
-    for entry in entries:
-        values = entry.get("values")
-        if not isinstance(values, Mapping):
-            continue
-        if entry["kind"] == METRICS and type(tick := entry.get("tick")) is int:
-            at = time_ms if type(time_ms := entry.get("time_ms")) is int else entry["at"]
-            metrics += [Metric(metric_name(key), _number(value), at, tick) for key, value in values.items()]
-        elif entry["kind"] == PARAMS:
-            params |= {name(key): cut(value, _PARAM_LENGTH) for key, value in values.items()}
-        elif entry["kind"] == "tags":
-            tags += [RunTag(name(key), cut(value, _TAG_LENGTH)) for key, value in values.items()]
-    yield from ((some, (), ()) for some in _slices(metrics, _MOST_METRICS))
-    yield from (((), some, ()) for some in _slices([Param(*item) for item in params.items()], _MOST_PARAMS))
-    yield from (((), (), some) for some in _slices(tags, _MOST_PARAMS))
+    values, tick, at = entry.get("values"), entry.get("tick"), entry.get("time_ms")
+    if not isinstance(values, Mapping) or type(tick) is not int:
+        return []
+    at = at if type(at) is int else entry["at"]
+    return [Metric(metric_name(key), _number(value), at, tick) for key, value in values.items()]
 
 
 @lru_cache(maxsize=4096)
@@ -417,7 +437,7 @@ def _create(database: Path) -> None:
             new.rename(database)
 
 
-def _slices(items: Sequence[T], length: int) -> Iterator[Sequence[T]]:
+def slices(items: Sequence[T], length: int) -> Iterator[Sequence[T]]:
     return (items[start : start + length] for start in range(0, len(items), length))
 
 

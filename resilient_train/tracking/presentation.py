@@ -10,7 +10,9 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from resilient_train.record.endings import CHECKPOINTS, SUMMARY, ended_as
+from resilient_train.files import MOST_BYTES
+from resilient_train.record.endings import CHECKPOINTS, CONFIG, LOOP, SUMMARY, ended_as
+from resilient_train.record.incident_log import INCIDENTS
 from resilient_train.record.journal import JOURNAL
 from resilient_train.tracking.connection import Connection, is_unreachable, run_page
 from resilient_train.tracking.figure import draw_strip
@@ -20,6 +22,7 @@ from resilient_train.tracking.story import Story, StoryReader
 from resilient_train.tracking.traces import Traces, trace_id_of
 from resilient_train.wording import tags
 
+_AS_THEY_ARE = (CONFIG, LOOP, INCIDENTS, "train.log")  # files of the run directory
 STRIP = "incidents.png"  # an artifact
 
 _FEW, _REST = 20, 10  # incidents; with more it pauses for so many times as long as showing them took
@@ -55,6 +58,9 @@ class Presentation:
         self._trouble = None
         story = self._story.read()
         self._attempt(lambda: self._describe(story))
+        if is_last or self._seen is None:
+            for name in _AS_THEY_ARE:
+                self._attempt(partial(self._attach_as_it_is, self._run_dir / name))
         failures, described = 0, time.monotonic()
         for chapter in story.chapters:
             number = chapter.incident.id
@@ -94,6 +100,11 @@ class Presentation:
         if costs:
             rows = [Metric(name, value, at_ms, story.tick) for name, value in costs.items()]
             self._client.log_batch(self._run_id, rows, (), ())
+
+    def _attach_as_it_is(self, file: Path) -> None:
+        """Attach a file of the run, if it is a plain one: a directory that somebody else made may hold anything."""
+        if file.is_file() and not file.is_symlink() and file.stat().st_size <= MOST_BYTES:
+            self._client.log_artifact(self._run_id, str(file))
 
     def _attach(self, name: str, content: bytes) -> None:
         with TemporaryDirectory() as place:

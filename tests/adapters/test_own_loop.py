@@ -457,7 +457,7 @@ def refuse(thread):
 def made(name):
     model = torch.nn.Linear(2, 1)
     guard = Guard(None, model, torch.optim.SGD(model.parameters(), 0.1), data=[torch.ones(2)] * 8, batch_size=4,
-                  steps=9, run_dir=name, objective=lambda model, batch: model(batch).mean(), tracking="sqlite:///x.db")
+                  steps=9, run_dir=name, objective=lambda model, batch: model(batch).mean(), tracking="http://127.0.0.1:9")
     for batch in guard.batches():
         guard.step(batch)
         return guard

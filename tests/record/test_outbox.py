@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 import errno
-import json
-import math
 import threading
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from resilient_train import files
 from resilient_train.record import outbox
-from resilient_train.record.journal import entries, plain, seal, unseal
+from resilient_train.record.journal import entries
 from resilient_train.record.outbox import OUTBOX, Outbox, seal_before
 
 
 def read(path: Path, start: int = 0) -> list[tuple[str, object]]:
     """What it holds, behind the line that each begins with."""
-    found = [("damaged", None) if one is None else (one["kind"], one.get("tick")) for one, _ in entries(path, start)]
-    return [one for one in found if one[0] != "opened"]
+    found = [one for one, _ in entries(path, start) if one is not None]
+    return [(one["kind"], one.get("tick")) for one in found if one["kind"] != "opened"]
 
 
-def test_entries_are_there_in_their_order_with_numbers_and_times(tmp_path: Path) -> None:
+def test_entries_are_there_in_their_order_with_their_times(tmp_path: Path) -> None:
     box = Outbox(tmp_path / OUTBOX)
     for tick in range(100):
         box.put("metrics", tick=tick, values={"loss": 0.5 * tick})
     assert box.close(30)
     first, *found = [one for one, _ in entries(tmp_path / OUTBOX)]
     assert first is not None
-    assert (first["kind"], first["n"], len(first["key"])) == ("opened", 1, 32)
-    assert [one["n"] for one in found if one] == list(range(2, 102))
+    assert (first["kind"], len(first["key"])) == ("opened", 32)
     assert [one["values"] for one in found if one] == [{"loss": 0.5 * tick} for tick in range(100)]
     times = [one["at"] for one in found if one]
     assert times == sorted(times)
@@ -47,7 +42,6 @@ def test_the_next_process_goes_on_behind_the_last_whole_entry(tmp_path: Path) ->
         with path.open("a") as file:
             file.write('{"n": 99, "at": 1, "kind": "met')  # a kill in the middle of a line
     assert read(path) == [("metrics", 0), ("metrics", 1), ("metrics", 2)]
-    assert [one["n"] for one, _ in entries(path) if one] == [1, 2, 3, 4]
 
 
 def test_a_reader_goes_on_where_it_was_and_takes_no_half_line(tmp_path: Path) -> None:
@@ -62,16 +56,6 @@ def test_a_reader_goes_on_where_it_was_and_takes_no_half_line(tmp_path: Path) ->
     path.write_bytes(whole + whole)
     assert read(path, end) == [("metrics", 1)]
     assert read(path, 10**9) == [("metrics", 1), ("metrics", 1)]  # another file than the one that was read before
-
-
-def test_a_damaged_line_costs_only_itself(tmp_path: Path) -> None:
-    path, box = tmp_path / OUTBOX, Outbox(tmp_path / OUTBOX)
-    for tick in range(3):
-        box.put("metrics", tick=tick)
-    assert box.close(30)
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join(lines[:2]) + lines[2].replace(b'"tick": 1', b'"tick": 7') + lines[3])
-    assert read(path) == [("metrics", 0), ("damaged", None), ("metrics", 2)]
 
 
 class Full(files.Disk):
@@ -127,13 +111,3 @@ def test_the_seal_of_a_line_tells_whether_the_file_is_still_the_same(tmp_path: P
     assert [seal_before(path, end + 1) for end in ends] == [None] * len(ends)
     path.write_bytes(path.read_bytes()[: ends[-2]])
     assert seal_before(path, ends[-1]) != seals[-1]
-
-
-@given(st.dictionaries(st.text(), st.floats() | st.integers() | st.text() | st.none() | st.booleans()))
-def test_any_values_come_back_as_json_has_them(values: dict[str, object]) -> None:
-    line = seal(json.dumps(plain({"n": 1, "at": 2, "kind": "params", "values": values})))
-    entry = unseal(line[:-1])
-    assert entry is not None
-    for key, value in values.items():
-        is_odd = isinstance(value, float) and not math.isfinite(value)
-        assert entry["values"][key] == (str(value) if is_odd else value)

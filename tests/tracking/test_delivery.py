@@ -6,6 +6,7 @@ dead, hang, fail, or swallow the answer to what it has done.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -27,7 +28,7 @@ from resilient_train.app import sync
 from resilient_train.ranks.lock import DirectoryLock
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.journal import entries
-from resilient_train.record.outbox import ARTIFACT, BEGAN, ENDED, METRICS, OUTBOX, PARAMS, Outbox
+from resilient_train.record.outbox import BEGAN, ENDED, METRICS, OUTBOX, Outbox
 from resilient_train.tracking.connection import MLFLOW_JSON, UploadCursor, locate
 from resilient_train.tracking.story import read_story
 from resilient_train.tracking.uploader import Uploader
@@ -40,6 +41,7 @@ pytestmark = pytest.mark.timeout(900)
 
 ROOT = Path(__file__).parents[2]
 ROWS, INCIDENTS = 450, 2
+PARAMS = {f"layer.{index}": str(index) for index in range(120)}
 
 
 @pytest.fixture
@@ -63,21 +65,14 @@ def met(book: IncidentLog, number: int) -> None:
     book.close(Incident(number, anomaly, incident.diagnosis, incident.decision, outcome=Outcome.RECOVERED))
 
 
-def trained(
-    run_dir: Path, address: str, experiment: str, rows: range = range(ROWS), incidents: int = INCIDENTS
-) -> Path:
+def trained(run_dir: Path, rows: range = range(ROWS), incidents: int = INCIDENTS) -> Path:
     """Leave in `run_dir` what a run leaves there that has ended, or a part of it."""
     run_dir.mkdir(exist_ok=True)
     box, book = Outbox(run_dir / OUTBOX), IncidentLog(run_dir)
-    box.put(BEGAN, name=run_dir.name, tracking_uri=address, experiment=experiment)
-    box.put(PARAMS, values={f"layer.{index}": str(index) for index in range(120)})
+    box.put(BEGAN, params=PARAMS)
     for tick in rows:
-        if tick % 20_000 == 19_999:  # no run makes as many in a quarter of a second, and an outbox takes no more
-            assert box.close(30)
-            box = Outbox(run_dir / OUTBOX)
         box.put(METRICS, tick=tick, values={"loss": 1 / (tick + 1), "norm": 2.0 * tick}, time_ms=10**12 + 7 * tick)
     (run_dir / "config.yaml").write_text("run: {}\n")
-    box.put(ARTIFACT, path="config.yaml")
     for number in range(book.next_id, incidents + 1):
         met(book, number)
     (run_dir / "summary.json").write_text(json.dumps({"status": "completed", "exit_code": 0, "steps": ROWS}))
@@ -107,7 +102,7 @@ def prove(run_dir: Path, address: str, experiment: str) -> None:
             (one.step, one.timestamp, one.value) for one in client.get_metric_history(run.info.run_id, f"train/{key}")
         )
         assert theirs == mine
-    assert run.data.params == {f"layer.{index}": str(index) for index in range(120)}
+    assert run.data.params == PARAMS
     assert run.info.status == "FINISHED"
     story = read_story(run_dir)
     assert run.data.tags["resilience.status"] == "recovered"
@@ -115,7 +110,7 @@ def prove(run_dir: Path, address: str, experiment: str) -> None:
     assert run.data.tags["resilience.cause"] == "transient"
     assert 0 < len(run.data.tags["mlflow.note.content"]) < 8000
     artifacts = [one.path for one in client.list_artifacts(run.info.run_id)]
-    assert artifacts == ["config.yaml", "incidents.png", "report.md"]
+    assert artifacts == ["config.yaml", "incidents.jsonl", "incidents.png", "report.md"]
     traces = client.search_traces(locations=[home.experiment_id], max_results=500, include_spans=False)
     numbers = sorted(int(trace.info.tags["resilience.incident"]) for trace in traces)
     assert numbers == [one.incident.id for one in story.chapters]
@@ -128,8 +123,8 @@ def uploader(run_dir: Path, address: str, experiment: str) -> Uploader:
 def finished(run_dir: Path, address: str, experiment: str) -> Uploader:
     """Upload all of a run that has ended, as a process that ends then."""
     one = uploader(run_dir, address, experiment)
-    one.finish()
-    one.close()
+    with contextlib.closing(one):
+        one.upload(is_last=True)
     return one
 
 
@@ -144,7 +139,7 @@ def test_at_whatever_request_a_server_fails_nothing_is_lost_or_doubled(
     from mlflow.utils import rest_utils
 
     experiment = f"at each request {mood}"
-    run_dir = trained(tmp_path / "run", door.address, experiment, range(250), incidents=1)
+    run_dir = trained(tmp_path / "run", range(250), incidents=1)
     really: Any = rest_utils.http_request
     left = 0
 
@@ -159,13 +154,9 @@ def test_at_whatever_request_a_server_fails_nothing_is_lost_or_doubled(
         monkeypatch.setattr(module, "http_request", counted)
     for at in range(1, 200):
         left, door.mood = at, "pass"
-        one = uploader(run_dir, door.address, experiment)
-        try:
-            one.finish()
-        except Exception:
-            one.close()
-            continue
-        break
+        with contextlib.suppress(Exception):
+            finished(run_dir, door.address, experiment)
+            break
     left, door.mood = 0, "pass"
     assert at > 10
     prove(run_dir, server, experiment)
@@ -174,7 +165,7 @@ def test_at_whatever_request_a_server_fails_nothing_is_lost_or_doubled(
 def test_whose_run_a_directory_is_outlives_damage(tmp_path: Path, server: str) -> None:
     """A copy that trains is a run of its own, a moved directory is not, however often mlflow.json is damaged."""
     run_dir, copy, moved = (tmp_path / name for name in ("run", "copy", "moved"))
-    trained(run_dir, server, "damaged", range(50), incidents=1)
+    trained(run_dir, range(50), incidents=1)
 
     def sent(one: Path) -> str:
         UploadCursor(one).settle(trains=True)
@@ -198,16 +189,15 @@ def test_whose_run_a_directory_is_outlives_damage(tmp_path: Path, server: str) -
 
 def test_a_run_that_goes_on_is_the_same_run(tmp_path: Path, server: str) -> None:
     """With more rows and incidents, in another process, from a folder that was moved; a lost cursor costs only time."""
-    run_dir = trained(tmp_path / "run", server, "goes on", range(200), incidents=1)
-    first = uploader(run_dir, server, "goes on")
-    first.upload()
-    assert first.run is not None
-    there = [one.path for one in client_of(server).list_artifacts(first.run.run_id)]
-    assert "report.md" not in there, "with each incident it would take as long as all of them squared"
-    first.finish()
-    first.close()
+    run_dir = trained(tmp_path / "run", range(200), incidents=1)
+    with contextlib.closing(uploader(run_dir, server, "goes on")) as first:
+        first.upload()
+        assert first.run is not None
+        there = [one.path for one in client_of(server).list_artifacts(first.run.run_id)]
+        assert "report.md" not in there, "with each incident it would take as long as all of them squared"
+        first.upload(is_last=True)
     moved = run_dir.rename(tmp_path / "moved")
-    trained(moved, server, "goes on", range(200, ROWS), incidents=INCIDENTS)
+    trained(moved, range(200, ROWS))
     (moved / MLFLOW_JSON).unlink()
     assert finished(moved, server, "goes on").run == first.run
     prove(moved, server, "goes on")
@@ -219,7 +209,7 @@ def test_a_file_that_cannot_be_stored_keeps_nothing_else_back(
     """Rows, tags, note, traces and the status arrive; the files are tried again, also by another process."""
     from mlflow import MlflowClient
 
-    run_dir = trained(tmp_path / "run", server, "storage")
+    run_dir = trained(tmp_path / "run")
     with monkeypatch.context() as broken:
 
         def without_room(*args: object) -> None:
@@ -227,9 +217,8 @@ def test_a_file_that_cannot_be_stored_keeps_nothing_else_back(
 
         broken.setattr(MlflowClient, "log_artifact", without_room)
         one = uploader(run_dir, server, "storage")
-        with pytest.raises(OSError, match="no room"):
-            one.finish()
-        one.close()
+        with contextlib.closing(one), pytest.raises(OSError, match="no room"):
+            one.upload(is_last=True)
         client = client_of(server)
         assert one.run is not None
         run = client.get_run(one.run.run_id)
@@ -243,11 +232,11 @@ def test_what_a_power_cut_took_from_the_outbox_is_no_reason_to_pass_over_what_co
     tmp_path: Path, server: str
 ) -> None:
     """Delivered lines are gone, and newer ones stand in their place; a last one that breaks off is told as damage."""
-    run_dir = trained(tmp_path / "run", server, "cut", range(100), incidents=0)
+    run_dir = trained(tmp_path / "run", range(100), incidents=0)
     finished(run_dir, server, "cut")
     whole = (run_dir / OUTBOX).read_bytes()
     (run_dir / OUTBOX).write_bytes(b"".join(whole.splitlines(keepends=True)[:40]))
-    trained(run_dir, server, "cut", range(200, 400), incidents=0)
+    trained(run_dir, range(200, 400), incidents=0)
     os.truncate(run_dir / OUTBOX, (run_dir / OUTBOX).stat().st_size - 9)
     second = finished(run_dir, server, "cut")
     assert second.damaged == 1
@@ -265,7 +254,7 @@ def test_a_run_that_ended_without_a_word_is_shown_as_killed(
     run_dir.mkdir()
     (run_dir / "config.yaml").write_text("run: {}\n")
     box = Outbox(run_dir / OUTBOX)
-    box.put(BEGAN, name="run", tracking_uri=server, experiment=experiment)
+    box.put(BEGAN)
     assert box.close(30)
     held = DirectoryLock(run_dir) if lock == "held" else None
     one = finished(run_dir, server, experiment)
@@ -277,22 +266,20 @@ def test_a_run_that_ended_without_a_word_is_shown_as_killed(
     assert run.data.tags["resilience.status"] == ("failed" if status == "KILLED" else "clean")
 
 
-def test_what_a_server_refuses_for_good_is_said_and_holds_up_nothing(tmp_path: Path, server: str) -> None:
-    """A parameter that changes its value, and a file that is gone; a description that a person wrote stays."""
-    run_dir = trained(tmp_path / "run", server, "refused", incidents=1)
-    box = Outbox(run_dir / OUTBOX)
-    box.put(PARAMS, values={"layer.7": "another"})
-    box.put(ARTIFACT, path="gone.txt")
-    assert box.close(30)
-    first = finished(run_dir, server, "refused")
-    assert first.refused == ["gone.txt is gone"]  # of a parameter, the value that it had first stays
-    prove(run_dir, server, "refused")
-    assert first.run is not None
+def test_what_a_person_has_written_stays_and_a_parameter_keeps_its_first_value(tmp_path: Path, server: str) -> None:
+    run_dir = trained(tmp_path / "run", range(20), incidents=1)
+    first = finished(run_dir, server, "kept").run
+    assert first is not None
     client = client_of(server)
-    client.set_tag(first.run.run_id, "mlflow.note.content", "mine")
-    trained(run_dir, server, "refused", range(ROWS, ROWS + 5), incidents=2)
-    finished(run_dir, server, "refused")
-    tags = client.get_run(first.run.run_id).data.tags
+    client.set_tag(first.run_id, "mlflow.note.content", "mine")
+    box = Outbox(run_dir / OUTBOX)
+    box.put(BEGAN, params={"layer.7": "another", "new": 1})
+    assert box.close(30)
+    trained(run_dir, range(20, 25), incidents=2)
+    assert finished(run_dir, server, "kept").refused == []
+    run = client.get_run(first.run_id)
+    assert run.data.params == {**PARAMS, "new": "1"}
+    tags = run.data.tags
     assert (tags["mlflow.note.content"], tags["resilience.incidents"]) == ("mine", "2")
 
 
@@ -301,12 +288,12 @@ def test_a_server_with_postgresql_has_everything_once(tmp_path: Path) -> None:
     """Also after the cursor is lost, and from a database that is used without a server."""
     with postgres() as database:
         with mlflow_server(tmp_path, database) as address:
-            run_dir = trained(tmp_path / "run", address, "story")
+            run_dir = trained(tmp_path / "run")
             for _ in range(2):
                 finished(run_dir, address, "story")
                 (run_dir / MLFLOW_JSON).unlink()
             prove(run_dir, address, "story")
-        finished(trained(tmp_path / "direct", database, "direct"), database, "direct")
+        finished(trained(tmp_path / "direct"), database, "direct")
         prove(tmp_path / "direct", database, "direct")
 
 
@@ -322,11 +309,10 @@ from test_delivery import met, IncidentLog
 
 run_dir, address, experiment = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 run_dir.mkdir(exist_ok=True)
-tracker = build(TrackingConfig("mlflow", address, experiment, float(sys.argv[5])), run_dir, run_dir.parent)
-tracker.params({f"layer.{index}": index for index in range(120)})
-tracker.begin()
+config = TrackingConfig("mlflow", address, experiment, float(sys.argv[5]))
+tracker = build(config, run_dir, run_dir.parent, {f"layer.{index}": index for index in range(120)})
 (run_dir / "config.yaml").write_text("run: {}")
-tracker.artifact(run_dir / "config.yaml")
+tracker.begin()
 book = IncidentLog(run_dir)
 for number in range(book.next_id, 3):
     met(book, number)
@@ -340,7 +326,7 @@ while not (run_dir / "end").exists():
 began = time.monotonic()
 (run_dir / "summary.json").write_text('{"status": "completed", "exit_code": 0}')
 run = tracker.finish("completed")
-print(time.monotonic() - began, run is not None, tracker.uploader.process.pid, flush=True)
+print(time.monotonic() - began, run is not None, tracker.uploader.pid, flush=True)
 """
 
 
@@ -375,22 +361,7 @@ def ended(process: subprocess.Popen[str], run_dir: Path) -> tuple[float, bool, i
     return float(seconds), knew == "True", int(pid)
 
 
-def test_a_run_is_there_while_it_goes_on_and_whole_at_its_end(
-    tmp_path: Path, live: Callable[..., subprocess.Popen[str]], server: str
-) -> None:
-    run_dir = tmp_path / "run"
-    process = live(run_dir, server, "live")
-    client = client_of(server)
-    while (home := client.get_experiment_by_name("live")) is None or not (
-        runs := client.search_runs([home.experiment_id], "metrics.`train/norm` > 100")
-    ):
-        time.sleep(0.1)
-    assert runs[0].info.status == "RUNNING"
-    assert ended(process, run_dir)[1]
-    prove(run_dir, server, "live")
-
-
-def test_a_trainer_that_is_killed_is_made_up_for(
+def test_a_run_is_there_while_it_lasts_and_a_kill_is_made_up_for(
     tmp_path: Path,
     live: Callable[..., subprocess.Popen[str]],
     door: Door,
@@ -400,8 +371,12 @@ def test_a_trainer_that_is_killed_is_made_up_for(
     """The server hangs, the trainer is killed, and nobody outlives it for long; then `sync`, twice."""
     run_dir = tmp_path / "run"
     process = live(run_dir, door.address, "killed")
-    while not (run_dir / MLFLOW_JSON).exists() or "run_id" not in (run_dir / MLFLOW_JSON).read_text():
-        time.sleep(0.05)
+    client = client_of(server)
+    while (home := client.get_experiment_by_name("killed")) is None or not (
+        runs := client.search_runs([home.experiment_id], "metrics.`train/norm` > 100")
+    ):
+        time.sleep(0.1)
+    assert runs[0].info.status == "RUNNING"
     door.mood = "hang"
     [uploader_pid] = _children(process.pid)
     process.kill()
@@ -429,7 +404,7 @@ def test_the_end_of_a_run_waits_no_longer_than_allowed_and_says_what_is_left(
     server: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nothing of what it started is left, and `sync` has the rest, also from a copy of the folder."""
+    """Nothing of what it started is left, and `sync` has the rest."""
     run_dir, experiment = tmp_path / "run", "drain"
     door.mood = "hang"
     process = live(run_dir, door.address, experiment, 4.0)
@@ -454,8 +429,8 @@ def _children(pid: int) -> list[int]:
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        *(("nothing there", "no run there"), ("no address", "--uri"), ("a secret", "MLFLOW_TRACKING_URI")),
-        *(("elsewhere", "--uri"), ("a bracket", "http://[::1: is no address")),
+        *(("nothing there", "no run there"), ("a secret", "MLFLOW_TRACKING_URI"), ("elsewhere", "--uri")),
+        ("a bracket", "http://[::1: is no address"),
     ],
 )
 def test_sync_says_in_one_line_what_it_lacks(
@@ -467,11 +442,9 @@ def test_sync_says_in_one_line_what_it_lacks(
     address = {"a secret": "http://***@127.0.0.1:1", "elsewhere": "sqlite:////not/here/mlflow.db"}
     address["a bracket"] = "http://127.0.0.1:1"
     if what != "nothing there":
-        box = Outbox(run_dir / OUTBOX)
-        if what != "no address":
-            box.put(BEGAN, name="run", tracking_uri=address[what], experiment="e")
-        box.put(METRICS, tick=1, values={"loss": 1.0})
-        assert box.close(30)
+        (run_dir / OUTBOX).touch()
+    if what in address:
+        UploadCursor(run_dir).aim(address[what], "e")
     assert sync.main([str(run_dir), *(["--uri", "http://[::1"] if what == "a bracket" else [])]) == 2
     told = capsys.readouterr().err
     assert said in told
@@ -507,9 +480,8 @@ def test_sync_sends_credentials_only_where_a_person_says(
         for scheme in ("HTTP", "http"):
             uri, run_dir = f"{scheme}://127.0.0.1:{server.server_port}", tmp_path / scheme
             run_dir.mkdir()
-            box = Outbox(run_dir / OUTBOX)
-            box.put(BEGAN, name="run", tracking_uri=uri, experiment="e")
-            assert box.close(30)
+            (run_dir / OUTBOX).touch()
+            UploadCursor(run_dir).aim(uri, "e")
             assert sync.main([str(run_dir)]) == 2
             said = capsys.readouterr().err
             assert f"add --uri {uri}" in said

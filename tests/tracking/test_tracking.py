@@ -22,7 +22,8 @@ from omegaconf import OmegaConf
 
 from resilient_train import files
 from resilient_train.errors import ConfigError
-from resilient_train.record.outbox import ARTIFACT, BEGAN, ENDED, METRICS, OUTBOX, PARAMS, Outbox
+from resilient_train.record.journal import entries
+from resilient_train.record.outbox import BEGAN, ENDED, METRICS, OUTBOX, Outbox
 from resilient_train.tracking import tracker as tracking
 from resilient_train.tracking.connection import TrackedRun, UploadCursor, locate, url
 from resilient_train.tracking.review import command, ui_command
@@ -78,56 +79,39 @@ def history(run: TrackedRun | None, key: str) -> list[tuple[int, int, float]]:
 
 
 @contextlib.contextmanager
-def outbox(run_dir: Path) -> Iterator[Outbox]:
+def outbox(run_dir: Path, params: object = None) -> Iterator[Outbox]:
     """Note things as a tracker does, in a directory that is made for them."""
     run_dir.mkdir(parents=True)
     box = Outbox(run_dir / OUTBOX)
-    box.put(BEGAN, name=run_dir.name, tracking_uri="", experiment=EXPERIMENT)
+    box.put(BEGAN, params=params)
     yield box
     assert box.close(LONG_S)
 
 
 def uploaded(run_dir: Path, home: Path) -> TrackedRun:
     """Upload it as the process of a run would, but here, where MLflow is loaded already."""
-    uploader = Uploader(run_dir, locate(None, home), EXPERIMENT)
-    uploader.finish()
-    uploader.close()
-    assert uploader.run is not None
-    return uploader.run
+    with contextlib.closing(Uploader(run_dir, locate(None, home), EXPERIMENT)) as uploader:
+        uploader.upload(is_last=True)
+        assert uploader.run is not None
+        return uploader.run
 
 
-def test_a_run_reaches_mlflow_through_a_process_of_its_own(home: Path, tmp_path: Path) -> None:
-    """Rows from before and after the tracker may use the CPU, each with the time of its call; files; the end."""
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/config.yaml").write_text("one")
-    tracker = build(config(), tmp_path / "mine", home)
-    values = {"loss": 1.0}
-    tracker.metrics(0, values)
-    values["loss"] = 2.0  # the caller may use its dict again
-    tracker.params({"lr": 1, "none": None, "empty": ""})
-    before = time.time_ns() // 1_000_000
-    tracker.begin()
-    tracker.metrics(1, values)
-    after = time.time_ns() // 1_000_000
-    tracker.metrics(2, {"loss": 3.0}, 1_700_000_000_000)
-    tracker.artifact(tmp_path / "mine/config.yaml")
-    assert tracker.finish("preempted") == tracker.finish("preempted") == tracker.run
-    rows = sorted(history(tracker.run, "train/loss"))
-    assert [(tick, loss) for tick, _, loss in rows] == [(0, 1.0), (1, 2.0), (2, 3.0)]
-    assert before <= rows[1][1] <= after
-    assert rows[2][1] == 1_700_000_000_000
-    run = fetched(tracker.run)
-    assert run.data.params == {"lr": "1", "none": "None", "empty": ""}
-    assert (run.info.status, run.info.run_name) == ("KILLED", "mine")
-    assert run.info.end_time >= run.info.start_time
-    assert "config.yaml" in [one.path for one in client_of(tracker.run).list_artifacts(run.info.run_id)]
-
-
-def test_the_run_ends_as_training_did(home: Path, tmp_path: Path) -> None:
-    for status, stored in {"completed": "FINISHED", "failed": "FAILED", "gave_up": "FAILED"}.items():
+def test_a_run_ends_as_training_did(home: Path, tmp_path: Path) -> None:
+    """Rows have the time of their call."""
+    ends = {"completed": "FINISHED", "preempted": "KILLED", "failed": "FAILED", "gave_up": "FAILED"}
+    for status, stored in ends.items():
+        before = time.time_ns() // 1_000_000
         with outbox(tmp_path / status) as box:
+            box.put(METRICS, tick=1, values={"loss": 0.5})
+            after = time.time_ns() // 1_000_000
             box.put(ENDED, status=status)
-        assert fetched(uploaded(tmp_path / status, home)).info.status == stored
+        run = uploaded(tmp_path / status, home)
+        info = fetched(run).info
+        assert (info.status, info.run_name) == (stored, status)
+        assert info.end_time >= info.start_time
+        [(tick, at, loss)] = history(run, "train/loss")
+        assert (tick, loss) == (1, 0.5)
+        assert before <= at <= after
 
 
 BENT = {
@@ -148,10 +132,9 @@ def test_what_mlflow_does_not_take_as_it_is_arrives_all_the_same(home: Path, tmp
     A database has no infinity: MLflow stores the largest number instead.
     """
     run_dir = tmp_path / "all"
-    with outbox(run_dir) as box:
-        (run_dir / "two.txt").write_text("two")
-        box.put(PARAMS, values={f"layer.{index}": index for index in range(250)} | {"long": "x" * 7000, "a\nb": 1})
-        box.put(ARTIFACT, path="two.txt")
+    given = {f"layer.{index}": index for index in range(250)} | {"long": "x" * 7000, "a\nb": 1, "empty": ""}
+    with outbox(run_dir, given) as box:
+        (run_dir / "train.log").write_text("two")
         box.put(METRICS, tick=1, values={name: float(index) for index, name in enumerate(BENT)})
         box.put(METRICS, tick=2, values={"nan": math.nan, "inf": math.inf, "odd": "no number"})
     run = uploaded(run_dir, home)
@@ -162,25 +145,24 @@ def test_what_mlflow_does_not_take_as_it_is_arrives_all_the_same(home: Path, tmp
     assert values == {stored: float(index) for index, stored in enumerate(BENT.values())}
     params = fetched(run).data.params
     layers = {f"layer.{index}": str(index) for index in range(250)}
-    assert params == layers | {"long": "x" * 5997 + "...", "a_b": "1"}
-    assert [one.path for one in client_of(run).list_artifacts(run.run_id)] == ["report.md", "two.txt"]
-    assert [file.name for file in (home / "mlartifacts").rglob("two.txt")] == ["two.txt"]
+    assert params == layers | {"long": "x" * 5997 + "...", "a_b": "1", "empty": ""}
+    assert [one.path for one in client_of(run).list_artifacts(run.run_id)] == ["report.md", "train.log"]
+    assert len([*(home / "mlartifacts").rglob("train.log")]) == 1
 
 
-def test_an_entry_that_somebody_else_wrote_harms_nobody(home: Path, tmp_path: Path) -> None:
-    """It is read from a directory, so it may be anything."""
+def test_a_directory_that_somebody_else_wrote_harms_nobody(home: Path, tmp_path: Path) -> None:
+    """Its entries may be anything, and a link in it leads to a file that is not sent."""
     secret = tmp_path / "secret.txt"
     secret.write_text("secret")
     with outbox(tmp_path / "odd") as box:
         (tmp_path / "odd/train.log").symlink_to(secret)
         odd: list[Any] = [None, 7, [1], {"loss": [1]}, {"loss": {}}, {"": None}]
         for values in odd:
-            for kind in (METRICS, PARAMS, "unknown"):
-                box.put(kind, tick=1, values=values)
+            box.put(METRICS, tick=1, values=values)
+            box.put(BEGAN, params=values)
+            box.put("unknown", values=values)
         box.put(METRICS, tick="one", values={"loss": 1.0})
         box.put(METRICS, tick=2, values={"loss": 1.0}, time_ms="late")
-        for path in (str(secret), "../secret.txt", "train.log", ".", 7):
-            box.put(ARTIFACT, path=path)
         box.put(ENDED, status=["completed"])
     run = uploaded(tmp_path / "odd", home)
     assert [row[2] for row in history(run, "train/loss")][-1:] == [1.0]
@@ -229,47 +211,33 @@ def test_processes_that_start_together_share_a_new_database(tmp_path: Path) -> N
     assert sorted(path.name for path in home.iterdir()) == ["mlartifacts", "mlflow.db"]
 
 
-KILLED = """
-import os, sys
-from pathlib import Path
-from resilient_train.tracking.tracker import TrackingConfig, build
-
-def half_made(home):
-    return any(path.stat().st_size > 100_000 for path in home.rglob("*.db"))
-
-home = Path(sys.argv[1])
-(home / "run").mkdir(parents=True)
-tracker = build(TrackingConfig("mlflow", None, "resilient_train", 300.0), home / "run", home)
-tracker.begin()
-while not half_made(home):
-    pass
-os.kill(tracker.uploader.process.pid, 9)
-os._exit(9)
-"""
-
-
 def test_a_kill_while_the_database_is_created_does_not_ruin_it(tmp_path: Path) -> None:
     """MLflow itself cannot open a database again that was left in the middle of its migrations."""
-    script, home = tmp_path / "killed.py", tmp_path / "home"
-    script.write_text(KILLED)
-    process = started(script, home, cwd=tmp_path)
-    process.communicate(timeout=400)
-    assert process.returncode == 9
-    assert not (home / "mlflow.db").exists()
-    with outbox(home / "after") as box:
+    home = tmp_path / "home"
+    with outbox(home / "run") as box:
         box.put(METRICS, tick=1, values={"loss": 0.5})
-    assert history(uploaded(home / "after", home), "train/loss")[0][2] == 0.5
+    where = ["--uri", f"sqlite:///{home}/mlflow.db", "--experiment", EXPERIMENT]
+    with subprocess.Popen([sys.executable, "-m", "resilient_train", "sync", home / "run", *where]) as syncing:
+        while not any(path.stat().st_size > 100_000 for path in home.rglob("*.db")):
+            assert syncing.poll() is None
+        syncing.kill()
+    assert not (home / "mlflow.db").exists()
+    assert history(uploaded(home / "run", home), "train/loss")[0][2] == 0.5
 
 
 def test_a_dead_server_is_said_once_with_what_is_left_and_how_to_upload_it(
     home: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """And without the password that its address holds."""
+    """And without the password that its address holds; the caller may use its dict again."""
     tracker = build(config(f"http://user:secret@127.0.0.1:{free_port()}"), tmp_path, home)
     tracker.begin()
+    values = {"loss": 0.0}
     for tick in range(1000):
-        tracker.metrics(tick, {"loss": 1.0})
+        values["loss"] = float(tick)
+        tracker.metrics(tick, values)
     assert tracker.finish("failed") is None
+    rows = [one for one, _ in entries(tmp_path / OUTBOX) if one is not None and one["kind"] == METRICS]
+    assert all(one["values"]["loss"] == one["tick"] for one in rows)
     *first, last, how = caplog.messages
     assert all("Training is not affected" in one for one in first)
     assert len(first) <= 1
@@ -280,52 +248,36 @@ def test_a_dead_server_is_said_once_with_what_is_left_and_how_to_upload_it(
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_process_that_cannot_be_started_is_said_and_holds_up_nothing(
+def test_a_process_that_cannot_be_started_or_dies_is_reported_and_holds_up_nothing(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(tracking.sys, "executable", "/nowhere/python")  # type: ignore[attr-defined]
-    tracker = build(config(), tmp_path, home)
-    tracker.begin()
-    assert tracker.finish("completed") is None
-    assert "No such file" in caplog.messages[0]
-
-
-def test_a_process_that_dies_is_reported_with_its_last_line(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """However much it has said, and without the secrets in it."""
+    """With its last line, however much it has said, and without the secrets in it."""
     python = tmp_path / "python"
     words = "print('x' * 10**6, file=sys.stderr); sys.exit('cannot open http://me:hidden@host: ' + 'no ' * 500)"
     python.write_text(f"#!{sys.executable}\nimport sys; {words}\n")
     python.chmod(0o755)
-    monkeypatch.setattr(tracking.sys, "executable", str(python))  # type: ignore[attr-defined]
-    tracker = build(config(), tmp_path, home)
-    tracker.begin()
-    deadline = time.monotonic() + LONG_S
-    while "its process ended with 1: cannot open http://me:***@host: no no" not in caplog.text:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    assert len(caplog.messages[0]) < 500
-    assert tracker.finish("completed") is None
-    assert "cannot open" in caplog.text.split("did not get everything")[1]
-
-
-@pytest.mark.parametrize("uri", ["./mlruns", "mlruns", "/data/mlruns", "file:mlruns", "file:///data/mlruns"])
-def test_a_plain_directory_is_refused_before_training(
-    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """MLflow refuses it as well, but only once it is loaded."""
-    with pytest.raises(ConfigError, match=r"^tracking\.uri="):
-        build(config(uri), tmp_path, tmp_path)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    with pytest.raises(ConfigError, match=r"^MLFLOW_TRACKING_URI="):
-        build(config(), tmp_path, tmp_path)
+    for executable, said in (
+        ("/nowhere/python", "no process can be started: No such file"),
+        (str(python), "its process ended with 1: cannot open http://me:***@host: no no"),
+    ):
+        caplog.clear()
+        monkeypatch.setattr(tracking.sys, "executable", executable)  # type: ignore[attr-defined]
+        tracker = build(config(), tmp_path, home)
+        tracker.begin()
+        deadline = time.monotonic() + LONG_S
+        while said not in caplog.text:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert len(caplog.messages[0]) < 500
+        assert tracker.finish("completed") is None
+        assert said[-10:] in caplog.text.split("did not get everything")[1]
 
 
 def test_a_store_is_named_by_the_configuration_or_else_by_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As it is for MLflow itself. A relative address is meant from where the run was started; its files lie beside."""
+    """As it is for MLflow itself, which refuses a plain directory as well, but only once it is loaded. A relative
+    address is meant from where the run was started; its files lie next to it."""
     monkeypatch.chdir(tmp_path)
     store = locate("sqlite:///mine.db", tmp_path / "home")
     assert store.uri == f"sqlite:///{tmp_path}/mine.db"
@@ -333,6 +285,12 @@ def test_a_store_is_named_by_the_configuration_or_else_by_the_environment(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
     assert locate(None, tmp_path).uri == "http://127.0.0.1:1"
     assert locate("http://127.0.0.1:2", tmp_path).uri == "http://127.0.0.1:2"
+    for uri in ("./mlruns", "mlruns", "/data/mlruns", "file:mlruns", "file:///data/mlruns"):
+        with pytest.raises(ConfigError, match=r"^tracking\.uri="):
+            build(config(uri), tmp_path, tmp_path)
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+        with pytest.raises(ConfigError, match=r"^MLFLOW_TRACKING_URI="):
+            build(config(), tmp_path, tmp_path)
 
 
 def test_the_command_that_opens_a_database_can_be_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,18 +351,16 @@ def test_no_tracking_takes_every_call_and_has_no_run(caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.DEBUG):
         tracker.begin()
         tracker.metrics(1, {"loss": 1.0})
-        tracker.params({})
-        tracker.artifact(Path("missing"))
         assert tracker.finish("completed") is tracker.run is None
     assert caplog.messages == []
 
 
-def test_trouble_before_the_first_connection_keeps_what_is_known(tmp_path: Path) -> None:
+def test_a_cursor_forgets_only_what_is_known_of_another_destination(tmp_path: Path) -> None:
     """A run that resumes while its server is down is still the same run in MLflow, and uploads nothing twice."""
-    with outbox(tmp_path / "run") as box:
-        box.put(METRICS, tick=1, values={"loss": 1.0})
     known = {"tracking_uri": "http://127.0.0.1:9", "experiment": "e", "run_id": "abcdef0123456789", "delivered": 100}
-    (tmp_path / "run" / "mlflow.json").write_text(json.dumps(known))
-    UploadCursor(tmp_path / "run").note(trouble="connection refused")
-    now = json.loads((tmp_path / "run" / "mlflow.json").read_text())
-    assert now == {**known, "trouble": "connection refused"}
+    (tmp_path / "mlflow.json").write_text(json.dumps(known))
+    UploadCursor(tmp_path).aim("http://127.0.0.1:9", "e")
+    assert json.loads((tmp_path / "mlflow.json").read_text()) == known
+    UploadCursor(tmp_path).aim("http://127.0.0.1:9", "another")
+    assert UploadCursor(tmp_path).run is None
+    assert UploadCursor(tmp_path).get("delivered") is None
