@@ -9,10 +9,7 @@ import io
 import json
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from datetime import datetime
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +18,13 @@ from resilient_train.app.directory import launcher_of
 from resilient_train.app.status import Status, status_of
 from resilient_train.app.terminal import Words, print_line
 from resilient_train.errors import TrainError
-from resilient_train.files import read_plain
 from resilient_train.record.incident_lines import as_line
 from resilient_train.record.journal import JOURNAL, damaged_lines
-from resilient_train.tracking.report import IncidentView
-from resilient_train.tracking.review import next_start, to_change, verdict
+from resilient_train.tracking.report import LABELS, facts, heading
+from resilient_train.tracking.review import to_change, verdict
 from resilient_train.tracking.story import Chapter, Story, read_story
-from resilient_train.types import Culprit, Outcome
-from resilient_train.wording import OUTCOMES, counted, duration, noticed, reached_suffix
+from resilient_train.types import Outcome
+from resilient_train.wording import OUTCOMES, counted, noticed
 
 _LOOK_EVERY_S = 1.0
 _RESTARTS_WITHIN_S = 120.0  # by a launcher, which may be on another host and cannot be seen then
@@ -41,16 +37,13 @@ _STYLES |= {
     "observed": "bold yellow",
 }
 
-_LARGEST_SOURCE = 2**22  # bytes
-_LABELS = 9  # columns
-
 _OUTCOMES = {
-    Outcome.RECOVERED: ("recovered", "green"),
-    Outcome.RECURRED: (f"{OUTCOMES[Outcome.RECURRED]}: what was done was not enough", "yellow"),
-    Outcome.UNRECOVERED: (f"{OUTCOMES[Outcome.UNRECOVERED]}: it was not over at the end of the run", "red"),
-    Outcome.GAVE_UP: ("gave up", "red"),
-    Outcome.OBSERVED: (OUTCOMES[Outcome.OBSERVED], "yellow"),
-    None: ("open: it counts as recovered once the run has stayed healthy", "yellow"),
+    Outcome.RECOVERED: "green",
+    Outcome.RECURRED: "yellow",
+    Outcome.UNRECOVERED: "red",
+    Outcome.GAVE_UP: "red",
+    Outcome.OBSERVED: "yellow",
+    None: "yellow",
 }
 
 
@@ -157,9 +150,7 @@ class _Shown:
         words, sentences = verdict(story)
         style = _STYLES.get(story.status, "bold yellow")
         if state == "killed":
-            onward = next_start(story).rpartition(" it ")[2]  # without the words about a run that may be at work
-            sentences = f"{verdict(replace(story, why=''))[1]} The same command {onward}."
-            words, style = "Killed (no exit message)", "bold yellow"
+            style = "bold yellow"
         elif state == "refused":
             sentences = f"{found.status.why}. Before that, {sentences}"
             words, style = "The last start was refused", "bold yellow"
@@ -189,8 +180,7 @@ class _Shown:
             if self.as_json:
                 print(now, flush=True)
             elif is_known:
-                words, style = _OUTCOMES[incident.outcome]
-                self.line(name, (words.partition(":")[0], style))
+                self.line(name, (OUTCOMES[incident.outcome], _OUTCOMES[incident.outcome]))
             elif is_live and chapter.treated_ms is None and incident.outcome is None:
                 if incident.id not in self.named:
                     self.line(name, f"{noticed(incident.anomaly)} at step {incident.anomaly.step:,}; being treated")
@@ -202,61 +192,10 @@ class _Shown:
 
 
 def _show_block(chapter: Chapter, story: Story) -> None:
-    """Show an incident: when, what, why, the culprit, what was done, the cost, the outcome, what to do."""
-    incident, view = chapter.incident, IncidentView.of(chapter)
-    anomaly, diagnosis = incident.anomaly, incident.diagnosis
-
-    def row(label: str, text: str, style: str = "") -> None:
-        text = text.strip() if style == "italic" else " ".join(text.split())
-        if text:
-            print_line((f"{label:{_LABELS}}", "dim"), (text, style), indent=2)
-
+    """Show an incident: when it was, and the facts about it."""
     print_line()
-    since = (chapter.opened_ms - story.began_ms) / 1000 if story.began_ms is not None else -1.0
-    after = f" ({duration(since)} after the start)" if 0 <= since < 1e9 else ""
-    when = f"incident {incident.id:,}  {_clock(chapter.opened_ms)}{after}"
-    print_line((when, "bold"), f"  step {anomaly.step:,}, tick {anomaly.tick:,}")
-    row("noticed", noticed(anomaly) + reached_suffix(incident))
-    row("", anomaly.evidence)
-    row("drill", f"{incident.drill}, on purpose" if incident.drill else "")
-    row("cause", view.cause + (f": {view.rows}" if view.rows else ""))
-    culprits = (("culprit", view.culprit, diagnosis.culprit), ("then", view.symptom, diagnosis.symptom))
-    for label, words, culprit in culprits:
-        if culprit is not None:
-            row(label, words)
-            row("", _source(culprit, chapter, story), style="italic")
-    row("remedy", view.remedy)
-    for place, line in enumerate(view.arms):
-        print_line((f"{'' if place else 'tried':{_LABELS}}", "dim"), (line, ""), indent=2)
-    row("cost", view.cost)
-    outcome, style = _OUTCOMES[incident.outcome]
-    if chapter.closed_ms is not None:
-        seconds = (chapter.closed_ms - chapter.opened_ms) / 1000
-        later = f", {duration(seconds)} later" if 0.5 <= seconds < 1e9 else ""
-        outcome = f"{outcome} ({_clock(chapter.closed_ms)}{later})"
-    row("outcome", outcome, style)
-    row("advice", view.advice)
-
-
-def _clock(ms: int) -> str:
-    with suppress(ValueError, OverflowError, OSError):  # a damaged journal may have any number
-        return f"{datetime.fromtimestamp(ms / 1000):%Y-%m-%d %H:%M:%S}"
-    return "at an unknown time"
-
-
-def _source(culprit: Culprit, chapter: Chapter, story: Story) -> str:
-    """Return the text of a line, from its active patch, or from its file if that is older than the incident."""
-    patches = (story.remedies or {}).get("armor")
-    for patch in patches if isinstance(patches, list) else []:
-        place = culprit.file, culprit.line, culprit.op
-        if isinstance(patch, Mapping) and (patch.get("file"), patch.get("line"), patch.get("op")) == place:
-            return str(patch.get("text"))
-    path = Path(culprit.file)
-    try:
-        known = path.stat()
-        is_unchanged = known.st_mtime * 1000 < chapter.opened_ms and known.st_size < _LARGEST_SOURCE
-        if path.suffix != ".py" or not is_unchanged:
-            return ""
-        return read_plain(path).decode("utf-8", "replace").splitlines()[culprit.line - 1].strip()
-    except (OSError, ValueError, IndexError):
-        return ""
+    when, where = heading(chapter, story)
+    print_line((when, "bold"), where)
+    for label, words in facts(chapter, story):
+        style = _OUTCOMES[chapter.incident.outcome] if label == "outcome" else ""
+        print_line((f"{label:{LABELS}}", "dim"), (words, style), indent=2)

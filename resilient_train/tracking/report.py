@@ -1,15 +1,20 @@
-"""The description of a run in MLflow, whose first lines say what to do, and the full report among its artifacts."""
+"""A run told: the report as a file, incidents for it and the terminal, and the description in MLflow, in markdown.
+
+The first lines of the description say what to do.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 
-from resilient_train.tracking.review import active_remedies, next_start, samples_skipped, to_do, verdict
-from resilient_train.tracking.story import Chapter, Checkpoint, Story, request_of
-from resilient_train.types import OUTSIDE, Culprit
+from resilient_train.files import read_plain
+from resilient_train.secrets import masked
+from resilient_train.tracking.review import left, next_start, review, shortened, to_do, told_once, verdict
+from resilient_train.tracking.story import LARGEST_SOURCE, Chapter, Story
+from resilient_train.types import Culprit, Outcome
 from resilient_train.wording import (
     OUTCOMES,
     counted,
@@ -17,6 +22,7 @@ from resilient_train.wording import (
     describe_cost,
     describe_culprit,
     drill_suffix,
+    duration,
     noticed,
     printable,
     reached_suffix,
@@ -34,6 +40,197 @@ _HARMLESS_URL = re.compile(r"[\w#?&=%./:;,+~-]+")
 _LONGEST_URL = 400
 _GAP = "&ensp; | "
 
+REPORT = "report.txt"  # its name among the artifacts
+LIMIT = 7_950  # characters of a note: MLflow cuts a tag at 8,000
+
+_MOST_TO_DO, _LONGEST_TO_DO = 3, 300  # things, and characters of each
+_MOST_LEFT, _MOST_INCIDENTS = 260, 200  # characters of a line, and incidents in the report
+_TITLES = ("#", "when", "step", "what", "cause", "remedy", "outcome", "cost")
+LABELS = 9  # columns
+
+PageUrl = Callable[[int], str | None]  # the page of an incident, by its number
+
+_EXPLAINED = {
+    Outcome.RECURRED: ": what was done was not enough",
+    Outcome.UNRECOVERED: ": it was not over at the end of the run",
+    None: ": it counts as recovered once the run has stayed healthy",
+}
+
+
+# ------------------------------------------------------------------------------------- incidents, for terminal and file
+
+
+def facts(chapter: Chapter, story: Story) -> list[tuple[str, str]]:
+    """Tell an incident in lines, each with a label: what, why, where, what was done, the cost, the outcome, what to do.
+
+    A line without a label adds to the one above.
+    """
+    incident, diagnosis = chapter.incident, chapter.incident.diagnosis
+    lines = [
+        ("noticed", noticed(incident.anomaly) + reached_suffix(incident)),
+        ("", incident.anomaly.evidence),
+        ("drill", f"{incident.drill}, on purpose" if incident.drill else ""),
+        ("cause", str(diagnosis.cause) + (f": {rows_named(diagnosis.rows)}" if diagnosis.rows else "")),
+    ]
+    for label, culprit in (("culprit", diagnosis.culprit), ("then", diagnosis.symptom)):
+        if culprit is not None:
+            lines += [(label, describe_culprit(culprit)), ("", source_line(culprit, chapter, story))]
+            lines += [("", ", ".join(f"{key} {value}" for key, value in one.items())) for one in culprit.inputs]
+    lines.append(("remedy", _remedy(chapter)))
+    timed = [f"{one.name} {max(0, one.ended_ms - one.began_ms) / 1000:.3g} s" for one in chapter.phases]
+    after = [
+        ("cost", describe_cost(incident)),
+        ("took", ", ".join(timed)),
+        ("outcome", _outcome_when(chapter)),
+        ("advice", "" if incident.drill else diagnosis.advice),
+    ]
+    arms = [("" if place else "tried", line) for place, line in enumerate(describe_arms(incident))]
+    return [*_in_one_line(lines), *arms, *_in_one_line(after)]
+
+
+def _in_one_line(lines: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Remove line breaks, and lines that say nothing."""
+    return [(label, " ".join(words.split())) for label, words in lines if words.strip()]
+
+
+def heading(chapter: Chapter, story: Story) -> tuple[str, str]:
+    """Name an incident and say when it was: in time, and in steps and ticks."""
+    anomaly = chapter.incident.anomaly
+    since = (chapter.opened_ms - story.began_ms) / 1000 if story.began_ms is not None else -1.0
+    after = f" ({duration(since)} after the start)" if 0 <= since < 1e9 else ""
+    when = f"incident {chapter.incident.id:,}  {_time(chapter.opened_ms, '%Y-%m-%d %H:%M:%S')}{after}"
+    return when, f"  step {anomaly.step:,}, tick {anomaly.tick:,}"
+
+
+def _remedy(chapter: Chapter) -> str:
+    incident = chapter.incident
+    if incident.decision.gave_up is not None:
+        return f"gave up: {why_of(incident)}"
+    if chapter.treated_ms is None and incident.outcome is None:
+        return "being treated"
+    return remedies_of(incident) or "nothing was done"
+
+
+def _outcome_when(chapter: Chapter) -> str:
+    outcome = chapter.incident.outcome
+    words = OUTCOMES[outcome] + _EXPLAINED.get(outcome, "")
+    if chapter.closed_ms is None:
+        return words
+    seconds = (chapter.closed_ms - chapter.opened_ms) / 1000
+    later = f", {duration(seconds)} later" if 0.5 <= seconds < 1e9 else ""
+    return f"{words} ({_time(chapter.closed_ms, '%Y-%m-%d %H:%M:%S')}{later})"
+
+
+def _time(ms: int, form: str) -> str:
+    try:
+        return datetime.fromtimestamp(ms / 1000).strftime(form)
+    except (OverflowError, ValueError, OSError):  # a damaged journal may have any number
+        return "at an unknown time"
+
+
+def source_line(culprit: Culprit, chapter: Chapter, story: Story) -> str:
+    """Return the text of a line, from its active patch, or from its file if that is older than the incident."""
+    patches = (story.remedies or {}).get("armor")
+    for patch in patches if isinstance(patches, list) else []:
+        place = culprit.file, culprit.line, culprit.op
+        if isinstance(patch, Mapping) and (patch.get("file"), patch.get("line"), patch.get("op")) == place:
+            return str(patch.get("text"))
+    path = Path(culprit.file)
+    try:
+        known = path.stat()
+        is_unchanged = known.st_mtime * 1000 < chapter.opened_ms and known.st_size < LARGEST_SOURCE
+        if path.suffix != ".py" or not is_unchanged:
+            return ""
+        return read_plain(path).decode("utf-8", "replace").splitlines()[culprit.line - 1].strip()
+    except (OSError, ValueError, IndexError):
+        return ""
+
+
+def report(story: Story) -> str:
+    """Return the full report: the review of the run, and its newest incidents as the terminal shows them."""
+    words, sentences = verdict(story)
+    lines = [str(story.directory), "", f"{words}: {sentences}", *review(story, show=str)]
+    newest = story.chapters[-_MOST_INCIDENTS:]
+    if older := len(story.chapters) - len(newest):
+        lines += ["", f"{counted(older, 'incident')} before these"]
+    for chapter in newest:
+        lines += ["", "".join(heading(chapter, story))]
+        lines += [f"  {label:{LABELS}}{said}" for label, said in facts(chapter, story)]
+    return "\n".join(printable(masked(line)) for line in lines) + "\n"
+
+
+# ------------------------------------------------------------------------------------------------------ note, in MLflow
+
+
+def note(story: Story, trace_url: PageUrl, strip_url: str | None = None) -> str:
+    """Return the description, below MLflow's limit; its first lines are all that the page shows at first."""
+    parts = [_verdict(story)]
+    if story.chapters and strip_url is not None:
+        parts.append(f"!{link('The incidents of the run, by cause, over its ticks', strip_url)}")
+    left = _left(story)
+    if story.chapters:
+        room = LIMIT - sum(len(part) + 2 for part in (*parts, left))
+        parts.append(_newest(story, trace_url, room))
+    return "\n\n".join([*parts, left]) + "\n"
+
+
+def _verdict(story: Story) -> str:
+    """Say the verdict, whether there was a drill and what to do in the first two lines, then what explains it."""
+    incidents = story.incidents
+    words, sentences = verdict(story)
+    if drilled := sum(bool(one.drill) for one in incidents):
+        words += f", {drilled:,} of {counted(len(incidents), 'incident')} on purpose (drill)"
+    asked = [to_do(story), *told_once(story)]
+    things = [worded(one, _LONGEST_TO_DO) for one in shortened([*filter(None, asked)], _MOST_TO_DO, "And {:,} more.")]
+    do = " Nothing to change." if incidents else ""
+    if things:
+        do = f" **Do:** {' '.join(one if one.endswith(('.', ')')) else f'{one}.' for one in things)}"
+    return f"**{words}.**{do} {text(sentences[:1].upper() + sentences[1:], 900)}"
+
+
+def _left(story: Story) -> str:
+    """Say where the weights are, what differs from the configuration, and what a new start would do."""
+    lines = [f"**{label.capitalize()}**: {worded(words, _MOST_LEFT)}" for label, words in left(story, show=str)]
+    lines.append(f"**The same command** {worded(next_start(story), _MOST_LEFT)}.")
+    if story.chapters:
+        lines.append(f"**Full report**: {code(REPORT)} among the artifacts. Numbers link to traces.")
+    lines.append("**The Step axis** of the charts is the tick: attempted updates, lost ones included.")
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _newest(story: Story, trace_url: PageUrl, room: int) -> str:
+    order = ", the newest first" if len(story.chapters) > 1 else ""
+    head = f"**What went wrong, and what was done**{order}\n\n"
+    cells = (_row(one, trace_url) for one in reversed(story.chapters))
+    rows = rows_that_fit(_TITLES, cells, room - len(head) - 60)
+    older = len(story.chapters) - len(rows)
+    return head + table(_TITLES, rows) + (f"\n\nAnd {older:,} before them, in {code(REPORT)}." if older else "")
+
+
+def _row(chapter: Chapter, trace_url: PageUrl) -> Sequence[str]:
+    """Return one incident as cells of no more than 200 characters, without their addresses."""
+    incident, diagnosis = chapter.incident, chapter.incident.diagnosis
+    is_let_through = incident.anomaly.landed or incident.is_observed
+    seen = noticed(incident.anomaly, by_name=False) + (reached_suffix(incident) if is_let_through else ", refused")
+    blamed = [text(rows_named(diagnosis.rows), 80)] if diagnosis.rows else []
+    if (culprit := diagnosis.culprit) is not None:
+        file = "/".join(culprit.file.split("/")[-2:])
+        blamed = [code(culprit.op, 30), code(f"{file}:{culprit.line}", 100), *blamed]
+    outcome = OUTCOMES[incident.outcome]
+    return (
+        link(f"{incident.id:,}", trace_url(incident.id)),
+        _time(chapter.opened_ms, "%d %b %H:%M"),
+        f"{incident.anomaly.step:,}",
+        text(seen, 200) + text(drill_suffix(incident), 80),
+        str(diagnosis.cause) + (f": {', '.join(blamed)}" if blamed else ""),
+        text(_remedy(chapter), 200),
+        outcome if incident.outcome is Outcome.RECOVERED else f"**{outcome}**",
+        describe_cost(incident),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ markdown
+
 
 def text(raw: str, most: int | None = None) -> str:
     """Show words as they are, in at most `most` characters of markdown."""
@@ -44,7 +241,7 @@ def code(raw: str, most: int | None = None) -> str:
     """Show a name or a path as code; of one that is too long the end, which names the file."""
     raw = _line(raw).strip()
     if not _PLAIN_CODE.fullmatch(raw):
-        return _within(_marked(raw), most, keep_end=True)
+        return text(raw, most)
     room = len(raw) if most is None else max(most - 2, 0)
     return f"`{raw if len(raw) <= room else _DOTS + raw[len(raw) - room + len(_DOTS) :].lstrip()}`"
 
@@ -91,248 +288,14 @@ def _marked(line: str) -> list[str]:
     return [f"&#{ord(one)};" if at in syntax else _MARKS.get(one, one) for at, one in enumerate(line)]
 
 
-def _within(marks: list[str], most: int | None, *, keep_end: bool = False) -> str:
+def _within(marks: list[str], most: int | None) -> str:
     if most is None or sum(map(len, marks)) <= most:
         return "".join(marks)
     kept: list[str] = []
     room = most - len(_DOTS)
-    for mark in reversed(marks) if keep_end else marks:
+    for mark in marks:
         room -= len(mark)
         if room < 0:
             break
         kept.append(mark)
-    return _DOTS + "".join(reversed(kept)).lstrip() if keep_end else "".join(kept).rstrip() + _DOTS
-
-
-@dataclass(frozen=True, slots=True)
-class IncidentView:
-    """What there is to say about an incident, each in one phrase; empty where there is nothing to say."""
-
-    noticed: str
-    drill: str  # to append to what was noticed
-    cause: str
-    rows: str
-    culprit: str
-    symptom: str
-    remedy: str
-    arms: tuple[str, ...]  # the lines of a table: how the arms of a trial went
-    cost: str
-    outcome: str
-    advice: str
-
-    @classmethod
-    def of(cls, chapter: Chapter) -> IncidentView:
-        """Put an incident into words."""
-        incident, anomaly, diagnosis = chapter.incident, chapter.incident.anomaly, chapter.incident.diagnosis
-        remedy = remedies_of(incident) or "nothing was done"
-        is_treated = chapter.treated_ms is not None or incident.outcome is not None
-        if incident.decision.gave_up is not None:
-            remedy = f"gave up: {why_of(incident)}"
-        elif not is_treated:
-            remedy = "being treated"
-        is_let_through = anomaly.landed or incident.is_observed
-        return cls(
-            noticed=noticed(anomaly, by_name=False) + (reached_suffix(incident) if is_let_through else ", refused"),
-            drill=drill_suffix(incident),
-            cause=str(diagnosis.cause),
-            rows=rows_named(diagnosis.rows) if diagnosis.rows else "",
-            culprit="" if diagnosis.culprit is None else describe_culprit(diagnosis.culprit),
-            symptom="" if diagnosis.symptom is None else describe_culprit(diagnosis.symptom),
-            remedy=remedy,
-            arms=tuple(describe_arms(incident)),
-            cost=describe_cost(incident),
-            outcome=OUTCOMES[incident.outcome] if is_treated else "being treated",
-            advice="" if incident.drill else diagnosis.advice,
-        )
-
-
-REPORT = "report.md"  # its name among the artifacts
-LIMIT = 7_950  # characters of a note: MLflow cuts a tag at 8,000
-
-_MOST_ADVICE, _MOST_TO_DO, _MOST_ROWS, _MOST_INCIDENTS = 5, 3, 1_000, 200
-_LONGEST_REQUEST = 160  # characters
-_TITLES = ("#", "when", "step", "what", "cause", "remedy", "outcome", "cost")
-
-PageUrl = Callable[[int], str | None]  # the page of an incident, by its number
-
-
-def _nowhere(number: int) -> None:
-    """There is no such page."""
-
-
-def note(story: Story, trace_url: PageUrl, strip_url: str | None = None) -> str:
-    """Return the description, below MLflow's limit; its first lines are all that the page shows at first."""
-    parts = [_verdict(story, most=900)]
-    if story.advice:
-        parts.append(f"**What to change**\n\n{_advice(story, most=1_600)}")
-    if story.chapters and strip_url is not None:
-        parts.append(f"!{link('The incidents of the run, by cause, over its ticks', strip_url)}")
-    last = ["**What is left**", _left(story, most=1_300)] if story.chapters else [_left(story, most=1_300)]
-    room = LIMIT - sum(len(part) + 2 for part in parts + last)
-    if story.chapters:
-        parts.append(_newest(story, trace_url, room - 2))
-    return "\n\n".join(parts + last) + "\n"
-
-
-def report(story: Story) -> str:
-    """Return the full report: the newest incidents with their evidence."""
-    parts = [f"# {text(story.directory.name)}", _verdict(story)]
-    parts.append(f"Run directory: {code(str(story.directory))}")
-    newest = story.chapters[: -_MOST_INCIDENTS - 1 : -1]
-    if story.chapters:
-        rows = [_row(one, _nowhere, None) for one in newest]
-        parts += ["## What to change", _advice(story, None) if story.advice else "No incident asks for a change."]
-        parts += ["## What went wrong, and what was done", table(_TITLES, rows)]
-    if older := len(story.chapters) - len(newest):
-        parts.append(f"And {older:,} before them: `resilient-train incidents` prints them.")
-    parts += ["## What is left", _left(story, None)]
-    parts += [_incident(one) for one in newest]
-    return "\n\n".join(parts) + "\n"
-
-
-def _verdict(story: Story, most: int | None = None) -> str:
-    """Say the verdict, whether there was a drill and what to do in the first two lines, then what explains it."""
-    incidents = story.incidents
-    words, sentences = verdict(story)
-    if story.status == "recovered":
-        words = words.replace("Recovered", f"Recovered from {counted(len(incidents), 'incident')}")
-    elif incidents:
-        words += f" ({counted(len(incidents), 'incident')})"
-    if drilled := sum(bool(one.drill) for one in incidents):
-        share = "all" if drilled == len(incidents) else f"{drilled:,} of them"
-        words += f", {share} on purpose (drill)"
-    asked = asked_of(story)
-    more = f"; and {len(asked) - _MOST_TO_DO:,} more" if len(asked) > _MOST_TO_DO else ""
-    if things := [*filter(None, [to_do(story)]), *asked[:_MOST_TO_DO]]:
-        do = f" **Do:** {'. '.join(things)}{more}."
-    else:
-        do = " Nothing to change." if incidents else ""
-    return f"**{words}.**{do} {text(sentences[:1].upper() + sentences[1:], most)}"
-
-
-def asked_of(story: Story) -> list[str]:
-    """Say what the incidents ask for, as the terminal does, each in one sentence; the most important first."""
-    return [worded(request_of(one.text).rstrip("."), _LONGEST_REQUEST) for one in story.advice]
-
-
-def _advice(story: Story, most: int | None) -> str:
-    """List what to change; the note has the first of it."""
-    shown = story.advice if most is None or len(story.advice) <= _MOST_ADVICE + 1 else story.advice[:_MOST_ADVICE]
-    each = None if most is None else most // max(_MOST_ADVICE, len(shown)) - 60
-    lines = [
-        f"{number}. {worded(one.text, each)}"
-        + (f" ({len(one.incidents):,} incidents)" if len(one.incidents) > 1 else f" (incident {one.incidents[0]:,})")
-        for number, one in enumerate(shown, start=1)
-    ]
-    if more := len(story.advice) - len(shown):
-        lines.append(f"{len(lines) + 1}. and {more:,} more, in {code(REPORT)}.")
-    return "\n".join(lines)
-
-
-def _left(story: Story, most: int | None) -> str:
-    """Say where the weights are, what differs from the configuration, and what a new start would do."""
-    each = None if most is None else most // 5
-    lines = []
-    if story.chapters or story.last_good:
-        lines.append(f"**Last good checkpoint**: {_checkpoint(story.last_good, each)}")
-    if story.newest is not None and not story.newest.is_verified:
-        lines.append(f"**Newer, not yet verified**: {_checkpoint(story.newest, each)}")
-    if story.best is not None:
-        lines.append(f"**Best evaluation**: {_checkpoint(story.best, each)}")
-    if active := active_remedies(story.remedies):
-        lines.append(f"**Still active**: {worded('; '.join(active), each)}")
-    if skipped := samples_skipped(story.remedies):
-        lines.append(f"**Skipped**: {counted(skipped, 'sample')}")
-    lines.append(f"**The same command** {worded(next_start(story), each)}.")
-    if most is not None and story.chapters:
-        lines.append(f"**Full report**: {code(REPORT)} among the artifacts. Numbers link to traces.")
-    if most is not None:
-        lines.append("**The Step axis** of the charts is the tick: attempted updates, lost ones included.")
-    return "\n".join(f"- {line}" for line in lines)
-
-
-def _checkpoint(one: Checkpoint | None, most: int | None) -> str:
-    if one is None:
-        return "none yet"
-    metrics = "".join(f", {text(name, 40)} {value:.4g}" for name, value in list(one.metrics.items())[:3])
-    room = None if most is None else most - 40 - len(metrics)
-    return f"step {one.step:,}{metrics}, {code(str(one.path), room)}"
-
-
-# ----------------------------------------------------------------------------------------------------------- incidents
-
-
-def _row(chapter: Chapter, trace_url: PageUrl, most: int | None) -> Sequence[str]:
-    """Return one incident as cells, each of no more than `most` characters without its address."""
-    incident, view = chapter.incident, IncidentView.of(chapter)
-    diagnosis = incident.diagnosis
-    blamed = [text(view.rows, 80)] if view.rows else []
-    if diagnosis.culprit is not None:
-        blamed = [code(diagnosis.culprit.op, 30), _place(diagnosis.culprit, most and most // 2), *blamed]
-    return (
-        link(f"{incident.id:,}", trace_url(incident.id)),
-        _time(chapter.opened_ms, "%d %b %H:%M"),
-        f"{incident.anomaly.step:,}",
-        text(view.noticed, most) + text(view.drill, 80),
-        view.cause + (f": {', '.join(blamed)}" if blamed else ""),
-        text(view.remedy, most),
-        view.outcome if view.outcome == "recovered" else f"**{view.outcome}**",
-        view.cost,
-    )
-
-
-def _place(culprit: Culprit, most: int | None) -> str:
-    """Name the line of code; where there is little room, with the last two names of its file."""
-    file = culprit.file if most is None else "/".join(culprit.file.split("/")[-2:])
-    return code(f"{file}:{culprit.line}", most)
-
-
-def _time(ms: int, form: str) -> str:
-    try:
-        return datetime.fromtimestamp(ms / 1000).astimezone().strftime(form)
-    except (OverflowError, ValueError, OSError):  # of a clock that was wrong
-        return ""
-
-
-def _newest(story: Story, trace_url: PageUrl, room: int) -> str:
-    order = ", the newest first" if len(story.chapters) > 1 else ""
-    head = f"**What went wrong, and what was done**{order}\n\n"
-    cells = (_row(one, trace_url, 200) for one in reversed(story.chapters))
-    rows = rows_that_fit(_TITLES, cells, room - len(head) - 60)
-    older = len(story.chapters) - len(rows)
-    return head + table(_TITLES, rows) + (f"\n\nAnd {older:,} before them, in {code(REPORT)}." if older else "")
-
-
-def _incident(chapter: Chapter) -> str:
-    incident, view = chapter.incident, IncidentView.of(chapter)
-    anomaly, diagnosis, actions = incident.anomaly, incident.diagnosis, incident.decision.actions
-    inputs = diagnosis.culprit.inputs if diagnosis.culprit is not None else ()
-    rung = f" (rung {incident.decision.rung + 1:,})" if actions and incident.decision.rung < OUTSIDE else ""
-    facts = {
-        "Outcome": view.outcome,
-        "When": _times(chapter),
-        "Signal": f"{anomaly.signal} at tick {anomaly.tick:,}; step {anomaly.since:,} is the last to be trusted",
-        "Evidence": anomaly.evidence,
-        "Cause": view.cause,
-        "Culprit": view.culprit,
-        "Its inputs": "; ".join(", ".join(f"{key} {value}" for key, value in one.items()) for one in inputs),
-        "What broke because of it": view.symptom,
-        "Rows": ", ".join(map(str, diagnosis.rows[:_MOST_ROWS])),
-        "Remedy": view.remedy + rung,
-        "Tried": "; ".join(" ".join(line.split()) for line in view.arms),
-        "Cost": view.cost,
-    }
-    title = f"## {incident.id:,}. Step {anomaly.step:,}: {text(view.noticed + view.drill)}"
-    lines = [f"- **{name}**: {text(words)}" for name, words in facts.items() if words]
-    return "\n".join([title, "", *lines, *([f"- **Advice**: {worded(view.advice)}"] if view.advice else [])])
-
-
-def _times(chapter: Chapter) -> str:
-    """Say when it was, and how long each part of its treatment took."""
-    said = _time(chapter.opened_ms, "%a %d %b %Y %H:%M:%S %Z")
-    if chapter.phases:
-        parts = [f"{one.name} {max(0, one.ended_ms - one.began_ms) / 1000:.3g} s" for one in chapter.phases]
-        said += f" ({', '.join(parts)})"
-    if chapter.closed_ms is not None:
-        said += f"; its outcome was known at {_time(chapter.closed_ms, '%H:%M:%S')}"
-    return said
+    return "".join(kept).rstrip() + _DOTS

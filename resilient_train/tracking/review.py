@@ -10,17 +10,15 @@ import shlex
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from resilient_train.record.endings import Summary, is_run, resumes
-from resilient_train.record.journal import entries
-from resilient_train.record.outbox import BEGAN, METRICS, OUTBOX
 from resilient_train.tracking.connection import SCHEMELESS
-from resilient_train.tracking.story import KILLED, Chapter, Checkpoint, Story, open_advice, unrecovered
+from resilient_train.tracking.story import Chapter, Checkpoint, Story, open_advice, unrecovered
 from resilient_train.types import Incident, Outcome
 from resilient_train.wording import (
     OUTCOMES,
@@ -35,45 +33,12 @@ from resilient_train.wording import (
     why_unrecovered,
 )
 
-PARTS_S = {"detect": "diagnosis_s", "diagnose": "diagnosis_s", "decide": "diagnosis_s", "rewind": "rewinds_s"}
 
-
-def run_cost(run_dir: Path, story: Story) -> tuple[dict[str, float], int]:
-    """Return the cost as metrics, and when it was known, from the outbox and the journal; none without timed updates.
-
-    A step makes progress once: to make it again after a rewind or a restart does not count. Processes are timed from
-    their first update on. `rest_s` went into saving, evaluation, waiting for data, and steps that were lost.
-    """
-    progress_s = wall_s = 0.0
-    furthest, began, last = 0.0, None, 0
-    for entry, _ in entries(run_dir / OUTBOX):
-        if entry is None:
-            continue
-        if entry["kind"] == BEGAN:
-            began = last = entry["at"]
-        if began is not None:
-            wall_s += max(0, entry["at"] - last) / 1000
-            last = entry["at"]
-        values = entry.get("values") if entry["kind"] == METRICS else None
-        if isinstance(values, Mapping) and _is_number(values.get("step")) and values["step"] > furthest:
-            if _is_number(values.get("step_ms")):
-                progress_s += (values["step"] - furthest) * values["step_ms"] / 1000
-            furthest = values["step"]
-    if not progress_s or not wall_s:
-        return {}, last
-    spent = {"diagnosis_s": 0.0, "rewinds_s": 0.0}
-    for phase in (phase for chapter in story.chapters for phase in chapter.phases):
-        if (part := PARTS_S.get(phase.name)) is not None:
-            spent[part] += (phase.ended_ms - phase.began_ms) / 1000
-    progress_s = min(progress_s, wall_s)
-    spent["rest_s"] = max(0.0, wall_s - progress_s - sum(spent.values()))
-    costs = {"progress_share": progress_s / wall_s, "total_s": wall_s, "steps_lost": story.tick - story.step, **spent}
-    return {f"wall_time/{name}": value for name, value in costs.items()}, last
-
-
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
     return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
 
+
+Show = Callable[[Path], str]  # names a path
 
 SCRIPT = "resilient-train"
 WEIGHTS = "weights.safetensors"  # of a run that finished
@@ -81,24 +46,55 @@ WEIGHTS = "weights.safetensors"  # of a run that finished
 _MOST_CAUSES, _MOST_CURES, _MOST_ADVICE, _MOST_LEFT = 6, 2, 5, 4
 
 
-def review(story: Story, resumed_from: int | None = None) -> list[str]:
+def near(path: Path) -> str:
+    """Return a path as short as it can be typed from here."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) and path != here else str(path)
+
+
+def review(story: Story, resumed_from: int | None = None, show: Show = near) -> list[str]:
     """Sum up a run in some twenty lines at most: incidents, remedies, what to change, what is left, what to do next."""
     lines = _summed_up(story)
     if resumed_from is not None:
-        began = (
-            f"; the run began {datetime.fromtimestamp(story.began_ms / 1000):%Y-%m-%d %H:%M}" if story.began_ms else ""
-        )
+        began = ""
+        if story.began_ms:
+            began = f"; the run began {datetime.fromtimestamp(story.began_ms / 1000):%Y-%m-%d %H:%M}"
         lines.insert(0, f"this process resumed from step {resumed_from:,}{began}")
-    if story.is_complete and (story.directory / WEIGHTS).is_file():
-        lines.append(f"weights: {near(story.directory / WEIGHTS)}")
-    if story.best is not None:
-        lines.append(f"best evaluation: {_checkpoint(story.best)}")
-    if story.newest is not None:
-        lines.append(f"newest checkpoint: {_checkpoint(story.newest)}")
-    elif not (story.is_complete or is_trainers(story)):
-        lines.append("newest checkpoint: none")
+    lines += [f"{label}: {words}" for label, words in left(story, show)]
     lines.append(f"the same command {next_start(story)}")
     return lines + [f"for the full report: {command('incidents', story.directory)}"] * bool(story.chapters)
+
+
+def left(story: Story, show: Show) -> list[tuple[str, str]]:
+    """Say what differs from the configuration and where the weights are, each with a label; `show` names a path."""
+
+    def described(one: Checkpoint) -> str:
+        metrics = "".join(f", {name} {value:.4g}" for name, value in list(one.metrics.items())[:3])
+        is_open = ", not yet verified" if one.kind == "candidate" else ""
+        return f"{show(one.path)} (step {one.step:,}{metrics}{is_open})"
+
+    lines = _changed(story)
+    if story.is_complete and (story.directory / WEIGHTS).is_file():
+        lines.append(("weights", show(story.directory / WEIGHTS)))
+    if story.best is not None:
+        lines.append(("best evaluation", described(story.best)))
+    if story.last_good is not None and story.last_good != story.newest:
+        lines.append(("last good checkpoint", described(story.last_good)))
+    if story.newest is not None:
+        lines.append(("newest checkpoint", described(story.newest)))
+    elif not (story.is_complete or is_trainers(story)):
+        lines.append(("newest checkpoint", "none"))
+    return lines
+
+
+def _changed(story: Story) -> list[tuple[str, str]]:
+    lines = []
+    if active := active_remedies(story.remedies):
+        label = "still active" if story.summary is None else "still active at the end"
+        lines.append((label, "; ".join(shortened(active, _MOST_LEFT, "{:,} more"))))
+    if skipped := samples_skipped(story.remedies):
+        lines.append(("skipped", counted(skipped, "sample")))
+    return lines
 
 
 def without_directory(summary: Summary, incidents: Sequence[Incident], remedies: Mapping[str, Any] | None) -> list[str]:
@@ -107,7 +103,12 @@ def without_directory(summary: Summary, incidents: Sequence[Incident], remedies:
     known: dict[str, Any] = {"step": summary.steps, "tick": summary.ticks, "summary": asdict(summary)}
     chapters, advice = tuple(Chapter(one, 0) for one in incidents), open_advice(incidents)
     story = Story(Path(), chapters, status, remedies=remedies, advice=advice, **known)
-    return [*_summed_up(story), "nothing of this is written: with run_dir there is a report, and a way to resume"]
+    changed = [f"{label}: {words}" for label, words in _changed(story)]
+    return [
+        *_summed_up(story),
+        *changed,
+        "nothing of this is written: with run_dir there is a report, and a way to resume",
+    ]
 
 
 def _summed_up(story: Story) -> list[str]:
@@ -127,19 +128,22 @@ def _summed_up(story: Story) -> list[str]:
         done = Counter(remedies_in_short(one) for one in some)
         shown = [words if count == 1 else f"{words} ({count:,} times)" for words, count in done.most_common()]
         cures.append(f"  {cause}: {'; '.join(shortened(shown, _MOST_CURES, '{:,} other ways'))}")
-    lines += shortened(cures, _MOST_CAUSES, "  and {:,} other causes") + to_change(story)
-    if active := active_remedies(story.remedies):
-        lines.append(f"still active at the end: {'; '.join(shortened(active, _MOST_LEFT, '{:,} more'))}")
-    if skipped := samples_skipped(story.remedies):
-        lines.append(f"skipped: {counted(skipped, 'sample')}")
-    return lines
+    return lines + shortened(cures, _MOST_CAUSES, "  and {:,} other causes") + to_change(story)
 
 
 def completed(summary: Summary) -> str:
-    results = {"recent loss": summary.final_loss}
-    results |= {f"evaluation {name}": value for name, value in (summary.eval or {}).items()}
-    known = ", ".join(f"{name} {value:.4g}" for name, value in results.items() if value is not None)
-    return f"completed {counted(summary.steps, 'step')} in {duration(summary.seconds)}{f': {known}' if known else ''}"
+    results = results_of(asdict(summary))
+    took = f"completed {counted(summary.steps, 'step')} in {duration(summary.seconds)}"
+    return f"{took}: {results}" if results else took
+
+
+def results_of(summary: Mapping[str, Any]) -> str:
+    """Name the losses at the end of a run, and its other metrics."""
+    evaluated = summary.get("eval")
+    values = {"recent loss": summary.get("final_loss")}
+    if isinstance(evaluated, Mapping):
+        values |= {f"evaluation {name}": value for name, value in evaluated.items()}
+    return ", ".join(f"{name} {value:.4g}" for name, value in values.items() if type(value) in (int, float))
 
 
 def _gave_up_at(story: Story) -> int:
@@ -149,15 +153,17 @@ def _gave_up_at(story: Story) -> int:
 
 def to_change(story: Story) -> list[str]:
     """Say what a person should do, a line for each thing."""
-    lines = [
-        f"to change: {one.text}" + (f" ({len(one.incidents):,} incidents)" if len(one.incidents) > 1 else "")
-        for one in story.advice
-    ]
-    lines = shortened(lines, _MOST_ADVICE, "to change: {:,} more")
+    lines = shortened([f"to change: {one}" for one in told_once(story)], _MOST_ADVICE, "to change: {:,} more")
     if story.status == "recovered" and all(one.drill for one in story.incidents):
         lines = ["nothing to change: all incidents are on purpose (drill)"]
     what = to_do(story) if story.status != "failed" else ""  # its error is printed above, and what a start would do
     return [f"to do: {what}", *lines] if what else lines
+
+
+def told_once(story: Story) -> list[str]:
+    """Return what to change, the most important first, each with the number of incidents that ask for it."""
+    counts = [(one.text, len(one.incidents)) for one in story.advice]
+    return [words if count == 1 else f"{words} ({count:,} incidents)" for words, count in counts]
 
 
 def shortened(lines: Sequence[str], most: int, rest: str) -> list[str]:
@@ -165,11 +171,6 @@ def shortened(lines: Sequence[str], most: int, rest: str) -> list[str]:
     if len(lines) <= most + 1:
         return list(lines)
     return [*lines[:most], rest.format(len(lines) - most)]
-
-
-def _checkpoint(one: Checkpoint) -> str:
-    metrics = "".join(f", {name} {value:.4g}" for name, value in list(one.metrics.items())[:3])
-    return f"{near(one.path)} (step {one.step:,}{metrics})"
 
 
 # ------------------------------------------------------------------------------------------------- is it all right
@@ -181,7 +182,7 @@ def verdict(story: Story) -> tuple[str, str]:
     costs = f"{met}.{cost_and_drill(story)}"
     in_all = f"In all, {costs}"
     evaluated = (story.summary or {}).get("eval")
-    odd = [f"{name} {one}" for name, one in evaluated.items() if not _is_number(one)] if evaluated else []
+    odd = [f"{name} {one}" for name, one in evaluated.items() if not is_number(one)] if evaluated else []
     where = f"at step {story.step:,}" + (f" of {story.steps:,}" if story.steps is not None else "")
     if story.is_complete:
         where = counted(story.step, "step")
@@ -223,6 +224,8 @@ def verdict(story: Story) -> tuple[str, str]:
             return "Gave up, needs attention", f"{where}{why}. {in_all}"
         case "preempted":
             return "Stopped on request", f"{where}; {costs}"
+    if story.is_killed:
+        return "Killed (no exit message)", f"{where}. {in_all} The same command {next_start(story)}."
     return "Failed", f"{where}{f': {story.why}' if story.why else ''}. {in_all}"
 
 
@@ -239,7 +242,7 @@ def to_do(story: Story) -> str:
             return "check the learning rate, the data and the objective"
         case "above_best":
             return "look at what changed after these steps: the learning rate, the data or the objective"
-        case "failed" if story.why == KILLED:
+        case "failed" if story.is_killed:
             return "start it again"
         case "failed":
             return "fix the error that ended it, and start it again"
@@ -264,7 +267,7 @@ def next_start(story: Story) -> str:
         return f"{new}; with {_resuming(story.directory)} this one {onward}"
     if story.loop is not None and story.summary is not None:
         return "resumes if more steps or epochs are planned" if story.is_complete else onward
-    if story.summary is None:
+    if story.summary is None and not story.is_killed:
         return f"is refused while this run is at work; if its process is gone, it {onward}"
     if story.is_complete:
         return "exits with 0; raise `run.steps` to train longer"
@@ -359,13 +362,8 @@ def cost_and_drill(story: Story) -> str:
 
 
 def _results(story: Story) -> str:
-    """Say the losses at the end of a complete run: a sentence to append, or nothing."""
-    if not story.is_complete or story.summary is None:
-        return ""
-    evaluated = story.summary.get("eval")
-    losses = {"recent loss": story.summary.get("final_loss")}
-    losses |= {"evaluation loss": evaluated.get("loss") if isinstance(evaluated, Mapping) else None}
-    results = ", ".join(f"{name} {value:.4g}" for name, value in losses.items() if type(value) in (int, float))
+    """Name the results of a complete run: a sentence to append, or nothing."""
+    results = results_of(story.summary or {}) if story.is_complete else ""
     return f" {results[0].upper()}{results[1:]}." if results else ""
 
 
@@ -400,12 +398,6 @@ def program() -> str:
     is_module = Path(sys.argv[0]).name == "__main__.py"
     is_found = shutil.which(SCRIPT) == str(Path(sys.executable).with_name(SCRIPT))
     return SCRIPT if is_found and not is_module else f"{python()} -m resilient_train"
-
-
-def near(path: Path) -> str:
-    """Return a path as short as it can be typed from here."""
-    here = Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) and path != here else str(path)
 
 
 def python() -> str:

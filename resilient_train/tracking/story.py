@@ -36,13 +36,11 @@ from resilient_train.wording import rows_to_look_at
 
 _CHECKPOINT = re.compile(r"step-\d{8,18}(\.\d+)?")
 _QUIET = 50  # updates without what came back, after which it is over
-KILLED = "its process was killed (no exit message)"
 _REPEATS = (Cause.EXPLOSION, Cause.RATE, Cause.OVERFLOW)  # the next run of this configuration meets it, too
-_LARGEST_SOURCE = 2**22  # bytes
+LARGEST_SOURCE = 2**22  # bytes
 _MOST_ROWS = 8  # that are named
 
 _SENTENCES = re.compile(r"(?<=\.) (?=[A-Z`])")
-_RAISED_AT = re.compile(r" raised .*\((.+?:\d+)\): fix [^.]*\.$")
 _NUMBERS = re.compile(r"(?P<name>`[^`]*`)|\[[\d, ]+\]|\b(?:nan|inf)\b|(?<![\w.])[+-]?\d[\d.,]*(?:e[+-]?\d+)?\b")
 
 
@@ -104,6 +102,7 @@ class Story:
     steps: int | None = None  # planned
     summary: Mapping[str, Any] | None = None  # None while it is at work, or was killed
     why: str = ""  # why it failed
+    is_killed: bool = False  # its process ended without a summary or an error
     last_good: Checkpoint | None = None  # the newest verified one
     newest: Checkpoint | None = None  # that a resume would load: the same, or a later candidate
     best: Checkpoint | None = None  # weights alone
@@ -193,9 +192,7 @@ class StoryReader:
             step, tick = (_whole(summary.get(key), known) for key, known in (("steps", step), ("ticks", tick)))
         end = ended_as(run_dir)
         status = "failed" if end in ("killed", "failed") else status_by(incidents, summary, step=step)
-        why = ""
-        if status == "failed":
-            why = KILLED if end == "killed" else why_incomplete(run_dir, summary) or ""
+        why = why_incomplete(run_dir, summary) if status == "failed" and end != "killed" else None
         changed = {line for line, (text, count) in self._patched.items() if _is_changed(line[0], text, count)}
         # A checkpoint may be newer than the journal, as knobs relax.
         remedies = [one for one in (self._remedies, *(one.remedies for one in checkpoints)) if one is not None]
@@ -208,7 +205,8 @@ class StoryReader:
             tick=max(tick, step),
             steps=planned_steps(run_dir),
             summary=summary,
-            why=why,
+            why=why or "",
+            is_killed=end == "killed",
             last_good=next((one for one in checkpoints if one.is_verified), None),
             newest=next(iter(checkpoints), None),
             best=_best_of(run_dir),
@@ -231,7 +229,7 @@ def _is_changed(file: str, text: str, count: int) -> bool:
     if not text or path.suffix != ".py" or not path.is_absolute():
         return False
     try:
-        lines = [line.strip() for line in read_plain(path, most=_LARGEST_SOURCE).decode().split("\n")]
+        lines = [line.strip() for line in read_plain(path, most=LARGEST_SOURCE).decode().split("\n")]
     except (OSError, ValueError):  # on another machine, perhaps
         return False
     return lines.count(text) <= count
@@ -423,10 +421,8 @@ def _words(group: Sequence[Incident]) -> str:
     by_rows = [one.diagnosis for one in group if one.diagnosis.culprit is None or one.diagnosis.cause is Cause.DATA]
     rows = sorted({row for one in by_rows for row in one.rows})
     if len(group) > 1 and len(rows) > 1:
-        place, *others = {"".join(_RAISED_AT.findall(one.diagnosis.advice)) for one in group}
-        if place and not others:
-            return f"Rows {_listed(rows)} raised at {place}: fix or remove them, or fix that line."
-        return f"Fix or remove rows {_listed(rows)}: quarantine.json has the reason for each."
+        last = max(group, key=lambda one: one.id).diagnosis.advice
+        return f"Fix or remove rows {_listed(rows)}: quarantine.json has the reason for each. The last: {last}"
     if len(rows := sorted({row for one in group for row in rows_to_look_at(one.diagnosis.advice)})) > 1:
         return f"Look at rows {_listed(rows)}: the batches are ordinary without them."
     newest = max(group, key=lambda one: (one.diagnosis.symptom is None, one.id))

@@ -286,7 +286,7 @@ class TestSync:
             found = shown(place, "mlflow.db")
             assert (found["name"], found["status"], found["traces"]) == ("mine", "KILLED", ["1"])
             assert found["seconds"] < lived
-            assert {"report.md", "incidents.png", "loop.json", "incidents.jsonl"} <= found["files"]
+            assert {"report.txt", "incidents.png", "loop.json", "incidents.jsonl"} <= found["files"]
             assert found["params"]["lr"] == "0.01"
             assert found["losses"] == []
         assert launch(place, 1, "own.py", "end", more).is_well
@@ -338,7 +338,7 @@ class TestLive:
         assert (found["name"], found["status"], found["traces"]) == ("mine", "FINISHED", ["1"])
         assert found["losses"] == [tick for tick in found["losses"] if tick % 10 in (0, 1)]
         assert len(found["losses"]) == 12
-        assert {"report.md", "loop.json", "incidents.jsonl"} <= found["files"]
+        assert {"report.txt", "loop.json", "incidents.jsonl"} <= found["files"]
         summary = json.loads((place / "mine/summary.json").read_text())
         assert summary["mlflow"]["tracking_uri"] == f"sqlite:///{place}/live.db"
         assert done.stderr.count("to see it, start") == 1

@@ -116,7 +116,7 @@ def test_the_first_screen_has_the_verdict_and_what_to_do(person: Console, shown:
     words = person.first_screen(SHOTS / "first-screen.png")
     drilled = sum(bool(one["drill"]) for one in shown.incidents)
     assert len(shown.incidents) > drilled > 0
-    verdict = f"Recovered from {len(shown.incidents)} incidents, {drilled} of them on purpose (drill)."
+    verdict = f"Recovered, {drilled} of {len(shown.incidents)} incidents on purpose (drill)."
     assert f"{verdict} Do: Fix or remove rows {', '.join(map(str, BAD))}: quarantine.json" in words
 
 
@@ -124,7 +124,7 @@ def test_the_first_screen_of_a_loop_has_the_verdict_and_what_to_do(person: Conso
     """What it met was not over at its end."""
     summary = json.loads((shown.run_dir.with_name("loop") / "summary.json").read_text())
     words = person.first_screen(SHOTS / "first-screen-loop.png", summary["mlflow"]["run_id"])
-    assert "Not recovered, needs attention (1" in words
+    assert "Not recovered, needs attention" in words
     assert "Do: The batch is finite and its loss is not: look for a logarithm" in words
 
 
@@ -134,7 +134,7 @@ def test_the_overview_tells_the_story_and_leads_to_its_traces(person: Console, s
     rows = table.locator("tr").all_inner_texts()
     person.picture(SHOTS / "overview.png")
     assert len(rows) == 1 + len(shown.incidents)
-    assert person.page.get_by_text("Last good checkpoint").count() == 1
+    assert person.page.get_by_text("Newest checkpoint").count() == 1
     with person.page.expect_popup() as trace:
         table.locator("a").first.click()
     trace.value.get_by_text("detect", exact=True).first.wait_for(timeout=PATIENCE_MS)

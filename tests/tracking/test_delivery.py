@@ -110,7 +110,7 @@ def prove(run_dir: Path, address: str, experiment: str) -> None:
     assert run.data.tags["resilience.cause"] == "transient"
     assert 0 < len(run.data.tags["mlflow.note.content"]) < 8000
     artifacts = [one.path for one in client.list_artifacts(run.info.run_id)]
-    assert artifacts == ["config.yaml", "incidents.jsonl", "incidents.png", "report.md"]
+    assert artifacts == ["config.yaml", "incidents.jsonl", "incidents.png", "report.txt"]
     traces = client.search_traces(locations=[home.experiment_id], max_results=500, include_spans=False)
     numbers = sorted(int(trace.info.tags["resilience.incident"]) for trace in traces)
     assert numbers == [one.incident.id for one in story.chapters]
@@ -194,7 +194,7 @@ def test_a_run_that_goes_on_is_the_same_run(tmp_path: Path, server: str) -> None
         first.upload()
         assert first.run is not None
         there = [one.path for one in client_of(server).list_artifacts(first.run.run_id)]
-        assert "report.md" not in there, "with each incident it would take as long as all of them squared"
+        assert "report.txt" not in there, "with each incident it would take as long as all of them squared"
         first.upload(is_last=True)
     moved = run_dir.rename(tmp_path / "moved")
     trained(moved, range(200, ROWS))

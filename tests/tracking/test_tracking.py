@@ -146,7 +146,7 @@ def test_what_mlflow_does_not_take_as_it_is_arrives_all_the_same(home: Path, tmp
     params = fetched(run).data.params
     layers = {f"layer.{index}": str(index) for index in range(250)}
     assert params == layers | {"long": "x" * 5997 + "...", "a_b": "1", "empty": ""}
-    assert [one.path for one in client_of(run).list_artifacts(run.run_id)] == ["report.md", "train.log"]
+    assert [one.path for one in client_of(run).list_artifacts(run.run_id)] == ["report.txt", "train.log"]
     assert len([*(home / "mlartifacts").rglob("train.log")]) == 1
 
 
@@ -166,7 +166,7 @@ def test_a_directory_that_somebody_else_wrote_harms_nobody(home: Path, tmp_path:
         box.put(ENDED, status=["completed"])
     run = uploaded(tmp_path / "odd", home)
     assert [row[2] for row in history(run, "train/loss")][-1:] == [1.0]
-    assert [one.path for one in client_of(run).list_artifacts(run.run_id)] == ["report.md"]
+    assert [one.path for one in client_of(run).list_artifacts(run.run_id)] == ["report.txt"]
 
 
 SCRIPT = """
