@@ -45,8 +45,8 @@ from resilient_train.record.progress import Doing, Progress
 from resilient_train.state.run_state import Clock
 from resilient_train.tracking import tracker as tracking
 from resilient_train.tracking.connection import locate
-from resilient_train.tracking.review import completed, review, ui_command, where_to_look, without_directory
-from resilient_train.tracking.story import read_story, unrecovered
+from resilient_train.tracking.review import command, completed, review, ui_command, where_to_look, without_directory
+from resilient_train.tracking.story import read_story, status_by
 from resilient_train.tracking.tracker import EXPERIMENT, Tracker, TrackingConfig
 from resilient_train.types import Cause, Incident, Vitals
 from resilient_train.update.turns import DirectStepCheck
@@ -179,15 +179,14 @@ def verdict_of(
     """
     if status != "completed":
         return status
-    if unrecovered(incidents, steps) is not None:
-        return "unrecovered"
-    if any(one.is_observed for one in incidents):
-        return "observed"
+    fared = status_by(incidents, step=steps)
+    if fared in ("unrecovered", "observed"):
+        return fared
     if best is not None:
         return "above_best"
     first, final = ends
     if steps < _JUDGED_AFTER or first is None or final is None or final < first - _LEAST_FALL * abs(first):
-        return "well" if all(one.is_accepted for one in incidents) else "recovered"
+        return "well" if fared == "clean" else "recovered"
     return "no_progress"
 
 
@@ -201,7 +200,10 @@ def write_summary(summary: Summary, run_dir: Path) -> None:
 def print_review(run_dir: Path, resumed_from: int | None = None) -> None:
     """Print the review at the end of a run, from its files."""
     try:
-        lines = review(read_story(run_dir), resumed_from)
+        story = read_story(run_dir)
+        lines = review(story, resumed_from)
+        if story.chapters:
+            lines.append(f"for the full report: {command('incidents', run_dir)}")
     except Exception as error:  # a damaged file does not change how the run ended
         lines = [f"the review of the run failed: {in_one_line(error)}"]
     for line in lines:

@@ -61,8 +61,7 @@ def review(story: Story, resumed_from: int | None = None, show: Show = near) -> 
             began = f"; the run began {datetime.fromtimestamp(story.began_ms / 1000):%Y-%m-%d %H:%M}"
         lines.insert(0, f"this process resumed from step {resumed_from:,}{began}")
     lines += [f"{label}: {words}" for label, words in left(story, show)]
-    lines.append(f"the same command {next_start(story)}")
-    return lines + [f"for the full report: {command('incidents', story.directory)}"] * bool(story.chapters)
+    return [*lines, f"the same command {next_start(story)}"]
 
 
 def left(story: Story, show: Show) -> list[tuple[str, str]]:
