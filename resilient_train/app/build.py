@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,8 @@ from resilient_train.drills import Drill, parse
 from resilient_train.errors import ConfigError, in_one_line
 from resilient_train.ranks.world import World, recompute, shard
 from resilient_train.record.incident_log import IncidentLog
-from resilient_train.recover import policy
 from resilient_train.state.randomness import Purpose, mix, seed_all
 from resilient_train.state.tree import own_class
-from resilient_train.tracking.connection import locate
 from resilient_train.update.objective import Measured
 from resilient_train.update.schedule import CurveSchedule, Schedule, ShadowSchedule
 from resilient_train.update.updater import parameter_groups
@@ -153,19 +151,6 @@ def assemble(
     run = Run(config, world, prepared, model, objective, guard, evaluation, sharding_text, stop)
     guard.remember("run", run)
     return run
-
-
-def validate(config: Config, changed: Collection[str], home: Path) -> None:
-    """Refuse what a start would refuse, as far as that is possible without building a model and data.
-
-    `changed` are the keys that differ from the configuration of the run, `home` the folder of MLflow's database.
-    """
-    policy.parse(config.recovery)
-    parse(config.drill, steps=config.run.steps)
-    if (source := config.run.init_from) is not None and "run.init_from" in changed and not Path(source).exists():
-        raise ConfigError("run.init_from", source, "there is no such file or directory")
-    if config.tracking.kind != "none":
-        locate(config.tracking.uri, home)
 
 
 def model_of(config: Config) -> nn.Module:

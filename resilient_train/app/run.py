@@ -17,7 +17,7 @@ from typing import Any
 from resilient_train import __version__
 from resilient_train.adapters.reporter import finish_uploads, print_review, status_and_code, write_summary
 from resilient_train.app import HOME
-from resilient_train.app.build import Run, assemble, validate
+from resilient_train.app.build import Run, assemble
 from resilient_train.app.config.compose import Composed, describe_changes, is_fixed
 from resilient_train.app.directory import RunDirectory, claim
 from resilient_train.app.terminal import Terminal
@@ -386,7 +386,6 @@ def _place_of(hang: Hang) -> tuple[str, bool]:
 
 def _already_finished(composed: Composed, directory: RunDirectory, summary: dict[str, Any], world: World) -> Ending:
     changes = composed.changes(directory.config)
-    validate(composed.config, changes, HOME.absolute())  # a wrong configuration is refused here as well
     if summary["status"] == "gave_up":
         if world.is_main:
             good = last_good_of(directory.path)

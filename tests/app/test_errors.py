@@ -134,22 +134,6 @@ def test_each_mistake_is_told_in_one_line(case: tuple[str, ...], place: Path, ru
     assert not (place / "called").exists(), "what a policy names was called to see what it is"
 
 
-def test_a_complete_run_excuses_no_mistake(place: Path, run_command: command) -> None:
-    """What a start would refuse is refused where nothing is left to do as well, and the run stays complete."""
-    mistakes = {
-        "recovery.budget.window=-1": "recovery.budget.window=-1: must be a whole number (at least 1)",
-        "run.init_from=absent": "run.init_from=absent: ",
-    }
-    assert run_command([*OWN, "run.name=done"]).code == 0
-    before = Path("runs/done/summary.json").read_bytes()
-    for overrides, said in mistakes.items():
-        wrong = run_command([*OWN, "run.name=done", *overrides.split()])
-        assert wrong.code == 2, wrong.stdout
-        assert only_line(wrong).startswith(f"error: {said}")
-        assert Path("runs/done/summary.json").read_bytes() == before
-    assert run_command([*OWN, "run.name=done"]).code == 0
-
-
 def test_a_file_that_is_no_configuration_is_named(place: Path, run_command: command) -> None:
     """With what is wrong in it, in one line."""
     Path("own/checks").mkdir(parents=True)
