@@ -66,7 +66,7 @@ def test_a_run_leaves_its_configuration_log_weights_and_summary(run_command: com
 
 
 def test_the_same_command_twice_says_that_the_run_is_complete(run_command: command) -> None:
-    """Nothing is trained again or written, and the exit code is 0; with updates of another size it is another run."""
+    """Nothing is trained again or written, and the exit code is 0; with another configuration it is refused."""
     first = run_command([*MINE, "run.steps=5"])
     (name,) = runs()
     assert name.startswith("Plain-Fixed-")
@@ -75,9 +75,9 @@ def test_the_same_command_twice_says_that_the_run_is_complete(run_command: comma
     assert (first.code, second.code) == (0, 0)
     assert "is complete: 5 steps" in second.stdout
     assert "differs from this command: run.log_every: 10 there, 2 here" in second.stdout
-    other = run_command([*MINE, "run.steps=5", "accelerate.gradient_accumulation_steps=2"])
+    other = run_command([*MINE, "run.steps=5", f"run.name={name}", "optimizer.lr=0.5"])
     assert other.code == 2
-    assert "another configuration (accelerate.gradient_accumulation_steps: 1 there, 2 here)" in other.stderr
+    assert "another configuration (optimizer.lr: 0.001 there, 0.5 here)" in other.stderr
     assert (Path("runs") / name / "summary.json").read_bytes() == before
 
 
@@ -87,7 +87,6 @@ def test_a_complete_run_says_what_mlflow_lacks_of_it(run_command: command) -> No
     assert run_command(told).code == 0
     again = run_command(told)
     assert again.code == 0
-    assert "is complete: 5 steps" in again.stdout
     assert re.search(r"MLflow lacks \d+ entries of it; to upload them:\n  .*sync runs/lacking", again.stdout)
 
 
@@ -95,16 +94,14 @@ def test_a_configuration_that_is_refused_is_in_nobodys_way(
     run_command: command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A directory that it made is gone, a run stays as it was, and the mended command works, also a scheduler's."""
-    wrong, mine = "+model.widht=3", [*MINE, "run.steps=5", "run.dir=mine"]
-    assert run_command([*MINE, "run.steps=5", wrong]).code == 2
-    assert runs() == []
-    Path("mine").mkdir()
-    assert run_command([*mine, wrong]).code == 2
+    mine = [*MINE, "run.steps=5", "run.dir=mine"]
+    assert run_command([*mine, "+model.widht=3"]).code == 2
+    assert not Path("mine").exists()
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert run_command([*mine, "objective._target_=strangers.no_scalar"]).code == 2
     assert run_command(mine).code == 0
     before = sorted(os.listdir("mine"))
-    assert run_command([*mine, "run.steps=6", wrong]).code == 2
+    assert run_command([*mine, "run.steps=6", "+model.widht=3"]).code == 2
     assert sorted(os.listdir("mine")) == before
 
 
@@ -117,42 +114,23 @@ def test_another_experiment_never_meets_the_directory() -> None:
     assert names[0] == names[-1]
 
 
-@pytest.mark.parametrize("why", ["own code", "no checkpoint"])
-def test_a_resume_that_fails_keeps_the_counts_of_the_run(
-    why: str, run_command: command, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resume_that_fails_keeps_the_counts_of_the_run(run_command: command, place: Path) -> None:
     """It made no update, so the status is its error, at the step that the run has reached."""
     assert train(run_command, place / "run", 10).code == 0
-    if why == "own code":
-        monkeypatch.setattr("resilient_train.app.build.data.samples", lambda *_, **__: 1 // 0)
-    else:
-        shutil.rmtree(place / "run" / "checkpoints")
-    for _ in range(2):
-        failed = train(run_command, place / "run", 20)
-        kept = failed.summary(place / "run")
-        assert (failed.code, kept["status"], kept["steps"], kept["ticks"]) == (1, "failed", 10, 10)
-        assert kept["final_loss"] is not None
-        assert status_of(place / "run").step == 10
-
-
-def test_a_name_given_by_hand_does_not_cover_another_configuration(run_command: command) -> None:
-    """The refusal shows what differs."""
-    run_command([*MINE, "run.steps=2", "run.name=mine"])
-    other = run_command([*MINE, "run.steps=2", "run.name=mine", "optimizer.lr=0.5"])
-    assert other.code == 2
-    assert "optimizer.lr: 0.001 there, 0.5 here" in other.stderr
-    fewer = run_command([*MINE, "run.steps=1", "run.name=mine", "tracking=none", "run.eval_every=1"])
-    assert fewer.code == 0
+    shutil.rmtree(place / "run" / "checkpoints")
+    failed = train(run_command, place / "run", 20)
+    kept = failed.summary(place / "run")
+    assert (failed.code, kept["status"], kept["steps"], kept["ticks"]) == (1, "failed", 10, 10)
+    assert kept["final_loss"] is not None
+    assert status_of(place / "run").step == 10
 
 
 def test_every_job_of_a_sweep_has_its_own_directory(run_command: command) -> None:
-    """Swept keys that make no other run, and places given by hand, are no exception; a bad job does not end a sweep."""
-    outcome = run_command([*MINE, "--multirun", "run.steps=2,3", "+model.width=-1,4"])
-    assert (outcome.code, outcome.stderr.count("\n")) == (2, 2)
-    for place in ("run.name=named", "run.dir=swept"):
-        assert run_command([*MINE, "--multirun", "run.steps=2,3", place]).code == 0
-    summaries = [*Path("runs").glob("*/summary.json"), *Path("swept").glob("*/summary.json")]
-    assert sorted(json.loads(one.read_text())["steps"] for one in summaries) == [2, 2, 2, 3, 3, 3]
+    """Also in a place given by hand, and where what is swept makes no other run; a bad job does not end a sweep."""
+    outcome = run_command([*MINE, "--multirun", "run.steps=2,-1,3", "run.dir=swept"])
+    assert (outcome.code, outcome.stderr.count("\n")) == (2, 1)
+    summaries = Path("swept").glob("*/summary.json")
+    assert sorted(json.loads(one.read_text())["steps"] for one in summaries) == [2, 3]
     left_open = [os.path.realpath(one) for one in Path("/proc/self/fd").iterdir()]
     assert not [one for one in left_open if one.startswith(str(Path.cwd()))], "a long sweep runs out of descriptors"
 
@@ -180,20 +158,22 @@ def test_a_folder_of_configurations_of_ones_own(run_command: command) -> None:
     "switches",
     [
         ["accelerate.mixed_precision=bf16", "clip.max_norm=null", "clip.max_value=0.1", "data.num_workers=2"],
-        ["schedule=constant", "schedule.warmup_steps=10", "clip.max_norm=0.01", "run.deterministic=true"],
-        ["schedule=linear", "data.shuffle=false", "accelerate.gradient_accumulation_steps=3"],
-        ["schedule=custom", "schedule._target_=transformers.get_inverse_sqrt_schedule", "+schedule.num_warmup_steps=5"],
-        ["schedule=custom", f"schedule._target_={LR}.OneCycleLR", "+schedule.max_lr=0.05", "+schedule.total_steps=60"],
-        ["optimizer=custom", "optimizer._target_=torch.optim.NAdam", "+optimizer.lr=0.01"],
-        ["data.train._target_=strangers.Counting", "run.eval_every=20", "data.eval._target_=strangers.Counting"],
+        ["schedule=linear", "data.shuffle=false", "accelerate.gradient_accumulation_steps=3", "run.deterministic=true"],
+        [
+            *("schedule=custom", "schedule._target_=transformers.get_inverse_sqrt_schedule"),
+            *("+schedule.num_warmup_steps=5", "data.train._target_=strangers.Counting"),
+        ],
+        [
+            *("schedule=custom", f"schedule._target_={LR}.OneCycleLR", "+schedule.max_lr=0.05"),
+            *("+schedule.total_steps=60", "optimizer=custom", "optimizer._target_=torch.optim.NAdam"),
+        ],
     ],
-    ids=lambda switches: " ".join(one.split("=", 1)[1] if one.startswith("schedule._t") else one for one in switches),
+    ids=["mixed precision and workers", "accumulation", "schedule of transformers", "schedule and optimizer of torch"],
 )
 def test_every_switch_of_the_loop_still_learns(switches: list[str], run_command: command) -> None:
     """60 steps bring the loss well below that of the start."""
-    learn = ["run.steps=60", "run.log_every=1", "optimizer.lr=0.02", "run.name=switched"]
-    own_rate = any(one.startswith("optimizer=custom") for one in switches)
-    outcome = run_command([*MINE, *[one for one in learn if not (own_rate and one.startswith("optimizer"))], *switches])
+    learn = ["run.steps=60", "run.log_every=1", "++optimizer.lr=0.02", "run.name=switched"]
+    outcome = run_command([*MINE, *learn, *switches])
     assert outcome.code == 0, outcome.stderr
     losses = [
         float(line.split("loss ")[1].split()[0]) for line in outcome.stdout.splitlines() if line.startswith("step ")
@@ -205,13 +185,12 @@ def test_every_switch_of_the_loop_still_learns(switches: list[str], run_command:
 def test_a_switch_reaches_the_forward(run_command: command) -> None:
     """The user's model sees it, and does not see it when it is off."""
     watched = ["model._target_=strangers.Witness", "objective._target_=strangers.witnessed", "run.steps=2"]
-    switches = {"autocast": "accelerate.mixed_precision=bf16", "compiled": "accelerate.compile=true"}
-    switches |= {"deterministic": "run.deterministic=true"}
-    for name, switch in [("off", []), *((witness, [switch]) for witness, switch in switches.items())]:
-        outcome = run_command([*MINE, *watched, *switch, f"run.name={name}", "run.log_every=1"])
+    switches = ["accelerate.mixed_precision=bf16", "accelerate.compile=true", "run.deterministic=true"]
+    for is_on, words in enumerate(([], switches)):
+        outcome = run_command([*MINE, *watched, *words, f"run.name={is_on}", "run.log_every=1"])
         assert outcome.code == 0, outcome.stderr
-        for witness in switches if name == "off" else [name]:
-            assert f"{witness} {int(witness == name)}" in outcome.stdout
+        for witness in ("autocast", "compiled", "deterministic"):
+            assert f"{witness} {is_on}" in outcome.stdout
 
 
 @pytest.mark.filterwarnings("default:.*does not have a deterministic implementation")
@@ -264,12 +243,12 @@ def test_an_iterable_evaluation_set_is_read_again_each_time(run_command: command
 
 def test_noise_that_a_data_set_keeps_depends_on_the_seed(run_command: command) -> None:
     """What is drawn once and cached is no constant of ours."""
-    losses: set[str] = set()
-    for seed in (1, 1, 2):
-        overrides = ["data.train._target_=strangers.Caching", "optimizer.lr=0", f"run.seed={seed}", "run.steps=1"]
-        run_command([*MINE, *overrides, f"run.name=cached{len(losses)}", "run.resume=never"])
-        losses.add(run_command([*MINE, *overrides, "run.name=other", "run.resume=never"]).stdout.split("loss ")[1][:8])
-    assert len(losses) == 2
+    losses = []
+    for number, seed in enumerate((1, 1, 2)):
+        words = ["data.train._target_=strangers.Caching", "optimizer.lr=0", f"run.seed={seed}", f"run.name={number}"]
+        outcome = run_command([*MINE, *words, "run.steps=1"])
+        losses.append(outcome.stdout.split("loss ")[1][:8])
+    assert losses[0] == losses[1] != losses[2]
 
 
 def test_training_starts_from_given_weights(run_command: command) -> None:
@@ -290,23 +269,6 @@ def test_examine_takes_the_weights_that_a_run_has_now(run_command: command, caps
     assert "error: RUN_DIR=runs/first: has no weights that can be read" in capsys.readouterr().err
     Path("runs/first/summary.json").unlink()  # as a process does that begins in there
     assert examine.main(["runs/first", *told]) == 0
-
-
-def test_a_seed_makes_a_run(run_command: command) -> None:
-    """The same seed gives the same weights to the last bit, another one does not."""
-    digests = []
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        outcome = run_command([*MINE, "run.steps=5", f"run.name={name}", f"run.seed={seed}"])
-        digests.append(outcome.summary(f"runs/{name}")["weights_sha256"])
-    assert digests[0] == digests[1] != digests[2]
-
-
-def test_a_resnet_reads_digits(run_command: command) -> None:
-    """More than 95 of 100 held-out digits are read correctly."""
-    what = ["model=resnet", "model.depth=8", "data=digits", "objective=classification", "run.steps=250"]
-    what += ["optimizer.lr=3e-3"]
-    outcome = run_command([*what, "tracking=none", "run.name=resnet"])
-    assert outcome.summary("runs/resnet")["eval"]["accuracy"] > 0.95
 
 
 @pytest.mark.parametrize(

@@ -64,38 +64,25 @@ def test_status_follows_a_run_through_kills_and_stops(nursery: Nursery, capsys: 
     goes_on = f"step {at:,} of 10,000,000; the same command resumes"
     assert line.startswith(f"stopped on request at {goes_on}; 1 incident (1 process), ")
 
-    third = nursery.start(*command, FOR_EVER)
-    assert third.until(lambda: not (run_dir / "summary.json").exists())  # before its first update
-    third.strike(signal.SIGKILL)
-    third.wait()
-    assert told(capsys, run_dir)[1].startswith("killed (no exit message)")
-
     last = nursery.run(*command, f"run.steps={at + 500}")
     assert last.code == 0
     complete = told(capsys, run_dir)
     assert complete[0] == 0
-    assert complete[1].startswith(f"completed, {at + 500:,} steps; 2 incidents (2 process), ")
+    assert complete[1].startswith(f"completed, {at + 500:,} steps; 1 incident (1 process), ")
     nursery.run(*command, f"run.steps={at + 500}")
     assert told(capsys, run_dir) == complete
 
 
-@pytest.mark.parametrize(
-    ("overrides", "code", "line"),
-    [
-        (["drill=nan_grad", "recovery=off"], 3, r"gave up at step 10: a gradient.*; the last good state is in .*/step"),
-        (["objective._target_=strangers.raises"], 1, "failed at step 0 of 20: RuntimeError: the loss function"),
-        (["+model.widht=3"], 2, "no run there"),
-    ],
-    ids=["exhausted", "broken", "wrong"],
-)
-def test_status_has_the_exit_code_and_the_reason(
-    overrides: list[str], code: int, line: str, here: Path, run_command: command, capsys: Said
-) -> None:
+def test_status_has_the_exit_code_and_the_reason(here: Path, run_command: command, capsys: Said) -> None:
     """Both are those of the run."""
-    assert run_command([*MINE, "run.dir=run", "run.steps=20", *overrides]).code == code
-    found, text = told(capsys, here / "run")
-    assert found == code
-    assert re.match(line, text), text
+    told_by = [*MINE, "run.dir=run", "run.steps=20"]
+    assert run_command([*told_by, "objective._target_=strangers.raises"]).code == 1
+    code, line = told(capsys, here / "run")
+    assert (code, line.startswith("failed at step 0 of 20: RuntimeError: the loss function")) == (1, True), line
+    assert run_command([*told_by, "drill=nan_grad", "recovery=off"]).code == 3
+    code, line = told(capsys, here / "run")
+    assert code == 3
+    assert re.match(r"gave up at step 10: a gradient.*; the last good state is in .*/step", line), line
 
 
 def test_a_refused_start_is_told_until_one_goes_well(nursery: Nursery, capsys: Said) -> None:
@@ -113,7 +100,7 @@ def test_a_refused_start_is_told_until_one_goes_well(nursery: Nursery, capsys: S
     assert told(capsys, run_dir) == (0, "completed, 5 steps; no incidents")
 
 
-@pytest.mark.parametrize("content", [None, "[1]", '{"exit_code": true}', "\x00"])
+@pytest.mark.parametrize("content", [None, '{"exit_code": true}', "\x00"])
 def test_status_of_what_is_no_run_is_2_and_of_nonsense_1(content: str | None, tmp_path: Path, capsys: Said) -> None:
     """Nothing that lies in a directory makes it fail."""
     for name in ("summary.json", "refused.json", "progress", ".lock", "train.log"):
@@ -253,22 +240,13 @@ def starts(run_dir: Path) -> int:
     return log.read_text().count(" resilient_train 0.") if log.exists() else 0
 
 
-@pytest.mark.parametrize(
-    ("overrides", "code", "line"),
-    [(["drill=nan_grad", "recovery=off", "run.steps=20"], 3, "gave up"), (["optimizer.lrr=1"], 2, "no run there")],
-    ids=["give-up", "bad key"],
-)
-def test_an_agent_does_not_restart_what_would_end_the_same_way(
-    overrides: list[str], code: int, line: str, tmp_path: Path, capsys: Said
-) -> None:
+def test_an_agent_does_not_restart_what_would_end_the_same_way(tmp_path: Path, capsys: Said) -> None:
     """For the agent it went well; `status` has the true exit code."""
-    with agent(tmp_path, *overrides) as launched:
+    with agent(tmp_path, "drill=nan_grad", "recovery=off", "run.steps=20") as launched:
         assert launched.wait() == 0
-        assert starts(tmp_path / "run") or launched.output.count("error: ") == 1
-    assert starts(tmp_path / "run") <= 1
-    found, text = told(capsys, tmp_path / "run")
-    assert found == code
-    assert text.startswith(line)
+    assert starts(tmp_path / "run") == 1
+    code, line = told(capsys, tmp_path / "run")
+    assert (code, line.startswith("gave up")) == (3, True)
 
 
 def test_an_agent_restarts_a_crash_and_no_stop(tmp_path: Path, capsys: Said) -> None:
