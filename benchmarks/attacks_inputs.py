@@ -269,7 +269,6 @@ CONFIGURATION |= {
     "a policy with a target": policy("_target_: os.system\ncommand: touch CANARY\nladders: {default: [[skip]]}\n"),
     "a policy nested deeply": policy("ladders: " + "[" * 5000 + "]" * 5000 + "\n"),
     "a policy that is no text": policy("\x00\x01\x02"),
-    "a policy of a number": policy("7\n"),
     "a policy with an odd name": policy("ladders: {default: [[skip]], '\u202e\u0000x': [[skip]]}\n".replace("\0", "")),
     "checks with a tag that executes": wrong(
         "--config-dir=mine",

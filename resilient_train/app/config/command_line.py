@@ -108,7 +108,7 @@ def explained(error: Exception, overrides: Sequence[str] = ()) -> TrainError:
     """
     if isinstance(error, TrainError):
         return error
-    if isinstance(error, yaml.YAMLError):
+    if isinstance(error, yaml.YAMLError | RecursionError):  # the latter of a file with too many levels
         return unusable("configuration", f"a file cannot be read: {' '.join(text_of(error).split())}")
     if not isinstance(error, HydraException | OmegaConfBaseException):
         return TrainError(in_one_line(error))
