@@ -15,7 +15,7 @@ from typing import Any
 
 from resilient_train import files
 
-FATES = ("kept", "dropped", "half", "torn 1", "torn 2")  # of what was not synced; any other word is torn otherwise
+FATES = ("kept", "dropped", "half", "torn 1")  # of what was not synced; any other word is torn otherwise
 
 
 class PowerCut(BaseException):

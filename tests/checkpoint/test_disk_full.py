@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +15,8 @@ from command import Outcome, command
 from kills import incidents as listed
 from kills import left_overs
 
-from resilient_train import files
 from resilient_train.checkpoint import store as manifests
-from resilient_train.checkpoint import weights, writer
+from resilient_train.checkpoint import writer
 from resilient_train.checkpoint.store import Store
 from resilient_train.record.journal import read
 from resilient_train.types import Anomaly, Signal, Vitals
@@ -157,30 +154,6 @@ def test_a_disk_that_stays_full(monkeypatch: pytest.MonkeyPatch, run_command: co
     assert saved(disk / "run") == [110]
 
 
-def test_a_disk_that_is_full_at_the_very_end(monkeypatch: pytest.MonkeyPatch, run_command: command, disk: Path) -> None:
-    """A summary that does not fit is told in one line; the run has finished all the same."""
-    save = weights.save
-
-    def saved_and_full(*given: Any) -> None:
-        save(*given)
-        fill(disk)
-
-    monkeypatch.setattr(weights, "save", saved_and_full)
-    outcome = train(run_command, disk, 30)
-    said = outcome.stdout + outcome.stderr
-    assert_quiet(outcome)
-    assert outcome.code == 0, said
-    told = {line.split(": ", 1)[1] for line in said.splitlines() if "summary.json" in line}
-    assert told == {"No space left on device"}
-    assert not (disk / "run" / "summary.json").exists()
-    assert left_overs(disk / "run") == []
-    (disk / "ballast").unlink()
-    monkeypatch.undo()
-    again = train(run_command, disk, 30)
-    assert again.code == 0
-    assert outcome.summary(disk / "run")["status"] == "completed"
-
-
 def test_what_a_full_disk_keeps_from_being_demoted_is_demoted_later(
     monkeypatch: pytest.MonkeyPatch, run_command: command, disk: Path
 ) -> None:
@@ -207,28 +180,3 @@ def test_what_a_full_disk_keeps_from_being_demoted_is_demoted_later(
     assert seen == {"full": [30, 20], "then": []}
     assert "damage could not be demoted: No space left on device" in outcome.stdout + outcome.stderr
     assert ("disk_full", "recovered") in incidents(disk / "run")
-
-
-class ReadOnly(files.Disk):
-    """Refuses what a file system refuses that may only be read; the kernel makes none of one with open files."""
-
-    def _refuse(self, *given: Path) -> Any:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    create = open = rename = unlink = make_directory = remove_directory = _refuse  # type: ignore[assignment]
-
-
-def test_all_of_a_run_on_a_disk_that_may_only_be_read_for_a_while(
-    monkeypatch: pytest.MonkeyPatch, run_command: command, disk: Path
-) -> None:
-    """Journal and checkpoints wait in memory together, and both are there in the end."""
-    disks = {40: ReadOnly(), 100: files.Disk()}
-    At(monkeypatch, {step: partial(monkeypatch.setattr, files, "disk", one) for step, one in disks.items()})
-    outcome = train(run_command, disk, 200)
-    assert outcome.code == 0, outcome.stdout + outcome.stderr
-    assert_quiet(outcome)
-    assert incidents(disk / "run") == [("disk_full", "recovered")]
-    entries = read(disk / "run" / "journal.jsonl")
-    assert [entry["n"] for entry in entries] == [*range(1, len(entries) + 1)]
-    assert saved(disk / "run") == [200]
-    assert left_overs(disk / "run") == []

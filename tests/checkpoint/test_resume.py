@@ -55,7 +55,7 @@ MINE += ["schedule=constant", "run.dir=run"]
 # ---------------------------------------------------------------------------------------------------------------- kills
 
 # That the very same update is met by two kills in a row is chance here, and would be taken for its fault.
-STRUCK = [*DIGITS, *DISK, "run.steps=900", "recovery.crashes=null"]
+STRUCK = [*DIGITS, *DISK, "run.steps=500", "recovery.crashes=null"]
 
 
 @pytest.fixture(scope="module")
@@ -67,15 +67,15 @@ def unharmed(nursery: Nursery) -> dict[str, Any]:
 
 
 def moments(run_dir: Path, seed: int) -> list[tuple[str, Any]]:
-    """Eight: one on the way into the run, three somewhere in the loop, four within 30 ms of the start of a save."""
+    """Five: one on the way into the run, two somewhere in the loop, two within 30 ms of the start of a save."""
     numbers = random.Random(seed)
     found: list[tuple[str, Any]] = []
-    for _ in range(3):
+    for _ in range(2):
         ticks, delay_s = numbers.randint(1, 110), numbers.uniform(0, 0.005)
         found.append((f"{ticks} updates on", lambda begun, t=ticks, d=delay_s: at_tick(run_dir, begun + t, d)))
     seconds = numbers.uniform(0.0, 0.6)
     found.append((f"{seconds:.2f} s after the start", lambda begun: after(seconds)))
-    for _ in range(4):
+    for _ in range(2):
         nth, delay_s = numbers.randint(1, 3), numbers.uniform(0, 0.03)
         moment = f"{1e3 * delay_s:.0f} ms into save {nth}"
         found.append((moment, lambda begun, n=nth, d=delay_s: at_save(run_dir, begun, n, d)))
@@ -85,7 +85,7 @@ def moments(run_dir: Path, seed: int) -> list[tuple[str, Any]]:
 def test_whenever_it_is_killed_the_same_command_goes_on(nursery: Nursery, unharmed: dict[str, Any]) -> None:
     """From the newest checkpoint, which is whole, with little lost and nothing left behind; the end is the same."""
     run_dir = nursery.place / "struck"
-    for struck in killed(nursery, [*STRUCK, "run.dir=struck"], run_dir, moments(run_dir, seed=1), hold=880):
+    for struck in killed(nursery, [*STRUCK, "run.dir=struck"], run_dir, moments(run_dir, seed=1), hold=480):
         assert struck.unsound == (), f"{struck}: a checkpoint is not what was written"
         assert struck.resumed == struck.newest, f"{struck}: another checkpoint was gone on from"
         assert struck.lost <= EVERY + MEMORY + PROOF + 1 + struck.writing, f"{struck}: lost {struck.lost}"
@@ -126,7 +126,7 @@ def test_samples_are_not_blamed_for_kills_up_to_the_first_update_after_a_start(n
     """
     run_dir, own = nursery.place / "preempted", [*DIGITS, *DISK, "run.steps=120", "run.dir=preempted"]
     assert nursery.struck(signal.SIGKILL, run_dir, 70, *own, hold=80) == -signal.SIGKILL
-    for where in ("before", "in", "in"):
+    for where in ("before", "in"):
         with held_at(nursery.place, 0, where):
             started = nursery.start(*own)
             assert started.until(lambda: is_held(nursery.place))
@@ -212,11 +212,7 @@ def test_what_may_change_is_taken_and_told(here: Path, run_command: command) -> 
 
 FIXED = {
     "model._target_=strangers.Witness": "model._target_: strangers.Plain there, strangers.Witness here",
-    "data.train._target_=strangers.Augmented": "data.train._target_: strangers.Fixed there",
-    "+data.train.rows=32": "data.train.rows: absent there, 32 here",
     "run.seed=1": "run.seed: 0 there, 1 here",
-    "data.shuffle=false": "data.shuffle: true there, false here",
-    "optimizer=sgd": "optimizer._target_: ",
     "+model.width=8": "does not fit it as it is now: ",
     "data.batch_size=8": "an update had 32 samples, and now has 8",
 }
@@ -232,9 +228,8 @@ def test_what_cannot_change_is_refused(here: Path, run_command: command) -> None
         assert refused.code == 2, refused.stdout
         (line,) = refused.stderr.strip().splitlines()
         assert told.lower() in line.lower()
-    for name in ("run-2", "run-3"):
-        assert run_command([*MINE, "run.steps=5", "run.resume=never"]).code == 0
-        assert taken_up_at(Path(name)) == []
+    assert run_command([*MINE, "run.steps=5", "run.resume=never"]).code == 0
+    assert taken_up_at(Path("run-2")) == []
     assert {one: one.read_bytes() for one in before} == before
 
 
@@ -242,7 +237,7 @@ def test_more_steps_are_as_if_they_had_been_asked_for_at_once(here: Path, run_co
     """Bit for bit, if the schedule does not depend on their number; the last 50 losses count, whoever made them."""
     run_command([*MINE, "run.steps=60", "run.dir=at_once"])
     losses = []
-    for steps in (25, 26, 60):
+    for steps in (25, 60):
         outcome = run_command([*MINE, f"run.steps={steps}", "run.log_every=1"])
         assert outcome.code == 0, outcome.stderr
         lines = [line for line in outcome.stdout.splitlines() if "  loss " in line]
@@ -349,13 +344,11 @@ REMEDIES = {
         "recovery.relax_after=1000",
         *(f"recovery.ladders.{one}={LOWER}" for one in ("default", "data")),
     ],
-    "skipped": [*PLAIN_ROWS, "recovery=skip"],
     "quarantined": PLAIN_ROWS,
     "armor": ["model=custom", "model._target_=test_resume.Singular", "data.train._target_=test_resume.WithZeros"],
 }
 DRILLS = {
     "knobs": ["drill=nan_batch", "drill.at=[80]"],
-    "skipped": ["drill=nan_grad", "drill.at=[80]"],
     "quarantined": ["drill=bad_row", "drill.rows=[17]"],
     "armor": [],
 }
@@ -369,9 +362,7 @@ def soon(holds: Callable[[], bool], looks: int = 100) -> bool:
     return looks > 0
 
 
-@pytest.mark.parametrize(
-    ("kind", "saved_since"), [("knobs", True), ("skipped", False), ("quarantined", False), ("armor", True)]
-)
+@pytest.mark.parametrize(("kind", "saved_since"), [("knobs", True), ("quarantined", False), ("armor", True)])
 def test_what_was_in_force_is_in_force_again(kind: str, saved_since: bool, nursery: Nursery) -> None:
     """Knobs, skipped samples, rows in quarantine and armor are those before the kill.
 
@@ -402,7 +393,7 @@ def test_what_was_in_force_is_in_force_again(kind: str, saved_since: bool, nurse
         started.strike(signal.SIGKILL)
         assert started.wait() == -signal.SIGKILL, started.output
         before = in_journal(run_dir, "remedies_in_force")[-1]["remedies"]
-        assert kind == "knobs" or before[kind]
+        assert before["skipped" if kind == "knobs" else kind]
     last = nursery.run(*arguments, f"run.dir={kind}")
     assert last.code == 0, last.output
     after_all, unharmed = latest_remedies(run_dir), latest_remedies(plain)

@@ -55,22 +55,17 @@ def stalls_in_an_update(model: nn.Module, batch: Any) -> Tensor:
     return loss_of(model, batch)
 
 
-def stalls_in_an_evaluation(model: nn.Module, batch: Any) -> Tensor:
-    if not model.training:
-        stall()
-    return loss_of(model, batch)
-
-
 def unhurried(fd: Any) -> None:
     time.sleep(0.7)
     _sync(fd)
 
 
-def stalls_in_an_evaluation_on_a_slow_disk(model: nn.Module, batch: Any) -> Tensor:
-    """To save takes longer than a report may, and what comes behind it longer than a look."""
+def stalls_in_an_evaluation(model: nn.Module, batch: Any) -> Tensor:
+    """On a disk on which what comes behind a save takes longer than a look."""
     if not model.training and not Path("go").exists():
         os.fsync = unhurried
-    return stalls_in_an_evaluation(model, batch)
+        stall()
+    return loss_of(model, batch)
 
 
 def asked(where: str, name: str, *more: str) -> list[str]:
@@ -85,13 +80,12 @@ def place(nursery: Nursery) -> Path:
     return nursery.place
 
 
-@pytest.mark.parametrize("where", ["an_evaluation", "an_evaluation_on_a_slow_disk"])
-def test_where_grace_runs_out_the_newest_proven_state_is_left(where: str, nursery: Nursery, place: Path) -> None:
+def test_where_grace_runs_out_the_newest_proven_state_is_left(nursery: Nursery, place: Path) -> None:
     """75 says that a state is on disk: nothing was there before, and the same command continues from it.
 
-    The log says where it stood.
+    To save takes longer than a report may. The log says where it stood.
     """
-    arguments, run_dir = asked(where, where), place / where
+    arguments, run_dir = asked("an_evaluation", "slow_disk"), place / "slow_disk"
     started = nursery.start(*arguments)
     assert started.until((place / STALLED).exists), started.output
     started.strike(signal.SIGTERM)
@@ -208,28 +202,15 @@ def fails_while_written(model: nn.Module, batch: Any) -> Tensor:
 
 
 def test_a_run_that_ends_waits_for_what_is_being_written(nursery: Nursery) -> None:
-    """However it ends: a slow disk is no hang."""
-    run_dir = nursery.place / "ended"
-    done = nursery.run(*SLOW, "objective._target_=test_saving.fails_while_written", "run.dir=ended")
+    """However it ends: a slow disk is no hang, nor is an incident on it, which takes longer than an update may."""
+    run_dir, fault = nursery.place / "ended", ["drill=nan_batch", "drill.at=[12]"]
+    done = nursery.run(*SLOW, *fault, "objective._target_=test_saving.fails_while_written", "run.dir=ended")
     assert done.code == 1
+    assert [one["incident"]["cause"] for one in in_journal(run_dir, "incident_opened")][:1] == ["data"]
     assert "a mistake of the user's" in done.output
     assert "the process ends; all stacks are in" not in done.output
     assert list(checkpoints(run_dir).values()) == [True]
     assert left_overs(run_dir) == []
-
-
-def test_incidents_on_a_slow_disk_are_no_hang(nursery: Nursery) -> None:
-    """What is written about one takes longer than an update may."""
-    run_dir, faults = nursery.place / "slow", "drill.faults=[{nan_batch:{at:[12,14]}}]"
-    target = "objective._target_=test_saving.on_a_slow_disk"
-    done = nursery.run(*SLOW, target, "run.dir=slow", f"+{faults}", "run.steps=25", "checkpoint.disk.every=0")
-    assert done.code == 0, done.output
-    assert [one["cause"] for one in incidents(run_dir)] == ["data", "data"]
-
-
-def on_a_slow_disk(model: nn.Module, batch: Any) -> Tensor:
-    os.fsync = slow if len(_updates) in range(8, 20) else _sync
-    return loss_of(model, batch)
 
 
 # ----------------------------------------------------------------------------------------------- errors of the writer
@@ -371,14 +352,6 @@ def test_a_rewind_to_disk_reports_a_damaged_checkpoint(tmp_path: Path) -> None:
     for kind, step, evidence in damaged:
         assert (kind, step) == ("checkpoint_damaged", rewound_to)
         assert evidence.startswith("step-")
-
-
-def test_the_command_ends_with_2_where_a_state_can_never_be_saved(nursery: Nursery) -> None:
-    """The line names what it is."""
-    own = ["optimizer=custom", "optimizer._target_=test_saving.Remembering", "+optimizer.lr=0.01"]
-    done = nursery.run(*SLOW, *own, "objective._target_=test_saving.loss_of", "run.dir=never")
-    assert done.code == 2, done.output
-    assert "error: optimizer.0: its state cannot be saved: TypeError: " in done.output
 
 
 class Sluggish(Store):

@@ -66,11 +66,6 @@ def test_engines_that_are_not_supported_are_refused_by_name(
     assert not (tmp_path / "run").exists()
 
 
-def test_engines_that_were_declined_are_none() -> None:
-    """Accelerate's launcher says of each what it is not, too."""
-    refuse_what_is_not_supported({"ACCELERATE_USE_DEEPSPEED": "false", "ACCELERATE_USE_FSDP": "False"})
-
-
 LAUNCHER = {"ACCELERATE_USE_CPU": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
@@ -78,14 +73,14 @@ LAUNCHER = {"ACCELERATE_USE_CPU": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PO
     "said",
     [
         {},
-        {"ACCELERATE_USE_CPU": "True"},
+        {"ACCELERATE_USE_CPU": "True", "ACCELERATE_USE_DEEPSPEED": "false", "ACCELERATE_USE_FSDP": "False"},
         {name: LAUNCHER[name] for name in ("MASTER_ADDR", "MASTER_PORT")},
         {**LAUNCHER, "WORLD_SIZE": "2"},
         {**LAUNCHER, "PMI_SIZE": "2"},
     ],
 )
 def test_what_is_meant_to_be_one_process_is(said: Mapping[str, str]) -> None:
-    """A launcher that was asked for one, names that are set in a shell, and processes that were in fact started."""
+    """A launcher that was asked for one, and for no engine, names that a shell has set, processes that were started."""
     refuse_what_is_not_supported(said)
 
 

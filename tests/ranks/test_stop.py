@@ -302,6 +302,19 @@ def test_hours_are_enough(here: Path, run_command: command, monkeypatch: pytest.
     assert f"resumes from step {steps}" in again.stdout
 
 
+def interrupts(model: nn.Module, batch: Any) -> Tensor:
+    """Raise what the second Ctrl-C raises."""
+    raise KeyboardInterrupt
+
+
+def test_a_second_ctrl_c_leaves_at_once(here: Path, run_command: command) -> None:
+    """An end with 1 and a word, in the middle of a step."""
+    own = [*DIGITS, "objective=custom", "objective._target_=test_stop.interrupts", "run.steps=10", "run.dir=run"]
+    outcome = run_command(own)
+    assert outcome.code == 1
+    assert "interrupted" in outcome.stdout + outcome.stderr
+
+
 # ---------------------------------------------------------------------------------------------------- groups, processes
 
 

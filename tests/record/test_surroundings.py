@@ -78,18 +78,6 @@ def test_a_rewind_has_its_times(tmp_path: Path) -> None:
     assert resume.ended_ms <= chapter.closed_ms
 
 
-def test_other_remedies_are_a_part_of_their_own(tmp_path: Path) -> None:
-    """All of them together; and of two incidents soon after one another each has its own resume."""
-    ladder = {"ladders": {"default": [{"do": ["tighten_clip", "rewind", "lower_lr", "skip"], "strikes": None}]}}
-    guard = run(tmp_path, At("loss", 40, 70), ladder, 80)
-    guard.close()
-    assert len(chapters(tmp_path)) == 2
-    for chapter in chapters(tmp_path):
-        assert [phase.name for phase in chapter.phases] == [
-            *("detect", "diagnose", "decide", "rewind", "remedy", "resume"),
-        ]
-
-
 def test_giving_up_has_its_times_too(tmp_path: Path) -> None:
     """It is never treated: its closing tells the parts there were, and going back to what is left is the last one."""
     guard = guarded(adamw, At("loss", 30), recovery="off", run_dir=tmp_path)

@@ -125,9 +125,7 @@ def uninterrupted(*overrides: str) -> tuple[str, list[str]]:
 CUSTOM = ("optimizer=custom", "+optimizer.lr=0.01")
 OPTIMIZERS: dict[str, Sequence[str]] = {
     "adamw": (),
-    "sgd with momentum": ("optimizer=sgd",),
     "one of the user's own": (*CUSTOM, "optimizer._target_=strangers.CountsItself"),
-    "rmsprop": (*CUSTOM, "optimizer._target_=torch.optim.RMSprop", "+optimizer.momentum=0.9"),
 }
 
 
