@@ -1,7 +1,7 @@
 """Runs a script as `python SCRIPT ARGUMENTS` would, and strikes it in a backward pass: `python strike.py SCRIPT ...`.
 
 NAN_AT is the backward whose loss is multiplied by NaN, KILL_AT the one in which the process is killed, both counted
-from 1. NETWORKS names networks of the script: before every backward, a digest of their weights is added to DIGESTS.
+from 1.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ from typing import Any
 
 import torch
 
-from resilient_train.state.tree import sha256
-
 AT = {name: int(os.environ.get(name, "0")) for name in ("NAN_AT", "KILL_AT")}
-NETWORKS = os.environ.get("NETWORKS", "").split()
 
 plain, calls = torch.Tensor.backward, 0
 
@@ -26,10 +23,6 @@ plain, calls = torch.Tensor.backward, 0
 def backward(loss: torch.Tensor, *args: Any, **more: Any) -> None:
     global calls
     calls += 1
-    if NETWORKS:
-        nets = [getattr(sys.modules["__main__"], name) for name in NETWORKS]
-        with Path(os.environ["DIGESTS"]).open("a") as file:
-            file.write(sha256([dict(one.named_parameters()) for one in nets]) + "\n")
     if calls == AT["KILL_AT"]:
         os.kill(os.getpid(), signal.SIGKILL)
     plain(loss * torch.nan if calls == AT["NAN_AT"] else loss, *args, **more)  # type: ignore[no-untyped-call]
