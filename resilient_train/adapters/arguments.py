@@ -20,7 +20,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import patch_environment
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, default_collate
 
@@ -107,9 +107,6 @@ def accelerator(given: Any, model: Any, accumulate: int = 1, scaler: Any = None)
         raise unusable(name, "is for a loop of plain PyTorch: the Accelerator has its own")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {named_type(model)}; {TRAINERS}")
-    if any(one.is_meta and one.requires_grad for one in model.parameters()):
-        why = "load them, or call to_empty and initialize them, before the guard is made"
-        raise ValueError(f"model: weights are on the meta device, where they have no values: {why}")
     if given is not None:
         return given
     weights = sorted(model.parameters(), key=lambda one: not one.requires_grad)  # frozen ones may be on another device
@@ -217,9 +214,7 @@ def optimizers(given: Any, model: nn.Module) -> list[Optimizer]:
         if not isinstance(one, Optimizer):
             expected = "expected a torch.optim.Optimizer or a list of them"
             raise TypeError(f"optimizer: {expected}, got {named_type(one)}; {TRAINERS}")
-        _, *parameters = inspect.signature(type(one).step).parameters.values()  # torch's usual step needs no argument
-        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        if any(each.default is inspect.Parameter.empty and each.kind in kinds for each in parameters):
+        if isinstance(one, LBFGS):
             why = "its step computes the loss again, several times an update, which no gate can refuse"
             raise TypeError(f"optimizer: {name} is not supported: {why}")
         if unknown := sum(id(weight) not in known for group in one.param_groups for weight in group["params"]):

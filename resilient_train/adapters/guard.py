@@ -196,7 +196,7 @@ class Guard(guard.EngineGuard):
             self.looping_frame = 0  # the id of the caller's frame that iterates over this now
             self._handled = sys.exc_info()[1]  # an error that the caller handles with this loop
             waits = synchronous(updater.optimizers) if device.type != "cpu" else []
-            self._cautions = [*loops.cautions(samples, disk, memory, waits, has_objective=measured is not None)]
+            self._cautions = [*loops.cautions(samples, waits, has_objective=measured is not None)]
             self._unused = warn_if_unused(self, world, self._direct_steps) if is_own_loop else None
             self._loop_clips = LoopClipCheck()
             self._is_live = is_own_loop and world.is_main and not samples.is_fed  # trainers have a bar of their own

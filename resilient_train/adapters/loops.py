@@ -15,7 +15,6 @@ from typing import Any
 from resilient_train.data.samples import Samples
 from resilient_train.data.sequential import LoaderSamples
 from resilient_train.errors import TrainError
-from resilient_train.reader import DiskConfig, MemoryConfig
 from resilient_train.wording import log
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -66,17 +65,10 @@ def _outward(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def cautions(
-    samples: Samples, disk: DiskConfig, memory: MemoryConfig | None, waits: Iterable[str], *, has_objective: bool
-) -> Iterator[str]:
+def cautions(samples: Samples, waits: Iterable[str], *, has_objective: bool) -> Iterator[str]:
     """Say what is missing in a loop. `waits` are optimizers that the gate has to wait for."""
     if isinstance(samples, LoaderSamples) and not samples.rows:
         yield "data: bad rows have no names here: the update that has them is skipped"
-    if 0 < samples.rows < samples.slicing.samples:
-        many = f"an update takes {samples.slicing.samples:,} rows, and the data set has {samples.rows:,}"
-        yield f"data: {many}: each update takes rows more than once"
-    if disk.every and memory is not None and not memory.every:
-        yield "checkpoints come from snapshots in memory, which are off: there will be only one, at the end"
     if waiting := " and ".join(waits):
         yield f"{waiting}: not fused, so each step waits for the device; use fused=True if it is available"
     if not has_objective:
