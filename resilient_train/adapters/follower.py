@@ -17,6 +17,7 @@ import torch
 from resilient_train.adapters import arguments
 from resilient_train.adapters.guard import Guard
 from resilient_train.data.fed import Fed, FedSamples
+from resilient_train.errors import TrainError
 from resilient_train.state.copies import Backup
 from resilient_train.state.randomness import RecordedStates
 from resilient_train.update.schedule import Schedule
@@ -75,18 +76,23 @@ class Follower:
         make_again: MakeAgain,
         measure_norm: Callable[[], torch.Tensor | None],
         *,
+        forget: Callable[[list[Any]], None],
+        is_saver: bool,
         made: int,
         planned: float,
     ) -> None:
         """The schedules of `guard` are `TrainersSettings`, one for each optimizer.
 
         `make_again` runs forward and backward of a batch of an update, which is its number among them. `measure_norm`
-        clips the gradients as the trainer does, and returns their norm before. The trainer has `made` so many updates
-        before, in other processes, of those that are `planned`, which is -1 or very large if it has no end.
+        clips the gradients as the trainer does, and returns their norm before. `forget` is called with what was `saved`
+        of a damaged state, of which checkpoints are renamed; `is_saver`: this process has written them. The trainer has
+        `made` so many updates before, in other processes, of those that are `planned`, which is -1 or very large if it
+        has no end.
         """
         self.guard, self.samples = guard, samples
         guard.clock.step = guard.clock.tick = made
         self._make_again, self._measure_norm = make_again, measure_norm
+        self._forget, self._is_saver = forget, is_saver
         self._updater = guard._updater
         self._updater.trainer_clips = True
         assert isinstance(guard.seeds, RecordedStates)
@@ -99,7 +105,7 @@ class Follower:
         self._is_open = False  # the trainer has fetched it, and made no step yet
         self._loss: torch.Tensor | None = None  # of the newest micro-batch, until the next one begins
         self.norm: torch.Tensor | None = None  # of its gradients, before they were clipped
-        self._saved: list[tuple[int, Path]] = []  # accepted updates, and the trainer's checkpoint after them
+        self._saved: list[tuple[int, Any]] = []  # accepted updates, and what the trainer saved after them
         self._seen = len(guard.incidents)
 
     # What the trainer's calls become.
@@ -141,6 +147,15 @@ class Follower:
 
     def step(self) -> torch.Tensor | None:
         """Land the newest update. Returns its loss if it was retried; NaN if it was left out at last."""
+        try:
+            loss = self._land()
+        except TrainError:  # which all ranks raise together
+            self._rename_damaged()
+            raise
+        self._rename_damaged()
+        return loss
+
+    def _land(self) -> torch.Tensor | None:
         fed, self._is_open = self.fed, False
         if self.is_left_out:
             self._updater.drop_gradients()
@@ -200,6 +215,7 @@ class Follower:
         while not self.guard.examine(is_end=is_end):
             self.catch_up()
             self._put_back(settings)
+        self._rename_damaged()
 
     def close(self) -> None:
         """End the loop: its last state was examined, or an error ended it."""
@@ -212,26 +228,23 @@ class Follower:
 
     # The trainer's checkpoints.
 
-    def saved(self, path: Path) -> None:
-        """Note a checkpoint of the trainer's, in case that its state turns out to be bad."""
-        self._saved.append((self.guard.clock.step, path))
+    def saved(self, made: Any) -> None:
+        """Note the path of a checkpoint, or what else was made of the state, in case that it turns out to be bad."""
+        self._saved.append((self.guard.clock.step, made))
 
-    def rename_damaged(self, *, is_main: bool) -> list[Path]:
-        """Rename checkpoints that were saved after damage had begun, so that nothing resumes from them; return them.
-
-        Call it after each step and examination. `is_main`: this process wrote them.
-        """
+    def _rename_damaged(self) -> None:
+        """Rename checkpoints that were saved after damage had begun, so that nothing resumes from them."""
         incidents = self.guard.incidents
         since = min((one.anomaly.since for one in incidents[self._seen :] if one.anomaly.reached_weights), default=None)
         self._seen = len(incidents)
         if since is None:
-            return []
-        damaged = [path for step, path in self._saved if step > since]
-        self._saved = [one for one in self._saved if one[1] not in damaged]
-        for path in damaged:
-            if is_main and path.exists():
-                _rename(path)
-        return damaged
+            return
+        damaged = [made for step, made in self._saved if step > since]
+        self._saved = [one for one in self._saved if one[0] <= since]
+        for made in damaged:
+            if self._is_saver and isinstance(made, Path) and made.exists():
+                _rename(made)
+        self._forget(damaged)
 
     # Inside.
 

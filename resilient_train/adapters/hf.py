@@ -10,11 +10,12 @@ in the data never go back.
 
 from __future__ import annotations
 
-import os
+import copy
+from collections import deque
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from accelerate.utils import send_to_device
@@ -22,7 +23,7 @@ from accelerate.utils import send_to_device
 from resilient_train.adapters import arguments
 from resilient_train.adapters.follower import OLDEST, Follower, TrainersSettings, refuse_bad_options, run_dir_of
 from resilient_train.adapters.guard import Guard
-from resilient_train.adapters.rows_of_loader import NumberedBatch, copied, number_rows, with_added, without_numbers
+from resilient_train.adapters.rows_of_loader import NumberedBatch, number_rows, without_numbers
 from resilient_train.data.fed import Fed, FedSamples
 from resilient_train.data.samples import Slicing
 from resilient_train.errors import TrainError, named_type
@@ -66,6 +67,14 @@ def guard(trainer: T, *, run_dir: str | Path | None = None, **options: Any) -> T
     return trainer
 
 
+class _Best(NamedTuple):
+    """The best state that the trainer knew before an evaluation."""
+
+    metric: float | None
+    step: int | None
+    checkpoint: str | None
+
+
 class Guarding:
     """What a guarded trainer needs during one call of `train`."""
 
@@ -80,13 +89,11 @@ class Guarding:
         self.is_replay, self.number = False, 0  # which of an update's micro-batches it is
         self.loss_before: torch.Tensor | None = None  # the trainer's sum of losses before the newest update
         self.noted_before: dict[str, Any] | None = None  # its metrics then, until that update is made
-        self.left_out = 0  # updates since the trainer's last log
-        self.best_before = dict[Path, tuple[Any, Any, Any]]()  # metric, step and checkpoint, before each evaluation
         self._resumes_from = Path(resumes_from) if resumes_from else None  # a checkpoint of the trainer
         self._backward: Any = None  # Accelerate's
         self._optimizer_step: Any = None
         self._replayed: torch.Tensor | None = None  # the loss whose backward a replay makes itself
-        self._norm: torch.Tensor | None = None  # of the gradients of the newest update that was made
+        self._logged: tuple[Any, Any] = 0.0, None  # the loss and the norm of the newest update that was made
 
     def begin(self) -> Follower:
         """Make the guard when everything is prepared, before the first batch."""
@@ -110,7 +117,13 @@ class Guarding:
             **options,
         )
         planned = trainer.state.max_steps
-        self.follower = Follower(guard, samples, self._make_again, self._measure_norm, made=made, planned=planned)
+        self.follower = Follower(
+            *(guard, samples, self._make_again, self._measure_norm),
+            forget=self._forget,
+            is_saver=args.should_save,
+            made=made,
+            planned=planned,
+        )
         kinds = {kind for one in trainer.callback_handler.callbacks for kind in type(one).__mro__}
         with_hook = [kind for kind in kinds if "on_pre_optimizer_step" in vars(kind)]  # one of them is the base class
         guard._updater.changes_after_norm = len(with_hook) > 1
@@ -153,43 +166,33 @@ class Guarding:
         norm = follower.norm
         try:
             loss = follower.step()
-        except TrainError:  # which all ranks raise together
-            self._look_at_incidents()
-            raise
         finally:
             self._return_to(counts)
-        self._look_at_incidents()
-        if loss is not None:
-            self._correct_logs(loss, norm)
-        if loss is None or loss.isfinite():
-            self._norm = follower.norm
+        self._log_as_made(loss, norm)
         self.noted_before = None
         newest = follower.guard.newest  # after an overflow in fp16 the trainer's schedule waits
         self.trainer.optimizer._is_overflow = newest is not None and newest.overflowed
 
     _step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # another mark that they look for
 
-    def _correct_logs(self, loss: torch.Tensor, norm: torch.Tensor | None) -> None:
-        """Count the loss and the norm of the update as it was made in the end; none if it was left out."""
-        trainer, before, is_made = self.trainer, self.loss_before, self._following.was_made(loss)
-        assert before is not None
-        if not is_made and self.noted_before is not None:
-            vars(trainer).update(self.noted_before)
-        trainer._tr_loss.copy_(before + loss.to(before.device) if is_made else before)
-        self.left_out += not is_made
-        newest = self._following.norm if is_made else self._norm
-        if norm is not None and newest is not None:
-            norm.copy_(newest)
+    def _log_as_made(self, retried: torch.Tensor | None, norm: torch.Tensor | None) -> None:
+        """Let the trainer log the loss and the norm of an update that was retried; `norm` is what it has measured.
 
-    def correct_mean(self, *, is_end: bool = False) -> None:
-        """Let the loss that the trainer logs be the mean of the updates that were made; if none was, it logs no row."""
-        trainer = self.trainer
-        steps = trainer.state.global_step - trainer._globalstep_last_logged
-        if self.left_out and (trainer.control.should_log or is_end):
-            trainer.control.should_log &= steps > self.left_out
-            if steps > self.left_out:
-                trainer._tr_loss *= steps / (steps - self.left_out)
-                self.left_out = 0
+        In the place of an update that was left out it logs the one before.
+        """
+        trainer, follower, before = self.trainer, self._following, self.loss_before
+        assert before is not None
+        if retried is None:
+            self._logged = trainer._tr_loss - before, follower.norm
+            return
+        if follower.was_made(retried):
+            self._logged = retried.to(before.device), follower.norm
+        elif self.noted_before is not None:
+            vars(trainer).update(self.noted_before)
+        loss_of_made, norm_of_made = self._logged
+        trainer._tr_loss.copy_(before + loss_of_made)
+        if norm is not None and norm_of_made is not None:
+            norm.copy_(norm_of_made)
 
     def _make_again(self, batch: Any, number: int, fed: Fed) -> torch.Tensor:
         """Run forward and backward of a micro-batch that a rewind has undone."""
@@ -197,7 +200,7 @@ class Guarding:
         # The newest update counts as it is made in the end, unless it was logged already; older ones have counted.
         is_counted = fed is self._following.fed and self.noted_before is not None
         if is_counted and number == 0:
-            vars(trainer).update(copied(self.noted_before))
+            vars(trainer).update(_copied(self.noted_before))
         noted, is_last, all_alike = self.noted(), number == len(batches) - 1, [len(batches)] * len(batches)
         if number == 0:
             self._return_to(fed.before)
@@ -251,7 +254,7 @@ class Guarding:
 
     def noted(self) -> dict[str, Any]:
         """Copy what TRL's trainers count."""
-        return {name: copied(vars(self.trainer)[name]) for name in _NOTED if name in vars(self.trainer)}
+        return {name: _copied(vars(self.trainer)[name]) for name in _NOTED if name in vars(self.trainer)}
 
     @property
     def _counts(self) -> tuple[int, float | None, int | None]:
@@ -271,18 +274,25 @@ class Guarding:
             counts = self._counts
             self.follower.examine(is_end=is_end)
             self._return_to(counts)
-            self._look_at_incidents()
 
-    def _look_at_incidents(self) -> None:
+    def _forget(self, damaged: list[Any]) -> None:
         """Let the trainer forget what it evaluated and saved with damage, and its best state is again that before."""
-        damaged = self._following.rename_damaged(is_main=self.trainer.args.should_save)
-        if before := next((self.best_before[mark] for mark in damaged if mark in self.best_before), None):
+        if best := next((one for one in damaged if isinstance(one, _Best)), None):
             # The trainer keeps only so many checkpoints. Ranks without a shared disk decide alike.
-            has_gone = before[2] is not None and not Path(before[2]).exists()
+            has_gone = best.checkpoint is not None and not Path(best.checkpoint).exists()
             if self._following.guard.world.on_main(lambda: has_gone):
-                before = None, None, None
+                best = _Best(None, None, None)
             state = self.trainer.state
-            state.best_metric, state.best_global_step, state.best_model_checkpoint = before
+            state.best_metric, state.best_global_step, state.best_model_checkpoint = best
+
+
+def _copied(noted: Any) -> Any:
+    """Copy containers, but not the numbers and texts in them, of which there may be many."""
+    if not isinstance(noted, dict):
+        return copy.copy(noted) if isinstance(noted, list | deque) else noted
+    result = copy.copy(noted)  # of its kind, such as a defaultdict
+    result.update({name: _copied(one) for name, one in noted.items()})
+    return result
 
 
 _Trainer: Any = object  # the class of the trainer that is guarded
@@ -342,11 +352,8 @@ class _Guarded(_Trainer):  # type: ignore[misc]
             return super()._prepare_inputs(inputs)
         fed, device = follower.at_hand, self.args.device
         if here.number >= len(fed.prepared):
-            noted = here.noted()
             fed.prepared.append((super()._prepare_inputs(inputs), randomness.capture(device)))
             follower.samples.keep(fed, fed.prepared[-1][0])
-            if here.noted_before is not None:  # what was generated counts once
-                here.noted_before = with_added(here.noted_before, noted, here.noted())
         made, after = fed.prepared[here.number]
         randomness.restore(after, device)  # generation has drawn from it
         return dict(made)
@@ -359,19 +366,12 @@ class _Guarded(_Trainer):  # type: ignore[misc]
         follower.norm = torch.as_tensor(full, dtype=torch.float32)
         return follower.norm if isinstance(norm, torch.Tensor) else norm
 
-    def _maybe_log_save_evaluate(self, *args: Any, **more: Any) -> None:
-        self._resilient.correct_mean()
-        super()._maybe_log_save_evaluate(*args, **more)
-
     def _evaluate(self, *args: Any, **more: Any) -> Any:
         """Note the best state until now, in case that damage is found later in this one."""
         here, state = self._resilient, self.state
         here.examine()
         if here.follower is not None:
-            mark = Path(os.devnull, str(state.global_step))  # in the place of a checkpoint: no such file can exist
-            best = state.best_metric, state.best_global_step, state.best_model_checkpoint
-            here.best_before.setdefault(mark, best)  # the first, if it evaluates twice
-            here.follower.saved(mark)
+            here.follower.saved(_Best(state.best_metric, state.best_global_step, state.best_model_checkpoint))
         found = super()._evaluate(*args, **more)
         if here.follower is not None and isinstance(loss := found.get("eval_loss"), float):
             here.follower.guard.reporter.note_evaluation({"loss": loss})
@@ -389,6 +389,5 @@ class _Guarded(_Trainer):  # type: ignore[misc]
 
     def _finalize_training(self, *args: Any, **more: Any) -> Any:
         self._resilient.examine(is_end=True)
-        self._resilient.correct_mean(is_end=True)
         self._resilient.end()  # first: the trainer may load its best weights
         return super()._finalize_training(*args, **more)

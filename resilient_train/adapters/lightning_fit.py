@@ -24,7 +24,6 @@ from resilient_train.adapters.lightning_state import Average, Logged
 from resilient_train.adapters.rows_of_loader import NumberedBatch, number_rows, without_numbers
 from resilient_train.data.fed import Fed, FedSamples
 from resilient_train.data.samples import Slicing
-from resilient_train.errors import TrainError
 from resilient_train.update.objective import Measured
 
 _ABSENT = object()
@@ -145,7 +144,13 @@ class Fit:
                 self._averages.append(Average(one, trainer, self._module))
         guard.keep(**{f"average_{number}": one for number, one in enumerate(self._averages)})
         planned = trainer.estimated_stepping_batches
-        self._training = self._kind(guard, samples, self._retry, self._measure_norm, made=made, planned=planned)
+        self._training = self._kind(
+            *(guard, samples, self._retry, self._measure_norm),
+            forget=self._forget,
+            is_saver=trainer.is_global_zero,
+            made=made,
+            planned=planned,
+        )
 
     @property
     def _follower(self) -> Follower:
@@ -249,12 +254,7 @@ class Fit:
     def _end_update(self) -> None:
         """Land the newest update, or treat it."""
         follower, place = self._follower, self._place()
-        try:
-            loss = follower.step()
-        except TrainError:  # which all ranks raise together
-            self._look_at_incidents()
-            raise
-        self._look_at_incidents()
+        loss = follower.step()
         if loss is not None:
             self._return_to(place)
         if loss is not None and not follower.was_made(loss):
@@ -376,7 +376,6 @@ class Fit:
         if is_averaged:  # else Lightning does it after this
             self._average()
         self._examined = (follower.guard.clock.tick, is_end)
-        self._look_at_incidents()
 
     def _validate(self, plain: Callable[[], Any]) -> Any:
         """Examine the state before an epoch of validation: afterwards the model is not in training mode."""
@@ -393,9 +392,9 @@ class Fit:
         if self._training is not None:
             self._training.saved(Path(filepath))
 
-    def _look_at_incidents(self) -> None:
+    def _forget(self, damaged: list[Any]) -> None:
         """Let Lightning forget checkpoints that turned out to be bad."""
-        for path in self._follower.rename_damaged(is_main=self._trainer.is_global_zero):
+        for path in damaged:
             for callback in self._trainer.checkpoint_callbacks:
                 forget_checkpoint(callback, str(path))
 

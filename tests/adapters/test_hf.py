@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import lightning
 import pytest
@@ -22,12 +20,11 @@ pytest.importorskip("transformers")
 import hf_programs as programs
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from hf_ranks import on_two_ranks
-from safetensors.torch import load_file
-from warm import ENVIRONMENT
 
 import resilient_train
 from resilient_train import GaveUp, Guard
-from resilient_train.adapters.follower import OLDEST, Follower
+from resilient_train.adapters.follower import OLDEST
+from resilient_train.app import sync
 from resilient_train.state.tree import sha256
 
 
@@ -78,9 +75,8 @@ def unguarded(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ended]:
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"gradient_accumulation_steps": 1, "max_grad_norm": -1.0}], ids=["usual", "plain"]
+    ("program", "more"), [("llama", {}), ("vit", {"gradient_accumulation_steps": 1, "max_grad_norm": -1.0})]
 )
-@pytest.mark.parametrize("program", list(programs.PROGRAMS))
 def test_a_healthy_trainer_ends_with_the_same_bits_and_logs(
     program: str, more: dict[str, Any], tmp_path: Path, unguarded: Callable[..., Ended]
 ) -> None:
@@ -96,7 +92,6 @@ def test_a_healthy_trainer_ends_with_the_same_bits_and_logs(
     ("fault", "signal", "cause"),
     [
         ("nan_batch", "nonfinite_loss", "transient"),
-        ("nan_grad", "nonfinite_grad", "transient"),
         ("bit_flip", "weights_jump", "corruption"),
     ],
 )
@@ -115,18 +110,16 @@ def test_what_strikes_once_leaves_no_trace(
     assert all(row["loss"] == row["loss"] for row in rows(struck) if "loss" in row)  # no NaN in the logs
 
 
-@pytest.mark.parametrize(("program", "fault"), [("gpt2", "bad_rows"), ("vit", "hot_lr")])
-def test_a_trainer_that_is_only_observed_ends_as_a_plain_one(program: str, fault: str, tmp_path: Path) -> None:
+def test_a_trainer_that_is_only_observed_ends_as_a_plain_one(tmp_path: Path) -> None:
     """With `recovery="observe"`: the same bits and logs, NaN included, and its incidents are reported."""
-    plain = trained(program, tmp_path / "plain", fault, guarded=False, logging_nan_inf_filter=False)
-    seen = resilient_train.hf.guard(programs.trainer(program, tmp_path / "seen", fault), recovery="observe")
+    plain = trained("gpt2", tmp_path / "plain", "bad_rows", guarded=False, logging_nan_inf_filter=False)
+    seen = resilient_train.hf.guard(programs.trainer("gpt2", tmp_path / "seen", "bad_rows"), recovery="observe")
     seen.train()
     assert weights(seen) == weights(plain)
     assert repr(rows(seen)) == repr(rows(plain))
     found = incidents(tmp_path / "seen")
-    assert bool(found) == bool(fault)
-    assert len(found) < 3
-    assert {incident["outcome"] for incident in found} <= {"observed"}
+    assert 0 < len(found) < 3
+    assert {incident["outcome"] for incident in found} == {"observed"}
 
 
 def test_bad_rows_are_named_and_left_out_also_after_a_resume(tmp_path: Path) -> None:
@@ -141,39 +134,8 @@ def test_bad_rows_are_named_and_left_out_also_after_a_resume(tmp_path: Path) -> 
     assert len(incidents(tmp_path)) == 2
 
 
-def test_a_broken_operation_is_named_by_its_line(tmp_path: Path) -> None:
-    struck = trained("vit", tmp_path, "operation", steps=120, learning_rate=3e-3)
-    found = incidents(tmp_path)
-    assert found
-    culprit = found[0]["culprit"]
-    assert culprit["file"].endswith("hf_programs.py")
-    assert "sqrt" in culprit["op"]
-    assert all(weight.isfinite().all() for weight in struck.model.parameters())
-    assert programs.evaluation_loss(struck) < 1.0
-
-
-def test_a_hot_stretch_of_the_learning_rate_ends_where_a_healthy_run_ends(tmp_path: Path) -> None:
-    healthy = programs.evaluation_loss(trained("vit", tmp_path / "healthy", guarded=False, steps=120))
-    plain = programs.evaluation_loss(trained("vit", tmp_path / "plain", "hot_lr", guarded=False, steps=120))
-    struck = trained("vit", tmp_path / "struck", "hot_lr", steps=120)
-    assert programs.evaluation_loss(struck) < healthy + 0.2 * (plain - healthy) + 0.05
-    assert struck.lr_scheduler.get_last_lr() == [1e-3]
-
-
 def folders(output: Path) -> set[str]:
     return {folder.name for folder in output.iterdir() if "checkpoint" in folder.name}
-
-
-def test_no_checkpoint_holds_damage_that_a_scan_finds(tmp_path: Path) -> None:
-    """A bit flips before the update after which one is saved: its weights are those of a run without the fault."""
-    more: dict[str, Any] = {"save_strategy": "steps", "save_steps": programs.AT + 1, "steps": 2 * programs.AT + 2}
-    trained("vit", tmp_path / "healthy", guarded=False, **more)
-    trained("vit", tmp_path / "struck", "bit_flip", **more)
-    assert [incident["signal"] for incident in incidents(tmp_path / "struck")] == ["weights_jump"]
-    for name in (f"checkpoint-{programs.AT + 1}", f"checkpoint-{2 * programs.AT + 2}"):
-        found, healthy = (load_file(tmp_path / which / name / "model.safetensors") for which in ("struck", "healthy"))
-        assert max(float(value.abs().max()) for value in found.values()) < 100
-        assert sha256(found) == sha256(healthy)
 
 
 @pytest.mark.parametrize("recovery", ["balanced", "off"])
@@ -189,18 +151,9 @@ def test_a_checkpoint_from_after_the_damage_began_is_renamed(recovery: str, tmp_
     assert f"unverified-2-checkpoint-{programs.AT + 2}" in saved
     if recovery == "off":
         assert max(int(name.rpartition("-")[2]) for name in saved if name.startswith("checkpoint")) <= since
-
-
-def test_a_healthy_step_looks_at_no_earlier_checkpoint() -> None:
-    """Its cost does not grow with their number."""
-
-    class Unread(list[Any]):
-        def __iter__(self) -> NoReturn:
-            raise AssertionError
-
-    follower = object.__new__(Follower)
-    vars(follower).update(guard=SimpleNamespace(incidents=[]), _seen=0, _saved=Unread())
-    assert follower.rename_damaged(is_main=True) == []
+    else:  # the learning rate was 100 times as high for ten updates
+        assert programs.evaluation_loss(trainer) < 1.0
+        assert trainer.state.global_step == 60
 
 
 class Stream(IterableDataset[dict[str, torch.Tensor]]):
@@ -244,44 +197,29 @@ def test_what_was_skipped_is_left_out_again_after_a_resume(tmp_path: Path) -> No
 
 def test_a_resume_finds_the_run_directory_of_its_checkpoint(tmp_path: Path) -> None:
     trained("vit", tmp_path, steps=4)
-    trained("vit", tmp_path, "bad_rows", steps=50, save_strategy="steps", save_steps=50)
+    trained("vit", tmp_path, "bad_rows", steps=30, save_strategy="steps", save_steps=30)
     second = tmp_path / "resilient_train-2"
     assert len((second / "incidents.jsonl").read_text().splitlines()) == 2
-    again = programs.trainer("vit", tmp_path, "bad_rows", steps=100)
+    again = programs.trainer("vit", tmp_path, "bad_rows", steps=34)
     resilient_train.hf.guard(again).train(resume_from_checkpoint=True)
     assert len((second / "incidents.jsonl").read_text().splitlines()) == 2
     assert not (tmp_path / "resilient_train-3").exists()
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where two ranks have trained, one after the other, what the tests below look at."""
-    place = tmp_path_factory.mktemp("two_ranks")
-    names = ["bad_rows", "nan_grad", "plain+bad_rows", "observe+bad_rows", "plain+", "observe+"]
-    code, said = on_two_ranks(place, *names)
-    assert code == 0, said
-    return place
+def test_two_ranks_meet_the_same_incidents(tmp_path: Path) -> None:
+    """Trained one after the other: guarded, observed and plain with bad rows; and an error of one rank is that error.
 
-
-def test_an_error_on_one_rank_is_that_error(tmp_path: Path) -> None:
-    code, said = on_two_ranks(tmp_path, "raises")
+    Observed they end as plain ones, bit for bit, with weights of NaN, and with one incident.
+    """
+    code, said = on_two_ranks(tmp_path, "bad_rows", "plain+bad_rows", "observe+bad_rows", "raises")
     assert code not in (0, None)
     assert "ZeroDivisionError" in said
-
-
-@pytest.mark.parametrize(("fault", "met"), [("bad_rows", 2), ("nan_grad", 1)])
-def test_two_ranks_meet_the_same_incidents(fault: str, met: int, two_ranks: Path) -> None:
-    one, other = ((two_ranks / f"{fault}-{rank}").read_text() for rank in (0, 1))
-    assert one == other
-    assert [incident["outcome"] for incident in incidents(two_ranks / fault)] == ["recovered"] * met
-
-
-@pytest.mark.parametrize(("fault", "met"), [("bad_rows", ["observed"]), ("", [])])
-def test_two_ranks_that_are_only_observed_end_as_plain_ones(fault: str, met: list[str], two_ranks: Path) -> None:
-    """Bit for bit, with weights of NaN, and with one incident that was observed."""
-    found = {(two_ranks / f"{how}+{fault}-{rank}").read_text() for how in ("plain", "observe") for rank in (0, 1)}
-    assert len(found) == 1
-    assert [incident["outcome"] for incident in incidents(two_ranks / f"observe+{fault}")] == met
+    digests = {one.name: one.read_text() for one in tmp_path.glob("*bad_rows-[01]")}
+    assert len(digests) == 6, said
+    assert digests["bad_rows-0"] == digests["bad_rows-1"]
+    assert len({digest for name, digest in digests.items() if "+" in name}) == 1
+    assert [incident["outcome"] for incident in incidents(tmp_path / "bad_rows")] == ["recovered"] * 2
+    assert [incident["outcome"] for incident in incidents(tmp_path / "observe+bad_rows")] == ["observed"]
 
 
 @pytest.mark.parametrize(
@@ -330,56 +268,44 @@ def test_engines_that_cannot_be_guarded_are_refused_in_a_line(
     assert "\n" not in str(caught.value)
 
 
-MISUSE = """
-import sys, warnings
-warnings.simplefilter("ignore")
-sys.path.insert(0, sys.argv[1])
-import torch
-from resilient_train import Guard
-if sys.argv[2] == "transformers":
-    import hf_programs
-    trainer = hf_programs.trainer("vit", sys.argv[3], steps=4)
-    trainer.create_optimizer()
-    guard = Guard(None, trainer.model, trainer.optimizer, data=trainer.train_dataset, batch_size=4)
-    trainer.train()
-else:
-    import lightning_programs as programs
-    module, trainer = programs.Net(), programs.trainer_of(sys.argv[3], guarded=False, max_steps=4)
-    optimizer = module.configure_optimizers()
-    module.configure_optimizers = lambda: optimizer
-    guard = Guard(None, module, optimizer, data=programs.Rows(), batch_size=8)
-    trainer.fit(module, programs.loader())
-print("trained")
-"""
-
-
-@pytest.mark.parametrize("library", ["transformers", "lightning"])
-def test_a_guard_behind_which_a_trainer_steps_says_so_at_the_end(library: str, tmp_path: Path) -> None:
-    """The trainer is not disturbed; when the process ends, the guard says what to write instead."""
-    words = [sys.executable, "-c", MISUSE, str(Path(__file__).parents[1]), library, str(tmp_path)]
-    done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "trained" in done.stdout
-    [told] = [line for line in done.stderr.splitlines() if "has made no update" in line]
-    assert "while its optimizers made 4 steps" in told
-    assert "resilient_train.hf.guard(trainer)" in told
-    assert "callbacks=[resilient_train.lightning.Guarded()]" in told
-
-
 def test_the_page_has_the_versions_that_are_supported() -> None:
     page = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text()
     assert f"`transformers` {OLDEST['transformers']} or newer" in page
     assert f"`lightning` {OLDEST['lightning']} or newer" in page
 
 
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")  # of MLflow 3.17
+@pytest.mark.timeout(400)
+def test_mlflow_shows_a_trainer_as_a_run_of_the_command(tmp_path: Path, empty_store: Path) -> None:
+    """Its incident is a trace, and the tags and the page have the verdict."""
+    from mlflow import MlflowClient
+
+    uri = f"sqlite:///{shutil.copy(empty_store, tmp_path / 'mlflow.db')}"
+    trainer = programs.trainer("vit", tmp_path, "nan_grad", steps=100)
+    resilient_train.hf.guard(trainer, tracking=uri).train()
+    assert sync.main([str(tmp_path / "resilient_train")]) == 0  # what could not be uploaded in the last seconds
+    [incident] = incidents(tmp_path)
+    client = MlflowClient(uri)
+    experiments = [one.experiment_id for one in client.search_experiments(filter_string="name != 'Default'")]
+    [run] = client.search_runs(experiments)
+    [trace] = client.search_traces(locations=experiments)
+    tags = run.data.tags
+    assert (run.info.status, tags["resilience.status"]) == ("FINISHED", "recovered")
+    assert tags["resilience.cause"] == incident["cause"] == "transient"
+    assert "recovered" in tags["mlflow.note.content"]
+    assert trace.info.tags["resilience.signal"] == incident["signal"] == "nonfinite_grad"
+    assert trace.info.request_metadata["mlflow.sourceRun"] == run.info.run_id
+    assert [one.step for one in client.get_metric_history(run.info.run_id, "train/loss")][-1] >= 90
+
+
 def test_an_error_of_the_user_passes_through_and_the_trainer_is_as_before(tmp_path: Path) -> None:
-    trainer = resilient_train.hf.guard(programs.trainer("vit", tmp_path))
+    trainer = resilient_train.hf.guard(programs.trainer("vit", tmp_path, steps=4))
     plain, trainer.compute_loss = trainer.compute_loss, lambda *_, **__: 1 / 0
     with pytest.raises(ZeroDivisionError):
         trainer.train()
     trainer.compute_loss = plain
     trainer.train()
-    assert trainer.state.global_step == 60
+    assert trainer.state.global_step == 4
 
 
 def test_the_lines_of_the_page_guard_a_trainer(tmp_path: Path) -> None:

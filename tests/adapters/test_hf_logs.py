@@ -40,8 +40,8 @@ class Flip(TrainerCallback):  # type: ignore[misc]  # mypy runs without transfor
                 next(model.parameters()).view(-1)[0] += 1e3
 
 
-def test_damage_that_a_scan_finds_is_not_evaluated(tmp_path: Path) -> None:
-    """The weights change just before an evaluation: its metric is that of a run in which they do not."""
+def test_damage_that_a_scan_finds_is_neither_evaluated_nor_saved(tmp_path: Path) -> None:
+    """The weights change just before both: the metric and the checkpoint are those of a run in which they do not."""
     more = EVALUATED | {"eval_steps": programs.AT, "save_steps": programs.AT, "steps": programs.AT}
     healthy = trained("vit", tmp_path / "healthy", guarded=False, **more)
     struck = resilient_train.hf.guard(programs.trainer("vit", tmp_path / "struck", **more))
@@ -50,6 +50,8 @@ def test_damage_that_a_scan_finds_is_not_evaluated(tmp_path: Path) -> None:
     assert [incident["signal"] for incident in incidents(tmp_path / "struck")] == ["weights_jump"]
     assert evaluations(struck) == evaluations(healthy)
     assert struck.state.best_metric == healthy.state.best_metric
+    file = f"checkpoint-{programs.AT}/model.safetensors"
+    assert (tmp_path / "struck" / file).read_bytes() == (tmp_path / "healthy" / file).read_bytes()
 
 
 @pytest.mark.parametrize("kept", [None, 1])
@@ -66,26 +68,34 @@ def test_the_best_state_is_that_before_the_damage_began(kept: int | None, tmp_pa
     assert Path(state.best_model_checkpoint).exists()
 
 
+def test_the_best_weights_at_the_end_leave_no_incident_open(tmp_path: Path) -> None:
+    """A run that ends soon after an incident, and loads the weights of its best evaluation, says that it recovered."""
+    more = EVALUATED | {"eval_steps": 4, "save_steps": 4, "load_best_model_at_end": True}
+    trainer = trained("vit", tmp_path, "bad_rows", steps=24, **more)
+    assert trainer.state.best_global_step == 4
+    summary = json.loads((tmp_path / "resilient_train/summary.json").read_text())
+    assert [incident["outcome"] for incident in incidents(tmp_path)] == ["recovered"] * 2
+    assert summary["incidents"]["recovered"] == summary["incidents"]["total"] == 2
+
+
 LEFT_OUT = 13  # the update that has the bad row of the stream
 
 
-def test_an_update_that_is_left_out_is_in_no_logged_mean(tmp_path: Path) -> None:
-    """It is the first of the updates that are logged together, or the last; alone it has no row."""
-    alone, *together = (
+def test_an_update_that_is_left_out_is_logged_as_the_one_before(tmp_path: Path) -> None:
+    """Neither its NaN nor a 0 is in a row, nor in the means of rows for several updates."""
+    alone, together = (
         of_a_stream(tmp_path / str(every), Stream(bad=100), logging_steps=every, steps=15, save_strategy="no")
-        for every in (1, 3, LEFT_OUT)
+        for every in (1, 15)
     )
-    for trainer in (alone, *together):
-        trainer.train()
+    alone.train()
+    together.train()
     each = {row["step"]: row for row in rows(alone) if "loss" in row}
-    assert sorted(each) == [step for step in range(1, 16) if step != LEFT_OUT]
-    for every, row in [(one.args.logging_steps, row) for one in together for row in rows(one) if "loss" in row]:
-        first = row["step"] - every
-        made = [one for step, one in each.items() if first < step <= row["step"]]
-        assert row["loss"] == pytest.approx(sum(one["loss"] for one in made) / len(made), rel=1e-4)
-        assert row["grad_norm"] == pytest.approx(made[-1]["grad_norm"], rel=1e-4)
-    mean = sum(row["loss"] for row in each.values()) / len(each)
-    assert rows(alone)[-1]["train_loss"] == pytest.approx(mean, rel=0.02)
+    assert sorted(each) == [*range(1, 16)]
+    for name in ("loss", "grad_norm"):
+        assert each[LEFT_OUT][name] == pytest.approx(each[LEFT_OUT - 1][name], rel=1e-3)
+    [row] = [one for one in rows(together) if "loss" in one]
+    assert row["loss"] == pytest.approx(sum(one["loss"] for one in each.values()) / 15, rel=1e-3)
+    assert row["grad_norm"] == pytest.approx(each[15]["grad_norm"], rel=1e-4)
 
 
 class Norms(TrainerCallback):  # type: ignore[misc]

@@ -1,7 +1,8 @@
-"""Rows without an index in a guarded Trainer of transformers: it trains, and leaves out the batches that are bad."""
+"""Rows of a guarded Trainer of transformers that have no index or no label: it trains, and blames nothing else."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ pytest.importorskip("transformers")
 
 import hf_programs as programs
 import torch
-from test_hf import incidents
+from test_hf import incidents, weights
 from torch.utils.data import Dataset, Sampler
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 import resilient_train
 
@@ -66,3 +68,25 @@ def test_batches_may_be_fetched_on_one_rank_for_all(tmp_path: Path) -> None:
     resilient_train.hf.guard(trainer).train()
     assert {tuple(incident["rows"]) for incident in incidents(tmp_path)} == {()}
     assert all(weight.isfinite().all() for weight in trainer.model.parameters())
+
+
+def test_a_row_without_a_label_accuses_no_line_of_the_caller(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its loss is 0/0 in the library, its gradient 0: it passes, and the run has the bits of the unguarded one."""
+    gc.unfreeze()  # frozen.py hides functions of libraries, and one is patched here
+    tokens = torch.randint(0, 32, (16, 6), generator=torch.Generator().manual_seed(3))
+    rows = [{"input_ids": one, "labels": one if row != 5 else one * 0 - 100} for row, one in enumerate(tokens)]
+    size: dict[str, Any] = {"n_embd": 16, "n_layer": 1, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+    usual: dict[str, Any] = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
+    usual |= {"per_device_train_batch_size": 1, "num_train_epochs": 2, "learning_rate": 1e-3}
+    found = []
+    for is_guarded in (False, True):
+        torch.manual_seed(0)
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=8, **size))
+        trainer = Trainer(model, TrainingArguments(str(tmp_path / str(is_guarded)), **usual), train_dataset=rows)
+        (resilient_train.hf.guard(trainer) if is_guarded else trainer).train()
+        found.append(weights(trainer))
+    assert found[0] == found[1]
+    [incident] = incidents(tmp_path / "True")
+    assert Path(incident["culprit"]["file"]).name == "loss_utils.py"
+    assert incident["outcome"] == "recovered"
+    assert Path(__file__).name not in caplog.text
