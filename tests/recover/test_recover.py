@@ -127,6 +127,12 @@ THREE = {"default": [["skip"], ["rewind", "skip"], [{"rewind": {"older": 1}}, "l
             [0, 0, 1, 0],
             id="strikes within some ticks",
         ),
+        pytest.param(
+            {"ladders": {"default": [{"do": ["rewind"], "landed": True}, ["skip"]]}},
+            [refused(7), landed(9)],
+            [1, 0],
+            id="a rung for what landed",
+        ),
         pytest.param({"ladders": {"default": []}}, [refused(7)], ["end"], id="an empty ladder"),
         pytest.param({"ladders": {"default": [["skip"]]}}, [landed(7)], ["end"], id="nothing applies"),
         pytest.param(
