@@ -1,4 +1,4 @@
-"""A real MLflow server behind a door that can be shut, hang, fail, or swallow the answer."""
+"""A real MLflow server behind a door that can hang, fail, or swallow the answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-Mood = Literal["pass", "dead", "hang", "fail", "swallow"]
+Mood = Literal["pass", "hang", "fail", "swallow"]
 _FAILS = b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
@@ -67,14 +67,12 @@ class Door:
 
     def __init__(self, address: str) -> None:
         self._server = ("127.0.0.1", int(address.rpartition(":")[2]))
-        self.port = free_port()
-        self.address = f"http://127.0.0.1:{self.port}"
-        self.knocks = 0  # how often somebody came
-        self._mood: Mood = "dead"
+        self._mood: Mood = "pass"
         self._open: list[socket.socket] = []
-        self._listener: socket.socket | None = None
         self._lock = threading.Lock()
-        self.mood = "pass"
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=50)
+        self.address = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._welcome, daemon=True).start()
 
     @property
     def mood(self) -> Mood:
@@ -85,21 +83,13 @@ class Door:
     def mood(self, mood: Mood) -> None:
         self._mood = mood
         self._cut()
-        if mood == "dead" and self._listener is not None:
-            with contextlib.suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)
-            self._listener.close()
-            self._listener = None
-        elif mood != "dead" and self._listener is None:
-            self._listener = listener = socket.socket()
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(("127.0.0.1", self.port))
-            listener.listen(50)
-            threading.Thread(target=self._welcome, args=[listener], daemon=True).start()
 
     def close(self) -> None:
         """Shut it for good."""
-        self.mood = "dead"
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._cut()
 
     def _cut(self) -> None:
         with self._lock:
@@ -109,11 +99,10 @@ class Door:
                 one.shutdown(socket.SHUT_RDWR)
             one.close()
 
-    def _welcome(self, listener: socket.socket) -> None:
+    def _welcome(self) -> None:
         with contextlib.suppress(OSError):  # the listener is closed
             while True:
-                guest, _ = listener.accept()
-                self.knocks += 1
+                guest, _ = self._listener.accept()
                 with self._lock:
                     self._open.append(guest)
                 threading.Thread(target=self._serve, args=[guest], daemon=True).start()
