@@ -245,6 +245,12 @@ def test_one_of_five_snapshots_is_always_of_the_first_quarter() -> None:
         assert 4 * steps[0] <= now
 
 
+def test_a_snapshot_that_is_not_proven_yet_is_nothing_to_go_back_to() -> None:
+    guard = trained(guarded(adamw, At("none"), memory=MemoryConfig(every=5, keep=4, max_gib=None)), 12)
+    assert [one.step for one in guard._ring.snapshots if not one.verified] == [5, 10]
+    assert [one.step for one in guard._ring.verified_until(guard.clock.step)] == [0]
+
+
 def test_memory_is_bounded_and_its_lack_announced() -> None:
     """Where no two snapshots fit there are none, and the run says that it cannot rewind."""
     guard = guarded(adamw, At("loss", 10), memory=MemoryConfig(every=10, keep=4, max_gib=1e-6))
