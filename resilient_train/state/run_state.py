@@ -67,6 +67,8 @@ def _mismatches(
     for number, optimizer in enumerate(optimizers):
         for why in _in_optimizer(live[f"optimizer.{number}"], saved[f"optimizer.{number}"], optimizer):
             yield f"{type(optimizer).__name__}: {why}"
+    if "random.numpy" in saved and not 0 <= saved["random.numpy"]["state"]["pos"] <= 624:  # numpy reads beyond
+        yield "the state of numpy's generator is not valid"
     for name in live.keys() - {"weights", "buffers", "clock"}:
         if not name.startswith(("optimizer.", "random.")):
             yield from _in_other(name, live[name], saved[name])
