@@ -27,7 +27,7 @@ class CopyCost:
     was_said: bool = False
 
     def add(self, seconds: float, step_seconds: float) -> None:
-        """Note what one more copy cost, beside an ordinary step."""
+        """Note what one more copy cost, next to an ordinary step."""
         self.costs.append(max(0.0, seconds))
         self.lost += self.costs[-1]
         if self.was_said or not self.every or len(self.costs) < _SAMPLES or self.lost < _WORTH_SAYING_S:

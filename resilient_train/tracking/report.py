@@ -1,4 +1,4 @@
-"""A run told: the report as a file, incidents for it and the terminal, and the description in MLflow, in markdown.
+"""What is said of a run: the report as a file, incidents for it and the terminal, the description in MLflow, in markdown.
 
 The first lines of the description say what to do.
 """
