@@ -1,4 +1,4 @@
-"""What is said of a run: the report as a file, incidents for it and the terminal, the description in MLflow, in markdown.
+"""What is said of a run: the report as a file, incidents for it and the terminal, the description in MLflow.
 
 The first lines of the description say what to do.
 """

@@ -13,7 +13,9 @@ import pytest
 import slow
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = sorted(file for file in [*(ROOT / "scripts").iterdir(), ROOT / ".ci/run"] if file.suffix not in (".yaml", ".py"))
+SCRIPTS = sorted(
+    file for file in [*(ROOT / "scripts").iterdir(), ROOT / ".ci/run"] if file.suffix not in (".yaml", ".py")
+)
 
 
 def printed_by(command: list[str], cwd: Path, env: dict[str, str]) -> str:
