@@ -45,7 +45,7 @@ from resilient_train.record.progress import Doing, Progress
 from resilient_train.state.run_state import Clock
 from resilient_train.tracking import tracker as tracking
 from resilient_train.tracking.connection import locate
-from resilient_train.tracking.review import command, completed, review, ui_command, where_to_look, without_directory
+from resilient_train.tracking.review import completed, review, ui_command, where_to_look, without_directory
 from resilient_train.tracking.story import read_story, status_by
 from resilient_train.tracking.tracker import EXPERIMENT, Tracker, TrackingConfig
 from resilient_train.types import Cause, Incident, Vitals
@@ -200,10 +200,7 @@ def write_summary(summary: Summary, run_dir: Path) -> None:
 def print_review(run_dir: Path, resumed_from: int | None = None) -> None:
     """Print the review at the end of a run, from its files."""
     try:
-        story = read_story(run_dir)
-        lines = review(story, resumed_from)
-        if story.chapters:
-            lines.append(f"for the full report: {command('incidents', run_dir)}")
+        lines = review(read_story(run_dir), resumed_from)
     except Exception as error:  # a damaged file does not change how the run ended
         lines = [f"the review of the run failed: {in_one_line(error)}"]
     for line in lines:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from resilient_train.files import read_plain
 from resilient_train.secrets import masked
-from resilient_train.tracking.review import left, next_start, review, shortened, to_do, told_once, verdict
+from resilient_train.tracking.review import left, next_start, shortened, summed_up, to_do, told_once, verdict
 from resilient_train.tracking.story import LARGEST_SOURCE, Chapter, Story
 from resilient_train.types import Culprit, Outcome
 from resilient_train.wording import (
@@ -149,7 +149,7 @@ def source_line(culprit: Culprit, chapter: Chapter, story: Story) -> str:
 def report(story: Story) -> str:
     """Return the full report: the review of the run, and its newest incidents as the terminal shows them."""
     words, sentences = verdict(story)
-    lines = [str(story.directory), "", f"{words}: {sentences}", *review(story, show=str)]
+    lines = [str(story.directory), "", f"{words}: {sentences}", *summed_up(story, str)]
     newest = story.chapters[-_MOST_INCIDENTS:]
     if older := len(story.chapters) - len(newest):
         lines += ["", f"{counted(older, 'incident')} before these"]
@@ -190,7 +190,7 @@ def _verdict(story: Story) -> str:
 
 def _left(story: Story) -> str:
     """Say where the weights are, what differs from the configuration, and what a new start would do."""
-    lines = [f"**{label.capitalize()}**: {worded(words, _MOST_LEFT)}" for label, words in left(story, show=str)]
+    lines = [f"**{label.capitalize()}**: {worded(words, _MOST_LEFT)}" for label, words in left(story, str)]
     lines.append(f"**The same command** {worded(next_start(story), _MOST_LEFT)}.")
     if story.chapters:
         lines.append(f"**Full report**: {code(REPORT)} among the artifacts. Numbers link to traces.")

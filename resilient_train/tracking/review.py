@@ -52,15 +52,20 @@ def near(path: Path) -> str:
     return str(path.relative_to(here)) if path.is_relative_to(here) and path != here else str(path)
 
 
-def review(story: Story, resumed_from: int | None = None, show: Show = near) -> list[str]:
-    """Sum up a run in some twenty lines at most: incidents, remedies, what to change, what is left, what to do next."""
-    lines = _summed_up(story)
+def review(story: Story, resumed_from: int | None = None) -> list[str]:
+    """Sum up a run at the end of a process in some twenty lines at most."""
+    lines = summed_up(story, near)
     if resumed_from is not None:
         began = ""
         if story.began_ms:
             began = f"; the run began {datetime.fromtimestamp(story.began_ms / 1000):%Y-%m-%d %H:%M}"
         lines.insert(0, f"this process resumed from step {resumed_from:,}{began}")
-    lines += [f"{label}: {words}" for label, words in left(story, show)]
+    return lines + [f"for the full report: {command('incidents', story.directory)}"] * bool(story.chapters)
+
+
+def summed_up(story: Story, show: Show) -> list[str]:
+    """Sum up a run: incidents, remedies, what to change, what is left, what to do next; `show` names a path."""
+    lines = _incidents_summed_up(story) + [f"{label}: {words}" for label, words in left(story, show)]
     return [*lines, f"the same command {next_start(story)}"]
 
 
@@ -104,13 +109,13 @@ def without_directory(summary: Summary, incidents: Sequence[Incident], remedies:
     story = Story(Path(), chapters, status, remedies=remedies, advice=advice, **known)
     changed = [f"{label}: {words}" for label, words in _changed(story)]
     return [
-        *_summed_up(story),
+        *_incidents_summed_up(story),
         *changed,
         "nothing of this is written: with run_dir there is a report, and a way to resume",
     ]
 
 
-def _summed_up(story: Story) -> list[str]:
+def _incidents_summed_up(story: Story) -> list[str]:
     made = ""
     if story.is_complete:
         made = f"{verdict(story)[0].lower()}: "
