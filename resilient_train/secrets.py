@@ -1,7 +1,8 @@
 """Masks secrets: `Masking` in all that is logged, `masked_tree` in all that is written.
 
 A value is secret by the name of its variable in the environment, such as HF_TOKEN or DB_PASSWORD, or of its setting,
-such as `api_key`: it is masked wherever it occurs. So are passwords and tokens in URLs, and what follows `password=`.
+such as `api_key`: it is masked wherever it occurs. So are passwords and tokens in URLs, what stands after `password=`,
+and the tokens of a few services.
 """
 
 from __future__ import annotations
@@ -37,7 +38,22 @@ _PASSWORD_IN_URL = re.compile(
 )
 _TOKEN_IN_URL = re.compile(r"""(https?://)[^\s/@:?#"'<>]{1,1000}+:?@""")
 _NAMED = re.compile(
-    rf"""(?i)([?&][\w.-]{{0,60}}(?:token|key|sig|signature|credential)=|(?:{_NAMES})['"]?[ ]?[=:][ ]?['"]?)[^\s&;'"]+"""
+    rf"""([?&][\w.-]{{0,60}}(?:token|key|sig|signature|credential)=
+    |(?:{_NAMES})['"]?[ ]?[=:][ ]?['"]?
+    |authorization['"]?[ ]?[=:][ ]?['"]?\w{{1,20}}[ ])
+    [^\s&;'"]+""",
+    re.VERBOSE | re.IGNORECASE,
+)
+_TOKENS = re.compile(
+    r"""(?<![A-Za-z0-9])(?:
+      hf_[A-Za-z0-9]{30,200}+                                           # Hugging Face
+    | sk-(?:proj|ant|svcacct)-[\w-]{16,300}+ | sk-[A-Za-z0-9]{32,300}+  # OpenAI, Anthropic
+    | (?:AKIA|ASIA)[A-Z0-9]{16}(?![A-Za-z0-9])                          # AWS
+    | gh[oprsu]_[A-Za-z0-9]{30,300}+ | github_pat_\w{22,300}+ | glpat-[\w-]{20,300}+  # GitHub, GitLab
+    | xox[a-z]-[A-Za-z0-9-]{10,300}+                                    # Slack
+    | eyJ[\w-]{10,2000}+\.[\w-]{10,8000}+\.[\w-]{0,2000}+               # a JSON web token
+    )""",
+    re.VERBOSE,
 )
 
 _known: set[str] = set()
@@ -52,7 +68,8 @@ def masked(text: str) -> str:
         text = _occurrences(frozenset(_known)).sub(MASK, text)
     text = _TOKEN_IN_URL.sub(rf"\1{MASK}@", text)
     text = _PASSWORD_IN_URL.sub(rf"\1{MASK}@", text)
-    return _NAMED.sub(rf"\1{MASK}", text)
+    text = _NAMED.sub(rf"\1{MASK}", text)
+    return _TOKENS.sub(MASK, text)
 
 
 def masked_tree(tree: Any, name: str = "") -> Any:
