@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import random
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -156,18 +155,6 @@ def tree(change: Callable[[str], str]) -> Attack:
     return forged("tree.json", lambda place: change((place.run_dir / NEWEST / "tree.json").read_text()).encode())
 
 
-def demoted(place: Place) -> None:
-    """What was demoted is nobody's last good state, however high its number."""
-    place.copy()
-    later = shutil.copytree(place.run_dir / NEWEST, place.run_dir / "checkpoints/step-00000099")
-    seal(later, lambda node: node.update(kind="demoted", step=99, tick=99))
-    summary = json.loads((place.run_dir / "summary.json").read_text()) | {"status": "gave_up", "exit_code": 3}
-    (place.run_dir / "summary.json").write_text(json.dumps(summary))
-    said = place.train("run.steps=20")
-    if "step-00000099" in said.text:
-        place.fails(f"it names a demoted state: {said.last}")
-
-
 def every(harm: Callable[[Path], object]) -> Callable[[Place], object]:
     return lambda place: [harm(one / "tensors.safetensors") for one in (place.run_dir / "checkpoints").glob("step-*")]
 
@@ -211,70 +198,6 @@ CHECKPOINTS |= {
     "all checkpoints damaged": resumes(every(_flip)),
     "all checkpoints emptied": resumes(every(lambda file: os.truncate(file, 0))),
     "no checkpoints": resumes(lambda place: shutil.rmtree(place.run_dir / "checkpoints")),
-    "a demoted one with the highest number": demoted,
-}
-
-
-# ------------------------------------------------------------------------------------------------------- configuration
-
-
-def wrong(*words: str, codes: Sequence[int] = (2,), files: Mapping[str, str] | None = None) -> Attack:
-    """A configuration that is refused in one line, before anything of it is called."""
-
-    def attack(place: Place) -> None:
-        for name, text in (files or {}).items():
-            (place.path / name).parent.mkdir(parents=True, exist_ok=True)
-            (place.path / name).write_text(text.replace("CANARY", str(place.canary)))
-        place.refused(place.train(*(word.replace("CANARY", str(place.canary)) for word in words)), *codes)
-
-    return attack
-
-
-def policy(text: str) -> Attack:
-    return wrong("--config-dir=mine", "recovery=evil", files={"mine/recovery/evil.yaml": text})
-
-
-NUMBERS = ["run.steps", "run.step_timeout", "clip.max_norm", "checkpoint.disk.every", "optimizer.lr", "data.batch_size"]
-LADDER = "recovery.ladders.default="
-CONFIGURATION: dict[str, Attack] = {f"{key}=nan": wrong(f"{key}=nan") for key in NUMBERS}
-CONFIGURATION |= {f"{key}=inf": wrong(f"{key}=inf") for key in NUMBERS}
-CONFIGURATION |= {
-    word: wrong(word)
-    for word in (
-        "run.steps=-1",
-        "run.steps=${oc.env:NOPE}",
-        "data.batch_size=0",
-        "run.nope=1",
-        "model=nope",
-        "=",
-        "run.steps=",
-    )
-}
-CONFIGURATION |= {
-    f"a remedy {remedy}": wrong(f"{LADDER}[{remedy}]")
-    for remedy in (
-        '[{os.system:{command:"touch CANARY"}}]',
-        '[{subprocess.call:{args:[touch,"CANARY"]}}]',
-        '[{pathlib.Path.touch:{self:"CANARY"}}]',
-        '[{builtins.exec:{source:"open(\\"CANARY\\",\\"w\\")"}}]',
-        '[{_target_:os.system,command:"touch CANARY"}]',
-        *("[nope]", "5", "[[[[[skip]]]]]", "[{lower_lr:{factor:nan}}]", "[{lower_lr:{factor:-1}}]"),
-        *("[{lower_lr:{factor:fast}}]", "[{rewind:{older:1e30}}]", "[{do:[skip],strikes:nan}]", "[null]"),
-    )
-}
-CONFIGURATION |= {
-    "a policy with a command": policy("ladders: {default: [[{os.system: {command: touch CANARY}}]]}\n"),
-    "a policy with a tag that executes": policy("ladders: !!python/object/apply:os.system ['touch CANARY']\n"),
-    "a policy with a tag that makes an object": policy("ladders: !!python/name:os.system\n"),
-    "a policy with a target": policy("_target_: os.system\ncommand: touch CANARY\nladders: {default: [[skip]]}\n"),
-    "a policy nested deeply": policy("ladders: " + "[" * 5000 + "]" * 5000 + "\n"),
-    "a policy that is no text": policy("\x00\x01\x02"),
-    "a policy with an odd name": policy("ladders: {default: [[skip]], '\u202e\u0000x': [[skip]]}\n".replace("\0", "")),
-    "checks with a tag that executes": wrong(
-        "--config-dir=mine",
-        "checks=evil",
-        files={"mine/checks/evil.yaml": "jump: !!python/object/apply:os.system ['touch CANARY']\n"},
-    ),
 }
 
 
@@ -308,34 +231,17 @@ def made(prefix: str, length: int, letters: str = HEX) -> str:
 
 BY_NAME = {
     "HF_TOKEN": made("hf_", 34),
-    "AWS_SECRET_ACCESS_KEY": made("", 40),
     "DB_PASSWORD": "trustnoone",
-    "PIN_PASSWORD": "20240131",
     "MY_PASSPHRASE": "correct horse battery",
-    "WANDB_API_KEY": made("", 40, "0123456789abcdef"),
-    "OPENAI_API_KEY": made("sk-proj-", 40),
     "SERVICE_SECRET": "p$\\w'\"<&>+/=\u00fc",
-    "GH_PASSWD": "opensesame",
 }
 BY_LOOK = {
     "user and password in an address": (made("", 12), "postgresql://writer:%s@db.example/losses"),
-    "a token in an address": (made("", 20), "https://%s@git.example/x.git"),
     "a query": (made("", 16), "https://s3.example/rows?X-Amz-Signature=%s&part=3"),
     "password=": (made("", 12), "host=db user=me password=%s dbname=x"),
-    "AccountKey=": (made("", 44) + "==", "DefaultEndpointsProtocol=https;AccountName=me;AccountKey=%s;Suffix=x"),
-    "aws_secret_access_key=": (made("", 40), "aws_secret_access_key=%s"),
-    "api_key=''": (made("", 24), "Client(api_key='%s', retries=3)"),
     "a header": (made("", 30), "Authorization: Bearer %s"),
     "JSON": (made("", 24), '{"client_secret": "%s", "n": 3}'),
-    "hf_": (made("hf_", 34, HEX[10:]), "401 for %s at the hub"),
-    "AKIA": (made("AKIA", 16, "ABCDEFGHIJKLMNOPQRSTUVWXYZ234567"), "the access key %s does not exist"),
     "ghp_": (made("ghp_", 36), "bad credentials: %s"),
-    "github_pat_": (made("github_pat_", 22) + "_" + made("", 59), "bad credentials: %s"),
-    "xoxb-": (made("xoxb-", 12, "123456789") + "-" + made("", 24), "invalid_auth for %s"),
-    "a JSON web token": (
-        f"{made('eyJhbGciOiJIUzI1NiJ9.eyJ', 40)}.{made('', 43)}",
-        "token %s has expired",
-    ),
 }
 SECRETS: dict[str, Attack] = {name: said_aloud(value, **{name: value}) for name, value in BY_NAME.items()}
 SECRETS |= {what: said_aloud(secret, said) for what, (secret, said) in BY_LOOK.items()}
@@ -343,6 +249,5 @@ SECRETS |= {what: said_aloud(secret, said) for what, (secret, said) in BY_LOOK.i
 INPUTS: Mapping[str, Mapping[str, Attack]] = {
     "files": FILES,
     "checkpoints": CHECKPOINTS,
-    "configuration": CONFIGURATION,
     "secrets": SECRETS,
 }

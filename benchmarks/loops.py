@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import math
 import os
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -35,32 +33,6 @@ def plain(
     prepared = plain_loop.prepare(workload, job.steps, fused=fused)
     tell(work(prepared.model, [prepared.optimizer], workload.batch_size))
     plain_loop.train(workload, prepared, steps=job.steps, log_every=job.log_every, on_step=on_step)
-
-
-def gated(job: Job, on_step: OnStep, tell: Callable[[Any], None]) -> None:
-    """Train with the hand-written loop and the least that a gate without a host wait has to do, in each update.
-
-    It reads what the last update measured, judges that, and lets the device decide about this one. No step is
-    repeatable with it, and nothing is kept to go back to: a guard costs more than this.
-    """
-    workload = plain_loop.WORKLOADS[job.workload]
-    prepared = plain_loop.prepare(workload, job.steps, fused=True)
-    limits, pending, seen = torch.tensor([1e9, 1e9]), torch.zeros(2), [1.0]
-
-    def step_through(loss: torch.Tensor, norm: torch.Tensor, optimizer: Any) -> None:
-        nonlocal pending
-        last = pending.tolist()
-        if not all(map(math.isfinite, last)) or last[0] > 100 + statistics.median(seen):
-            raise SystemExit("a healthy run was judged to be ill")
-        seen[:] = [*seen[-15:], last[0] or 1.0]
-        pending = torch.stack((loss.detach(), norm))
-        optimizer.optimizer.found_inf = (~(pending <= limits)).any().float()
-        optimizer.step()
-        del optimizer.optimizer.found_inf
-
-    tell(work(prepared.model, [prepared.optimizer], workload.batch_size))
-    how = {"steps": job.steps, "log_every": job.log_every, "on_step": on_step, "step_through": step_through}
-    plain_loop.train(workload, prepared, **how)  # type: ignore[arg-type]
 
 
 def ours(job: Job, on_step: OnStep, tell: Callable[[Any], None]) -> None:

@@ -87,12 +87,8 @@ def train(
     steps: int,
     log_every: int,
     on_step: Callable[[int], None] | None = None,
-    step_through: Callable[[torch.Tensor, torch.Tensor, Any], None] | None = None,
 ) -> None:
-    """Train for `steps` updates.
-
-    `on_step` hears of each, and `step_through` is given loss, gradient norm and optimizer to make the step.
-    """
+    """Train for `steps` updates; `on_step` hears of each."""
     accelerator, model, optimizer = prepared.accelerator, prepared.model, prepared.optimizer
     model.train()
     step = 0
@@ -100,11 +96,8 @@ def train(
         for batch in prepared.loader:
             loss, _ = workload.objective(model, batch)
             accelerator.backward(loss)
-            norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            if step_through is None:
-                optimizer.step()
-            else:
-                step_through(loss, norm, optimizer)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
             prepared.scheduler.step()
             optimizer.zero_grad()
             step += 1

@@ -8,7 +8,6 @@ median leaves those out. Then come counts for each step, which do not vary from 
     python benchmarks/step_cost.py
     python benchmarks/step_cost.py --workload mlp --tracking mlflow --json figures.json
     python benchmarks/step_cost.py --workload tiny --loops plain ours unchecked         (the command's own model)
-    python benchmarks/step_cost.py --workload mlp --loops plain gated ours       (the least that any gate has to do)
     python benchmarks/step_cost.py --loops plain plain-again      (what the method sees where nothing differs)
 """
 
@@ -30,14 +29,14 @@ from interleaved import (
     time_blocks,
 )
 from interleaved import median_with_interval as median_with_interval
-from loops import LOOPS, OVERRIDES, gated, plain, unchecked
+from loops import LOOPS, OVERRIDES, plain, unchecked
 
 # Of a snapshot's interval at least. And MLflow's thread sends every 1.5 s: a shorter block would leave that out.
 STEPS_PER_BLOCK = {"none": {"gpt": 25, "mlp": 200, "tiny": 50}, "mlflow": {"gpt": 25, "mlp": 2000, "tiny": 200}}
 # Until every slot for a snapshot was used once: memory is touched for the first time then.
 WARM_UP = {"gpt": 125, "mlp": 600, "tiny": 200}
 TARGETS = {"gpt": 1.05, "mlp": 1.20, "tiny": 1.10}  # upper bound of ours beside plain
-ALL: dict[str, Loop] = {**LOOPS, "plain-again": plain, "gated": gated, "unchecked": unchecked}
+ALL: dict[str, Loop] = {**LOOPS, "plain-again": plain, "unchecked": unchecked}
 
 
 def measure(given: argparse.Namespace, workload: str) -> dict[str, Any]:

@@ -3,8 +3,7 @@
     python benchmarks/worth.py pass --out worth.jsonl              # every program once: which names acted in it
     python benchmarks/worth.py goals --out worth.jsonl             # what would be good, where a name changed the end
     python benchmarks/worth.py without NAME ... --out worth.jsonl  # again without a name, where it acted
-    python benchmarks/worth.py idle --out worth.jsonl              # names that acted nowhere
-    python benchmarks/worth.py names --out worth.jsonl             # all of them, with the runs that they acted in
+    python benchmarks/worth.py without --rare 3 --out worth.jsonl  # each name that acted in at most three, by itself
 
 A name that did not act in a run cannot have changed it: the run is not made again. All calls go on where they were
 interrupted.
@@ -14,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import itertools
 import json
 import math
 import multiprocessing
@@ -96,7 +96,7 @@ def carry_out(wanted: list[Wanted], out: Path, jobs: int) -> None:
     records = kept(out)
     missing = [one for one in wanted if key(one[0], one[1], one[2], "goal" if one[3] else "run") not in records]
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["worth_preload"])
+    context.set_forkserver_preload(["torch", "torch._dynamo", "accelerate", "worth_programs"])
     began = time.monotonic()
     with ThreadPoolExecutor(jobs) as pool:
         futures = [pool.submit(run, context, unit[0], unit[1:], seed, off, goal) for unit, seed, off, goal in missing]
@@ -111,10 +111,11 @@ def carry_out(wanted: list[Wanted], out: Path, jobs: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("pass", "goals", "without", "idle", "names"))
+    parser.add_argument("what", choices=("pass", "goals", "without"))
     parser.add_argument("names", nargs="*", metavar="NAME", help="a name, or a pattern")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl")
     parser.add_argument("--only", metavar="PATTERN", default="*", help="programs, such as 'clinic first *'")
+    parser.add_argument("--rare", type=int, default=0, metavar="N", help="each name that acted in at most N programs")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=2)
     given = parser.parse_args()
@@ -124,7 +125,7 @@ def main() -> None:
     every = [[kind, *arguments] for kind, arguments in worth_programs.units()]
     every = [unit for unit in every if fnmatch.fnmatch(" ".join(map(str, unit)), given.only)]
     records = kept(given.out)
-    wanted: list[Wanted]
+    wanted: list[Wanted] = []
     if given.what in ("pass", "goals"):
         is_goal = given.what == "goals"
         wanted = [(unit, seed, [], is_goal) for seed in range(given.seeds) for unit in every]
@@ -132,27 +133,14 @@ def main() -> None:
         if is_goal:
             differing = worth_table.Worth(given.out.read_text()).differing()
             wanted = [one for one in wanted if tuple(one[0]) in differing]
-        carry_out(wanted, given.out, given.jobs)
-    elif given.what == "without":
-        together = sorted(given.names)
-        wanted = []
-        for seed in range(given.seeds):
-            for unit in every:
-                base = records.get(key(unit, seed, [], "run"))
-                if base is not None and {*together} & {*base["acted"]}:
-                    wanted.append((unit, seed, together, False))
-        print(f"{len(wanted)} runs", file=sys.stderr)
-        carry_out(wanted, given.out, given.jobs)
     else:
-        worth_names.load_all()
-        counts: dict[str, int] = {}
-        for record in records.values():
-            if record["arm"] == "run" and not record["without"]:
-                for name in record["acted"]:
-                    counts[name] = counts.get(name, 0) + 1
-        for name, lines in sorted(worth_names.LINES.items()):
-            if given.what == "names" or name not in counts:
-                print(f"{counts.get(name, 0):5} {lines:4} {name}")
+        apart = [[name] for name in worth_table.Worth(given.out.read_text()).rare(given.rare)] if given.rare else []
+        for seed, names, unit in itertools.product(range(given.seeds), apart or [sorted(given.names)], every):
+            base = records.get(key(unit, seed, [], "run"))
+            if base is not None and not {*names}.isdisjoint(base["acted"]):
+                wanted.append((unit, seed, names, False))
+    print(f"{len(wanted)} runs", file=sys.stderr)
+    carry_out(wanted, given.out, given.jobs)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import worth_names
+
+worth_names.install()  # before the first import of the library
+
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "tests")]
 NEAR = 0.1  # of the loss, or of the way to it

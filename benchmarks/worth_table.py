@@ -2,8 +2,8 @@
 
     python benchmarks/worth_table.py worth.jsonl    # after worth.py: pass, without NAME ..., goals
 
-A rule is a function that may return nothing. *Blind* are programs that were committed before the rule was. A program is
-won by a rule if it is good with it only: it ended, and its loss is at most its goal; lost is the other way round.
+A rule is a function that may return nothing. A program is won by a rule if it is good with it only: it ended, and its
+loss is at most its goal; lost is the other way round. In brackets: those that were committed after the rule was.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import argparse
 import json
 import subprocess
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,11 @@ class Worth:
     def acted(self, name: str) -> list[tuple[Any, ...]]:
         return [unit for unit, record in self.passed.items() if name in record["acted"]]
 
+    def rare(self, most: int) -> list[str]:
+        """Return the names that acted in a few programs."""
+        counts = Counter(name for record in self.passed.values() for name in record["acted"])
+        return [name for name, count in counts.items() if count <= most]
+
     def changed(self, name: str) -> list[tuple[tuple[Any, ...], int]]:
         """The programs that are good in one of both only: 1 where they are won by the name, -1 where they are lost."""
         found = []
@@ -116,15 +121,12 @@ class Worth:
 
     def row(self, name: str) -> str:
         acted = self.acted(name)
-        blind = [unit for unit in acted if ruled(name) < written(unit)]
-        cells = [f"`{name.removeprefix('resilient_train.')}`", worth_names.LINES[name], len(acted), len(blind)]
-        if name in self.without:
-            changed = self.changed(name)
-            won, lost = ([unit for unit, by in changed if by == sign] for sign in (1, -1))
-            cells += [len(won), sum(unit in blind for unit in won), len(lost), sum(unit in blind for unit in lost)]
-        else:
-            cells += [""] * 4
-        return f"| {' | '.join(map(str, cells))} |"
+        cells = [f"`{name.removeprefix('resilient_train.')}`", worth_names.LINES.get(name, "gone"), len(acted)]
+        for sign in (1, -1) if name in self.without else ():
+            units = [unit for unit, by in self.changed(name) if by == sign]
+            blind = sum(ruled(name) < written(unit) for unit in units)
+            cells.append(f"{len(units)} ({blind})" if units else "0")
+        return f"| {' | '.join(map(str, cells))} |{'  |  |' * (name not in self.without)}"
 
 
 def main() -> None:
@@ -135,17 +137,15 @@ def main() -> None:
     worth_names.load_all()
     worth = Worth(given.runs.read_text())
     rules = [name for name in worth_names.LINES if name.split(".")[1] in ROOMS and ":" not in name]
-    kinds: dict[str, int] = defaultdict(int)
-    for unit in worth.passed:
-        kinds[unit[0]] += 1
-    counted = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    rules = sorted(
+        {*rules, *worth.without}, key=lambda name: (name not in worth.without, -len(worth.acted(name)), name)
+    )
     lines = [
-        f"{len(worth.passed)} programs ({counted}); {len(rules)} rules, of which {len(worth.without)} names were tried",
-        "without.",
+        f"{len(worth.passed)} programs; {len(worth.without)} of {len(rules)} names were tried without.",
         "",
-        "| rule | lines | acted in | blind | won | blind | lost | blind |",
-        "|---|---|---|---|---|---|---|---|",
-        *(worth.row(name) for name in sorted(rules, key=lambda name: -len(worth.acted(name)))),
+        "| rule | lines | acted in | won (blind) | lost (blind) |",
+        "|---|---|---|---|---|",
+        *map(worth.row, rules),
     ]
     head = PAGE.read_text().partition(BEGINS)[0]
     PAGE.write_text(head + BEGINS + "\n" + "\n".join(lines) + "\n")

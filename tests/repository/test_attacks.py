@@ -18,18 +18,18 @@ from attacks_place import SECRETS, Failed, Place, judged
 
 ATTACKS = str(HERE.parent / "benchmarks" / "attacks.py")
 HANDFUL = ["files: summary.json as a directory", "checkpoints: custom_checkpoint_0.pkl"]
-HANDFUL += ["configuration: a remedy [nope]", "secrets: HF_TOKEN"]
+HANDFUL += ["secrets: HF_TOKEN"]
 
 
 def test_a_handful_holds(tmp_path: Path) -> None:
-    """One command tries them, prints a table and the count, and keeps what became of each; there are hundreds."""
+    """One command tries them, prints a table and the count, and keeps what became of each; there are a hundred."""
     command = [sys.executable, ATTACKS, "--json", "tried.json", "--only", *HANDFUL]
     done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line.split() for line in done.stdout.splitlines() if line.startswith("  ")]
     assert rows[0] == ["group", "tried", "held", "failed"]
-    assert [row[1:] for row in rows[1:]] == [["1", "1", "0"]] * 4
-    assert done.stdout.splitlines()[-1] == "4 inputs, 0 failed"
+    assert [row[1:] for row in rows[1:]] == [["1", "1", "0"]] * 3
+    assert done.stdout.splitlines()[-1] == "3 inputs, 0 failed"
     tried = json.loads((tmp_path / "tried.json").read_text())
     assert tried == dict.fromkeys(HANDFUL, "")
     command = [sys.executable, ATTACKS, "--list"]
