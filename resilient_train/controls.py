@@ -70,7 +70,7 @@ class Controls(RunControl):
         """
         checks, clock, actions = self._parts.checks, self._parts.clock, incident.decision.actions
         step_before, is_mildly_treated = clock.step, is_mild(actions)
-        self._incident = replace(incident, rewound_to=None, trace=0)
+        self._incident = replace(incident, rewound_to=None)
         self._suspects, self._decisions_digest = suspects, None
         if not is_mildly_treated:
             self.knobs.trouble()
@@ -105,7 +105,7 @@ class Controls(RunControl):
                 raise TrainError(f"no verified state from before step {anomaly.since + 1} can still be read")
         parts.updater.gate.limit(*parts.checks.limits)  # as they were then, for a trial from here
         step = parts.clock.step
-        self._incident = replace(self._incident, rewound_to=step, trace=parts.updates.trace(step))
+        self._incident = replace(self._incident, rewound_to=step)
         parts.updates.rewound(step)
 
     def skip(self, updates: int | None = None) -> None:

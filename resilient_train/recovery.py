@@ -146,12 +146,8 @@ class Recovery:
         rise = self.intended.rise(anomaly, diagnosis)
         if rise is not None and self.intended.accepts(rise, anomaly):
             return
-        last = history[-1].rewound_to if history else None
-        decision = decide(
-            *(self.policy, anomaly, diagnosis, history, parts.clock.tick),
-            controls.circumstances(anomaly, diagnosis, leap),
-            trace=parts.updates.trace(last) if last is not None else 0,
-        )
+        circumstances = controls.circumstances(anomaly, diagnosis, leap)
+        decision = decide(self.policy, anomaly, diagnosis, history, parts.clock.tick, circumstances)
         self._set_reference(anomaly, diagnosis, decision)
         before = self.incident_log.continued(anomaly, diagnosis, decision)
         incident = before or self.incident_log.open(anomaly, diagnosis, decision, is_off=checks.rewind_check.is_open)

@@ -206,7 +206,6 @@ class Incident:
     seconds: float = 0.0
     outcome: Outcome | None = None  # None while it is open
     drill: str = ""  # the injected faults that caused it: no advice is given
-    trace: int = 0  # digest of the updates that its rewind undid
     further: int = 0  # anomalous updates that followed, and were observed or skipped like the first one
     again: tuple[tuple[int, int], ...] = ()  # tick and step of those that were skipped
     tried: tuple[Tried, ...] = ()  # the arms of its trial, if there was one

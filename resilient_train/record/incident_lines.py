@@ -50,7 +50,6 @@ def as_line(incident: Incident) -> dict[str, Any]:
         "rung": decision.rung,
         "gave_up": decision.gave_up,
         "drill": incident.drill,
-        "trace": incident.trace,
     }
     if incident.is_observed or incident.further:
         line |= {"further": incident.further, "again": incident.again}

@@ -106,12 +106,11 @@ def decide(
     history: Sequence[Incident],
     tick: int,
     circumstances: Circumstances,
-    trace: int = 0,
 ) -> Decision:
     """Take the first rung of the cause's ladder that applies and has strikes left, if the budget allows it.
 
     `history` holds the earlier incidents; those up to the last one that ended the run no longer count, so a run that is
-    resumed with a better configuration starts fresh. `trace` is the digest of the updates since the last rewind.
+    resumed with a better configuration starts fresh.
     """
     if policy.observe:
         return Decision((Action(OBSERVE),))
@@ -124,19 +123,14 @@ def decide(
         limit = counted(policy.budget.in_a_row, "update")
         return Decision(gave_up=f"the budget of {limit} in a row that did not land is used up")
     case, relevant, exhausted = Case(anomaly, diagnosis, circumstances, rewinds=False), _relevant(history, anomaly), 0
-    repeated = None  # a rung whose last attempt repeated an earlier one exactly: using it again cannot help
-    if trace and any(one.trace == trace for one in relevant) and relevant[-1].rewound_to is not None:
-        repeated = relevant[-1].decision.rung if relevant[-1].diagnosis.cause == cause else None
     for place, rung in enumerate(ladder):
         actions = _applicable(rung, case)
         if not actions or (rung.landed and not anomaly.landed):
             continue
         strikes = _strikes(policy, rung, place, case, relevant, tick)
-        if place == repeated:
-            exhausted += 1
-        elif rung.at_start and not (circumstances.at_start or strikes):
+        if rung.at_start and not (circumstances.at_start or strikes):
             continue
-        elif strikes >= policy.strikes_of(rung, cause):
+        if strikes >= policy.strikes_of(rung, cause):
             exhausted += 1
         elif why := _over_budget(policy, actions, case, tick, relevant, history):
             return Decision(rung=place, gave_up=why)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from math import inf, isfinite, nan, sqrt
 from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
-from zlib import crc32
 
 import torch
 
@@ -295,11 +293,6 @@ class UpdateHistory:
         half = len(norms) // 2
         grows = half > 0 and median(norms[half:]) > _GROWN * median(norms[:half])
         return Rise(high[0].step, high[0].start, height, grows)
-
-    def trace(self, step: int) -> int:
-        """Return a digest of the measurements after a step; it is equal only if each of them was, to the last bit."""
-        cells = [cell for one in self._passed if one.step > step for cell in (one.step, one.loss, one.norm)]
-        return crc32(array("d", cells).tobytes())
 
     @property
     def first_loss(self) -> float | None:

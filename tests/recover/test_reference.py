@@ -355,23 +355,6 @@ def test_what_a_leap_says_is_so(paces: list[float]) -> None:
     assert max(before) == pytest.approx(leap.usual) if leap.is_sudden else max(before) <= 1.1 * leap.usual
 
 
-# Two ways that were the same.
-
-
-@given(
-    losses=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=40),
-    place=st.integers(0, 39),
-    since=st.integers(0, 40),
-)
-def test_another_loss_makes_another_trace(losses: list[float], place: int, since: int) -> None:
-    """One that differs after the step is enough; one that differs before it changes nothing."""
-    place %= len(losses)
-    changed = [*losses[:place], losses[place] + max(1.0, abs(losses[place])), *losses[place + 1 :]]
-    one = passed([1.0] * len(losses), losses=lambda step: losses[step - 1])
-    other = passed([1.0] * len(losses), losses=lambda step: changed[step - 1])
-    assert (one.trace(since) == other.trace(since)) == (place + 1 <= since)
-
-
 # What becomes of incidents.
 
 
@@ -452,47 +435,19 @@ def test_corruption_at_one_place_exhausts_the_ladder() -> None:
     assert run.step == 60
 
 
-def decided(
-    cause: Cause, history: Sequence[Incident] = (), *, trace: int = 0, policy: str = "balanced", **can: Any
-) -> Decision:
+def decided(cause: Cause, history: Sequence[Incident] = (), *, policy: str = "balanced", **can: Any) -> Decision:
     anomaly = landed(200 + len(history), 200 + 50 * len(history))
     able: Circumstances = dataclasses.replace(ALL_APPLICABLE, **can)
-    return decide(policy_named(policy), anomaly, Diagnosis(cause, ""), tuple(history), anomaly.tick, able, trace)
+    return decide(policy_named(policy), anomaly, Diagnosis(cause, ""), tuple(history), anomaly.tick, able)
 
 
-def attempts(cause: Cause, *traces: int, rungs: Sequence[int] | None = None) -> list[Incident]:
-    """Earlier incidents of one cause: each was rewound, over a way with this trace."""
+def attempts(cause: Cause, *rungs: int) -> list[Incident]:
+    """Earlier incidents of one cause, each of which was rewound."""
+    rewind = Action("rewind")
     return [
-        Incident(
-            *(place + 1, landed(200, 200 + 50 * place), Diagnosis(cause, "")),
-            Decision((Action("rewind"),), rung),
-            rewound_to=150,
-            trace=trace,
-        )
-        for place, (trace, rung) in enumerate(zip(traces, rungs or [4] * len(traces), strict=True))
+        Incident(place, landed(200, 150 + 50 * place), Diagnosis(cause, ""), Decision((rewind,), rung), rewound_to=150)
+        for place, rung in enumerate(rungs, start=1)
     ]
-
-
-@pytest.mark.parametrize(
-    ("earlier", "trace", "rung"),
-    [
-        pytest.param([], 0, 4, id="the first one"),
-        pytest.param(attempts(Cause.EXPLOSION, 7), 0, 4, id="not known: strikes only"),
-        pytest.param(attempts(Cause.EXPLOSION, 7), 8, 4, id="it came to something else"),
-        pytest.param(attempts(Cause.EXPLOSION, 7), 7, 5, id="it came to the same as before"),
-        pytest.param(attempts(Cause.DATA, 7), 7, 4, id="that was another cause"),
-        pytest.param(attempts(Cause.EXPLOSION, 7, 8), 9, 5, id="its strikes are used up"),
-        pytest.param(attempts(Cause.EXPLOSION, 7, 8, 9, rungs=[4, 4, 5]), 6, 5, id="the next one has two as well"),
-        pytest.param(attempts(Cause.EXPLOSION, 7, 8, 9, rungs=[4, 4, 5]), 9, 6, id="the next one came to the same"),
-        pytest.param(attempts(Cause.EXPLOSION, 7, 8, 9, rungs=[4, 4, 5]), 7, 6, id="the same as longer ago"),
-    ],
-)
-def test_a_rung_that_came_to_the_same_is_spent(earlier: list[Incident], trace: int, rung: int) -> None:
-    """With the same knobs, data and weights the next attempt would come to the same again, so it takes no strikes.
-
-    The rung of a trial, which is not possible here, is passed over.
-    """
-    assert decided(Cause.EXPLOSION, earlier, trace=trace, policy="aggressive").rung == rung
 
 
 def setting(decision: Decision, remedy: str) -> dict[str, Any]:
@@ -505,7 +460,7 @@ def test_an_explosion_is_cut_as_deep_as_it_goes(policy: str, off: float, factor:
     """From the rung that lowers the rate on; the rung before it only warms up."""
     first = decided(Cause.EXPLOSION, policy=policy, loss_excess=off)
     assert setting(first, "lower_lr")["factor"] == 1
-    before = attempts(Cause.EXPLOSION, 0, 0, rungs=[3, 5] if policy == "balanced" else [4, 4])
+    before = attempts(Cause.EXPLOSION, *([3, 5] if policy == "balanced" else [4, 4]))
     later = decided(Cause.EXPLOSION, before, policy=policy, loss_excess=off)
     assert later.rung > first.rung
     assert setting(later, "lower_lr")["factor"] == factor
