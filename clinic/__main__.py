@@ -10,6 +10,7 @@ Other programs, each kind with a harness and options of its own (`--help`):
     python -m clinic changing    # healthy programs that change on purpose, and twins that are damaged instead
     python -m clinic noisy       # healthy programs that are noisy by nature
     python -m clinic climbing    # programs that are ruined slowly
+    python -m clinic restarts    # healthy programs whose schedule restarts
     python -m clinic matrix      # random faults in programs of many kinds
     python -m clinic hot         # a schedule that multiplies the learning rate for a while
     python -m clinic rates       # programs drawn at random whose rate is far too high
@@ -46,6 +47,7 @@ OTHERS = {  # kinds of programs with a harness of their own
     "changing": "clinic.changes",
     "noisy": "clinic.noisy",
     "climbing": "clinic.climbing",
+    "restarts": "clinic.restarts",
     "matrix": "clinic.matrix",
     "hot": "clinic.hot_stretch",
     "rates": "clinic.hot_rates",
