@@ -45,8 +45,8 @@ class CopyCosts:
 
     def __init__(self, memory: int, disk: int, now: Callable[[], float] = time.perf_counter) -> None:
         """`memory` and `disk` are the steps between two of each kind."""
-        self._memory = CopyCost("checkpoint.memory.every", memory)
-        self._disk = CopyCost("checkpoint.disk.every", disk)
+        self._memory = CopyCost("memory.every", memory)
+        self._disk = CopyCost("disk.every", disk)
         self._now = now
         self._ordinary: deque[float] = deque(maxlen=_MANY)  # seconds of updates without a copy
         self._last = (-1, 0.0)  # tick and time of the last healthy update

@@ -28,7 +28,7 @@ from resilient_train.adapters import rows_of_loader
 from resilient_train.data import build
 from resilient_train.data.rows import Collate, change, fingerprint
 from resilient_train.data.samples import Samples, Slicing
-from resilient_train.data.sequential import LoaderSamples
+from resilient_train.data.sequential import IterableSamples, LoaderSamples
 from resilient_train.drills import Drill
 from resilient_train.errors import ConfigError, TrainError, named_type, unusable
 from resilient_train.ranks.world import World
@@ -294,7 +294,7 @@ def _drawn(function: Callable[[], Any]) -> Iterator[Any]:
 
 def steps_per_epoch(samples: Samples) -> int:
     """Return how many updates it takes to see all the data once."""
-    counts_batches = isinstance(samples, LoaderSamples)
+    counts_batches = isinstance(samples, LoaderSamples) and not isinstance(samples, IterableSamples)
     counted: Any = getattr(samples, "loader", getattr(samples, "dataset", ()))
     try:
         count = len(counted) if counts_batches else samples.rows or len(counted)

@@ -24,7 +24,7 @@ from resilient_train.state.tree import leaves, rebuilt
 _log = logging.getLogger("resilient_train")
 
 _MAX_BYTES_OF_DEVICE = 2**26  # of kept batches that are not in the memory of the host
-_MAX_BYTES = 2**30  # of kept batches: older ones are fetched again from the data set, or left out of a repetition
+_MAX_BYTES = 2**30  # of kept batches: older ones are fetched again, or left out of a repetition
 _REMEMBERED, _MAX_ROWS = 10_000, 2**22  # older updates whose rows are known, and rows, of 8 bytes each
 _LEAST_REMEMBERED = 128  # updates: no diagnosis goes further back
 _REPLAYED = 64  # of these, the newest: then also what the trainer counted is known
@@ -126,10 +126,13 @@ class FedSamples(Samples):
         if not fed.nbytes:
             self._kept.append(fed)
         fed.nbytes, self._kept_bytes = fed.nbytes + nbytes, self._kept_bytes + nbytes
-        while (old := self._kept[0]) is not fed and (old.batches is None or self._kept_bytes > most):
+        while (old := self._kept[0]) is not fed and old is not self.current:  # these may be repeated without a rewind
+            if old.batches is not None and self._kept_bytes <= most:
+                break
             if old.batches is not None and not self._has_dropped and not self.rows:
                 self._has_dropped = True
-                _log.info("data: kept batches exceed %d MiB: a rewind leaves the oldest out", most >> 20)
+                why = "a rewind leaves the oldest out, unless the loader can continue at their place"
+                _log.info("data: kept batches exceed %d MiB: %s", most >> 20, why)
             self._drop_batches(self._kept.popleft())
 
     def healthy(self, batch: Any, rows: Sequence[int]) -> tuple[Any, Sequence[int]]:
@@ -229,13 +232,18 @@ class FedSamples(Samples):
         self.position = -round(self._least(-first))  # the ranks make the same updates again
 
     def close(self) -> None:
-        self._forget_all()
-
-    def _forget_all(self) -> None:
         self._fed.clear()
         self._older.clear()
-        self._kept.clear()
-        self._kept_bytes = 0
+
+    def _fetch_again_from(self, position: int) -> None:
+        """Forget what was fetched from a position on, and the batches before it."""
+        for fed in self._fed:
+            self._drop_batches(fed)
+        before = [fed for fed in chain(self._older, self._fed) if fed.start < position]
+        for known in (self._fed, self._older, self._kept):
+            known.clear()
+        self._older.extend(before)
+        self.position = self.newest_stop = position
 
     def rows_at(self, start: int, stop: int) -> tuple[int, ...]:
         within = [fed for fed in chain(self._older, self._fed) if start <= fed.start < stop]

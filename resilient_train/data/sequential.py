@@ -24,7 +24,7 @@ from resilient_train.state.tree import rebuilt, sha256
 _log = logging.getLogger("resilient_train")
 
 _BEAT_EVERY = 1_000  # rows that are only read to find a place
-_COMPARED = 4  # first rows of a data set, and those after them, that are read twice before a run
+_COMPARED = 4  # rows that show whether the same place was found again
 
 
 class LoaderBatches:
@@ -42,7 +42,7 @@ class LoaderBatches:
         self._batches: Iterator[Any] | None = None
         is_dataloader = isinstance(loader, DataLoader) and not hasattr(loader, "use_stateful_dataloader")
         self._stateful: Any = loader if is_dataloader and hasattr(loader, "load_state_dict") else None
-        self._marks: deque[Any] = deque(maxlen=256)  # batches drawn before, and how it continues there
+        self._marks = deque[Any]()  # batches drawn before, and how it continues there
 
     def place(self, drawn: int) -> dict[str, Any]:
         """Return what it takes to continue behind so many batches."""
@@ -50,6 +50,11 @@ class LoaderBatches:
             self._marks.append((drawn, copy.deepcopy(self._stateful.state_dict())))
         before = [one for one in self._marks if one[0] <= drawn][-1:]
         return {"drawn": drawn, "loader": [[drawn - at, mark] for at, mark in before]}
+
+    def forget_before(self, drawn: int) -> None:
+        """Drop what it takes to continue at a place to which no rewind goes back."""
+        while len(self._marks) > 1 and self._marks[1][0] <= drawn:
+            self._marks.popleft()
 
     def go_to(self, place: dict[str, Any]) -> None:
         """Continue at a place of an earlier process."""
@@ -132,7 +137,9 @@ class LoaderSamples(FedSamples):
 
     def state_dict(self) -> dict[str, Any]:
         ahead = next(self._ahead(), None)
-        return {"position": self.position, **self._source.place(self._source.drawn if ahead is None else ahead.number)}
+        if ahead is None:  # what was skipped was drawn, too
+            return {"position": self.newest_stop, **self._source.place(self._source.drawn)}
+        return {"position": ahead.start, **self._source.place(ahead.number)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         kept = next((fed.start for fed in self._fed if fed.batches is not None or fed.rows), self.newest_stop)
@@ -140,9 +147,13 @@ class LoaderSamples(FedSamples):
         if (self._fed or self._older) and (is_kept or not state["loader"]):
             super().load_state_dict(state)
             return
-        self._forget_all()  # the state is of an earlier process, or from before what is kept
-        self.position = self.newest_stop = state["position"]
+        self._fetch_again_from(state["position"])  # it is of an earlier process, or from before what is kept
+        self._source.beat = self.beat
         self._source.go_to(state)
+
+    def forget_before(self, position: int) -> None:
+        super().forget_before(position)
+        self._source.forget_before(self._fed[0].number if self._fed else self._source.drawn)
 
     def close(self) -> None:
         super().close()
@@ -161,47 +172,59 @@ class RowStream(LoaderBatches):
 
     Every rank reads all of them and keeps its own share: so a run on 1, 2 or 4 processes sees the same updates. What
     `LoaderBatches` does with the batches of a loader is done here with rows.
+
+    Some states leave out what a shuffle buffer holds: rows would be missing, without any error. So a place is noted
+    with a state whose next rows were read since, and by them it is seen whether it leads there. If it does not, the
+    epoch is read from its first row.
     """
 
     def __init__(self, dataset: Any, slicing: Slicing, seed: int) -> None:
         """Begin at the first row. Raises ValueError if the data set does not repeat itself."""
         super().__init__(dataset, slicing, seed, torch.device("cpu"))
-        self._stateful, self._pristine = self, copy.deepcopy(dataset.state_dict())
-        self._begin(0, 0, self._pristine)
-        self._is_exact = self._repeats()
-        self._begin(0, 0, self._pristine)
-        self._marks.append((0, {"epoch": 0, "row": 0, "dataset": None}))
+        self._pristine, self._is_exact = copy.deepcopy(dataset.state_dict()), True
+        self._marks.append((0, [0, 0, None, ""]))  # rows drawn; epoch, row, state, digest of the rows that follow
+        self._require_repetition()
 
-    def state_dict(self) -> dict[str, Any]:
-        state = self.loader.state_dict() if self._is_exact else None
-        return {"epoch": self._epoch, "row": self._row, "dataset": state}
+    def place(self, drawn: int) -> dict[str, Any]:
+        if drawn == self.drawn and self._is_exact and self._marks[-1][0] < drawn:
+            self._marks.append((drawn, [self._epoch, self._row, copy.deepcopy(self.loader.state_dict()), None]))
+        at, mark = next(one for one in reversed(self._marks) if one[0] <= drawn and one[1][-1] is not None)
+        return {"drawn": drawn, "loader": [[drawn - at, mark]]}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        epoch, row = state["epoch"], state["row"]
-        if state["dataset"] is not None:
-            self._begin(epoch, row, state["dataset"])
-            return
-        self._begin(epoch, 0, self._pristine)
-        for number in range(row):
-            self._next_row()
-            if number % _BEAT_EVERY == 0:
-                self.beat()
+    def forget_before(self, drawn: int) -> None:
+        while len(self._marks) > 1 and self._marks[1][0] <= drawn and self._marks[1][1][-1] is not None:
+            self._marks.popleft()
+
+    def continue_from(self, behind: int, mark: Any) -> None:
+        epoch, row, state, digest = mark
+        self.drawn -= behind
+        self._marks.append((self.drawn, mark))
+        if state is not None and self._leads_to(epoch, row, state, digest):
+            self._begin(epoch, row, state)
+        else:
+            self._read_to(epoch, row)
+        for _ in range(behind):
+            self._next_batch()
 
     def fetch(self) -> list[tuple[Any, Sequence[int]]]:
         """Fetch the rows of the next update, over all ranks and micro-batches."""
-        return [([self._next_batch() for _ in range(self.slicing.samples)], ())]
+        (at, mark), began = self._marks[-1], self.drawn
+        rows = [self._next_batch() for _ in range(self.slicing.samples)]
+        if at == began and mark[-1] is None:
+            mark[-1] = sha256(rows[:_COMPARED])
+        return [(rows, ())]
 
     def _next_batch(self) -> Any:
         """Read one row. If that fails for a moment, the epoch is read again: an iterator that has raised has ended."""
         self.drawn += 1
-        retries, place = Retries(self.beat), {"epoch": self._epoch, "row": self._row, "dataset": None}
+        retries, epoch, row = Retries(self.beat), self._epoch, self._row
         while True:
             try:
                 if retries.pauses:
-                    self.load_state_dict(place)
+                    self._read_to(epoch, row)
                 return self._next_row()
             except Exception as error:
-                retries.pause_or_raise(error, f"reading row {place['row']} of epoch {place['epoch']}")
+                retries.pause_or_raise(error, f"reading row {row} of epoch {epoch}")
 
     def _next_row(self) -> Any:
         assert self._batches is not None
@@ -226,39 +249,48 @@ class RowStream(LoaderBatches):
         seed_host(mix(Purpose.ROW, self.seed, epoch, row))  # some data sets fetch their first row in iter()
         self._batches = iter(self.loader)
 
-    def _digests(self) -> list[str]:
-        """Read a few rows of the first epoch; there may be fewer."""
-        assert self._batches is not None
-        digests = []
-        for number in range(self._row, self._row + _COMPARED):
-            seed_host(mix(Purpose.ROW, self.seed, 0, number))
-            digests += [sha256(row) for row in islice(self._batches, 1)]
-        self._row += len(digests)
-        return digests
+    def _read_to(self, epoch: int, row: int) -> None:
+        self._begin(epoch, 0, self._pristine)
+        for number in range(row):
+            self._next_row()
+            if number % _BEAT_EVERY == 0:
+                self.beat()
 
-    def _repeats(self) -> bool:
-        """Say whether the data set continues at a state with the rows that followed it.
+    def _leads_to(self, epoch: int, row: int, state: Any, digest: str) -> bool:
+        """Say whether a state of the data set leads to the rows that followed it."""
+        try:
+            self._begin(epoch, row, state)
+            is_same: bool = sha256([self._next_row() for _ in range(min(_COMPARED, self.slicing.samples))]) == digest
+            why = "it leads to other rows"
+        except Exception as error:
+            is_same, why = False, in_one_line(error)
+        if not is_same:
+            self._is_exact, kind = False, type(self.loader).__name__
+            _log.warning("data: the state of this %s cannot be used (%s): its epoch is read again", kind, why)
+        return is_same
 
-        Some states leave out what a shuffle buffer holds. Then a place is found by reading its epoch from the start.
-        """
-        first = self._digests()
-        if not first:
-            raise ValueError("the iterable data set is empty: it has no rows")
-        state, row = copy.deepcopy(self.loader.state_dict()), self._row
-        later = self._digests()
+    def _require_repetition(self) -> None:
+        """Read the first rows twice, each with the random numbers that belong to it."""
+        first: list[list[str]] = []
+        for _ in range(2):
+            self._begin(0, 0, self._pristine)
+            digests = []
+            for number in range(_COMPARED):  # there may be fewer
+                seed_host(mix(Purpose.ROW, self.seed, 0, number))
+                digests += [sha256(row) for row in islice(self._batches or (), 1)]
+            if not digests:
+                raise ValueError("the iterable data set is empty: it has no rows")
+            first.append(digests)
         self._begin(0, 0, self._pristine)
-        if self._digests() != first:
+        if first[0] != first[1]:
             raise ValueError("gives other rows after load_state_dict than before, so a run over it cannot be repeated")
-        self._begin(0, row, state)
-        is_exact = self._digests() == later
-        if not is_exact:
-            kind = type(self.loader).__name__
-            _log.info("data: the state of this %s forgets rows (shuffle buffer?): a resume reads an epoch again", kind)
-        return is_exact
 
 
 class IterableSamples(LoaderSamples):
-    """Samples of an iterable data set that can return its position and go back to it."""
+    """Samples of an iterable data set that can return its position and go back to it.
+
+    The rows of two updates are kept, which may be repeated; a rewind to before them reads them again.
+    """
 
     def __init__(
         self,
@@ -274,15 +306,17 @@ class IterableSamples(LoaderSamples):
         self.seed, self.collate = seed, collate
 
     def handed_out(self, fed: Fed) -> list[Any]:
-        """Make this rank's batches of the rows; of copies, as a collate function may change them."""
+        """Make this rank's batches of the rows, in containers of their own: a collate function may change these."""
         batches, (rows,) = [], fed.batches or ([],)
         for number, some in enumerate(self.slicing.of_this_rank(rows)):
             place = number * self.slicing.world + self.slicing.rank  # among the micro-batches on all ranks
             seed_host(mix(Purpose.COLLATE, self.seed, fed.start, place))
-            batches.append(self.collate([rebuilt(row, _copied) for row in some]))
-        if not fed.nbytes:  # rows of objects: their tensors tell what they take
-            self.keep(fed, batches)
+            batches.append(self.collate([rebuilt(row, lambda leaf: leaf) for row in some]))
         return batches
+
+    def keep(self, fed: Fed, made: Any) -> None:
+        if len(self._fed) > 2:
+            self._drop_batches(self._fed[-3])
 
     def slice_as(self, slicing: Slicing) -> bool:
         self.slicing = self._source.slicing = slicing
@@ -290,7 +324,8 @@ class IterableSamples(LoaderSamples):
 
     def _fetch(self) -> None:
         drawn = self._source.drawn
-        self.feed([rows for rows, _ in self._source.fetch()]).number = drawn
+        rows = [rebuilt(row, _copied) for row in self._source.fetch()[0][0]]
+        self.feed([rows]).number = drawn
 
 
 def _copied(leaf: Any) -> Any:

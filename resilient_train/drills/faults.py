@@ -80,7 +80,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _spoiled(tree: Any, new: Callable[[Any], Any], *, first_row: bool = False) -> Any:
-    """Copy a batch or a row of any shape, with all its floating-point numbers, or its first row's, as `new` says."""
+    """Copy a batch or a row, in any containers, with its floating-point numbers as `new` says, or its first row's."""
 
     def change(leaf: Any) -> Any:
         if isinstance(leaf, float | np.floating):

@@ -147,7 +147,7 @@ def call_and_repair(bare: Operation, name: str, args: tuple[Any, ...], kwargs: d
     broken_in = _broken_by(leaves, pointwise)
     # The results of the other operations depend in their last bit on how elements lie in memory.
     rounds_exactly = family(name) in ("add", "sub", "mul", "div")
-    divides_by_one = op_name(name) == "div" and not name.startswith("__r") and _is_one_number(args[1:2])
+    divides_by_one = op_name(name) == "div" and not name.startswith("__r") and len(args) > 1 and _is_number(args[1])
     leaves, flags = _guarded(_spread(leaves) if rounds_exactly else leaves)
     guarded_args, guarded_kwargs = tree_unflatten(leaves, structure)
 
@@ -161,7 +161,7 @@ def call_and_repair(bare: Operation, name: str, args: tuple[Any, ...], kwargs: d
         bound = _bound(still, args, kwargs) if pointwise else _bound(still)
         limit = torch.full_like(still, _bound(still)) if still.numel() == 1 else _largest(still.abs(), bound)
         repaired = torch.where(broken, torch.nan_to_num(torch.clamp(still, -limit, limit)), value)
-        if divides_by_one:
+        if divides_by_one and still.numel() > 1:
             undivided = torch.broadcast_to(torch.as_tensor(args[0]), value.shape).to(value)
             whole = broken.all()
             repaired, broken = torch.where(whole, undivided, repaired), broken > whole
@@ -170,9 +170,9 @@ def call_and_repair(bare: Operation, name: str, args: tuple[Any, ...], kwargs: d
     return tree_map(repair, call(bare, name, guarded_args, guarded_kwargs))
 
 
-def _is_one_number(divisors: tuple[Any, ...]) -> bool:
-    """Say whether it is one number that does not learn."""
-    return all(not isinstance(one, Tensor) or (one.numel() == 1 and not one.requires_grad) for one in divisors)
+def _is_number(divisor: Any) -> bool:
+    """Say whether it is one number, which does not learn."""
+    return not isinstance(divisor, Tensor) or (divisor.numel() == 1 and not divisor.requires_grad)
 
 
 def _broken_by(leaves: Sequence[Any], pointwise: bool) -> Callable[[Tensor], Tensor]:

@@ -249,6 +249,9 @@ class RaiseEps(Remedy):
 
     factor: float = limited(100.0, at_least=1)
 
+    def applies(self, case: Case) -> bool:
+        return not case.facts.sgd
+
     def apply(self, run: RunControl) -> None:
         run.knobs.turn_eps(self.factor)
 

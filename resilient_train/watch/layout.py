@@ -159,8 +159,7 @@ class Layout:
             for weight in group["params"]:  # unless it was added later
                 for key, value in state[weight].items() if weight in state and weight in self.names else ():
                     name = f"{key} of {self.names[weight]}"
-                    is_count = bool(kind) and key == "step"
-                    if is_count or not isinstance(value, Tensor) or not self._is_measured(name, value):
+                    if not isinstance(value, Tensor) or not self._is_measured(name, value):
                         continue
                     moment = Moment(name, number, key, bool(kind), value.dtype in _COARSE)
                     (squares if moment.is_square else plain).append((moment, value))

@@ -59,12 +59,12 @@ def language_model(model: Model, batch: Any) -> Outcome:
         ids = batch[0] if isinstance(batch, tuple | list) else batch
     if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.ndim != 2:
         raise _misfit("language_model", "integer token ids [batch, time]", ids)
-    labels = ids if entries.get("labels") is None else entries["labels"]
+    labels = (ids if entries.get("labels") is None else entries["labels"]).long()
     if labels.shape != ids.shape:
         raise _misfit("language_model", f"labels of the ids' shape {list(ids.shape)}", labels)
     if entries.get("attention_mask") is not None:
         labels = labels.masked_fill(entries["attention_mask"] == 0, _IGNORED)
-    targets = labels[:, 1:].flatten().long()
+    targets = labels[:, 1:].flatten()
     scores = _scores(model(ids[:, :-1]), "language_model")
     total = F.cross_entropy(scores.flatten(0, 1), targets, ignore_index=_IGNORED, reduction="sum")
     return total / (targets != _IGNORED).sum().clamp(min=1), {}
@@ -78,7 +78,7 @@ def model_loss(model: Model, batch: Any) -> Outcome:
         output = model(*batch) if isinstance(batch, tuple | list) else model(batch)
     if isinstance(output, Mapping):
         loss = output.get("loss")
-    elif isinstance(output, tuple):
+    elif isinstance(output, tuple | list):
         loss = output[0]
     else:
         loss = getattr(output, "loss", output)

@@ -79,11 +79,35 @@ def test_what_has_no_plan_cannot_ask_for_its_rest() -> None:
             guard_of(steps=bad)
 
 
-@pytest.mark.parametrize("kind", ["data set", "loader"])
+class Stream(IterableDataset[Any]):
+    """Rows one after the other, which have a number."""
+
+    at = 0
+
+    def __len__(self) -> int:
+        return len(rows())
+
+    def __iter__(self) -> Any:
+        data = rows()
+        while self.at < len(data):
+            self.at += 1
+            yield data[self.at - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("kind", ["data set", "loader", "stream"])
 def test_epochs_are_as_long_as_the_data(kind: str) -> None:
     """Each has its number, and its micro-batches are those of the whole data."""
-    loader = DataLoader(rows(), BATCH)
-    guard = guard_of() if kind == "data set" else guard_of(data=loader, batch_size=None)
+    given: dict[str, Any] = {
+        "loader": {"data": DataLoader(rows(), BATCH), "batch_size": None},
+        "stream": {"data": Stream()},
+    }
+    guard = guard_of(**given.get(kind, {}))
     assert [(epoch.number, steps_of(guard, epoch)) for epoch in guard.epochs(3)] == [
         (0, LENGTH),
         (1, LENGTH),

@@ -130,8 +130,9 @@ def test_an_iterable_that_can_be_rewound_is_as_exact(kind: Any, world: int, upda
         rewound, left_out = samples.state_dict(), [(samples.position, samples.position + UPDATE)] * skipped
         for span in left_out:
             samples.skip(*span)
+        behind = samples.state_dict()
         per_rank.append(batches(samples, 2))
-        for state in (here, rewound):
+        for state in (here, rewound, behind):
             other = over(kind(), slicing)
             other.load_state_dict(state)
             for span in left_out:
@@ -218,12 +219,36 @@ def test_a_new_process_finds_a_place_without_reading_the_epoch(more: int) -> Non
     other = over(dataset, Slicing(5))
     begun = dataset.reads
     other.load_state_dict(state)
-    assert dataset.reads == begun
+    assert dataset.reads - begun == 4 + 5 * more
     assert batches(other, 6) == rest
     later, rest = other.state_dict(), batches(other, 1)
     third = over(CountedReads(), Slicing(5))
     third.load_state_dict(later)
     assert batches(third, 1) == rest
+
+
+@pytest.mark.parametrize(
+    ("place", "value"), [(-1, "0" * 64), (-2, {"line": 7})], ids=["of other rows", "of another kind"]
+)
+def test_a_state_that_does_not_lead_there_is_not_used(place: int, value: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Its epoch is read again, with a warning, and with beats while it is read."""
+    state, rest = after(250, 30)
+    dataset, beats = CountedReads(), list[int]()
+    other = over(dataset, Slicing(5))
+    other.beat = lambda: beats.append(1)
+    state["loader"][0][1][place] = value
+    other.load_state_dict(state)
+    assert dataset.reads > 250 * 5
+    assert len(beats) == 2
+    assert batches(other, 6) == rest
+    assert "cannot be used" in caplog.text
+
+
+def test_a_stream_keeps_two_updates() -> None:
+    """Their rows may be of any size, of which nobody knows: a rewind to before them reads again."""
+    samples = over(Counting(rows=500), Slicing(4))
+    batches(samples, 50)
+    assert sum(fed.batches is not None for fed in samples._fed) == 2  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("kind", [Counting, Buffered])

@@ -60,6 +60,8 @@ def test_what_is_divided_by_one_zero_stays_undivided() -> None:
         assert slope(divide(x, zero), x) == [1.0, 1.0]
     assert torch.equal(divide(x, 1e-30), x / 1e-30)
     assert divide(x, torch.tensor([0.0, 2.0])).tolist() == [1.0, -1.0]
+    assert divide(torch.tensor([5.0]), 0.0).item() > 1e12, "a single number, such as a loss, shows that it broke"
+    assert replacements.call(torch.div, input=x, other=torch.ones(2)).tolist() == [3.0, -2.0]
     learned = torch.tensor(0.0, requires_grad=True)
     assert divide(x, learned).isfinite().all()
 

@@ -38,8 +38,8 @@ def test_a_dear_interval_is_said_once_with_a_number_that_is_not(kind: str, caplo
         run.go(500)
         assert not caplog.messages
         run.go(8_000)
-    said = {"memory": "checkpoint.memory.every=25 costs 14 % of the time; 400 would cost 1 %"}
-    said["disk"] = "checkpoint.disk.every=200 costs 9 % of the time; 2000 would cost 1 %"
+    said = {"memory": "memory.every=25 costs 14 % of the time; 400 would cost 1 %"}
+    said["disk"] = "disk.every=200 costs 9 % of the time; 2000 would cost 1 %"
     assert caplog.messages == [said[kind]]
 
 
