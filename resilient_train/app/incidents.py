@@ -196,6 +196,6 @@ def _show_block(chapter: Chapter, story: Story) -> None:
     print_line()
     when, where = heading(chapter, story)
     print_line((when, "bold"), where)
-    for label, words in facts(chapter, story):
+    for label, words in facts(chapter, story, reads_source=True):
         style = _OUTCOMES[chapter.incident.outcome] if label == "outcome" else ""
         print_line((f"{label:{LABELS}}", "dim"), (words, style), indent=2)

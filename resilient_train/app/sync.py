@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     run_dir = given.run_dir.absolute()
     has_ended = _attached() if given.attached else partial(_is_idle_after, run_dir)
     try:
-        store, experiment = _destination(given.run_dir, given.uri, given.experiment)
+        store, experiment = _destination(run_dir, given.uri, given.experiment, is_attached=given.attached)
     except TrainError as error:
         print(f"{given.run_dir}: {error}", file=sys.stderr)
         return 2
@@ -66,26 +66,35 @@ def main(arguments: list[str] | None = None) -> int:
             _follow(uploader, has_ended, say)
         trouble = _finish(uploader)
     for why in uploader.refused:
-        say(f"it refused {masked(why)}")
+        say(f"MLflow refused {masked(' '.join(why.split()))[:300]}")
     if given.attached:
         say(trouble)
         return int(trouble is not None)
     return _report(uploader, trouble)
 
 
-def _destination(run_dir: Path, uri: str | None, experiment: str | None) -> tuple[Store, str]:
-    """Return the store and the experiment that the run had last, unless others are given; else the usual ones."""
+def _destination(
+    run_dir: Path, uri: str | None, experiment: str | None, *, is_attached: bool = False
+) -> tuple[Store, str]:
+    """Return the store and the experiment that the run had last, unless others are given; else the usual ones.
+
+    A process that is attached to a run has got the address from it, with its secrets.
+    """
     if not is_run(run_dir) and not run_dir.joinpath(OUTBOX).exists():
         raise TrainError(NO_RUN)
     cursor, environment = UploadCursor(run_dir), os.environ.get("MLFLOW_TRACKING_URI")
     experiment = experiment or cursor.get("experiment") or os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
+    if is_attached:
+        return locate(environment, run_dir.parent), experiment
     asked = uri or cursor.get("tracking_uri")
+    if asked is None and environment is None and run_dir.joinpath(OUTBOX).exists():
+        raise TrainError("it is not known where the run was uploaded to: give the address by --uri")
     if uri is None and environment and asked in (None, masked(environment)):
         asked = environment  # the same place, with its secret
-    asked = asked or locate(None, run_dir.absolute().parent).uri
+    asked = asked or locate(None, run_dir.parent).uri
     if "***" in asked:
         raise TrainError(f"the secret in {asked} is not written down: give the address by --uri or MLFLOW_TRACKING_URI")
-    store = locate(asked, run_dir.absolute().parent)
+    store = locate(asked, run_dir.parent)
     if uri is None and asked != environment:
         _check_named(store)
     return store, experiment

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from resilient_train.files import open_to_append
+from resilient_train.secrets import masked
 from resilient_train.types import Vitals
 from resilient_train.wording import PROGRESS, DrawnLine, duration, log, printable
 
@@ -40,7 +41,7 @@ def styled(text: str, style: str, stream: IO[str] | None) -> str:
 def print_line(*words: Words, indent: int = 0) -> None:
     """Print one line to stdout, or an empty one."""
     pairs = [(one, "") if isinstance(one, str) else one for one in words]
-    line = "".join(styled(printable(part), style, sys.stdout) for part, style in pairs)
+    line = "".join(styled(printable(masked(part)), style, sys.stdout) for part, style in pairs)
     print(" " * indent + line.rstrip(), flush=True)
 
 

@@ -60,10 +60,11 @@ _EXPLAINED = {
 # ------------------------------------------------------------------------------------- incidents, for terminal and file
 
 
-def facts(chapter: Chapter, story: Story) -> list[tuple[str, str]]:
+def facts(chapter: Chapter, story: Story, *, reads_source: bool = False) -> list[tuple[str, str]]:
     """Tell an incident in lines, each with a label: what, why, where, what was done, the cost, the outcome, what to do.
 
-    A line without a label adds to the one above.
+    A line without a label adds to the one above. `reads_source` shows lines of code from their files; not in what is
+    uploaded, as a run directory of somebody else may name any file.
     """
     incident, diagnosis = chapter.incident, chapter.incident.diagnosis
     lines = [
@@ -74,7 +75,8 @@ def facts(chapter: Chapter, story: Story) -> list[tuple[str, str]]:
     ]
     for label, culprit in (("culprit", diagnosis.culprit), ("then", diagnosis.symptom)):
         if culprit is not None:
-            lines += [(label, describe_culprit(culprit)), ("", source_line(culprit, chapter, story))]
+            source = source_line(culprit, chapter, story) if reads_source else ""
+            lines += [(label, describe_culprit(culprit)), ("", source)]
             lines += [("", ", ".join(f"{key} {value}" for key, value in one.items())) for one in culprit.inputs]
     lines.append(("remedy", _remedy(chapter)))
     timed = [f"{one.name} {max(0, one.ended_ms - one.began_ms) / 1000:.3g} s" for one in chapter.phases]

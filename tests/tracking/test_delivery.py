@@ -25,11 +25,12 @@ from postgres import postgres, programs
 from warm import ENVIRONMENT
 
 from resilient_train.app import sync
+from resilient_train.errors import TrainError
 from resilient_train.ranks.lock import DirectoryLock
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.journal import entries
 from resilient_train.record.outbox import BEGAN, ENDED, METRICS, OUTBOX, Outbox
-from resilient_train.tracking.connection import MLFLOW_JSON, UploadCursor, locate
+from resilient_train.tracking.connection import MLFLOW_JSON, PLACE, UploadCursor, locate
 from resilient_train.tracking.story import read_story
 from resilient_train.tracking.uploader import Uploader
 from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal
@@ -494,3 +495,21 @@ def test_sync_sends_credentials_only_where_a_person_says(
                 time.sleep(0.1)
             confirmed.kill()
         assert Listening.came[-1] == "Basic bWU6bWluZQ=="
+
+
+def test_a_process_that_a_run_has_started_uploads_to_where_the_run_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the directory could be told of it: an address is noted without its secrets, or not at all."""
+    address = "http://mlflow:mlflow@127.0.0.1:5000"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+    trained(tmp_path / "run", range(3))
+    for noted in (None, "http://***:***@127.0.0.1:5000", "http://127.0.0.1:6000"):
+        if noted is not None:
+            UploadCursor(tmp_path / "run").aim(noted, "x")
+        assert sync._destination(tmp_path / "run", None, None, is_attached=True)[0].uri == address
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    (tmp_path / "run" / MLFLOW_JSON).unlink()
+    (tmp_path / "run" / PLACE).unlink(missing_ok=True)
+    with pytest.raises(TrainError, match="it is not known where"):
+        sync._destination(tmp_path / "run", None, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,8 +17,9 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from stories import BAD_ROW, CLIMBED, FLIPPED, PASSED, ROOT, RUN, incident, story
 
+from resilient_train.app.terminal import print_line
 from resilient_train.recover.knobs import Knobs
-from resilient_train.tracking.report import code, link, note, report, text, worded
+from resilient_train.tracking.report import code, facts, link, note, report, text, worded
 from resilient_train.tracking.review import active_remedies, review
 from resilient_train.tracking.story import Checkpoint, Story, open_advice, read_story
 from resilient_train.types import Cause, Culprit, Decision, Diagnosis, Incident, Outcome
@@ -310,6 +312,25 @@ def test_the_report_has_every_incident_with_all_that_is_known_of_it() -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- advice
+
+
+def test_a_line_of_code_is_read_for_a_terminal_only_and_without_its_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is uploaded holds no line of a file that a run directory names."""
+    monkeypatch.setenv("DB_PASSWORD", "hunter2secret")
+    file = tmp_path / "own.py"
+    file.write_text("rows = connect('hunter2secret', 'rows')\n")
+    os.utime(file, (0, 0))
+    where = replace(
+        incident(1), diagnosis=replace(incident(1).diagnosis, culprit=Culprit("forward", "log", "", str(file), 1))
+    )
+    assert "connect" not in report(story(where))
+    for label, words in facts(story(where).chapters[0], story(where), reads_source=True):
+        print_line(label, words)
+    printed = capsys.readouterr().out
+    assert "connect('***', 'rows')" in printed
+    assert "hunter2secret" not in printed
 
 
 def test_advice_is_told_once_for_each_line_cause_and_all_rows_the_most_important_first() -> None:

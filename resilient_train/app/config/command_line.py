@@ -90,7 +90,7 @@ def composed_raw(overrides: Sequence[str]) -> DictConfig:
     try:
         with initialize_config_dir(str(CONF), version_base=VERSION_BASE):
             return compose("config", overrides=list(overrides), return_hydra_config=True)
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, RecursionError, UnicodeDecodeError) as error:
         raise explained(error, overrides) from error
 
 
@@ -108,7 +108,7 @@ def explained(error: Exception, overrides: Sequence[str] = ()) -> TrainError:
     """
     if isinstance(error, TrainError):
         return error
-    if isinstance(error, yaml.YAMLError | RecursionError):  # the latter of a file with too many levels
+    if isinstance(error, yaml.YAMLError | RecursionError | UnicodeDecodeError):  # of levels without end, or no text
         return unusable("configuration", f"a file cannot be read: {' '.join(text_of(error).split())}")
     if not isinstance(error, HydraException | OmegaConfBaseException):
         return TrainError(in_one_line(error))

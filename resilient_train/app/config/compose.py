@@ -89,7 +89,11 @@ def build(key: str, node: Node, *given: Any) -> Any:
         built = instantiate(OmegaConf.create(dict(node)), *given, _convert_="all")
     except Exception as error:
         cause = error.__cause__ or error
-        raise ConfigError(f"{key}._target_", node["_target_"], f"failed with {in_one_line(cause)}") from cause
+        # torch repeats the value that it refuses: `Invalid learning rate: -0.001`.
+        blamed = [name for name, value in node.items() if isinstance(cause, ValueError) and _occurs(value, str(cause))]
+        name = blamed[0] if len(blamed) == 1 else "_target_"
+        failed = "failed with" if name == "_target_" else f"{node['_target_']} failed with"
+        raise ConfigError(f"{key}.{name}", node[name], f"{failed} {in_one_line(cause)}") from cause
     if node.get("_partial_") and isinstance(built, partial):
         # Hydra's own partial checks a policy at every call: 0.2 ms, twice a step, for the objective and the schedule.
         return partial(built.func, *built.args, **built.keywords)
@@ -99,6 +103,14 @@ def build(key: str, node: Node, *given: Any) -> Any:
 def wrong_kind(key: str, node: Node, thing: Any, expected: str) -> ConfigError:
     """Build the error for a target that returned an object of the wrong kind."""
     return ConfigError(f"{key}._target_", node["_target_"], f"returned a {type(thing).__name__}; expected {expected}")
+
+
+def _occurs(value: Any, text: str) -> bool:
+    """Say whether a number, or one in a list, occurs in a text."""
+    if isinstance(value, list):
+        return any(_occurs(one, text) for one in value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and re.search(rf"(?<![\w.]){re.escape(str(value))}(?!\w|\.\d)", text) is not None
 
 
 # What makes it another run, next to the faults of a drill.
