@@ -68,7 +68,7 @@ def ruled(name: str) -> str:
 
 
 def is_good(record: Record, goal: float) -> bool:
-    """Whether a run ended, near enough to where it can, without accusing what is innocent."""
+    """Whether a run ended, near enough to where it can, without naming a wrong line or row."""
     value = record.get("value")
     return value is not None and not record.get("ended") and not record.get("wrong") and value <= goal
 

@@ -118,7 +118,10 @@ class Guarding:
         )
         planned = trainer.state.max_steps
         self.follower = Follower(
-            *(guard, samples, self._make_again, self._measure_norm),
+            guard,
+            samples,
+            self._make_again,
+            self._measure_norm,
             forget=self._forget,
             is_saver=args.should_save,
             made=made,

@@ -145,7 +145,10 @@ class Fit:
         guard.keep(**{f"average_{number}": one for number, one in enumerate(self._averages)})
         planned = trainer.estimated_stepping_batches
         self._training = self._kind(
-            *(guard, samples, self._retry, self._measure_norm),
+            guard,
+            samples,
+            self._retry,
+            self._measure_norm,
             forget=self._forget,
             is_saver=trainer.is_global_zero,
             made=made,

@@ -1,7 +1,7 @@
 """Armor: a patch around one guilty operation in the user's own code, whose source stays as it is.
 
 Live functions get new code, compiled from the same source with the operation replaced (ast_patch.py). The replacement
-(replacements.py) calls the operation, and then repairs what it broke (repair.py, recovery_gradients.py).
+(replacements.py) calls the operation, and then repairs what it broke (repair.py).
 
 The source has to be what runs: compiled without a patch it must give the running code, to the last instruction. Line
 numbers, names and closures stay what they were, so callers, tracebacks, decorators and hooks notice nothing.

@@ -13,7 +13,7 @@
   bound, so that the checks see that it broke.
 - Where a whole tensor is divided by one zero, such as a temperature that ran out or the width of a column that is
   constant, nothing is left to measure by, and it stays undivided.
-- The gradient there is zero, or, for pointwise operations, one that leads back (recovery_gradients.py). Everything else
+- The gradient there is zero, or, for pointwise operations, one that leads back (`led_back`). Everything else
   is as the operation made it, bit for bit.
 
 Nothing here waits for the device, looks at frames, or keeps anything from one call for the next: a checkpoint that

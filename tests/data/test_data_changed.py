@@ -52,7 +52,7 @@ def test_data_that_changed_is_refused_or_accepted(tmp_path: Path) -> None:
             trained(tmp_path / "run", 60, other)
         assert refused.value.exit_code == 2
         assert "\n" not in str(refused.value)
-        shutil.copytree(tmp_path / "run", tmp_path / f"{number}")  # each goes on from the same state
+        shutil.copytree(tmp_path / "run", tmp_path / f"{number}")  # each resumes from the same state
         assert trained(tmp_path / f"{number}", 50, other, data_changed="accept").clock.step == 50
         again = trained(tmp_path / f"{number}", 60, other)
         assert again.clock.step == 60

@@ -245,7 +245,7 @@ def test_a_state_that_does_not_lead_there_is_not_used(place: int, value: Any, ca
 
 
 def test_a_stream_keeps_two_updates() -> None:
-    """Their rows may be of any size, of which nobody knows: a rewind to before them reads again."""
+    """Their rows may be of any size, which is not known: a rewind to before them reads again."""
     samples = over(Counting(rows=500), Slicing(4))
     batches(samples, 50)
     assert sum(fed.batches is not None for fed in samples._fed) == 2  # type: ignore[attr-defined]
