@@ -23,7 +23,6 @@ from resilient_train.checkpoint.store import CANDIDATE, VERIFIED, Damaged, Entry
 from resilient_train.checkpoint.tree_files import SerializedTree, SharedWrite
 from resilient_train.checkpoint.weights import Best
 from resilient_train.checkpoint.writer import Job, Writer
-from resilient_train.copy_costs import CopyCosts
 from resilient_train.errors import in_one_line, unusable
 from resilient_train.files import at_disk
 from resilient_train.reader import DiskConfig
@@ -57,7 +56,6 @@ class CheckpointKeeper:
         self._writes, self._store = common is not None, Store(common or Path(os.devnull))
         reference = parts.checks.rewind_check.reference_step
         self._writer = Writer(self._store, keep=config.keep, keep_every=config.keep_every, reference=reference)
-        self._costs = CopyCosts(parts.ring.every, config.every)
         self._label = parts.world.on_main(lambda: uuid4().hex[:12]) if self._is_sharded else ""
         self._cancelled = threading.Event()  # stop waiting for the shares of other ranks, which may have died
         self._shared_writes = 0
@@ -113,10 +111,6 @@ class CheckpointKeeper:
         All ranks of a sharded run begin a checkpoint at the same update, or none does if `any_busy`.
         """
         writer, ring = self._writer, self._parts.ring
-        has_copied = bool(ring.snapshots) and ring.snapshots[-1].step == self._parts.clock.step
-        is_saving = self.saving_since is not None
-        tick, copying = self._parts.clock.tick, ring.copying
-        self._costs.updated(tick, has_copied=has_copied, is_saving=is_saving, copying=copying)
         self._read_outcomes()
         if not self._writes or (snapshot := ring.newest_verified()) is None:
             return

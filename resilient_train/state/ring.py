@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -73,7 +72,6 @@ class Ring:
         self._frozen = Frozen()
         self.copier = Copier(state.device)
         self._allowed: float | None = None  # bytes, agreed on at the first use
-        self.copying: float | None = None  # seconds of the newest copy; None if the device copies while it computes
         self._slots = 0  # the number of snapshots that fit, as of the last `_settle_slots`
 
     def describe(self) -> str:
@@ -105,11 +103,9 @@ class Ring:
         self._settle_slots(sum(one.nbytes for one in (*sources, *rest, *shared)))
         if not self._slots or not self._make_room(step):
             return None
-        began = time.perf_counter()
         own = room([*sources, *rest], self._spare.pop() if self._spare else [], self.copier.empty)
         copies, empty, more = self._frozen.copies(self.copier.empty)
         self.copier.fill(own + empty, [*sources, *rest, *more], len(sources))
-        self.copying = None if self._state.device.type == "cuda" else time.perf_counter() - began
         snapshot = Snapshot(step, {**plain, **plain_rest}, own, copies, verified=verified)
         self.snapshots.append(snapshot)
         return snapshot

@@ -18,7 +18,7 @@ HOUSE = Path(resilient_train.__file__).parent
 FILES = sorted(HOUSE.rglob("*.py"))
 
 # What every room may know.
-GROUND = {"errors", "files", "copy_costs", "reader", "secrets", "types", "wording"}  # for every room
+GROUND = {"errors", "files", "reader", "secrets", "types", "wording"}  # for every room
 
 # The rooms and modules at the top, from the ground up: each may know the ground and those it names, nothing else.
 MAY_KNOW: dict[str, set[str]] = {
