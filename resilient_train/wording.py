@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -402,19 +401,15 @@ def duration(seconds: float) -> str:
 class DrawnLine:
     """A line at the bottom of a terminal that is drawn again and again."""
 
-    def __init__(self, stream: IO[str] | None = None) -> None:
-        self._stream = stream  # None: stderr, whatever that is by then
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
         self._width = 0  # of what is drawn
-
-    @property
-    def is_drawn(self) -> bool:
-        return bool(self._width)
 
     def draw(self, words: str) -> None:
         """Draw it over what is there."""
         words = words[: shutil.get_terminal_size().columns - 1]
         with suppress(OSError, ValueError):  # the terminal is gone, or the stream was closed
-            print(f"\r{words:<{self._width}}\r", end="", file=self._stream or sys.stderr, flush=True)
+            print(f"\r{words:<{self._width}}\r", end="", file=self._stream, flush=True)
         self._width = len(words)
 
     def clear(self) -> None:

@@ -16,7 +16,6 @@ from torch import nn
 from resilient_train import guard
 from resilient_train.adapters import arguments, loops
 from resilient_train.adapters.reporter import REPORT_EVERY, Place, Report, RunReporter, place, warn_if_unused
-from resilient_train.adapters.stderr import LIVE, log_to_stderr
 from resilient_train.checkpoint.keeper import CheckpointKeeper
 from resilient_train.checkpoint.resume import Resume
 from resilient_train.computation import Loop
@@ -117,7 +116,7 @@ class Guard(guard.EngineGuard):
         world, clock = arguments.world(accelerator), Clock()
         is_own_loop = incidents is None  # False: the command's, which reports its end itself
         if is_own_loop:
-            log_to_stderr(world)
+            loops.log_to_stderr(world)
         measured, self.steps, device, scaler = arguments.objective(objective), steps, world.device, accelerator.scaler
         batch_size = arguments.batch_size(batch_size, data, world)
         slicing = Slicing(batch_size, accelerator.gradient_accumulation_steps, world.rank, world.size)
@@ -193,13 +192,13 @@ class Guard(guard.EngineGuard):
             super().__init__(parts, treating, loop, verify_after=verify_after, drill=drill)
             self._owes_resume = bool(resume)
             self._left: Path | None = None  # the state at the end of the loop
-            self.looping_frame = 0  # the id of the caller's frame that iterates over this now
+            self.is_looping = False  # a loop of the caller iterates over this now
             self._handled = sys.exc_info()[1]  # an error that the caller handles with this loop
             waits = synchronous(updater.optimizers) if device.type != "cpu" else []
             self._cautions = [*loops.cautions(samples, waits, has_objective=measured is not None)]
             self._unused = warn_if_unused(self, world, self._direct_steps) if is_own_loop else None
             self._loop_clips = LoopClipCheck()
-            self._is_live = is_own_loop and world.is_main and not samples.is_fed  # trainers have a bar of their own
+            self._sees_clips = is_own_loop and world.is_main and measured is None and not samples.is_fed
         except BaseException:
             if home.lock is not None:
                 home.lock.release()  # a notebook keeps the error, and with it the lock, when its cell is run again
@@ -376,7 +375,7 @@ class Guard(guard.EngineGuard):
 
     def batches_until(self, last: int, planned: int | None = None) -> Iterator[Any]:
         try:
-            self.looping_frame = loops.looping_frame()
+            self.is_looping = True
             self._start()
             self._left = None
             if planned is None and last < sys.maxsize:
@@ -393,7 +392,7 @@ class Guard(guard.EngineGuard):
                 self._recovery.finish()
                 self._complete()
         finally:
-            self.looping_frame = 0
+            self.is_looping = False
 
     def _start(self) -> None:
         """Resume, if that is asked for, and verify the first state."""
@@ -433,10 +432,8 @@ class Guard(guard.EngineGuard):
         return left
 
     def _on_accepted(self) -> None:
-        if self._is_live:
-            LIVE.show(self.newest, self.steps)
-            if self.objective is None and self.newest is not None:
-                self._loop_clips.see(self.newest.grad_norm)
+        if self._sees_clips and self.newest is not None:
+            self._loop_clips.see(self.newest.grad_norm)
         home = self.reporter.place
         if home.directory is not None and self.clock.step % REPORT_EVERY == 0:
             self.reporter.show(self.report() if home.tracking is not None else None)

@@ -1,23 +1,22 @@
-"""The caller's loops: an epoch to iterate over, and whether the loop of an older guard still runs."""
+"""The caller's loops: an epoch to iterate over, what is said of a loop, and the guards of this process."""
 
 from __future__ import annotations
 
-import os
+import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from resilient_train.data.samples import Samples
 from resilient_train.data.sequential import LoaderSamples
 from resilient_train.errors import TrainError
+from resilient_train.ranks.world import World
 from resilient_train.wording import log
 
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # By run directory, of this process: who reports the run, and the guard, which may be gone.
 holders: dict[Path, tuple[Any, weakref.ref[Any]]] = {}
 
@@ -33,36 +32,23 @@ class Epoch:
         return self.batches()
 
 
-def looping_frame() -> int:
-    """Identify the frame that iterates over a guard, which is the caller of a generator of ours."""
-    return next(id(frame) for frame in _outward(sys._getframe(1)) if not frame.f_code.co_filename.startswith(_OURS))
-
-
 def close_older(directory: Path) -> bool:
     """Close the guard of this process that has a run directory, unless its loop runs: a notebook runs a cell again.
 
-    An error may have left the loop, and its traceback keeps the guard. False: there is none, or it runs.
+    False: there is none, or it runs, or an error has left the loop, whose traceback keeps it.
     """
     if directory not in holders:
         return False
     reporter, guard = holders[directory][0], holders[directory][1]()
-    running = {id(frame) for top in sys._current_frames().values() for frame in _outward(top)}
-    if reporter.place.rank or (guard is not None and (guard.looping_frame in running or guard.world.size > 1)):
+    if guard is not None and (guard.is_looping or guard.world.size > 1):
         return False
     log.info("%s is taken over from a guard of this process whose loop was left", directory)
     if guard is not None:
         guard.stop_now()
         with suppress(TrainError):
             guard.close()
-    reporter.left(None)
     reporter.closed(None, sys.maxsize)
     return True
-
-
-def _outward(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def cautions(samples: Samples, waits: Iterable[str], *, has_objective: bool) -> Iterator[str]:
@@ -73,3 +59,23 @@ def cautions(samples: Samples, waits: Iterable[str], *, has_objective: bool) -> 
         yield f"{waiting}: not fused, so each step waits for the device; use fused=True if it is available"
     if not has_objective:
         yield "lines of code cannot be named without objective=: what guard.update takes cannot be replayed"
+
+
+def log_to_stderr(world: World) -> None:
+    """Print incidents in a program that has not set up logging."""
+    if not log.handlers and log.level == logging.NOTSET and not logging.getLogger().handlers:
+        log.setLevel(logging.INFO if world.is_main else logging.ERROR)  # the other ranks would print the same
+        log.addHandler(_LastResort())
+
+
+class _LastResort(logging.Handler):
+    """Prints plain lines to stderr, above tqdm's bars, until the program sets up logging."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if logging.getLogger().handlers or getattr(record, "in_file_only", False):
+            return
+        line = f"resilient_train: {record.getMessage()}"
+        if tqdm := sys.modules.get("tqdm"):
+            tqdm.tqdm.write(line, file=sys.stderr)
+        else:
+            print(line, file=sys.stderr)

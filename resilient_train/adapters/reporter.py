@@ -22,7 +22,6 @@ from typing import Any
 
 from resilient_train.adapters.arguments import TRAINERS
 from resilient_train.adapters.loops import close_older
-from resilient_train.adapters.stderr import LIVE
 from resilient_train.errors import (
     ConfigError,
     DirectoryInUse,
@@ -350,7 +349,6 @@ class RunReporter:
         digests: tuple[str, str] | None = None,
     ) -> None:
         """Write how the caller's loop ended, unless that was written already."""
-        LIVE.clear()
         if self.place.lock is None:
             self._is_over = True
         is_only_told = self.incident_log.directory is None and not self.place.rank

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import re
-import sys
-import time
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -83,32 +79,6 @@ def test_snapshots_and_checks_are_named_as_a_loop_gives_them(caplog: pytest.LogC
     assert not KEY_OF_THE_COMMAND.search(caplog.text)
     with pytest.raises(ConfigError, match=r"^checks\.replica=.*did you mean"):
         guard_of(checks={"replica": {"every": 0}})
-
-
-# ---------------------------------------------------------------------------------------------- a line of progress
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize("kind", [Terminal, io.StringIO])
-def test_a_loop_on_a_terminal_has_a_line_of_progress(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawn over itself, cleared before a line of the log and at the end; a pipe has none."""
-    page = kind()
-    monkeypatch.setattr(sys, "stderr", page)
-    monkeypatch.setattr(time, "monotonic", count(1e9, 2.0).__next__)  # each look is seconds later
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    log = logging.getLogger("resilient_train")
-    monkeypatch.setattr(log, "handlers", [])
-    monkeypatch.setattr(log, "level", logging.NOTSET)
-    train(guard_of(steps=12), 12)
-    said = page.getvalue()
-    assert ("step 5/12  loss " in said) == (kind is Terminal)
-    *lines, last = [line.rpartition("\r")[2] for line in said.split("\n")]  # what is left of each to be seen
-    assert all(line.startswith("resilient_train: ") for line in lines)
-    assert last == ""
 
 
 # ------------------------------------------------------------------------------------------------------- in the loop
