@@ -24,7 +24,7 @@ _HELP = """\
 Runs forward and backward of one batch under the microscope, and changes nothing: what every layer puts out and which
 gradients arrive there, the first operation that makes a value that is not finite, inputs that are out of scale. It
 takes the final weights of a run that finished, else those of the newest verified checkpoint, and the run's mixed
-precision and patched lines. Give the overrides of the run: no model or data is built from its directory."""
+precision. Give the overrides of the run: no model or data is built from its directory."""
 _EXIT_CODES = "0 if loss and gradients are finite, 1 if not, 2 if RUN_DIR or the overrides do not fit"
 
 
@@ -55,7 +55,6 @@ def _examined(given: argparse.Namespace) -> Any:
     from resilient_train.checkpoint.store import VERIFIED, WEIGHTS, Store
     from resilient_train.diagnose.examine import examine
     from resilient_train.state.randomness import Purpose, mix, seed_all
-    from resilient_train.tracking.story import read_story
     from resilient_train.update.objective import Measured
 
     run_dir: Path = given.run_dir
@@ -87,6 +86,6 @@ def _examined(given: argparse.Namespace) -> Any:
     else:
         chosen = list(islice(rows, config.data.batch_size))
     model.train()
-    batch, remedies = build.collate_of(config.data.collate)(chosen), read_story(run_dir).remedies
+    batch = build.collate_of(config.data.collate)(chosen)
     mixed = config.accelerate.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no"
-    return examine(model, objective, batch, mixed_precision=mixed, remedies=remedies)
+    return examine(model, objective, batch, mixed_precision=mixed)

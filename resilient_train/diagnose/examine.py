@@ -6,25 +6,23 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import isfinite, sqrt
-from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor, nn
 
 from resilient_train.diagnose import rows, verdict
 from resilient_train.diagnose.frames import Layers, Output, floating, statistics
 from resilient_train.diagnose.replay import Replay
 from resilient_train.diagnose.verdict import Observations
-from resilient_train.errors import ConfigError, in_one_line
-from resilient_train.numerics.armor import Armor, CannotArmor, LineChanged, PatchedLine
-from resilient_train.recover.knobs import Knobs
+from resilient_train.errors import ConfigError
 from resilient_train.state.copies import Backups
 from resilient_train.state.randomness import Seeds
 from resilient_train.state.tree import leaves, rebuilt
 from resilient_train.types import Diagnosis
 from resilient_train.watch.layout import nonfinite
-from resilient_train.wording import describe_culprit, log
+from resilient_train.wording import describe_culprit
 
 _DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _TITLES = ("layer", "class", "output", "from", "to", "not finite", "gradient there")
@@ -42,7 +40,6 @@ class Examined:
     weights: Mapping[str, float]  # the norm of each weight's gradient
     diagnosis: Diagnosis | None  # of what is not finite: operation, line and advice, as far as they are known
     remarks: tuple[str, ...]
-    in_force: tuple[str, ...] = ()  # the patches of the run: without them it may not be healthy
 
     @property
     def is_healthy(self) -> bool:
@@ -66,7 +63,6 @@ class Examined:
             where = f" ({describe_culprit(self.diagnosis.culprit)})" if self.diagnosis.culprit is not None else ""
             lines += [f"cause {self.diagnosis.cause}{where}", f"advice: {self.diagnosis.advice}"]
         is_quiet = self.is_healthy and not self.remarks and self.diagnosis is None
-        lines += [f"in force: {one}" for one in self.in_force]
         return "\n".join([*lines, *self.remarks, *["nothing here is out of order"] * is_quiet])
 
 
@@ -76,13 +72,11 @@ def examine(
     batch: Any,
     *,
     mixed_precision: str = "no",
-    remedies: Mapping[str, Any] | None = None,
 ) -> Examined:
     """Run forward and backward of one batch under the microscope; model, gradients and random numbers are restored.
 
     `objective` is called as `(model, batch)` and returns the loss, or the loss and metrics. It runs four times.
     `mixed_precision`, "bf16" or "fp16", is for a model that Accelerate has not prepared: its forward runs as there.
-    `remedies` are those in force in a run, as its journal has them: patched lines and precision.
     """
     if mixed_precision not in _DTYPES:
         raise ConfigError("mixed_precision", mixed_precision, f"expected one of {', '.join(_DTYPES)}")
@@ -109,10 +103,9 @@ def examine(
         device=device,
     )
     layers, dtype = Layers(getattr(model, "_orig_mod", model), ranges=True), _DTYPES[mixed_precision]
-    with _in_force(remedies or {}) as (replay.armored, higher), _in_precision(model, None if higher else dtype, device):
+    with _in_precision(model, dtype, device):
         first = replay.of([batch], 0, layers=layers)
         seen = replay.under_microscope([batch], 0)
-    patches = [(f"patch of `{op}`" if op else "patch", Path(file).name, at) for file, at, op in sorted(replay.armored)]
     bad_fields = rows.nonfinite_fields(batch)
     is_healthy, origin = isfinite(first.loss) and isfinite(first.norm), seen.origin
     diagnosis = None
@@ -133,34 +126,7 @@ def examine(
         weights=first.by_layer,
         diagnosis=diagnosis,
         remarks=tuple(remarks),
-        in_force=tuple(f"{what} at {name}:{at}" for what, name, at in patches),
     )
-
-
-@contextmanager
-def _in_force(remedies: Mapping[str, Any]) -> Iterator[tuple[set[tuple[str, int, str]], bool]]:
-    """Patch lines as a run did; yields the patched operations, and whether autocast is off."""
-    if not remedies:  # a guard of this process may have turned them
-        yield set(), False
-        return
-    armor, knobs = Armor(), Knobs()
-    try:
-        try:
-            if "knobs" in remedies:
-                knobs.load_state_dict(remedies["knobs"])
-            lines = [PatchedLine(**one) for one in remedies.get("armor", ())]
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError("RUN_DIR", in_one_line(error), "has remedies that cannot be put in force here") from error
-        for line in lines:
-            try:
-                armor.add_again(line)
-            except CannotArmor as error:
-                is_changed = isinstance(error, LineChanged)
-                why = f"{line.file}:{line.line} was changed since it was patched" if is_changed else error
-                log.warning("%s: it is examined as it is", why)
-        yield {(one.file, one.line, one.op) for one in armor.lines}, knobs.values.higher_precision
-    finally:
-        armor.remove()
 
 
 @contextmanager
@@ -169,14 +135,8 @@ def _in_precision(model: Any, dtype: torch.dtype | None, device: torch.device) -
     if dtype is None:
         yield
         return
-    own, forward = vars(model).get("forward"), torch.autocast(device.type, dtype)(model.forward)
-    halves = (torch.bfloat16, torch.float16)
-
-    def mixed(*given: Any, **named: Any) -> Any:
-        result = forward(*given, **named)
-        return rebuilt(result, lambda one: one.float() if isinstance(one, Tensor) and one.dtype in halves else one)
-
-    model.forward = mixed
+    own = vars(model).get("forward")
+    model.forward = convert_outputs_to_fp32(torch.autocast(device.type, dtype)(model.forward))
     try:
         yield
     finally:
