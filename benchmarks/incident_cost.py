@@ -1,8 +1,8 @@
-"""What an incident costs: how long its diagnosis, its trial and its remedy take, in steps of the run that it is in.
+"""What an incident costs: how long it takes from the verdict to the end of its remedy, in steps of its run.
 
-The programs and faults are those of `python -m clinic matrix`, with a guard. The phases of each incident are those
-of its journal (in whole milliseconds); a step is the median time from one update to the next in the same run. Trials
-are shown with the updates that they made.
+The programs and faults are those of `python -m clinic matrix`, with a guard. The seconds of an incident are those of
+incidents.jsonl; a step is the median time from one update to the next in the same run. Trials are shown with the
+updates that they made.
 
     python benchmarks/incident_cost.py --json costs.json
     python benchmarks/incident_cost.py --families leap weights --recovery aggressive
@@ -16,11 +16,9 @@ import json
 import statistics
 import sys
 import time
-from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from interleaved import machine, table
 
@@ -30,22 +28,21 @@ from clinic.matrix import drawn
 from clinic.matrix_faults import FAMILIES
 from clinic.matrix_loops import Job, Kit, ended, started_worker
 
-PHASES = ("diagnose", "decide", "remedy", "rewind", "resume")
-
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one incident: seconds by phase, and a step of its run."""
+    """Of one incident, and a step of its run."""
 
     family: str
     program: str
     signal: str
     step_s: float
-    seconds: dict[str, float]
+    seconds: float
     tried: int  # arms of a trial
 
-    def steps(self, phase: str) -> float:
-        return self.seconds.get(phase, 0.0) / self.step_s
+    @property
+    def steps(self) -> float:
+        return self.seconds / self.step_s
 
 
 def measured(job: Job, family: str) -> tuple[list[Cost], dict[str, int]]:
@@ -61,25 +58,14 @@ def measured(job: Job, family: str) -> tuple[list[Cost], dict[str, int]]:
 
         kit.injector.after = noted  # type: ignore[method-assign]
         ended(job, kit, run_dir)
-        entries = [json.loads(line) for line in (run_dir / "journal.jsonl").read_text("utf-8").splitlines()]
+        incidents = [json.loads(line) for line in (run_dir / "incidents.jsonl").read_text("utf-8").splitlines()]
         summary = json.loads((run_dir / "summary.json").read_text("utf-8"))
     step_s = statistics.median(late - early for early, late in itertools.pairwise(moments))
-    costs = []
-    phases: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for entry in entries:
-        if entry["kind"] == "incident_treated":
-            own = phases[entry["incident"]["id"]]
-            for name, began, end in entry.get("phases") or ():  # none where an incident continues
-                own[name] += (end - began) / 1e3
-        elif entry["kind"] == "incident_phase":
-            name, began, end = entry["phase"]
-            phases[entry["number"]][name] += (end - began) / 1e3
-    closed = {entry["incident"]["id"]: entry["incident"] for entry in entries if entry["kind"] == "incident_closed"}
-    for number, seconds in phases.items():
-        incident: dict[str, Any] = closed.get(number, {})
-        tried = len(incident.get("tried") or ())
-        signal = str(incident.get("signal", "?"))
-        costs.append(Cost(family, f"{job.recipe}, {job.optimizer}", signal, step_s, dict(seconds), tried))
+    program = f"{job.recipe}, {job.optimizer}"
+    costs = [
+        Cost(family, program, one["signal"], step_s, one["seconds"], tried=len(one.get("tried") or ()))
+        for one in incidents
+    ]
     return costs, {"updates": summary.get("steps", 0), "trial_updates": summary.get("trial_updates", 0)}
 
 
@@ -105,11 +91,11 @@ def main() -> None:
     rows = [_row(family, [one for one in costs if one.family == family]) for family in given.families]
     rows.append(_row("all", costs))
     print()
-    print(table(["steps' time, median [95 %]", "incidents", "ms a step", *PHASES], rows))
+    print(table(["fault", "incidents", "ms a step", "steps' time, median [95 %]"], rows))
     tried = [one for one in costs if one.tried]
     total, trials = (sum(one[name] for one in updates.values()) for name in ("updates", "trial_updates"))
     if tried:
-        print(f"treatment of those with a trial: {_cell(tried, 'decide', 'remedy')} steps' time")
+        print(f"treatment of those with a trial: {_cell(tried)} steps' time")
     print(f"{len(tried)} incidents had a trial; {trials:,} updates were made in trials, beside {total:,} that landed")
     if given.json:
         raw = [vars(one) for one in costs]
@@ -119,13 +105,12 @@ def main() -> None:
 def _row(name: str, costs: list[Cost]) -> list[str]:
     """Make one row of the table."""
     if not costs:
-        return [name, "0", "", *("" for _ in PHASES)]
-    cells = [_cell(costs, phase) for phase in PHASES]
-    return [name, str(len(costs)), f"{1e3 * statistics.median(one.step_s for one in costs):.2f}", *cells]
+        return [name, "0", "", ""]
+    return [name, str(len(costs)), f"{1e3 * statistics.median(one.step_s for one in costs):.2f}", _cell(costs)]
 
 
-def _cell(costs: list[Cost], *phases: str) -> str:
-    taken = sorted(sum(map(one.steps, phases)) for one in costs)
+def _cell(costs: list[Cost]) -> str:
+    taken = sorted(one.steps for one in costs)
     return f"{statistics.median(taken):.1f} [{taken[min(len(taken) - 1, int(0.95 * len(taken)))]:.1f}]"
 
 

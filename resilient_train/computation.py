@@ -67,7 +67,6 @@ class StartedUpdate:
     step: int  # its number if it is accepted
     backup: Backup  # of the buffers before it
     inputs: list[Any]  # its micro-batches, as the model saw them
-    started_at: float  # on the monotonic clock
     attributes: Attributes = ()  # of the model's modules before its first forward; none where the loop calls the model
     raised: list[str] = field(default_factory=list)  # exceptions of its forwards and backwards, each in one line
     versions: list[Any] = field(default_factory=list)  # Tensor._version of each tensor before the forward pass

@@ -19,7 +19,6 @@ from resilient_train.errors import TrainError, in_one_line
 from resilient_train.numerics.armor import Armor, CannotArmor, LineChanged, PatchedLine
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.quarantine import Quarantine, Quarantined
-from resilient_train.record.surroundings import REMEDY, REWIND, Phases
 from resilient_train.recover.decide import decisions_digest, update_digest
 from resilient_train.recover.knobs import Knobs
 from resilient_train.recover.policy import Policy
@@ -61,9 +60,7 @@ class Controls(RunControl):
         self._has_put_back = False  # since then: the next entry has all of them
         self.trials, self._is_trial = trials, False
 
-    def apply(
-        self, incident: Incident, suspects: tuple[int, int], phases: Phases, started: float, *, was_refused: bool
-    ) -> Incident:
+    def apply(self, incident: Incident, suspects: tuple[int, int], started: float, *, was_refused: bool) -> Incident:
         """Apply the remedies of an incident; return it with what was done. All ranks do this together.
 
         It may come from the samples at positions [start, stop) of `suspects`, and its treatment `started` before.
@@ -75,15 +72,12 @@ class Controls(RunControl):
         if not is_mildly_treated:
             self.knobs.trouble()
         for action in actions:
-            before = self._incident.rewound_to
             remedy(action).apply(self)
-            phases.ended(REWIND if self._incident.rewound_to != before else REMEDY)
         if (step := self._incident.rewound_to) is not None:
             self._keeper.rewound(step)
             checks.rewound(step, incident.anomaly.since, self.knobs.lr)
         elif incident.anomaly.reached_weights and not is_mildly_treated:
             checks.stayed(clock.step, self.knobs.lr)
-        phases.extend_last()
         seconds = time.perf_counter() - started
         return replace(self._incident, steps_lost=step_before - clock.step + was_refused, seconds=seconds)
 

@@ -10,7 +10,6 @@ k+1: take samples -> forward and backward of each micro-batch
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -131,7 +130,7 @@ class EngineGuard:
         if anomaly is not None and not self._recovery.counts(anomaly):
             newest, place = self._newest_begun, self.samples.position
             update = newest.update if newest else Update(place, place, [])
-            self._treat(anomaly, update, began=newest.started_at if newest else None)
+            self._treat(anomaly, update)
         return anomaly is None or self._recovery.observes
 
     def _begin(self, update: Update) -> None:
@@ -141,7 +140,7 @@ class EngineGuard:
         knobs = self._controls.knobs.values
         self._parts.precision.set(higher=knobs.higher_precision)
         tick, backup = self.clock.tick + 1, self._backups.take()
-        begun = StartedUpdate(update, tick, self.attempted_step + 1, backup, [], time.monotonic())
+        begun = StartedUpdate(update, tick, self.attempted_step + 1, backup, [])
         self._begun = self._newest_begun = begun
         self._lost_device.begins(update)
         EngineGuard._newest = id(begun)
@@ -187,7 +186,7 @@ class EngineGuard:
         self._sizer.make_smaller(begun.step, computed)
         self._begun = None
         self._roll_back(begun)
-        self._sizer.note_smaller(begun.step, computed, began=begun.started_at)
+        self._sizer.note_smaller(begun.step, computed)
         return UpdateResult("refused")
 
     def update(self, loss: torch.Tensor, *, optimizer: Any = None) -> UpdateResult:
@@ -294,7 +293,7 @@ class EngineGuard:
         if not vitals.ranks_agree:
             with self._reporting_failure():
                 digests = [row[DIGEST] for row in attempt.rows_by_rank()]
-                self._recovery.ranks_differ(digests, began=flight.begun.started_at)
+                self._recovery.ranks_differ(digests)
         finding = self._checks.judge(vitals)
         if flight.is_open:  # the checks learn nothing from it, as if it was refused
             vitals = landed(vitals)
@@ -362,7 +361,7 @@ class EngineGuard:
             self._recovery.name_guilty_ranks(self._examination.guilty_ranks())
             usual, is_error = self._checks.nan_is_usual, refined.signal is Signal.EXCEPTION
             attempted = None if vitals.accepted else refused(flight.was_modified, usual, is_error)
-            self._treat(refined, update, attempted, began=flight.begun.started_at)
+            self._treat(refined, update, attempted)
         return self._recovery.observes and vitals.accepted and begun is None  # then nothing was undone
 
     def _after_accepted(self, flight: InFlight, vitals: Vitals) -> None:
@@ -389,9 +388,9 @@ class EngineGuard:
                 warn_of_scalers(self._updater.scaler)
             log.info("%s", self._ring.describe())  # its size is known now that the optimizer has its moments
 
-    def _treat(self, anomaly: Anomaly, update: Update, refused: Refused | None = None, *, began: float | None) -> None:
+    def _treat(self, anomaly: Anomaly, update: Update, refused: Refused | None = None) -> None:
         with self._reporting_failure():
-            self._recovery.treat(anomaly, update, refused, began=began)
+            self._recovery.treat(anomaly, update, refused)
         self._updater.gate.limit(*self._checks.limits)
 
     def _roll_back(self, begun: StartedUpdate) -> None:

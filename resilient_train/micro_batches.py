@@ -67,14 +67,14 @@ class MicroBatchSizer:
                 advice = f"{_SMALLER} ({self._place} could not take a note: {error.strerror})"
             raise TrainError(f"{what}; {advice}")
 
-    def note_smaller(self, step: int, reason: str, ranks: tuple[int, ...] = (), *, began: float | None = None) -> None:
-        """Record that micro-batches are smaller, as an incident that `began` then on the monotonic clock."""
+    def note_smaller(self, step: int, reason: str, ranks: tuple[int, ...] = ()) -> None:
+        """Record that micro-batches are smaller, as an incident."""
         self._has_changed()
         rows, recovery = self._samples.slicing.batch_size, self._recovery
         recovery.controls.micro_batch = rows
         what = f"{reason}; micro-batches of {counted(rows, 'row')} from now on"
         found = ProcessIncident(Signal.OUT_OF_MEMORY, step, step - 1, what, "smaller_batch", ranks=ranks)
-        recovery.note_process_incident(found, began=began)
+        recovery.note_process_incident(found)
         recovery.note_remedies()
 
     def _fit_into(self, rows: int) -> bool:

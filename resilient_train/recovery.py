@@ -23,7 +23,6 @@ from resilient_train.intended import Intended
 from resilient_train.ranks.world import odd_ones
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.progress import Doing
-from resilient_train.record.surroundings import DECIDE, DIAGNOSE, REWIND, Phases
 from resilient_train.recover.decide import BY_DECAY, Earlier, by_signal, decide
 from resilient_train.recover.policy import Policy
 from resilient_train.recover.remedies import is_mild
@@ -106,15 +105,13 @@ class Recovery:
 
     # One incident.
 
-    def treat(
-        self, anomaly: Anomaly, update: Update, refused: Refused | None = None, *, began: float | None = None
-    ) -> None:
-        """Apply what the policy prescribes. `update` is the newest one; it began at `began` of the monotonic clock.
+    def treat(self, anomaly: Anomaly, update: Update, refused: Refused | None = None) -> None:
+        """Apply what the policy prescribes. `update` is the newest one.
 
         All ranks call it together. Raises GaveUp when the policy has nothing left.
         """
         parts, controls, checks = self.parts, self.controls, self.parts.checks
-        phases, started = Phases(began), time.perf_counter()
+        started = time.perf_counter()
         if self.intended.began_by_chance(anomaly, self.explainer):
             return
 
@@ -138,7 +135,6 @@ class Recovery:
             return
         if not anomaly.ranks:  # averaged gradients are the same on every rank: only a replay names the rank
             anomaly = replace(anomaly, ranks=diagnosis.ranks)
-        phases.ended(DIAGNOSE)
 
         # Decide. The loss is measured against the reference first: how far it is above may set the remedy's strength.
         if anomaly.reached_weights and diagnosis.cause is not Cause.CORRUPTION:
@@ -151,18 +147,17 @@ class Recovery:
         self._set_reference(anomaly, diagnosis, decision)
         before = self.incident_log.continued(anomaly, diagnosis, decision)
         incident = before or self.incident_log.open(anomaly, diagnosis, decision, is_off=checks.rewind_check.is_open)
-        phases.ended(DECIDE)
         if decision.gave_up is not None:
-            self._give_up(incident, phases)
+            self._give_up(incident)
         if self.observes:  # every update lands until no further anomaly has come for a while
             self._observed, self._anomalous_step = incident.id, parts.clock.step + (not anomaly.landed)
             parts.updater.gate.is_open = True
             incident = replace(incident, seconds=time.perf_counter() - started)
-            self.incident_log.record_treatment(incident, phases.timed, ongoing=True)
+            self.incident_log.record_treatment(incident, ongoing=True)
             return
 
         self.intended.before_treatment(anomaly)
-        incident = controls.apply(incident, suspects, phases, started, was_refused=refused is not None)
+        incident = controls.apply(incident, suspects, started, was_refused=refused is not None)
         self.intended.after_treatment(rise, incident)
         self.note_remedies()  # first, so that an incident that was treated has them in effect
         if before is not None:
@@ -172,12 +167,12 @@ class Recovery:
             self.incident_log.count_again(before, anomaly)
             self._earlier.with_new([replace(before, anomaly=anomaly, again=())], anomaly.tick)
             return
-        self.incident_log.record_treatment(incident, phases.timed)
+        self.incident_log.record_treatment(incident)
 
     def try_rates(self) -> None:
         """Try lower learning rates, as the loss stands; continue with one that overtakes the run."""
         parts, trials, check = self.parts, self.controls.trials, self.parts.checks.no_progress
-        step, started, before, phases = parts.clock.step, time.perf_counter(), trials.updates, Phases()
+        step, started, before = parts.clock.step, time.perf_counter(), trials.updates
         found, is_whole = trials.race(self.controls)
         made = trials.updates - before
         check.tried(step, is_tried=made > 0 or found is not None)
@@ -201,9 +196,9 @@ class Recovery:
         diagnosis = by_signal(anomaly) if found.left == 1 else BY_DECAY
         incident = self.incident_log.open(anomaly, diagnosis, decision, is_off=is_off)
         incident = replace(incident, tried=found.tried)
-        incident = self.controls.apply(incident, (0, 0), phases, started, was_refused=False)
+        incident = self.controls.apply(incident, (0, 0), started, was_refused=False)
         self.note_remedies()
-        self.incident_log.record_treatment(incident, phases.timed)
+        self.incident_log.record_treatment(incident)
         parts.updater.gate.limit(*parts.checks.limits)
 
     def counts(self, anomaly: Anomaly) -> bool:
@@ -252,20 +247,17 @@ class Recovery:
             if checks.rewind_check.is_open:
                 self.parts.ring.keep_reference(anomaly.since)
 
-    def _give_up(self, incident: Incident, phases: Phases) -> NoReturn:
+    def _give_up(self, incident: Incident) -> NoReturn:
         """End the run on its best verified state, and leave that on disk."""
-        self.incident_log.close(incident, phases=phases.timed)
+        self.incident_log.close(incident)
         earlier = self.incident_log.incidents[:-1]
-        path, is_restored = self._restore_best(incident.anomaly.since)
-        if is_restored:
-            phases.ended(REWIND)
-            self.incident_log.add_phase(incident.id, phases.timed[-1])
+        path = self._restore_best(incident.anomaly.since)
         if self.parts.world.is_main:  # the other ranks do not know where the state was written
             log.error("%s", final_message(incident, path, earlier))
         raise GaveUp(f"gave up at step {incident.anomaly.step}: {incident.decision.gave_up}", path)
 
-    def _restore_best(self, since: int) -> tuple[Path | None, bool]:
-        """Restore the best verified state and leave it on disk; return its path, and whether there was such a state."""
+    def _restore_best(self, since: int) -> Path | None:
+        """Restore the best verified state and leave it on disk; return its path, if there was such a state."""
         ring = self.parts.ring
         snapshot = ring.last_good(since) or ring.newest_verified()  # a newer one was verified at the reference's level
         if snapshot is not None:
@@ -278,15 +270,14 @@ class Recovery:
             self.parts.updates.rewound(self.parts.clock.step)
         self.note_saves()
         self.parts.checks.rewind_check.end()
-        return path, snapshot is not None or path is not None
+        return path
 
-    def ranks_differ(self, digests: Sequence[float], *, began: float | None = None) -> NoReturn:
+    def ranks_differ(self, digests: Sequence[float]) -> NoReturn:
         """End the run on all ranks, because they decided differently: another collective might wait forever.
 
-        `digests` are those of all ranks with the update in flight, which began at `began` of the monotonic clock. What
-        landed before it was the same on every rank.
+        `digests` are those of all ranks with the update in flight. What landed before it was the same on every rank.
         """
-        phases, odd, since = Phases(began), odd_ones(digests), self.parts.clock.step
+        odd, since = odd_ones(digests), self.parts.clock.step
         evidence = f"{rank_names(odd)} decided differently"
         anomaly = Anomaly(Signal.RANK_MISMATCH, since + 1, self.parts.clock.tick, since, evidence, ranks=odd)
         incident = self.incident_log.open(anomaly, Diagnosis(Cause.PROCESS, _DIFFER), Decision((Action("end"),)))
@@ -294,7 +285,7 @@ class Recovery:
         snapshot = self.parts.ring.last_good(since)
 
         def leave() -> None:
-            self.incident_log.close(incident, Outcome.GAVE_UP, phases.timed)
+            self.incident_log.close(incident, Outcome.GAVE_UP)
             self.keeper.distrust(since)
             if snapshot is not None:
                 self.keeper.save_alone(snapshot)
@@ -315,16 +306,15 @@ class Recovery:
 
     # Incidents of the process, not of the training: the remedy was applied already.
 
-    def note_process_incident(self, seen: ProcessIncident, *, began: float | None = None, ongoing: bool = False) -> int:
-        """Write one down and return its number. If it happened inside an update, that `began` (monotonic clock)."""
+    def note_process_incident(self, seen: ProcessIncident, *, ongoing: bool = False) -> int:
+        """Write one down and return its number."""
         tick = self.parts.clock.tick
         anomaly = Anomaly(seen.signal, seen.step, tick, seen.since, seen.evidence, ranks=seen.ranks)
         known = by_signal(anomaly)
         diagnosis = replace(known, advice=seen.advice or known.advice, rows=seen.rows)
-        phases = Phases(began)
         incident = self.incident_log.open(anomaly, diagnosis, Decision((Action(seen.remedy),)))
         incident = replace(incident, rewound_to=seen.rewound_to, steps_lost=seen.steps_lost)
-        self.incident_log.record_treatment(incident, phases.timed, ongoing=ongoing)
+        self.incident_log.record_treatment(incident, ongoing=ongoing)
         return incident.id
 
     def note_saves(self, *, is_complete: bool = False) -> None:
@@ -352,13 +342,13 @@ class Recovery:
         if not was_killed:
             self.keeper.progress.turned_to(Doing.ENDED, self.parts.clock.tick)
 
-    def hung(self, evidence: str, *, in_update: bool, began: float | None) -> None:
+    def hung(self, evidence: str, *, in_update: bool) -> None:
         """From another thread: write down that the run hangs, and save what can be saved."""
         progress, step = self.keeper.progress, self.parts.clock.step
         progress.turned_to(Doing.HUNG if in_update and progress.is_updating else Doing.ENDED)
         lost, write = self.keeper.rescue()
         found = ProcessIncident(Signal.HANG, step + 1, step, evidence, "end", steps_lost=lost)
-        self.note_process_incident(found, began=began)
+        self.note_process_incident(found)
         write()
 
     # The beginning of a process, and the end of a run.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -278,7 +277,7 @@ class Trials:
         parts, loop, losses, knobs = self._parts, self._loop, [], self._control.knobs.values
         parts.precision.set(higher=knobs.higher_precision)
         update = parts.samples.next_update(parts.beat)
-        begun = StartedUpdate(update, parts.clock.tick + 1, parts.clock.step + 1, backup, [], time.monotonic())
+        begun = StartedUpdate(update, parts.clock.tick + 1, parts.clock.step + 1, backup, [])
         loop.seeds.for_update(update.start)
         for batch in update.batches:
             begun.inputs.append(batch)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from resilient_train.tracking.story import Chapter, Checkpoint, Phase, Story, open_advice, status_by
+from resilient_train.tracking.story import Chapter, Checkpoint, Story, open_advice, status_by
 from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
 
 BEGAN_MS = 1_763_694_845_000
@@ -48,7 +48,7 @@ def chapter(told: Incident) -> Chapter:
     """An incident with its times."""
     at = BEGAN_MS + told.id * 600_000
     closed = None if told.outcome is None else at + 60_000
-    return Chapter(told, at, at + 300, closed, (Phase("detect", at, at + 2), Phase("diagnose", at + 2, at + 280)))
+    return Chapter(told, at, at + 300, closed)
 
 
 def story(*incidents: Incident, **changed: Any) -> Story:

@@ -368,8 +368,7 @@ class Guard(guard.EngineGuard):
 
     def hung(self, evidence: str, *, in_update: bool) -> None:
         """Record that the loop hangs, and write the newest verified state if possible, from another thread."""
-        began = self._newest_begun.started_at if self._newest_begun else None
-        self._recovery.hung(evidence, in_update=in_update, began=began)
+        self._recovery.hung(evidence, in_update=in_update)
 
     # Inside.
 

@@ -6,9 +6,8 @@ Each change is written to the journal as it happens; incidents.jsonl has a line 
 from __future__ import annotations
 
 import json
-import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,6 @@ from resilient_train.files import commit_text, open_to_append, read_plain
 from resilient_train.record.incident_lines import as_line, from_line
 from resilient_train.record.journal import JOURNAL, Entry, Journal
 from resilient_train.record.run_history import RunHistory, drill_behind
-from resilient_train.record.surroundings import RESUME, Timed
 from resilient_train.types import (
     Action,
     Anomaly,
@@ -35,10 +33,8 @@ from resilient_train.wording import describe, describe_outcome, further, log
 INCIDENTS = "incidents.jsonl"  # its name in a run directory
 
 OPENED, TREATED, CLOSED = "incident_opened", "incident_treated", "incident_closed"
-PHASE = "incident_phase"  # of an incident, written after its entry
 AGAIN = "incident_again"  # an update more that an incident counts
 _AGAIN = 64  # updates that one incident counts, as each reading of it and each of its lines has them all
-_TRAINING_CONTINUES = {Signal.DISK_FULL, Signal.CHECKPOINT_FAILED}  # while such an incident is treated
 
 
 class IncidentLog:
@@ -58,15 +54,13 @@ class IncidentLog:
         self._open: dict[int, Incident] = {}  # those without an outcome
         self._newest = 0  # the highest number
         self._lines: dict[int, str] = {}  # of incidents.jsonl, in the order of their outcomes
-        self._treated: set[int] = set()
-        # By incident: when its treatment ended, until an update is accepted.
-        self._awaiting_update_ms: dict[int, int] = {}
         self._ongoing: set[int] = set()  # incidents that healthy updates do not close
+        treated: set[int] = set()
         for entry in self._journal.entries if self._journal else []:
-            self._recall(entry)
+            self._recall(entry, treated)
         self.adopt(sorted(self._incidents.values(), key=lambda one: one.id))
         for one in self.open_incidents:
-            if one.id not in self._treated:  # the process ended before it did what was decided
+            if one.id not in treated:  # the process ended before it did what was decided
                 self._keep(replace(one, decision=replace(one.decision, actions=())))
         self._is_current = True  # incidents.jsonl
         if self._file is not None:
@@ -142,11 +136,9 @@ class IncidentLog:
         """Write an incident to the journal as it was opened."""
         self._write(OPENED, incident)
 
-    def record_treatment(self, incident: Incident, phases: Sequence[Timed] = (), *, ongoing: bool = False) -> None:
-        """Record what was done about an incident, and when. An `ongoing` one is open until `clear_ongoing`."""
-        entry = self._write(TREATED, incident, phases)
-        if entry is not None:
-            self._pause(incident, entry["at"])
+    def record_treatment(self, incident: Incident, *, ongoing: bool = False) -> None:
+        """Record what was done about an incident. An `ongoing` one is open until `clear_ongoing`."""
+        self._write(TREATED, incident)
         if ongoing:
             self._ongoing.add(incident.id)
         log.warning("%s", describe(incident))
@@ -155,24 +147,15 @@ class IncidentLog:
         """Record what else became known about an incident after its treatment."""
         self._write(TREATED, incident)
 
-    def close(
-        self,
-        incident: Incident,
-        outcome: Outcome | None = None,
-        phases: Sequence[Timed] = (),
-        *,
-        healthy_steps: int | None = None,
-    ) -> None:
+    def close(self, incident: Incident, outcome: Outcome | None = None, *, healthy_steps: int | None = None) -> None:
         """Record the outcome of an incident, by default the one it has, and list it.
 
-        That of an incident that was only observed is always this. One that ends the run has no treatment: its `phases`
-        are recorded here.
+        That of an incident that was only observed is always this.
         """
         outcome = Outcome.OBSERVED if incident.is_observed else outcome
         incident = replace(incident, outcome=outcome or incident.outcome)
         assert incident.outcome is not None, f"incident {incident.id} has no outcome yet"
-        self._write(CLOSED, incident, phases)
-        self._awaiting_update_ms.pop(incident.id, None)
+        self._write(CLOSED, incident)
         self._lines[incident.id] = line = json.dumps(as_line(incident)) + "\n"
         self._write_lines(line)
         # One that recurred is reported by the incident that came after it.
@@ -184,10 +167,6 @@ class IncidentLog:
 
         While `loss_is_off` its reference, incidents that left damage stay open, and those from before `thrown_until`.
         """
-        if self._awaiting_update_ms:
-            now = time.time_ns() // 1_000_000
-            for number, since in list(self._awaiting_update_ms.items()):
-                self.add_phase(number, (RESUME, since, max(since, now)))
         for one in self.open_incidents:
             reached = one.last_step - (not one.anomaly.landed)
             is_over = step >= reached + recovered_after and one.id not in self._ongoing
@@ -256,12 +235,6 @@ class IncidentLog:
             self.close(self._open[number], Outcome.UNRECOVERED if number in self._ongoing else Outcome.RECOVERED)
         self._ongoing.discard(number)
 
-    def add_phase(self, number: int, phase: Timed) -> None:
-        """Record a phase of an incident that ended after its entry was written."""
-        self._awaiting_update_ms.pop(number, None)
-        if self._journal is not None:
-            self._journal.write(PHASE, number=number, phase=phase)
-
     # The files.
 
     def add_norms(self, norms: Mapping[str, float]) -> None:
@@ -290,25 +263,14 @@ class IncidentLog:
         else:
             self._open.pop(incident.id, None)
 
-    def _write(self, kind: str, incident: Incident, phases: Sequence[Timed] = ()) -> Entry | None:
+    def _write(self, kind: str, incident: Incident) -> None:
         self._keep(incident)
-        if self._journal is None:
-            return None
-        more = {"phases": phases} if phases else {}
-        return self._journal.write(kind, incident=as_line(incident), **more)
+        if self._journal is not None:
+            self._journal.write(kind, incident=as_line(incident))
 
-    def _pause(self, incident: Incident, at_ms: int) -> None:
-        """Note when the first treatment of an incident ended: the resume phase lasts until an update is accepted."""
-        if incident.id not in self._treated and incident.anomaly.signal not in _TRAINING_CONTINUES:
-            self._awaiting_update_ms[incident.id] = at_ms
-        self._treated.add(incident.id)
-
-    def _recall(self, entry: Entry) -> None:
+    def _recall(self, entry: Entry, treated: set[int]) -> None:
         kind = entry["kind"]
-        number = entry["number"] if type(entry.get("number")) is int else 0
-        if kind == PHASE:
-            self._awaiting_update_ms.pop(number, None)
-        if kind == AGAIN and (known := self._incidents.get(number)) is not None:
+        if kind == AGAIN and (known := self._incidents.get(entry["number"])) is not None:
             tick, step = entry["at_update"]
             again = (*known.again, (tick, step))
             self._incidents[known.id] = replace(known, again=again, further=len(again))
@@ -321,9 +283,8 @@ class IncidentLog:
             return
         self._incidents[incident.id] = incident
         if kind == TREATED:
-            self._pause(incident, entry["at"])
+            treated.add(incident.id)
         elif kind == CLOSED:
-            self._awaiting_update_ms.pop(incident.id, None)
             self._lines[incident.id] = json.dumps(as_line(incident)) + "\n"
 
     def _write_lines(self, new: str = "") -> None:

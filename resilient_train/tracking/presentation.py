@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,20 +13,16 @@ from tempfile import TemporaryDirectory
 from resilient_train.files import MOST_BYTES
 from resilient_train.record.endings import CHECKPOINTS, CONFIG, LOOP, SUMMARY, ended_as
 from resilient_train.record.incident_log import INCIDENTS
-from resilient_train.record.journal import JOURNAL, entries
-from resilient_train.record.outbox import BEGAN, METRICS, OUTBOX
+from resilient_train.record.journal import JOURNAL
 from resilient_train.tracking.connection import Connection, is_unreachable, run_page
 from resilient_train.tracking.figure import draw_strip
 from resilient_train.tracking.report import REPORT, note, report
-from resilient_train.tracking.review import is_number
 from resilient_train.tracking.story import Story, StoryReader
 from resilient_train.tracking.traces import Traces, trace_id_of
 from resilient_train.wording import tags
 
 _AS_THEY_ARE = (CONFIG, LOOP, INCIDENTS, "train.log")  # files of the run directory
 STRIP = "incidents.png"  # an artifact
-
-_PARTS_S = {"detect": "diagnosis_s", "diagnose": "diagnosis_s", "decide": "diagnosis_s", "rewind": "rewinds_s"}
 
 _FEW, _REST = 20, 10  # incidents; with more it pauses for so many times as long as showing them took
 _MOST_FAILURES = 20  # traces that could not be uploaded, after which a refresh leaves the others out
@@ -77,7 +73,6 @@ class Presentation:
             self._attempt(lambda: self._attach(STRIP, draw_strip(story)))
         if is_last:
             self._attempt(lambda: self._attach(REPORT, report(story).encode()))
-            self._attempt(lambda: self._show_cost(story))
         self._seen = state
         if len(story.chapters) > _FEW:
             self._rests_until = time.monotonic() + _REST * (time.monotonic() - began)
@@ -95,14 +90,6 @@ class Presentation:
         strip = f"get-artifact?path={STRIP}&run_uuid={self._run_id}"  # its content, for a page of the same server
         said = note(story, trace, strip)
         self._connection.show_tags(tags(story.incidents, story.status), said)
-
-    def _show_cost(self, story: Story) -> None:
-        from mlflow.entities import Metric
-
-        costs, at_ms = run_cost(self._run_dir, story)
-        if costs:
-            rows = [Metric(name, value, at_ms, story.tick) for name, value in costs.items()]
-            self._client.log_batch(self._run_id, rows, (), ())
 
     def _attach_as_it_is(self, file: Path) -> None:
         """Attach a file of the run, if it is a plain one: a directory that somebody else made may hold anything."""
@@ -134,36 +121,3 @@ class Presentation:
             self._trouble = self._trouble or error
             return False
         return True
-
-
-def run_cost(run_dir: Path, story: Story) -> tuple[dict[str, float], int]:
-    """Return the cost as metrics, and when it was known, from the outbox and the journal; none without timed updates.
-
-    A step makes progress once: to make it again after a rewind or a restart does not count. Processes are timed from
-    their first update on. `rest_s` went into saving, evaluation, waiting for data, and steps that were lost.
-    """
-    progress_s = wall_s = 0.0
-    furthest, began, last = 0.0, None, 0
-    for entry, _ in entries(run_dir / OUTBOX):
-        if entry is None:
-            continue
-        if entry["kind"] == BEGAN:
-            began = last = entry["at"]
-        if began is not None:
-            wall_s += max(0, entry["at"] - last) / 1000
-            last = entry["at"]
-        values = entry.get("values") if entry["kind"] == METRICS else None
-        if isinstance(values, Mapping) and is_number(values.get("step")) and values["step"] > furthest:
-            if is_number(values.get("step_ms")):
-                progress_s += (values["step"] - furthest) * values["step_ms"] / 1000
-            furthest = values["step"]
-    if not progress_s or not wall_s:
-        return {}, last
-    spent = {"diagnosis_s": 0.0, "rewinds_s": 0.0}
-    for phase in (phase for chapter in story.chapters for phase in chapter.phases):
-        if (part := _PARTS_S.get(phase.name)) is not None:
-            spent[part] += (phase.ended_ms - phase.began_ms) / 1000
-    progress_s = min(progress_s, wall_s)
-    spent["rest_s"] = max(0.0, wall_s - progress_s - sum(spent.values()))
-    costs = {"progress_share": progress_s / wall_s, "total_s": wall_s, "steps_lost": story.tick - story.step, **spent}
-    return {f"wall_time/{name}": value for name, value in costs.items()}, last

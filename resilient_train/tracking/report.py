@@ -79,10 +79,8 @@ def facts(chapter: Chapter, story: Story, *, reads_source: bool = False) -> list
             lines += [(label, describe_culprit(culprit)), ("", source)]
             lines += [("", ", ".join(f"{key} {value}" for key, value in one.items())) for one in culprit.inputs]
     lines.append(("remedy", _remedy(chapter)))
-    timed = [f"{one.name} {max(0, one.ended_ms - one.began_ms) / 1000:.3g} s" for one in chapter.phases]
     after = [
         ("cost", describe_cost(incident)),
-        ("took", ", ".join(timed)),
         ("outcome", _outcome_when(chapter)),
         ("advice", "" if incident.drill else diagnosis.advice),
     ]

@@ -26,7 +26,7 @@ from resilient_train.record.endings import (
     why_incomplete,
 )
 from resilient_train.record.incident_lines import from_line
-from resilient_train.record.incident_log import CLOSED, OPENED, PHASE, TREATED
+from resilient_train.record.incident_log import CLOSED, OPENED, TREATED
 from resilient_train.record.journal import JOURNAL, Entry, entries_after
 from resilient_train.record.outbox import seal_before
 from resilient_train.record.progress import position_of
@@ -45,23 +45,13 @@ _NUMBERS = re.compile(r"(?P<name>`[^`]*`)|\[[\d, ]+\]|\b(?:nan|inf)\b|(?<![\w.])
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
-    """A phase of an incident: detect, diagnose, decide, rewind, remedy, resume."""
-
-    name: str
-    began_ms: int  # since 1970
-    ended_ms: int
-
-
-@dataclass(frozen=True, slots=True)
 class Chapter:
-    """An incident, and when each of its phases was."""
+    """An incident and its times."""
 
     incident: Incident
-    opened_ms: int
+    opened_ms: int  # since 1970
     treated_ms: int | None = None  # None while something is being done about it
     closed_ms: int | None = None  # None until the outcome is known
-    phases: tuple[Phase, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +153,6 @@ class StoryReader:
 
     def _add(self, entry: Entry) -> None:
         found, kind = self._found, entry["kind"]
-        if kind == PHASE and type(number := entry.get("number")) is int and number in found:
-            found[number] = replace(found[number], phases=found[number].phases + _phases([entry.get("phase")]))
         if kind not in (OPENED, TREATED, CLOSED):
             return
         try:
@@ -172,8 +160,6 @@ class StoryReader:
         except ValueError:  # damaged: the incident log says so when the run resumes
             return
         chapter = replace(found.get(incident.id, Chapter(incident, entry["at"])), incident=incident)
-        if phases := _phases(entry.get("phases")):
-            chapter = replace(chapter, phases=phases)
         if kind == TREATED and chapter.treated_ms is None:  # a second entry only adds what is known since
             chapter = replace(chapter, treated_ms=entry["at"])
         elif kind == CLOSED:
@@ -233,10 +219,6 @@ def _is_changed(file: str, text: str, count: int) -> bool:
     except (OSError, ValueError):  # on another machine, perhaps
         return False
     return lines.count(text) <= count
-
-
-def _phases(written: Any) -> tuple[Phase, ...]:
-    return tuple(Phase(*one) for one in written or ())
 
 
 def _whole(value: Any, otherwise: int) -> int:

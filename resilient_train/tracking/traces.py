@@ -1,7 +1,7 @@
 """Incidents as traces of the run in MLflow: one for each, sent whole once its outcome is known.
 
-A trace is the incident as incidents.jsonl has it, with a span for each phase of its treatment. Trace and spans have ids
-that follow from the run and the incident, so what is sent twice meets itself. What people add to a trace (tags,
+A trace is the incident as incidents.jsonl has it, as one span. Its ids follow from the run and the incident, so what is
+sent twice meets itself. What people add to a trace (tags,
 assessments) stays: a trace that is there is never sent again.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from resilient_train.record.incident_lines import as_line
@@ -53,9 +53,9 @@ class Traces:
         if trace_id in self._there:
             return
         there, self._there = self._there, None  # until the answer
-        # Spans first: as long as they are alone, the trace does not belong to the run and is sent again.
+        # The span first: as long as it is alone, the trace does not belong to the run and is sent again.
         try:
-            self._client.log_spans(self._experiment_id, [Span.from_dict(one) for one in _spans(chapter, trace_id)])
+            self._client.log_spans(self._experiment_id, [Span.from_dict(_span(chapter, trace_id))])
         except NotImplementedError as error:
             if "could not identify" in str(error):  # no answer, and MLflow would remember that the server has none
                 forget = getattr(getattr(self._client.store, "_get_server_version", None), "cache_clear", None)
@@ -103,34 +103,25 @@ class Traces:
         )
 
 
-def _spans(chapter: Chapter, trace_id: str) -> Iterator[dict[str, Any]]:
-    """Yield the spans in the form that MLflow reads them back in: the incident, then each phase of its treatment."""
-    incident = chapter.incident
+def _span(chapter: Chapter, trace_id: str) -> dict[str, Any]:
+    """Return the span of an incident in the form that MLflow reads it back in."""
+    incident, (began, ended) = chapter.incident, _lasted(chapter)
     known = {
         **as_line(incident),
+        "mlflow.traceRequestId": trace_id,
         "mlflow.spanType": "WORKFLOW",
         "mlflow.spanInputs": first_sign(incident),
         "mlflow.spanOutputs": describe_treatment(incident),
     }
-    root = _span(trace_id, "root", _name(incident), _lasted(chapter), known)
-    yield root | {"status": {"code": f"STATUS_CODE_{_state(incident)}", "message": ""}}
-    for place, phase in enumerate(chapter.phases):
-        times_ms = phase.began_ms, phase.ended_ms
-        span = _span(trace_id, f"{phase.name} {place}", phase.name, times_ms, {"mlflow.spanType": "TASK"})
-        yield span | {"parent_span_id": root["span_id"]}
-
-
-def _span(trace_id: str, key: str, name: str, times_ms: tuple[int, int], known: Mapping[str, Any]) -> dict[str, Any]:
-    known = {"mlflow.traceRequestId": trace_id, **known}
     return {
         "trace_id": _base64(bytes.fromhex(trace_id.removeprefix("tr-"))),
-        "span_id": _base64(hashlib.sha256(f"{trace_id}/{key}".encode()).digest()[:8]),
+        "span_id": _base64(hashlib.sha256(f"{trace_id}/root".encode()).digest()[:8]),
         "parent_span_id": None,
-        "name": name,
-        "start_time_unix_nano": times_ms[0] * 1_000_000,
-        "end_time_unix_nano": times_ms[1] * 1_000_000,
+        "name": _name(incident),
+        "start_time_unix_nano": began * 1_000_000,
+        "end_time_unix_nano": ended * 1_000_000,
         "events": [],
-        "status": {"code": "STATUS_CODE_OK", "message": ""},
+        "status": {"code": f"STATUS_CODE_{_state(incident)}", "message": ""},
         "attributes": {key: json.dumps(one) for key, one in known.items()},
         "links": [],
     }
@@ -146,10 +137,9 @@ def _name(incident: Incident) -> str:
 
 
 def _lasted(chapter: Chapter) -> tuple[int, int]:
-    """Return when it began, and when training continued or ended, in milliseconds since 1970."""
-    began = min([chapter.opened_ms, *(one.began_ms for one in chapter.phases)])
-    done = chapter.opened_ms if chapter.treated_ms is None else chapter.treated_ms
-    return began, max([began, done, *(one.ended_ms for one in chapter.phases)])
+    """Return when its update was noticed, and when it was treated or closed, in milliseconds since 1970."""
+    done = chapter.treated_ms or chapter.closed_ms or chapter.opened_ms
+    return chapter.opened_ms, max(chapter.opened_ms, done)
 
 
 def _base64(raw: bytes) -> str:

@@ -25,7 +25,7 @@ from resilient_train.errors import TrainError
 from resilient_train.record.incident_lines import as_line, from_line
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.journal import Journal, damaged_lines, plain, read
-from resilient_train.tracking.story import Chapter, read_story, status_by
+from resilient_train.tracking.story import status_by
 from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
 from resilient_train.wording import describe, describe_outcome, final_message, tags
 
@@ -438,37 +438,6 @@ def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert book.run_history.has_fired(1)
     assert [incident.outcome for incident in book.incidents] == [Outcome.RECOVERED]
     assert not list(tmp_path.iterdir())
-
-
-# The parts of an incident, and when each was.
-
-TIMES = [("detect", 1_000, 1_200), ("diagnose", 1_200, 1_900), ("rewind", 1_900, 2_000)]
-
-
-def story(directory: Path) -> tuple[Chapter, ...]:
-    return read_story(directory).chapters
-
-
-def parts(directory: Path) -> list[list[str]]:
-    return [[phase.name for phase in chapter.phases] for chapter in story(directory)]
-
-
-def test_the_next_process_knows_what_has_not_gone_on(tmp_path: Path) -> None:
-    """Of two that were treated one went on, one is closed, one never stood still: one resume is left to be told."""
-    before = IncidentLog(tmp_path)
-    before.record_treatment(SPIKE, TIMES)
-    before.update_accepted(0, recovered_after=50, loss_is_off=False)
-    full = dataclasses.replace(SPIKE, id=4, anomaly=dataclasses.replace(SPIKE.anomaly, signal=Signal.DISK_FULL))
-    crash = dataclasses.replace(SPIKE, id=6)
-    before.record_treatment(full)
-    before.record_treatment(dataclasses.replace(SPIKE, id=5))
-    before.close(dataclasses.replace(SPIKE, id=5, outcome=Outcome.RECURRED))
-    before.record_treatment(crash)
-    after = IncidentLog(tmp_path)
-    after.update_accepted(0, recovered_after=50, loss_is_off=False)
-    IncidentLog(tmp_path).update_accepted(0, recovered_after=50, loss_is_off=False)
-    names = [name for name, _, _ in TIMES]
-    assert parts(tmp_path) == [[*names, "resume"], [], [], ["resume"]]
 
 
 # Incidents in words.

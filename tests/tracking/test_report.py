@@ -304,7 +304,6 @@ def test_the_report_has_every_incident_with_all_that_is_known_of_it() -> None:
         "\n  culprit  sqrt in model.norm, /home/u/examples/culprits.py:33, backward\n",
         "\n           dtype float32, min 0.0\n",
         "\n  remedy   rewound to step 125 (verified), learning rate x0.5\n",
-        "\n  took     detect 0.002 s, diagnose 0.278 s\n",
         "\n  outcome  recovered (",
         "\n  advice   The loss jumped and stayed there",
     ):
