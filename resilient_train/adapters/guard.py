@@ -335,7 +335,7 @@ class Guard(guard.EngineGuard):
         self._controls.unpatch()
         self._direct_steps.is_over = True
         self.samples.close()
-        self._keeper.shutdown()
+        self._keeper.wait()
         self._recovery.note_saves()
         self._keeper.progress.close()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -12,7 +11,6 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import torch
 
@@ -20,7 +18,7 @@ from resilient_train import __version__
 from resilient_train.checkpoint import weights
 from resilient_train.checkpoint.resume import Resume, ResumePlan, Resumption, incidents_of_damage
 from resilient_train.checkpoint.store import CANDIDATE, VERIFIED, Damaged, Entry, Manifest, Store
-from resilient_train.checkpoint.tree_files import SerializedTree, SharedWrite
+from resilient_train.checkpoint.tree_files import SerializedTree
 from resilient_train.checkpoint.weights import Best
 from resilient_train.checkpoint.writer import Job, Writer
 from resilient_train.errors import in_one_line, unusable
@@ -31,11 +29,9 @@ from resilient_train.record.run_history import RunHistory
 from resilient_train.run_parts import RunParts
 from resilient_train.state.ring import Snapshot
 from resilient_train.state.run_state import explain_mismatch
-from resilient_train.state.tree import sha256, taken_apart
+from resilient_train.state.tree import gathered, put_together, sha256, taken_apart
 from resilient_train.types import ProcessIncident, Signal
 from resilient_train.wording import IN_FILE_ONLY, log
-
-_WAIT_FOR_RANKS_S = 5.0
 
 
 class CheckpointKeeper:
@@ -47,18 +43,15 @@ class CheckpointKeeper:
         """`directory` is None on all ranks but 0, and if nothing is written."""
         self._config, self._parts, self._run_history, self._how = config, parts, history, how
         self.progress = Progress(directory)
-        self._commits = directory is not None  # this rank writes whole checkpoints, others only their shares of them
+        self._commits = directory is not None  # this rank writes checkpoints
         self._best = Best(directory) if directory is not None else None
         # Once, as a user's hooks may take their time.
         self._persistent_names = frozenset(parts.state.model.state_dict(keep_vars=True))
-        self._is_sharded = parts.state.is_sharded  # every rank writes a share of each checkpoint
+        self._is_sharded = parts.state.is_sharded  # all ranks gather what a checkpoint holds, at the same update
         common = parts.world.on_main(lambda: directory) if self._is_sharded else directory
         self._writes, self._store = common is not None, Store(common or Path(os.devnull))
         reference = parts.checks.rewind_check.reference_step
         self._writer = Writer(self._store, keep=config.keep, keep_every=config.keep_every, reference=reference)
-        self._label = parts.world.on_main(lambda: uuid4().hex[:12]) if self._is_sharded else ""
-        self._cancelled = threading.Event()  # stop waiting for the shares of other ranks, which may have died
-        self._shared_writes = 0
         self.resumption = Resumption(parts, history, self.progress, self._store, directory, how)
         self.previous_samples_per_update = 0  # as in ResumePlan
         # The steps of checkpoints that can be trusted, the newest last: of each the step itself, or an earlier one that
@@ -83,7 +76,7 @@ class CheckpointKeeper:
         mine: dict[str, str] = {}
         for name, part in parts.items() if self._writes else ():
             try:
-                SerializedTree(part)
+                SerializedTree(put_together(*taken_apart(part), lambda local, sharding: local))
             except Exception as error:
                 called = f"keep({name.removeprefix('kept.')}=...)" if name.startswith("kept.") else name
                 mine[called] = f"its state cannot be saved: {in_one_line(error)}"
@@ -102,13 +95,13 @@ class CheckpointKeeper:
 
     @property
     def is_busy(self) -> bool:
-        """Say whether this rank cannot write its share of a checkpoint now. The ranks agree on that."""
+        """Say whether this rank could not write a sharded state now. The ranks agree on that."""
         return self._is_sharded and not (self._writer.is_free and self._config.every)
 
     def verified(self, *, any_busy: bool) -> None:
         """After each healthy update, write the newest verified state if a checkpoint is due.
 
-        All ranks of a sharded run begin a checkpoint at the same update, or none does if `any_busy`.
+        All ranks of a sharded run gather it at the same update, or none does if `any_busy`. Training waits for that.
         """
         writer, ring = self._writer, self._parts.ring
         self._read_outcomes()
@@ -120,7 +113,7 @@ class CheckpointKeeper:
         if self._is_sharded and is_due:
             if not any_busy:
                 self._note_saved(snapshot.step)  # even if that fails: the ranks would try again at different times
-                writer.offer(self._job(snapshot))
+                self._offer(snapshot)
         elif not self._commits or not writer.is_free:
             return
         elif self._best is not None and self._best.is_ripe(snapshot.step):
@@ -135,7 +128,7 @@ class CheckpointKeeper:
 
             writer.offer(Job(candidate.step, candidate.age[0], mark_verified))
         elif is_due:
-            writer.offer(self._job(snapshot))
+            self._offer(snapshot)
 
     def distrust(self, since: int) -> None:
         """Demote every checkpoint after `since`, the newest step that can be trusted.
@@ -260,13 +253,6 @@ class CheckpointKeeper:
         self._read_outcomes()
         return is_over
 
-    def shutdown(self) -> None:
-        """Stop at the end of the run. Other ranks may have exited: wait `_WAIT_FOR_RANKS_S` at most for shares."""
-        if self._is_sharded:
-            self.wait(_WAIT_FOR_RANKS_S)
-            self._cancelled.set()
-        self.wait()
-
     # Loading.
 
     def begin(self, plan: ResumePlan) -> None:
@@ -330,7 +316,7 @@ class CheckpointKeeper:
         return found[0].path if found else None
 
     def _on_all(self, write: Callable[[], Path | None]) -> Path | None:
-        """Let rank 0 write, or all ranks if each writes a share; all wait and return the path."""
+        """Let rank 0 write, or call `write` on all ranks if they have to gather; all wait and return the path."""
         world = self._parts.world
         path = write() if self._is_sharded else world.on_main(write)
         return world.on_main(lambda: path)
@@ -342,34 +328,35 @@ class CheckpointKeeper:
     def _save_now(self, snapshot: Snapshot) -> Path | None:
         if self._is_sharded:
             self._note_saved(snapshot.step)
-        entry = self._write_now(self._job(snapshot)).entry if self._writes else None
+        job = self._job(snapshot) if self._writes else None
+        entry = self._write_now(job).entry if job is not None else None
         return entry.path if entry is not None else None
 
-    def _job(self, snapshot: Snapshot) -> Job:
-        """Make a job that writes a snapshot. Whatever takes time is left to the thread that writes."""
-        parts, store, updates, shared = self._parts, self._store, self._parts.updates.copy(), None
+    def _offer(self, snapshot: Snapshot) -> None:
+        if (job := self._job(snapshot)) is not None:
+            self._writer.offer(job)
+
+    def _job(self, snapshot: Snapshot) -> Job | None:
+        """Make a job that writes a snapshot. Whatever takes time is left to the thread that writes.
+
+        All ranks gather a sharded state on rank 0, which alone gets a job.
+        """
+        parts, store, updates = self._parts, self._store, self._parts.updates.copy()
+        snapshot.is_being_written = self._commits  # first: in another thread the loop may drop it meanwhile
         parts.ring.copier.wait()
-        snapshot.is_being_written = True  # first: in another thread the loop may drop it meanwhile
-        if self._is_sharded:
-            self._shared_writes += 1
-            label = f"{self._label}-{self._shared_writes}"
-            shared = SharedWrite(parts.world.rank, parts.world.size, label, self._cancelled)
+        content = gathered(snapshot.parts, keep=self._commits) if self._is_sharded else snapshot.parts
+        if not self._commits:
+            return None
         step, tick = snapshot.step, int(snapshot.remedies["tick"])
         persistent = {
             "statistics": snapshot.checks_state,
             "panel": parts.checks.persistent_state(),
-            "lasting": sorted(self._persistent_names),  # the names in the model's state_dict
             "remembered": {name: item.state_dict() for name, item in self.resumption.remembered.items()},
         }
 
-        def write() -> Entry | None:
-            if not self._commits:
-                assert shared is not None
-                store.write_share(lambda: snapshot.parts, shared)
-                return None
+        def write() -> Entry:
             with suppress(OSError):
                 store.demote()  # what the disk did not take before
-            content = snapshot.parts
             persistent["passed"] = updates.state_dict(step)
             manifest = Manifest(
                 kind=VERIFIED if snapshot.verified else CANDIDATE,
@@ -389,8 +376,8 @@ class CheckpointKeeper:
             )
             buffers = {name: one for name, one in content["buffers"].items() if one is not None}
             lasting = {name: one for name, one in buffers.items() if name in self._persistent_names}
-            exported = {} if shared is not None else {**content["weights"], **lasting}
-            entry = store.write(manifest, content, exported, persistent, shared, partial(self._examine, content))
+            exported = {**content["weights"], **lasting}
+            entry = store.write(manifest, content, exported, persistent, partial(self._examine, content))
             self._has_read_back = True
             self._run_history.note_checkpoint(step, tick)
             return entry
@@ -405,7 +392,7 @@ class CheckpointKeeper:
         saved = Store.load(written, self._parts.world.device, weights, with_digests=False).parts
         if why := explain_mismatch(content, saved, state.model, state.optimizers):
             raise Damaged(f"does not fit this run when it is read back: {why}")
-        for name in () if self._is_sharded else state.kept:
+        for name in state.kept:
             if sha256(saved[name]) != sha256(content[name]):
                 raise Damaged(f"does not give back {name} as it was written")
 
@@ -415,10 +402,7 @@ class CheckpointKeeper:
 
     def _note_outcome(self, job: Job) -> None:
         step = job.step
-        if not self._commits:
-            if job.error is not None:  # rank 0 gets a note, and writes it to the journal
-                log.error("this rank's share of step %d could not be written: %s", step, job.trouble)
-        elif job.error is None:
+        if job.error is None:
             if job.entry is not None and not self._is_sharded:  # else that was noted on all ranks
                 rewind_tick, rewind_step = self._last_rewind
                 self._note_saved(step, step if job.tick > rewind_tick else min(step, rewind_step))

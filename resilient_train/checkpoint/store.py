@@ -4,7 +4,6 @@ checkpoints/step-00000400/manifest.json         which state it holds, and the sh
                          /weights.safetensors   weights and buffers by their own names, for any program;
                          /tensors.safetensors   all other tensors
                          /tree.json             all other values
-                         /share-00000-of-00002.safetensors   of sharded tensors, the part of each rank
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import contextlib
 import hashlib
 import json
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -25,19 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from resilient_train import files
-from resilient_train.checkpoint.tree_files import (
-    NAMES,
-    TENSORS,
-    TREE,
-    SerializedTree,
-    SharedWrite,
-    are_complete,
-    chunks,
-    collect_shares,
-    is_share,
-    load_tree,
-    write_share,
-)
+from resilient_train.checkpoint.tree_files import NAMES, TENSORS, TREE, SerializedTree, chunks, load_tree
 from resilient_train.files import Written, is_left_over, read_plain
 from resilient_train.wording import log
 
@@ -106,8 +92,7 @@ def _checked(node: Any) -> Manifest:
         raise Damaged(f"{MANIFEST} is not what was written")
     del node["format"]
     node["files"] = {name: Written(one["bytes"], one["sha256"]) for name, one in node["files"].items()}
-    shares = {name for name in node["files"] if is_share(name)}
-    if node["files"].keys() - shares != {TENSORS, TREE, *([] if shares else [WEIGHTS])} or not are_complete(shares):
+    if node["files"].keys() != {TENSORS, TREE, WEIGHTS}:
         listed = ", ".join(map(repr, sorted(node["files"])))[:100] or "nothing"
         raise Damaged(f"{MANIFEST} lists {listed}, not the files of a checkpoint")
     return Manifest(**node)
@@ -238,14 +223,12 @@ class Store:
         parts: Mapping[str, Any],
         exported: Mapping[str, torch.Tensor],
         memory: Mapping[str, Any],
-        shared: SharedWrite | None = None,
         examine: Callable[[Entry], None] = lambda written: None,
     ) -> Entry:
         """Write a checkpoint, read it back, and commit it; its files are added to the manifest.
 
         Nothing is committed that differs from what was written, or for which `examine` raises Damaged.
-        `exported` are the tensors for other programs: weights that are among them are not written twice. Of a
-        `shared` checkpoint rank 0 calls this, and waits for the other ranks, which call `write_share`.
+        `exported` are the tensors for other programs: weights that are among them are not written twice.
         """
         usual = {name: one for name, one in exported.items() if one.dtype in NAMES}
         rest = {name: one for name, one in parts["weights"].items() if name not in usual}
@@ -253,24 +236,15 @@ class Store:
         if not self.path.is_dir():
             files.disk.make_directory(self.path)
             files.sync_directory(self.path.parent)
-        new = files.temporary(self.path / ("new" if shared is None else f"new-{shared.label}"))
-        if shared is not None:
-            files.sweep(self.path.resolve())  # another rank may have left files of a checkpoint that failed
-        elif new.exists():
+        new = files.temporary(self.path / "new")
+        if new.exists():
             files.remove(new)
         files.disk.make_directory(new)
         try:
-            written = tree.write(new)
-            if shared is None:
-                written[WEIGHTS] = files.write_file(new / WEIGHTS, chunks(usual))
-            else:
-                began = time.monotonic()
-                write_share(new, shared, lambda: tree.sharded)
-                written |= collect_shares(new, shared, time.monotonic() - began)
+            written = tree.write(new) | {WEIGHTS: files.write_file(new / WEIGHTS, chunks(usual))}
             manifest = replace(manifest, files=written)
             files.write_file(new / MANIFEST, [manifest.text().encode()])
-            # Of shares only the sizes: digests would take this rank as long as all ranks together took to write them.
-            verify(new, with_digests=shared is None)
+            verify(new)
             examine(Entry(new, manifest))
             path, number = self.path / f"step-{manifest.step:08}", 2
             while path.exists():  # after a rewind a run comes to the same step again
@@ -282,11 +256,6 @@ class Store:
             raise
         return Entry(path, manifest)
 
-    def write_share(self, parts: Callable[[], Mapping[str, Any]], shared: SharedWrite) -> None:
-        """Write the share of a rank other than 0."""
-        new = files.temporary(self.path / f"new-{shared.label}")
-        write_share(new, shared, lambda: SerializedTree({"parts": dict(parts()), "memory": {}}).sharded)
-
     @staticmethod
     def load(
         entry: Entry, device: torch.device, weights: Mapping[str, torch.Tensor], *, with_digests: bool = True
@@ -295,7 +264,7 @@ class Store:
         manifest = verify(entry.path, with_digests=with_digests)
         try:
             tree = load_tree(entry.path, device)
-            exported = load_file(entry.path / WEIGHTS) if WEIGHTS in manifest.files else {}
+            exported = load_file(entry.path / WEIGHTS)
         except (ValueError, OSError, SafetensorError) as error:
             raise Damaged(f"cannot be loaded: {' '.join(str(error).split())[:200]}") from error
         match tree:

@@ -6,7 +6,8 @@ import contextlib
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,28 +17,21 @@ from safetensors.torch import load_file
 from torch import nn
 
 from resilient_train import files
-from resilient_train.checkpoint.store import WEIGHTS, Damaged, Manifest, verify
-from resilient_train.checkpoint.tree_files import NAMES, chunks, is_share, load_tree
-from resilient_train.errors import ConfigError, in_one_line
-from resilient_train.state.tree import full_tensor, reshard
+from resilient_train.checkpoint.store import WEIGHTS, Manifest, verify
+from resilient_train.checkpoint.tree_files import NAMES, chunks
+from resilient_train.errors import ConfigError
+from resilient_train.state import tree
 from resilient_train.wording import log
 
 BEST = "best"  # its name in a run directory
 
 _BEST_METRICS = "best.json"
+_PIECE = 2**22  # bytes that are copied at a time
 
 
 def gathered(model: nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:
-    """All weights and persistent buffers of an unwrapped model, full ones.
-
-    All ranks have to call this for a sharded model; those that do not `keep` the tensors hold one at a time.
-    """
-    found = {}
-    for name, tensor in _tensors(model).items():
-        full = full_tensor(tensor)
-        if keep:
-            found[name] = full.cpu() if full is not tensor else tensor
-    return found
+    """All weights and persistent buffers of an unwrapped model, full ones. All ranks call this for a sharded model."""
+    return tree.gathered(_tensors(model), keep=keep)  # type: ignore[no-any-return]
 
 
 def save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
@@ -52,25 +46,11 @@ def _usual(tensors: Mapping[str, torch.Tensor], path: Path) -> dict[str, torch.T
     return {name: one for name, one in tensors.items() if one.dtype in NAMES}
 
 
-def stored(directory: Path) -> dict[str, torch.Tensor]:
-    """Read the weights and buffers of a run directory or a checkpoint, joined if the ranks have written shares.
-
-    Raises OSError, ValueError or SafetensorError where they cannot be read.
-    """
-    if not any(is_share(path.name) for path in directory.iterdir()):
-        return load_file(directory / WEIGHTS)
-    match load_tree(directory):
-        case {"parts": {"weights": dict(weights), "buffers": dict(buffers)}, "memory": {"lasting": list(lasting)}}:
-            kept = {name: one for name, one in buffers.items() if name in lasting and one is not None}
-            return {name: reshard(one, None) for name, one in {**weights, **kept}.items()}
-    raise ValueError(f"{directory} holds no weights")
-
-
 @torch.no_grad()
 def load_into(model: nn.Module, source: Path, key: str = "run.init_from") -> None:
     """Load the weights of a file, a checkpoint or a run into `model`; all names and shapes must be the same."""
     try:
-        saved = stored(source) if source.is_dir() else load_file(source)
+        saved = load_file(source / WEIGHTS if source.is_dir() else source)
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(key, source, f"has no weights that can be read: {error}") from error
     own = _tensors(model)
@@ -162,26 +142,14 @@ class NotExportable(ValueError):
 
 
 def export_weights(checkpoint: Path, to: Path) -> Manifest:
-    """Make one safetensors file of a checkpoint, in shares or not. Raises NotExportable or Damaged."""
+    """Copy the weights of a checkpoint to a new file. Raises NotExportable or Damaged."""
     if to.exists():
         raise NotExportable(f"{to} is there already: --weights makes a new file")
     manifest = verify(checkpoint)
-    with _writing(to):
-        files.commit(to, chunks(_usual(_joined(checkpoint), to)))
-    return manifest
-
-
-@contextlib.contextmanager
-def _writing(to: Path) -> Iterator[None]:
     try:
         to.absolute().parent.mkdir(parents=True, exist_ok=True)
-        yield
+        with open(checkpoint / WEIGHTS, "rb") as file:
+            files.commit(to, iter(partial(file.read, _PIECE), b""))
     except OSError as error:
         raise NotExportable(f"{to} cannot be written: {error.strerror or error}") from error
-
-
-def _joined(checkpoint: Path) -> dict[str, torch.Tensor]:
-    try:
-        return stored(checkpoint)
-    except (ValueError, SafetensorError) as error:
-        raise Damaged(f"cannot be loaded: {in_one_line(error)}") from error
+    return manifest

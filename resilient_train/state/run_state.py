@@ -23,7 +23,6 @@ from resilient_train.state.kept import Metrics, Stateful, restore_item
 from resilient_train.state.tree import (
     Share,
     Tree,
-    UnreadTensor,
     copy_into,
     fits,
     is_sharded,
@@ -74,7 +73,7 @@ def _mismatches(
             yield from _in_other(name, live[name], saved[name])
 
 
-def _in_tensor(name: str, live: torch.Tensor, saved: torch.Tensor | UnreadTensor) -> Iterator[str]:
+def _in_tensor(name: str, live: torch.Tensor, saved: torch.Tensor) -> Iterator[str]:
     if saved.shape != live.shape or saved.dtype is not live.dtype:
         yield f"{name} is {saved.dtype} {list(saved.shape)} there and {live.dtype} {list(live.shape)} here"
 
@@ -97,7 +96,7 @@ def _in_optimizer(live: Tree, saved: Tree, optimizer: Optimizer) -> Iterator[str
             yield "it has moments of a weight that the optimizer does not have"
         shapes = torch.Size(), torch.Size((1,)), weights[place].shape
         for value in values.values() if is_plain else ():
-            if isinstance(value, torch.Tensor | UnreadTensor) and value.shape not in shapes:
+            if isinstance(value, torch.Tensor) and value.shape not in shapes:
                 yield f"the moments of weight {place} are of another shape than it"
 
 
@@ -227,7 +226,7 @@ class RunState:
         live = dict(tree_flatten_with_path(like)[0])
 
         def resharded(path: Any, saved: Any) -> Any:
-            if not isinstance(saved, torch.Tensor | UnreadTensor):
+            if not isinstance(saved, torch.Tensor):
                 return saved
             here = live.get(path)
             return reshard(saved, here if getattr(here, "shape", None) == saved.shape else None)

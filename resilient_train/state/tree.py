@@ -6,9 +6,8 @@ import copy
 import hashlib
 import math
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
-from itertools import combinations, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,14 +27,14 @@ class Sharding(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
 
-    def box(self) -> Box:
-        """The part of the full tensor that this rank holds."""
+    def box(self) -> tuple[tuple[int, int], ...]:
+        """The part of the full tensor that this rank holds: from where to where along each axis."""
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         sizes, offsets = compute_local_shape_and_global_offset(self.shape, self.mesh, self.placements)
         return tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True))
 
-    def joined(self, local: torch.Tensor) -> torch.Tensor:
+    def joined(self, local: torch.Tensor) -> Any:
         """Return the DTensor of which `local` is this rank's part."""
         from torch.distributed.tensor import DTensor
 
@@ -58,24 +57,6 @@ class Share:
     @property
     def dtype(self) -> torch.dtype:
         return self.local.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class UnreadTensor:
-    """A tensor in files that each hold a part of it: only the parts that are needed are read, when they are needed."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    home: torch.device | None  # where the original was, if not in the host's memory
-    pieces: list[tuple[Box, Callable[[Box], torch.Tensor]]]  # each with a function that reads a box within the piece
-
-    def read(self, box: Box) -> torch.Tensor:
-        """Read a part of the full tensor."""
-        tensor = torch.empty([stop - start for start, stop in box], dtype=self.dtype)
-        for there, read in self.pieces:
-            if (common := _overlap(box, there)) is not None:
-                tensor[_slices(_relative(common, box))] = read(_relative(common, there))
-        return with_home(tensor, self.home)
 
 
 def with_home(copy: torch.Tensor, home: torch.device | None) -> torch.Tensor:
@@ -138,46 +119,27 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().full_tensor()  # type: ignore[attr-defined,no-any-return]
 
 
-def reshard(saved: torch.Tensor | UnreadTensor, like: Any) -> Any:
-    """Shard a loaded tensor like `like`, a tensor of this run; where that is not sharded, return the full tensor."""
-    sharding = sharding_of(like) if is_sharded(like) else None
-    box = tuple((0, size) for size in saved.shape) if sharding is None else sharding.box()
-    if isinstance(saved, UnreadTensor):
-        local = saved.read(box)
-    elif sharding is None:
+def reshard(saved: torch.Tensor, like: Any) -> Any:
+    """Shard a loaded tensor like `like`, a tensor of this run, if that is sharded."""
+    if not is_sharded(like):
         return saved
-    else:
-        local = with_home(saved[_slices(box)].clone(), getattr(saved, "home", None))
-    return local if sharding is None else Share(local, sharding)
+    sharding = sharding_of(like)
+    local = saved[tuple(slice(*span) for span in sharding.box())].clone()
+    return Share(with_home(local, getattr(saved, "home", None)), sharding)
 
 
-def covers(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
-    """Say whether boxes make up the full tensor, with nothing missing, nothing twice and nothing outside."""
-    for box in boxes:
-        if len(box) != len(shape) or not all(
-            0 <= start <= stop <= size for (start, stop), size in zip(box, shape, strict=True)
-        ):
-            return False
-    sizes = {box: math.prod(stop - start for start, stop in box) for box in boxes}
-    full = sorted(box for box in boxes if sizes[box])
-    if sum(sizes[box] for box in full) != math.prod(shape):
-        return False
-    if len({box[1:] for box in full}) <= 1:  # cut along the first axis, as usual: there may be thousands of ranks
-        return all(one[0][1] <= other[0][0] for one, other in pairwise(full))
-    return all(_overlap(one, other) is None for one, other in combinations(full, 2))
+def gathered(tree: Tree, *, keep: bool) -> Tree:
+    """Return a tree with full tensors, in the host's memory, in place of sharded ones. All ranks have to call this.
 
+    Ranks that do not `keep` them hold one at a time.
+    """
 
-def _overlap(one: Box, other: Box) -> Box | None:
-    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
-    return common if all(start < stop for start, stop in common) else None
+    def full(local: torch.Tensor, sharding: Sharding) -> torch.Tensor | None:
+        home = original_device(local)
+        tensor = sharding.joined(local.to(home)).full_tensor()
+        return with_home(tensor.cpu(), home if home.type != "cpu" else None) if keep else None
 
-
-def _relative(box: Box, origin: Box) -> Box:
-    return tuple((start - at, stop - at) for (start, stop), (at, _) in zip(box, origin, strict=True))
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(*span) for span in box)
+    return put_together(*taken_apart(tree), full)
 
 
 class _Hole(NamedTuple):
@@ -329,6 +291,3 @@ def sorted_leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Any]]:
 def _is_long_and_plain(node: Tree) -> bool:
     """Python's generator state is 625 integers: one leaf."""
     return isinstance(node, list | tuple) and len(node) > 64 and {*map(type, node)} <= {int, bool}
-
-
-Box = tuple[tuple[int, int], ...]  # a part of a tensor: (start, stop) along each axis
