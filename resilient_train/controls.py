@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,9 +16,8 @@ from resilient_train.checkpoint.keeper import CheckpointKeeper
 from resilient_train.diagnose.state import lost_eps
 from resilient_train.errors import TrainError, in_one_line
 from resilient_train.numerics.armor import Armor, CannotArmor, LineChanged, PatchedLine
-from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.quarantine import Quarantine, Quarantined
-from resilient_train.recover.decide import decisions_digest, update_digest
+from resilient_train.recover.decide import update_digest
 from resilient_train.recover.knobs import Knobs
 from resilient_train.recover.policy import Policy
 from resilient_train.recover.remedies import Circumstances, RunControl, is_mild, remedy
@@ -54,8 +52,8 @@ class Controls(RunControl):
         self._handled_lines: set[tuple[str, int, str]] = parts.search.tried if parts.search is not None else set()
         self._incident: Incident | None = None  # the one that is being treated, and what was done so far
         self._suspects = (0, 0)  # the samples that it may come from
-        self._decisions_digest: int | None = None  # cached; None after a new decision
-        self._settled = (0, 0)  # how many incidents, all but the newest, are in a digest, and this digest
+        self._decided = 0  # a checksum of what was done about incidents in this process
+        self._in_effect: int | None = None  # the same with what is left out and patched; None: it may have changed
         self._unnoted: dict[str, list[Any]] = {"skipped": [], "quarantined": []}  # since the journal's last entry
         self._has_put_back = False  # since then: the next entry has all of them
         self.trials, self._is_trial = trials, False
@@ -68,7 +66,7 @@ class Controls(RunControl):
         checks, clock, actions = self._parts.checks, self._parts.clock, incident.decision.actions
         step_before, is_mildly_treated = clock.step, is_mild(actions)
         self._incident = replace(incident, rewound_to=None)
-        self._suspects, self._decisions_digest = suspects, None
+        self._suspects = suspects
         if not is_mildly_treated:
             self.knobs.trouble()
         for action in actions:
@@ -78,6 +76,8 @@ class Controls(RunControl):
             checks.rewound(step, incident.anomaly.since, self.knobs.lr)
         elif incident.anomaly.reached_weights and not is_mildly_treated:
             checks.stayed(clock.step, self.knobs.lr)
+        done, self._in_effect = (self._incident.decision, self._incident.rewound_to), None
+        self._decided = crc32(repr(done).encode(), self._decided)
         seconds = time.perf_counter() - started
         return replace(self._incident, steps_lost=step_before - clock.step + was_refused, seconds=seconds)
 
@@ -186,11 +186,11 @@ class Controls(RunControl):
     def put_back(self, settings: tuple[Knobs, Any]) -> None:
         """Take back what remedies have changed since: rate, clip and epsilon, and the samples that are left out."""
         knobs, left_out = settings
-        self.knobs, self._decisions_digest, self._has_put_back = copy.copy(knobs), None, True
+        self.knobs, self._in_effect, self._has_put_back = copy.copy(knobs), None, True
         self._unnoted = {"skipped": [], "quarantined": []}
         if left_out is not None:  # rows stay in quarantine: each has a reason of its own
-            spans, digest, _ = left_out
-            self._parts.samples.leave_out((list(spans), digest, set(self._parts.samples.stream.quarantined)))
+            spans, _ = left_out
+            self._parts.samples.leave_out((list(spans), set(self._parts.samples.stream.quarantined)))
 
     # What they need to know before.
 
@@ -338,20 +338,13 @@ class Controls(RunControl):
         """Restore the patched lines of the user's code: another run of this process has to find its own faults."""
         self._armor.remove()
 
-    def digest(self, start: int, incidents: IncidentLog) -> int:
-        """Digest the decisions on which ranks have to agree before an update whose samples begin at `start`."""
+    def digest(self, start: int) -> int:
+        """Digest what ranks have to agree on before an update whose samples begin at `start`."""
         parts = self._parts
-        if self._decisions_digest is None:  # they change with an incident only
-            made, (count, settled) = incidents.training_incidents, self._settled
-            settled = decisions_digest(made[count:-1], settled)
-            self._settled = max(0, len(made) - 1), settled  # what is done about the newest may still be added
-            in_effect = {
-                "skipped": parts.samples.skipped.digest,
-                "quarantined": self.quarantined.digest,
-                "armor": [(patch.function, patch.text, patch.count, patch.op) for patch in self._armor.lines],
-                "mends_eps": parts.updater.mends_eps,
-            }
-            decisions = decisions_digest(made[-1:], settled)
-            self._decisions_digest = crc32(json.dumps(in_effect, sort_keys=True).encode(), decisions)
+        if self._in_effect is None:
+            patches = [(patch.function, patch.text, patch.count, patch.op) for patch in self._armor.lines]
+            left_out = parts.samples.skipped.spans, sorted(self.quarantined.rows)
+            in_effect = (*left_out, patches, parts.updater.mends_eps)
+            self._in_effect = crc32(repr(in_effect).encode(), self._decided)
         step, tick, samples = parts.clock.step, parts.clock.tick, parts.samples.slicing.samples
-        return update_digest(self._decisions_digest, step, tick, start, samples, self.knobs.values)
+        return update_digest(self._in_effect, step, tick, start, samples, self.knobs.values)

@@ -248,7 +248,7 @@ class EngineGuard:
         self._ring.copier.before_change()
         agreement, knobs = self._updater.agreement, self._controls.knobs.values
         agreement.set_flag(Flag.BUSY, self._keeper.is_busy)
-        digest = 0 if agreement.is_alone else self._controls.digest(begun.update.start, self._recovery.incident_log)
+        digest = 0 if agreement.is_alone else self._controls.digest(begun.update.start)
         self._begun = begun if self._turns.current is not None else None  # to undo, if the loop is left in a turn
         self._parts.updates.has_turns |= self._turns.current is not None
         self._updater.apply(self.clock.step, loss, knobs, rates=rates, digest=digest)

@@ -23,7 +23,7 @@ from resilient_train.intended import Intended
 from resilient_train.ranks.world import odd_ones
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.progress import Doing
-from resilient_train.recover.decide import BY_DECAY, Earlier, by_signal, decide
+from resilient_train.recover.decide import BY_DECAY, RecentIncidents, by_signal, decide
 from resilient_train.recover.policy import Policy
 from resilient_train.recover.remedies import is_mild
 from resilient_train.run_parts import RunParts
@@ -63,7 +63,7 @@ class Recovery:
         )
         self._recovered_after = recovered_after
         self.intended = Intended(parts, incidents, controls, self.note_remedies)
-        self._earlier = Earlier(policy)
+        self._recent = RecentIncidents(policy)
         self.observes = policy.observe  # incidents are reported, and every update lands
         self._observed: int | None = None  # number of the incident that further anomalies count into
         self._anomalous_step = 0  # the newest of them
@@ -125,7 +125,7 @@ class Recovery:
         parts.updater.usual_norm = checks.usual_norm or parts.updater.usual_norm
 
         # Diagnose.
-        known = self._earlier.with_new(self.incident_log.since(self._earlier.newest), parts.clock.tick)
+        known = self._recent.with_new(self.incident_log.since(self._recent.newest), parts.clock.tick)
         history = [one for one in known if not self.incident_log.was_accepted(one.id)]  # they cost no strike
         try:
             reference = checks.rewind_check.reference
@@ -165,7 +165,7 @@ class Recovery:
                 before = replace(before, diagnosis=more)
                 self.incident_log.update(before)
             self.incident_log.count_again(before, anomaly)
-            self._earlier.with_new([replace(before, anomaly=anomaly, again=())], anomaly.tick)
+            self._recent.with_new([replace(before, anomaly=anomaly, again=())], anomaly.tick)
             return
         self.incident_log.record_treatment(incident)
 

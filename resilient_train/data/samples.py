@@ -199,11 +199,11 @@ class Samples(ABC):
 
     def left_out(self) -> Any:
         """Return what is skipped and in quarantine now, for `leave_out`."""
-        return list(self.skipped.spans), self.skipped.digest, set(self.stream.quarantined)
+        return list(self.skipped.spans), set(self.stream.quarantined)
 
     def leave_out(self, left_out: Any) -> None:
         """Skip and put in quarantine what `left_out` returned, and nothing else."""
-        self.skipped.spans, self.skipped.digest, self.stream.quarantined = left_out
+        self.skipped.spans, self.stream.quarantined = left_out
         self._batches = None
 
 

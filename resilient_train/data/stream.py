@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import repeat
 from operator import itemgetter
 from typing import NamedTuple
-from zlib import crc32
 
 import numpy as np
 
@@ -82,7 +81,6 @@ class Ranges:
 
     def __init__(self) -> None:
         self.spans: list[tuple[int, int]] = []
-        self.digest = 0  # of the spans, whatever the order in which they were added
 
     def add(self, start: int, stop: int) -> None:
         if not 0 <= start < stop:
@@ -92,8 +90,6 @@ class Ranges:
         touched = self.spans[first:last]
         merged = (min(start, touched[0][0]), max(stop, touched[-1][1])) if touched else (start, stop)
         self.spans[first:last] = [merged]
-        for span in (*touched, merged):
-            self.digest ^= crc32(b"%d %d" % span)
 
     def outside(self, at: int, count: int) -> list[tuple[int, int]]:
         """Return the first `count` positions from `at` on that are in no range, as spans."""

@@ -76,11 +76,6 @@ class IncidentLog:
         """All incidents by their numbers, open ones included."""
         return list(self._incidents.values())
 
-    @property
-    def training_incidents(self) -> list[Incident]:
-        """Those of the training. Incidents of a process alone may be unknown to other ranks."""
-        return list(self._of_training.values())
-
     def since(self, number: int) -> list[Incident]:
         """Return the incidents after one."""
         return [self._incidents[one] for one in range(number + 1, self.next_id) if one in self._incidents]
@@ -217,7 +212,7 @@ class IncidentLog:
         Those from before `thrown_until` are unrecovered. One that was skipped again has recurred, unless all of that
         was up to step `healthy_since`. Ongoing ones stay open until `close_ongoing`.
         """
-        before = {kind_of(one.anomaly, one.diagnosis): one.outcome for one in self.training_incidents if one.outcome}
+        before = {kind_of(one.anomaly, one.diagnosis): one.outcome for one in self._of_training.values() if one.outcome}
         for one in self.open_incidents:
             reached = one.last_step - (not one.anomaly.landed)
             is_skip = one.decision.actions == (Action("skip"),)

@@ -7,7 +7,6 @@ import functools
 import hashlib
 import json
 import logging
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -49,7 +48,6 @@ class Quarantine:
         self._fingerprint = functools.cache(fingerprint)
         self.rows: dict[int, Quarantined] = {}  # by their indices, in the order in which they were added
         self.given: set[int] = set()  # those of them that another run listed
-        self.digest = 0  # of the rows, whatever the order in which they were added
         self._written = 0  # how many of them are in the file
         self._is_behind = False  # the file, because it could not be written
         if self._file is not None and self._file.exists():
@@ -62,7 +60,7 @@ class Quarantine:
     def adopt(self, rows: Mapping[int, Quarantined]) -> None:
         """List rows with their reasons, and write the list. A row that is listed already keeps its reason."""
         new = {row: why for row, why in rows.items() if row not in self.rows}
-        self._list(new)
+        self.rows |= new
         if self._is_behind or len(self.rows) - self._written >= max(1, (len(self.rows) - _AT_ONCE) // 10):
             self._write()
 
@@ -88,7 +86,7 @@ class Quarantine:
         here = self._fingerprint()
         try:
             listed = _read(file, None if data_may_differ else here)
-            self._list({row: why for row, why in listed.items() if row < here["rows"]})
+            self.rows |= {row: why for row, why in listed.items() if row < here["rows"]}
             self._written = len(self.rows)
             if data_may_differ:
                 self._write()
@@ -99,11 +97,6 @@ class Quarantine:
             _log.error("%s cannot be used and is renamed: %s", file, error)
             with contextlib.suppress(OSError):
                 file.replace(file.with_name(f"{file.name}.damaged"))
-
-    def _list(self, rows: Mapping[int, Quarantined]) -> None:
-        self.rows |= rows
-        for row in rows:
-            self.digest ^= zlib.crc32(b"%d" % row)
 
     def _write(self) -> None:
         if self._file is None:

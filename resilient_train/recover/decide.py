@@ -5,9 +5,7 @@ Ranks compare the digests of their decisions to notice when they decided differe
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from struct import pack
 from zlib import crc32
@@ -94,7 +92,6 @@ def by_signal(anomaly: Anomaly) -> Diagnosis:
 
 DIGEST_BITS = 24  # float32 holds a number of so many bits exactly
 
-_MILD_AT_LEAST = 32  # incidents that a decision looks back at
 _FROM_OUTSIDE = (Cause.CORRUPTION, Cause.DATA)  # not caused by the training: they may occur again after any remedy
 _MAIN = {TRIAL, "limit_update", "lower_decay"}  # without these a rung that names them is pointless
 
@@ -244,36 +241,29 @@ def _over_rows(policy: Policy, actions: Sequence[Action], case: Case) -> str | N
     return None
 
 
-class Earlier:
+class RecentIncidents:
     """The incidents that may matter for the next decision, which must not cost more with each of them.
 
-    Those that only skipped, repeated, reported or put rows in quarantine matter within the windows of the policy, and
-    the last of them beyond. The budget for a whole run limits the others.
+    Those that only skipped, repeated, reported or put rows in quarantine matter within the windows of the policy. The
+    budget for a whole run limits the others.
     """
 
     def __init__(self, policy: Policy) -> None:
-        rungs = [rung for ladder in policy.ladders.values() for rung in ladder]
-        strikes = [*policy.strikes.values(), *(rung.strikes or 0 for rung in rungs)]
-        self._most = max(_MILD_AT_LEAST, *(one + 1 for one in strikes if one < sys.maxsize))
-        self._window = max(policy.budget.window, policy.budget.in_a_row, *(rung.within or 0 for rung in rungs))
+        budget, rungs = policy.budget, [rung for ladder in policy.ladders.values() for rung in ladder]
+        self._window = max(budget.window, budget.in_a_row, policy.forgive_after, *(rung.within or 0 for rung in rungs))
         self._kept: list[Incident] = []
-        self._look_at = self._most  # drop what is too old when there are more than this
         self.newest = 0  # its number
 
     def with_new(self, incidents: Sequence[Incident], tick: int) -> list[Incident]:
         """Add those that came since the last call, and return all that still matter."""
-        self._kept += [each for one in incidents if one.diagnosis.cause is not Cause.PROCESS for each in one.each]
+        new = [each for one in incidents if one.diagnosis.cause is not Cause.PROCESS for each in one.each]
         self.newest = max([self.newest, *(one.id for one in incidents)])
-        if len(self._kept) > self._look_at:
-            kept, mild = [], 0
-            for one in reversed(self._kept):
-                if one.decision.gave_up is None and is_mild(one.decision.actions):
-                    mild += 1
-                    if mild > self._most and one.anomaly.tick < tick - self._window:
-                        continue
-                kept.append(one)
-            self._kept, self._look_at = kept[::-1], max(self._most, len(kept) * 5 // 4)
+        self._kept = [one for one in self._kept + new if self._matters(one, tick)]
         return self._kept
+
+    def _matters(self, incident: Incident, tick: int) -> bool:
+        is_passed_over = incident.decision.gave_up is None and is_mild(incident.decision.actions)
+        return not is_passed_over or incident.anomaly.tick >= tick - self._window
 
 
 def _refused_in_a_row(anomaly: Anomaly, history: Sequence[Incident]) -> int:
@@ -287,24 +277,6 @@ def _refused_in_a_row(anomaly: Anomaly, history: Sequence[Incident]) -> int:
             break
         first = one.tick
     return anomaly.tick - first
-
-
-def decisions_digest(incidents: Iterable[Incident], before: int = 0) -> int:
-    """Digest the decisions made about incidents; `before` is the digest of earlier ones.
-
-    Incidents of the process alone, such as a full disk, are left out: perhaps only one rank has met them.
-    """
-    for one in incidents:
-        if one.diagnosis.cause is Cause.PROCESS:
-            continue
-        made = {
-            "what": (one.anomaly.signal, one.anomaly.step, one.anomaly.tick, one.anomaly.since),
-            "why": (one.diagnosis.cause, one.diagnosis.rows),
-            "done": [(action.remedy, sorted(action.settings.items())) for action in one.decision.actions],
-            "where": (one.decision.rung, one.rewound_to),
-        }
-        before = crc32(json.dumps(made, sort_keys=True, default=str).encode(), before)
-    return before
 
 
 def update_digest(decisions: int, step: int, tick: int, start: int, samples: int, knobs: KnobValues) -> int:

@@ -18,9 +18,9 @@ from resilient_train.adapters.guard import Guard
 from resilient_train.drills import BitFlip, Drill
 from resilient_train.ranks.world import odd_ones
 from resilient_train.reader import MemoryConfig
-from resilient_train.recover.decide import decisions_digest, update_digest
+from resilient_train.recover.decide import update_digest
 from resilient_train.recover.knobs import KnobValues
-from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, Vitals
+from resilient_train.types import Vitals
 from resilient_train.update.gate import DIGESTS, Agreement, Flag
 from resilient_train.watch.config import Every, named
 from resilient_train.watch.layout import digest
@@ -128,38 +128,6 @@ def test_the_digest_of_an_update_tells_what_is_not_alike(other: dict[str, Any]) 
     mine, its = update_digest(**ALIKE), update_digest(**{**ALIKE, **other})
     assert mine != its
     assert all(float(torch.tensor(float(one))) == one < DIGESTS for one in (mine, its))
-
-
-def incident(**more: Any) -> Incident:
-    anomaly = Anomaly(Signal.LOSS_SPIKE, 10, 12, 9, "whatever the terminal says", **more.pop("anomaly", {}))
-    diagnosis = Diagnosis(more.pop("cause", Cause.DATA), "advice", rows=more.pop("rows", (3,)))
-    return Incident(1, anomaly, diagnosis, Decision(more.pop("actions", (Action("skip"),))), **more)
-
-
-@pytest.mark.parametrize(
-    ("incidents", "same"),
-    [
-        ([incident()], True),
-        ([incident(seconds=3.0, outcome=Outcome.RECOVERED)], True),  # no decision of the rank's
-        ([incident(), incident(cause=Cause.PROCESS)], True),  # a full disk, met by one
-        ([], False),
-        ([incident(rows=(4,))], False),
-        ([incident(rewound_to=5)], False),
-        ([incident(actions=(Action("lower_lr", {"factor": 0.5}),))], False),
-    ],
-)
-def test_the_digest_of_decisions_tells_what_was_decided(incidents: list[Incident], same: bool) -> None:
-    """What was done about what; not what only one rank can know."""
-    assert (decisions_digest(incidents) == decisions_digest([incident()])) is same
-
-
-def test_the_digest_of_decisions_can_be_continued() -> None:
-    """A rank that digests them one by one comes to the same as one that has just resumed, and digests all."""
-    several = [incident(rows=(row,)) for row in range(9)]
-    digest = 0
-    for start, stop in ((0, 0), (0, 1), (1, 6), (6, 9)):
-        digest = decisions_digest(several[start:stop], digest)
-    assert digest == decisions_digest(several)
 
 
 @pytest.mark.parametrize(
