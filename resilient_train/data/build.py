@@ -9,11 +9,11 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from resilient_train.data.rows import Collate, RepeatableBatches, Retries, fetched_again, may_pass, no_watchdog
+from resilient_train.data.rows import Collate, RepeatableBatches, Retries, may_pass, no_watchdog
 from resilient_train.data.samples import MapSamples, Samples, Slicing, loader
 from resilient_train.data.sequential import IterableSamples
 from resilient_train.data.stream import Key, Stream
-from resilient_train.errors import ConfigError, StorageFailed, TrainError, in_one_line
+from resilient_train.errors import ConfigError, TrainError
 from resilient_train.ranks.world import World
 from resilient_train.reader import DataConfig
 from resilient_train.state.randomness import Purpose, mix, seed_host
@@ -39,13 +39,15 @@ class MapEvaluation:
             except Exception as error:
                 if not may_pass(error):
                     raise
-                rows, raised = fetched_again(keys, self._here, Retries(beat))
-                if raised:
-                    why = next(iter(raised.values()))
-                    what = f"{len(raised)} of {len(keys)} rows of an evaluation could not be fetched"
-                    raise StorageFailed(what, in_one_line(why)) from why
-                batch = self._here.of_rows(rows, keys)
+                batch = self._fetched_here(keys, Retries(beat))
             yield batch, weight
+
+    def _fetched_here(self, keys: Sequence[Key], retries: Retries) -> Any:
+        while True:
+            try:
+                return self._here.collated(keys)
+            except Exception as error:
+                retries.pause_or_raise(error, f"fetching {len(keys)} rows of an evaluation")
 
     def close(self) -> None:
         """Stop worker processes."""

@@ -7,7 +7,7 @@ import logging
 import random
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from typing import Any, NamedTuple
@@ -147,48 +147,38 @@ def _without_bad_rows(
     rows: RepeatableBatches,
     retries: Retries,
 ) -> Made | None:
-    """Make the batch without rows that raise by themselves, or that do not collate; None if `others` raise as well."""
+    """Make the batch without rows that raise by themselves, or that do not collate; None if `others` raise as well.
 
-    def mixed(places: Collection[int]) -> list[Key]:
-        """Put others in these places: as many rows as before, because a collate function may rely on their number."""
-        left_out = set(places)
-        return [others[place % len(others)] if place in left_out else key for place, key in enumerate(keys)]
+    There are as many rows as before, because a collate function may rely on their number.
+    """
 
-    def without(places: Collection[int]) -> tuple[Any, Exception | None]:
+    def made(some: Sequence[Key]) -> tuple[Any, Exception | None]:
         try:
             # With retries: an error that passes would be taken as proof that rows are bad, or that they are not.
-            fetched, failed = fetched_again(mixed(places), rows, retries)
-            return (None, next(iter(failed.values()))) if failed else (rows.of_rows(fetched, mixed(places)), None)
+            fetched, failed = fetched_again(some, rows, retries)
+            return (None, next(iter(failed.values()))) if failed else (rows.of_rows(fetched, some), None)
         except Exception as error:
             return None, error
 
-    bad = [place for place, key in enumerate(keys) if key.row in raised]
-    batch, error = without(bad)
-    if error is not None:
-        if without(range(len(keys)))[1] is not None:
-            return None
-        suspects = [place for place in range(len(keys)) if place not in bad]
-        bad += fewest(suspects, lambda more: without([*bad, *more])[1] is None)
-        batch, error = without(bad)
+    def mixed() -> list[Key]:
+        return [other if key.row in bad else key for key, other in zip(keys, instead, strict=True)]
+
+    bad = dict(raised)
+    instead = [others[place % len(others)] for place in range(len(keys))]
+    batch, error = made(mixed())
+    if error is not None:  # a row that does not collate raises again next to any other
+        pairs = zip(keys, instead, strict=True)
+        errors = {key.row: made([other, key])[1] for key, other in pairs if key.row not in bad}
+        odd = {row: why for row, why in errors.items() if why is not None}
+        if len(keys) == 1:
+            odd = {keys[0].row: error}
+        if len(odd) > max(1, (len(keys) - 1) // 2):
+            return None  # these others are odd themselves, or two rows never collate
+        bad |= odd
+        batch, error = made(mixed())
     if error is not None:
         return None
-    errors = {keys[place].row: raised.get(keys[place].row) for place in bad}
-    for place in bad:  # a row that does not collate raises again if it alone is put back
-        row = keys[place].row
-        errors[row] = errors[row] or without([one for one in bad if one != place])[1]
-    failed = [FailedRow(row, in_one_line(why), may_pass(why)) for row, why in errors.items() if why is not None]
-    return batch, mixed(bad), failed
-
-
-def fewest(suspects: Sequence[int], works_without: Callable[[Sequence[int]], bool]) -> list[int]:
-    """Return the fewest suspects that it works without, by halving. It works without all of them, and not with all."""
-    if len(suspects) == 1:
-        return list(suspects)
-    first, second = suspects[: len(suspects) // 2], suspects[len(suspects) // 2 :]
-    of_second = [] if works_without(first) else fewest(second, lambda more: works_without([*first, *more]))
-    if of_second and works_without(of_second):
-        return of_second
-    return fewest(first, lambda more: works_without([*of_second, *more])) + of_second
+    return batch, mixed(), [FailedRow(row, in_one_line(why), may_pass(why)) for row, why in bad.items()]
 
 
 Collate = Callable[[list[Any]], Any]

@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from multiprocessing import active_children
 from pathlib import Path
@@ -23,7 +23,6 @@ from torch.utils.data import SequentialSampler, default_collate
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from resilient_train.data.build import IterableEvaluation, MapEvaluation
-from resilient_train.data.rows import fewest
 from resilient_train.data.samples import MapSamples, Samples, Slicing, Update
 from resilient_train.data.sequential import IterableSamples
 from resilient_train.data.stream import Stream
@@ -614,26 +613,6 @@ def test_an_exception_with_words_of_its_own_is_no_dead_worker(caplog: pytest.Log
     assert samples.num_workers == 1
     assert len(caplog.messages) == 1
     samples.close()
-
-
-@given(st.integers(1, 40), st.data())
-def test_the_fewest_are_found(count: int, data: st.DataObject) -> None:
-    """Each of several groups has to lose a member: no fewer are named than that takes, and none in vain."""
-    suspects = list(range(count))
-    members = st.sets(st.sampled_from(suspects), min_size=1, max_size=3)
-    groups = data.draw(st.lists(members, min_size=1, max_size=4))
-    asked = 0
-
-    def works_without(places: Sequence[int]) -> bool:
-        nonlocal asked
-        asked += 1
-        return all(group & set(places) for group in groups)
-
-    found = fewest(suspects, works_without)
-    assert works_without(found)
-    assert not any(works_without([one for one in found if one != left]) for left in found)
-    if count == 40 and len(groups) == 1:
-        assert asked < 20
 
 
 def test_rows_that_draw_numbers_are_fetched_once_each() -> None:
