@@ -127,7 +127,7 @@ def decide(
         strikes = _strikes(policy, rung, place, case, relevant, tick)
         if rung.at_start and not (circumstances.at_start or strikes):
             continue
-        if strikes >= policy.strikes_of(rung, cause):
+        if strikes >= (policy.strikes if rung.strikes is None else rung.strikes):
             exhausted += 1
         elif why := _over_budget(policy, actions, case, tick, relevant, history):
             return Decision(rung=place, gave_up=why)

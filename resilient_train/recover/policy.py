@@ -13,7 +13,7 @@ import yaml
 
 from resilient_train.errors import ConfigError, in_one_line, unusable
 from resilient_train.files import read_yaml_text
-from resilient_train.reader import checked, is_list, limited, mapping, no_such, option, read
+from resilient_train.reader import is_list, limited, mapping, no_such, option, read
 from resilient_train.recover.remedies import KNOWN, remedy_class
 from resilient_train.types import TRIAL, Action, Cause
 
@@ -99,14 +99,6 @@ def _rung(key: str, node: Any) -> Rung:
     return read(Rung, node, key) if has_keys else Rung(_actions(key, node))
 
 
-def _strikes(key: str, node: Any) -> dict[str, int]:
-    """Read one number for every cause, or one by cause."""
-    if not isinstance(node, Mapping):
-        return {"default": checked(key, node, int, _COUNT)}
-    by_cause = mapping(node, key, ["default", *Cause], "cause")
-    return {"default": 1, **{cause: checked(f"{key}.{cause}", one, int, _COUNT) for cause, one in by_cause.items()}}
-
-
 @dataclass(frozen=True, slots=True)
 class Budget:
     """Limits at which the run gives up, whatever the ladders say."""
@@ -141,9 +133,7 @@ class Policy:
     """Which remedies are applied for which cause, how often, and when the run gives up."""
 
     ladders: Mapping[str, tuple[Rung, ...]] = field(metadata={"read": _ladders})  # by cause; `default` for all others
-    strikes: Mapping[str, int] = field(  # incidents to a rung, by cause
-        default_factory=lambda: {"default": 1}, metadata={"read": _strikes}
-    )
+    strikes: int = limited(1, **_COUNT)  # incidents that a rung may treat before the next rung is tried
     forgive_after: int = limited(200, at_least=1)  # steps beyond its last incident until a cause is forgiven
     relax_after: int = limited(100, at_least=1)  # healthy steps between two steps of relaxing the knobs
     crashes: int = limited(2, **_COUNT)  # the process ended so often at the same samples: then they are skipped
@@ -155,10 +145,6 @@ class Policy:
     def ladder(self, cause: Cause) -> tuple[Rung, ...]:
         """Return the rungs for a cause."""
         return self.ladders.get(cause, self.ladders["default"])
-
-    def strikes_of(self, rung: Rung, cause: Cause) -> int:
-        """Return how many incidents a rung may treat before the next rung is tried."""
-        return self.strikes.get(cause, self.strikes["default"]) if rung.strikes is None else rung.strikes
 
 
 def named(name: str | Path) -> Policy:

@@ -82,12 +82,6 @@ THREE = {"default": [["skip"], ["rewind", "skip"], [{"rewind": {"older": 1}}, "l
         pytest.param({}, [landed(7)], [1], id="skip cannot help what landed"),
         pytest.param({}, [refused(7), refused(7, 8), refused(7, 9), refused(7, 10)], [0, 1, 2, "end"], id="it climbs"),
         pytest.param({"strikes": 2}, [refused(7, n) for n in range(7, 12)], [0, 0, 1, 1, 2], id="strikes to a rung"),
-        pytest.param(
-            {"strikes": {"unknown": 2}}, [refused(7, n) for n in range(7, 10)], [0, 0, 1], id="strikes by cause"
-        ),
-        pytest.param(
-            {"strikes": {"data": 2}}, [refused(7, n) for n in range(7, 10)], [0, 1, 2], id="strikes of another cause"
-        ),
         pytest.param({"forgive_after": 100}, [landed(7), landed(106)], [1, 2], id="not yet forgiven"),
         pytest.param({"forgive_after": 100}, [landed(7), landed(107)], [1, 1], id="forgiven"),
         pytest.param(
@@ -409,7 +403,6 @@ def ladder(*rungs: Any) -> dict[str, Any]:
         ({}, "recovery.ladders: has to be given"),
         ("balanced", "recovery=balanced: must be a mapping with the keys ladders, strikes,"),
         ({**ladder(), "strikes": 0}, "recovery.strikes=0: must be a whole number (at least 1) or null"),
-        ({**ladder(), "strikes": {"dta": 1}}, "recovery.strikes.dta=1: no such cause; did you mean data?"),
         ({**ladder(), "budget": 5}, "recovery.budget=5: must be a mapping with the keys incidents, run, refused"),
         ({**ladder(), "budget": {"share": 1.5}}, "recovery.budget.share=1.5: must be a finite number (at least 0, at"),
     ],
