@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -69,19 +68,6 @@ def test_a_lock_that_is_removed_lets_no_second_writer_in(nursery: Nursery, capsy
     assert first.wait() == 0, first.output
     assert summary(run_dir)["steps"] == 30
     assert not incidents(run_dir)
-
-
-def test_a_run_whose_lock_is_held_by_another_host_ends_and_writes_nothing(nursery: Nursery) -> None:
-    """Where the file is all that hosts have in common, the one who lost it gives way."""
-    with at_work(nursery) as (run_dir, started):
-        (run_dir / ".lock").rename(run_dir / "gone")
-        with open(run_dir / ".lock", "w", encoding="utf-8") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            file.write("process 7 on another")
-            file.flush()
-            assert started.wait(60) == 1
-        assert "process 7 on another has the run now" in started.output
-    assert not (run_dir / "summary.json").exists()
 
 
 def test_a_link_in_the_place_of_best_is_not_written_through(here: Path, run_command: command) -> None:
