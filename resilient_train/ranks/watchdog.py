@@ -17,7 +17,7 @@ from resilient_train.ranks.process_exit import StopRequests, code_for_agent
 
 _LOOK_S = 0.5
 _REPORT_S = 3.0  # to write down where it hangs, and to begin to save what can be saved
-_LATE_S = 1.0  # a look that comes so much later counts as one: the process was stopped, as by `docker pause`
+_LATE_S = 1.0  # if a look comes so much later, the process was stopped, as by `docker pause`: all times begin again
 
 
 class Phase(StrEnum):
@@ -55,7 +55,7 @@ class Watchdog:
         self._saving_since, self._report = saving_since, report
         self._phase, self._since = Phase.START, time.monotonic()
         self._main = threading.main_thread().ident
-        self._lasted: dict[str, tuple[float | None, float]] = {}  # by what is timed: since when, how long
+        self._resumed = 0.0  # when the process was last seen to have been stopped
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -72,31 +72,27 @@ class Watchdog:
         self._phase, self._since = phase, time.monotonic()
 
     def _watch(self) -> None:
-        before = time.monotonic()
+        looked = time.monotonic()
         while not self._over.wait(_LOOK_S):
-            passed, before = time.monotonic() - before, time.monotonic()
-            hang = self._hang(passed if passed < _LOOK_S + _LATE_S else _LOOK_S)
+            before, looked = looked, time.monotonic()
+            if looked - before > _LOOK_S + _LATE_S:
+                self._resumed = looked
+            hang = self._hang()
             if hang is not None and not self._over.is_set():
                 self._end(hang)
 
-    def _hang(self, passed: float) -> Hang | None:
-        """Look for a hang, when the process ran for so many seconds since the last look."""
+    def _hang(self) -> Hang | None:
+        now = time.monotonic()
 
-        def lasts(what: str, since: float | None) -> float:
-            """Count how long something lasts that began at a time; the seconds in which the process ran."""
-            if since is None:
-                return 0.0
-            began, seconds = self._lasted.get(what, (None, 0.0))
-            seconds = seconds + passed if began == since else min(passed, time.monotonic() - since)
-            self._lasted[what] = since, seconds
-            return seconds
+        def lasts(since: float | None) -> float:
+            return 0.0 if since is None else now - max(since, self._resumed)
 
         waiting = at_disk_since(self._main)
         if waiting is not None:  # it has its own limit below, and does not count for an update
-            self._since = time.monotonic()
+            self._since = now
         phase, limit = self._phase, self._limits[self._phase]
-        update, save, disk = lasts("update", self._since), lasts("save", self._saving_since()), lasts("disk", waiting)
-        stop = lasts("stop", self._requests.since if self._requests.arrived() else None)
+        update, save, disk = lasts(self._since), lasts(self._saving_since()), lasts(waiting)
+        stop = lasts(self._requests.since if self._requests.arrived() else None)
         if limit and update > limit:
             return self._found(phase, update)
         if self._is_late(late := max(save, disk)):

@@ -149,7 +149,7 @@ def test_each_phase_has_a_limit_of_its_own(
     one = Watchdog(limits, StopRequests(), 100.0, lambda: 1000.0 if saves else None, lambda hang: 1)
     one.beat(phase)
     looks = 0
-    while looks < 60 and one._hang(passed=1.0) is None:
+    while looks < 60 and one._hang() is None:
         now[0] += 1.0
         looks += 1
     assert looks == (60 if seconds is None else seconds + 1)
