@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 
 from resilient_train.errors import ConfigError, unusable
 
@@ -42,9 +41,9 @@ def refuse_what_is_not_supported(environment: Mapping[str, str] = os.environ) ->
         if environment.get(name, "").lower() in ("true", "1", "yes"):
             raise ConfigError(name, environment[name], why)
     is_single = "ACCELERATE_USE_CPU" in environment and not any(name in environment for name in _SIZES)
-    if is_single and _launcher_set_master(environment):
+    if is_single and environment.keys() >= {*_MASTER}:  # which it sets for several processes only
         why = "several processes were asked for, and on CPUs it starts one. Use torchrun --nproc_per_node N "
-        why += "-m resilient_train accelerate.cpu=true, or --num_processes 1"
+        why += "-m resilient_train accelerate.cpu=true; for one process, unset MASTER_ADDR and MASTER_PORT"
         raise unusable("accelerate launch", why)
 
 
@@ -64,17 +63,3 @@ def launched_rank() -> int:
     """Return this process's rank as its launcher set it, before the group is joined."""
     rank, size = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
     return int(rank) if rank.isdecimal() and size.isdecimal() and int(rank) < int(size) else 0
-
-
-def _launcher_set_master(environment: Mapping[str, str]) -> bool:
-    """Say whether Accelerate's launcher has set the master's address, which it does for several processes only.
-
-    If these variables come from the user's shell, the launcher's own environment has them too.
-    """
-    if not environment.keys() >= {*_MASTER}:
-        return False
-    try:
-        words = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return True
-    return not all(f"{name}={environment[name]}".encode() in words for name in _MASTER)

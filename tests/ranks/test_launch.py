@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -14,10 +13,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from command import command
-from conftest import ROOT
 from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
-from warm import ENVIRONMENT
 
 from resilient_train import Guard
 from resilient_train.errors import ConfigError
@@ -88,23 +85,6 @@ def test_two_processes_on_cpus_that_became_one_are_refused() -> None:
     """`accelerate launch --cpu --num_processes 2` sets an address, and starts one: with what to type instead."""
     with pytest.raises(ConfigError, match=r"several processes were asked for.*torchrun --nproc_per_node N -m"):
         refuse_what_is_not_supported(LAUNCHER)
-
-
-LIKE_LAUNCHER = """
-import os, subprocess, sys
-said = {**os.environ, "ACCELERATE_USE_CPU": "True"}
-sys.exit(subprocess.run([sys.executable, "-c", sys.argv[1]], env=said).returncode)
-"""
-REFUSES = "from resilient_train.ranks.launch import refuse_what_is_not_supported as r; r()"
-
-
-def test_a_master_that_a_shell_has_set_asks_for_nothing() -> None:
-    """A cluster's shells name one, and the launcher hands it on to the one process that it was asked for."""
-    shell = {**ENVIRONMENT, "PYTHONPATH": str(ROOT), "MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
-    done = subprocess.run(
-        [sys.executable, "-c", LIKE_LAUNCHER, REFUSES], env=shell, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
