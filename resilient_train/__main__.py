@@ -46,7 +46,6 @@ def _do() -> None:
         command.main()
     finally:
         process_exit.ignore_requests()
-        process_exit.warn_of_running_threads()
 
 
 if __name__ == "__main__":

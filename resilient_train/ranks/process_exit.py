@@ -11,8 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -125,49 +124,6 @@ def ignore_requests() -> None:
     """Ignore requests from here on: the process is ending, and they must not change how."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-
-
-def warn_of_running_threads() -> None:
-    """If the process does not end within seconds, name the threads it waits for: mostly those of user code."""
-
-    def warn() -> None:
-        names = [one.name for one in threading.enumerate() if not one.daemon and one is not threading.main_thread()]
-        if names:
-            print(f"the run has ended; its process waits for non-daemon threads: {', '.join(names)}", file=sys.stderr)
-
-    timer = threading.Timer(3.0, warn)
-    timer.daemon = True
-    with suppress(RuntimeError):  # no thread can be started
-        timer.start()
-
-
-@contextmanager
-def exit_on_request_in_c() -> Iterator[None]:
-    """Let a request end the process also while its main thread waits in C, where no Python handler can run.
-
-    An agent sends one before it restarts the processes, and kills those that are left half a minute later.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    read, write = os.pipe2(os.O_CLOEXEC)
-    os.set_blocking(write, False)
-
-    def wait() -> None:
-        while number := os.read(read, 1):
-            if number[0] in SIGNALS:
-                os._exit(code_for_agent(75))
-
-    before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    waiting = threading.Thread(target=wait, name="exit-on-request", daemon=True)
-    waiting.start()
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(before)
-        os.close(write)
-        waiting.join()
-        os.close(read)
 
 
 def exit_with_agent() -> None:

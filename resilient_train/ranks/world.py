@@ -11,7 +11,6 @@ import traceback
 import uuid
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial, wraps
 from pathlib import Path
@@ -35,7 +34,6 @@ from torch.utils.checkpoint import checkpoint
 
 from resilient_train.errors import ConfigError, TrainError, in_one_line, is_plumbing, text_of, unusable
 from resilient_train.ranks import launch
-from resilient_train.ranks.process_exit import exit_on_request_in_c
 from resilient_train.reader import AccelerateConfig
 
 T = TypeVar("T")
@@ -188,14 +186,13 @@ class World:
             launch.refuse_devices(has_device=has_device, gpus=torch.cuda.device_count())
         limit_of_collectives = timedelta(seconds=limit) if limit else None
         try:
-            with exit_on_request_in_c() if "WORLD_SIZE" in os.environ else nullcontext():
-                join(cpu=cpu, patience=timedelta(seconds=start_timeout or _PATIENCE_S), limit=limit_of_collectives)
-                accelerator = Accelerator(
-                    cpu=config.cpu,
-                    mixed_precision=config.mixed_precision,
-                    gradient_accumulation_steps=config.gradient_accumulation_steps,
-                    kwargs_handlers=[ddp, InitProcessGroupKwargs(timeout=limit_of_collectives)],
-                )
+            join(cpu=cpu, patience=timedelta(seconds=start_timeout or _PATIENCE_S), limit=limit_of_collectives)
+            accelerator = Accelerator(
+                cpu=config.cpu,
+                mixed_precision=config.mixed_precision,
+                gradient_accumulation_steps=config.gradient_accumulation_steps,
+                kwargs_handlers=[ddp, InitProcessGroupKwargs(timeout=limit_of_collectives)],
+            )
         except Exception as error:  # a rendezvous that fails, a device that is not there
             raise TrainError(f"the processes of the run cannot be joined: {in_one_line(error)}") from error
         if accelerator.num_processes != (launched := int(os.environ.get("WORLD_SIZE", "1"))):
@@ -351,28 +348,36 @@ def join(*, cpu: bool = False, patience: timedelta = timedelta(minutes=30), limi
 
 
 def attempt_name(agents: Store, rank: int, size: int, patience: timedelta) -> str:
-    """Agree on a name that no earlier attempt had, through a store that all attempts share."""
-    if rank > 0:
+    """Agree on a name that no earlier attempt had, through a store that all attempts share; wait until all ranks have.
+
+    The ranks look for each other again and again: a wait in C, as for a key, would hear no request to stop.
+    """
+    deadline = time.monotonic() + patience.total_seconds()
+    answered: dict[int, bytes] = {}
+
+    def pause(missing: int) -> None:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{missing} of {size} processes have not come within {patience.total_seconds():.0f} s")
+        time.sleep(_PAUSE_S)
+
+    if rank == 0:
+        name = uuid.uuid4().hex
+    else:
         word = uuid.uuid4().hex
         agents.set(f"{_PREFIX}/asks/{rank}", word)
+        while not agents.check([f"{_PREFIX}/answer/{word}"]):
+            pause(missing=1)
         name = agents.get(f"{_PREFIX}/answer/{word}").decode()
         agents.add(f"{_PREFIX}/joined/{name}", 1)
-        return name
-    name, answered = uuid.uuid4().hex, dict[int, bytes]()
-    deadline = time.monotonic() + patience.total_seconds()
     while (joined := agents.add(f"{_PREFIX}/joined/{name}", 0)) < size - 1:
-        for other in range(1, size):
+        for other in range(1, size) if rank == 0 else ():
             if not agents.check([f"{_PREFIX}/asks/{other}"]):
                 continue
             word_of_other = agents.get(f"{_PREFIX}/asks/{other}")
             if word_of_other != answered.get(other):  # if it is an earlier process's, this rank will ask again
                 answered[other] = word_of_other
                 agents.set(f"{_PREFIX}/answer/{word_of_other.decode()}", name)
-        if time.monotonic() > deadline:
-            raise TimeoutError(
-                f"{size - 1 - joined} of {size} processes have not come within {patience.total_seconds():.0f} s"
-            )
-        time.sleep(_PAUSE_S)
+        pause(missing=size - 1 - joined)
     return name
 
 

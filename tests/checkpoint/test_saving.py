@@ -408,18 +408,3 @@ def test_no_other_process_comes_in_before_the_writer_is_done(tmp_path: Path) -> 
     closing.join(60)
     assert holder_of(tmp_path / "run") is None
     assert [entry["kind"] for entry in read(tmp_path / "run/journal.jsonl")][-1] == "checkpoint_saved"
-
-
-def leaves_a_thread(model: nn.Module, batch: Any) -> Tensor:
-    if len(_updates) == 1:
-        threading.Thread(target=time.sleep, args=(600,), name="uploads").start()
-    return loss_of(model, batch)
-
-
-def test_a_thread_that_keeps_a_run_from_ending_is_named(nursery: Nursery) -> None:
-    """The run is complete, and its process waits, as Python does."""
-    done = nursery.start(*SLOW, "objective._target_=test_saving.leaves_a_thread", "run.dir=stays", "run.steps=5")
-    assert done.until((nursery.place / "stays/summary.json").exists)
-    assert done.until(lambda: "waits for non-daemon threads: uploads" in done.output)
-    assert summary(nursery.place / "stays")["status"] == "completed"
-    done.strike(signal.SIGKILL)

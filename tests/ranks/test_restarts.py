@@ -21,7 +21,7 @@ from launched import Launched
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from warm import ENVIRONMENT, Forked
 
-from resilient_train.ranks.process_exit import exit_on_request, exit_on_request_in_c
+from resilient_train.ranks.process_exit import exit_on_request
 from resilient_train.ranks.world import attempt_name, join
 from resilient_train.record import progress
 from resilient_train.record.progress import Hung
@@ -76,17 +76,16 @@ def test_who_asked_before_it_was_killed_gets_no_answer_in_the_place_of_another()
 
 def waits_for_the_others() -> None:
     exit_on_request()
-    with exit_on_request_in_c():
-        join(cpu=True, patience=timedelta(seconds=1000), limit=None)
+    join(cpu=True, patience=timedelta(seconds=1000), limit=None)
 
 
 def test_a_request_to_stop_is_heard_while_the_others_are_waited_for() -> None:
-    """Torch waits in C, where Python handles no signals: the agent would kill the process half a minute later."""
+    """In C, where torch waits, Python handles no signals: the agent would kill the process half a minute later."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     place |= {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
     waiting = Forked(waits_for_the_others, environment=ENVIRONMENT | place)
-    server.get("resilient_train/asks/1")  # waits: from now on it stands in C
+    server.get("resilient_train/asks/1")
     waiting.strike(signal.SIGTERM)
     assert waiting.ended(100) == 75
 
