@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import random
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import IntEnum
@@ -13,8 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-
-_log = logging.getLogger("resilient_train")
 
 _MASK = (1 << 64) - 1
 _MOST_STATES = 2_000  # of generators, 8 KiB each: updates that are older draw other numbers when they are repeated
@@ -131,25 +127,10 @@ class RecordedStates(Seeds):
 
 
 def set_deterministic(enabled: bool) -> None:
-    """Make torch use deterministic operations; the log names each operation that has no deterministic form."""
+    """Make torch use deterministic operations; it warns of each operation that has no deterministic form."""
     if torch.are_deterministic_algorithms_enabled() != enabled:  # the call imports torch's compiler: a second
         torch.use_deterministic_algorithms(enabled, warn_only=True)
     torch.backends.cudnn.deterministic = enabled
-    if not enabled:
-        return
-    torch.backends.cudnn.benchmark = False
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, at the first matrix product
-    if getattr(warnings.showwarning, "is_ours", False):  # of an earlier run of this process
-        return
-    plain, logged = warnings.showwarning, set[str]()
-
-    def show(message: Warning | str, *place: Any, **more: Any) -> None:
-        text = str(message)
-        if "deterministic" not in text:
-            plain(message, *place, **more)
-        elif (operation := text.split(" does not have")[0]) not in logged:
-            logged.add(operation)
-            _log.warning("run.deterministic: torch has no deterministic form of %s: its results may vary", operation)
-
-    show.is_ours = True  # type: ignore[attr-defined]
-    warnings.showwarning = show
+    if enabled:
+        torch.backends.cudnn.benchmark = False
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, at the first matrix product
