@@ -5,7 +5,6 @@ It reads every file of every checkpoint; it changes nothing in the run directory
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -26,7 +25,7 @@ Lists the checkpoints of a run, the newest first, after reading all of each to v
   demoted     the trouble began before it: no resume loads it
   damaged     differs from what was written: no resume loads it"""
 _EXIT_CODES = """0 if a run can resume or none was written, 1 if no checkpoint is usable, 2 if no run is there;
-of --weights: 1 if nothing was exported, 2 if there is no such checkpoint"""
+of --weights: 1 if nothing was exported"""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,15 +33,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = parser_of("checkpoints", _HELP, _EXIT_CODES)
     file = "export the weights of the newest verified checkpoint to a new safetensors file"
     parser.add_argument("--weights", type=Path, metavar="FILE", help=file)
-    parser.add_argument("--checkpoint", metavar="NAME", help="export this checkpoint, such as step-00000400")
     given = parser.parse_args(arguments)
     run_dir: Path = given.run_dir
-    if given.checkpoint and not given.weights:
-        parser.error("--checkpoint needs --weights FILE")
     if not (is_run(run_dir) or (run_dir / JOURNAL).exists() or (run_dir / CHECKPOINTS).is_dir()):
         print(f"{run_dir}: {NO_RUN}", file=sys.stderr)
         return 2
-    return _export(run_dir, given) if given.weights else _list(run_dir, as_json=given.json)
+    return _export(run_dir, given.weights) if given.weights else _list(run_dir, as_json=given.json)
 
 
 def _list(run_dir: Path, *, as_json: bool) -> int:
@@ -117,32 +113,18 @@ def _were_written(run_dir: Path) -> bool:
         return False
 
 
-def _export(run_dir: Path, given: argparse.Namespace) -> int:
-    """Export the named checkpoint, or the newest verified one without damage."""
-    name, to = given.checkpoint, given.weights
-    every = list(Store(run_dir).entries())
-    entries = [one for one in every if name is None or one.path.name == name]
-    if name is not None and not entries:
-        there = ", ".join(one.path.name for one in every) or "none"
-        print(f"{run_dir} has no checkpoint {name}: there is {there}", file=sys.stderr)
-        return 2
-    why = "there is no checkpoint"
-    for entry in entries:
-        kind = entry.manifest.kind if entry.manifest else ""
-        if name is None and kind != VERIFIED:
-            why = f"no checkpoint is verified: --checkpoint {entry.path.name} exports that one all the same"
-            continue
+def _export(run_dir: Path, to: Path) -> int:
+    """Export the newest verified checkpoint without damage; a candidate only if none is verified."""
+    for entry in sorted(Store(run_dir).usable(), key=lambda one: one.kind != VERIFIED):
         try:
             manifest = export_weights(entry.path, to)
         except Damaged as damage:
-            why = f"{entry.path.name}: {damage}"
-            print(why, file=sys.stderr)
+            print(f"{entry.path.name}: {damage}", file=sys.stderr)
         except NotExportable as reason:
             print(reason, file=sys.stderr)
             return 1
         else:
-            doubt = {CANDIDATE: " (not verified yet)", DEMOTED: " (the trouble began before it)"}.get(kind, "")
-            print(f"step {manifest.step:,}{doubt} is in {to}")
+            print(f"step {manifest.step:,}{' (not verified yet)' if entry.kind == CANDIDATE else ''} is in {to}")
             return 0
-    print(f"nothing was exported: {why}", file=sys.stderr)
+    print("nothing was exported: no checkpoint is usable", file=sys.stderr)
     return 1
