@@ -338,7 +338,6 @@ class Recovery:
 
         `was_killed`: another process of the run was killed; then the progress file stays as it is.
         """
-        self.controls.quarantined.write_rest()
         if not was_killed:
             self.keeper.progress.turned_to(Doing.ENDED, self.parts.clock.tick)
 

@@ -19,7 +19,6 @@ from resilient_train.secrets import masked_tree
 QUARANTINE = "quarantine.json"  # its name in a run directory
 
 _FORMAT = 1
-_AT_ONCE = 100  # rows; a longer list is written whenever it has grown by a tenth, as each time all of it is written
 
 _log = logging.getLogger("resilient_train")
 
@@ -48,7 +47,6 @@ class Quarantine:
         self._fingerprint = functools.cache(fingerprint)
         self.rows: dict[int, Quarantined] = {}  # by their indices, in the order in which they were added
         self.given: set[int] = set()  # those of them that another run listed
-        self._written = 0  # how many of them are in the file
         self._is_behind = False  # the file, because it could not be written
         if self._file is not None and self._file.exists():
             self._recall(self._file, data_may_differ=data_may_differ)
@@ -61,12 +59,7 @@ class Quarantine:
         """List rows with their reasons, and write the list. A row that is listed already keeps its reason."""
         new = {row: why for row, why in rows.items() if row not in self.rows}
         self.rows |= new
-        if self._is_behind or len(self.rows) - self._written >= max(1, (len(self.rows) - _AT_ONCE) // 10):
-            self._write()
-
-    def write_rest(self) -> None:
-        """Write the rows that the file does not have yet."""
-        if len(self.rows) > self._written:
+        if new or self._is_behind:
             self._write()
 
     def load(self, path: Path, key: str = "quarantine") -> None:
@@ -87,7 +80,6 @@ class Quarantine:
         try:
             listed = _read(file, None if data_may_differ else here)
             self.rows |= {row: why for row, why in listed.items() if row < here["rows"]}
-            self._written = len(self.rows)
             if data_may_differ:
                 self._write()
         except Foreign as error:
@@ -111,7 +103,7 @@ class Quarantine:
                 _log.error("%s could not be written, which is retried with the next row: %s", self._file, error)
             self._is_behind = True
         else:
-            self._is_behind, self._written = False, len(self.rows)
+            self._is_behind = False
 
 
 class Foreign(ValueError):
