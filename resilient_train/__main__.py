@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from functools import partial
 from importlib import import_module
@@ -25,11 +24,6 @@ def main() -> None:
 
 
 def _do() -> None:
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        print("error: the working directory was removed: change to one that exists", file=sys.stderr)
-        sys.exit(2)
     verb, *words = sys.argv[1:] or [""]
     if verb in VERBS:
         from resilient_train.app.terminal import until_unread

@@ -7,8 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -181,12 +179,6 @@ def test_what_is_wrong_with_a_directory_is_said(here: Path, run_command: command
     outcome = run_command([*SAVING, "run.steps=5", "run.dir=run"])
     assert outcome.code == 2
     assert "config.yaml is missing" in outcome.stderr
-    (here / "removed").mkdir()
-    command = [sys.executable, "-c", "import os, runpy, sys; os.rmdir(os.getcwd()); sys.argv[1:] = ['model=mlp']\n"]
-    command[-1] += "runpy.run_module('resilient_train', run_name='__main__')"
-    ended = subprocess.run(command, cwd=here / "removed", capture_output=True, text=True, check=False)
-    assert ended.returncode == 2
-    assert "the working directory was removed" in ended.stderr
 
 
 @pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
