@@ -19,10 +19,6 @@ from resilient_train.record.journal import JOURNAL, read
 from resilient_train.secrets import masked
 
 _LAUNCH = ".launch"
-_OF_A_START = (  # the lock last
-    *(CONFIG, "train.log", JOURNAL, "incidents.jsonl", "progress", SUMMARY, "mlflow.json", ".place"),
-    *(_LAUNCH, LOCK),
-)
 
 
 @dataclass
@@ -30,7 +26,6 @@ class RunDirectory:
     """A directory that only one run writes to."""
 
     path: Path
-    is_made: bool  # it did not exist
     is_new: bool  # it had no run
     finished: dict[str, Any] | None = None  # the summary of a run that is complete already, or gave up
     resumes: bool = False  # a run that began there
@@ -42,15 +37,6 @@ class RunDirectory:
 
     def log(self, rank: int) -> Path:
         return self.path / ("train.log" if rank == 0 else f"train.rank{rank}.log")
-
-    def remove_start(self) -> None:
-        """Remove the files of a start that was refused, unless there are others, such as a cache of user code."""
-        with contextlib.suppress(OSError):
-            if {*os.listdir(self.path)} <= {*_OF_A_START}:
-                for name in _OF_A_START:
-                    with contextlib.suppress(FileNotFoundError):
-                        remove(self.path / name)
-                self.path.rmdir()
 
 
 def claim(
@@ -92,7 +78,6 @@ def claim(
 
 def _locked(path: Path) -> tuple[RunDirectory, DirectoryLock]:
     try:
-        is_made = not path.exists()
         path.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(OSError):  # so that a power cut does not lose the directory itself
             sync_directory(path.parent)
@@ -107,7 +92,7 @@ def _locked(path: Path) -> tuple[RunDirectory, DirectoryLock]:
         for file in path.iterdir():
             if is_left_over(file.name):
                 remove(file)
-        return RunDirectory(path, is_made, is_new), lock
+        return RunDirectory(path, is_new), lock
     except OSError as error:
         raise ConfigError("run.dir", path, f"cannot be written: {error.strerror or error}") from error
 

@@ -51,7 +51,6 @@ from resilient_train.state.randomness import set_deterministic
 from resilient_train.tracking import tracker as tracking
 from resilient_train.tracking.connection import left_in
 from resilient_train.tracking.review import again, command, completed
-from resilient_train.tracking.story import last_good_of
 from resilient_train.tracking.tracker import Tracker
 from resilient_train.types import Action, Anomaly, Decision, Signal
 from resilient_train.wording import GOOD, IN_FILE_ONLY, WARNING, counted, log
@@ -72,7 +71,6 @@ class Ending:
 
     exit_code: int
     loss: float | None  # of the evaluation if there was one, else of the training
-    is_refused: bool = False  # before there was anything to keep
 
 
 def run(composed: Composed) -> Ending:
@@ -98,9 +96,6 @@ def run(composed: Composed) -> Ending:
                     error = caught
                 requests.is_in_loop = True  # the rest is short, and is finished in any case
                 ending = session.end(error, requests)
-            if ending.is_refused:
-                terminal.close()
-                directory.remove_start()
         if ending.exit_code == 0:
             world.leave()
         return ending
@@ -323,10 +318,7 @@ class _Session:
         if isinstance(error, KeyboardInterrupt):
             raise error
         loss = run.evaluated["loss"] if run and run.evaluated else summary.final_loss
-        # Several processes, or a launcher, need the directory to find the refusal in.
-        is_alone = self.world.size == 1 and "WORLD_SIZE" not in os.environ
-        is_refused = isinstance(error, ConfigError) and directory.is_made and run is None and is_alone
-        return Ending(summary.exit_code, None if error else loss, is_refused)
+        return Ending(summary.exit_code, None if error else loss)
 
     def _alert(self, event: str, message: str, summary: Summary) -> None:
         """Run the user's command, if there is one, with a line of JSON on its input. A failure is only a warning."""
@@ -385,24 +377,21 @@ def _place_of(hang: Hang) -> tuple[str, bool]:
 
 
 def _already_finished(composed: Composed, directory: RunDirectory, summary: dict[str, Any], world: World) -> Ending:
-    changes = composed.changes(directory.config)
-    if summary["status"] == "gave_up":
-        if world.is_main:
-            good = last_good_of(directory.path)
-            where = f"its last good state is in {good.path}" if good is not None else "it left no good state"
-            log.error("%s gave up: the end of its train.log says why; %s", directory.path, where)
-            log.error("with another configuration it resumes from there; run.resume=never starts a new run")
-        return Ending(int(summary["exit_code"]), None)
-    loss = summary.get("final_loss")
-    known = f"{loss:.4g}" if isinstance(loss, float) else "unknown"
-    log.info("%s is complete: %s, loss %s", directory.path, counted(summary["steps"], "step"), known)
-    for line in describe_changes(changes):
+    evaluated, loss, has_given_up = summary.get("eval"), summary.get("final_loss"), summary["status"] == "gave_up"
+    if has_given_up:
+        log.error("%s gave up: the end of its train.log says why", directory.path)
+    else:
+        known = f"{loss:.4g}" if isinstance(loss, float) else "unknown"
+        log.info("%s is complete: %s, loss %s", directory.path, counted(summary["steps"], "step"), known)
+    for line in describe_changes(composed.changes(directory.config)):
         log.info("differs from this command: %s", line)
-    log.info("training is complete; run.resume=never starts a new run in a sibling directory")
-    if world.is_main and (left := left_in(directory.path)):
-        how = command("sync", directory.path)
-        log.warning("MLflow lacks %s of it; to upload them:\n  %s", counted(left, "entry"), how)
-    evaluated = summary.get("eval")
+    if world.is_main:
+        print_review(directory.path)
+        if left := left_in(directory.path):
+            how = command("sync", directory.path)
+            log.warning("MLflow lacks %s of it; to upload them:\n  %s", counted(left, "entry"), how)
+    if has_given_up:
+        return Ending(GaveUp.exit_code, None)
     return Ending(0, evaluated.get("loss") if isinstance(evaluated, dict) else loss)
 
 
