@@ -312,7 +312,7 @@ def _key(cursor: UploadCursor) -> str:
 
 
 def _begin(client: MlflowClient, experiment: str, key: str, run_dir: Path) -> str:
-    """Create a run; a job of a sweep has its name, and a tag with that of the sweep."""
+    """Create a run, with the name of its directory; a job of a sweep has a tag with the name of the sweep."""
     written = [entry for entry, _ in entries(run_dir / OUTBOX) if entry is not None]
     began = next((one for one in written if one["kind"] == BEGAN), {})
     earliest = [entry["at"] for entry, _ in islice(entries_after(run_dir / JOURNAL), 1)]  # of a run without an outbox
@@ -321,7 +321,7 @@ def _begin(client: MlflowClient, experiment: str, key: str, run_dir: Path) -> st
     tags = {"mlflow.user": _user(), KEY: key}
     if sweep := began.get("sweep"):
         tags["resilience.sweep"] = cut(sweep, _TAG_LENGTH)
-    return str(client.create_run(experiment, began_ms, tags, str(began.get("job") or run_dir.name)).info.run_id)
+    return str(client.create_run(experiment, began_ms, tags, run_dir.name).info.run_id)
 
 
 def _digest(text: str) -> str:

@@ -252,14 +252,16 @@ def build(
     directory: Path,
     home: Path,
     params: Mapping[str, Any] | None = None,
-    sweep: Mapping[str, str] | None = None,
+    sweep: str | None = None,
 ) -> Tracker:
     """Build the tracker that `config` names for the run in `directory`.
 
     `home` holds the database when no other store is named; `params` are what runs are compared by; `sweep` names the
-    sweep and the job that the run is.
+    sweep that the run is a job of.
     """
     if config.kind == "none":
         return Tracker()
-    about = {"params": {key: masked(str(value)) for key, value in (params or {}).items()}, **(sweep or {})}
+    about: dict[str, Any] = {"params": {key: masked(str(value)) for key, value in (params or {}).items()}}
+    if sweep is not None:
+        about["sweep"] = sweep
     return OutboxTracker(config, directory, locate(config.uri, home), about)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import version
@@ -23,7 +22,6 @@ from resilient_train.app import VERBS
 from resilient_train.app.config import CONF
 from resilient_train.errors import ConfigError, TrainError, in_one_line, text_of, unusable
 from resilient_train.reader import no_such, similar
-from resilient_train.secrets import masked
 
 VERSION_BASE = "1.3"
 
@@ -51,9 +49,6 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     given, unknown = parser.parse_known_intermixed_args(words)
     if unknown:
         word = unknown[0].partition("=")[0]
-        name = word.lstrip("-").replace("-", "_")
-        if name in VERBS:
-            raise unusable(word, f"no such option; did you mean resilient-train {name} RUN_DIR?")
         hint = similar(word, [one for action in parser._actions for one in action.option_strings]) or "."
         raise unusable(word, f"no such option{hint} A setting has no dashes: key=value; --help shows every key")
     options = []
@@ -64,21 +59,6 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
             options.append(name if value is True else f"{name}={value}")
     given.words = [*options, *given.overrides]
     return given
-
-
-def name_of(overrides: Sequence[str]) -> str:
-    """Name a job by what the sweep varies, such as `seed=1, lr=0.001`.
-
-    Hydra passes all overrides to each job; those of which the command line gives several values differ. In a process
-    of another launcher the command line is unknown, and all of them are named.
-    """
-    varied = {word.partition("=")[0] for word in sys.argv[1:] if "," in word or "(" in word}
-    plain = [re.sub(r"\\(.)", r"\1", word) for word in overrides]  # Hydra has escaped them
-    swept = [word for word in plain if word.partition("=")[0] in varied] or plain
-    pairs = [masked(word).partition("=") for word in swept]
-    short = [key.rpartition(".")[2] for key, _, _ in pairs]
-    keys = [last if short.count(last) == 1 else key for last, (key, _, _) in zip(short, pairs, strict=True)]
-    return ", ".join(f"{key}={value}" for key, (_, _, value) in zip(keys, pairs, strict=True))
 
 
 # ------------------------------------------------------------------------------------------------------------ composing

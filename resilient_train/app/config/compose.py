@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from resilient_train import reader
 from resilient_train.app.config import Config
-from resilient_train.app.config.command_line import composed_raw, explained, name_of, typed
+from resilient_train.app.config.command_line import composed_raw, explained, typed
 from resilient_train.errors import ConfigError, in_one_line, require_finite, unusable
 from resilient_train.files import read_yaml_text
 from resilient_train.secrets import learn, masked_tree
@@ -152,7 +152,7 @@ class Composed:
     config: Config
     resolved: dict[str, Any]
     params: dict[str, Any]  # for a tracker
-    sweep: dict[str, str] | None = None  # the sweep that this is a job of, and the name of the job
+    sweep: str | None = None  # that this is a job of
 
     def yaml(self, directory: Path) -> str:
         """Return the text of the config.yaml of `directory`, which may differ from the configured one."""
@@ -226,8 +226,8 @@ def from_hydra(raw: DictConfig) -> Composed:
     given = typed(hydra.overrides.task)
     if hydra.mode != RunMode.MULTIRUN:
         return composed(raw, hydra.runtime.choices, given=given)
-    made, directory = composed(raw, hydra.runtime.choices, swept=given, given=given), Path(hydra.sweep.dir)
-    return replace(made, sweep={"sweep": directory.name, "job": name_of(given)})
+    made = composed(raw, hydra.runtime.choices, swept=given, given=given)
+    return replace(made, sweep=Path(hydra.sweep.dir).name)
 
 
 def load(overrides: Sequence[str] = ()) -> Composed:
