@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -247,20 +246,3 @@ def test_an_agent_does_not_restart_what_would_end_the_same_way(tmp_path: Path, c
     assert starts(tmp_path / "run") == 1
     code, line = told(capsys, tmp_path / "run")
     assert (code, line.startswith("gave up")) == (3, True)
-
-
-def test_an_agent_restarts_a_crash_and_no_stop(tmp_path: Path, capsys: Said) -> None:
-    """A worker that is killed goes on in another process; one that was asked to stop stays away."""
-    run_dir = tmp_path / "run"
-    with agent(tmp_path, FOR_EVER, "checkpoint.disk.every=10", "checkpoint.verify_after=2") as launched:
-        launched.until(lambda: stand(run_dir).step >= 50)
-        first = launched.ranks()[0]
-        os.kill(first, signal.SIGKILL)
-        launched.until(lambda: launched.ranks().get(0, first) != first)
-        before = stand(run_dir).number
-        launched.until(lambda: stand(run_dir).number > before + 50)
-        assert told(capsys, run_dir)[1].startswith("running")
-        os.kill(launched.ranks()[0], signal.SIGTERM)
-        assert launched.wait() == 0
-    assert starts(run_dir) == 2
-    assert told(capsys, run_dir)[0] == 75

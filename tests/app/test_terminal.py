@@ -26,7 +26,6 @@ from resilient_train.ranks.lock import DirectoryLock
 from resilient_train.record.incident_lines import as_line
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.journal import seal
-from resilient_train.tracking.report import note, report
 from resilient_train.tracking.review import review
 from resilient_train.tracking.story import read_story
 from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
@@ -188,15 +187,6 @@ def test_no_file_is_read_that_is_no_source(tmp_path: Path, capsys: Said) -> None
     said = capsys.readouterr().out
     assert "BEGIN" not in said
     assert f"{file}:1, backward" in said
-
-
-def test_a_run_without_incidents_has_only_a_verdict(tmp_path: Path, capsys: Said) -> None:
-    """For programs there is nothing to read."""
-    (tmp_path / "config.yaml").write_text("run: {steps: 5}\n")
-    assert incidents.main([str(tmp_path)]) == 0
-    assert "no incidents" in capsys.readouterr().out
-    assert incidents.main([str(tmp_path), "--json"]) == 0
-    assert not capsys.readouterr().out
 
 
 def test_a_damaged_journal_is_told_as_far_as_it_is_whole(met: Path, capsys: Said) -> None:
@@ -407,26 +397,6 @@ def test_however_much_a_run_has_met_its_end_is_told_on_one_page(tmp_path: Path) 
     assert [line for line in lines if line.startswith("to change: ")][-1] == "to change: 195 more"
 
 
-def test_whoever_reviews_a_run_with_a_drill_reads_that_it_was_on_purpose(tmp_path: Path, capsys: Said) -> None:
-    """What struck, and which incidents it made."""
-    first, second = incident(1, 40, outcome=Outcome.RECOVERED, drill="nan_grad"), incident(2, 90)
-    met = write(tmp_path / "run", first, second, summary={})
-    book = IncidentLog(met)
-    for number, name, tick in ((0, "bad_row", 0), (50, "nan_grad", 50), (70, "nan_grad", 70)):
-        book.run_history.note_drill_fired(number, name, tick)
-    book.close_files()
-    sentence = "This run has a drill: faults on purpose (bad_row, nan_grad 2 times)."
-    assert incidents.main([str(met)]) == 0
-    said = capsys.readouterr().out
-    assert sentence in said.splitlines()[0]
-    assert said.count("  drill    nan_grad, on purpose\n") == 1
-    assert said.index("tick 50") < said.index("  drill ") < said.index("tick 100")
-    story = read_story(met)
-    for page in (review(story)[0], note(story, lambda number: None).splitlines()[0].replace("\\_", "_")):
-        assert sentence in page
-    assert report(story).count("  drill    nan_grad, on purpose\n") == 1
-
-
 # ----------------------------------------------------------------------------------------------------- help, completion
 
 
@@ -444,7 +414,6 @@ def test_help_is_that_of_hydra_and_names_the_verbs_and_the_version_is_ours(run_c
     [
         ("--help model=gtp", "model=gtp: no such option; did you mean gpt? There are custom, gpt,"),
         ("--mutlirun run.seed=1,2", "--mutlirun: no such option; did you mean --multirun?"),
-        ("--incidents", "--incidents: no such option; did you mean resilient-train incidents RUN_DIR?"),
         ("--nonsense 10", "--nonsense: no such option. A setting has no dashes: key=value"),
         ("--config-dir", "--config-dir/-cd: expected one argument"),
         ("incident runs/demo", "incident: neither a verb nor key=value; did you mean incidents?"),

@@ -7,10 +7,6 @@ import json
 import logging
 import math
 import os
-import random
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -24,7 +20,7 @@ from resilient_train.adapters.reporter import verdict_of
 from resilient_train.errors import TrainError
 from resilient_train.record.incident_lines import as_line, from_line
 from resilient_train.record.incident_log import IncidentLog
-from resilient_train.record.journal import Journal, damaged_lines, plain, read
+from resilient_train.record.journal import Journal, plain, read
 from resilient_train.tracking.story import status_by
 from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
 from resilient_train.wording import describe, describe_outcome, final_message, tags
@@ -157,18 +153,6 @@ def test_what_follows_a_damaged_line_is_kept(
     assert Journal(path).entries == journal.entries
 
 
-def test_an_entry_may_be_long(tmp_path: Path) -> None:
-    """A megabyte in one line, and what follows it is neither forgotten nor cut off."""
-    path = tmp_path / "journal.jsonl"
-    journal = Journal(path)
-    for rows in ("x", "x" * 1_000_000, "x"):
-        journal.write("rows", rows=rows)
-    size = path.stat().st_size
-    assert len(Journal(path).entries) == len(read(path)) == 3
-    assert damaged_lines(path) == 0
-    assert path.stat().st_size == size
-
-
 def test_a_tail_that_is_no_entry_is_cut_off(
     full: tuple[Path, list[dict[str, Any]]], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -216,35 +200,6 @@ def test_a_journal_that_was_removed_is_written_anew(full: tuple[Path, list[dict[
     journal.write("five")
     assert read(path) == journal.entries
     assert len(journal.entries) == 5
-
-
-KILLED = """
-import sys
-from pathlib import Path
-from resilient_train.record.journal import Journal
-journal = Journal(Path(sys.argv[1]))
-while True:
-    entry = journal.write("tick", text="x" * (len(journal.entries) * 37 % 5000))
-    print(entry["n"], flush=True)
-"""
-
-
-def test_nothing_acknowledged_is_lost_in_a_kill(tmp_path: Path) -> None:
-    """Two processes are killed at random moments of their writing: each goes on after what the last one was told."""
-    path, acknowledged = tmp_path / "journal.jsonl", 0
-    for _ in range(2):
-        command = [sys.executable, "-c", KILLED, str(path)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-            assert child.stdout is not None
-            said = [child.stdout.readline() for _ in range(3)]
-            time.sleep(random.uniform(0.01, 0.15))
-            child.send_signal(signal.SIGKILL)
-            said += child.stdout.read().split()
-        acknowledged = max([acknowledged, *(int(word) for word in said)])
-        numbers = [entry["n"] for entry in read(path)]
-        assert numbers == [*range(1, len(numbers) + 1)]
-        assert acknowledged <= len(numbers) <= acknowledged + 1
-    assert acknowledged >= 6
 
 
 def test_what_is_lost_in_the_end_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
