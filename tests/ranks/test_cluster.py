@@ -28,13 +28,11 @@ import pytest
 import yaml
 from held import held_at
 from kills import stand, summary, taken_up_at
-from launched import Launched
 from warm import ENVIRONMENT
 
 from resilient_train.app import command
 from resilient_train.app.config.command_line import parse
 from resilient_train.app.config.compose import load
-from resilient_train.app.status import status_of
 from resilient_train.errors import ConfigError
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
@@ -59,7 +57,7 @@ exit "$ended"
 SCONTROL = """\
 case $1 in
     show) for ((node = 0; node < SLURM_NNODES; node++)); do echo "node$node"; done ;;
-    *) echo "$*" >>"$PLACE/scontrol"; [[ -z ${NO_REQUEUE:-} ]] ;;
+    *) echo "$*" >>"$PLACE/scontrol" ;;
 esac
 """
 AGENT = """\
@@ -170,11 +168,9 @@ ENDINGS: dict[str, tuple[str, dict[str, str], int, bool]] = {
     # what the run leaves and its agent ends with, what else is so; the exit code, and whether the job is requeued
     "finished, but the agent choked on it": ("leave completed 0; exit 1", {}, 0, False),
     "asked to stop, the agent as well": ("leave preempted 75; exit 1", {}, 75, True),
-    "gave up": ("leave gave_up 3", {}, 3, False),
     "killed": ("leave '' 1; rm $RUN_DIR/summary.json; exit 137", {}, 1, False),
     "refused before there was a run": ("exit 0", {}, 2, False),
     "requeued often enough": ("leave preempted 75", {"SLURM_RESTART_COUNT": "5", "REQUEUES": "5"}, 75, False),
-    "SLURM does not want it back": ("leave preempted 75", {"NO_REQUEUE": "yes"}, 75, True),
 }
 
 
@@ -185,7 +181,6 @@ def test_a_job_ends_as_its_run_did(how: str, cluster: Cluster) -> None:
     ended, said = cluster.job(RUN=run, **environment)
     assert ended == code, said
     assert cluster.requeued == ["requeue 41234"] * is_requeued
-    assert ("could not be requeued" in said) == ("NO_REQUEUE" in environment)
 
 
 def test_a_job_that_never_came_to_its_run_is_not_taken_for_the_earlier_one(cluster: Cluster) -> None:
@@ -350,23 +345,6 @@ def test_every_way_to_ask_for_a_sweep_is_known(words: list[str], monkeypatch: py
     command._answer(parse(["model=mlp", "run.name=-m"]))
     with pytest.raises(ConfigError, match=r"^(--multirun|hydra\.mode=MULTIRUN): a launcher's processes make one run"):
         command._answer(parse([*words, "run.seed=0,1"]))
-
-
-def test_a_sweep_under_a_launcher_is_refused_once(cluster: Cluster) -> None:
-    """By one line, before anything is built, and the launcher does not try again; the run's status knows the code."""
-    cluster.run_dir.mkdir(parents=True)
-    (cluster.run_dir / "config.yaml").touch()
-    own = [*DIGITS, f"run.dir={cluster.run_dir}", "--multirun", "run.seed=0,1"]
-    with Launched(cluster.place, 2, *own, restarts=2) as launched:
-        assert launched.wait() == 0, launched.output  # what keeps an agent from trying again
-        said = launched.output
-    assert re.findall(r"^error: .*$", said, re.M) == [
-        "error: --multirun: a launcher's processes make one run; start the sweep, or each of its runs, without the "
-        "launcher"
-    ]
-    assert "job 0" not in said
-    assert sorted(file.name for file in cluster.run_dir.iterdir()) == ["config.yaml", "refused.json"]
-    assert status_of(cluster.run_dir).exit_code == 2
 
 
 def test_jobs_of_a_sweep_that_run_elsewhere_are_not_forgotten(cluster: Cluster) -> None:

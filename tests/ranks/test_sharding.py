@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +17,6 @@ from group import together
 from kills import in_journal
 from safetensors.torch import load_file
 from torch import nn
-from torch.utils.data import Dataset
 
 from resilient_train.app import checkpoints
 from resilient_train.app.command import main
@@ -210,29 +208,3 @@ def test_another_number_of_processes_goes_on(place: Path, killed: Path) -> None:
     mine, theirs = load_file(killed / "weights.safetensors"), load_file(place / "healthy/weights.safetensors")
     for name, weight in theirs.items():
         torch.testing.assert_close(mine[name], weight, rtol=1e-3, atol=1e-5)
-
-
-class Recorded(Dataset[Any]):
-    """Rows that note when they are fetched."""
-
-    def __len__(self) -> int:
-        return 96
-
-    def __getitem__(self, row: int) -> Any:
-        with open("fetched", "a", encoding="ascii") as file:  # appended in one piece, whichever process it is
-            file.write(f"{row}\n")
-        return torch.full((4,), row / 96), torch.tensor(row % 2)
-
-
-def test_every_sample_is_seen_once_in_an_epoch_by_whichever_processes(tmp_path: Path) -> None:
-    """Two processes begin, one goes on in the midst of an epoch: two of each row in two epochs."""
-    own = ["data=custom", "data.train._target_=test_sharding.Recorded", "data.eval=null", "model.in_features=4"]
-    own += ["data.batch_size=4", "accelerate.fsdp=true", "run.dir=run"]
-    for processes, steps in ((2, 7), (1, 24)):
-        done = launch(tmp_path, processes, *own, f"run.steps={steps}")
-        assert not any(done.codes), done.said
-    counts = Counter(map(int, (tmp_path / "fetched").read_text().split()))
-    compared = {row for row, count in counts.items() if count != 2}  # with what the data was, at each start
-    assert len(counts) == 96
-    assert min(counts.values()) == 2
-    assert len(compared) <= 8

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -14,9 +10,6 @@ import pytest
 from test_state import Bench
 
 from resilient_train.state.ring import left_by_cgroups
-
-CGROUPS = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
-GIB = 2**30
 
 MEMINFO = """MemTotal: 25165824 kB
 MemFree: {free} kB
@@ -45,43 +38,6 @@ def test_what_counts_is_available_not_free(
     bench = Bench()
     bench.state.model.register_buffer("large", bench.net.norm.weight.new_zeros(10_000))
     assert re.search(expected, bench.ring.describe())
-
-
-@pytest.fixture
-def cgroup(request: pytest.FixtureRequest) -> Iterator[Path]:
-    """A cgroup of the kernel, of 1.5 GiB."""
-    for root, limit in zip(CGROUPS, ("memory.limit_in_bytes", "memory.max"), strict=True):
-        group = root / f"resilient-test-{os.getpid()}"
-        try:
-            group.mkdir()
-        except OSError:
-            continue
-        try:
-            (group / limit).write_text(str(GIB + GIB // 2))
-            yield group
-            return
-        except OSError:
-            continue
-        finally:
-            group.rmdir()
-    pytest.skip("a cgroup with a limit of memory cannot be made here")
-
-
-def test_a_run_keeps_to_the_limit_of_its_cgroup(cgroup: Path, tmp_path: Path) -> None:
-    """Eight snapshots of 187 MiB fit the machine, and would have the kernel kill the run."""
-    run = ["model=mlp", "model.hidden=[4000,4000]", "data=digits", "objective=classification", "tracking=none"]
-    run += ["run.steps=10", "run.dir=run", "checkpoint.memory.every=1", "checkpoint.memory.keep=8"]
-    run += ["checkpoint.verify_after=1", "checkpoint.disk.every=0", "recovery=off", "checks=off", "data.eval=null"]
-    enter = f'echo $$ > {cgroup}/cgroup.procs; exec "$@"'
-    done = subprocess.run(
-        ["sh", "-c", enter, "sh", sys.executable, "-m", "resilient_train", *run],
-        cwd=tmp_path, capture_output=True, text=True, check=False, env={**os.environ, "MALLOC_ARENA_MAX": "2"},
-    )  # fmt: skip
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
-    slots, allowed = re.findall(r"keeps (\d) snapshots.*, of ([\d.]+) MiB allowed", said)[0]
-    assert 2 <= int(slots) < 8
-    assert float(allowed) < 768, "half of the limit, less what is used already"
 
 
 def group(place: Path, **files: object) -> None:
