@@ -27,7 +27,7 @@ from resilient_train.data.rows import (
     no_watchdog,
     with_substitutes,
 )
-from resilient_train.data.stream import AT_ONCE, VERSION, Key, Ranges, Span, Stream
+from resilient_train.data.stream import Key, Ranges, Span, Stream
 from resilient_train.errors import StorageFailed, in_one_line
 from resilient_train.ranks.process_exit import exit_with_parent
 
@@ -258,10 +258,6 @@ class MapSamples(Samples):
         self.slicing = self._plan.slicing = slicing
         self._batches = None
         return True
-
-    def state_dict(self) -> dict[str, Any]:
-        is_keyed = self.stream.shuffle and self.rows > AT_ONCE
-        return {"position": self.position, **({"permutation": VERSION} if is_keyed else {})}
 
     def close(self) -> None:
         self._batches = self._loader = None

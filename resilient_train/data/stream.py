@@ -15,11 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-AT_ONCE = 2**13  # rows that numpy permutes whole, in less time than the rounds below take for some of them
+_AT_ONCE = 2**13  # rows that numpy permutes whole, in less time than the rounds below take for some of them
 
-# Of the order of more rows. Checkpoints hold it: the same position means other rows if the order changes.
-VERSION = 2
-
+# Whoever changes the order raises the format of checkpoints: a position in them would mean other rows.
 _ROUNDS = 8  # 4 are known to look random
 _MIX = (np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53))  # the finalizer of MurmurHash3
 _SHIFT, _HALF = np.uint64(33), np.uint64(32)
@@ -27,7 +25,7 @@ _SHIFT, _HALF = np.uint64(33), np.uint64(32)
 
 def permuted(start: int, stop: int, rows: int, seed: int, epoch: int) -> np.ndarray:
     """Return places `[start, stop)` of the order that `rows` rows have in this epoch."""
-    if rows <= AT_ONCE:
+    if rows <= _AT_ONCE:
         return np.random.default_rng([seed, epoch]).permutation(rows)[start:stop]
     keys = np.random.SeedSequence([seed, epoch]).generate_state(_ROUNDS, np.uint64)
     width = math.isqrt(rows - 1) + 1
@@ -53,7 +51,7 @@ def _once(numbers: np.ndarray, sizes: tuple[np.uint64, np.uint64], keys: np.ndar
 
 
 # Places of an epoch whose rows are computed together: one by one they would cost a small update 5 % of its time.
-_BLOCK = AT_ONCE
+_BLOCK = _AT_ONCE
 
 # Numbers drawn for one purpose are independent of those for another. Permutations have no such mark.
 _SUBSTITUTE = 1

@@ -104,10 +104,6 @@ def _in_other(name: str, live: Any, saved: Any) -> Iterator[str]:
     is_kept = name.startswith("kept.")
     if not isinstance(live, type(saved)) and not (is_kept and live is None):  # a file has no classes of containers
         yield f"{name} is a {type(saved).__name__} there and a {type(live).__name__} here"
-    if isinstance(live, dict) and not is_kept:
-        version, known = saved.get("permutation", 1), live.get("permutation")
-        if known is not None and version != known:
-            yield f"its position is in an order of rows of version {version}, and this release has version {known}"
 
 
 @dataclass

@@ -26,7 +26,6 @@ from resilient_train.data.build import IterableEvaluation, MapEvaluation
 from resilient_train.data.samples import MapSamples, Samples, Slicing, Update
 from resilient_train.data.sequential import IterableSamples
 from resilient_train.data.stream import Stream
-from resilient_train.state.run_state import explain_mismatch
 from resilient_train.state.tree import sha256
 from resilient_train.zoo.hf import hf_dataset
 
@@ -173,18 +172,6 @@ def test_nodes_of_torchdata_are_exact() -> None:
     rest = batches(samples, 8)
     samples.load_state_dict(here)
     assert batches(samples, 8) == rest
-
-
-@pytest.mark.parametrize(("rows", "shuffle", "is_same"), [(9000, True, False), (9000, False, True), (99, True, True)])
-def test_a_place_in_an_order_of_another_release_is_not_taken(rows: int, shuffle: bool, is_same: bool) -> None:
-    """What earlier releases wrote has no version; only the order of many rows has changed."""
-    stream = Stream(rows, 0, shuffle=shuffle)
-    live = MapSamples(range(rows), stream, Slicing(4), collate=default_collate).state_dict()
-    why = explain_mismatch({**BARE, "position": live}, {**BARE, "position": {"position": 400}}, torch.nn.Module(), [])
-    assert ("order of rows of version 1" in why) is not is_same
-
-
-BARE: dict[str, Any] = {"clock": 1, "weights": {}, "buffers": {}}
 
 
 class CountedReads(Counting):
