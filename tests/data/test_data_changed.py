@@ -78,20 +78,6 @@ def test_the_same_data_is_never_refused(tmp_path: Path) -> None:
         assert trained(tmp_path / "noisy", steps, Noisy()).clock.step == steps
 
 
-def test_a_run_without_a_checkpoint_takes_the_data_as_it_is(tmp_path: Path) -> None:
-    """Nothing is resumed: it begins again."""
-    trained(tmp_path / "run", 3, rows())
-    for file in (tmp_path / "run" / "checkpoints").glob("*/*"):
-        file.unlink()
-    journal = tmp_path / "run" / "journal.jsonl"
-    journal.write_text(
-        "".join(line for line in journal.read_text().splitlines(True) if '"checkpoint_saved"' not in line)
-    )
-    for directory in (tmp_path / "run" / "checkpoints").iterdir():
-        directory.rmdir()
-    assert trained(tmp_path / "run", 6, rows(400)).clock.step == 6
-
-
 def test_a_flipped_bit_in_a_digest_is_damage_of_the_list(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The data is right, so the run resumes, with the same rows in quarantine: the journal knows them as well."""
     data = rows(bad=(7, 450))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -118,19 +116,6 @@ def test_where_halving_ends_the_run_ends(batch_size: int, room: int, policy: str
     with pytest.raises(TrainError, match=r"out of memory in update 1: .*use a smaller batch_size"):
         trained(guard)
     assert len(guard.incidents) == (named(policy).halvings if batch_size == 32 else 0)
-
-
-def test_what_the_run_directory_cannot_take_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With several ranks, whose next start would read it."""
-    guard = guarded(Tight(8), run_dir=tmp_path, disk=DiskConfig(every=4))
-    sizer = guard._sizer
-    monkeypatch.setattr(sizer._world, "size", 2)
-    with pytest.raises(TrainError, match="the same command, or a restart by the launcher, resumes"):
-        sizer.make_smaller(1, "no room")
-    full = OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr(progress, "leave", Mock(side_effect=full))
-    with pytest.raises(TrainError, match=r"use a smaller .*could not take a note: No space left on device\)"):
-        sizer.make_smaller(1, "no room")
 
 
 def test_on_a_gpu_the_memory_in_use_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

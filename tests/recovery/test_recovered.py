@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from group import alone, together
+from group import alone
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -590,26 +590,6 @@ def test_a_kill_in_an_open_incident_changes_no_decision(
     assert mine["weights"] == whole["weights"]
     assert {one[1] for one in mine["told"]} == {"rate"}
     assert mine["told"][-1] == whole["told"][-1]
-
-
-def on_ranks(run_dir: Path, size: int) -> tuple[Any, str, int]:
-    """The same samples an update on any number of processes."""
-    loop = Loop(stretch(300, 90, 12), run_dir=run_dir, batch_size=16 // size)
-    loop.train(170)
-    told = [(*one, incident.rewound_to) for one, incident in zip(loop.told(), loop.guard.incidents, strict=True)]
-    loop.guard.close()
-    loop.guard.world.leave()
-    return told, loop.weights(), loop.guard.clock.tick
-
-
-def test_ranks_decide_alike(tmp_path: Path) -> None:
-    """On one and on two processes the same incident, the same way back and the same number of updates."""
-    (code, (told, _, tick)), *_ = together(1, on_ranks, tmp_path / "one", 1)
-    assert code == 0
-    ranks = together(2, on_ranks, tmp_path / "several", 2)
-    assert {code for code, _ in ranks} == {0}
-    assert len({weights for _, (_, weights, _) in ranks}) == 1
-    assert all(([*map(tuple, theirs)], ticks) == ([*map(tuple, told)], tick) for _, (theirs, _, ticks) in ranks)
 
 
 @pytest.fixture(autouse=True)
