@@ -379,7 +379,8 @@ def _place_of(hang: Hang) -> tuple[str, bool]:
 def _already_finished(composed: Composed, directory: RunDirectory, summary: dict[str, Any], world: World) -> Ending:
     evaluated, loss, has_given_up = summary.get("eval"), summary.get("final_loss"), summary["status"] == "gave_up"
     if has_given_up:
-        log.error("%s gave up: the end of its train.log says why", directory.path)
+        level = logging.ERROR if world.is_main else logging.INFO
+        log.log(level, "%s gave up: the end of its train.log says why", directory.path)
     else:
         known = f"{loss:.4g}" if isinstance(loss, float) else "unknown"
         log.info("%s is complete: %s, loss %s", directory.path, counted(summary["steps"], "step"), known)
