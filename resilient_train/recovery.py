@@ -91,8 +91,7 @@ class Recovery:
         self.controls.knobs.advance(was_limited=was_limited, may_relax=check.is_at_reference(step))
         had_reference = history.remedies is not None and history.remedies.get("reference") is not None
         is_off = check.is_open or self.parts.checks.is_off_since_restart()
-        thrown_until = self.parts.updates.thrown_until if self.incident_log.open_incidents else 0
-        self.incident_log.update_accepted(step, self._recovered_after, loss_is_off=is_off, thrown_until=thrown_until)
+        self.incident_log.update_accepted(step, self._recovered_after, loss_is_off=is_off)
         if not check.is_open:  # the loss is back: the state to compare with is no longer needed
             if self.parts.ring.keeps_reference:
                 self.parts.ring.release_reference()
@@ -389,8 +388,7 @@ class Recovery:
         self._ended_damaged = self._observed is not None
         self._end_observed()
         outcome = Outcome.RECOVERED if is_back else Outcome.UNRECOVERED
-        healthy_since, thrown_until = self.parts.clock.step - self._recovered_after, self.parts.updates.thrown_until
-        self.incident_log.close_all(outcome, healthy_since=healthy_since, thrown_until=thrown_until)
+        self.incident_log.close_all(outcome, healthy_since=self.parts.clock.step - self._recovered_after)
         if is_back and check.is_open:
             check.end()
             self.note_remedies()
@@ -411,7 +409,7 @@ class Recovery:
         assert reference is not None
         since, newest = checks.not_recovered_since(clock.step), self.parts.ring.newest_verified()
         self.keeper.distrust(max(since, newest.step if newest else 0))  # what was left on the way is no result either
-        self.incident_log.close_all(Outcome.UNRECOVERED, thrown_until=self.parts.updates.thrown_until)
+        self.incident_log.close_all(Outcome.UNRECOVERED)
         path, is_restored = self._restore_best(since)
         if not is_restored:
             return GaveUp("not recovered, and there is no verified state to return to", None)

@@ -233,10 +233,6 @@ class Incident:
         steps = [(self.anomaly.tick, self.anomaly.step), *self.again]
         return [replace(self, anomaly=replace(self.anomaly, tick=tick, step=step), again=()) for tick, step in steps]
 
-    def began_before(self, step: int) -> bool:
-        """Say whether it began before a step, and has to do with what the weights have become."""
-        return self.anomaly.since < step and self.diagnosis.cause not in (Cause.PROCESS, Cause.DATA)
-
     @property
     def left_damage(self) -> bool:
         """Say whether it is over only when the loss is back, because bad updates landed.

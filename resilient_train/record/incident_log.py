@@ -157,15 +157,15 @@ class IncidentLog:
         if incident.outcome in (Outcome.RECOVERED, Outcome.OBSERVED):
             log.info("%s", describe_outcome(incident, healthy_steps))
 
-    def update_accepted(self, step: int, recovered_after: int, *, loss_is_off: bool, thrown_until: int = 0) -> None:
+    def update_accepted(self, step: int, recovered_after: int, *, loss_is_off: bool) -> None:
         """Close what has recovered, now that the `step`-th update was accepted: `recovered_after` steps of progress.
 
-        While `loss_is_off` its reference, incidents that left damage stay open, and those from before `thrown_until`.
+        While `loss_is_off` its reference, incidents that left damage stay open.
         """
         for one in self.open_incidents:
             reached = one.last_step - (not one.anomaly.landed)
             is_over = step >= reached + recovered_after and one.id not in self._ongoing
-            if is_over and not (loss_is_off and one.left_damage) and not one.began_before(thrown_until):
+            if is_over and not (loss_is_off and one.left_damage):
                 self.close(one, Outcome.RECOVERED, healthy_steps=recovered_after)
 
     def count_further(self, number: int, step: int) -> None:
@@ -206,11 +206,11 @@ class IncidentLog:
         """Let healthy updates close an ongoing incident from now on."""
         self._ongoing.discard(number)
 
-    def close_all(self, outcome: Outcome, *, healthy_since: int | None = None, thrown_until: int = 0) -> None:
+    def close_all(self, outcome: Outcome, *, healthy_since: int | None = None) -> None:
         """Close open incidents as the training ends: as recovered, or with `outcome` if they left damage.
 
-        Those from before `thrown_until` are unrecovered. One that was skipped again has recurred, unless all of that
-        was up to step `healthy_since`. Ongoing ones stay open until `close_ongoing`.
+        One that was skipped again has recurred, unless all of that was up to step `healthy_since`. Ongoing ones stay
+        open until `close_ongoing`.
         """
         before = {kind_of(one.anomaly, one.diagnosis): one.outcome for one in self._of_training.values() if one.outcome}
         for one in self.open_incidents:
@@ -221,8 +221,7 @@ class IncidentLog:
             has_recurred = is_again and healthy_since is not None and reached > healthy_since
             if one.id not in self._ongoing:
                 over = Outcome.RECURRED if has_recurred else Outcome.RECOVERED
-                over = outcome if one.left_damage else over
-                self.close(one, Outcome.UNRECOVERED if one.began_before(thrown_until) else over)
+                self.close(one, outcome if one.left_damage else over)
 
     def close_ongoing(self, number: int) -> None:
         """Close an incident as the run ends, if it is open: as unrecovered if it is ongoing."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
-from math import inf, isfinite, nan, sqrt
+from math import inf, isfinite, sqrt
 from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
@@ -247,8 +247,6 @@ class UpdateHistory:
 
         A slow one may have begun earlier: after step `since`, from which on things went wrong.
         """
-        if self._rate_stood(since):
-            return None
         known = [one for one in self._passed if one.lr_ratio > _LEAST_PACE]
         if len(known) <= _LEAP_AFTER:
             return None
@@ -268,20 +266,6 @@ class UpdateHistory:
             return None
         return Leap(first, highest / usual, usual, False)
 
-    def _rate_stood(self, since: int | None) -> bool:
-        """Say whether it is plain from the recent steps, or those after `since`, that the rate did not rise.
-
-        To read all of them takes long.
-        """
-        first_recent, highest = None, 0.0
-        for one in (one for one in reversed(self._passed) if one.lr_ratio > _LEAST_PACE):
-            if first_recent is None:
-                first_recent = min(one.step - _RECENT_STEPS, one.step if since is None else since) + 1
-            if one.step < first_recent:
-                return highest <= min(_LEAP, _WARM_UP_STAGE, _RISE_BEGINS) * one.lr_ratio
-            highest = max(highest, one.lr_ratio)
-        return False
-
     def rise(self, since: int, level: float) -> Rise | None:
         """Return how the loss rose from its `level` after step `since`; None if the newest losses are not above it."""
         after = [one for one in self._passed if one.step > since]
@@ -297,7 +281,12 @@ class UpdateHistory:
     @property
     def first_loss(self) -> float | None:
         """The mean of the first accepted losses, or of the first few if those after them threw it far up."""
-        return self._beginning()[0]
+        losses = [self._first[step].loss for step in sorted(self._first)]
+        if not losses:
+            return None
+        means = [fmean(losses[:count]) for count in range(1, len(losses) + 1)]
+        lowest, mean = min(means), means[-1]
+        return lowest if mean - lowest > _THROWN * abs(lowest) else mean
 
     @property
     def first_at_most(self) -> float | None:
@@ -305,20 +294,6 @@ class UpdateHistory:
         first, losses = self.first_loss, [one.loss for one in self._first.values() if isfinite(one.loss)]
         error = stdev(losses) / sqrt(len(losses)) if len(losses) > 1 else 0.0
         return first if first is None or error <= _NOISY * abs(first) else first + 2 * error
-
-    @property
-    def thrown_until(self) -> int:
-        """Up to which step the first updates threw the loss far up; 0 if they did not, or if it has come back."""
-        (first, mean), recent = self._beginning(), self.recent_loss
-        if first is None or recent is None or self.has_turns:  # the sum of opposed losses may rise
-            return 0
-        return _FIRST_LOSSES if min(mean, recent) - first > _THROWN * abs(first) else 0
-
-    def _beginning(self) -> tuple[float | None, float]:
-        losses = [self._first[step].loss for step in sorted(self._first)]
-        means = [fmean(losses[:count]) for count in range(1, len(losses) + 1)] or [nan]
-        lowest, mean = min(means), means[-1]
-        return (lowest if mean - lowest > _THROWN * abs(lowest) else mean) if losses else None, mean
 
     @property
     def recent_loss(self) -> float | None:

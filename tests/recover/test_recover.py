@@ -1034,19 +1034,6 @@ def accept(history: IncidentLog, *steps: int, loss_is_off: bool = False) -> list
     return [one for step in steps for one in closed_by(history, functools.partial(accepted, step))]
 
 
-def test_while_the_loss_stands_where_the_first_updates_threw_it_theirs_have_not_recovered() -> None:
-    """Bad rows and later incidents may have, and those of the process; at the end of the run they are unrecovered."""
-    history, full = IncidentLog(None), dataclasses.replace(refused(3), signal=Signal.DISK_FULL)
-    rate = Diagnosis(Cause.RATE, "")
-    found = [(refused(2), EXPLOSION), (refused(8), Diagnosis(Cause.OPERATION, "")), (refused(9), unknown(full))]
-    found += [(refused(4), DATA), (full, Diagnosis(Cause.PROCESS, "")), (landed(5), rate)]
-    for anomaly, diagnosis in found:
-        history.open(anomaly, diagnosis, SKIPPED)
-    again = functools.partial(history.update_accepted, recovered_after=50, loss_is_off=False)
-    over = [(3, "recovered"), (4, "recovered"), (5, "recovered")]
-    assert closed_by(history, lambda: again(200, thrown_until=8)) == over
-    ended = closed_by(history, lambda: history.close_all(Outcome.RECOVERED, thrown_until=8))
-    assert ended == [(1, "unrecovered"), (2, "unrecovered"), (6, "unrecovered")]
 
 
 def test_the_same_trouble_again_closes_the_one_before() -> None:

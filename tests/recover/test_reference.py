@@ -339,7 +339,6 @@ def test_a_rewind_forgets_a_leap() -> None:
         limited = min(pace, leap.usual)
         updates.add(Vitals(step + 8, step, True, 1.0, 0.5, 1e-3 * limited, lr_ratio=limited))
     assert updates.leap() is None
-    assert updates.leap() is None
 
 
 @settings(max_examples=100, deadline=None)

@@ -448,26 +448,6 @@ def test_the_level_that_a_run_began_with(losses: list[float], first: float | Non
     assert updates_of(losses, [1.0] * len(losses)).first_loss == first
 
 
-@pytest.mark.parametrize(
-    ("losses", "until"),
-    [
-        pytest.param([], 0, id="nothing yet"),
-        pytest.param([4.0, 170.0, 90.0, 60.0, 50.0, 40.0, 30.0, 20.0, *[30.0] * 60], 8, id="thrown up by the first"),
-        pytest.param([4.0, 170.0, 90.0, 60.0, 50.0, 40.0, 30.0, 20.0, *[7.0] * 60], 0, id="and came back"),
-        pytest.param([4.0, 5.0, 3.0, 4.0, 5.0, 4.0, 4.0, 4.0, *[30.0] * 60], 0, id="it rose later"),
-        pytest.param([-1.0, 8.0, 8.0, *[8.0] * 60], 8, id="a likelihood"),
-        pytest.param([1.0, 2.0, 3.0, *[3.0] * 60], 0, id="it is higher, by less than twice its size"),
-        pytest.param([2.0, *[1.0] * 60], 0, id="it falls"),
-    ],
-)
-def test_a_loss_that_stays_where_the_first_updates_threw_it(losses: list[float], until: int) -> None:
-    """Until it comes back no incident of these updates has recovered; of opposed losses the sum says nothing."""
-    updates = updates_of(losses, [1.0] * len(losses))
-    assert updates.thrown_until == until
-    updates.has_turns = True
-    assert updates.thrown_until == 0
-
-
 def only_jump() -> ChecksConfig:
     config = named("off")
     config.jump = named("default").jump
