@@ -33,7 +33,6 @@ from resilient_train.types import UpdateResult, Vitals
 from resilient_train.update.objective import Measured, Metrics
 from resilient_train.update.turns import DirectStepCheck
 from resilient_train.update.updater import Attempt
-from resilient_train.watch.layout import GradientNorms
 from resilient_train.watch.modes import AnomalyMode
 from resilient_train.watch.vitals import Sent, read_vitals, versions
 from resilient_train.wording import IN_FILE_ONLY, counted, log
@@ -85,7 +84,6 @@ class InFlight:
 
     def __post_init__(self) -> None:
         attempt = self.attempt
-        self.gradients = GradientNorms(attempt.norms, is_recorded=attempt.records_norms)
         self.result = UpdateResult("pending", attempt.loss.detach())  # for the loop
         self._sent = Sent(attempt.measured, attempt.numbers)
 

@@ -303,7 +303,6 @@ class EngineGuard:
         for remark in (*finding.remarks, *self._scans.remarks()):
             log.info("note: %s", remark)
         self._parts.updates.add(vitals)  # refused ones too: they may turn out to have caused a later incident
-        self._recovery.incident_log.add_norms(flight.gradients.to_record(vitals.grad_norm))
         scanned = self._examination.verdict()  # of the state before this update
         if self._recovery.intended.accept_written():
             losses = self._parts.updates.recent_measurements()[0]
@@ -355,7 +354,7 @@ class EngineGuard:
             self._backups.set_attributes(flight.begun.attributes, only_lost=True)
         if anomaly is not None:
             spiked = not float(flight.attempt.loss) <= flight.limits[0]
-            what = inputs, update.failed, flight.begun.raised, flight.gradients
+            what = inputs, update.failed, flight.begun.raised, attempt.norms
             refined = self._examination.refine_signal(anomaly, *what, spiked=spiked, is_scanned=scanned is not None)
             usual, is_error = self._checks.nan_is_usual, refined.signal is Signal.EXCEPTION
             attempted = None if vitals.accepted else refused(flight.was_modified, usual, is_error)

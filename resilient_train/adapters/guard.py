@@ -144,7 +144,6 @@ class Guard(guard.EngineGuard):
             scaler=scaler,
             over_ranks=world.sum,
             names={id(weight): name for name, weight in unwrapped.named_parameters()},
-            norms_every=checks.layers.every,
         )
         search, buffers = None, BufferWatch(bare)
         if measured is not None:

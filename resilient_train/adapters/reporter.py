@@ -292,7 +292,6 @@ class RunReporter:
         self._reported_tick, metrics = newest.tick, read()
         values = {"loss": newest.loss, "grad_norm": newest.grad_norm, "lr": newest.lr, "step": newest.step}
         values |= {f"train/{name}": value for name, value in metrics.items()}
-        values |= {f"grad_norm/{layer}": norm for layer, norm in self.incident_log.take_norms().items()}
         if seconds := self._lap():
             values |= {"step_ms": 1e3 * seconds, "samples_per_second": samples / seconds}
         values |= {f"knobs/{name}": value for name, value in knobs.items()}

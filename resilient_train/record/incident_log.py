@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -69,7 +69,6 @@ class IncidentLog:
                 there = read_plain(self._file)
             if there != "".join(self._lines.values()).encode() or not self._file.exists():
                 self._write_lines()
-        self._newest_norms: Mapping[str, float] = {}  # of gradients by layer, as last recorded
 
     @property
     def incidents(self) -> list[Incident]:
@@ -230,15 +229,6 @@ class IncidentLog:
         self._ongoing.discard(number)
 
     # The files.
-
-    def add_norms(self, norms: Mapping[str, float]) -> None:
-        """Keep the norms of an update's gradients, if they were recorded."""
-        self._newest_norms = norms or self._newest_norms
-
-    def take_norms(self) -> Mapping[str, float]:
-        """Return the gradient norms that were recorded last, once."""
-        newest, self._newest_norms = self._newest_norms, {}
-        return newest
 
     def close_files(self) -> None:
         """Try a last time to write what the disk did not take."""

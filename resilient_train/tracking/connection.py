@@ -226,7 +226,7 @@ MOST_METRICS, _MOST_PARAMS, _PARAM_LENGTH, _NAME_LENGTH = 1000, 100, 6000, 250
 # MLflow's page sorts the sections of charts by name, and shows metrics without a section last. With these names the
 # curves of the training come first.
 _TRAINING = "train"
-_SECTIONS = {"eval": "validation", "knobs": "treatment", "grad_norm": "weights_grad_norm"}  # the layers last
+_SECTIONS = {"eval": "validation", "knobs": "treatment"}
 
 _REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "ENDPOINT_NOT_FOUND", "NOT_IMPLEMENTED")
 

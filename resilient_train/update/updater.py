@@ -54,7 +54,6 @@ class Attempt:
     is_turn: bool = False  # the optimizers stepped one after the other, and each had its gradients clipped alone
     times: int = 1  # that an optimizer stepped in it
     norms: Sequence[tuple[Sequence[str], torch.Tensor]] = ()  # of single gradients before clipping, and whose they are
-    records_norms: bool = False
 
     def rows_by_rank(self) -> list[list[float]]:
         """Return what each rank measured. The host waits for the device."""
@@ -85,14 +84,12 @@ class Updater:
         scaler: torch.amp.GradScaler | None = None,
         over_ranks: Callable[[torch.Tensor], torch.Tensor] = lambda vector: vector,
         names: Mapping[int, str] | None = None,
-        norms_every: int = 0,
     ) -> None:
         """`gather` collects a vector from every rank; None if there is only one. `scaler` scales losses in float16.
 
-        `over_ranks` sums a number over the ranks, if weights are sharded. `names` are those of weights, by id; the
-        norms of their gradients are recorded every `norms_every` updates.
+        `over_ranks` sums a number over the ranks, if weights are sharded. `names` are those of weights, by id.
         """
-        self._names, self._norms_every = names or {}, norms_every
+        self._names = names or {}
         self._norms: list[tuple[list[str], torch.Tensor]] = []  # of the update so far
         self.optimizers, self.schedules = list(optimizers), list(schedules)
         self.clipping, self.scaler = clipping, scaler
@@ -203,7 +200,6 @@ class Updater:
             has_share=knobs.share > 0,
             is_turn=one is not None,
             norms=norms,
-            records_norms=self._norms_every > 0 and (step + 1) % self._norms_every == 0,
             times=turns.times,
         )
         return self.newest

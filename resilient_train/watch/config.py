@@ -122,7 +122,6 @@ class ChecksConfig:
     optimizer: OptimizerConfig
     replicas: Every
     norms: NormsConfig
-    layers: Every
     expect: list[int]
 
 

@@ -15,7 +15,7 @@ from resilient_train.state.run_state import Clock
 from resilient_train.state.tree import Tree
 from resilient_train.types import Anomaly, Signal
 from resilient_train.watch.checks import Checks
-from resilient_train.watch.layout import GradientNorms, nonfinite
+from resilient_train.watch.layout import by_weight, nonfinite
 from resilient_train.watch.scans import Scans
 from resilient_train.watch.vitals import Sent, all_finite
 from resilient_train.wording import rank_names
@@ -113,7 +113,7 @@ class Examination:
         batches: Sequence[Any],
         failed: Sequence[FailedRow],
         raised: Sequence[str],
-        gradients: GradientNorms,
+        norms: Sequence[tuple[Sequence[str], torch.Tensor]],
         *,
         spiked: bool,
         is_scanned: bool,
@@ -122,7 +122,8 @@ class Examination:
 
         In this order: rows that could not be fetched made the loss NaN on purpose; bad weights explain everything
         that follows from them; exceptions that were `raised` made it NaN as well; a bad batch explains the
-        loss, unless its NaN is usual, such as a mask. `spiked`: the loss of this rank was above the limit.
+        loss, unless its NaN is usual, such as a mask. `norms` are those of single gradients, and whose they are;
+        `spiked`: the loss of this rank was above the limit.
         """
         if is_scanned and anomaly.signal is not Signal.NONFINITE_WEIGHTS:
             return anomaly
@@ -144,7 +145,7 @@ class Examination:
             return dataclasses.replace(anomaly, ranks=ranks if len(ranks) < self._world.size else ())
         if anomaly.signal not in (Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD):
             return anomaly
-        if names := nonfinite(gradients.by_weight()):
+        if names := nonfinite(by_weight(norms)):
             anomaly = dataclasses.replace(anomaly, evidence=f"{anomaly.evidence}; {names}")
         ranks = self._bad_batches(batches)
         return self._of_batch(anomaly, ranks) if ranks else anomaly

@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 
 from resilient_train.state.tree import Tree, is_sharded, largest_share, local_part, sorted_leaves
 from resilient_train.watch.moments import Moment
-from resilient_train.watch.vitals import Sent
 from resilient_train.watch.weights import Weight
 from resilient_train.wording import names_listed
 
@@ -210,30 +209,12 @@ def digest(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     return (row * factors).sum()
 
 
-class GradientNorms:
-    """The norms of the gradients of one update, before clipping, on the device."""
+def by_weight(measured: Sequence[tuple[Sequence[str], Tensor]]) -> dict[str, float]:
+    """Return the norm of each weight's gradient from the names and norms that the clip measured. Waits for the device.
 
-    def __init__(self, measured: Sequence[tuple[Sequence[str], torch.Tensor]], *, is_recorded: bool) -> None:
-        """`measured` are names of weights and their norms. To be recorded, they are sent to the host at once."""
-        self._names = [name for names, _ in measured for name in names]
-        self._norms = [norms for _, norms in measured]
-        self._sent = Sent(torch.cat(self._norms)) if is_recorded and measured else None
-
-    def by_weight(self) -> dict[str, float]:
-        """Return each weight's norm; none if gradients are sharded or of several types. Waits unless they were sent."""
-        if self._sent is None and self._norms:
-            self._sent = Sent(torch.cat(self._norms))
-        return dict(zip(self._names, self._sent.read(), strict=True)) if self._sent is not None else {}
-
-    def to_record(self, total: float) -> dict[str, float]:
-        """Return the norm over the weights of each layer, if they are recorded now, or if the total is not finite."""
-        if self._sent is None and isfinite(total):
-            return {}
-        squares: dict[str, float] = {}
-        for name, norm in self.by_weight().items():
-            layer = name.rpartition(".")[0] or name
-            squares[layer] = squares.get(layer, 0.0) + norm * norm
-        return {layer: sqrt(square) for layer, square in squares.items()}
+    There are none if gradients are sharded or of several types.
+    """
+    return {name: norm for names, norms in measured for name, norm in zip(names, norms.tolist(), strict=True)}
 
 
 def nonfinite(norms: Mapping[str, float]) -> str:

@@ -703,20 +703,17 @@ class Deep(nn.Module):
         return found
 
 
-def test_a_run_names_them_without_a_replay_and_records_the_norms(tmp_path: pathlib.Path) -> None:
-    """Where the loop makes the loss: in the evidence of the incident, and in what is uploaded."""
+def test_a_run_names_them_without_a_replay(tmp_path: pathlib.Path) -> None:
+    """Where the loop makes the loss: in the evidence of the incident."""
     torch.manual_seed(0)
     rows = torch.randn(64, 3)
     rows[40] = 0.0
     model = Deep()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     guard = Guard(None, model, optimizer, data=rows, batch_size=8, steps=60, run_dir=tmp_path / "run")
-    reported: set[str] = set()
     for batch in guard.batches():
         loss = model(batch).square().mean()
         loss.backward()
         guard.update(loss)
-        reported |= (report.values if (report := guard.report()) else {}).keys()
     first = guard.incidents[0]
     assert first.anomaly.evidence.endswith("are not finite (4 of 6 weights, from `second` on backward)")
-    assert {"grad_norm/first", "grad_norm/second", "grad_norm/third"} <= reported
