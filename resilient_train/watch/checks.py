@@ -12,7 +12,7 @@ from resilient_train.types import SPIKES, Anomaly, Signal, Vitals
 from resilient_train.watch.best import BestLevel
 from resilient_train.watch.config import ChecksConfig
 from resilient_train.watch.limit import NO_LIMIT, GradLimit, Refusals, ScaleCollapse, loss_limit
-from resilient_train.watch.loss import Alarm, Creep, Jump, Level, PlainState, Slow, load_each
+from resilient_train.watch.loss import Alarm, Creep, Jump, Level, PlainState, load_each
 from resilient_train.watch.purpose import PROBE_RATE, Probe
 from resilient_train.watch.rate import EarlyDivergence, NoProgress, RateRise
 from resilient_train.watch.reference import Reference, RewindCheck, Standing
@@ -49,7 +49,6 @@ class Checks:
         self.early_divergence = EarlyDivergence(config.overshoot)
         self._jump = Jump(config.jump, self._level)
         self._creep = Creep(config.creep, self._level)
-        self._slow = Slow(config.slow, self._level)
         self._rate_rise = RateRise(config.rate)
         self.rewind_check = RewindCheck(config.probation)
         self.no_progress = NoProgress(config.no_progress)
@@ -62,7 +61,6 @@ class Checks:
             "overshoot": self.early_divergence,
             "jump": self._jump,
             "creep": self._creep,
-            "slow": self._slow,
             "rate": self._rate_rise,
             "probation": self.rewind_check,
             "no_progress": self.no_progress,
@@ -247,11 +245,9 @@ class Checks:
         climbed = None
         if not (outside and check.is_open):
             self._grad_limit.learn(vitals.grad_norm)
-            crept, slow = self._creep.see(step, loss), self._slow.see(step, loss)
-            climbed = crept or slow
+            climbed = self._creep.see(step, loss)
         if climbed:
             self._creep.forget()
-            self._slow.forget()
         standing = check.see(step, loss) if check.is_open else Standing.UNDECIDED
         if standing is Standing.BACK:
             check.end()
@@ -342,7 +338,6 @@ class Checks:
             self._jump,
             self._rate_rise,
             self._creep,
-            self._slow,
             self.no_progress,
             self._grad_limit,
         ):

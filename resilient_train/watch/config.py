@@ -52,14 +52,6 @@ class CreepConfig(Every):
 
 
 @dataclass
-class SlowConfig(Every):
-    window: int = limited(at_least=20)
-    share: float = limited(above=0)
-    sigmas: float = limited(above=0)
-    times: int = limited(at_least=1)
-
-
-@dataclass
 class RewindCheckConfig(Every):
     window: int = limited(at_least=8)
     share: float = limited(above=0)
@@ -113,7 +105,6 @@ class ChecksConfig:
     overshoot: OvershootConfig
     jump: JumpConfig
     creep: CreepConfig
-    slow: SlowConfig
     rate: RateConfig
     probation: RewindCheckConfig
     no_progress: NoProgressConfig

@@ -1,15 +1,15 @@
-"""The usual range of the loss, and three ways of leaving it: a jump, a climb from block to block, a slow rise."""
+"""The usual range of the loss, and two ways of leaving it: a jump, and a climb from block to block."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from math import log, sqrt
+from math import log
 from statistics import fmean
 from sys import float_info
 from typing import Any, ClassVar, NamedTuple
 
-from resilient_train.watch.config import CreepConfig, JumpConfig, SlowConfig
+from resilient_train.watch.config import CreepConfig, JumpConfig
 
 _MAD_TO_SIGMA = 1.4826  # standard deviation / median absolute deviation, of normal noise
 _Q95_SIGMAS = 1.645  # the 95th percentile of normal noise, in standard deviations
@@ -307,54 +307,12 @@ class Creep(PlainState):
                 self._since = step - 2 * config.every  # the climb may have begun within this block
             self._sum = max(0.0, self._sum + z - config.slack)
         self._means.append(mean)
-        return _rise(self._since, loss, self.level) if self._sum > config.alarm else None
+        if self._sum <= config.alarm:
+            return None
+        since = max(0, self._since)
+        return Alarm(since, f"loss {loss:.4g}, climbing since step {since}; {self.level.usual_range}")
 
     def forget(self) -> None:
         self._block.clear()
         self._means.clear()
         self._sum = 0.0
-
-
-class Slow(PlainState):
-    """The loss has risen from its best by more than noise explains, however slowly."""
-
-    saved = ("_losses", "_fresh", "_best", "_over", "_since")
-
-    def __init__(self, config: SlowConfig, level: Level) -> None:
-        self.config, self.level = config, level
-        self._losses: deque[float] = deque(maxlen=config.window)
-        self._best: float | None = None  # the lowest mean of a window so far
-        self._fresh = 0  # losses since the last look
-        self._over = 0  # looks in a row that were above the bound
-        self._since = 0  # the newest step at which no rise showed
-
-    def see(self, step: int, loss: float) -> Alarm | None:
-        config = self.config
-        if not config.every:
-            return None
-        self._losses.append(loss)
-        self._fresh += 1
-        if self._fresh < config.every or len(self._losses) < config.window:
-            return None
-        self._fresh = 0
-        kept = without_top(self._losses)
-        mean = fmean(kept)
-        noise = sqrt(fmean([(one - mean) ** 2 for one in kept]))  # pstdev takes a hundred times as long
-        if self._best is None or mean < self._best:
-            self._best = mean
-        bound = max(config.share * self.level.scale, config.sigmas * noise / sqrt(config.every))
-        rise = mean - self._best
-        if rise <= bound / 4:
-            self._since = step - config.every
-        self._over = self._over + 1 if rise > bound else 0
-        return _rise(self._since, loss, self.level) if self._over >= config.times else None
-
-    def forget(self) -> None:
-        self._losses.clear()
-        self._fresh = self._over = 0
-        self._best = None
-
-
-def _rise(since: int, loss: float, level: Level) -> Alarm:
-    since = max(0, since)
-    return Alarm(since, f"loss {loss:.4g}, climbing since step {since}; {level.usual_range}")

@@ -491,7 +491,6 @@ def eager() -> ChecksConfig:
     config = named("paranoid")
     config.jump.warmup, config.limit.warmup, config.jump.window, config.limit.window = 8, 2, 16, 8
     config.creep.every, config.creep.blocks, config.creep.lag = 2, 4, 2
-    config.slow.every, config.slow.window = 5, 20
     return config
 
 
@@ -607,9 +606,9 @@ def test_light_sees_a_jump_and_leaves_slow_changes() -> None:
     [
         ({"jmup": {}}, r"checks\.jmup={}: no such key; did you mean jump\? There are limit, "),
         ({"jump": {"evry": 1}}, r"checks\.jump\.evry=1: no such key; did you mean every\? There are every, "),
-        ({"slow": {"every": "four"}}, r"checks\.slow\.every=four: must be a whole number \(at least 0\)"),
-        ({"slow": {"share": float("nan")}}, r"checks\.slow\.share=nan: must be a finite number \(greater than 0\)"),
-        ({"slow": {"every": 1}}, r"checks\.slow\.window: has to be given"),
+        ({"creep": {"every": "four"}}, r"checks\.creep\.every=four: must be a whole number \(at least 0\)"),
+        ({"creep": {"share": float("nan")}}, r"checks\.creep\.share=nan: must be a finite number \(greater than 0\)"),
+        ({"creep": {"every": 1}}, r"checks\.creep\.blocks: has to be given"),
     ],
 )
 def test_a_wrong_or_missing_key_or_value_is_named(change: dict[str, object], told: str) -> None:
