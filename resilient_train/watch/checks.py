@@ -64,7 +64,6 @@ class Checks:
             "rate": self._rate_rise,
             "probation": self.rewind_check,
             "no_progress": self.no_progress,
-            "scale": self._scale,
             "refusals": self._refusals,
         }
         self._empty = self.state_dict()
@@ -222,8 +221,6 @@ class Checks:
     def _judge_landed(self, vitals: Vitals) -> Anomaly | None:
         """Update the checks and return the first alarm; None while damage is only reported."""
         step, loss, check = vitals.step, vitals.loss, self.rewind_check
-        if vitals.loss_scale is not None:
-            self._scale.landed(vitals.loss_scale)
         self._since_restart.append(loss)
         self.best.see(step, loss)
         if step in self._declared:

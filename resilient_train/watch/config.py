@@ -79,7 +79,6 @@ class NoProgressConfig(Every):
 
 @dataclass
 class ScaleConfig(Every):
-    in_a_row: int = limited(at_least=1)
     lowest: float = limited(at_least=0)
 
 

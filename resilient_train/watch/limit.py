@@ -1,4 +1,4 @@
-"""Limits above which an update is refused, and two patterns of refusals: many in a row, and a collapsing loss scale."""
+"""Limits above which an update is refused, and what many refusals mean: a new regime, or a collapsing loss scale."""
 
 from __future__ import annotations
 
@@ -136,42 +136,25 @@ class Refusals(PlainState):
         return max(0, min((one[1] for one in self._recent), default=1) - 1)
 
 
-class ScaleCollapse(PlainState):
+class ScaleCollapse:
     """The loss scale keeps falling: no update lands any more, or only with a scale that is too small to help.
 
-    A scaler starts at 2**16 and halves its scale at each overflow: ten in a row are an ordinary start, twenty mean
-    that no scale is small enough.
+    A scaler starts at 2**16 and halves its scale at each overflow: ten in a row are an ordinary start.
     """
-
-    saved = ("_in_a_row", "_is_reported")
 
     def __init__(self, config: ScaleConfig) -> None:
         self.config = config
-        self._in_a_row = 0
         self._recent: deque[int] = deque(maxlen=_OFTEN)  # ticks of the latest overflows: they do not rewind
-        self._is_reported = False  # a scale that is too small was
 
     def overflowed(self, vitals: Vitals) -> str | None:
-        """Count an overflow. Returns the evidence if it is a collapse."""
+        """Note an overflow. Returns the evidence if it is a collapse."""
         if not self.config.every:
             return None
-        self._in_a_row += 1
         self._recent.append(vitals.tick)
         scale = vitals.loss_scale
-        if self._in_a_row >= self.config.in_a_row:
-            count, self._in_a_row = self._in_a_row, 0  # reported again after as many more
-            return f"{count} updates overflowed one after the other; the loss scale is {scale}"
-        if scale is not None and scale < self.config.lowest and not self._is_reported:
-            self._is_reported = True
-            return f"the loss scale fell to {scale:.3g}"
-        return None
+        return f"the loss scale fell to {scale:.3g}" if scale is not None and scale < self.config.lowest else None
 
     @property
     def is_frequent(self) -> bool:
         """Whether there were so many overflows of late that something else may be behind them."""
         return len(self._recent) == _OFTEN and self._recent[-1] - self._recent[0] < _OFTEN_WITHIN
-
-    def landed(self, scale: float) -> None:
-        self._in_a_row = 0
-        if scale >= self.config.lowest:
-            self._is_reported = False
