@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -27,7 +25,6 @@ from resilient_train.update.schedule import LoopSchedule, RestartDetector, Sched
 from resilient_train.update.turns import Turns
 from resilient_train.wording import log
 
-_UPPER = 2 if sys.byteorder == "little" else 0  # where the two upper bytes of a float32 begin
 LR_OF_GUARD = "lr_of_guard"  # a key of each parameter group: the lr that the guard set; rewinds with the group
 _STRONG_DECAY = 0.25
 _FIRST_UPDATES = 8  # in which a rate that the loop sets is an error
@@ -360,13 +357,12 @@ def _built_state(optimizer: Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
 def _digest_of_rates(settings: Settings) -> int:
     """Digest the rates of an update, for ranks to compare.
 
-    To a hundredth: the last digit may differ between machines, and replicas are compared as well. The digits are cut
-    after two bytes, at multiples of a power of two. Times pi no round rate lies there, such as 2**-7 or a half: with
-    the next number below it the digest is the same.
+    To a hundredth: the last digit may differ between machines, and replicas are compared as well. Of the logarithms,
+    so that no round rate lies where one digest ends and the next begins.
     """
     rates = [setting["lr"] for setting in settings]
-    single = array("f", [math.pi * rate for rate in rates if isinstance(rate, float)]).tobytes()
-    return crc32(single[_UPPER::4] + single[_UPPER + 1 :: 4]) % DIGESTS
+    logs = [round(200 * math.log(rate)) for rate in rates if isinstance(rate, float) and 0 < rate < math.inf]
+    return crc32(repr(logs).encode()) % DIGESTS
 
 
 class Precision:
