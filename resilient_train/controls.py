@@ -212,7 +212,6 @@ class Controls(RunControl):
             armor=not anomaly.landed and all(parts.world.all_of(self._can_patch(diagnosis))),
             share=self.knobs.values.share,
             sgd=all(isinstance(one, torch.optim.SGD) for one in parts.updater.optimizers),
-            decays_beyond=parts.updater.decays_beyond(),
             lost_eps=lost_eps(parts.updater.optimizers) is not None and not parts.updater.mends_eps,
             loss_excess=parts.checks.loss_excess(),
             trial_updates=self.trials.left(),

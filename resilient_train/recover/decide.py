@@ -93,7 +93,7 @@ def by_signal(anomaly: Anomaly) -> Diagnosis:
 DIGEST_BITS = 24  # float32 holds a number of so many bits exactly
 
 _FROM_OUTSIDE = (Cause.CORRUPTION, Cause.DATA)  # not caused by the training: they may occur again after any remedy
-_MAIN = {TRIAL, "limit_update", "lower_decay"}  # without these a rung that names them is pointless
+_MAIN = {TRIAL, "limit_update"}  # without these a rung that names them is pointless
 
 
 def decide(

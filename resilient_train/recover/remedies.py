@@ -30,7 +30,6 @@ class Circumstances:
     at_start: bool = False  # the only verified state is the one that the run began with
     share: float = 0.0  # of the norm of the weights, that updates are limited to; 0: they are not
     sgd: bool = False  # every optimizer is torch's SGD, whose updates are as large as the gradients
-    decays_beyond: bool = False  # a weight decay takes more than the weights in one update
     lost_eps: bool = False  # an optimizer's epsilon is 0 in the type of its weights
     loss_excess: float = 0.0  # how far the loss is above its earlier level, relative to that: 1 is twice as high
     trial_updates: int = 0  # that trials may still make; 0: none can be made here
@@ -232,12 +231,9 @@ class LimitUpdate(Remedy):
 
 @dataclass(frozen=True)
 class LowerDecay(Remedy):
-    """Multiply the weight decay, for the rest of the run, where it takes more than the weights in one update."""
+    """Multiply the weight decay, for the rest of the run."""
 
     factor: float = limited(0.0, at_least=0, at_most=1)
-
-    def applies(self, case: Case) -> bool:
-        return case.facts.decays_beyond
 
     def apply(self, run: RunControl) -> None:
         run.knobs.turn_decay(self.factor)

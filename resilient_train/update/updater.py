@@ -255,10 +255,6 @@ class Updater:
         """Say whether a weight decay may take the weights away before they learn: with usual ones they learn faster."""
         return any(float(group.get("weight_decay") or 0.0) >= _STRONG_DECAY for group in self._groups())
 
-    def decays_beyond(self) -> bool:
-        """Say whether a weight decay takes more than the weights in one update, and so throws them to and fro."""
-        return any(float(group.get("weight_decay") or 0.0) * float(group["lr"]) > 1.0 for group in self._groups())
-
     def note_rates(self, given: Settings = ()) -> None:
         """Note the rates of the groups: an optimizer may have changed those that were `given` in its step."""
         for number, group in enumerate(self._groups()):

@@ -104,17 +104,6 @@ def test_what_explodes_for_other_reasons_than_the_rate_is_trained_with_that_rate
     assert guard.clock.tick < 1.5 * STEPS
 
 
-def test_a_weight_decay_that_throws_the_weights_to_and_fro_is_taken_back() -> None:
-    """No rate and no clip helps; a trial shows what does."""
-    net, rows, criterion, _ = made(summed)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9, weight_decay=4500.0)
-    first = loss_of(net, rows, criterion)
-    guard = trained(net, rows, criterion, optimizer)
-    assert loss_of(net, rows, criterion) < 0.1 * first
-    assert guard._controls.knobs.values.decay == 0
-    assert optimizer.param_groups[0]["lr"] == 1e-3
-
-
 def on_ranks(size: int) -> tuple[list[str], float, float]:
     """Train on every rank, with whole weights on one and sharded ones on two: remedies, last step and loss."""
     net, rows, criterion, optimizer = made(summed)

@@ -307,15 +307,11 @@ def test_ranks_whose_rates_differ_in_the_last_digit_are_alike(rate: float) -> No
     assert digest_of(1.01 * rate) != digest_of(rate)
 
 
-@pytest.mark.parametrize(
-    ("lr", "decay", "is_fast", "is_beyond"),
-    [(1e-3, 0.1, False, False), (1e-3, 0.3, True, False), (0.5, 3.0, True, True), (10.0, 0.2, False, True)],
-)
-def test_what_a_weight_decay_may_do(lr: float, decay: float, is_fast: bool, is_beyond: bool) -> None:
+@pytest.mark.parametrize(("decay", "is_fast"), [(0.1, False), (0.3, True)])
+def test_what_a_weight_decay_may_do(decay: float, is_fast: bool) -> None:
     """In one group of several."""
     groups = [{"params": [nn.Parameter(torch.zeros(()))], "weight_decay": one} for one in (0.0, decay)]
-    updater = constant_updater(torch.optim.SGD(groups, lr=lr))
-    assert (updater.decays_fast(), updater.decays_beyond()) == (is_fast, is_beyond)
+    assert constant_updater(torch.optim.SGD(groups, lr=1e-3)).decays_fast() is is_fast
 
 
 @pytest.mark.parametrize("at", [0, 2])
