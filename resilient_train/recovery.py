@@ -250,13 +250,13 @@ class Recovery:
         """End the run on its best verified state, and leave that on disk."""
         self.incident_log.close(incident)
         earlier = self.incident_log.incidents[:-1]
-        path = self._restore_best(incident.anomaly.since)
+        path, _ = self._restore_best(incident.anomaly.since)
         if self.parts.world.is_main:  # the other ranks do not know where the state was written
             log.error("%s", final_message(incident, path, earlier))
         raise GaveUp(f"gave up at step {incident.anomaly.step}: {incident.decision.gave_up}", path)
 
-    def _restore_best(self, since: int) -> Path | None:
-        """Restore the best verified state and leave it on disk; return its path, if there was such a state."""
+    def _restore_best(self, since: int) -> tuple[Path | None, bool]:
+        """Restore the best verified state and leave it on disk; return its path, and whether there was such a state."""
         ring = self.parts.ring
         snapshot = ring.last_good(since) or ring.newest_verified()  # a newer one was verified at the reference's level
         if snapshot is not None:
@@ -269,7 +269,7 @@ class Recovery:
             self.parts.updates.rewound(self.parts.clock.step)
         self.note_saves()
         self.parts.checks.rewind_check.end()
-        return path
+        return path, snapshot is not None or path is not None
 
     def ranks_differ(self, digests: Sequence[float]) -> NoReturn:
         """End the run on all ranks, because they decided differently: another collective might wait forever.
