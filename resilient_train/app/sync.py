@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{given.run_dir}: {error}", file=sys.stderr)
         return 2
     say = partial(_say, file=sys.stdout if given.attached else sys.stderr)
-    uploader = Uploader(run_dir, store, experiment, is_attached=given.attached)
+    uploader = Uploader(run_dir, store, experiment)
     with counting("uploading", left_in(run_dir)) as uploader.on_progress, contextlib.closing(uploader):
         if given.follow:
             _follow(uploader, has_ended, say)
@@ -76,22 +76,22 @@ def main(arguments: list[str] | None = None) -> int:
 def _destination(
     run_dir: Path, uri: str | None, experiment: str | None, *, is_attached: bool = False
 ) -> tuple[Store, str]:
-    """Return the store and the experiment that the run had last, unless others are given; else the usual ones.
+    """Return the store and the experiment that the run had last, unless others are given.
 
     A process that is attached to a run has got the address from it, with its secrets.
     """
-    if not is_run(run_dir) and not run_dir.joinpath(OUTBOX).exists():
-        raise TrainError(NO_RUN)
+    if not is_attached and not run_dir.joinpath(OUTBOX).exists():
+        why = f"there is no {OUTBOX} to upload, as of a run that was not tracked"
+        raise TrainError(why if is_run(run_dir) else NO_RUN)
     cursor, environment = UploadCursor(run_dir), os.environ.get("MLFLOW_TRACKING_URI")
     experiment = experiment or cursor.get("experiment") or os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
     if is_attached:
         return locate(environment, run_dir.parent), experiment
     asked = uri or cursor.get("tracking_uri")
-    if asked is None and environment is None and run_dir.joinpath(OUTBOX).exists():
+    if asked is None and environment is None:
         raise TrainError("it is not known where the run was uploaded to: give the address by --uri")
     if uri is None and environment and asked in (None, masked(environment)):
         asked = environment  # the same place, with its secret
-    asked = asked or locate(None, run_dir.parent).uri
     if "***" in asked:
         raise TrainError(f"the secret in {asked} is not written down: give the address by --uri or MLFLOW_TRACKING_URI")
     store = locate(asked, run_dir.parent)
@@ -201,8 +201,6 @@ def _report(uploader: Uploader, trouble: str | None) -> int:
         return 1
     what = f"uploaded {counted(uploader.uploaded, 'entry')}" if uploader.uploaded else "nothing was left to upload"
     print(f"{run_dir}: {what}; MLflow at {where} has everything")
-    if uploader.is_untracked:
-        print(f"  but no curves: {OUTBOX}, which has them, was not written during the run, or is damaged")
     if uploader.damaged:
         print(f"  but {counted(uploader.damaged, 'damaged line')} of {OUTBOX} could not be read")
     for line in where_to_look(ui_command(where), uploader.run.url if uploader.run is not None else None):

@@ -34,7 +34,7 @@ class Loop:
 
     steps: int | None = None  # planned
     resumes: bool = False  # the same program resumes; otherwise it starts a new run in the next directory
-    given: Mapping[str, Any] = field(default_factory=dict)  # shown in MLflow, to compare runs by
+    given: Mapping[str, Any] = field(default_factory=dict)  # to the guard; for a person to read
     is_trainers: bool = False  # which writes checkpoints of its own
 
     def write(self, run_dir: Path) -> None:
@@ -52,11 +52,10 @@ def loop_of(run_dir: Path) -> Loop | None:
     node = read_json(run_dir / LOOP)
     if not isinstance(node, dict):
         return None
-    steps, given = node.get("steps"), node.get("given")
+    steps = node.get("steps")
     return Loop(
         steps=steps if type(steps) is int else None,
         resumes=node.get("goes_on") is True,
-        given=given if isinstance(given, dict) else {},
         is_trainers=node.get("is_trainers") is True,
     )
 

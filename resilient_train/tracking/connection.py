@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import entry_points
-from itertools import islice
 from pathlib import Path
 from socket import gethostname
 from tempfile import TemporaryDirectory
@@ -28,7 +27,7 @@ from uuid import uuid4
 
 from resilient_train.errors import ConfigError
 from resilient_train.files import commit_text, read_json
-from resilient_train.record.journal import JOURNAL, Entry, entries, entries_after
+from resilient_train.record.journal import Entry, entries
 from resilient_train.record.outbox import BEGAN, OUTBOX
 from resilient_train.secrets import masked
 
@@ -315,8 +314,7 @@ def _begin(client: MlflowClient, experiment: str, key: str, run_dir: Path) -> st
     """Create a run, with the name of its directory; a job of a sweep has a tag with the name of the sweep."""
     written = [entry for entry, _ in entries(run_dir / OUTBOX) if entry is not None]
     began = next((one for one in written if one["kind"] == BEGAN), {})
-    earliest = [entry["at"] for entry, _ in islice(entries_after(run_dir / JOURNAL), 1)]  # of a run without an outbox
-    began_ms = min([one["at"] for one in written[:1]] + earliest, default=None)
+    began_ms = written[0]["at"] if written else None
     # Without a source: its row would push the first line of the description off the screen of a laptop.
     tags = {"mlflow.user": _user(), KEY: key}
     if sweep := began.get("sweep"):

@@ -9,9 +9,9 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from resilient_train.record.endings import SUMMARY, at_work, ended_as, is_run, last_sign_ms, loop_of, read_ending
-from resilient_train.record.journal import Entry, entries, plain
-from resilient_train.record.outbox import BEGAN, ENDED, METRICS, OUTBOX, Outbox, seal_before
+from resilient_train.record.endings import ended_as, last_sign_ms
+from resilient_train.record.journal import Entry, entries
+from resilient_train.record.outbox import BEGAN, ENDED, METRICS, OUTBOX, seal_before
 from resilient_train.tracking.connection import (
     MOST_METRICS,
     Connection,
@@ -30,7 +30,6 @@ from resilient_train.tracking.story import read_story
 ENTRIES_AT_ONCE = 200
 _STATUSES = {"completed": "FINISHED", "ended": "FINISHED", "closed": "FINISHED"}
 _STATUSES |= {"preempted": "KILLED", "killed": "KILLED"}  # all others: FAILED
-_WRITE_WITHIN_S = 30.0
 
 
 class Busy(Exception):
@@ -43,16 +42,14 @@ class Uploader:
     Nothing is doubled by that: MLflow keeps one of two equal rows, and all else is set, or replaces what is there.
     """
 
-    def __init__(self, run_dir: Path, store: Store, experiment: str, *, is_attached: bool = False) -> None:
-        """One that `is_attached` was started by the run itself."""
+    def __init__(self, run_dir: Path, store: Store, experiment: str) -> None:
         self.run_dir, self.outbox = run_dir, run_dir / OUTBOX
         self.cursor = UploadCursor(run_dir)
         self.uploaded = 0  # entries, by this object
         self.damaged = 0
         self.refused: list[str] = []  # why, for each thing that MLflow will never take
-        self.is_untracked = False  # whether the run does not write an outbox
         self.on_progress: Callable[[int], None] = lambda uploaded: None
-        self.store, self._experiment, self._is_attached = store, experiment, is_attached
+        self.store, self._experiment = store, experiment
         self._reached: tuple[Connection, Presentation] | None = None
         self._lock: int | None = None
 
@@ -64,8 +61,6 @@ class Uploader:
     def upload(self, *, is_last: bool = False) -> None:
         """Upload all that is there by now: first the entries of the outbox; if it `is_last`, also how the run ended."""
         self._acquire()
-        if self.is_untracked:
-            _write_outbox(self.run_dir)
         if self._reached is None:
             connection = connect(self.store, self._experiment, self.cursor)
             self._reached = connection, Presentation(connection, self.run_dir, self._unless_refused)
@@ -90,14 +85,13 @@ class Uploader:
         """Lock the outbox for this process; the kernel releases the lock with the process."""
         if self._lock is not None:
             return
-        lock = os.open(self.outbox, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        lock = os.open(self.outbox, os.O_RDONLY | os.O_NOFOLLOW)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(lock)
             raise Busy("another process is uploading it") if isinstance(error, BlockingIOError) else error from None
         self._lock = lock
-        self.is_untracked = not self._is_attached and _is_untracked(self.run_dir)
 
     def _upload_entries(self, connection: Connection) -> None:
         end = self.cursor.get("delivered", 0)
@@ -145,36 +139,3 @@ class Uploader:
                 raise
             if (why := root_cause(error)) not in self.refused:
                 self.refused.append(why)
-
-
-# ------------------------------------------------------------------------------------- a run that was not tracked
-
-
-def _is_untracked(run_dir: Path) -> bool:
-    """Say whether the run, or its newest process, does not write an outbox itself."""
-    began = [one for one, _ in entries(run_dir / OUTBOX) if one is not None and one["kind"] == BEGAN]
-    if began:
-        return began[-1].get("late") is True
-    is_starting = at_work(run_dir) is not None and UploadCursor(run_dir).get("tracking_uri") is not None
-    return is_run(run_dir) and not is_starting
-
-
-def _write_outbox(run_dir: Path) -> None:
-    """Write an outbox for a run that has none, as far as its other files tell; and what has become of it since then."""
-    written = [one for one, _ in entries(run_dir / OUTBOX) if one is not None]
-    box = Outbox(run_dir / OUTBOX)
-    if not any(one["kind"] == BEGAN for one in written):
-        loop = loop_of(run_dir)
-        params = {} if loop is None else {key: str(value) for key, value in loop.given.items()}
-        box.put(BEGAN, late=True, params=params)
-    summary = read_ending(run_dir, SUMMARY)
-    if summary is not None and type(tick := summary.get("ticks")) is int:
-        evaluated = summary.get("eval")
-        values = {"loss": summary.get("final_loss"), "step": summary.get("steps")}
-        if isinstance(evaluated, dict):
-            values |= {f"eval/{name}": value for name, value in evaluated.items()}
-        row = plain({"tick": tick, "values": {name: one for name, one in values.items() if type(one) in (int, float)}})
-        if not any(row.items() <= one.items() for one in written if one["kind"] == METRICS):
-            box.put(METRICS, **row)
-    if not box.close(_WRITE_WITHIN_S):
-        raise OSError(f"{box.path} cannot be written")

@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -269,34 +268,10 @@ def shown(place: Path, database: str) -> dict[str, Any]:
     }
 
 
-class TestSync:
-    """`sync` uploads a loop that MLflow has never heard of."""
+class TestList:
+    """What the list of runs shows of a loop."""
 
     pytestmark = MLFLOW
-
-    def test_again_and_again_without_doubles(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Killed, uploaded twice, completed, uploaded again: one run, which is as its directory is."""
-        monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-        more = repr({"resume": True, "disk": 20})
-        began = time.time()
-        launch(place, 1, "own.py", "kill", more)
-        lived = time.time() - began
-        for _ in range(2):
-            assert sync.main([str(place / "mine")]) == 0
-            found = shown(place, "mlflow.db")
-            assert (found["name"], found["status"], found["traces"]) == ("mine", "KILLED", ["1"])
-            assert found["seconds"] < lived
-            assert {"report.txt", "incidents.png", "loop.json", "incidents.jsonl"} <= found["files"]
-            assert found["params"]["lr"] == "0.01"
-            assert found["losses"] == []
-        assert launch(place, 1, "own.py", "end", more).is_well
-        assert sync.main([str(place / "mine")]) == 0
-        found = shown(place, "mlflow.db")
-        summary = json.loads((place / "mine/summary.json").read_text())
-        assert found["status"] == "FINISHED"
-        assert found["tags"]["resilience.status"] == "recovered"
-        assert sorted(found["traces"]) == ["1", "2"]  # the crash is one
-        assert found["losses"] == [summary["ticks"]]
 
     def test_its_status_is_how_the_run_fared(
         self, place: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch

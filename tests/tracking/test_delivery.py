@@ -431,7 +431,7 @@ def _children(pid: int) -> list[int]:
     ("what", "said"),
     [
         *(("nothing there", "no run there"), ("a secret", "MLFLOW_TRACKING_URI"), ("elsewhere", "--uri")),
-        ("a bracket", "http://[::1: is no address"),
+        *(("a bracket", "http://[::1: is no address"), ("no outbox", "a run that was not tracked")),
     ],
 )
 def test_sync_says_in_one_line_what_it_lacks(
@@ -443,7 +443,7 @@ def test_sync_says_in_one_line_what_it_lacks(
     address = {"a secret": "http://***@127.0.0.1:1", "elsewhere": "sqlite:////not/here/mlflow.db"}
     address["a bracket"] = "http://127.0.0.1:1"
     if what != "nothing there":
-        (run_dir / OUTBOX).touch()
+        (run_dir / ("config.yaml" if what == "no outbox" else OUTBOX)).touch()
     if what in address:
         UploadCursor(run_dir).aim(address[what], "e")
     assert sync.main([str(run_dir), *(["--uri", "http://[::1"] if what == "a bracket" else [])]) == 2
