@@ -18,7 +18,7 @@ import re
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from numbers import Integral, Real
@@ -119,22 +119,36 @@ class Journal:
 
     def _append(self) -> int:
         """Write the waiting lines after the last whole entry, and return where they end."""
-        start, lines = self._end, b"".join(self.waiting)
-        file = files.disk.open(self.path)
-        try:
-            size = os.fstat(file).st_size
-            if size < start:  # it was emptied or removed: writing at the old offset would leave a hole
-                start, lines = 0, b"".join(self._lines)
-            if size > start:  # an earlier write failed, perhaps only in its sync: what it left is unknown
-                files.disk.truncate(file, start)
-            end = start + write_all(file, lines, start)
-            files.disk.sync(file)
-        finally:
-            os.close(file)
+        start, lines = self._end, self.waiting
+        if size_of(self.path) < start:  # it was emptied or removed: writing at the old offset would leave a hole
+            start, lines = 0, self._lines
+        end = append_lines(self.path, lines, start)
         if start == 0:
             with suppress(OSError):  # some file systems cannot: the entry itself is synced
                 sync_directory(self.path.parent)
         return end
+
+
+def size_of(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def append_lines(path: Path, lines: Iterable[bytes], start: int, *, sync: bool = True) -> int:
+    """Write lines at byte `start` of a file with one writer, and return where they end.
+
+    What stands there is replaced: a kill or a full disk has left it half written, or an earlier write failed in its
+    sync.
+    """
+    file = files.disk.open(path)
+    try:
+        if os.fstat(file).st_size > start:
+            files.disk.truncate(file, start)
+        end = start + write_all(file, b"".join(lines), start)
+        if sync:
+            files.disk.sync(file)
+    finally:
+        os.close(file)
+    return end
 
 
 def read(path: Path) -> list[Entry]:

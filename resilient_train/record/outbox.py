@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import threading
 import time
@@ -22,9 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from resilient_train import files
-from resilient_train.files import write_all
-from resilient_train.record.journal import Entry, plain, seal
+from resilient_train.record.journal import Entry, append_lines, plain, seal, size_of
 
 OUTBOX = "outbox.jsonl"  # its name in a run directory
 OPENED, BEGAN, ENDED, METRICS = "opened", "began", "ended", "metrics"
@@ -94,47 +91,48 @@ class Outbox:
 
     def _write(self, is_last: bool) -> None:
         """Write the waiting entries after the last whole line."""
-        file = files.disk.open(self.path)
-        try:
-            size = os.fstat(file).st_size
-            if self._end < 0 or size < self._end:  # not read yet, or it was removed
-                self._end = _end_of_lines(file, size)
-            if size > self._end:  # a kill or a full disk left it half written
-                files.disk.truncate(file, self._end)
-            if self._end == 0 and not self._lines:
-                began = self._waiting[0]["at"]  # not later than the first entry
-                self._lines.append(_sealed({"at": began, "kind": OPENED, "key": uuid.uuid4().hex}))
-            # One by one: the training thread may add to them meanwhile. Each is sealed once, however full the disk is.
-            for _ in range(len(self._waiting)):
-                self._lines.append(_sealed(self._waiting.popleft()))
-            self._end += write_all(file, b"".join(self._lines), self._end)
-            self._lines.clear()
-            if is_last or time.monotonic() - self._synced_at > SYNC_EVERY_S:
-                self._synced_at = time.monotonic()
-                files.disk.sync(file)
-        finally:
-            os.close(file)
+        if self._end < 0 or size_of(self.path) < self._end:  # not read yet, or it was removed
+            self._end = _end_of_lines(self.path)
+        if self._end == 0 and not self._lines:
+            began = self._waiting[0]["at"]  # not later than the first entry
+            self._lines.append(_sealed({"at": began, "kind": OPENED, "key": uuid.uuid4().hex}))
+        # One by one: the training thread may add to them meanwhile. Each is sealed once, however full the disk is.
+        for _ in range(len(self._waiting)):
+            self._lines.append(_sealed(self._waiting.popleft()))
+        now = time.monotonic()
+        has_to_sync = is_last or now - self._synced_at > SYNC_EVERY_S
+        self._end = append_lines(self.path, self._lines, self._end, sync=has_to_sync)
+        self._lines.clear()
+        if has_to_sync:
+            self._synced_at = now
 
 
 def _sealed(entry: Entry) -> bytes:
     return seal(json.dumps(plain(entry)))
 
 
-def _end_of_lines(file: int, size: int) -> int:
+def _end_of_lines(path: Path) -> int:
     """Return where the last whole line ends."""
-    start = max(0, size - _TAIL_BYTES)
-    last = os.pread(file, size - start, start).rfind(b"\n") + 1
+    if not (size := size_of(path)):
+        return 0
+    start, tail = _tail(path, size)
+    last = tail.rfind(b"\n") + 1
     return start + last if last or start == 0 else size  # what is longer than any entry is kept
+
+
+def _tail(path: Path, end: int) -> tuple[int, bytes]:
+    """Return the bytes before `end`, at most those of a long entry, and where they start."""
+    start = max(0, end - _TAIL_BYTES)
+    with open(path, "rb") as file:
+        file.seek(start)
+        return start, file.read(end - start)
 
 
 def seal_before(path: Path, end: int) -> str | None:
     """Return the checksum of the line that ends at byte `end`; None if no line does."""
     try:
-        with open(path, "rb") as file:
-            start = max(0, end - _TAIL_BYTES)
-            file.seek(start)
-            lines = file.read(end - start)
+        start, lines = _tail(path, end)
     except OSError:
         return None
-    found = _CHECKSUM.search(lines) if len(lines) == end - start else None
+    found = _CHECKSUM.search(lines) if start + len(lines) == end else None
     return found[1].decode() if found else None
