@@ -13,12 +13,10 @@ Stopped                 75  not an error, but a request; the state is on disk, a
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import sys
 import traceback
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -97,21 +95,6 @@ def named_type(value: Any) -> str:
 def unusable(key: str, why: str) -> ConfigError:
     """Build a ConfigError that does not show the value."""
     return ConfigError(key, ..., why)
-
-
-def require_finite(key: str, value: Any) -> None:
-    """Refuse NaN and infinities at any depth, except in the arguments of a custom target."""
-    match value:
-        case float() if not math.isfinite(value):
-            raise ConfigError(key, value, "must be a finite number")
-        case Mapping() if str(value.get("_target_") or "torch.").startswith(("resilient_train.", "torch.")):
-            for name, one in value.items():
-                path = f"{key}.{name}" if key else str(name)
-                if not (path.startswith("drill.") and name in ("value", "what")):  # what a drill injects
-                    require_finite(path, one)
-        case list() | tuple():
-            for place, one in enumerate(value):
-                require_finite(f"{key}[{place}]", one)
 
 
 _LIBRARIES = {"hydra", "omegaconf", "importlib", "torch", "accelerate"}

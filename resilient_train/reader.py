@@ -238,7 +238,7 @@ def _converted(value: Any, kind: Any, limits: Mapping[str, Any]) -> Any:
         return value if isinstance(value, str) and value in limits.get("one_of", (value,)) else _REFUSED
     if kind is bool and "as_is" not in limits:  # as environment variables and people write them
         return _BOOLEANS.get(str(value).lower(), _REFUSED)
-    if isinstance(value, str) and getattr(kind, "__name__", "") == "Tensor":  # of torch, which is not imported here
+    if getattr(kind, "__name__", "") == "Tensor":  # of torch, which is not imported here: no configuration gives one
         return _REFUSED
     return value if kind not in _NAMES or isinstance(value, kind) else _REFUSED
 

@@ -33,7 +33,7 @@ REFUSED = [
     ("optimizer.lr=fast", "optimizer.lr=fast: must be a finite number"),
     ("modl=gpt", "modl=gpt: no such key; did you mean model? There are run, ", ", experiment"),
     ("optimizer.lr=-1", "error: optimizer.lr=-1: torch.optim.AdamW failed with ", "Invalid learning rate: -1"),
-    ("optimizer.betas=[0.9,nan]", "optimizer.betas[1]=nan: must be a finite number"),
+    ("optimizer.betas=[0.9,nan]", "optimizer.betas=[0.9, nan]: must be a list, each a finite number"),
     ("clip.max_norm=-1", "clip.max_norm=-1: must be a finite number (greater than 0)"),
     ("recovery.budget.share=nan", "recovery.budget.share=nan: must be a finite number"),
     ("run.resume=perhaps", "run.resume=perhaps", "auto", "never"),

@@ -7,7 +7,7 @@ import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from resilient_train import reader
 from resilient_train.app.config import Config
 from resilient_train.app.config.command_line import composed_raw, explained, typed
-from resilient_train.errors import ConfigError, in_one_line, require_finite, unusable
+from resilient_train.errors import ConfigError, in_one_line, unusable
 from resilient_train.files import read_yaml_text
 from resilient_train.secrets import learn, masked_tree
 
@@ -215,7 +215,6 @@ def composed(
     if missing := sorted(OmegaConf.missing_keys(OmegaConf.create(resolved))):
         raise unusable(missing[0], f"has to be given: {missing[0]}=...")
     config = reader.read(Config, resolved, "")
-    require_finite("", asdict(config))  # not of `resolved`: Hydra reads a text such as run.dir=nan as a number
     hidden = masked_tree(resolved)
     return Composed(config, hidden, _compared(_flat(hidden), choices, [*given, *swept]))
 
