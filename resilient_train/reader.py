@@ -220,11 +220,8 @@ def _converted(value: Any, kind: Any, limits: Mapping[str, Any]) -> Any:
     if isinstance(origin, type) and issubclass(origin, Sequence):
         if not is_list(value):
             return _REFUSED
-        is_mixed = origin is tuple and inner[-1:] != (...,)  # a type for each place
-        if is_mixed and len(value) != len(inner):
-            return _REFUSED
-        kinds = inner if is_mixed else [*inner[:1], Any][:1] * len(value)
-        every = [_converted(one, its, limits) for one, its in zip(value, kinds, strict=True)]
+        kinds = {*inner} - {...}
+        every = [_converted(one, inner[0] if len(kinds) == 1 else Any, limits) for one in value]
         return _REFUSED if _REFUSED in every else every if origin is list else tuple(every)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if kind in (int, float):

@@ -31,7 +31,7 @@ from resilient_train.state.tree import own_class
 from resilient_train.update.objective import Measured
 from resilient_train.update.schedule import CurveSchedule, Schedule, ShadowSchedule
 from resilient_train.update.updater import parameter_groups
-from resilient_train.wording import log
+from resilient_train.wording import counted, log
 
 
 @dataclass
@@ -71,14 +71,10 @@ class Run:
 
     def __str__(self) -> str:
         count = sum(weight.numel() for weight in self.bare_model.parameters())
-        weights = f"{count / 1e6:.1f} million" if count >= 1e6 else f"{count:,}"
-        cut = self.guard.samples.slicing
-        factors = [(cut.batch_size, "rows"), (cut.accumulation, "micro-batches"), (cut.world, "processes")]
-        parts = [f"{number} {what}" for number, what in factors if number > 1] or ["1 row"]
-        rows = " x ".join(parts) + (f" = {cut.samples} rows" if len(parts) > 1 else "")
+        rows = counted(self.guard.samples.slicing.samples, "row")
         how = self.sharding or ("copied to all processes (DDP)" if self.world.size > 1 else "")
         spread = f", {how}" if how else ""
-        return f"{own_class(self.bare_model).__name__} with {weights} weights, {rows} to an update{spread}"
+        return f"{own_class(self.bare_model).__name__} with {count:,} weights, {rows} to an update{spread}"
 
 
 def assemble(

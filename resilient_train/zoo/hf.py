@@ -1,11 +1,11 @@
-"""Any causal language model of transformers and any data set of datasets; both packages load on first use only."""
+"""Any causal language model of transformers and any data set of datasets; both packages load on first use only.
+
+They come with `pip install 'resilient-train[hf]'`.
+"""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,7 +22,8 @@ def hf_causal_lm(name: str, pretrained: bool = False, dtype: str = "float32", **
     float32 unless `dtype` says otherwise, however they are stored: small updates vanish in bfloat16 weights, and mixed
     precision is the accelerator's job.
     """
-    transformers = _package("transformers")
+    import transformers
+
     is_type = not pretrained and name in transformers.CONFIG_MAPPING
     read = transformers.AutoConfig.for_model if is_type else transformers.AutoConfig.from_pretrained
     plain = read(name)
@@ -46,7 +47,9 @@ def hf_dataset(
     `transform`, a function of one row or its import path, runs first (once, then cached; row by row when streaming);
     `columns` then picks what a row keeps. `streaming=True` gives an iterable data set with its own state_dict.
     """
-    data = _package("datasets").load_dataset(**load_dataset)
+    import datasets
+
+    data: Any = datasets.load_dataset(**load_dataset)
     if isinstance(data, dict):  # DatasetDict and IterableDatasetDict
         raise ValueError(f"the data set has the splits {', '.join(data)}: pass split=... to choose one")
     if transform is not None:
@@ -54,9 +57,3 @@ def hf_dataset(
     if columns is not None:
         data = data.select_columns(list(columns))
     return data.with_format("torch")
-
-
-def _package(name: str) -> ModuleType:
-    if importlib.util.find_spec(name) is None:
-        raise ValueError(f"this needs the package {name}: pip install 'resilient-train[hf]'")
-    return importlib.import_module(name)
