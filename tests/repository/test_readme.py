@@ -81,17 +81,17 @@ def test_scripts_that_are_named_exist() -> None:
         assert (ROOT / name).exists()
 
 
-def test_the_own_code_of_the_readme_trains_as_printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: command
-) -> None:
-    """The module and the command are taken from the page to the letter."""
+def test_the_own_code_of_the_readme_trains_as_printed(tmp_path: Path, installed_wheel: Path) -> None:
+    """Module and command are taken from the page to the letter; the installed command finds them, also to examine."""
     (tmp_path / "mine.py").write_text(block(PAGES["command"], "python", "# mine.py"))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
     (line,) = [line for line in TRAINING if "mine.Net" in line]
-    outcome = run_command([*shlex.split(line), "run.steps=60", "run.name=own", "tracking=none"])
-    assert outcome.code == 0, outcome.stderr
-    assert outcome.summary("runs/own")["final_loss"] < 8
+    environment = {**os.environ, "PYTHONPATH": str(installed_wheel), "OMP_NUM_THREADS": "1"}
+    own = [*shlex.split(line), "run.steps=60", "run.name=own", "tracking=none", "accelerate.cpu=true"]
+    for words in (own, ["examine", "runs/own", *own]):
+        start = [sys.executable, str(installed_wheel / "bin/resilient-train"), *words]
+        done = subprocess.run(start, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "runs/own/summary.json").read_text())["final_loss"] < 8
 
 
 def test_the_table_of_files_is_what_runs_leave(

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -32,6 +32,7 @@ from resilient_train.record.journal import entries
 from resilient_train.record.outbox import BEGAN, ENDED, METRICS, OUTBOX, Outbox
 from resilient_train.tracking.connection import MLFLOW_JSON, PLACE, UploadCursor, locate
 from resilient_train.tracking.story import read_story
+from resilient_train.tracking.tracker import OutboxTracker, TrackingConfig, build
 from resilient_train.tracking.uploader import Uploader
 from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal
 
@@ -301,8 +302,7 @@ def test_a_server_with_postgresql_has_everything_once(tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------------------------- processes and commands
 
 LIVE = """
-import os, sys, time
-from http.server import BaseHTTPRequestHandler, HTTPServer
+import sys, time
 from pathlib import Path
 sys.path[:0] = [sys.argv[4], sys.argv[4] + "/tracking"]
 from resilient_train.tracking.tracker import TrackingConfig, build
@@ -310,7 +310,7 @@ from test_delivery import met, IncidentLog
 
 run_dir, address, experiment = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 run_dir.mkdir(exist_ok=True)
-config = TrackingConfig("mlflow", address, experiment, float(sys.argv[5]))
+config = TrackingConfig("mlflow", address, experiment, 60.0)
 tracker = build(config, run_dir, run_dir.parent, {f"layer.{index}": index for index in range(120)})
 (run_dir / "config.yaml").write_text("run: {}")
 tracker.begin()
@@ -318,70 +318,31 @@ book = IncidentLog(run_dir)
 for number in range(book.next_id, 3):
     met(book, number)
 tick = 0
-while not (run_dir / "end").exists():
+while True:
     tracker.metrics(tick, {"loss": 1 / (tick + 1), "norm": 2.0 * tick}, 10**12 + 7 * tick)
     tick += 1
-    if tick == 300:
-        print("under way", flush=True)
     time.sleep(0.002)
-began = time.monotonic()
-(run_dir / "summary.json").write_text('{"status": "completed", "exit_code": 0}')
-run = tracker.finish("completed")
-print(time.monotonic() - began, run is not None, tracker.uploader.pid, flush=True)
 """
 
 
-@pytest.fixture
-def live(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Start a program that has something to track until it finds a file named `end`."""
-    started = []
-    script = tmp_path / "live.py"
-    script.write_text(LIVE)
-
-    def start(run_dir: Path, address: str, experiment: str, drain_s: float = 60.0) -> subprocess.Popen[str]:
-        command = [sys.executable, str(script), str(run_dir), address, experiment, str(ROOT / "tests"), str(drain_s)]
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-        started.append(process)
-        assert process.stdout is not None
-        assert process.stdout.readline() == "under way\n"
-        return process
-
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
-
-
-def ended(process: subprocess.Popen[str], run_dir: Path) -> tuple[float, bool, int]:
-    """Let it end; return how long that took, whether it knew its run, and the process that uploaded."""
-    (run_dir / "end").touch()
-    out, _ = process.communicate(timeout=240)
-    assert process.returncode == 0
-    seconds, knew, pid = out.split()
-    return float(seconds), knew == "True", int(pid)
-
-
 def test_a_run_is_there_while_it_lasts_and_a_kill_is_made_up_for(
-    tmp_path: Path,
-    live: Callable[..., subprocess.Popen[str]],
-    door: Door,
-    server: str,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, door: Door, server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The server hangs, the trainer is killed, and nobody outlives it for long; then `sync`, twice."""
     run_dir = tmp_path / "run"
-    process = live(run_dir, door.address, "killed")
+    command = [sys.executable, "-c", LIVE, str(run_dir), door.address, "killed", str(ROOT / "tests")]
     client = client_of(server)
-    while (home := client.get_experiment_by_name("killed")) is None or not (
-        runs := client.search_runs([home.experiment_id], "metrics.`train/norm` > 100")
-    ):
-        time.sleep(0.1)
-    assert runs[0].info.status == "RUNNING"
-    door.mood = "hang"
-    [uploader_pid] = _children(process.pid)
-    process.kill()
-    process.wait()
+    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}) as process:
+        try:
+            while (home := client.get_experiment_by_name("killed")) is None or not (
+                runs := client.search_runs([home.experiment_id], "metrics.`train/norm` > 100")
+            ):
+                time.sleep(0.1)
+            assert runs[0].info.status == "RUNNING"
+            door.mood = "hang"
+            [uploader_pid] = _children(process.pid)
+        finally:
+            process.kill()
     until = time.monotonic() + 60
     while Path(f"/proc/{uploader_pid}").exists() and time.monotonic() < until:
         time.sleep(0.1)
@@ -399,20 +360,18 @@ def test_a_run_is_there_while_it_lasts_and_a_kill_is_made_up_for(
 
 
 def test_the_end_of_a_run_waits_no_longer_than_allowed_and_says_what_is_left(
-    tmp_path: Path,
-    live: Callable[..., subprocess.Popen[str]],
-    door: Door,
-    server: str,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, door: Door, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing of what it started is left, and `sync` has the rest."""
-    run_dir, experiment = tmp_path / "run", "drain"
+    run_dir, experiment = trained(tmp_path / "run"), "drain"
     door.mood = "hang"
-    process = live(run_dir, door.address, experiment, 4.0)
-    seconds, knew, pid = ended(process, run_dir)
-    assert not knew
-    assert seconds < 60  # of a machine that is busy; far below what a client of MLflow waits by itself
-    assert not Path(f"/proc/{pid}").exists()
+    tracker = build(TrackingConfig("mlflow", door.address, experiment, drain_s=4.0), run_dir, tmp_path)
+    assert isinstance(tracker, OutboxTracker)
+    began = time.monotonic()
+    assert tracker.finish("completed") is None
+    assert time.monotonic() - began < 60  # of a machine that is busy; far below what a client of MLflow waits by itself
+    assert tracker.uploader is not None
+    assert not Path(f"/proc/{tracker.uploader.pid}").exists()
     with monkeypatch.context() as impatient:
         impatient.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
         assert sync.main([str(run_dir)]) == 1

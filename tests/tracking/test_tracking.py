@@ -169,60 +169,30 @@ def test_a_directory_that_somebody_else_wrote_harms_nobody(home: Path, tmp_path:
     assert [one.path for one in client_of(run).list_artifacts(run.run_id)] == ["report.txt"]
 
 
-SCRIPT = """
-import sys
-from pathlib import Path
-from resilient_train.tracking.tracker import TrackingConfig, build
+def test_a_new_database_is_shared_and_no_kill_ruins_it(tmp_path: Path) -> None:
+    """MLflow itself cannot open a database again that was left in the middle of its migrations.
 
-run_dir = Path(sys.argv[2])
-run_dir.mkdir()
-tracker = build(TrackingConfig("mlflow", None, "resilient_train", 300.0), run_dir, Path(sys.argv[1]))
-for tick in range(1000):
-    tracker.metrics(tick, {"loss": 1.0})
-tracker.begin()
-run = tracker.finish("completed")
-assert not {"mlflow", "sqlalchemy", "matplotlib"} & set(sys.modules)
-print(run.run_id)
-"""
-
-
-def started(script: Path, *words: Path, cwd: Path) -> subprocess.Popen[str]:
-    """Start a program of its own, which finds the package here."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(script), *map(str, words)]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=cwd, env=environment, stdout=pipe, stderr=pipe, text=True)
-
-
-def test_processes_that_start_together_share_a_new_database(tmp_path: Path) -> None:
-    """None of them loads MLflow, prints anything of MLflow's, or leaves anything beside its directory."""
-    script, home = tmp_path / "script.py", tmp_path / "new/home"
-    script.write_text(SCRIPT)
-    processes = []
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        processes.append(started(script, home, tmp_path / name / "run", cwd=tmp_path / name))
-    ends = [process.communicate(timeout=400) for process in processes]
-    for process, name, (out, err) in zip(processes, ("one", "two"), ends, strict=True):
-        assert (process.returncode, err) == (0, "")
-        run = TrackedRun(out.strip(), f"sqlite:///{home}/mlflow.db", None)
-        assert len(history(run, "train/loss")) == 1000
-        assert [one.name for one in (tmp_path / name).iterdir()] == ["run"]
-    assert sorted(path.name for path in home.iterdir()) == ["mlartifacts", "mlflow.db"]
-
-
-def test_a_kill_while_the_database_is_created_does_not_ruin_it(tmp_path: Path) -> None:
-    """MLflow itself cannot open a database again that was left in the middle of its migrations."""
+    Of processes that start together one creates it, and all upload; nothing else is left next to it.
+    """
     home = tmp_path / "home"
-    with outbox(home / "run") as box:
-        box.put(METRICS, tick=1, values={"loss": 0.5})
-    where = ["--uri", f"sqlite:///{home}/mlflow.db", "--experiment", EXPERIMENT]
-    with subprocess.Popen([sys.executable, "-m", "resilient_train", "sync", home / "run", *where]) as syncing:
+    commands = []
+    for name in ("one", "two"):
+        with outbox(tmp_path / name / "run") as box:
+            box.put(METRICS, tick=1, values={"loss": 0.5})
+        command = [sys.executable, "-m", "resilient_train", "sync", str(tmp_path / name / "run")]
+        commands.append([*command, "--uri", f"sqlite:///{home}/mlflow.db", "--experiment", EXPERIMENT])
+    with subprocess.Popen(commands[0]) as syncing:
         while not any(path.stat().st_size > 100_000 for path in home.rglob("*.db")):
             assert syncing.poll() is None
         syncing.kill()
     assert not (home / "mlflow.db").exists()
-    assert history(uploaded(home / "run", home), "train/loss")[0][2] == 0.5
+    shutil.rmtree(home)
+    together = [subprocess.Popen(one) for one in commands]
+    assert [one.wait(400) for one in together] == [0, 0]
+    for name in ("one", "two"):
+        run = UploadCursor(tmp_path / name / "run").run
+        assert [row[2] for row in history(run, "train/loss")] == [0.5]
+    assert sorted(path.name for path in home.iterdir()) == ["mlartifacts", "mlflow.db"]
 
 
 def test_a_dead_server_is_said_once_with_what_is_left_and_how_to_upload_it(
