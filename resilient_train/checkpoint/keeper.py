@@ -59,8 +59,7 @@ class CheckpointKeeper:
         self._trusted: list[int] = []
         self._highest_saved = 0  # the highest step that was written, rewound or not
         self._last_rewind = (0, 0)  # tick and step
-        self._candidate: Entry | None = None  # the run was resumed from it, and it is not verified yet
-        self.is_verified = True  # the state that the run was resumed from
+        self.is_verified = True  # the state that the run was resumed from, or one that was saved since
         self._is_failing = False
         self._has_read_back = False  # a checkpoint of this process, in full
         # For whoever takes them out: an incident if saving began to fail, None if it works again, and after a rewind to
@@ -107,8 +106,9 @@ class CheckpointKeeper:
         self._read_outcomes()
         if not self._writes or (snapshot := ring.newest_verified()) is None:
             return
-        # At once if all were demoted: until then a kill would cost the whole run.
-        every = self._config.every if self._trusted or not self._highest_saved else 1
+        # At once if all were demoted, or the run was resumed from a candidate: the run has to have a verified one.
+        is_safe = self._trusted and self.is_verified
+        every = self._config.every if is_safe or not self._highest_saved else 1
         is_due = self._config.every and snapshot.step - self._last_saved >= every
         if self._is_sharded and is_due:
             if not any_busy:
@@ -118,15 +118,6 @@ class CheckpointKeeper:
             return
         elif self._best is not None and self._best.is_ripe(snapshot.step):
             writer.offer(Job(snapshot.step, self._parts.clock.tick, self._best.write))
-        elif self._candidate is not None and snapshot.step >= self._candidate.step:
-            candidate, self._candidate = self._candidate, None
-
-            def mark_verified() -> Entry:
-                entry = Store.mark(candidate, VERIFIED)
-                self._run_history.note_checkpoint(candidate.step, candidate.age[0])
-                return entry
-
-            writer.offer(Job(candidate.step, candidate.age[0], mark_verified))
         elif is_due:
             self._offer(snapshot)
 
@@ -143,8 +134,6 @@ class CheckpointKeeper:
             self.wait()
         if self._best is not None:
             self._best.distrust(since)
-        if self._candidate is not None and self._candidate.step > since:
-            self._candidate = None
         self._trusted = [step for step in self._trusted if step <= since]
         if not self._commits or since >= self._highest_saved:
             return
@@ -289,7 +278,6 @@ class CheckpointKeeper:
         is_own = entry.path.parent == self._store.path
         self.is_verified = entry.kind != CANDIDATE  # on ranks that write nothing, too: all take the same snapshots
         self._trusted = [self._parts.clock.step] if is_own else []
-        self._candidate = entry if is_own and self._commits and not self.is_verified else None
         if is_own:  # all ranks: any step above 0 says that there were checkpoints
             steps = [one.step for one in self._store.entries()] if self._commits else self._trusted
             self._highest_saved = max([self._highest_saved, *steps])
@@ -301,7 +289,7 @@ class CheckpointKeeper:
         return self._trusted[-1] if self._trusted else 0
 
     def _note_saved(self, step: int, counts_as: int | None = None) -> None:
-        self._highest_saved = max(self._highest_saved, step)
+        self._highest_saved, self.is_verified = max(self._highest_saved, step), True
         newest = max(self._last_saved, step if counts_as is None else counts_as)
         self._trusted = [*self._trusted, newest][-max(self._config.keep, 1) :]  # older ones are pruned
 

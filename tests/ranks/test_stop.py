@@ -31,7 +31,6 @@ from kills import (
 )
 from torch import Tensor, nn
 
-from resilient_train.errors import Stopped
 from resilient_train.ranks import process_exit
 from resilient_train.ranks.process_exit import SIGNALS, StopRequests
 
@@ -54,11 +53,6 @@ class TestRequests:
             signal.raise_signal(number)
             assert requests.asked()
             assert requests.by == number.name
-
-    def test_before_the_loop_it_ends_what_goes_on(self) -> None:
-        """Nothing was trained: there is nothing to finish."""
-        with StopRequests(is_in_loop=False), pytest.raises(Stopped, match="asked to stop by SIGUSR1"):
-            signal.raise_signal(signal.SIGUSR1)
 
     @pytest.mark.parametrize("first", SIGNALS)
     def test_a_second_ctrl_c_later_means_at_once(self, first: signal.Signals) -> None:
@@ -98,13 +92,6 @@ class TestRequests:
             os.write(written, bytes([signal.SIGTERM]))  # what C does when the signal comes
             assert requests.arrived()
             assert requests.by == "SIGTERM"
-
-    def test_the_hours_that_a_run_may_take(self) -> None:
-        """They are a request like any other."""
-        with StopRequests(max_hours=0.01 / 3600) as requests:
-            time.sleep(0.02)
-            assert requests.asked()
-            assert requests.by == "run.max_hours"
 
     @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
     def test_a_child_of_a_pool_ends_as_usual_and_tells_nobody(self) -> None:
@@ -240,17 +227,15 @@ def test_a_request_while_a_users_code_is_built_is_no_mistake_of_his(here: Path, 
     assert outcome.code == 75, outcome.stderr
 
 
-def test_a_candidate_is_gone_on_from_and_proven_later(nursery: Nursery) -> None:
-    """What is left at a stop is newer than what has its proof, and gets it from the updates that follow."""
+def test_after_a_candidate_the_first_verified_state_is_written_at_once(nursery: Nursery) -> None:
+    """What is left at a stop is newer than what has its proof: the next one that has it is not left for its time."""
     run_dir, arguments = nursery.place / "candidate", [*DIGITS, *DISK, "run.steps=120", "run.dir=candidate"]
     assert nursery.struck(signal.SIGTERM, run_dir, 55, *arguments, hold=60) == 75
     step = summary(run_dir)["steps"]
     assert kinds(run_dir)[step] == "candidate"
-    with held_at(nursery.place, step + 20):  # more than its proof takes, but the writer may be busy all that time
+    with held_at(nursery.place, step + 25):  # a checkpoint is due at 30
         again = nursery.start(*arguments)
-        assert again.until(lambda: is_held(nursery.place) and not (run_dir / SAVING).exists())
-        with held_at(nursery.place, step + 40):
-            assert again.until(lambda: kinds(run_dir).get(step) == "verified")
+        assert again.until(lambda: "verified" in [kind for at, kind in kinds(run_dir).items() if at > step])
     assert again.wait() == 0
     assert taken_up_at(run_dir) == [step]
 
