@@ -13,7 +13,6 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from safetensors.torch import load_file
 
 from resilient_train import files
 from resilient_train.checkpoint.tree_files import NAMES, TENSORS, TREE, SerializedTree, chunks, load_tree
-from resilient_train.files import Written, is_left_over, read_plain
+from resilient_train.files import Written, read_plain
 from resilient_train.wording import log
 
 CHECKPOINTS = "checkpoints"  # its name in a run directory
@@ -35,7 +34,6 @@ UNKNOWN_FORMAT = "is of format"  # how the message begins about a format that th
 
 _FORMAT = 1
 _NAME = re.compile(r"step-(\d{8,18})(\.\d+)?")
-_AT_ONCE = 8  # files
 
 
 class Damaged(ValueError):
@@ -101,34 +99,23 @@ def _checked(node: Any) -> Manifest:
 def verify(checkpoint: Path, *, with_digests: bool = True) -> Manifest:
     """Compare the files of a checkpoint with its manifest; without digests, only their sizes. Raises Damaged."""
     manifest = read(checkpoint)
-    with _cannot_be_read():
-        names = {one.name for one in checkpoint.iterdir() if not is_left_over(one.name)}
-    if unexpected := sorted(names - manifest.files.keys() - {MANIFEST}):
-        raise Damaged(f"contains {unexpected[0][:60]!r}, which is not a file of a checkpoint")
     for name, written in manifest.files.items():
         with _cannot_be_read(name):
             size = (checkpoint / name).stat().st_size
         if size != written.size:
             raise Damaged(f"{name} is {size:,} bytes long, and {written.size:,} were written")
-    if with_digests:
-        paths = [checkpoint / name for name in manifest.files]
-        try:
-            with ThreadPoolExecutor(_AT_ONCE) as pool:  # hashing releases Python's lock
-                digests = [*pool.map(_sha256, paths)]
-        except RuntimeError:  # the program has ended and waits for its last checkpoint: no thread starts any more
-            digests = [*map(_sha256, paths)]
-        for (name, written), digest in zip(manifest.files.items(), digests, strict=True):
-            if digest != written.sha256:
-                raise Damaged(f"{name} is not what was written")
+    for name, written in manifest.files.items() if with_digests else ():
+        if _sha256(checkpoint / name) != written.sha256:
+            raise Damaged(f"{name} is not what was written")
     return manifest
 
 
 @contextlib.contextmanager
-def _cannot_be_read(name: str = "") -> Iterator[None]:
+def _cannot_be_read(name: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise Damaged(f"{name} cannot be read: {error.strerror}".lstrip()) from error
+        raise Damaged(f"{name} cannot be read: {error.strerror}") from error
 
 
 def _sha256(file: Path) -> str:
@@ -277,7 +264,7 @@ class Store:
 
     @staticmethod
     def mark(entry: Entry, kind: str) -> Entry:
-        """Change the kind of a checkpoint, to verified or demoted."""
+        """Change the kind of a checkpoint."""
         assert entry.manifest is not None
         manifest = replace(entry.manifest, kind=kind)
         files.commit_text(entry.path / MANIFEST, manifest.text())
