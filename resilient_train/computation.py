@@ -94,7 +94,6 @@ class InFlight:
             *(self.begun.tick, step, update.start, update.stop, attempt.settings[0]["lr"] or 0.0),
             *(self._sent.read(), self.limits),
             has_scale=has_scale,
-            is_busy=attempt.is_busy,
             lr_ratio=attempt.lr_ratio,
             by_rank=attempt.rows_by_rank,
         )

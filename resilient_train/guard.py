@@ -28,7 +28,7 @@ from resilient_train.record.progress import Doing
 from resilient_train.recovery import Recovery
 from resilient_train.run_parts import RunParts
 from resilient_train.types import Anomaly, Signal, UpdateResult, Vitals
-from resilient_train.update.gate import DIGEST, Flag
+from resilient_train.update.gate import DIGEST
 from resilient_train.update.objective import Metrics, scalar
 from resilient_train.update.turns import TWICE, TWO_GUARDS, warn_of_scalers, why_no_gradient
 from resilient_train.watch.examination import Examination
@@ -104,7 +104,7 @@ class EngineGuard:
     def _continues(self, last: int, *, is_plan: bool) -> bool:
         """Say whether another update follows. After the last one, wait for its verdict and scan everything first."""
         if self._loop.stop():
-            self._updater.agreement.set_flag(Flag.STOP)  # several ranks stop together, an update later
+            self._updater.agreement.ask_to_stop()  # several ranks stop together, an update later
             if self.world.size == 1:
                 self.settle()
                 self.stopped = True
@@ -247,7 +247,6 @@ class EngineGuard:
         rates = self._checks.rate_factor(self.attempted_step + 1), drilled
         self._ring.copier.before_change()
         agreement, knobs = self._updater.agreement, self._controls.knobs.values
-        agreement.set_flag(Flag.BUSY, self._keeper.is_busy)
         digest = 0 if agreement.is_alone else self._controls.digest(begun.update.start)
         self._begun = begun if self._turns.current is not None else None  # to undo, if the loop is left in a turn
         self._parts.updates.has_turns |= self._turns.current is not None
@@ -378,7 +377,7 @@ class EngineGuard:
         scanned, after, self._ring.best_step = self._scans.clean_step, self._verify_after, self._checks.best.step
         self._ring.verify(healthy_until=step, scanned_until=scanned, after=after, is_back=is_back)
         self.samples.forget_before(self._ring.oldest_position(flight.begun.update.start))
-        keeper.verified(any_busy=vitals.any_busy)
+        keeper.verified()
         recovery.note_saves()
         if is_first and step == 1:
             if self.objective is None:

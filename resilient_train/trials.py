@@ -35,7 +35,6 @@ from resilient_train.recover.trials import (
 from resilient_train.run_parts import RunParts
 from resilient_train.state.ring import Snapshot
 from resilient_train.types import Action, Tried
-from resilient_train.update.gate import Flag
 from resilient_train.update.objective import scalar
 from resilient_train.watch.vitals import mean
 from resilient_train.wording import log
@@ -292,7 +291,7 @@ class Trials:
         parts, loop, knobs = self._parts, self._loop, self._control.knobs
         updater, world = parts.updater, parts.world
         if loop.stop():
-            updater.agreement.set_flag(Flag.STOP)
+            updater.agreement.ask_to_stop()
         backup = loop.backups.take()
         has_raised, loss = self._computed(backup)
         parts.ring.copier.before_change()

@@ -92,15 +92,10 @@ class CheckpointKeeper:
         """When the checkpoint that is being written was begun, on the monotonic clock."""
         return self._writer.began
 
-    @property
-    def is_busy(self) -> bool:
-        """Say whether this rank could not write a sharded state now. The ranks agree on that."""
-        return self._is_sharded and not (self._writer.is_free and self._config.every)
-
-    def verified(self, *, any_busy: bool) -> None:
+    def verified(self) -> None:
         """After each healthy update, write the newest verified state if a checkpoint is due.
 
-        All ranks of a sharded run gather it at the same update, or none does if `any_busy`. Training waits for that.
+        All ranks of a sharded run gather it at the same update, once rank 0 can write it. Training waits for that.
         """
         writer, ring = self._writer, self._parts.ring
         self._read_outcomes()
@@ -111,7 +106,7 @@ class CheckpointKeeper:
         every = self._config.every if is_safe or not self._highest_saved else 1
         is_due = self._config.every and snapshot.step - self._last_saved >= every
         if self._is_sharded and is_due:
-            if not any_busy:
+            if self._parts.world.on_main(lambda: writer.is_free):
                 self._note_saved(snapshot.step)  # even if that fails: the ranks would try again at different times
                 self._offer(snapshot)
         elif not self._commits or not writer.is_free:

@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from enum import IntEnum
 
 import torch
 from torch.optim import Optimizer
 
-
-class Flag(IntEnum):
-    """What a rank can signal with an update. All ranks see it with the next one."""
-
-    STOP = 0  # it was asked to stop
-    BUSY = 1  # it is writing a checkpoint
-
-
-DIGEST = 2 + len(Flag)  # the column of the digest in a row, after loss, gradient norm and flags
+DIGEST = 3  # the column of the digest in a row, after loss, gradient norm and whether the rank was asked to stop
 DIGESTS = 2**24  # digests are below this number: float32 represents such integers exactly
 
 
@@ -31,28 +22,24 @@ class Agreement:
         """`gather` collects a vector from every rank; None if there is only one."""
         self.is_alone = gather is None
         self._gather = gather
-        self._values = [0.0] * (len(Flag) + 1)
+        self._values = [0.0, 0.0]  # whether this rank was asked to stop, and its digest
         self._cells = torch.zeros(len(self._values), device=device)
         self._by_place = self._cells.unbind()
 
-    def set_flag(self, flag: Flag, is_on: bool = True) -> None:
-        """Signal a flag with all updates from the next one on, until this changes."""
-        self._set(flag, float(is_on))
-
-    def is_set(self, flag: Flag) -> bool:
-        """Say whether this rank signals a flag."""
-        return self._values[flag] > 0
+    def ask_to_stop(self) -> None:
+        """Tell all ranks, with the next update, that this one was asked to stop."""
+        self._set(0, 1.0)
 
     def reduce(self, measured: torch.Tensor, digest: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Reduce to the mean loss and the largest gradient norm of all ranks. A NaN of any rank stays NaN.
 
         `measured` is this rank's loss, norm and, if there is one, loss scale, which is returned as it is. `digest` is
-        below `DIGESTS`. The result continues with the flags that any rank signals and the largest and least digest.
+        below `DIGESTS`. The result continues with whether any rank was asked to stop, and the largest and least digest.
         The second result is the table with a row for each rank, or None if there is only one.
         """
         if self._gather is None:
             return measured, None
-        self._set(len(Flag), float(digest))
+        self._set(1, float(digest))
         table = self._gather(torch.cat([measured[:2], self._cells]))
         if table is None:
             return measured, None

@@ -20,7 +20,7 @@ from resilient_train.reader import ClipConfig
 from resilient_train.recover.knobs import AS_CONFIGURED, KnobValues
 from resilient_train.state.tree import is_sharded
 from resilient_train.update.clip import clip, clip_further, clip_to_share
-from resilient_train.update.gate import DIGESTS, Agreement, Flag, Gate
+from resilient_train.update.gate import DIGESTS, Agreement, Gate
 from resilient_train.update.schedule import LoopSchedule, RestartDetector, Schedule
 from resilient_train.update.turns import Turns
 from resilient_train.wording import log
@@ -46,7 +46,6 @@ class Attempt:
     lr_ratio: float  # the rate as a multiple of the configured one, in the group where that is highest
     restarts: bool  # the schedule starts again with this update, or more is trained than before, on purpose
     max_norm: float | None  # the norm that gradients were clipped to
-    is_busy: bool  # this process is writing a checkpoint
     has_share: bool = False  # gradients were clipped further, to a share of the norm of the weights
     is_turn: bool = False  # the optimizers stepped one after the other, and each had its gradients clipped alone
     times: int = 1  # that an optimizer stepped in it
@@ -193,7 +192,6 @@ class Updater:
             lr_ratio=set_rates.lr_ratio / rates[0],
             restarts=restarts,
             max_norm=max_norm,
-            is_busy=self.agreement.is_set(Flag.BUSY),
             has_share=knobs.share > 0,
             is_turn=one is not None,
             norms=norms,

@@ -67,19 +67,18 @@ def read_vitals(
     limits: tuple[float, float],
     *,
     has_scale: bool,
-    is_busy: bool = False,
     lr_ratio: float = 0.0,
     by_rank: Callable[[], Sequence[Sequence[float]]] = tuple,
 ) -> Vitals:
     """Make the vitals of an update; `step` updates were accepted before it.
 
     The numbers are its loss, its gradient norm and the loss scale if there is one; with several ranks also whether one
-    asks to stop, whether one is busy, and the largest and the least of their digests. `by_rank` is called after trouble
-    only, and returns a row for each rank, which begins with its loss and gradient norm.
+    asks to stop, and the largest and the least of their digests. `by_rank` is called after trouble only, and returns a
+    row for each rank, which begins with its loss and gradient norm.
     """
     loss, grad_norm, *rest = numbers
     scale = rest.pop(0) if has_scale else None
-    stop_asked, any_busy, most, least = rest or (0.0, 0.0, 0.0, 0.0)
+    stop_asked, most, least = rest or (0.0, 0.0, 0.0)
     signal = None  # the reason for which the gate refused the update
     if not isfinite(loss):
         signal = Signal.NONFINITE_LOSS
@@ -95,7 +94,6 @@ def read_vitals(
         *(None if overflowed else signal, overflowed, scale),
         ranks=() if signal is None else _where_not_finite(by_rank()),
         stop_asked=stop_asked > 0,
-        any_busy=is_busy or any_busy > 0,
         ranks_agree=most == least,
         lr_ratio=lr_ratio,
     )

@@ -21,7 +21,7 @@ from resilient_train.reader import MemoryConfig
 from resilient_train.recover.decide import update_digest
 from resilient_train.recover.knobs import KnobValues
 from resilient_train.types import Vitals
-from resilient_train.update.gate import DIGESTS, Agreement, Flag
+from resilient_train.update.gate import DIGESTS, Agreement
 from resilient_train.watch.config import Every, named
 from resilient_train.watch.layout import digest
 from resilient_train.watch.scans import Replicas
@@ -32,21 +32,20 @@ INF, NAN = math.inf, math.nan
 
 
 def heard(
-    rows: Sequence[Sequence[float]], *, flags: Sequence[set[Flag]] = (), digests: Sequence[int] = ()
+    rows: Sequence[Sequence[float]], *, stops: Sequence[bool] = (), digests: Sequence[int] = ()
 ) -> tuple[Vitals, int]:
     """What the last rank hears, and how many numbers its host reads; `rows` are loss and norm of each."""
 
     def gathered(mine: torch.Tensor) -> torch.Tensor:
         others = [
-            [*row[:2], *(float(flag in flags[rank]) if flags else 0.0 for flag in Flag), float(digests[rank])]
-            for rank, row in enumerate(rows[:-1])
+            [*row[:2], float(bool(stops) and stops[rank]), float(digests[rank])] for rank, row in enumerate(rows[:-1])
         ]
         return torch.cat([torch.tensor(others), mine[None]])
 
     digests = digests or [7] * len(rows)
     agreement = Agreement(gathered, CPU)
-    for flag in flags[-1] if flags else ():
-        agreement.set_flag(flag)
+    if stops and stops[-1]:
+        agreement.ask_to_stop()
     numbers, table = agreement.reduce(torch.tensor(rows[-1]), digests[-1])
     assert table is not None
     limits = (1e30, 1e30)
@@ -74,19 +73,11 @@ def test_one_verdict_of_all_ranks(rows: list[list[float]], loss: float, norm: fl
     assert vitals.ranks == ranks
 
 
-@pytest.mark.parametrize(
-    ("flags", "stop", "busy"),
-    [
-        ([set(), set(), set()], False, False),
-        ([set(), {Flag.STOP}, set()], True, False),
-        ([{Flag.BUSY}, set(), {Flag.STOP}], True, True),
-        ([set(), set(), {Flag.BUSY}], False, True),
-    ],
-)
-def test_what_one_rank_raises_all_hear(flags: list[set[Flag]], stop: bool, busy: bool) -> None:
-    """Each flag by itself."""
-    vitals, _ = heard([[1, 1]] * 3, flags=flags)
-    assert (vitals.stop_asked, vitals.any_busy) == (stop, busy)
+@pytest.mark.parametrize("stops", [[False, False, False], [False, True, False], [False, False, True]])
+def test_when_one_rank_is_asked_to_stop_all_hear_it(stops: list[bool]) -> None:
+    """With the vitals of the update."""
+    vitals, _ = heard([[1, 1]] * 3, stops=stops)
+    assert vitals.stop_asked == any(stops)
 
 
 @pytest.mark.parametrize(
