@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import signal
 import time
 from pathlib import Path
@@ -87,13 +86,14 @@ def hangs(nursery: Nursery, *arguments: str) -> Started:
 def test_a_row_that_never_comes_ends_the_process(nursery: Nursery) -> None:
     """With the user's line in an incident and all stacks in the log; what was proven is on disk.
 
-    The third start leaves the samples out that nobody got past, names them, and is done; no other sample is lost.
+    Where a worker of the data loader reads it, that is said: no line of the process that waits is the user's. The third
+    start leaves the samples out that nobody got past, names them, and is done; no other sample is lost.
     """
     run_dir, once = nursery.place / "endless", "run.steps=43"  # one epoch: in the next the row lies among others
     arguments = [*OWN, once, "data.train._target_=test_watchdog.Endless", "run.dir=endless"]
-    place = f"{__file__}:{line_of('# the line')}"
-    for times in (1, 2):
-        started = hangs(nursery, *arguments)
+    line = f"{__file__}:{line_of('# the line')}, in wait"
+    for times, where in ((1, line), (2, "waits for a batch from the workers of the data loader")):
+        started = hangs(nursery, *arguments, f"data.num_workers={times - 1}")
         assert started.wait() == 1, started.output
         assert stand(run_dir).doing == HUNG
         done = summary(run_dir)
@@ -101,8 +101,8 @@ def test_a_row_that_never_comes_ends_the_process(nursery: Nursery) -> None:
         opened = [entry["incident"] for entry in in_journal(run_dir, "incident_opened")]
         found = [one for one in opened if one["signal"] == "hang"]
         assert len(found) == times
-        assert f"{place}, in wait" in found[-1]["evidence"]
-        assert f"{place}, in wait" in started.output
+        assert where in found[-1]["evidence"]
+        assert where in started.output
         log = (run_dir / "train.log").read_text()
         assert "thread MainThread" in log
         assert "time.sleep(3600)" in log
@@ -117,15 +117,6 @@ def test_a_row_that_never_comes_ends_the_process(nursery: Nursery) -> None:
     assert (done["status"], done["steps"]) == ("completed", 43)
     assert [one["outcome"] for one in incidents(run_dir) if one["signal"] == "hang"] != []
     assert left_overs(run_dir) == []
-
-
-def test_a_row_that_never_comes_in_a_worker_names_the_worker(nursery: Nursery) -> None:
-    """No line of the process that waits is the user's: what it waits for is another process, and which."""
-    arguments = [*OWN, "data.train._target_=test_watchdog.Endless", "data.num_workers=1", "run.dir=worker"]
-    started = hangs(nursery, *arguments)
-    assert started.wait() == 1, started.output
-    opened = [entry["incident"] for entry in in_journal(nursery.place / "worker", "incident_opened")]
-    assert re.search(r"waits for a batch from the workers of the data loader \(processes \d+\)", opened[-1]["evidence"])
 
 
 LIMITS = {Phase.START: 40.0, Phase.STEP: 3.0, Phase.SAVE: 9.0}
