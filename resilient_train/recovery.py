@@ -17,7 +17,6 @@ from resilient_train.data.rows import fingerprint
 from resilient_train.data.samples import Update
 from resilient_train.diagnose.explain import Explainer, ReferenceInvalid
 from resilient_train.diagnose.search import Refused
-from resilient_train.diagnose.verdict import with_more_rows
 from resilient_train.errors import GaveUp, RanksDiffer, StorageFailed, TrainError
 from resilient_train.intended import Intended
 from resilient_train.ranks.world import odd_ones
@@ -160,9 +159,6 @@ class Recovery:
         self.intended.after_treatment(rise, incident)
         self.note_remedies()  # first, so that an incident that was treated has them in effect
         if before is not None:
-            if (more := with_more_rows(before.diagnosis, diagnosis)) != before.diagnosis:
-                before = replace(before, diagnosis=more)
-                self.incident_log.update(before)
             self.incident_log.count_again(before, anomaly)
             self._recent.with_new([replace(before, anomaly=anomaly, again=())], anomaly.tick)
             return

@@ -101,7 +101,7 @@ def examine(
         seeds=Seeds(0, 0, device),
         device=device,
     )
-    layers, dtype = Layers(getattr(model, "_orig_mod", model), ranges=True), _DTYPES[mixed_precision]
+    layers, dtype = Layers(getattr(model, "_orig_mod", model)), _DTYPES[mixed_precision]
     with _in_precision(model, dtype, device):
         first = replay.of([batch], 0, layers=layers)
         seen = replay.under_microscope([batch], 0)
@@ -109,7 +109,7 @@ def examine(
     is_healthy, origin = isfinite(first.loss) and isfinite(first.norm), seen.origin
     diagnosis = None
     if not is_healthy:
-        facts = Observations(reproduced=True, batch_is_bad=bool(bad_fields), bracket=seen.bracket, size=first.norm)
+        facts = Observations(reproduced=True, batch_is_bad=bool(bad_fields), size=first.norm)
         if origin is not None:
             facts = replace(facts, culprit=origin.culprit, kind=origin.kind)
             facts = replace(facts, is_scalar=origin.is_scalar, was_given=origin.was_given)

@@ -35,7 +35,7 @@ _OF_THE_RATE = (
     *(Signal.NONFINITE_WEIGHTS, Signal.NONFINITE_OPTIMIZER),
 )
 _MIN_SHARE_OF_UPDATE = 0.5  # of a rise of the loss: samples that cause less of it are not to blame
-_MIN_SHARE_OF_ROW = 0.25  # of it: a row that causes less of it is not to blame
+_LITTLE = 0.25  # of it: samples that cause less of it are innocent
 _AHEAD = 2048  # samples ahead that are searched as well, once bad rows are found
 _YOUNG = 16  # accepted updates, before which there is nothing to compare with
 _TO_COMPARE = 5  # updates with bad rows, and without them, that a comparison takes
@@ -314,7 +314,7 @@ class Explainer:
                 what = f"losses of {was:.4g} up to step {verified[0].step:,} are of rows that had just been learned"
                 raise ReferenceInvalid(f"{what}; at the same weights others have {unlearned:.4g}")
             is_off = is_first and first.loss - usual > rise / 2
-            if is_off and loss_at(first.start) - usual < _MIN_SHARE_OF_ROW * rise:
+            if is_off and loss_at(first.start) - usual < _LITTLE * rise:
                 return verdict.TRANSIENT  # neither the samples nor the weights
             bad = [loss_at(one.start) for one in suspects]
             if not median(bad) - usual > _MIN_SHARE_OF_UPDATE * rise or high >= median(bad):
@@ -326,10 +326,7 @@ class Explainer:
             later = [loss_at(start) for start in ahead[:: max(1, len(ahead) // FEW)]]
             if later and min(later) - usual > _MIN_SHARE_OF_UPDATE * rise:  # the data is like that from here on
                 raise ChangedOnPurpose(median(bad), usual, in_data=True)
-            worst = suspects[bad.index(max(bad))].start
-            limit = usual + _MIN_SHARE_OF_ROW * (max(bad) - usual)
-            rows = self._search.raising(worst, trusted[-1].start, limit)
-            return verdict.on_misled(rows, usual, median(bad))
+            return verdict.on_misled(usual, median(bad))
 
     def level_at_first(self, early: Anomaly, times: float) -> float | None:
         """The loss of the newest samples at the first weights, if it is as high there and no rows are the reason."""

@@ -19,8 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from resilient_train.numerics.domains import is_discrete
-
 
 def floating(tree: Any) -> list[Tensor]:
     """The tensors of a tree that can hold NaN and infinity."""
@@ -169,10 +167,10 @@ def line_of(error: BaseException, names: dict[int, str]) -> Raised:
         if not of_distribution:
             if name == "__init__":
                 of_distribution = type(owner).__name__
-            # There is no count nearest to an impossible one. And what a density is asked about, if no weight had a part
-            # in it, came with the data: the line that asks is innocent, and the rows are to blame.
-            elif not is_discrete(owner):
-                of_distribution = name if not isinstance(value, Tensor) or value.requires_grad else ""
+            # What a density is asked about, if no weight had a part in it, came with the data: the line that asks is
+            # innocent, and the rows are to blame.
+            elif not isinstance(value, Tensor) or value.requires_grad:
+                of_distribution = name
     return Raised(line, of_distribution, called or "statement", refused)
 
 
@@ -219,21 +217,16 @@ class Output:
 
     layer: str  # its path in the model
     kind: str  # its class
-    is_finite: bool
-    range: Mapping[str, Any]  # as of the inputs of an operation; empty if it was not asked for
-
-    def __str__(self) -> str:
-        return f"`{self.layer}` ({self.kind})" if self.layer else f"the model ({self.kind})"
+    range: Mapping[str, Any]  # as of the inputs of an operation
 
 
 class Layers:
     """Enter it around forward and backward: it listens to every layer of the model."""
 
-    def __init__(self, model: nn.Module, *, ranges: bool = False) -> None:
-        """With `ranges` outputs are measured, and not only tested for being finite."""
+    def __init__(self, model: nn.Module) -> None:
         self.outputs: list[Output] = []  # in the order in which they were computed
         self.gradients: list[Output] = []
-        self._model, self._ranges, self._hooks = model, ranges, list[Any]()
+        self._model, self._hooks = model, list[Any]()
 
     def __enter__(self) -> Layers:
         for name, module in self._model.named_modules():
@@ -251,28 +244,11 @@ class Layers:
             return
         with torch._C.DisableTorchFunction():
             for one in floating(result):
-                self.outputs.append(self._measured(name, module, one))
+                self.outputs.append(Output(name, type(module).__name__, statistics([one])[0]))
                 if one.requires_grad:
 
                     def arrived(gradient: Tensor) -> None:
                         with torch._C.DisableTorchFunction():
-                            self.gradients.append(self._measured(name, module, gradient))
+                            self.gradients.append(Output(name, type(module).__name__, statistics([gradient])[0]))
 
                     self._hooks.append(one.register_hook(arrived))  # type: ignore[no-untyped-call]
-
-    def _measured(self, name: str, module: nn.Module, value: Tensor) -> Output:
-        found = statistics([value])[0] if self._ranges else {}
-        return Output(name, type(module).__name__, not kinds_of(value), found)
-
-    def bracket(self, *, is_loss_finite: bool) -> str:
-        """Say between which two layers it broke; empty if no layer was called, or all gradients there are finite."""
-        seen, where = (self.gradients, "The gradient at") if is_loss_finite else (self.outputs, "The output of")
-        place = next((number for number, one in enumerate(seen) if not one.is_finite), None)
-        if not seen or place is None:
-            after = "The output of every layer is finite: it breaks after the model, in the objective."
-            return after if seen and not is_loss_finite else ""
-        if place == 0 and is_loss_finite:
-            return f"The gradient is not finite where it enters the model, at {seen[0]}: it breaks in the objective."
-        if place == 0:
-            return f"It is not finite from the first layer on, {seen[0]}: look at its weights and at what it is given."
-        return f"{where} {seen[place - 1]} is the last that is finite, and {where.lower()} {seen[place]} the first not."

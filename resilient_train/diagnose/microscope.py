@@ -41,9 +41,7 @@ from resilient_train.types import Culprit
 
 _UNFILLED = ("empty", "empty_like", "empty_strided", "new_empty", "resize", "resize_as", "set")
 _ATTRIBUTES = ("T", "mT", "H", "mH", "real", "imag", "data")  # that run operations
-_OF_NUMBERS = ("item", "tolist", "float", "complex", "numpy", "array")  # what they return is no tensor
 _LEAVES_TORCH = ("item", "tolist", "numpy", "__float__", "__int__", "__index__", "__complex__", "__array__")
-_PAST_NAN = ("nanmean", "nanmedian", "nanquantile")  # NaN only where nothing is left
 _IN_TRACEBACK = re.compile(r'File "(.+)", line (\d+), in ')
 
 
@@ -74,7 +72,6 @@ class _Call:
     number: int
     op: str
     line: Line | None
-    numbers: Sequence[Mapping[str, Any]] = ()  # plain ones that it was given
     is_of_data: bool = False
     of_inputs: Origin | None = None  # of inputs that are not finite
 
@@ -102,7 +99,6 @@ class Microscope(TorchFunctionMode):
         # kept, as ids are reused. By memory, the newest of those that share it.
         self._origins: dict[int, tuple[Tensor, Origin | None]] = {}
         self._by_memory: dict[int, Origin | None] = {}
-        self._as_number: Origin | None = None  # of the newest number or array that has left torch
         self._nodes: dict[Any, _Call] = {}
         self._hooks: list[Any] = []
         self._has_spread = False  # some node has passed on a gradient that is not finite
@@ -160,17 +156,14 @@ class Microscope(TorchFunctionMode):
         inputs = floating((args, {key: value for key, value in kwargs.items() if key != "out"}))
         was = [kinds_of(one) for one in inputs] if in_place else []
         op = op_name(name)
-        # What decides what a power is: its exponent, or its base.
-        powers = [one for one in (*args, *kwargs.values()) if op == "pow" and type(one) in (int, float)]
-        numbers = [{"shape": [], "dtype": "number", "value": float(one)} for one in powers]
         given_tensors = [one for one in leaves((args, kwargs)) if isinstance(one, Tensor)]
         is_of_data = bool(given_tensors) and all(one in self._of_batch for one in given_tensors) and not self._is_mixed
         written = args[0] if in_place and args else kwargs.get("out")
         self._is_mixed |= not is_of_data and (name in _LEAVES_TORCH or written in self._of_batch)
-        call = _Call(self._calls, op, user_line(self._names), numbers, is_of_data)
+        call = _Call(self._calls, op, user_line(self._names), is_of_data)
         self._calls += 1
         if call.number == self._look_at:
-            self.inputs = (*statistics(inputs), *call.numbers)
+            self.inputs = statistics(inputs)
         outer, self.backward = (self.backward, None) if func is torch.autograd.grad else (None, self.backward)
         try:
             result = func(*args, **kwargs)
@@ -194,8 +187,6 @@ class Microscope(TorchFunctionMode):
                 self._note(output, origin)
                 if origin is not None and origin.call == call.number and self._is_armored(call):
                     self._remember_repair(origin, inputs)
-            if call.op in _OF_NUMBERS and (origin := self._first(one for one in inputs if kinds_of(one))):
-                self._as_number = origin
             if not in_place:
                 origin = self._first(inputs)
                 call.of_inputs = None if origin is None or origin.was_given else origin
@@ -252,17 +243,15 @@ class Microscope(TorchFunctionMode):
         before = was or [kinds_of(one) for one in inputs]
         bad, had = [one for one, its in zip(inputs, before, strict=True) if its], set().union(*before)
         inherited = self._first(bad)
-        is_past_nan = call.op in _PAST_NAN and "nan" in kinds and (inherited is None or inherited.was_given)
         if inherited and not inherited.was_given:
             return inherited
-        if ("nan" in had or ("nan" not in kinds and "inf" in had)) and not is_past_nan:
+        if "nan" in had or ("nan" not in kinds and "inf" in had):
             return inherited or self._unseen(bad, kinds, call)
         kind = max(kinds)  # "nan" rather than "inf"
         if kind in given or (kind == "inf" and given) or call.op in _UNFILLED:
-            made = Origin("forward", call.op, kind, call.number, call.line, was_given=True)
-            return self._as_number if self._as_number is not None and given else made
+            return Origin("forward", call.op, kind, call.number, call.line, was_given=True)
         after = self._after([one.grad_fn for one in inputs], call.op)
-        ranges = () if was else (*statistics(inputs), *call.numbers)
+        ranges = () if was else statistics(inputs)
         return Origin("forward", call.op, kind, call.number, call.line, ranges, is_scalar, after, call.is_of_data)
 
     def _first(self, inputs: Iterable[Tensor]) -> Origin | None:
@@ -287,7 +276,7 @@ class Microscope(TorchFunctionMode):
                 return Origin("forward", made.op, max(kinds), number, made.line)
         if call is None or call.line is None:
             return None
-        return self._as_number or Origin("forward", call.op, max(kinds), number, call.line, was_given=True)
+        return Origin("forward", call.op, max(kinds), number, call.line, was_given=True)
 
     # Consequences of patched operations.
 

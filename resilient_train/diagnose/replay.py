@@ -31,7 +31,6 @@ class Replayed:
     norm: float  # in doubles, so that it is finite wherever the gradient is
     by_layer: dict[str, float]  # the norm of each weight's gradient
     origin: Origin | None = None  # under the microscope: the operation that broke first
-    bracket: str = ""  # and between which two layers, in words
     raised: str = ""  # the exception that ended it, in one line; then loss and norm are NaN
 
 
@@ -110,13 +109,13 @@ class Replay:
         first = Microscope(self._bare, armored=self.armored)
         measured = self.of(batches, start, first)
         call = first.backward.call if first.backward is not None else None
-        second, layers = Microscope(self._bare, look_at=call, armored=self.armored), Layers(self._bare)
-        self.of(batches, start, second, layers)  # every rank replays as often
+        second = Microscope(self._bare, look_at=call, armored=self.armored)
+        self.of(batches, start, second)  # every rank replays as often
         # Where the loss is not finite no gradient can be, and backward says nothing about the cause.
         origin = first.backward if math.isfinite(measured.loss) else first.of_error or first.of_loss
         if origin is not None:
             origin = replace(origin, inputs=origin.inputs or second.inputs)
-        return replace(measured, origin=origin, bracket=layers.bracket(is_loss_finite=math.isfinite(measured.loss)))
+        return replace(measured, origin=origin)
 
     def _replayed(self, batches: Sequence[Any], start: int, microscope: Microscope | None) -> Replayed:
         self._seeds.for_update(start)

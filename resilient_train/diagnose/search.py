@@ -113,19 +113,6 @@ class Search:
         losses = [one for one in self._world.all_of(None if tried is None else tried.loss) if one is not None]
         return sum(losses) / len(losses) if losses else math.nan
 
-    def raising(self, start: int, other: int, limit: float) -> tuple[int, ...]:
-        """The rows of an update that alone raise the loss beyond a limit, with rows of another one in the other places.
-
-        All ranks search; each looks at its own rows.
-        """
-
-        def raises(batches: Keys) -> bool:
-            tried, _ = self._tried(start, partial(self._made, batches))
-            return tried is not None and not tried.loss <= limit
-
-        found = self._guilty(self._samples.keys_at(start), self._samples.keys_at(other), raises)
-        return tuple(sorted({row for rows in self._world.all_of([key.row for key in found]) for row in rows}))
-
     def _some(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Name ranks, unless it is all of them."""
         named = tuple(ranks)
@@ -164,7 +151,6 @@ class Search:
             size=first.norm if first is not None and not is_spike else 0.0,
             layer=_grown(first, control) if is_spike and first and control else None,
             failure=why,
-            bracket=seen.bracket if seen is not None else "",
         )
         if origin is not None:
             after = origin.after.culprit if origin.after is not None else None

@@ -11,7 +11,6 @@ from typing import Any
 from resilient_train.numerics.domains import HAVE_VALUES, OUT_OF_RANGE
 from resilient_train.numerics.operations import family
 from resilient_train.types import Cause, Culprit, Diagnosis
-from resilient_train.wording import rows_to_look_at
 
 _CLIMB = 100.0  # times the usual: an explosion on its way
 _LEAP = 1e4  # the same, at once: no task changes so much
@@ -100,7 +99,6 @@ class Observations:
     batch_is_bad: bool = False  # it holds values that are not finite
     layer: tuple[str, float] | None = None  # whose gradient is farthest above its usual, and how many times
     size: float = 0.0  # of the gradient, measured in doubles
-    bracket: str = ""  # between which two layers it broke
     failure: str = ""  # why a replay was impossible
 
     @property
@@ -178,10 +176,9 @@ def on_nonfinite(facts: Observations, climb: float, leap: float = 1.0, *, landed
             return _on_ordinary_rows(rows)
         if rows:  # they are guilty by what follows from them, whatever it is that they do
             found = f"Any batch with {_rows(rows)} is like that; why is open, as no operation was seen to make it"
-            fix = f"look at {_it(rows)}, or remove {_it(rows)}. {facts.bracket}"
-            return Diagnosis(Cause.UNKNOWN, f"{found}: {fix}".rstrip(), None, rows)
+            return Diagnosis(Cause.UNKNOWN, f"{found}: look at {_it(rows)}, or remove {_it(rows)}.", None, rows)
         unseen = facts.failure or "no operation of the forward or backward was seen to make it"
-        return Diagnosis(Cause.UNKNOWN, f"It comes again with this batch, but {unseen}. {facts.bracket}".rstrip())
+        return Diagnosis(Cause.UNKNOWN, f"It comes again with this batch, but {unseen}.")
     if facts.was_given:
         return Diagnosis(Cause.OPERATION, f"{_on_given(culprit)}{_seen_with(rows)}", culprit, rows)
     if facts.others and not facts.everywhere and not _overflows(culprit, facts.kind):
@@ -307,11 +304,10 @@ def on_bad_rows(*odd: Mapping[int, str]) -> Diagnosis:
     return Diagnosis(Cause.DATA, advice(rows), rows=rows, reasons={row: advice((row,)) for row in rows})
 
 
-def on_misled(rows: tuple[int, ...], usual: float, loss: float) -> Diagnosis:
+def on_misled(usual: float, loss: float) -> Diagnosis:
     """The samples of updates that landed have a high loss at weights at which others have their usual one."""
-    of = _rows(rows) if rows else "the samples of these updates"
-    found = f"The loss of {of} reaches {loss:.4g} at weights at which that of earlier samples is {usual:.4g}"
-    return Diagnosis(Cause.DATA, f"{found}: look for wrong labels or targets there.", None, rows)
+    found = f"The loss of these updates' samples is {loss:.4g} at weights at which that of earlier ones is {usual:.4g}"
+    return Diagnosis(Cause.DATA, f"{found}: look for wrong labels or targets there.")
 
 
 def on_changed(was: float, now: float) -> Diagnosis:
@@ -335,15 +331,6 @@ def _on_ordinary_rows(rows: tuple[int, ...], layer: str = "") -> Diagnosis:
     return Diagnosis(Cause.UNKNOWN, f"Look at {_rows(rows)}: the batch is ordinary without {_it(rows)}.{layer}")
 
 
-def with_more_rows(known: Diagnosis, found: Diagnosis) -> Diagnosis:
-    """The diagnosis of an incident with the rows to look at of an update that continues it: those are others, often."""
-    both = rows_to_look_at(known.advice), rows_to_look_at(found.advice)
-    rows = sorted({*both[0], *both[1]})
-    if not all(both) or not 1 < len(rows) <= _MOST_ROWS:
-        return known
-    return replace(known, advice=_on_ordinary_rows(tuple(rows)).advice)
-
-
 def on_operation(culprit: Culprit) -> str:
     """What is wrong with a singular operation, and what to do about it."""
     where, inputs, name = _place(culprit), culprit.inputs, _family(culprit.op)
@@ -354,10 +341,6 @@ def on_operation(culprit: Culprit) -> str:
     # Of a quotient the denominator counts; and zeros say nothing about what is singular elsewhere.
     counted = inputs[1:2] if name == "div" and len(inputs) > 1 else inputs
     reached = "" if name in NOT_AT_ZERO else _reached(counted)
-    has_pole = culprit.op in (*_WITH_POLES, "log2", "log10") and any(one.get("zeros") for one in counted)
-    if has_pole and culprit.phase == "backward":  # its value is not finite, and the loss is
-        late = "the loss hides them after it, too late for the gradient"
-        fix = fix.replace("after it their gradient stays NaN", late)
     return f"{where} {wrong}{f', reached by {reached}' if reached else ''}: {fix}."
 
 
@@ -399,7 +382,8 @@ def _overflows(culprit: Culprit, kind: str) -> bool:
     if culprit.op in _PRODUCTS and kind == "inf":
         return True
     if culprit.op == "pow":
-        return kind == "inf" and largest > 1 and not _is_power_at_zero(culprit.inputs)
+        is_at_zero = any(one.get("zeros") or one.get("smallest", 1.0) < _TINY for one in culprit.inputs[:1])
+        return kind == "inf" and (largest > _HUGE or (largest > 1 and not is_at_zero))
     return largest > _HUGE and culprit.op not in _WITH_POLES
 
 
@@ -410,13 +394,6 @@ def _family(op: str) -> str | None:
 
 def _largest(inputs: Sequence[Mapping[str, Any]]) -> float:
     return max((max(abs(one["min"]), abs(one["max"])) for one in inputs if "max" in one), default=0.0)
-
-
-def _is_power_at_zero(inputs: Sequence[Mapping[str, Any]]) -> bool:
-    """Say whether a power has a base of 0 and an exponent below 1."""
-    exponents = [one.get("value", one.get("min", 1.0)) for one in inputs[1:]]
-    base = inputs[0] if inputs else {}
-    return any(one < 1 for one in exponents) and (base.get("zeros", 0) > 0 or base.get("smallest", 1.0) < _TINY)
 
 
 def _reached(inputs: Sequence[Mapping[str, Any]]) -> str:

@@ -1,9 +1,8 @@
-"""One batch under the microscope outside of a run, and what layers say where no operation can be named."""
+"""One batch under the microscope outside of a run."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from resilient_train.app import examine as command
 from resilient_train.app.build import model_of
 from resilient_train.app.config.compose import load
 from resilient_train.checkpoint.store import WEIGHTS
-from resilient_train.diagnose.frames import Layers
 from resilient_train.diagnose.rows import out_of_scale
 from resilient_train.errors import ConfigError
 from resilient_train.types import Cause
@@ -108,32 +106,6 @@ def test_mixed_precision_is_that_of_accelerate(fresh_accelerate: None) -> None:
     assert "forward" not in vars(bare)
     with pytest.raises(ConfigError, match="expected one of no, bf16, fp16"):
         resilient_train.examine(bare, plain, batch, mixed_precision="half")
-
-
-def in_the_objective(made: Tensor) -> Tensor:
-    return (made * 0).sum().sqrt()
-
-
-def in_the_model(made: Tensor) -> Tensor:
-    return made.sum()
-
-
-@pytest.mark.parametrize(
-    ("objective", "weight", "said"),
-    [
-        (in_the_objective, 1.0, "it breaks in the objective"),
-        (in_the_model, torch.inf, "`1` (BatchNorm1d) is the last that is finite, and the output of `2` (Linear)"),
-    ],
-)
-def test_layers_say_between_which_two_it_broke(objective: Callable[..., Tensor], weight: float, said: str) -> None:
-    """The last layer that was finite and the first that was not, forward or backward."""
-    last = nn.Linear(8, 1)
-    nn.init.constant_(last.weight, weight)
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), last)
-    with Layers(model) as layers:
-        loss = objective(model(torch.randn(16, 4)))
-        loss.backward()  # type: ignore[no-untyped-call]
-    assert said in layers.bracket(is_loss_finite=bool(loss.isfinite()))
 
 
 OVERRIDES = [

@@ -110,14 +110,12 @@ BIRTHS: dict[str, tuple[str, str, str, Program]] = {
     "slices": ("forward", "div", "inf", in_slices),
     "list": ("forward", "log", "inf", lambda h: sum(one.sum() for one in torch._foreach_log([h * 0, h * 0 + 1]))),
     "sparse": ("forward", "log", "inf", by_a_sparse_matrix),
-    "number": ("forward", "log", "inf", lambda h: (h * (h.detach().sum() * 0).log().item()).sum()),
     "vmap": ("forward", "log", "inf", lambda h: torch.func.vmap(lambda row: (row * 0).log().sum())(h).sum()),
     "func.grad": ("backward", "sqrt", "inf", lambda h: (torch.func.grad(lambda x: (x * 0).sqrt().sum())(h) * h).sum()),
     "penalty": ("backward", "sqrt", "inf", lambda h: slope_of((h * 0).sqrt().sum(), h).square().mean()),
     "slope": ("backward", "pow", "nan", lambda h: slope_of(((h * 0) ** 1.5).sum(), h).sum() + h.sum()),
     "hook": ("backward", "div", "inf", in_a_hook),
     "thread": ("forward", "log", "inf", lambda h: ThreadPoolExecutor(1).submit(lambda: (h * 0).log()).result().sum()),
-    "never filled": ("forward", "nanmean", "nan", lambda h: h.masked_fill(h > -9, math.nan).nanmean() + h.sum()),
 }
 
 
