@@ -8,7 +8,6 @@ numbers, names and closures stay what they were, so callers, tracebacks, decorat
 """
 
 from __future__ import annotations
-import __future__
 
 import ast
 import gc
@@ -17,8 +16,6 @@ import linecache
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
-from operator import or_
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, GeneratorType
 from typing import Any, NamedTuple
@@ -29,8 +26,6 @@ from resilient_train.numerics.ast_patch import PREFIX, CannotArmor, LineChanged,
 from resilient_train.secrets import MASK, masked
 
 __all__ = ["Armor", "CannotArmor", "LineChanged", "PatchedLine"]
-
-_FUTURE = reduce(or_, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +110,13 @@ class _Source:
 
     filename: str  # as its code has it
     text: str
-    flags: int  # of the running code: those of this file may differ
     targets: list[Target] = field(default_factory=list)  # one that two Armors patched is there twice
 
     def functions(self, targets: Collection[Target] = (), names: dict[str, Any] | None = None) -> list[_Codes]:
         """Return the code of all functions, before and after; not what a module or a class computes at import."""
         trees = ast.parse(self.text, self.filename), ast.parse(self.text, self.filename)
         patch(trees[1], set(targets), names or {})
-        before, after = (compile(tree, self.filename, "exec", self.flags, dont_inherit=True) for tree in trees)
+        before, after = (compile(tree, self.filename, "exec", dont_inherit=True) for tree in trees)
         return list(_pairs(before, after, ()))
 
     def lines_with(self, function: str, text: str) -> list[int]:
@@ -219,8 +213,7 @@ def _found(file: str) -> tuple[list[FunctionType], _Source]:
     lines = linecache.getlines(filename, functions[0].__globals__)
     if not lines:
         raise CannotArmor(f"there is no source of {filename}: code made by exec, or moved since, stays as it is")
-    flags = reduce(or_, (function.__code__.co_flags for function in functions)) & _FUTURE
-    return functions, _Source(filename, "".join(lines), flags)
+    return functions, _Source(filename, "".join(lines))
 
 
 def _live_functions(file: str) -> list[FunctionType]:

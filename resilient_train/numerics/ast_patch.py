@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from resilient_train.numerics import replacements
-from resilient_train.numerics.operations import computes, family, is_pointwise, is_random, torchs_name
+from resilient_train.numerics.operations import computes, family, is_in_place, is_pointwise, is_random, torchs_name
 
 PREFIX = "__armor_"
 
@@ -84,13 +84,15 @@ def _guilty(tree: ast.Module, target: Target, names: dict[str, Any]) -> list[Nod
     ]
     by_name = [node for node in nodes if target.op and family(target.op) == _family(node, names)]
     found = _nearest(by_name, target.line) or _nearest([one for one in nodes if _may_compute(one)], target.line)
-    if not found:
-        raise CannotArmor(f"nothing is computed in line {target.line}")
-    in_place = [node for node in found if isinstance(node, ast.AugAssign) and not _is_simple(node.target)]
-    if in_place and (by_name or len(found) == 1):
-        changed = ast.unparse(in_place[0].target)
-        raise CannotArmor(f"line {target.line} changes `{changed}` in place, which cannot be evaluated twice")
-    return [node for node in found if node not in in_place]
+    if not (found := [node for node in found if not _is_in_place(node)]):
+        raise CannotArmor(f"nothing is computed in line {target.line}, or only in place")
+    return found
+
+
+def _is_in_place(node: Node) -> bool:
+    """Say whether it writes into a tensor, which others may share: that is not patched."""
+    is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    return is_in_place(node.func.attr) if is_method else isinstance(node, ast.AugAssign)
 
 
 def _to_widen(tree: ast.Module, chosen: set[Node], names: dict[str, Any]) -> tuple[set[ast.AST], set[Node]]:
@@ -227,15 +229,8 @@ def _may_compute(node: Node) -> bool:
     if not isinstance(node, ast.Call):
         return type(node.op) in _OPERATORS
     if isinstance(node.func, ast.Attribute):
-        name = node.func.attr
-        return is_pointwise(name[:-1]) if name.endswith("_") and not name.endswith("__") else computes(name)
+        return computes(node.func.attr)
     return not isinstance(node.func, ast.Name) or node.func.id not in _LOOK_AT_THEIR_CALLER
-
-
-def _is_simple(target: ast.expr) -> bool:
-    """Say whether an expression can be evaluated twice, to read it and to write it."""
-    simple = (ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.Slice, ast.Tuple, ast.UnaryOp)
-    return all(isinstance(node, (*simple, ast.expr_context, ast.unaryop)) for node in ast.walk(target))
 
 
 class _Rewriter(ast.NodeTransformer):
@@ -272,16 +267,6 @@ class _Rewriter(ast.NodeTransformer):
         if node not in self.chosen:
             return node
         return _called(f"operation_of_{_OPERATORS[type(node.op)]}", [node.left, node.right], [], node)
-
-    def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
-        self.generic_visit(node)
-        if node not in self.chosen:
-            return node
-        read = ast.parse(ast.unparse(node.target), mode="eval").body
-        for part in ast.walk(read):
-            ast.copy_location(part, node.target)
-        value = _called(f"in_place_of_{_OPERATORS[type(node.op)]}", [read, node.value], [], node)
-        return ast.copy_location(ast.Assign([node.target], value), node)
 
 
 def _is_special(function: ast.Attribute) -> bool:

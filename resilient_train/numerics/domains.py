@@ -94,19 +94,10 @@ def _inside(matrices: Tensor, attempt: Operation) -> Tensor:
         usual = size[size > 0].median() if bool((size > 0).any()) else size.new_ones(())
         near = math.sqrt(torch.finfo(still.dtype).eps)
         size = torch.where(size > 0, size, usual / near)  # one of zeros is as others are
-        added = torch.zeros_like(size)
-        if attempt is torch.linalg.cholesky_ex:  # the lowest eigenvalue says how far it is outside
-            symmetric = ((still + still.mT) / 2).nan_to_num(0.0, 0.0, 0.0)
-            lowest = torch.linalg.eigvalsh(symmetric)[..., :1, None]
-        else:
-            lowest = torch.zeros_like(size)
-        distance = near * size
-        if attempt is torch.linalg.cholesky_ex and lowest.numel() > 1:  # as far inside as the nearest of the others
-            works = attempt(still)[1][..., None, None] == 0
-            distance = distance.maximum(torch.where(works, lowest, torch.inf).amin().nan_to_num(0.0, 0.0, 0.0))
+        distance, added = near * size, torch.zeros_like(size)
         for _ in range(_TRIED):
             fails = attempt(still + added * one)[1][..., None, None] != 0
-            added = torch.where(fails, distance - lowest.clamp(max=0.0), added)
+            added = torch.where(fails, distance, added)
             distance = 100 * distance
     return matrices + added * one
 
@@ -123,7 +114,7 @@ def call_distribution(called: Operation, args: tuple[Any, ...], kwargs: dict[str
             moved = {name: _moved(value, limits.get(name)) for name, value in given.items()}
             return called(**moved)
         owner = getattr(called, "__self__", None)
-        if not isinstance(owner, Distribution) or not args or is_discrete(owner):
+        if not isinstance(owner, Distribution) or not args:
             raise
         return called(_moved(args[0], owner.support), *args[1:], **kwargs)
 
@@ -135,16 +126,8 @@ def is_distribution(called: Any) -> bool:
     return isinstance(getattr(called, "__self__", None), Distribution)
 
 
-def is_discrete(one: Any) -> bool:
-    """Say whether it is a distribution of counts or classes. One that does not know its support is not."""
-    try:
-        return isinstance(one, Distribution) and one.support is not None and one.support.is_discrete
-    except (NotImplementedError, AttributeError):
-        return False
-
-
 def _moved(value: Any, limit: Any) -> Any:
-    """Move the elements that a constraint refuses inside of it; NaN stays.
+    """Move the elements that a constraint refuses inside of it; NaN stays, and so do vectors and matrices.
 
     That is next to the border, or without a second border to where the nearest of the accepted ones is.
     """
@@ -153,22 +136,11 @@ def _moved(value: Any, limit: Any) -> Any:
     is_number = isinstance(value, Tensor | float | int)
     if limit is None or not is_number or isinstance(limit, constraints.dependent.__class__):
         return value
+    if limit.event_dim or limit.is_discrete:  # there is no count nearest to an impossible one
+        return value
     value = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.get_default_dtype())
-    if not value.is_floating_point():
+    if not value.is_floating_point() or bool((limit.check(value) | value.isnan()).all()):
         return value
-    lost = value.isnan()
-    if limit.event_dim:  # a vector or matrix is checked as one
-        lost = lost.flatten(value.dim() - limit.event_dim).any(-1)
-    fine = limit.check(value) | lost
-    if bool(fine.all()):
-        return value
-    if isinstance(limit, type(constraints.simplex)):
-        shares = value.clamp(min=0.0)
-        shares = shares / shares.sum(-1, keepdim=True).clamp(min=torch.finfo(value.dtype).eps)
-        return torch.where(fine[..., None], value, shares)
-    if isinstance(limit, type(constraints.positive_definite)):
-        symmetric = torch.where(fine[..., None, None], value, (value + value.mT) / 2)
-        return _inside(symmetric, torch.linalg.cholesky_ex)
     still, near = value.detach(), math.sqrt(torch.finfo(value.dtype).eps)
     lower, upper = (
         torch.as_tensor(getattr(limit, name, default), dtype=still.dtype, device=still.device)

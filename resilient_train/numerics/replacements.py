@@ -37,8 +37,6 @@ def method(name: str) -> Operation:
     def bare(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
         return getattr(owner, name)(*args, **kwargs)
 
-    if name.endswith("_") and not name.endswith("__"):
-        return _in_place(method(name[:-1]), bare)
     is_operation = bool(overloads(name)) and computes(name)
 
     def armored_method(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -67,22 +65,6 @@ def operation(name: str) -> Operation:
         return bare(left, right)
 
     return armored_operation
-
-
-def in_place(name: str) -> Operation:
-    """What is called instead of `left /= right`."""
-    return _in_place(operation(name), getattr(operator, "itruediv" if name == "div" else f"i{name}"))
-
-
-def _in_place(compute: Operation, bare: Operation) -> Operation:
-    """Write the result into its first input: tensors that share memory with it change as well."""
-
-    def armored_in_place(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(owner, Tensor) or not owner.is_floating_point():
-            return bare(owner, *args, **kwargs)
-        return owner.copy_(compute(owner.clone(), *args, **kwargs))  # a clone: backward needs the original input
-
-    return armored_in_place
 
 
 def wide(value: Any) -> Any:

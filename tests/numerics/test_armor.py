@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -121,15 +122,18 @@ SOUND = {  # expression: what torch calls it
     "nn.Sequential(nn.Softplus(), nn.ReLU(inplace=True), nn.LogSoftmax(-1))(x)": "_log_softmax",
     "functools.partial(F.log_softmax, dim=-1)(x)": "log_softmax",
     "where(y > 0.5, x, y)": "where",
-    "(x.clone().div_(y), x)[0]": "div_",
 }
+
+
+def write_sound(write: Write) -> ModuleType:
+    body = "\n".join(f"def of_{number}(x, y):\n    return {text}  # guilty" for number, text in enumerate(SOUND))
+    return write(f"import functools\nfrom torch import where\n{body}\n")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_does_not_break_keeps_every_bit(write: Write, armor: Armor, dtype: torch.dtype) -> None:
     """Values and slopes of sound operations are the bare ones, whatever form the armor takes."""
-    body = "\n".join(f"def of_{number}(x, y):\n    return {text}  # guilty" for number, text in enumerate(SOUND))
-    module = write(f"import functools\nfrom torch import where\n{body}\n")
+    module = write_sound(write)
     torch.manual_seed(0)
     x, y = torch.rand(4, 4, dtype=dtype) + 0.1, torch.rand(4, 4, dtype=dtype) + 0.1
     bare = [slopes(getattr(module, f"of_{number}"), x, y) for number in range(len(SOUND))]
@@ -360,27 +364,6 @@ def test_only_that_operation_at_that_line_is_armored(write: Write, armor: Armor)
     assert second.isinf().tolist() == [True, False]
 
 
-def test_what_is_computed_in_place_stays_in_place(write: Write, armor: Armor) -> None:
-    """Tensors that share memory with the changed one change along: methods, and `/=` of a name, attribute or element.
-
-    Not where the target would be evaluated twice.
-    """
-    texts = {"x.log_()": "log_", "x.div_(x - x)": "div_", "x.digamma_()": "digamma_"}
-    texts |= dict.fromkeys(("x /= y", "x.data /= y", "x[:2] /= y[:2]"), "div_")
-    body = "".join(f"def f{n}(x, y):\n    {text}  # guilty\n    return x\n" for n, text in enumerate(texts))
-    module = write(f"{body}def call(x, y):\n    x.view(-1)[:] /= y  # apart\n")
-    put_on(armor, module, *texts.values())
-    with pytest.raises(CannotArmor, match="changes `x"):
-        armor.add(str(module.__file__), lines(module, "# apart")[0], "div_")
-    for number, text in enumerate(texts):
-        x = torch.tensor([1.0, 0.0])
-        view = x[1:]
-        assert getattr(module, f"f{number}")(x, torch.tensor([2.0, 0.0])) is x, text
-        assert x.isfinite().all(), text
-        assert torch.equal(view, x[1:])
-    assert module.f3(6, 3) == 2
-
-
 def test_what_is_no_tensor_of_floating_numbers_passes(write: Write, armor: Armor) -> None:
     """What else is computed at the line is the same as ever; of a named tuple each tensor is mended."""
     module = write("""
@@ -461,8 +444,6 @@ def test_tracebacks_keep_their_lines(write: Write, armor: Armor) -> None:
                 .matmul(y)  # guilty
                 .clone()
             )
-        def in_place(x, y):
-            x /= y  # guilty
         def called(x, y):
             return torch.add(x,
                              torch.matmul(  # guilty
@@ -476,7 +457,7 @@ def test_tracebacks_keep_their_lines(write: Write, armor: Armor) -> None:
         frames = traceback.extract_tb(raised.tb)
         return [(frame.filename, frame.lineno, frame.name) for frame in frames if frame.filename == module.__file__]
 
-    guilty = {"compute": "matmul", "in_place": "div", "called": "matmul"}
+    guilty = {"compute": "matmul", "called": "matmul"}
     for line, (name, op) in zip(lines(module), guilty.items(), strict=True):
         bare = place(name)
         patched = armor.add(str(module.__file__), line, op)
@@ -576,7 +557,7 @@ def test_a_compiled_model_is_compiled_anew(write: Write, armor: Armor) -> None:
     torch.manual_seed(0)
     network = module.Ratio()
     x = torch.rand(3, 4) + 2
-    compiled: Any = torch.compile(network, backend="aot_eager", fullgraph=True)
+    compiled: Any = torch.compile(network, backend="eager", fullgraph=True)
     bare = gradients(network, compiled(x).sum())
     assert finite(bare)
     put_on(armor, module, "digamma")
@@ -589,23 +570,13 @@ def test_a_compiled_model_is_compiled_anew(write: Write, armor: Armor) -> None:
     assert not finite(gradients(network, compiled(x).sum()))
 
 
-@TORCHS_OWN_WARNING
-def test_every_form_compiles_into_one_graph(write: Write, armor: Armor) -> None:
-    """Modules of torch's, operators, safe operations, operations in place, and functions known at run time only.
-
-    So nothing waits for the device: whatever reads a number would break the graph.
-    """
-    module = write("""
-        class Network(nn.Module):
-            act, function = nn.Sequential(nn.Softmax(0), nn.LayerNorm(3)), staticmethod(torch.digamma)
-            def forward(self, x):
-                scaled = self.act(x) + F.normalize(x / (x - x), dim=0)  # guilty
-                return scaled + self.function(x) + x.abs().log_()  # guilty
-    """)
-    put_on(armor, module, "", "")
-    network, x = module.Network(), torch.tensor([1.0, 0.5, 2.0])
-    compiled: Any = torch.compile(network, backend="aot_eager", fullgraph=True)
-    assert same_bits(slopes(compiled, x), slopes(network, x))
+def test_no_form_waits_for_the_device(write: Write, armor: Armor) -> None:
+    """Whatever reads a number raises where tensors are only shapes, and would break the graph of a compiler."""
+    module = write_sound(write)
+    put_on(armor, module, *SOUND.values())
+    with FakeTensorMode():
+        for number in range(len(SOUND)):
+            slopes(getattr(module, f"of_{number}"), torch.rand(4, 4), torch.rand(4, 4))
 
 
 # ------------------------------------------------------------------------------------------------ on, off, and on again
@@ -658,7 +629,7 @@ def test_the_code_of_a_cell_of_a_notebook_can_be_armored(armor: Armor) -> None:
     """It has no file: its source is where the traceback finds it. What exec has made has none."""
     source, names = "def compute(x):\n    return x.digamma()\n", dict[str, Any]()
     name = "/tmp/ipykernel_1/1.py"
-    exec(compile(source, name, "exec"), names)
+    exec(compile(source, name, "exec", dont_inherit=True), names)
     with pytest.raises(CannotArmor, match="there is no source of /tmp/ipykernel_1"):
         armor.add(name, 2, "digamma")
     assert names["compute"](torch.zeros(1)).isinf()
@@ -678,6 +649,8 @@ def test_it_says_plainly_what_cannot_be_armored(write: Write, armor: Armor) -> N
             y = x
             return [x.digamma(),  # guilty
                     y]
+        def in_place(x):
+            x /= x.clone().digamma_()
         class A:
             y = torch.zeros(2).digamma()
         z = torch.zeros(2).digamma()
@@ -686,8 +659,9 @@ def test_it_says_plainly_what_cannot_be_armored(write: Write, armor: Armor) -> N
     file = str(module.__file__)
     for place, why in (
         (line - 1, f"nothing is computed in line {line - 1}"),
-        (line + 3, f"line {line + 3} of .* is in no function"),
-        (line + 4, f"line {line + 4} of .* is in no function"),
+        (line + 3, "or only in place"),
+        (line + 5, f"line {line + 5} of .* is in no function"),
+        (line + 6, f"line {line + 6} of .* is in no function"),
         (line + 400, "nothing is computed"),
     ):
         with pytest.raises(CannotArmor, match=why):
