@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-import torch
-
 from resilient_train.numerics import replacements
 from resilient_train.numerics.operations import computes, family, is_in_place, is_pointwise, is_random, torchs_name
 
@@ -107,8 +105,8 @@ def _to_widen(tree: ast.Module, chosen: set[Node], names: dict[str, Any]) -> tup
     behind: set[Node] = set()
     for node in chosen:
         # At a pole a wider type has no slope either, unless what is computed there has only rounded to 0.
-        name, is_in_one = _family(node, names), _inside_a_logarithm(node, names) is not None
-        if name not in _MAY_OVERFLOW and (name != "log" or _steps(node) == 1 or is_in_one):
+        name = _family(node, names)
+        if name not in _MAY_OVERFLOW and (name != "log" or _steps(node) == 1):
             continue
         outer: ast.AST = node
         path = set()
@@ -166,36 +164,25 @@ class _Widener(ast.NodeTransformer):
             return node if is_module else _called("wide", [node], [], node)
         if not isinstance(node, ast.Call):
             return super().generic_visit(node)
-        inner = _inside_a_logarithm(node, self.names)
-        call = inner or node
+        of_i0 = self._i0_in_a_logarithm(node)
+        call = of_i0 or node
         if isinstance(call.func, ast.Attribute):
             call.func.value = self.visit(call.func.value)
         call.args = [self.visit(one) for one in call.args]
         for keyword in call.keywords:
             keyword.value = self.visit(keyword.value)
-        return node if inner is None else _logarithm(inner, node)
+        if of_i0 is None:
+            return node
+        assert isinstance(of_i0.func, ast.Attribute)
+        return _called("log_i0", [of_i0.func.value, *of_i0.args], [], node)
 
-
-def _inside_a_logarithm(node: Node, names: dict[str, Any]) -> ast.Call | None:
-    """Return the call whose logarithm this is, if both can be computed in one: `torch.log(x.softmax(-1))`."""
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-        return None
-    if node.func.attr != "log" or node.keywords:
-        return None
-    owner = node.func.value
-    of_torch = isinstance(owner, ast.Name) and names.get(owner.id) is torch
-    if len(node.args) != of_torch:
-        return None
-    inner = node.args[0] if of_torch else owner
-    if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute) and inner.func.attr in replacements.IN_ONE:
-        return inner
-    return None
-
-
-def _logarithm(inner: ast.Call, at: ast.Call) -> ast.Call:
-    """What is called instead of the logarithm of a call."""
-    assert isinstance(inner.func, ast.Attribute)
-    return _called(f"logarithm_of_{inner.func.attr}", [inner.func.value, *inner.args], inner.keywords, at)
+    def _i0_in_a_logarithm(self, node: ast.Call) -> ast.Call | None:
+        """The call of i0 whose logarithm this is, as in the normalization of a von Mises density."""
+        if not isinstance(node.func, ast.Attribute) or node.func.attr != "log":
+            return None
+        inner = node.args[0] if node.args else node.func.value
+        is_i0 = isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute) and inner.func.attr == "i0"
+        return inner if isinstance(inner, ast.Call) and is_i0 and not inner.keywords else None
 
 
 def _nearest(nodes: list[Node], line: int) -> list[Node]:
@@ -247,14 +234,12 @@ class _Rewriter(ast.NodeTransformer):
         return _called("widened", [super().visit(node), wide, bare], [], node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        line, inner = _line_in_traceback(node), _inside_a_logarithm(node, self.names)
+        line = _line_in_traceback(node)
         self.generic_visit(node)
         if node not in self.chosen:
             return node
         function = node.func
-        if inner is not None and inner not in self.chosen:
-            call = _logarithm(inner, node)
-        elif isinstance(function, ast.Attribute) and not _is_special(function):
+        if isinstance(function, ast.Attribute) and not _is_special(function):
             call = _called(f"method_of_{function.attr}", [function.value, *node.args], node.keywords, node)
         else:
             call = _called("call", [function, *node.args], node.keywords, node)

@@ -6,20 +6,17 @@ module if x is `self`. Whatever is not torch's is called as it is.
 
 from __future__ import annotations
 
-import math
 import operator
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from resilient_train.numerics.domains import call_distribution, is_distribution
 from resilient_train.numerics.operations import (
     computes,
-    family,
     is_torchs_code,
     is_torchs_own,
     name_in_mode,
@@ -49,17 +46,9 @@ def method(name: str) -> Operation:
 
 def operation(name: str) -> Operation:
     """What is called instead of `left / right` and the other operators."""
-    special = "truediv" if name == "div" else name
-    bare = getattr(operator, special)
-
-    def reversed_bare(right: Any, left: Any) -> Any:
-        return bare(left, right)
+    bare = getattr(operator, "truediv" if name == "div" else name)
 
     def armored_operation(left: Any, right: Any, /) -> Any:
-        if isinstance(left, Tensor) and isinstance(right, (Tensor, float, int)):
-            return _armored(f"__{special}__", bare, (left, right), {})
-        if isinstance(right, Tensor) and isinstance(left, (float, int)):
-            return _armored(f"__r{special}__", reversed_bare, (right, left), {})
         if isinstance(left, Tensor) or isinstance(right, Tensor):
             return call_and_repair(bare, name, (left, right), {})
         return bare(left, right)
@@ -73,49 +62,10 @@ def wide(value: Any) -> Any:
     return guarded(value).double() if is_any and value.numel() <= _MOST_TO_WIDEN else value
 
 
-def _log_softmax(input: Tensor, dim: int | None = None, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> Tensor:
-    """What torch's softmax, the functional one and a tensor's method take alike."""
-    usual = 0 if input.ndim in (0, 1, 3) else 1  # which torch allows, with a warning
-    return torch.log_softmax(input, usual if dim is None else dim, dtype)
-
-
-# The logarithm of these can be computed in one, finite where the value in between has left any type.
-IN_ONE: dict[str, Operation] = {
-    "softmax": _log_softmax,
-    "sigmoid": functional.logsigmoid,
-    "i0": lambda input: torch.special.i0e(input).log() + input.abs(),
-}
-
-
-def logarithm(of: str) -> Operation:
-    """What is called instead of `torch.log(owner.softmax(...))`.
-
-    Where the inner value has rounded to zero its slope is zero too, and a logarithm of it could not learn: there, and
-    where it is infinite, it is what can be computed for both in one. `owner` is a tensor, or has a function of torch's
-    or a module of that name; whatever else has it is called once, as it is.
-    """
-    log = method("log")
-
-    def armored_logarithm(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
-        inner, given, in_one = getattr(owner, of), args, kwargs
-        if isinstance(owner, Tensor):
-            inner, given = getattr(guarded(owner), of), (owner, *args)
-        elif type(inner) is nn.Softmax:
-            in_one = {**kwargs, "dim": inner.dim}
-        elif type(inner) is not nn.Sigmoid and family(torchs_name(inner)) != of:
-            given = ()
-        elif args and isinstance(args[0], Tensor):
-            args = (guarded(args[0]), *args[1:])
-        value = inner(*args, **kwargs)
-        if not given or not isinstance(value, Tensor) or not value.is_floating_point():
-            return log(value)
-        with torch.no_grad():
-            is_known = torch.isfinite(IN_ONE[of](*given, **in_one))  # by itself, and not since it was repaired
-        both = call_and_repair(IN_ONE[of], "", given, in_one)
-        left = ((value >= 0.0) & (value < torch.finfo(value.dtype).tiny)) | (value == math.inf)
-        return torch.where(left & is_known, both, log(value))
-
-    return armored_logarithm
+def log_i0(owner: Any, *args: Any) -> Tensor:
+    """What a wider form takes in the place of `torch.special.i0(x).log()`: i0 leaves doubles as well, beyond 713."""
+    input: Tensor = owner if isinstance(owner, Tensor) else args[0]
+    return torch.special.i0e(input).log() + input.abs()
 
 
 def widened(value: Any, wider: Any, bare: Any) -> Any:
