@@ -96,7 +96,8 @@ def evaluate(run: Run, beat: Callable[[], None] = lambda: None) -> dict[str, flo
                 rows[name] = rows.get(name, 0) + weight
     run.model.train()
     run.guard.reporter.start_lap()  # the time of a step does not include an evaluation
-    names = sorted(run.world.union(sums), key=lambda name: (name != "loss", name))
+    known = set[str]().union(*run.world.all_of(list(sums)))  # each rank may know other ones
+    names = sorted(known, key=lambda name: (name != "loss", name))
     cells = [cell for name in names for cell in (sums.get(name, 0.0), rows.get(name, 0))]
     totals = run.world.sum(torch.stack([torch.as_tensor(cell, device=run.world.device).float() for cell in cells]))
     pairs = totals.view(-1, 2).tolist()

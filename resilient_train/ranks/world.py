@@ -247,10 +247,6 @@ class World:
         torch.distributed.all_reduce(vector, torch.distributed.ReduceOp.MIN)
         return float(vector)
 
-    def union(self, names: Iterable[str]) -> list[str]:
-        """Return every name that any rank knows, in the same order everywhere."""
-        return sorted(set().union(*self.all_of(list(names))))
-
     def all_of(self, mine: T) -> list[T]:
         """Return what every rank has, in the order of the ranks.
 
