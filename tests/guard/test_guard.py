@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from guarded import REWIND, SKIP, At, Net, Poison, adamw, guarded, rows, trained
+from guarded import SKIP, At, Net, Poison, adamw, guarded, rows, trained
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
@@ -55,16 +55,6 @@ def test_skipped_samples_are_as_if_they_had_never_been_there(how: str, call: int
     assert guard.clock.tick == 61
     assert len(guard.incidents) == 1
     assert how != "spike" or signals(guard) in (["grad_spike"], ["loss_spike"])
-
-
-@pytest.mark.parametrize("call", [1, 75])
-def test_a_rewind_is_exact(call: int) -> None:
-    """A poisoned update that a rewind alone answers: to the last bit the run without the fault."""
-    healthy = state_after(guarded(adamw, At("loss"), accumulation=2), 80)
-    guard = guarded(adamw, At("loss", call), accumulation=2, recovery=REWIND)
-    assert state_after(guard, 80) == healthy
-    assert len(guard.incidents) == 1
-    assert guard.incidents[0].rewound_to is not None
 
 
 def test_an_update_that_was_refused_by_mistake_is_repeated_and_lands() -> None:

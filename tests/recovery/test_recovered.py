@@ -238,18 +238,6 @@ def test_a_run_that_cannot_be_saved_ends_soon_and_keeps_its_last_good_state(
     assert lines[-1]["outcome"] == "gave_up"
 
 
-def test_a_run_that_ends_in_the_midst_of_it_is_not_recovered() -> None:
-    """At its planned end the weights are those from before, and it raises to say so."""
-    made: list[Loop] = []
-    policy = {"ladders": {"default": [["rewind"]]}, "strikes": 1}
-    made.append(Loop(objective=shuffled_from(150, made), hands_over=True, recovery=policy))
-    with pytest.raises(GaveUp):
-        made[0].train(158)
-    assert made[0].guard.clock.step < 150
-    assert made[0].told()[-1][2] in ("unrecovered", "gave_up")
-    assert made[0].loss() < 0.5
-
-
 def raised(made: list[Loop], by: Callable[[int], float]) -> Callable[[Any, Any], Tensor]:
     """A loss that is higher from some attempted update on, whatever is learned."""
     return lambda model, batch: cross_entropy(model, batch) + 1 + (by(made[0].guard.clock.tick) if made else 0)
