@@ -26,7 +26,6 @@ from resilient_train.secrets import masked_tree
 from resilient_train.state.ring import Snapshot
 from resilient_train.trials import Trials
 from resilient_train.types import Action, Anomaly, Diagnosis, Incident
-from resilient_train.watch.reference import Reference
 from resilient_train.watch.vitals import Leap
 from resilient_train.wording import log
 
@@ -275,7 +274,6 @@ class Controls(RunControl):
             "micro_batch": self.micro_batch,
             "usual_norm": updater.usual_norm,
             "reference": self._parts.checks.rewind_check.persistent_state(),
-            "awaited": asdict(self._parts.checks.awaited) if self._parts.checks.awaited is not None else None,
             "trial_updates": self.trials.updates,
             "raced_in_vain": self.trials.raced_in_vain,
         }
@@ -300,8 +298,6 @@ class Controls(RunControl):
             if lost := sorted(rows - self.quarantined.rows.keys()):
                 self._quarantine_rows(lost, "quarantine.json was lost; restored from a checkpoint or the journal", 0)
             self._parts.checks.rewind_check.load_persistent_state(state.get("reference"))
-            awaited = state.get("awaited")
-            self._parts.checks.awaited = None if awaited is None else Reference.from_plain(awaited)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ValueError(f"the remedies in effect cannot be read: {in_one_line(error)}") from error
         for patch in patches:

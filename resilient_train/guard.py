@@ -259,8 +259,8 @@ class EngineGuard:
 
     def _end_update(self, begun: StartedUpdate) -> UpdateResult:
         attempt, gate, self._begun = self._updater.newest, self._updater.gate, None
-        if attempt.restarts:  # a schedule that starts again makes the loss jump on purpose
-            self._checks.schedule_restarts(self.clock.step + 1)
+        if attempt.trains_more:
+            self._checks.more_is_trained(self.clock.step + 1)
         self.clock.tick += 1
         self._in_flight = InFlight(begun, attempt, gate.limits, mean_metrics(self._reported), gate.is_open)
         return self._in_flight.result

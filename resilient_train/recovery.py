@@ -89,8 +89,7 @@ class Recovery:
             self._end_observed()
         self.controls.knobs.advance(was_limited=was_limited, may_relax=check.is_at_reference(step))
         had_reference = history.remedies is not None and history.remedies.get("reference") is not None
-        is_off = check.is_open or self.parts.checks.is_off_since_restart()
-        self.incident_log.update_accepted(step, self._recovered_after, loss_is_off=is_off)
+        self.incident_log.update_accepted(step, self._recovered_after, loss_is_off=check.is_open)
         if not check.is_open:  # the loss is back: the state to compare with is no longer needed
             if self.parts.ring.keeps_reference:
                 self.parts.ring.release_reference()
@@ -371,7 +370,6 @@ class Recovery:
     def finish(self) -> None:
         """The run is complete: close its incidents, as recovered if the loss is back or was never off."""
         check, is_back = self.parts.checks.rewind_check, self._is_back()
-        is_back &= not self.parts.checks.is_off_since_restart(is_end=True)
         self._ended_damaged = self._observed is not None
         self._end_observed()
         outcome = Outcome.RECOVERED if is_back else Outcome.UNRECOVERED

@@ -6,7 +6,6 @@ are no ticks. Every rank makes the same updates, and judges them by losses that 
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -176,7 +175,7 @@ class Trials:
         `lifts_limits`: the limits of the gate were learned on the way that the trial leaves.
         """
         updater, backups, ring = self._parts.updater, self._loop.backups, self._parts.ring
-        gate, restarts = updater.gate, copy.deepcopy(updater.restarts)
+        gate = updater.gate
         limits, self._attributes = gate.limits, backups.attributes()
         self._control, self._skipped, self._rows = control, skipped, rows
         self._judged: list[tuple[int, list[Any]]] = []  # start and batches of the later updates
@@ -192,7 +191,6 @@ class Trials:
             finally:
                 self.updates += self._cost
                 gate.limit(*limits)
-                updater.restarts = restarts
                 backups.set_attributes(self._attributes)
 
     @property

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
@@ -116,28 +115,6 @@ class LoopSchedule(Schedule):
 
     def _at(self, step: int) -> list[float | None]:
         return self._rates[next(first for first in reversed(self._rates) if first <= step)]
-
-
-class RestartDetector:
-    """Notices when a schedule starts again.
-
-    It compares each rate with that of the previous step number, not of the previous update: after a rewind the rate
-    is higher than in the update before, but the schedule has not started again.
-    """
-
-    def __init__(self) -> None:
-        self._rates: deque[tuple[float, float]] = deque(maxlen=10_000)  # by step: the rate, and the highest so far
-        self._step = -1  # of the last entry
-
-    def at(self, step: int, rate: float) -> bool:
-        """Say whether the rate has leapt close to the highest one so far. A warm-up climbs in smaller steps."""
-        while self._rates and self._step >= step:
-            self._rates.pop()
-            self._step -= 1
-        last, peak = self._rates[-1] if self._rates else (0.0, 0.0)
-        self._rates.append((rate, max(rate, peak)))
-        self._step = step
-        return 0 < 2 * last < rate and 0.2 * peak < rate < 1.05 * peak  # far above the peak it is a mistake
 
 
 class ShadowSchedule(Schedule):

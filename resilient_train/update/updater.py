@@ -21,7 +21,7 @@ from resilient_train.recover.knobs import AS_CONFIGURED, KnobValues
 from resilient_train.state.tree import is_sharded
 from resilient_train.update.clip import clip, clip_further, clip_to_share
 from resilient_train.update.gate import DIGESTS, Agreement, Gate
-from resilient_train.update.schedule import LoopSchedule, RestartDetector, Schedule
+from resilient_train.update.schedule import LoopSchedule, Schedule
 from resilient_train.update.turns import Turns
 from resilient_train.wording import log
 
@@ -44,7 +44,7 @@ class Attempt:
     before: Settings  # the settings of the groups before it
     is_limited: bool  # the schedule asks for a higher rate than the knobs allow
     lr_ratio: float  # the rate as a multiple of the configured one, in the group where that is highest
-    restarts: bool  # the schedule starts again with this update, or more is trained than before, on purpose
+    trains_more: bool  # weights were added or unfrozen since the update before
     max_norm: float | None  # the norm that gradients were clipped to
     has_share: bool = False  # gradients were clipped further, to a share of the norm of the weights
     is_turn: bool = False  # the optimizers stepped one after the other, and each had its gradients clipped alone
@@ -59,7 +59,6 @@ class Attempt:
 class _SetRates(NamedTuple):
     settings: Settings
     before: Settings  # the settings of the groups before it
-    planned_lr: float  # of the first group, by the schedule
     lr_ratio: float  # to the configured rate, in the group where that is highest
     asked_ratio: float  # without the limit of the knobs
 
@@ -97,7 +96,6 @@ class Updater:
         self.changes_after_norm = False  # its callbacks may, after it was measured
         self.gate = Gate(optimizers, device, skips_overflow=scaler is not None)
         self.turns = Turns(optimizers)
-        self.restarts = RestartDetector()
         self.weights: list[torch.Tensor] = []
         # Torch's own zero_grad only sets gradients to None, at fifty times the cost.
         self._own_zero_grad = [one for one in optimizers if type(one).zero_grad is not Optimizer.zero_grad]
@@ -170,7 +168,7 @@ class Updater:
             moving = [weight for group in groups if self._has_own_rate(group) for weight in group["params"]]
             scaled = moving, knobs.lr * rate_factor
         is_end = turns.is_complete or turns.is_open_ended
-        restarts = is_end and (self.restarts.at(step, set_rates.planned_lr) | self._has_new_weights)
+        trains_more = is_end and self._has_new_weights
         self._has_new_weights &= not is_end
         numbers = self.gate.step(measured, one, is_whole=turns.is_last_step, scaled=scaled)
         self.note_rates(set_rates.settings)
@@ -190,7 +188,7 @@ class Updater:
             before=set_rates.before if one is None else turns.before,
             is_limited=set_rates.lr_ratio < set_rates.asked_ratio,
             lr_ratio=set_rates.lr_ratio / rates[0],
-            restarts=restarts,
+            trains_more=trains_more,
             max_norm=max_norm,
             has_share=knobs.share > 0,
             is_turn=one is not None,
@@ -287,7 +285,7 @@ class Updater:
             settings.append(setting)
             before.append(old)
             paces.append((allowed, asked))
-        return _SetRates(settings, before, planned[0]["lr"] or 0.0, *map(max, zip(*paces, strict=True)))
+        return _SetRates(settings, before, *map(max, zip(*paces, strict=True)))
 
     def _take_over_rates(self, step: int) -> None:
         """Follow a loop that gave no schedule and sets a rate itself, later in the run: it may be at night.

@@ -76,8 +76,6 @@ class Checks:
         self._declared: set[int] = set()  # steps without alarms
         self._repeats = 0  # of the newest update
         self._latest: deque[float] = deque(maxlen=_LATEST)  # losses of attempted updates
-        self.awaited: Reference | None = None  # the loss was not back there when the schedule started again
-        self._since_restart: deque[float] = deque(maxlen=config.probation.window)
         self.probe: Probe | None = None  # whether a rise that was undone comes again
         self._step = 0  # of the newest update
         for step in config.expect:
@@ -103,23 +101,10 @@ class Checks:
         """Declare a change on purpose with this step."""
         self._declared.update(range(step - _AROUND, step + _AROUND + 1))
 
-    def schedule_restarts(self, step: int) -> None:
-        """Declare that the schedule starts again with this step. Open damage can be judged in a later cycle only."""
+    def more_is_trained(self, step: int) -> None:
+        """Declare that weights were added or unfrozen with this step."""
         self._declared.update(range(step, step + _AROUND + 1))  # a run that was rewound comes to it again
-        check = self.rewind_check
-        if check.is_open and self.awaited is None and not check.ends_back(step - 1):
-            self.awaited = check.reference
-        self._since_restart.clear()
-        self.no_progress.stop()  # each cycle has high rates on purpose, and the beginning is no measure any more
-
-    def is_off_since_restart(self, *, is_end: bool = False) -> bool:
-        """Whether the loss is still not back where it was before damage in an earlier cycle of the schedule."""
-        losses, config = self._since_restart, self.config.probation
-        if self.awaited is not None and len(losses) >= (1 if is_end else config.window):
-            at = self.awaited.step  # a trend of that time leads nowhere now
-            standing = self.awaited.standing(at, list(losses), sigmas=config.sigmas, share=config.share)
-            self.awaited = None if standing is Standing.BACK else self.awaited
-        return self.awaited is not None
+        self.no_progress.stop()  # the beginning is no measure any more
 
     def require_recovery(self, since: int, step: int, *, is_only_reported: bool = False) -> None:
         """Compare the run with its losses up to `since`: damage came after that and was noticed at `step`."""
@@ -170,7 +155,6 @@ class Checks:
         self._accepted = OrderedDict((other, one) for other, one in self._accepted.items() if other <= trusted)
         self._latest.clear()
         self._step = step
-        self._since_restart.clear()
         self.rewind_check.rewound(step, {other: loss for other, (loss, _) in self._accepted.items()}, rate)
         if len(self._accepted) >= self.config.limit.warmup:
             self._grad_limit.bound(max(norm for _, norm in self._accepted.values()))
@@ -221,7 +205,6 @@ class Checks:
     def _judge_landed(self, vitals: Vitals) -> Anomaly | None:
         """Update the checks and return the first alarm; None while damage is only reported."""
         step, loss, check = vitals.step, vitals.loss, self.rewind_check
-        self._since_restart.append(loss)
         self.best.see(step, loss)
         if step in self._declared:
             self.start_over()

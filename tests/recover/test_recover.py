@@ -1032,8 +1032,6 @@ def accept(history: IncidentLog, *steps: int, loss_is_off: bool = False) -> list
     return [one for step in steps for one in closed_by(history, functools.partial(accepted, step))]
 
 
-
-
 def test_the_same_trouble_again_closes_the_one_before() -> None:
     """The same cause and line, sooner: it recurred. Another cause or another line changes nothing."""
     line = Culprit("forward", "log", "head", "losses.py", 41, inputs=({"min": 0.0},))

@@ -161,7 +161,7 @@ def test_the_check_asks_where_the_loss_stands_near_its_beginning() -> None:
     for _ in range(200):
         checks.no_progress.see(3.0)
     assert checks.asks_for_rates(200, lambda: 0.0)
-    checks.schedule_restarts(100)
+    checks.more_is_trained(100)
     assert not checks.asks_for_rates(200, lambda: 0.0)
 
 

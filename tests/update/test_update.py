@@ -20,7 +20,6 @@ from resilient_train.update.clip import clip, clip_further, clip_to_share
 from resilient_train.update.schedule import (
     CurveSchedule,
     LoopSchedule,
-    RestartDetector,
     ShadowSchedule,
     constant,
     cosine,
@@ -400,25 +399,6 @@ def test_a_rate_that_is_set_back_is_no_mistake_of_the_loop() -> None:
     for state in (late, early):
         optimizer.load_state_dict(state)
         assert update(updater, 1, 0.5).settings[0]["lr"] == 0.5
-
-
-@pytest.mark.parametrize(
-    ("steps", "rates_then", "expected"),
-    [
-        ([0, 1, 2, 3], [1.0, 0.4, 0.1, 0.9], [3]),  # a warm restart
-        ([0, 1, 2, 2, 3], [1.0, 0.4, 0.1, 0.1, 0.9], [3]),  # refused once before
-        ([0, 1, 2, 3, 3], [1.0, 0.4, 0.1, 0.9, 0.9], [3, 3]),  # refused itself
-        ([0, 1, 2, 0, 1, 2], [1.0, 0.4, 0.1, 1.0, 0.4, 0.1], []),  # a rewind
-        ([0, 1, 2, 3, 4, 3], [1.0, 0.4, 0.1, 0.9, 0.4, 0.9], [3, 3]),  # a rewind to right before a restart
-        ([0, 1, 2, 3, 4], [0.1, 0.3, 0.5, 0.8, 1.0], []),  # a warm-up
-        ([0, 1, 2, 3], [1.0, 0.4, 0.1, 9.0], []),  # gone wild
-        ([7, 8], [0.1, 0.1], []),  # resumed
-    ],
-)
-def test_restarts(steps: list[int], rates_then: list[float], expected: list[int]) -> None:
-    """A rate is compared with that of the step before, so going back is no restart."""
-    restarts = RestartDetector()
-    assert [step for step, rate in zip(steps, rates_then, strict=True) if restarts.at(step, rate)] == expected
 
 
 @pytest.mark.parametrize("fused", [False, True])
