@@ -27,7 +27,6 @@ _MAX_BYTES_OF_DEVICE = 2**26  # of kept batches that are not in the memory of th
 _MAX_BYTES = 2**30  # of kept batches: older ones are fetched again, or left out of a repetition
 _REMEMBERED, _MAX_ROWS = 10_000, 2**22  # older updates whose rows are known, and rows, of 8 bytes each
 _LEAST_REMEMBERED = 128  # updates: no diagnosis goes further back
-_REPLAYED = 64  # of these, the newest: then also what the trainer counted is known
 
 
 @dataclass(slots=True)
@@ -79,7 +78,7 @@ class FedSamples(Samples):
         self._fed: deque[Fed] = deque()  # that may come again
         most = _MAX_ROWS // (slicing.batch_size * slicing.accumulation)
         self._older = deque[Fed](maxlen=min(_REMEMBERED, max(_LEAST_REMEMBERED, most)))  # without their batches
-        self._kept, self._kept_bytes = deque[Fed](), 0  # those with their batches, and some without
+        self._kept_bytes = 0  # of all batches that are kept
         self._has_dropped = False
         self.newest_stop = self.position  # the end of everything that was fetched
         self.current: Fed | None = None  # the update that was served last
@@ -123,17 +122,17 @@ class FedSamples(Samples):
         tensors = [leaf for leaf in leaves(made) if isinstance(leaf, torch.Tensor | np.ndarray)]
         nbytes = sum(one.nbytes for one in tensors)
         most = _MAX_BYTES_OF_DEVICE if any(getattr(one, "is_cuda", False) for one in tensors) else _MAX_BYTES
-        if not fed.nbytes:
-            self._kept.append(fed)
         fed.nbytes, self._kept_bytes = fed.nbytes + nbytes, self._kept_bytes + nbytes
-        while (old := self._kept[0]) is not fed and old is not self.current:  # these may be repeated without a rewind
-            if old.batches is not None and self._kept_bytes <= most:
+        for old in self._fed:
+            if self._kept_bytes <= most:
                 break
-            if old.batches is not None and not self._has_dropped and not self.rows:
+            if old.batches is None or old is fed or old is self.current:  # which may be repeated without a rewind
+                continue
+            if not self._has_dropped and not self.rows:
                 self._has_dropped = True
                 why = "a rewind leaves the oldest out, unless the loader can continue at their place"
                 _log.info("data: kept batches exceed %d MiB: %s", most >> 20, why)
-            self._drop_batches(self._kept.popleft())
+            self._drop_batches(old)
 
     def healthy(self, batch: Any, rows: Sequence[int]) -> tuple[Any, Sequence[int]]:
         """Return a batch that was just fetched, with others in the places of rows that are in quarantine."""
@@ -148,10 +147,8 @@ class FedSamples(Samples):
         while self._fed and self._fed[0].start < position:
             fed = self._fed.popleft()
             self._drop_batches(fed)
+            fed.settings, fed.before, fed.more = (), None, {}  # only the rows are asked for from now on
             self._older.append(fed)
-            if len(self._older) > _REPLAYED:  # of the others only the rows are asked for
-                old = self._older[-_REPLAYED - 1]
-                old.settings, old.before, old.more = (), None, {}
 
     def at(self, start: int) -> Fed:
         """Return the update that begins at a position."""
@@ -240,8 +237,8 @@ class FedSamples(Samples):
         for fed in self._fed:
             self._drop_batches(fed)
         before = [fed for fed in chain(self._older, self._fed) if fed.start < position]
-        for known in (self._fed, self._older, self._kept):
-            known.clear()
+        self._fed.clear()
+        self._older.clear()
         self._older.extend(before)
         self.position = self.newest_stop = position
 
