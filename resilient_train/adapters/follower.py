@@ -76,23 +76,21 @@ class Follower:
         make_again: MakeAgain,
         measure_norm: Callable[[], torch.Tensor | None],
         *,
-        forget: Callable[[list[Any]], None],
-        is_saver: bool,
+        forget: Callable[[list[Path]], None] = lambda damaged: None,
         made: int,
         planned: float,
     ) -> None:
         """The schedules of `guard` are `TrainersSettings`, one for each optimizer.
 
         `make_again` runs forward and backward of a batch of an update, which is its number among them. `measure_norm`
-        clips the gradients as the trainer does, and returns their norm before. `forget` is called with what was `saved`
-        of a damaged state, of which checkpoints are renamed; `is_saver`: this process has written them. The trainer has
-        `made` so many updates before, in other processes, of those that are `planned`, which is -1 or very large if it
-        has no end.
+        clips the gradients as the trainer does, and returns their norm before. `forget` is called with the
+        checkpoints of a damaged state, which rank 0 renames. The trainer has `made` so many updates before, in other
+        processes, of those that are `planned`, which is -1 or very large if it has no end.
         """
         self.guard, self.samples = guard, samples
         guard.clock.step = guard.clock.tick = made
         self._make_again, self._measure_norm = make_again, measure_norm
-        self._forget, self._is_saver = forget, is_saver
+        self._forget = forget
         self._updater = guard._updater
         self._updater.trainer_clips = True
         assert isinstance(guard.seeds, RecordedStates)
@@ -105,7 +103,7 @@ class Follower:
         self._is_open = False  # the trainer has fetched it, and made no step yet
         self._loss: torch.Tensor | None = None  # of the newest micro-batch, until the next one begins
         self.norm: torch.Tensor | None = None  # of its gradients, before they were clipped
-        self._saved: list[tuple[int, Any]] = []  # accepted updates, and what the trainer saved after them
+        self._saved: list[tuple[int, Path]] = []  # accepted updates, and checkpoints of the trainer after them
         self._seen = len(guard.incidents)
 
     # What the trainer's calls become.
@@ -228,9 +226,9 @@ class Follower:
 
     # The trainer's checkpoints.
 
-    def saved(self, made: Any) -> None:
-        """Note the path of a checkpoint, or what else was made of the state, in case that it turns out to be bad."""
-        self._saved.append((self.guard.clock.step, made))
+    def saved(self, path: Path) -> None:
+        """Note a checkpoint of the trainer, in case that its state turns out to be bad."""
+        self._saved.append((self.guard.clock.step, path))
 
     def _rename_damaged(self) -> None:
         """Rename checkpoints that were saved after damage had begun, so that nothing resumes from them."""
@@ -239,11 +237,11 @@ class Follower:
         self._seen = len(incidents)
         if since is None:
             return
-        damaged = [made for step, made in self._saved if step > since]
+        damaged = [path for step, path in self._saved if step > since]
         self._saved = [one for one in self._saved if one[0] <= since]
-        for made in damaged:
-            if self._is_saver and isinstance(made, Path) and made.exists():
-                _rename(made)
+        for path in damaged:
+            if self.guard.world.is_main and path.exists():
+                _rename(path)
         self._forget(damaged)
 
     # Inside.

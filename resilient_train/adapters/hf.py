@@ -67,12 +67,13 @@ def guard(trainer: T, *, run_dir: str | Path | None = None, **options: Any) -> T
     return trainer
 
 
-class _Best(NamedTuple):
-    """The best state that the trainer knew before an evaluation."""
+class _Place(NamedTuple):
+    """What a loss may read, and what a forward counts, besides weights."""
 
-    metric: float | None
-    step: int | None
-    checkpoint: str | None
+    step: int
+    epoch: float | None
+    batches: int | None  # GRPO's count
+    noted: dict[str, Any]
 
 
 class Guarding:
@@ -88,7 +89,6 @@ class Guarding:
         self.rows: list[Any] = []  # of the batches that are being fetched
         self.is_replay, self.number = False, 0  # which of an update's micro-batches it is
         self.loss_before: torch.Tensor | None = None  # the trainer's sum of losses before the newest update
-        self.noted_before: dict[str, Any] | None = None  # its metrics then, until that update is made
         self._resumes_from = Path(resumes_from) if resumes_from else None  # a checkpoint of the trainer
         self._backward: Any = None  # Accelerate's
         self._optimizer_step: Any = None
@@ -123,7 +123,6 @@ class Guarding:
             self._make_again,
             self._measure_norm,
             forget=self._forget,
-            is_saver=args.should_save,
             made=made,
             planned=planned,
         )
@@ -165,14 +164,11 @@ class Guarding:
 
     def _step(self, closure: Any = None) -> None:
         """Take the place of the optimizer's step."""
-        follower, counts = self._following, self._counts
-        norm = follower.norm
-        try:
-            loss = follower.step()
-        finally:
-            self._return_to(counts)
+        follower, place, norm = self._following, self._place(), self._following.norm
+        if (loss := follower.step()) is not None:
+            is_made = follower.was_made(loss)
+            self._return_to(place._replace(noted=self._noted() if is_made else follower.fed.before.noted))
         self._log_as_made(loss, norm)
-        self.noted_before = None
         newest = follower.guard.newest  # after an overflow in fp16 the trainer's schedule waits
         self.trainer.optimizer._is_overflow = newest is not None and newest.overflowed
 
@@ -190,8 +186,6 @@ class Guarding:
             return
         if follower.was_made(retried):
             self._logged = retried.to(before.device), follower.norm
-        elif self.noted_before is not None:
-            vars(trainer).update(self.noted_before)
         loss_of_made, norm_of_made = self._logged
         trainer._tr_loss.copy_(before + loss_of_made)
         if norm is not None and norm_of_made is not None:
@@ -200,11 +194,7 @@ class Guarding:
     def _make_again(self, batch: Any, number: int, fed: Fed) -> torch.Tensor:
         """Run forward and backward of a micro-batch that a rewind has undone."""
         trainer, model, batches, self.number = self.trainer, self.trainer.model_wrapped, fed.batches or [], number
-        # The newest update counts as it is made in the end, unless it was logged already; older ones have counted.
-        is_counted = fed is self._following.fed and self.noted_before is not None
-        if is_counted and number == 0:
-            vars(trainer).update(_copied(self.noted_before))
-        noted, is_last, all_alike = self.noted(), number == len(batches) - 1, [len(batches)] * len(batches)
+        is_last, all_alike = number == len(batches) - 1, [len(batches)] * len(batches)
         if number == 0:
             self._return_to(fed.before)
             if fed.more.setdefault("shares", all_alike) == all_alike:
@@ -214,8 +204,6 @@ class Guarding:
         trainer.accelerator.gradient_state._set_sync_gradients(is_last)
         with nullcontext() if is_last else trainer.accelerator.no_sync(model=model):
             loss: torch.Tensor = self._plain_step(model, batch, fed.more["items"][number]) * share
-        if not is_counted:
-            vars(trainer).update(noted)
         return loss
 
     def _measure_norm(self) -> torch.Tensor | None:
@@ -226,18 +214,16 @@ class Guarding:
 
     def _measured(self, model: Any, batch: Any) -> torch.Tensor:
         """Return the loss of a batch, before its backward, for a replay."""
-        trainer, (fed, self.number) = self.trainer, self._following.replayed()
-        before = self.noted()
-        before |= {"_buffered_inputs": trainer._buffered_inputs} if self.generates else {}
-        counts, self.is_replay, self._replayed = self._counts, True, None
-        self._return_to(counts if self._following.samples.sees_now else fed.before or counts)
+        fed, self.number = self._following.replayed()
+        place, self.is_replay, self._replayed = self._place(), True, None
+        if not self._following.samples.sees_now and fed.before is not None:
+            self._return_to(fed.before)
         try:
             items = fed.more.get("items") or [None]
             loss = self._plain_step(model, batch, items[min(self.number, len(items) - 1)])
         finally:
             self.is_replay = False
-            vars(trainer).update(before)
-            self._return_to(counts)
+            self._return_to(place)
         return self._replayed if self._replayed is not None else loss
 
     def _run_backward(self, loss: torch.Tensor, **more: Any) -> None:
@@ -255,38 +241,34 @@ class Guarding:
         assert self.follower is not None
         return self.follower
 
-    def noted(self) -> dict[str, Any]:
+    def _noted(self) -> dict[str, Any]:
         """Copy what TRL's trainers count."""
         return {name: _copied(vars(self.trainer)[name]) for name in _NOTED if name in vars(self.trainer)}
 
-    @property
-    def _counts(self) -> tuple[int, float | None, int | None]:
-        """What a loss may read: updates and epochs, and GRPO's count of batches."""
-        return self.trainer.state.global_step, self.trainer.state.epoch, getattr(self.trainer, "_step", None)
+    def _place(self) -> _Place:
+        state = self.trainer.state
+        return _Place(state.global_step, state.epoch, getattr(self.trainer, "_step", None), self._noted())
 
-    def _return_to(self, counts: tuple[int, float | None, int | None]) -> None:
-        self.trainer.state.global_step, self.trainer.state.epoch, step = counts
-        if step is not None:
-            self.trainer._step = step
+    def _return_to(self, place: _Place) -> None:
+        self.trainer.state.global_step, self.trainer.state.epoch = place.step, place.epoch
+        vars(self.trainer).update(_copied(place.noted))
+        if place.batches is not None:
+            self.trainer._step = place.batches
 
     # The trainer's evaluations and checkpoints.
 
     def examine(self, *, is_end: bool = False) -> None:
         """Look at the whole state before the trainer evaluates it, saves it, or reports its end."""
         if self.follower is not None:
-            counts = self._counts
+            place = self._place()
             self.follower.examine(is_end=is_end)
-            self._return_to(counts)
+            self._return_to(place)
 
-    def _forget(self, damaged: list[Any]) -> None:
-        """Let the trainer forget what it evaluated and saved with damage, and its best state is again that before."""
-        if best := next((one for one in damaged if isinstance(one, _Best)), None):
-            # The trainer keeps only so many checkpoints. Ranks without a shared disk decide alike.
-            has_gone = best.checkpoint is not None and not Path(best.checkpoint).exists()
-            if self._following.guard.world.on_main(lambda: has_gone):
-                best = _Best(None, None, None)
-            state = self.trainer.state
-            state.best_metric, state.best_global_step, state.best_model_checkpoint = best
+    def _forget(self, damaged: list[Path]) -> None:
+        """Let the trainer forget its best state if that has damage: the next evaluations decide."""
+        state = self.trainer.state
+        if state.best_model_checkpoint is not None and Path(state.best_model_checkpoint) in damaged:
+            state.best_metric = state.best_global_step = state.best_model_checkpoint = None
 
 
 def _copied(noted: Any) -> Any:
@@ -330,7 +312,7 @@ class _Guarded(_Trainer):  # type: ignore[misc]
         batches, items = super().get_batch_samples(here.healthy(epoch_iterator), num_batches, device)
         if batches:
             fed = follower.feed(batches, here.rows)
-            fed.before = fed.before or here._counts
+            fed.before = fed.before or here._place()
             fed.more = fed.more or {"items": [], "shares": []}
             fed.more["items"] += [items] * len(batches)
             fed.more["shares"] += [len(batches)] * len(batches)
@@ -342,7 +324,7 @@ class _Guarded(_Trainer):  # type: ignore[misc]
         if follower is None or here.is_replay:
             return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]
         if not follower.taken:
-            here.loss_before, here.noted_before = self._tr_loss.clone(), here.noted()
+            here.loss_before = self._tr_loss.clone()
         here.number = follower.taken
         loss: torch.Tensor = super().training_step(model, follower.next_batch(), num_items_in_batch)
         follower.note(loss * self.current_gradient_accumulation_steps)  # of which it is a share
@@ -370,11 +352,8 @@ class _Guarded(_Trainer):  # type: ignore[misc]
         return follower.norm if isinstance(norm, torch.Tensor) else norm
 
     def _evaluate(self, *args: Any, **more: Any) -> Any:
-        """Note the best state until now, in case that damage is found later in this one."""
-        here, state = self._resilient, self.state
+        here = self._resilient
         here.examine()
-        if here.follower is not None:
-            here.follower.saved(_Best(state.best_metric, state.best_global_step, state.best_model_checkpoint))
         found = super()._evaluate(*args, **more)
         if here.follower is not None and isinstance(loss := found.get("eval_loss"), float):
             here.follower.guard.reporter.note_evaluation({"loss": loss})

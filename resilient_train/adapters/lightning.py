@@ -19,7 +19,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from resilient_train.adapters.follower import refuse_bad_options, run_dir_of
-from resilient_train.adapters.lightning_fit import Fit, is_last_step
+from resilient_train.adapters.lightning_fit import Fit
 from resilient_train.adapters.lightning_manual import ManualFit
 from resilient_train.errors import TrainError
 
@@ -62,10 +62,6 @@ class Guarded(Callback):  # type: ignore[misc]  # mypy skips Lightning
         if trainer.ckpt_path and self._name:
             folder = run_dir_of(Path(folder), self._name)
         self._fit.begin({**self._options, "run_dir": folder}, self._updates if trainer.ckpt_path else None)
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        if self._fit is not None and is_last_step(trainer):
-            self._fit.examine()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._end()

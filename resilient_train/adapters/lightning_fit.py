@@ -59,7 +59,7 @@ class Fit:
         self._is_quiet = False  # nothing is logged
         self._logged: Logged | None = None  # before the newest update
         self._output: dict[str, Any] | None = None  # of its last batch, if it was retried
-        self._examined = (-1, False)  # the newest examination: updates until then, and whether it was that of the end
+        self._examined = -1  # updates until the newest examination
         self._metrics: list[Metric] = []
         self._wrap()
 
@@ -149,8 +149,6 @@ class Fit:
             samples,
             self._retry,
             self._measure_norm,
-            forget=self._forget,
-            is_saver=trainer.is_global_zero,
             made=made,
             planned=planned,
         )
@@ -367,8 +365,7 @@ class Fit:
             if not is_end:
                 return
             self._leave_out()
-        is_end = is_end or is_last_step(self._trainer)
-        if self._examined in ((follower.guard.clock.tick, True), (follower.guard.clock.tick, is_end)):
+        if self._examined == follower.guard.clock.tick and not is_end:
             return
         before, place = Logged(self._trainer, self._metrics), self._place()
         is_averaged = any(one.has_newest for one in self._averages)
@@ -378,7 +375,7 @@ class Fit:
         self._return_to(place)
         if is_averaged:  # else Lightning does it after this
             self._average()
-        self._examined = (follower.guard.clock.tick, is_end)
+        self._examined = follower.guard.clock.tick
 
     def _validate(self, plain: Callable[[], Any]) -> Any:
         """Examine the state before an epoch of validation: afterwards the model is not in training mode."""
@@ -394,28 +391,3 @@ class Fit:
         plain(filepath, *given, **more)
         if self._training is not None:
             self._training.saved(Path(filepath))
-
-    def _forget(self, damaged: list[Any]) -> None:
-        """Let Lightning forget checkpoints that turned out to be bad."""
-        for path in damaged:
-            for callback in self._trainer.checkpoint_callbacks:
-                forget_checkpoint(callback, str(path))
-
-
-def is_last_step(trainer: Any) -> bool:
-    """Say whether the newest update is the last one, unless the trainer is stopped early."""
-    fit_loop, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
-    is_last_epoch = 0 <= fit_loop.max_epochs <= fit_loop.epoch_progress.current.ready
-    return bool(0 <= loop.max_steps <= trainer.global_step or (is_last_epoch and loop._num_ready_batches_reached()))
-
-
-def forget_checkpoint(callback: Any, path: str) -> None:
-    """Let a ModelCheckpoint forget a file."""
-    if path in getattr(callback, "best_k_models", {}):
-        del callback.best_k_models[path]
-    if getattr(callback, "best_model_path", None) == path:
-        best = min if callback.mode == "min" else max
-        callback.best_model_path = best(callback.best_k_models, key=callback.best_k_models.get, default="")
-        callback.best_model_score = callback.best_k_models.get(callback.best_model_path)
-    if getattr(callback, "last_model_path", None) == path:
-        callback.last_model_path = ""

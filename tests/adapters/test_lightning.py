@@ -156,7 +156,7 @@ def test_rows_without_an_index_need_none(tmp_path: Path, nested: str) -> None:
 
 
 def test_a_checkpoint_of_a_damaged_state_is_renamed(tmp_path: Path) -> None:
-    """Checkpoints from before the damage stay, those after it are healthy, and Lightning forgets the renamed one."""
+    """Checkpoints from before the damage stay, and those after it are healthy."""
 
     class Damage(Callback):  # type: ignore[misc]
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *given: Any) -> None:
