@@ -15,7 +15,7 @@ from torch import nn
 
 from resilient_train import guard
 from resilient_train.adapters import arguments, loops
-from resilient_train.adapters.reporter import REPORT_EVERY, Place, Report, RunReporter, place, warn_if_unused
+from resilient_train.adapters.reporter import REPORT_EVERY, Place, Report, RunReporter, place
 from resilient_train.checkpoint.keeper import CheckpointKeeper
 from resilient_train.checkpoint.resume import Resume
 from resilient_train.computation import Loop
@@ -195,7 +195,6 @@ class Guard(guard.EngineGuard):
             self._handled = sys.exc_info()[1]  # an error that the caller handles with this loop
             waits = synchronous(updater.optimizers) if device.type != "cpu" else []
             self._cautions = [*loops.cautions(samples, waits, has_objective=measured is not None)]
-            self._unused = warn_if_unused(self, world, self._direct_steps) if is_own_loop else None
             self._loop_clips = LoopClipCheck()
             self._sees_clips = is_own_loop and world.is_main and measured is None and not samples.is_fed
         except BaseException:
@@ -395,8 +394,6 @@ class Guard(guard.EngineGuard):
     def _start(self) -> None:
         """Resume, if that is asked for, and verify the first state."""
         self._handled = sys.exc_info()[1]
-        if self._unused is not None:
-            self._unused.detach()
         for line in self._cautions if not self._has_begun else ():
             log.info("%s", line)
         if self._owes_resume and self.resume():

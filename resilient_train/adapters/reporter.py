@@ -11,7 +11,6 @@ import itertools
 import os
 import sys
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -20,7 +19,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from resilient_train.adapters.arguments import TRAINERS
 from resilient_train.adapters.loops import close_older
 from resilient_train.errors import (
     ConfigError,
@@ -48,10 +46,9 @@ from resilient_train.tracking.review import completed, review, ui_command, where
 from resilient_train.tracking.story import read_story, status_by
 from resilient_train.tracking.tracker import EXPERIMENT, Tracker, TrackingConfig
 from resilient_train.types import Cause, Incident, Vitals
-from resilient_train.update.turns import DirectStepCheck
 from resilient_train.watch.checks import Checks
 from resilient_train.watch.vitals import UpdateHistory
-from resilient_train.wording import counted, log
+from resilient_train.wording import log
 
 REPORT_EVERY = 10  # accepted updates of the caller's loop
 _JUDGED_AFTER = 50  # steps: before, a loss that has not fallen means nothing
@@ -61,11 +58,6 @@ _TIMED = 10_000  # laps from which the median step time is taken
 _DRAIN_S = 30.0  # how long the end of a loop waits for MLflow at most
 
 _unreported: set[RunReporter] = set()  # of loops whose end is not reported yet
-
-_UNUSED = (
-    "this guard has made no update%s, so it has protected nothing: iterate over guard.batches() and call guard.step or "
-    f"guard.update; {TRAINERS}"
-)
 
 
 @dataclass(frozen=True)
@@ -143,18 +135,6 @@ def _claim(named: Path, locks: list[DirectoryLock], *, resumes: bool) -> Path:
             raise ConfigError("run_dir", named, f"cannot be written: {error.strerror}") from None
         path = named.with_name(f"{named.name}-{number}")
     raise AssertionError
-
-
-def warn_if_unused(guard: object, world: World, direct_steps: DirectStepCheck) -> weakref.finalize[Any, Any]:
-    """Warn when a guard is deleted, or the process ends, unless `detach` was called by then, or an error ends it."""
-
-    def warn() -> None:
-        if getattr(sys, "last_value", None) is not None:
-            return
-        steps = f" while its optimizers made {counted(direct_steps.count, 'step')}" if direct_steps.count else ""
-        (log.warning if world.is_main else log.debug)(_UNUSED, steps)
-
-    return weakref.finalize(guard, warn)
 
 
 def status_and_code(error: BaseException | None) -> tuple[str, int]:

@@ -60,7 +60,8 @@ class DirectStepCheck:
                 if self.count == 1:
                     log.warning(
                         "optimizer.step() was called outside of guard.batches(): such updates are not protected, and a "
-                        "rewind does not know of them"
+                        "rewind does not know of them; a trainer is guarded by resilient_train.hf.guard(trainer), or "
+                        "callbacks=[resilient_train.lightning.Guarded()]"
                     )
             optimizer._opt_called = True
             return plain(*args, **kwargs)

@@ -258,35 +258,25 @@ if how in ("scaler", "well"):
         guard.update(loss)
     guard.close()
     optimizer.step()
-if how == "fails":
-    raise ValueError("before the loop")
 """
 
 
 @pytest.mark.parametrize(
     ("how", "told"),
     [
-        (
-            "behind",
-            [
-                "optimizer.step() was called outside of guard.batches()",
-                "made no update while its optimizers made 3 steps",
-            ],
-        ),
-        ("unused", ["this guard has made no update, so it has protected nothing"]),
-        ("fails", []),  # the error explains it already
-        ("scaler", ["a GradScaler of the program is in use"]),
-        ("well", []),
+        ("behind", "optimizer.step() was called outside of guard.batches()"),
+        ("scaler", "a GradScaler of the program is in use"),
+        ("well", ""),
     ],
 )
-def test_a_loop_that_is_not_protected_is_told(how: str, told: list[str], tmp_path: Path) -> None:
-    """Once, at the exit of the process at the latest, and nothing is written that would say how it went."""
+def test_a_loop_that_is_not_protected_is_told(how: str, told: str, tmp_path: Path) -> None:
+    """Once, and nothing is written that would say how it went."""
     (tmp_path / "place").mkdir()
     (tmp_path / "place/own.py").write_text(UNPROTECTED)
     done = launch(tmp_path / "place", 1, "own.py", how)
-    assert done.is_well == (how != "fails")
-    warnings = ("outside of guard.batches", "has made no update", "a GradScaler")
-    assert sum(done.stderr.count(one) for one in warnings) == len(told)
-    assert all(one in done.stderr for one in told)
-    assert ("resilient_train.hf.guard(trainer)" in done.stderr) == (how in ("behind", "unused"))
+    assert done.is_well
+    warnings = ("outside of guard.batches", "a GradScaler")
+    assert sum(done.stderr.count(one) for one in warnings) == bool(told)
+    assert told in done.stderr
+    assert ("resilient_train.hf.guard(trainer)" in done.stderr) == (how == "behind")
     assert (tmp_path / "place/here/summary.json").exists() == (how in ("scaler", "well"))
