@@ -401,8 +401,8 @@ def duration(seconds: float) -> str:
 class DrawnLine:
     """A line at the bottom of a terminal that is drawn again and again."""
 
-    def __init__(self, stream: IO[str]) -> None:
-        self._stream = stream
+    def __init__(self, stream: IO[str] | None) -> None:
+        self._stream = stream  # None: a program without one
         self._width = 0  # of what is drawn
 
     def draw(self, words: str) -> None:
