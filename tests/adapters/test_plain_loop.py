@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,30 +21,6 @@ from resilient_train.adapters import arguments
 from resilient_train.state.tree import sha256
 
 STEPS = 40
-
-
-def trained(how: str, tmp_path: Path) -> tuple[str, Guard]:
-    torch.manual_seed(0)
-    model: Any = Net()
-    optimizer: Any = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
-    accelerator = None
-    if how == "accelerate":
-        accelerator = Accelerator(cpu=True)
-        model, optimizer = accelerator.prepare(model, optimizer)
-    guard = Guard(accelerator, model, optimizer, data=rows(), batch_size=16, steps=STEPS, run_dir=tmp_path / how)
-    for x, y in guard.batches():
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()  # type: ignore[no-untyped-call]
-        guard.update(loss)
-    guard.close()
-    return sha256(dict(model.named_parameters())), guard
-
-
-def test_it_trains_as_with_accelerate(tmp_path: Path) -> None:
-    plain, guard = trained("plain", tmp_path)
-    assert plain == trained("accelerate", tmp_path)[0]
-    assert guard.clock.step == STEPS
-    assert guard.incidents == []
 
 
 def on_a_rank(rank: int, folder: Path, knows_accelerate: bool) -> None:
