@@ -27,7 +27,6 @@ class LimitConfig(Every):
 @dataclass
 class OvershootConfig(Every):
     window: int = limited(at_least=1)
-    watched: int = limited(at_least=1)
     updates: int = limited(at_least=1)
     times: float = limited(above=1)
 

@@ -19,9 +19,7 @@ _FEWEST = 4  # losses that show a scatter
 _LEAST_SCATTER = 0.15  # of the logarithm of losses that hardly differ
 _FAR_SIGMAS = 6.0  # standard deviations that no noise explains
 _FLAT = 0.01  # of the first gradient norm: the weights are in a plateau from which nothing leads back
-_WATCHED = 4  # times as many updates are compared after an alarm
-_LOST_SHARE = 0.25  # of the way that the loss had come: losing more of it is an alarm ...
-_WORSE_SHARE = 0.5  # ... if it is also more than this share of the best loss
+_KEPT = 4  # times as many losses are kept as are compared, to see how much they scatter
 _COMPARED = 16  # losses before a rate rose that those since are compared with
 _NOISY = 0.3  # of the mean of losses: their standard deviation
 _CLEAR_SIGMAS = 3.0  # of a sum of ranks
@@ -33,23 +31,17 @@ class EarlyDivergence(PlainState):
 
     The other checks learn what is usual from the first updates and would learn the damage. The lowest of a few losses
     counts, since single batches may be hard; and the median of the gradient norms, since a loss may begin near zero.
-
-    After an alarm the run is watched longer and more closely, until the other checks know what is usual: then it is
-    enough that it loses much of what it had learned, which no healthy run does.
     """
 
-    saved = ("_first", "_which", "_losses", "_norms", "_level", "_best", "_good_at")
+    saved = ("_first", "_which", "_losses", "_norms")
     persistent = ("is_suspect", "is_over")
 
     def __init__(self, config: OvershootConfig) -> None:
         self.config = config
         self._first: list[float] = []  # loss and gradient norm before the first update
         self._which = -1  # what identifies the newest update
-        self._losses: deque[float] = deque(maxlen=_WATCHED * config.updates)
+        self._losses: deque[float] = deque(maxlen=_KEPT * config.updates)
         self._norms: deque[float] = deque(maxlen=config.updates)
-        self._level: float | None = None  # the first median that was compared
-        self._best = 0.0  # the lowest median
-        self._good_at = 0  # the newest step with losses near the lowest
         self.is_suspect = False  # there was an alarm
         self.can_compare = False  # an alarm is compared with the loss of its samples at the first weights
         self.is_thrown = False  # the newest update is far above the first loss, which may have been low by chance
@@ -61,8 +53,8 @@ class EarlyDivergence(PlainState):
 
     def see(self, step: int, which: int, loss: float, norm: float) -> Alarm | None:
         """Judge an attempted update. `which` identifies it: of an update that is retried the last attempt counts."""
-        self.is_thrown, is_watched = False, self.is_suspect and step <= self.config.watched
-        if self.is_over or not self.config.every or not (is_watched or step <= self.config.window):
+        self.is_thrown = False
+        if self.is_over or not self.config.every or step > self.config.window:
             return None
         if which == self._which and self._losses:  # retried, perhaps with other rows in place of bad ones
             self._losses.pop()
@@ -75,14 +67,13 @@ class EarlyDivergence(PlainState):
             return None
         self._losses.append(loss)
         self._norms.append(norm)
-        thrown = self._thrown()
-        evidence = thrown or (self._lost(step) if is_watched else None)
+        evidence = self._thrown()
         if evidence is None:
             return None
-        self.is_suspect, self.is_thrown = True, thrown is not None
+        self.is_suspect = self.is_thrown = True
         self._losses.clear()  # gives a treatment time before the next alarm
         self._norms.clear()
-        return Alarm(self._good_at, evidence)
+        return Alarm(0, evidence)
 
     def begins_with(self, loss: float) -> None:
         """Take the loss that samples have at the first weights in the place of the first one, which is one number."""
@@ -120,21 +111,6 @@ class EarlyDivergence(PlainState):
         scatter = max(_LEAST_SCATTER, stdev(b - a for a, b in pairwise(logs)) / sqrt(2)) * (1 + 2 / sqrt(count))
         chance = (min(logs) - log(max(before))) / max(scatter, scatter**2) + log(comb(len(before) + count, count))
         return chance < _CERTAIN
-
-    def _lost(self, step: int) -> str | None:
-        """Three of four losses far above the best median."""
-        if len(self._losses) < _WATCHED * self.config.updates:
-            return None
-        middle, lower_quarter = median(self._losses), sorted(self._losses)[len(self._losses) // 4]
-        if self._level is None:
-            self._level = self._best = middle
-        self._best = best = min(self._best, middle)
-        room = max(_LOST_SHARE * (self._level - best), _WORSE_SHARE * abs(best))
-        if middle - best <= room / 2:
-            self._good_at = step - len(self._losses)
-        if lower_quarter - best <= room:
-            return None
-        return f"loss {middle:.4g} where it began with {self._level:.4g} and had come to {best:.4g}"
 
 
 class RateRise(PlainState):
