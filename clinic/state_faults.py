@@ -388,7 +388,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     config = SimpleNamespace(
-        weights=WeightsConfig(given.every, margin=1.05, jump=20.0),
+        weights=WeightsConfig(given.every, margin=1.05),
         optimizer=OptimizerConfig(given.every, margin=1.05),
         replicas=Every(0),
         norms=NormsConfig(0, factor=1000.0),

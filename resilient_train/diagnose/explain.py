@@ -27,7 +27,6 @@ from resilient_train.types import SPIKES, Anomaly, Cause, Diagnosis, Incident, S
 from resilient_train.watch.purpose import LEARNED
 from resilient_train.watch.reference import Reference
 from resilient_train.watch.vitals import FEW, WILD, Leap, PastUpdate, UpdateHistory
-from resilient_train.watch.weights import is_possible
 
 OF_THE_LOSS = (Signal.LOSS_SPIKE, Signal.DIVERGENCE, Signal.NOT_RECOVERED)
 _OF_THE_RATE = (
@@ -188,8 +187,7 @@ class Explainer:
         if all(one.since != anomaly.since for one in recent):
             return found
         # What breaks again at the same place, after the updates were retried, is no accident of the hardware.
-        cause = Cause.EXPLOSION if is_possible(anomaly) else Cause.OPTIMIZER
-        return Diagnosis(cause, f"It happened again at the same place after a rewind. {found.advice}")
+        return Diagnosis(Cause.OPTIMIZER, f"It happened again at the same place after a rewind. {found.advice}")
 
     # Rows whose values are far above those of others.
 

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from resilient_train.state.tree import Share, is_sharded, local_part, sharding_of
 from resilient_train.types import Anomaly, Cause, Diagnosis, Signal
-from resilient_train.watch.weights import is_possible
 from resilient_train.wording import names_listed
 
 
@@ -34,11 +33,8 @@ def of_state(
         where = _farthest(weights, before)
     if where is None:
         return None
-    if is_possible(anomaly):
-        why = "farther than updates went lately: if it returns, lower the learning rate, or suspect the hardware"
-    else:
-        meant = f"expect=[{anomaly.step}] declares it if it is meant"
-        why = f"which no update can have done: {meant}; if it returns, suspect the hardware"
+    meant = f"expect=[{anomaly.step}] declares it if it is meant"
+    why = f"which no update can have done: {meant}; if it returns, suspect the hardware"
     size, what = where
     advice = f"{what}, {why}, or code that writes to weights between updates."
     return size, Diagnosis(Cause.CORRUPTION, advice)

@@ -84,7 +84,6 @@ class ScaleConfig(Every):
 @dataclass
 class WeightsConfig(Every):
     margin: float = limited(at_least=1)
-    jump: float = limited(above=1)
 
 
 @dataclass

@@ -20,7 +20,7 @@ from resilient_train.watch.layout import Item, Layout, State, digest
 from resilient_train.watch.loss import load_each
 from resilient_train.watch.modes import NormStatistics
 from resilient_train.watch.moments import Moments
-from resilient_train.watch.weights import KEPT, Found, Weights, is_possible
+from resilient_train.watch.weights import KEPT, Found, Weights
 
 Settings = Sequence[Mapping[str, Any]]  # by parameter group of all optimizers
 
@@ -212,7 +212,7 @@ class Scans:
         alike = Counter(at for at, one in self._found if found.is_like(one))
         known = max(alike.values(), default=0)
         self._found.append((step, found))
-        often = _ONCE if is_jump and not is_possible(found) else _OFTEN
+        often = _ONCE if is_jump else _OFTEN
         if max(known, alike[step] + 1) <= often:
             return False
         self._weights.unbounded.add(found.subject)

@@ -12,18 +12,13 @@ from functools import lru_cache
 from math import inf, isfinite, sqrt
 from typing import Any, NamedTuple
 
-from resilient_train.types import Anomaly, Signal
+from resilient_train.types import Signal
 from resilient_train.watch.config import WeightsConfig
 from resilient_train.wording import counted
 
 _ROUNDING = 1e-4  # relative error of a float32 norm, from one measurement to the next
 _COARSE_ROUNDING = 2**-8  # relative error of bfloat16, in each update
-_KNOWN_AFTER = 4  # changes of a tensor, before which it is not compared with its own past
-_FADES = 0.9  # factor for the largest past change, at each measurement
-_REMARKABLE = 0.25  # share of its size that a tensor must have changed by, to be compared with its past
-_FULL_SPEED = 0.5  # of `lr` per update: healthy tensors as a whole move by less with Adam
-_LIKELY = 0.2  # of what SGD can move: below that a tensor is not compared with its past
-_LEAP = 3  # times the highest rate of recent updates: weights may move farther, and the loss shows any harm
+_REMARKABLE = 0.25  # share of its size that a tensor must have changed by, to be judged by the bound of its norm
 KEPT = "kept."  # how the names of tensors begin that the user keeps
 _LOUD = 100.0  # times the largest weight of the model
 
@@ -40,11 +35,6 @@ class Found(NamedTuple):
     def is_like(self, other: Found) -> bool:
         """Say whether it is about as large: damage differs each time, what code writes does not."""
         return self.subject == other.subject and max(self.size, other.size) <= 2 * min(self.size, other.size)
-
-
-def is_possible(found: Found | Anomaly) -> bool:
-    """Whether updates can have moved the weights that far, though lately they did not."""
-    return found.signal is Signal.WEIGHTS_JUMP and "lately" in found.evidence
 
 
 def nonfinite(signal: Signal, values: Mapping[str, float], free: Collection[str], bounded: set[str]) -> Found | None:
@@ -80,7 +70,6 @@ class Path:
 
     kind: str  # the name of one of torch's optimizers, or empty for any other
     updates: int = 0
-    rate: float = 0.0  # the sum of the learning rates
     element: float = 0.0  # of one element, without weight decay
     whole: float = 0.0  # of a tensor in L2 norm, without weight decay
     decay: float = 0.0  # the share of a tensor that weight decay can have taken
@@ -90,7 +79,7 @@ class Path:
 
     def restart(self) -> None:
         self.updates = self.unknown = 0
-        self.rate = self.element = self.whole = self.decay = 0.0
+        self.element = self.whole = self.decay = 0.0
 
     def landed(self, setting: Mapping[str, Any], norm: float | None) -> None:
         """Add an update with the settings of the group. `norm` is that of the clipped gradients, if known."""
@@ -100,7 +89,6 @@ class Path:
             self.unknown += 1
             return
         lr = abs(lr)
-        self.rate += lr
         if kind in ("Adam", "AdamW") and all(isinstance(beta, float | int) for beta in betas):
             self.element += lr * adam_stride(*betas)
             if kind == "AdamW" or setting.get("decoupled_weight_decay"):
@@ -160,20 +148,11 @@ class _Measured(NamedTuple):
     largest: Mapping[str, float]
 
 
-@dataclass(slots=True)
-class _Past:
-    """How a tensor has moved: its largest recent changes per unit of learning rate, and the number of changes."""
-
-    length: float = 0.0
-    largest: float = 0.0
-    times: int = 0
-
-
 class Weights:
     """Compares each measurement with the one before and with what the updates in between can have done.
 
-    A tensor jumped if it moved farther than its optimizer can move it; or if its norm changed by a large share of
-    itself and by far more than it did recently; or, where neither is known, if it dwarfs the whole model.
+    A tensor jumped if it moved farther than its optimizer can move it; or, where that is not known, if it dwarfs the
+    whole model.
     """
 
     def __init__(self, config: WeightsConfig, weights: Sequence[Weight], kinds: Sequence[str]) -> None:
@@ -185,8 +164,6 @@ class Weights:
         self._bounded: set[str] = set()  # buffers that were finite once; others have inf or NaN on purpose
         # What is kept and was not finite at first: an infinite minimum is so again when it is reset.
         self.unbounded: set[str] = set()
-        self._usual_rate = 0.0  # the highest learning rate of recent updates
-        self._past = {weight.name: _Past() for weight in weights}
 
     def rebase(self) -> None:
         """Accept the next measurement as it is."""
@@ -217,115 +194,60 @@ class Weights:
         return found
 
     def _jumped(self, base: _Measured, seen: _Measured) -> Found | None:
-        """Find the tensor that moved farthest beyond what is possible, or else usual; learn if none did."""
+        """Find the tensor that moved farthest beyond what is possible."""
         loudest = max((value for value in base.largest.values() if isfinite(value)), default=0.0)
-        worst, found = (False, -1.0), None
+        worst, found = 0.0, None
         for weight in self.weights:
-            if self._is_quiet(weight, base, seen):
-                continue
             excess, evidence = self._excess(weight, base, seen, loudest)
-            if not evidence:
-                continue
-            evidence, size = f"weights jumped: {weight.name} {evidence}", seen.largest[weight.name]
-            here = Found(Signal.WEIGHTS_JUMP, weight.name, evidence, size=size)
-            if (rank := (not is_possible(here), excess)) > worst:
-                worst, found = rank, here
-        if found is None:
-            self._learn(base, seen)
+            if excess > worst:
+                evidence, size = f"weights jumped: {weight.name} {evidence}", seen.largest[weight.name]
+                worst, found = excess, Found(Signal.WEIGHTS_JUMP, weight.name, evidence, size=size)
         return found
 
-    def _is_quiet(self, weight: Weight, base: _Measured, seen: _Measured) -> bool:
-        """Say whether a tensor changed little, and each element by no more than the updates can have moved it.
-
-        The sharper bound of its norm does not apply then: a loop may shrink its weights a little in each step.
-        """
-        before, top = base.lengths[weight.name], base.largest[weight.name]
-        moved, topped = abs(seen.lengths[weight.name] - before), abs(seen.largest[weight.name] - top)
-        if not (moved <= _REMARKABLE * before and topped <= _REMARKABLE * top):
-            return False
-        path = self._path(weight)
-        if path is None or path.unknown:
-            return True
-        far = path.element + path.whole
-        return topped <= far and moved <= weight.root * far
-
     def _excess(self, weight: Weight, base: _Measured, seen: _Measured, loudest: float) -> tuple[float, str]:
-        """Return how many times farther than possible a tensor moved, and the evidence; no evidence if it did not."""
+        """Return how many times farther than possible a tensor moved, and the evidence; 0 if it did not."""
         norm = base.lengths[weight.name], seen.lengths[weight.name]
         top = base.largest[weight.name], seen.largest[weight.name]
         if not isfinite(top[0]) or not isfinite(top[1]):
             return 0.0, ""
-        path, past = self._path(weight), self._past[weight.name]
+        path = None if weight.group is None else self.paths[weight.group]
         far = path.reach(length=norm[0], largest=top[0], root=weight.root) if path else None
-        if path is not None and far is not None:
-            slack, rounding = self.config.margin, _ROUNDING
-            if weight.coarse:
-                slack, rounding = 2 * slack, path.updates * _COARSE_ROUNDING
-            for what, (before, now), reached in (("max |w|", top, far[1]), ("norm", norm, far[0])):
-                moved, room = abs(now - before), slack * reached + rounding * before
-                if isfinite(now) and moved > room:
-                    bound = f"{before + room:.4g}" if now > before else f"{max(before - room, 0.0):.4g}"
-                    evidence = f"{what} {before:.4g} -> {now:.4g} where {counted(path.updates, 'update')} can reach "
-                    return moved / room if room else inf, f"{evidence}{bound}"
-        if path is not None and path.updates and path.rate / path.updates > _LEAP * self._usual_rate > 0:
+        if path is None or far is None:
+            if top[1] > _LOUD * loudest > 0:
+                return top[1] / loudest, f"max |w| {top[0]:.4g} -> {top[1]:.4g}, the model's largest was {loudest:.4g}"
             return 0.0, ""
-        has_bound = path is not None and not path.unknown
-        if past.times < _KNOWN_AFTER:
-            if not has_bound and top[1] > _LOUD * loudest > 0:
-                evidence = f"max |w| {top[0]:.4g} -> {top[1]:.4g}, the model's largest was {loudest:.4g}"
-                return top[1] / loudest, evidence
-            return 0.0, ""
-        if path is not None and has_bound and path.element > 0:  # the bound above is sharper for single elements
-            sides = [("norm", norm, past.length, _FULL_SPEED * weight.root * path.rate)]
-        else:
-            # Behind a plateau gradients point the same way, and a tensor moves a hundred times as fast as before.
-            least = _LIKELY * path.whole if path is not None and has_bound else 0.0
-            sides = [("norm", norm, past.length, least), ("max |w|", top, past.largest, least)]
-        rate = self._rate(weight, base, seen)
-        for what, (before, now), usual, least in sides:
-            moved, room = abs(now - before), self.config.jump * usual * rate
-            if isfinite(now) and moved > max(room, least, _REMARKABLE * max(before, now)):
-                evidence = f"{what} {before:.4g} -> {now:.4g} where it moved by up to {usual * rate:.3g} lately"
+        if all(abs(now - before) <= _REMARKABLE * before for before, now in (norm, top)):
+            # The sharp bound of the norm does not apply: a loop may shrink its weights a little in each step.
+            each = path.element + path.whole
+            if abs(top[1] - top[0]) <= each and abs(norm[1] - norm[0]) <= weight.root * each:
+                return 0.0, ""
+        slack, rounding = self.config.margin, _ROUNDING
+        if weight.coarse:
+            slack, rounding = 2 * slack, path.updates * _COARSE_ROUNDING
+        for what, (before, now), reached in (("max |w|", top, far[1]), ("norm", norm, far[0])):
+            moved, room = abs(now - before), slack * reached + rounding * before
+            if isfinite(now) and moved > room:
+                bound = f"{before + room:.4g}" if now > before else f"{max(before - room, 0.0):.4g}"
+                evidence = f"{what} {before:.4g} -> {now:.4g} where {counted(path.updates, 'update')} can reach {bound}"
                 return moved / room if room else inf, evidence
         return 0.0, ""
-
-    def _path(self, weight: Weight) -> Path | None:
-        return None if weight.group is None else self.paths[weight.group]
-
-    def _rate(self, weight: Weight, base: _Measured, seen: _Measured) -> float:
-        """Return what changes are proportional to: the learning rates, or the steps where no group updates a weight."""
-        return float(seen.step - base.step) if weight.group is None else self.paths[weight.group].rate
-
-    def _learn(self, base: _Measured, seen: _Measured) -> None:
-        """Remember the changes of a healthy interval."""
-        rates = [path.rate / path.updates for path in self.paths if path.updates]
-        self._usual_rate = max([_FADES * self._usual_rate, *rates])
-        for weight in self.weights:
-            name, past, rate = weight.name, self._past[weight.name], self._rate(weight, base, seen)
-            length = abs(seen.lengths[name] - base.lengths[name])
-            largest = abs(seen.largest[name] - base.largest[name])
-            if rate > 0 and 0 < length < inf and largest < inf:  # a tensor at rest does not show how it moves
-                past.length = max(_FADES * past.length, length / rate)
-                past.largest = max(_FADES * past.largest, largest / rate)
-                past.times += 1
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "clean_step": self.clean_step,
             "base": None if self.base is None else list(self.base),
-            "past": {name: [past.length, past.largest, past.times] for name, past in self._past.items()},
-            "usual_rate": self._usual_rate,
             "bounded": sorted(self._bounded),
             "unbounded": sorted(self.unbounded),
             "paths": [list(astuple(path)) for path in self.paths],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.clean_step, self._usual_rate = state["clean_step"], state["usual_rate"]
+        self.clean_step = state["clean_step"]
         self.unbounded |= set(state["unbounded"])
         self._bounded |= set(state["bounded"])  # a buffer that was finite once does not become infinite by a rewind
-        is_same = state["past"].keys() == self._past.keys() and len(state["paths"]) == len(self.paths)
-        self.base = _Measured(*state["base"]) if is_same and state["base"] is not None else None
-        if is_same:  # it is not of a model with other parameters
-            self._past = {name: _Past(*past) for name, past in state["past"].items()}
+        self.base = None if state["base"] is None else _Measured(*state["base"])
+        names = {weight.name for weight in self.weights}
+        if len(state["paths"]) == len(self.paths) and (self.base is None or self.base.lengths.keys() == names):
             self.paths = [Path(*path) for path in state["paths"]]
+        else:  # it is of a model with other parameters
+            self.base = None
