@@ -89,8 +89,9 @@ def _guilty(tree: ast.Module, target: Target, names: dict[str, Any]) -> list[Nod
 
 def _is_in_place(node: Node) -> bool:
     """Say whether it writes into a tensor, which others may share: that is not patched."""
-    is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-    return is_in_place(node.func.attr) if is_method else isinstance(node, ast.AugAssign)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return is_in_place(node.func.attr)
+    return isinstance(node, ast.AugAssign)
 
 
 def _to_widen(tree: ast.Module, chosen: set[Node], names: dict[str, Any]) -> tuple[set[ast.AST], set[Node]]:

@@ -127,7 +127,7 @@ def is_distribution(called: Any) -> bool:
 
 
 def _moved(value: Any, limit: Any) -> Any:
-    """Move the elements that a constraint refuses inside of it; NaN stays, and so do vectors and matrices.
+    """Move the elements that a constraint refuses inside of it, or a matrix as a whole; NaN stays, and so do vectors.
 
     That is next to the border, or without a second border to where the nearest of the accepted ones is.
     """
@@ -136,6 +136,8 @@ def _moved(value: Any, limit: Any) -> Any:
     is_number = isinstance(value, Tensor | float | int)
     if limit is None or not is_number or isinstance(limit, constraints.dependent.__class__):
         return value
+    if isinstance(limit, type(constraints.positive_definite)):
+        return _inside((value + value.mT) / 2, torch.linalg.cholesky_ex)
     if limit.event_dim or limit.is_discrete:  # there is no count nearest to an impossible one
         return value
     value = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.get_default_dtype())

@@ -65,7 +65,8 @@ def wide(value: Any) -> Any:
 def log_i0(owner: Any, *args: Any) -> Tensor:
     """What a wider form takes in the place of `torch.special.i0(x).log()`: i0 leaves doubles as well, beyond 713."""
     input: Tensor = owner if isinstance(owner, Tensor) else args[0]
-    return torch.special.i0e(input).log() + input.abs()
+    log: Tensor = torch.special.i0e(input).log() + input.abs()
+    return log
 
 
 def widened(value: Any, wider: Any, bare: Any) -> Any:

@@ -53,11 +53,16 @@ def test_a_matrix_of_zeros_becomes_as_large_as_the_others(name: str) -> None:
 
 
 def test_what_is_added_to_a_matrix_is_as_much_as_it_takes() -> None:
-    """The others of the batch stay as they are."""
+    """The others of the batch stay as they are, also as covariances; a NaN stays one, and is refused."""
     matrices = torch.diag_embed(torch.tensor([[2.0, 1.0, 0.5], [3.0, -1.0, 1.0]]))
     made = call(torch.linalg.cholesky, "linalg_cholesky", (matrices,), {})
     assert torch.equal(made[0], torch.linalg.cholesky(matrices[0]))
     assert made.isfinite().all()
+    density = call_distribution(d.MultivariateNormal, (torch.zeros(2, 3),), {"covariance_matrix": matrices})
+    assert torch.equal(density.covariance_matrix[0], matrices[0])
+    assert density.log_prob(torch.ones(2, 3)).isfinite().all()
+    with pytest.raises(ValueError, match="constraint"):
+        call_distribution(d.MultivariateNormal, (torch.zeros(3),), {"covariance_matrix": matrices[0] * math.nan})
 
 
 def test_a_width_of_zero_has_a_bounded_slope() -> None:
@@ -155,7 +160,7 @@ def test_for_which_errors_a_patch_has_a_value(text: str, has: bool) -> None:
 def test_what_stands_for_nothing_is_refused() -> None:
     """A NaN was made elsewhere, and must not be hidden; for no count stands an impossible one, which the data makes.
 
-    And a vector or matrix has no nearest one that is told by its elements.
+    And a vector has no nearest one that is told by its elements.
     """
     for made in (partial(d.Normal, 0.0), d.Bernoulli):
         with pytest.raises(ValueError, match="constraint"):
