@@ -158,13 +158,8 @@ class Search:
             tried_before = _where(after or origin.culprit) in self.tried
             facts = replace(facts, was_given=origin.was_given, is_tried=tried_before)
 
-        raising: set[int] = set()
-
         def breaks(batches: Keys) -> bool | None:
             made, _ = tried(partial(self._made, batches) if batches else again)
-            own = {key.row for some in batches for key in some} - {key.row for some in filler or () for key in some}
-            if made is not None and made.raised and len(own) == 1:
-                raising.update(own)
             return None if made is None else refused.would_refuse(made)
 
         is_sharded = self._replay.is_sharded
@@ -185,8 +180,7 @@ class Search:
             self._spiked.setdefault(row, set()).add(refused.update.start)
         are_again = all(len(self._spiked.get(row, ())) >= _AGAIN for row in rows)
         passed = self._samples.have_passed(found)
-        facts = replace(facts, raising=tuple(raising), others=others)
-        return replace(facts, rows=rows, odd=odd, have_passed=passed, are_again=are_again)
+        return replace(facts, rows=rows, odd=odd, others=others, have_passed=passed, are_again=are_again)
 
     def _seen(self, refused: Refused) -> Replayed | None:
         """Look at the update under the microscope."""

@@ -90,7 +90,6 @@ class Observations:
     is_tried: bool = False  # that operation is patched and broke again, or cannot be patched
     rows: tuple[int, ...] = ()  # each of them breaks a healthy batch
     odd: Mapping[int, str] = field(default_factory=dict)  # by row: which of its values are unusual
-    raising: tuple[int, ...] = ()  # rows each of which alone raises, where others only spoil the loss or gradient
     others: int = 0  # rows that were tried where an operation of data alone breaks on `rows`, and hardly on any other
     have_passed: bool = False  # the rows were trained on before, in an earlier epoch
     are_again: bool = False  # each of the rows made the loss or the gradient jump in earlier updates
@@ -123,7 +122,6 @@ def together(observed: Sequence[Observations]) -> Observations:
         is_compared=any(one.is_compared for one in again),
         rows=tuple(sorted({row for one in again for row in one.rows})),
         odd={row: why for one in again for row, why in one.odd.items()},
-        raising=tuple(row for one in again for row in one.raising),
         others=min((one.others for one in again if one.rows or one.culprit), default=0) if len(places) == 1 else 0,
         have_passed=all(one.have_passed for one in again if one.rows),
         are_again=all(one.are_again for one in again if one.rows),
@@ -236,12 +234,8 @@ def on_error(facts: Observations, error: str, *, landed: int = 0) -> Diagnosis:
             since = f"{_rows(facts.rows)}, which passed it in an earlier epoch"
             advice = f"{_place(culprit)} raised {error} with {since}: keep what it is given in its domain, or catch it."
             return Diagnosis(Cause.OPERATION, advice, culprit, facts.rows)
-        raising = tuple(row for row in facts.rows if row in facts.raising) or facts.rows
-        others = tuple(sorted({*facts.rows}.difference(raising)))
-        spoiled = f"With {_rows(others)} the loss or the gradient cannot be used: look there, too." if others else ""
-        advice = f"{_rows(raising).capitalize()} raised {error}: fix or remove such rows, or fix the line that raises."
-        reasons = dict.fromkeys(others, spoiled)
-        return Diagnosis(Cause.DATA, f"{advice} {spoiled}".rstrip(), rows=facts.rows, reasons=reasons)
+        advice = f"With {_rows(facts.rows)} an update raised {error}: fix or remove such rows, or fix the line."
+        return Diagnosis(Cause.DATA, advice, rows=facts.rows)
     some = "Only some batches raise" if facts.is_compared else "The batch raises"
     which = "Every batch raises" if facts.everywhere else some
     return Diagnosis(Cause.UNKNOWN, f"{which} {error}: handle that in your code.", culprit)

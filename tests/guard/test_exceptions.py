@@ -86,7 +86,7 @@ def test_a_run_without_a_directory_says_how_it_ended(caplog: pytest.LogCaptureFi
     (verdict,) = (one for one in messages if one.startswith("recovered: met 1 incident (1 data)"))
     after = messages[messages.index(verdict) + 1 :]
     assert after[0] == "  data: rows in quarantine"
-    assert after[1].startswith("to change: Row 3 raised")
+    assert after[1].startswith("to change: With row 3 an update raised")
     assert "still active at the end: row 3 in quarantine" in after
     assert after[-1].startswith("nothing of this is written: with run_dir")
 
@@ -120,25 +120,6 @@ def test_a_row_that_raises_in_the_very_first_update_is_found_too() -> None:
     guard = run(data=table(bad=(bad,)))
     assert [(one.anomaly.step, one.diagnosis.rows) for one in guard.incidents] == [(1, (bad,))]
     assert guard.clock.step == STEPS
-
-
-def test_a_row_that_spoils_the_batch_of_one_that_raises_is_not_said_to_raise() -> None:
-    """Both are taken out at once, each for its own reason."""
-
-    def rooted(model: Any, batch: Any) -> Tensor:
-        root: Tensor = (batch[0][:, 3] + 5).sqrt()
-        return squared(model, batch) + root.mean()
-
-    first, second = run(data=table(bad=()), steps=1).samples.rows_at(0, 16)[3:5]
-    data = table(bad=(first,))
-    data.tensors[0][second, 3] = -6.0
-    (incident,) = run(rooted, data).incidents
-    assert set(incident.diagnosis.rows) == {first, second}
-    assert incident.diagnosis.advice.startswith(f"Row {first} raised RuntimeError: index 7 is out of")
-    ((row, reason),) = incident.diagnosis.reasons.items()
-    assert row == second
-    assert reason.startswith(f"With row {second} the loss")
-    assert incident.diagnosis.advice.endswith(reason)
 
 
 def of_sizes(model: Any, batch: Any) -> Tensor:
