@@ -122,6 +122,8 @@ SOUND = {  # expression: what torch calls it
     "nn.Sequential(nn.Softplus(), nn.ReLU(inplace=True), nn.LogSoftmax(-1))(x)": "_log_softmax",
     "functools.partial(F.log_softmax, dim=-1)(x)": "log_softmax",
     "where(y > 0.5, x, y)": "where",
+    "torch.float_power(x, 3)": "pow",  # in doubles
+    "torch._foreach_sqrt([x, x])[1]": "sqrt",  # of lists
 }
 
 
@@ -172,24 +174,6 @@ def test_only_what_the_operation_broke_is_mended(
         assert out.isnan().all()
     else:
         torch.testing.assert_close([out, *rest], [torch.tensor(value), torch.tensor(slope)])
-
-
-def test_lists_and_doubles_have_no_substitute(write: Write, armor: Armor) -> None:
-    """`float_power` computes in another type, and `_foreach_sqrt` takes lists: they stay torch's."""
-    module = write("""
-        def power(x):
-            return torch.float_power(x, 3)  # guilty
-        def roots(x):
-            return torch._foreach_sqrt([x, x])[1]  # guilty
-        def lengths(x):
-            return torch._foreach_norm([x, x])[1]  # guilty
-    """)
-    x = torch.rand(40) + 0.1
-    functions = (module.power, module.roots, module.lengths)
-    bare = [slopes(function, x) for function in functions]
-    put_on(armor, module, "pow", "sqrt", "norm")
-    assert all(same_bits(slopes(function, x), one) for function, one in zip(functions, bare, strict=True))
-    assert module.power(torch.tensor([2, 3])).dtype is torch.float64
 
 
 WIDER = {  # what overflows on the way to a value that does not, and the same by another formula
