@@ -36,7 +36,6 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from resilient_train.numerics.domains import call
 from resilient_train.numerics.operations import family, is_pointwise, op_name
 
-_FAR = 2.0**10  # from a border: that is no overflow
 _STEEPEST = 1.0
 _MOST = 2**20  # elements of a result: what is computed here takes several times its memory
 
@@ -44,7 +43,7 @@ _MOST = 2**20  # elements of a result: what is computed here takes several times
 def led_back(
     value: Tensor, broken: Tensor, bare: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
-    """Return the value of a pointwise operation with a gradient for what broke in it."""
+    """Return the value of a pointwise operation with a gradient for what broke in it, if it does not a step beside."""
     places = [place for place, one in enumerate(args) if is_repairable(one)]
     if not torch.is_grad_enabled() or not any(args[place].requires_grad for place in places):
         return value
@@ -58,11 +57,11 @@ def led_back(
             return bare(*(filled.get(place, one) for place, one in enumerate(taken)), **kwargs)  # type: ignore[no-any-return]
 
         before = [taken[place] for place in places]
-        points, lost, alone = list(before), broken, broken.all()
+        points, lost = list(before), broken
         for place, x in enumerate(before):
-            for tried, is_next_to in _candidates(x):
-                may = lost & (is_next_to | (alone & (x.abs() < _FAR)))
-                fine = may & ~is_lost(evaluate([*points[:place], tried, *points[place + 1 :]]))
+            outward = torch.copysign(torch.full_like(x, _nearby(x.dtype)), x)
+            for tried in (x + outward, x - outward):
+                fine = lost & ~is_lost(evaluate([*points[:place], tried, *points[place + 1 :]]))
                 points[place] = torch.where(fine, tried, points[place])
                 lost = lost & ~fine
         moved = torch.stack([point != x for point, x in zip(points, before, strict=True)]).any(0)
@@ -72,10 +71,8 @@ def led_back(
             step = _nearby(x.dtype) * torch.clamp(point.abs(), min=1.0).sqrt()  # between rounding and curvature
             there = point + torch.copysign(step, torch.where(inward == 0.0, x, inward))
             rise = evaluate([*points[:place], there, *points[place + 1 :]]) - here
-            slope = torch.nan_to_num(rise / (there - point), 0.0, 0.0, 0.0)
-            usual = torch.where(moved | broken, 0.0, slope.abs()).amax().clamp(min=_STEEPEST)
-            limit = torch.where(inward == 0.0, usual, _STEEPEST)
-            led += [torch.where(moved, slope.clamp(-limit, limit), 0.0).to(value.dtype), inward.to(value.dtype)]
+            slope = torch.nan_to_num(rise / (there - point), 0.0, 0.0, 0.0).clamp(-_STEEPEST, _STEEPEST)
+            led += [torch.where(moved, slope, 0.0).to(value.dtype), inward.to(value.dtype)]
     inputs = [args[place].expand(value.shape) for place in places]
     return _LedBack.apply(value, *led, *inputs)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -88,14 +85,6 @@ def _is_known_whole(broken: Tensor) -> bool:
     if broken.device.type != "cpu" or type(broken) is not Tensor or torch.compiler.is_compiling():
         return False
     return torch._C._functorch.peek_interpreter_stack() is None and not bool(broken.any())
-
-
-def _candidates(x: Tensor) -> list[tuple[Tensor, bool]]:
-    """A step outward and inward, which are next to it, then next to 0 and 1, where domains end."""
-    step = _nearby(x.dtype)
-    outward = torch.copysign(torch.full_like(x, step), x)
-    borders = torch.full_like(x, step), x.sign() * (1 - step), torch.full_like(x, 1 + step)
-    return [(x + outward, True), (x - outward, True), *((border, False) for border in borders)]
 
 
 def _nearby(dtype: torch.dtype) -> float:

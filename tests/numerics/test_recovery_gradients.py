@@ -32,13 +32,11 @@ def test_what_overflows_keeps_its_order() -> None:
     assert value[2] >= value[1] > 2.0**48
 
 
-def test_beyond_the_border_of_a_domain_there_is_no_slope_unless_nothing_is_fine() -> None:
+def test_at_the_border_of_a_domain_a_slope_leads_inside_and_beyond_it_there_is_none() -> None:
     log = replacements.method("log")
-    some = torch.tensor([-0.5, 2.0], requires_grad=True)
-    assert slope(log(some), some) == [0.0, 0.5]
-    alone = torch.tensor([-0.5], requires_grad=True)
-    assert slope(-log(alone), alone) == [-1.0]  # a descent takes it to the border
-    assert slope(log(alone), alone) == [0.0]  # and none takes it farther
+    x = torch.tensor([-0.5, 0.0, 2.0], requires_grad=True)
+    assert slope(-log(x), x) == [0.0, -1.0, -0.5]  # a descent leads inside
+    assert slope(log(x), x) == [0.0, 0.0, 0.5]  # and none beyond
 
 
 def test_torchs_own_code_is_armored_where_a_users_line_calls_it() -> None:
