@@ -101,7 +101,7 @@ class Trials:
                 log.debug("nothing is tried: the losses of later updates cannot be reproduced")
                 raise TrialStopped
             results = [self._run(arm, steps).risen_from(before) for arm in arms]
-            best = best_arm(results, steps, self._policy.budget.trial_gain)
+            best = best_arm(results)
             return arms[best], tuple(one.tried(won=place == best) for place, one in enumerate(results))
         return arms[0], ()
 

@@ -39,7 +39,7 @@ def _action(key: str, node: Any) -> Action:
         hint = "a custom remedy is named by its import path, such as mine.Remedy"
         raise no_such("remedy", name, KNOWN, at=key, value=name, hint=hint)
     if name == TRIAL:
-        what = "must be a list of at least two arms, such as [[skip], [{lower_lr: {factor: 0.1}}]]"
+        what = "must be a list of at least two arms, such as [[skip], [quarantine]]"
         settings = {**settings, "of": _each(_arm, f"{key}.{name}.of", settings.get("of"), what, least=2)}
     kind = remedy_class(name, key)
     try:
@@ -55,7 +55,7 @@ def _action(key: str, node: Any) -> Action:
 def _arm(key: str, nodes: Any) -> tuple[Action, ...]:
     """Read an arm of a trial: a list of remedies like a rung."""
     actions = _actions(key, nodes)
-    if odd := sorted({"rewind", TRIAL} & {action.remedy for action in actions}):
+    if odd := sorted({"rewind", "lower_lr", TRIAL} & {action.remedy for action in actions}):
         raise unusable(key, f"{odd[0]} cannot be tried: it belongs next to the trial, for all of its arms")
     return actions
 
@@ -113,7 +113,6 @@ class Budget:
     share: float = limited(0.05, at_least=0, at_most=1)  # of the data set in quarantine, at least one row
     trials: float = limited(0.05, at_least=0, at_most=1)  # updates made in trials, as a share of the steps of the run
     trials_at_least: int = limited(200, at_least=0)  # the same, where that share is less, until a race was in vain
-    trial_gain: float = limited(0.57, at_least=0)  # share of the loss that an arm with a lower rate has to gain
 
     def rows_of(self, count: int) -> int:
         """Return how many of `count` rows may be in quarantine; one has to be left to train on."""

@@ -10,7 +10,6 @@ from statistics import fmean, stdev
 from resilient_train.types import Action, Tried
 
 JUDGED = 16  # later updates whose losses are compared
-LONG_ENOUGH = 200  # updates: over fewer a lower rate nearly always looks better
 _NOISE = 2.0  # standard errors of a mean difference
 _NEARLY_ALL, _ENOUGH = 15 / 16, 8  # of the losses that are compared, and so many at least
 _BEHIND = 0.1  # of the way that the run has come
@@ -51,21 +50,14 @@ class Arm:
         return Tried(self.actions, self.anomalies, self.loss, won)
 
 
-def best_arm(arms: Sequence[Arm], steps: int, rate_gain: float) -> int:
+def best_arm(arms: Sequence[Arm]) -> int:
     """Return the place of the arm with the fewest anomalies, then the lowest loss; the mildest, where they are equal.
 
-    The mildest come first. After the same updates an arm with a lower rate has to gain more than `rate_gain`, which
-    such a cut gains in healthy runs, over enough of them.
+    The mildest come first.
     """
     least = min(one.anomalies for one in arms)
     left = [place for place, one in enumerate(arms) if one.anomalies == least]
-
-    def beats(arm: Arm, other: Arm) -> bool:
-        if arm.cut < other.cut:
-            return steps >= LONG_ENOUGH and is_lower(arm, other, rate_gain)
-        return is_lower(arm, other)
-
-    return next((one for one in left if not any(beats(arms[place], arms[one]) for place in left)), left[0])
+    return next((one for one in left if not any(is_lower(arms[place], arms[one]) for place in left)), left[0])
 
 
 def fastest(arms: Sequence[Arm]) -> int:
