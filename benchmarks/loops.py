@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -66,34 +67,19 @@ def _by_command(job: Job, on_step: OnStep, tell: Callable[[Any], None], *changed
         optimizers = run.guard.state.optimizers
         tell(work(run.model, optimizers, run.guard.samples.slicing.samples // world.size))
 
-        def settled(step: int) -> None:
+        attempts = itertools.count(1)
+
+        def settled() -> None:
+            step = next(attempts)
             while step == job.warm_up and job.tracking == "mlflow" and tracker.run is None:
                 time.sleep(0.1)  # MLflow's import and its new database belong to the start, not to a step
             on_step(step)
 
-        train(run, _Counted(terminal.progress_line(steps=job.steps, done=0), settled), tracker)
+        train(run, tracker, settled)
         tracker.finish("completed")
         terminal.close()
         if run.guard.incidents:
             raise SystemExit(f"a healthy run met {len(run.guard.incidents)} incidents: no figure of it would be right")
-
-
-class _Counted:
-    """A display that also tells the benchmark of every update that went to the gate."""
-
-    def __init__(self, display: Any, on_step: OnStep) -> None:
-        self.display, self.on_step, self.attempted = display, on_step, 0
-
-    def step(self, step: int) -> None:
-        self.display.step(step)
-        self.attempted += 1
-        self.on_step(self.attempted)
-
-    def show(self, vitals: Any, metrics: Mapping[str, float]) -> None:
-        self.display.show(vitals, metrics)
-
-    def close(self) -> None:
-        self.display.close()
 
 
 def work(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], samples: int) -> dict[str, Any]:

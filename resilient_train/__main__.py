@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from functools import partial
 from importlib import import_module
 
 from resilient_train.app import VERBS
 from resilient_train.ranks import process_exit
 
-_EXTRA = ("hydra", "omegaconf", "mlflow", "matplotlib", "sklearn")  # packages of the extra `app`
+_EXTRA = ("hydra", "omegaconf", "mlflow", "sklearn")  # packages of the extra `app`
 
 
 def main() -> None:
@@ -26,10 +26,10 @@ def main() -> None:
 def _do() -> None:
     verb, *words = sys.argv[1:] or [""]
     if verb in VERBS:
-        from resilient_train.app.terminal import until_unread
-
+        if verb != "sync":  # which has sockets
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as any program that prints: `| head -1` ends it
         try:
-            sys.exit(until_unread(partial(import_module(f"resilient_train.app.{verb}").main, words)))
+            sys.exit(import_module(f"resilient_train.app.{verb}").main(words))
         except KeyboardInterrupt:
             sys.exit(0 if verb == "incidents" else 1)  # Ctrl-C is the way to end --follow
     process_exit.exit_with_agent()

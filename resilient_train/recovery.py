@@ -244,10 +244,9 @@ class Recovery:
     def _give_up(self, incident: Incident) -> NoReturn:
         """End the run on its best verified state, and leave that on disk."""
         self.incident_log.close(incident)
-        earlier = self.incident_log.incidents[:-1]
         path, _ = self._restore_best(incident.anomaly.since)
         if self.parts.world.is_main:  # the other ranks do not know where the state was written
-            log.error("%s", final_message(incident, path, earlier))
+            log.error("%s", final_message(incident, path))
         raise GaveUp(f"gave up at step {incident.anomaly.step}: {incident.decision.gave_up}", path)
 
     def _restore_best(self, since: int) -> tuple[Path | None, bool]:

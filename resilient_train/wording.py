@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
-import shutil
-from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
-from math import isfinite
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from resilient_train.types import (
     ACCEPTED,
@@ -24,13 +20,11 @@ from resilient_train.types import (
     Incident,
     Outcome,
     Signal,
-    Tried,
 )
 
 log = logging.getLogger("resilient_train")
 IN_FILE_ONLY = {"in_file_only": True}  # too long for a terminal
 GOOD, WARNING = {"style": "bold green"}, {"style": "bold yellow"}  # how a run ended
-PROGRESS = {"progress": True}  # marks lines that are left out on a terminal with a live status line
 
 _NOTICED = {
     Signal.NONFINITE_BATCH: "the batch is not finite",
@@ -71,8 +65,8 @@ _NOT_ABOUT_WEIGHTS = {
     *(Signal.DISK_FULL, Signal.CHECKPOINT_FAILED, Signal.CHECKPOINT_DAMAGED, Signal.NO_PROGRESS),
 }
 
-# Each remedy in words: of its phrases the first one whose settings are all given. The last one names none, and stands
-# for all of its kind where they are counted. A unit may follow a setting. Other settings follow in brackets.
+# Each remedy in words: of its phrases the first one whose settings are all given; the last one names none. A unit may
+# follow a setting. Other settings follow in brackets.
 _REMEDIES: dict[str, tuple[str, ...]] = {
     "rewind": ("rewound to step {rewound_to} (verified)", "rewound"),
     "skip": ("skipped {updates update} of data", "skipped the suspect samples"),
@@ -112,14 +106,12 @@ _SETTING = re.compile(r"\{(\w+) ?(\w*)\}")
 def describe(incident: Incident) -> str:
     """Say in a few lines what was noticed, what was done about it, and what a person can do."""
     diagnosis = incident.diagnosis
-    has_place = diagnosis.culprit or diagnosis.rows or diagnosis.cause is Cause.CORRUPTION
     return _indented(
         f"! incident {incident.id:,}, {_sign(incident)}",
         incident.anomaly.evidence,
         f"{_cause(diagnosis)}; {_done(incident)}",
         *(f"  {line}" for line in describe_arms(incident)),
-        # Without a line, rows or a weight, only the report has the advice.
-        f"advice: {diagnosis.advice}" if diagnosis.advice and has_place else "",
+        f"advice: {diagnosis.advice}" if diagnosis.advice else "",
     )
 
 
@@ -130,7 +122,7 @@ def describe_arms(incident: Incident) -> list[str]:
     names = [_arm(one.actions, incident) for one in incident.tried]
     width = max(map(len, names))
     return [f"{'':<{width}}  {'later loss':>10}  {'refused':>7}"] + [
-        f"{name:<{width}}  {one.loss:>10.4g}  {one.anomalies:>7,}{_chosen(one, incident) if one.won else ''}"
+        f"{name:<{width}}  {one.loss:>10.4g}  {one.anomalies:>7,}{'  chosen' if one.won else ''}"
         for name, one in zip(names, incident.tried, strict=True)
     ]
 
@@ -141,17 +133,6 @@ def _arm(actions: Sequence[Action], incident: Incident) -> str:
     return ", ".join(_remedy(action, incident) for action in actions) or "as it is"
 
 
-def _chosen(arm: Tried, incident: Incident) -> str:
-    """Mark the arm that was chosen, and say why if another one has a lower loss."""
-    lower = [one for one in incident.tried if one.loss < arm.loss]
-    if not lower:
-        return "  chosen" if isfinite(arm.loss) else "  chosen: none held, and it is the mildest"
-    if all(one.anomalies > arm.anomalies for one in lower):
-        return "  chosen: fewer refused"
-    best = "highest rate" if incident.anomaly.signal is Signal.NO_PROGRESS else "mildest"
-    return f"  chosen: none is clearly better, and it is the {best}"
-
-
 def drill_suffix(incident: Incident) -> str:
     """Say that a drill caused an incident, to append to other words; empty if none did."""
     return f", on purpose (drill: {incident.drill})" if incident.drill else ""
@@ -159,6 +140,11 @@ def drill_suffix(incident: Incident) -> str:
 
 def describe_outcome(incident: Incident, healthy_steps: int | None = None) -> str:
     """Say in one line how an incident ended."""
+    return f"incident {incident.id:,}: {outcome_of(incident, healthy_steps)}"
+
+
+def outcome_of(incident: Incident, healthy_steps: int | None = None) -> str:
+    """Say how an incident ended, and why so."""
     match incident.outcome:
         case Outcome.RECOVERED if healthy_steps is not None:
             why = f"; {counted(healthy_steps, 'healthy step')} since"
@@ -168,7 +154,7 @@ def describe_outcome(incident: Incident, healthy_steps: int | None = None) -> st
             why = f"; {why_of(incident)}"
         case _:
             why = ""
-    return f"incident {incident.id:,}: {OUTCOMES[incident.outcome]}{further(incident)}{why}"
+    return f"{OUTCOMES[incident.outcome]}{further(incident)}{why}"
 
 
 def further(incident: Incident) -> str:
@@ -198,10 +184,8 @@ def describe_treatment(incident: Incident) -> str:
     return f"{_cause(incident.diagnosis)}; {' '.join(_done(incident).split())}{outcome}"
 
 
-def final_message(incident: Incident, last_good: Path | None, before: Sequence[Incident] = ()) -> str:
-    """Say at the end of a run that gave up what happened, what was tried, where the weights are, and what to do now."""
-    tried = Counter(remedies_of(one) for one in (*before, incident) if one.decision.actions)
-    times = [remedies if count == 1 else f"{remedies} ({count:,} times)" for remedies, count in tried.items()]
+def final_message(incident: Incident, last_good: Path | None) -> str:
+    """Say at the end of a run that gave up what happened, why it ends, and where the weights are."""
     anomaly = incident.anomaly
     may_be_meant = anomaly.landed and anomaly.signal in _MAY_BE_MEANT
     declared = f"run again with expect=[{anomaly.since + 1}]{'; it resumes there' if last_good else ''}"
@@ -211,7 +195,6 @@ def final_message(incident: Incident, last_good: Path | None, before: Sequence[I
         anomaly.evidence,
         _cause(incident.diagnosis),
         f"why: {why_of(incident)}",
-        f"tried: {'; '.join(times) or 'nothing, as the policy says'}",
         f"last good weights: {last_good or 'none were written'}",
         f"what to try next: {incident.diagnosis.advice}" if incident.diagnosis.advice else "",
     )
@@ -311,22 +294,9 @@ def _lost(incident: Incident) -> str:
     return f"{counted(incident.steps_lost, 'step')} lost"
 
 
-def list_remedies(incident: Incident) -> list[str]:
-    """Describe each remedy that was applied."""
-    return [_remedy(action, incident) for action in incident.decision.actions]
-
-
 def remedies_of(incident: Incident) -> str:
     """Say what was done about an incident; empty if nothing was."""
-    return ", ".join(list_remedies(incident))
-
-
-def remedies_in_short(incident: Incident) -> str:
-    """Say what was done without numbers, to count how often it was done."""
-    if incident.decision.gave_up is not None:
-        return "gave up"
-    kinds = [_REMEDIES.get(action.remedy, (action.remedy,))[-1] for action in incident.decision.actions]
-    return ", ".join(kinds) or "nothing was done"
+    return ", ".join(_remedy(action, incident) for action in incident.decision.actions)
 
 
 def _remedy(action: Action, incident: Incident) -> str:
@@ -396,23 +366,3 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(whole, 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-class DrawnLine:
-    """A line at the bottom of a terminal that is drawn again and again."""
-
-    def __init__(self, stream: IO[str] | None) -> None:
-        self._stream = stream  # None: a program without one
-        self._width = 0  # of what is drawn
-
-    def draw(self, words: str) -> None:
-        """Draw it over what is there."""
-        words = words[: shutil.get_terminal_size().columns - 1]
-        with suppress(OSError, ValueError):  # the terminal is gone, or the stream was closed
-            print(f"\r{words:<{self._width}}\r", end="", file=self._stream, flush=True)
-        self._width = len(words)
-
-    def clear(self) -> None:
-        """Make room for another line."""
-        if self._width:
-            self.draw("")

@@ -36,7 +36,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from resilient_train.app.status import status_of  # noqa: E402
+from resilient_train.tracking.story import read_story  # noqa: E402
 
 RUN = ["model=mlp", "data=digits", "objective=custom", "objective._target_=two_hosts.unhurried", "tracking=none"]
 RUN += ["accelerate.cpu=true", "run.name=run", "run.log_every=1000", "run.steps=1000000", "run.grace=5"]
@@ -183,7 +183,7 @@ class Hosts:
 
     def step(self) -> int:
         """Accepted updates so far, as `python -m resilient_train status` tells them."""
-        return status_of(self.place / "runs/run").step or 0
+        return read_story(self.place / "runs/run").step or 0
 
     def until(self, holds: Callable[[], bool], what: str, seconds: float) -> float:
         """Wait until something holds; return how long that took."""

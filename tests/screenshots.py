@@ -55,7 +55,7 @@ def in_mlflow(run_dir: Path, place: Path) -> None:
         person.alone()
         person.picture(IMAGES / "overview.png")
         person.traces().first.click()
-        person.page.get_by_text("detect", exact=True).first.wait_for()
+        person.page.get_by_text(re.compile(r"^incident \d+: ")).first.wait_for()
         person.picture(IMAGES / "trace.png")
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from resilient_train.tracking.story import Chapter, Checkpoint, Story, open_advice, status_by
+from resilient_train.tracking.story import Chapter, Checkpoint, Story, status_by
 from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
 
 BEGAN_MS = 1_763_694_845_000
@@ -54,16 +54,17 @@ def chapter(told: Incident) -> Chapter:
 def story(*incidents: Incident, **changed: Any) -> Story:
     """The story of a run that met these and goes on."""
     last_good = Checkpoint(250, RUN / "checkpoints" / "step-00000250", "verified", 300)
+    summary = changed.get("summary", {})
     made = Story(
         directory=RUN,
         chapters=tuple(map(chapter, incidents)),
-        status=status_by(incidents),
+        status=status_by(incidents, summary),
+        state=summary.get("status", "running"),
         step=260,
         tick=260 + sum(one.steps_lost for one in incidents),
         steps=300,
         last_good=last_good,
         newest=last_good,
         best=Checkpoint(200, RUN / "best", "best", metrics={"loss": 2.261}),
-        advice=open_advice(incidents),
     )
     return replace(made, **changed)

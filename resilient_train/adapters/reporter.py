@@ -42,8 +42,8 @@ from resilient_train.record.progress import Doing, Progress
 from resilient_train.state.run_state import Clock
 from resilient_train.tracking import tracker as tracking
 from resilient_train.tracking.connection import locate
-from resilient_train.tracking.review import completed, review, ui_command, where_to_look, without_directory
-from resilient_train.tracking.story import read_story, status_by
+from resilient_train.tracking.review import command, completed, review, ui_command, where_to_look
+from resilient_train.tracking.story import read_story, status_by, story_of
 from resilient_train.tracking.tracker import EXPERIMENT, Tracker, TrackingConfig
 from resilient_train.types import Cause, Incident, Vitals
 from resilient_train.watch.checks import Checks
@@ -176,10 +176,11 @@ def write_summary(summary: Summary, run_dir: Path) -> None:
         log.error("%s cannot be written: %s", run_dir / SUMMARY, error.strerror or error)
 
 
-def print_review(run_dir: Path, resumed_from: int | None = None) -> None:
+def print_review(run_dir: Path) -> None:
     """Print the review at the end of a run, from its files."""
     try:
-        lines = review(read_story(run_dir), resumed_from)
+        story = read_story(run_dir)
+        lines = review(story) + [f"for the full report: {command('incidents', run_dir)}"] * bool(story.chapters)
     except Exception as error:  # a damaged file does not change how the run ended
         lines = [f"the review of the run failed: {in_one_line(error)}"]
     for line in lines:
@@ -336,7 +337,7 @@ class RunReporter:
         self._ending = ending = self.summary(status, exit_code, time.monotonic() - self._began, digests)
         if is_only_told:
             known = self.incident_log.incidents, self.incident_log.run_history.remedies
-            for line in [completed(ending)] * (status == "completed") + without_directory(ending, *known):
+            for line in [completed(ending)] * (status == "completed") + review(story_of(ending, *known)):
                 log.info("%s", line)
             return
         is_lost = error is not None and is_lost_peer(error)

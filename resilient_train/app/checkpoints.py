@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from resilient_train.app import NO_RUN, parser_of
-from resilient_train.app.terminal import counting, print_line, print_table
+from resilient_train.app.terminal import print_line, print_table
 from resilient_train.checkpoint.store import CANDIDATE, DEMOTED, VERIFIED, Damaged, Entry, Store, verify
 from resilient_train.checkpoint.weights import NotExportable, export_weights
 from resilient_train.record.endings import CHECKPOINTS, is_run
@@ -43,18 +43,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _list(run_dir: Path, *, as_json: bool) -> int:
     found: list[tuple[Entry, str, str]] = []  # kind and damage, after reading all of it
-    entries = list(Store(run_dir).entries())
-    with counting("verifying", len(entries)) as done:
-        for number, entry in enumerate(entries, start=1):
-            damage = entry.damage
-            try:
-                verify(entry.path)
-            except Damaged as why:
-                damage = str(why)
-            if entry.path.exists() or entry.path.is_symlink():  # else a running process has removed it meanwhile
-                kind = "damaged" if damage or entry.manifest is None else entry.manifest.kind
-                found.append((entry, kind, damage))
-            done(number)
+    for entry in Store(run_dir).entries():
+        damage = entry.damage
+        try:
+            verify(entry.path)
+        except Damaged as why:
+            damage = str(why)
+        if entry.path.exists() or entry.path.is_symlink():  # else a running process has removed it meanwhile
+            kind = "damaged" if damage or entry.manifest is None else entry.manifest.kind
+            found.append((entry, kind, damage))
     resume, kind = next(((one.path.name, kind) for one, kind, _ in found if kind in (VERIFIED, CANDIDATE)), (None, ""))
     are_demoted = bool(found) and all(kind == DEMOTED for _, kind, _ in found)
     is_stuck = resume is None and not are_demoted and (bool(found) or _were_written(run_dir))

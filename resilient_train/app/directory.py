@@ -136,18 +136,6 @@ def _was_launched_by_this(run_dir: Path) -> bool:
         return False
 
 
-def launcher_of(run_dir: Path) -> tuple[str, bool]:
-    """Return what may restart the newest process of a run, and whether it is seen to be alive; "" if nothing would."""
-    try:
-        words = read_plain(run_dir / _LAUNCH).decode(errors="replace").split()
-    except OSError:
-        return "", False
-    match words:
-        case ["agent", *_, host, process] if process.partition(".")[0].isdigit():
-            number, _, began = process.partition(".")
-            is_here, now = host == socket.gethostname(), _began(number)
-            is_gone = is_here and (not now or began not in ("", now))
-            return "" if is_gone else f"its launcher on {host}", is_here
-        case ["slurm", job]:
-            return f"SLURM's job {job}", False
-    return "", False
+def was_launched(run_dir: Path) -> bool:
+    """Say whether something that may restart it has started the newest process of a run."""
+    return (run_dir / _LAUNCH).is_file()

@@ -139,7 +139,6 @@ class _Session:
         self.incident_log = IncidentLog(None)
         self.run: Run | None = None
         self.has_begun = not directory.resumes
-        self.resumed_from: int | None = None  # step of the previous process
 
     def train(self, requests: StopRequests) -> None:
         """Build, resume, train, and write the final state and the weights."""
@@ -166,16 +165,14 @@ class _Session:
             self.run = run = assemble(self.config, world, self.incident_log, resume, requests.asked, watchdog.beat)
             log.info("%s", run)
             self._resume(run)
-            display = self.terminal.progress_line(steps=settings.steps, done=run.guard.clock.step)
             requests.is_in_loop = True
             try:
-                train(run, display, self.tracker, watchdog.beat)
+                train(run, self.tracker, watchdog.beat)
                 watchdog.beat(Phase.SAVE)
                 step, left = run.guard.clock.step, run.guard.leave()
                 if run.guard.stopped and left is None:  # the newest verified state may be on disk already
                     step, left = world.on_main(run.guard.leave_newest)
             finally:
-                display.close()
                 run.close()
             if run.guard.stopped:
                 stopped = f"stopped at step {run.guard.clock.step:,}, asked by {requests.by or 'another'}"
@@ -197,8 +194,7 @@ class _Session:
         for line in describe_changes(directory.changes):
             log.info("changed: %s", line)
         if run.guard.resume():
-            self.resumed_from = run.guard.clock.step
-            log.info("resumes from step %d", self.resumed_from)
+            log.info("resumes from step %d", run.guard.clock.step)
         elif directory.resumes and self.world.is_main and not self.incident_log.run_history.has_saved:
             log.info("the run there had no checkpoint yet: it begins at step 0 again")
         self.has_begun = True
@@ -240,11 +236,13 @@ class _Session:
             another_failed = self._stops_since_another_failed()  # reads files, so not before the stacks are logged
             if (why := endings.failure(directory.path) if another_failed else None) is not None:
                 log.error("error: %s", why)
+                evidence = why
             code = 75 if self._save_newest() and not another_failed else 1  # 75: the same command resumes
             if run is not None and self.has_begun:
                 run.guard.ended(was_killed=another_failed and why is None)
         if world.is_main:
             summary = self._summary("preempted" if code == 75 else "failed", code)
+            summary.why = evidence
             write_summary(summary, directory.path)
             if code != 75:
                 self._alert("hang", f"no {hang.phase} was finished for {hang.seconds:.0f} s", summary)
@@ -285,6 +283,7 @@ class _Session:
             run.guard.ended(was_killed=was_lost)
         self.incident_log.close_files()
         summary = self._summary(*status_and_code(error))
+        summary.why = None if error is None else short_message(error)
         if summary.weights_sha256 is not None:  # each rank logs its own
             log.info("weights_sha256 %s", summary.weights_sha256, extra=IN_FILE_ONLY)
         if error is None:
@@ -307,7 +306,7 @@ class _Session:
             # A start that fails is shown like any other end; a wrong configuration, and what a person ended, is not.
             if has_ticks or (error is not None and not isinstance(error, ConfigError | KeyboardInterrupt | Stopped)):
                 if has_ticks:
-                    print_review(directory.path, self.resumed_from)
+                    print_review(directory.path)
                 requests.may_interrupt = True
                 try:
                     finish_uploads(self.tracker, summary, directory.path)

@@ -21,7 +21,6 @@ from typing import TextIO
 from urllib.parse import urlsplit
 
 from resilient_train.app import NO_RUN, parser_of
-from resilient_train.app.terminal import counting
 from resilient_train.errors import TrainError
 from resilient_train.record.endings import at_work, is_run
 from resilient_train.record.outbox import OUTBOX
@@ -61,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     say = partial(_say, file=sys.stdout if given.attached else sys.stderr)
     uploader = Uploader(run_dir, store, experiment)
-    with counting("uploading", left_in(run_dir)) as uploader.on_progress, contextlib.closing(uploader):
+    with contextlib.closing(uploader):
         if given.follow:
             _follow(uploader, has_ended, say)
         trouble = _finish(uploader)

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 
 from resilient_train.app.build import Run
 from resilient_train.state.randomness import preserved
 from resilient_train.tracking.tracker import Tracker
-from resilient_train.types import Vitals
-from resilient_train.wording import log
+from resilient_train.wording import duration, log
 
 
-class Display(Protocol):
-    """Shows the progress of a run: a terminal, a test or a benchmark."""
-
-    def step(self, step: int) -> None: ...
-
-    def show(self, vitals: Vitals, metrics: Mapping[str, float]) -> None: ...
-
-
-def train(run: Run, display: Display, tracker: Tracker, beat: Callable[[], None] = lambda: None) -> None:
+def train(run: Run, tracker: Tracker, beat: Callable[[], None] = lambda: None) -> None:
     """Make updates until `run.steps` of them are accepted, or a request to stop; evaluate meanwhile and at the end.
 
     `beat` is called whenever the run makes progress.
@@ -39,25 +29,29 @@ def train(run: Run, display: Display, tracker: Tracker, beat: Callable[[], None]
         beat()
         if not attempted:
             continue  # gradients accumulate, or an incident dropped the update
-        display.step(guard.clock.step)
         if not run.has_begun:
             run.has_begun = True
             tracker.begin()  # MLflow may load now; before, it would have delayed the first update
         if guard.newest and guard.newest.accepted and guard.newest.step % settings.log_every == 0:
-            report(run, display, tracker)
+            report(run, tracker)
         if run.evaluates_at(guard.attempted_step) and guard.settle():
-            report(run, display, tracker)
+            report(run, tracker)
             evaluate_and_report(run, tracker, beat)
-    report(run, display, tracker)
+    report(run, tracker)
     if not guard.stopped and run.evaluated_at != guard.clock.step:
         evaluate_and_report(run, tracker, beat)
 
 
-def report(run: Run, display: Display, tracker: Tracker) -> None:
-    """Show the newest vitals that were read back, and the metrics of the objective."""
-    if (newest := run.guard.report()) is not None:
-        display.show(newest.vitals, newest.metrics)
-        tracker.metrics(newest.vitals.tick, newest.values)
+def report(run: Run, tracker: Tracker) -> None:
+    """Log the newest vitals that were read back, and the metrics of the objective."""
+    if (newest := run.guard.report()) is None:
+        return
+    vitals, steps = newest.vitals, run.config.run.steps
+    more = "".join(f"  {name} {value:.4g}" for name, value in newest.metrics.items() if math.isfinite(value))
+    left_s = 1e-3 * newest.values.get("step_ms", 0.0) * (steps - vitals.step)
+    numbers = f"loss {vitals.loss:.4f}{more}  grad {vitals.grad_norm:.3g}  lr {vitals.lr:.2e}"
+    log.info("step %d/%d  %s  %s left", vitals.step, steps, numbers, duration(left_s))
+    tracker.metrics(vitals.tick, newest.values)
 
 
 def evaluate_and_report(run: Run, tracker: Tracker, beat: Callable[[], None]) -> None:

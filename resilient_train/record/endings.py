@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ CONFIG, LOOP = "config.yaml", "loop.json"  # of a run of the command, and of a l
 SUMMARY, REFUSED, _FAILED = "summary.json", "refused.json", "failed.{}rank{}"
 CHECKPOINTS = "checkpoints"
 
-_TAIL_BYTES = 2**18  # of train.log: the line that says why it failed is near its end
+_TAIL_BYTES = 2**18  # of a note: the error is at its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,26 +38,15 @@ class Loop:
     is_trainers: bool = False  # which writes checkpoints of its own
 
     def write(self, run_dir: Path) -> None:
-        node = {
-            "steps": self.steps,
-            "goes_on": self.resumes,
-            "given": dict(self.given),
-            "is_trainers": self.is_trainers,
-        }
-        commit_text(run_dir / LOOP, json.dumps(masked_tree(node), indent=2) + "\n")
+        commit_text(run_dir / LOOP, json.dumps(masked_tree(asdict(self)), indent=2) + "\n")
 
 
 def loop_of(run_dir: Path) -> Loop | None:
-    """Read loop.json; None if there is none."""
-    node = read_json(run_dir / LOOP)
-    if not isinstance(node, dict):
+    """Read loop.json; None if there is none, or if it is damaged."""
+    try:
+        return Loop(**read_json(run_dir / LOOP))
+    except TypeError:
         return None
-    steps = node.get("steps")
-    return Loop(
-        steps=steps if type(steps) is int else None,
-        resumes=node.get("goes_on") is True,
-        is_trainers=node.get("is_trainers") is True,
-    )
 
 
 def settings_of(run_dir: Path) -> Mapping[str, Any]:
@@ -104,7 +93,7 @@ class Summary:
     # well, recovered, observed, unrecovered, no_progress, above_best; the status if the run did not complete
     verdict: str | None = None
     trial_updates: int = 0  # made to try remedies: neither steps nor ticks
-    why: str | None = None  # a loop that the caller wrote did not complete: there is no train.log that says why
+    why: str | None = None  # it did not complete, in one line
 
     def write(self, path: Path) -> None:
         node = {key: value for key, value in asdict(self).items() if key != "why" or value is not None}
@@ -162,15 +151,37 @@ def at_work(run_dir: Path) -> str | None:
     return holder_of(run_dir)
 
 
-def ended_as(run_dir: Path) -> str | None:
-    """Say how the newest process of a run ended: by the status in its summary, `failed`, `killed`; None if it lives."""
-    if at_work(run_dir) is not None:
-        return None
-    if (summary := read_ending(run_dir, SUMMARY)) is not None:
-        return str(summary.get("status"))
-    if not is_run(run_dir):
-        return None
-    return "killed" if failure(run_dir) is None else "failed"
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """The newest process of a run: at work, or how it ended."""
+
+    state: str  # the status in summary.json; without one running, killed, failed, none
+    exit_code: int
+    process: str | None = None  # that is at work: it has not begun yet, or is about to end, if there is a summary
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    why: str = ""  # it failed or gave up
+    refused: str = ""  # why the last start was refused, whose exit code this is then
+
+
+def ending_of(run_dir: Path) -> Ending:
+    """Read from its files how the newest process of a run stands."""
+    process, summary = at_work(run_dir), read_ending(run_dir, SUMMARY)
+    why = failure(run_dir) or ""
+    if summary is not None:
+        code = summary["exit_code"]
+        why = str(summary.get("why") or why) if code else ""
+        found = Ending(str(summary.get("status")), code, summary=summary, why=why)
+    elif process is not None:
+        found = Ending("running", 0)
+    elif not is_run(run_dir):
+        found = Ending("none", 2)
+    else:
+        found = Ending("failed" if why else "killed", 1, why=why)
+    if process is not None:
+        return replace(found, exit_code=0, process=process)
+    if (refused := read_ending(run_dir, REFUSED)) is not None:
+        found = replace(found, exit_code=refused["exit_code"], refused=str(refused.get("why")))
+    return found
 
 
 def last_sign_ms(run_dir: Path) -> int | None:
@@ -179,15 +190,3 @@ def last_sign_ms(run_dir: Path) -> int | None:
         with suppress(OSError):
             return (run_dir / name).stat().st_mtime_ns // 1_000_000
     return None
-
-
-def why_incomplete(run_dir: Path, summary: Mapping[str, Any] | None) -> str | None:
-    """Say in one line why a run did not complete: the last error in its log, or what its summary says."""
-    with suppress(OSError):
-        lines = read_plain(run_dir / "train.log", last=_TAIL_BYTES).decode("utf-8", "replace").splitlines()
-        # Each line begins with date, time and level.
-        errors = [words[3] for line in lines if len(words := line.split(" ", 3)) == 4 and words[2] == "ERROR"]
-        if errors and (last := errors[-1].removeprefix("error: ")):
-            return last
-    why = summary.get("why") if summary is not None else None
-    return why if isinstance(why, str) else failure(run_dir)

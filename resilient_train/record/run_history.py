@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -97,9 +97,9 @@ class RunHistory:
                 self.data_sample = sample
             case {"kind": "taken_up_from", "source": str(source)}:
                 self.sources.add(source)
-            case {"kind": "drill_fired", "drill": int(number)}:
+            case {"kind": "drill_fired", "drill": int(number), "tick": int()}:
                 self._fired.add(number)
-                self.fired_drills += fired_drills([entry])
+                self.fired_drills.append(fired_drill(entry))
 
 
 def with_earlier(remedies: Mapping[str, Any], earlier: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -126,16 +126,10 @@ class FiredDrill:
     rows: frozenset[int] | None = None  # None: not known
 
 
-def fired_drills(entries: Iterable[Mapping[str, Any]]) -> tuple[FiredDrill, ...]:
-    """Return the drills that have fired in a run, the first one first; damaged entries are left out."""
-    found = []
-    for entry in entries:
-        match entry:
-            case {"kind": "drill_fired", "name": str(name), "tick": int(tick)}:
-                until, rows = entry.get("until"), entry.get("rows")
-                known = frozenset(one for one in rows if type(one) is int) if isinstance(rows, list) else None
-                found.append(FiredDrill(name, tick, until if type(until) is int else tick, known))
-    return tuple(found)
+def fired_drill(entry: Mapping[str, Any]) -> FiredDrill:
+    """Return the fault of an entry of the journal."""
+    tick, rows = entry["tick"], entry.get("rows")
+    return FiredDrill(entry["name"], tick, entry.get("until", tick), None if rows is None else frozenset(rows))
 
 
 def drill_behind(drills: Sequence[FiredDrill], anomaly: Anomaly, diagnosis: Diagnosis, met: Sequence[Incident]) -> str:

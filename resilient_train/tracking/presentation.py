@@ -11,25 +11,22 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from resilient_train.files import MOST_BYTES
-from resilient_train.record.endings import CHECKPOINTS, CONFIG, LOOP, SUMMARY, ended_as
+from resilient_train.record.endings import CHECKPOINTS, CONFIG, LOOP, SUMMARY, ending_of
 from resilient_train.record.incident_log import INCIDENTS
 from resilient_train.record.journal import JOURNAL
 from resilient_train.tracking.connection import Connection, is_unreachable, run_page
-from resilient_train.tracking.figure import draw_strip
 from resilient_train.tracking.report import REPORT, note, report
-from resilient_train.tracking.story import Story, StoryReader
+from resilient_train.tracking.story import Story, read_story
 from resilient_train.tracking.traces import Traces, trace_id_of
 from resilient_train.wording import tags
 
 _AS_THEY_ARE = (CONFIG, LOOP, INCIDENTS, "train.log")  # files of the run directory
-STRIP = "incidents.png"  # an artifact
 
-_FEW, _REST = 20, 10  # incidents; with more it pauses for so many times as long as showing them took
-_MOST_FAILURES = 20  # traces that could not be uploaded, after which a refresh leaves the others out
+_FEW, _REST = 20, 10  # incidents; with more it pauses for so many times as long as reading and describing them took
 
 
 class Presentation:
-    """Shows tags, the description, traces, the picture and the report of a run."""
+    """Shows tags, the description, traces and the report of a run."""
 
     def __init__(
         self, connection: Connection, run_dir: Path, unless_refused: Callable[[Callable[[], object]], None]
@@ -38,7 +35,6 @@ class Presentation:
         self._connection, self._run_dir, self._unless_refused = connection, run_dir, unless_refused
         self._client, self._experiment_id, self._run_id = connection.client, connection.experiment_id, connection.run_id
         self._traces = Traces(connection.client, connection.uri, connection.experiment_id, connection.run_id)
-        self._story = StoryReader(run_dir)
         self._traced: set[int] = set()  # incidents with a trace
         self._seen: object = None
         self._trouble: Exception | None = None
@@ -48,34 +44,27 @@ class Presentation:
         """Show what has changed, the words first; return what prevented some of it. Raises if MLflow does not answer.
 
         An incident gets its trace once its outcome is known, and the report is uploaded at the end: so uploads grow
-        with the number of incidents, and not with its square. Words and the picture are made of all incidents; if there
-        are many, that takes at most a tenth of the time.
+        with the number of incidents, and not with its square. Words are made of all incidents; if there are many,
+        that takes at most a tenth of the time.
         """
         state, began = self._state(), time.monotonic()
         if not is_last and (began < self._rests_until or (state == self._seen and self._trouble is None)):
             return None
         self._trouble = None
-        story = self._story.read()
+        story = read_story(self._run_dir)
         self._attempt(lambda: self._describe(story))
+        if len(story.chapters) > _FEW:
+            self._rests_until = time.monotonic() + _REST * (time.monotonic() - began)
         if is_last or self._seen is None:
             for name in _AS_THEY_ARE:
                 self._attempt(partial(self._attach_as_it_is, self._run_dir / name))
-        failures, described = 0, time.monotonic()
         for chapter in story.chapters:
-            number = chapter.incident.id
-            if chapter.closed_ms is not None and number not in self._traced and failures < _MOST_FAILURES:
-                if self._attempt(partial(self._traces.upload, chapter)):
-                    self._traced.add(number)
-                else:
-                    failures += 1
-        began += time.monotonic() - described  # each trace is uploaded once
-        if story.chapters:
-            self._attempt(lambda: self._attach(STRIP, draw_strip(story)))
+            is_due = chapter.closed_ms is not None and chapter.incident.id not in self._traced
+            if is_due and self._attempt(partial(self._traces.upload, chapter)):
+                self._traced.add(chapter.incident.id)
         if is_last:
             self._attempt(lambda: self._attach(REPORT, report(story).encode()))
         self._seen = state
-        if len(story.chapters) > _FEW:
-            self._rests_until = time.monotonic() + _REST * (time.monotonic() - began)
         return self._trouble
 
     def _describe(self, story: Story) -> None:
@@ -87,9 +76,7 @@ class Presentation:
                 return None
             return f"{page('/traces')}&selectedEvaluationId={trace_id_of(self._run_id, number)}"
 
-        strip = f"get-artifact?path={STRIP}&run_uuid={self._run_id}"  # its content, for a page of the same server
-        said = note(story, trace, strip)
-        self._connection.show_tags(tags(story.incidents, story.status), said)
+        self._connection.show_tags(tags(story.incidents, story.status), note(story, trace))
 
     def _attach_as_it_is(self, file: Path) -> None:
         """Attach a file of the run, if it is a plain one: a directory that somebody else made may hold anything."""
@@ -104,7 +91,7 @@ class Presentation:
 
     def _state(self) -> object:
         """Return what differs when something has changed, at the cost of a few looks at files."""
-        found: list[object] = [ended_as(self._run_dir)]
+        found: list[object] = [ending_of(self._run_dir)]
         for name in (JOURNAL, SUMMARY, CHECKPOINTS, "best"):
             with contextlib.suppress(OSError):
                 known = os.stat(self._run_dir / name)

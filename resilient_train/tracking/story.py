@@ -1,4 +1,4 @@
-"""The story of a run, read from its directory for status lines, reports, traces and pictures.
+"""The summary of a run as data, read from its directory: the terminal, the report, MLflow and the verbs all show it.
 
 It reads what the run has written, also while it is at work, and changes nothing.
 """
@@ -7,41 +7,26 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from resilient_train.files import read_json, read_plain
-from resilient_train.record.endings import (
-    CHECKPOINTS,
-    SUMMARY,
-    Loop,
-    ended_as,
-    loop_of,
-    read_ending,
-    resumes,
-    settings_of,
-    why_incomplete,
-)
+from resilient_train.files import read_json
+from resilient_train.record.endings import CHECKPOINTS, Loop, Summary, ending_of, loop_of, resumes, settings_of
 from resilient_train.record.incident_lines import from_line
 from resilient_train.record.incident_log import CLOSED, OPENED, TREATED
 from resilient_train.record.journal import JOURNAL, Entry, entries_after
-from resilient_train.record.outbox import seal_before
-from resilient_train.record.progress import position_of
-from resilient_train.record.run_history import DRILL_FIRED, REMEDIES, FiredDrill, fired_drills, with_earlier
+from resilient_train.record.progress import Position, position_of
+from resilient_train.record.run_history import REMEDIES, with_earlier
 from resilient_train.types import Cause, Incident, Outcome, kind_of
 from resilient_train.wording import rows_to_look_at
 
 _CHECKPOINT = re.compile(r"step-\d{8,18}(\.\d+)?")
 _QUIET = 50  # updates without what came back, after which it is over
 _REPEATS = (Cause.EXPLOSION, Cause.RATE, Cause.OVERFLOW)  # the next run of this configuration meets it, too
-LARGEST_SOURCE = 2**22  # bytes
 _MOST_ROWS = 8  # that are named
-
-_SENTENCES = re.compile(r"(?<=\.) (?=[A-Z`])")
-_NUMBERS = re.compile(r"(?P<name>`[^`]*`)|\[[\d, ]+\]|\b(?:nan|inf)\b|(?<![\w.])[+-]?\d[\d.,]*(?:e[+-]?\d+)?\b")
+_VERDICTS = {"recovered", "observed", "unrecovered", "no_progress", "above_best", "gave_up", "preempted", "failed"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,23 +68,23 @@ class Advice:
 class Story:
     """What a person wants to know about a run."""
 
-    directory: Path  # absolute
+    directory: Path | None  # absolute; None if the run writes nothing
     chapters: tuple[Chapter, ...]  # in the order they were met
-    status: str  # clean, recovered, unrecovered, no_progress, above_best, recovering, gave_up, preempted, failed
-    began_ms: int | None = None  # when its first process wrote the first entry of the journal
+    status: str  # how it fares: see `status_by`
+    state: str = "running"  # the status in summary.json; without one running, killed, failed, none
+    exit_code: int = 0  # of the newest process
+    process: str | None = None  # that is at work
+    refused: str = ""  # why the last start was refused
+    why: str = ""  # why it failed or gave up
     step: int = 0  # accepted updates
     tick: int = 0  # attempted ones
     steps: int | None = None  # planned
-    summary: Mapping[str, Any] | None = None  # None while it is at work, or was killed
-    why: str = ""  # why it failed
-    is_killed: bool = False  # its process ended without a summary or an error
+    summary: Mapping[str, Any] = field(default_factory=dict)  # empty while it is at work, or was killed
     last_good: Checkpoint | None = None  # the newest verified one
     newest: Checkpoint | None = None  # that a resume would load: the same, or a later candidate
     best: Checkpoint | None = None  # weights alone
-    remedies: Mapping[str, Any] | None = None  # active, as they were last written down
-    advice: tuple[Advice, ...] = ()  # still open, the most important first
+    remedies: Mapping[str, Any] = field(default_factory=dict)  # active, as they were last written down
     loop: Loop | None = None  # of the caller; None for a run of the command
-    fired_drills: tuple[FiredDrill, ...] = ()
     resumes: bool = True  # by the same command, which otherwise starts a new run
 
     @property
@@ -108,134 +93,95 @@ class Story:
         return tuple(chapter.incident for chapter in self.chapters)
 
     @property
+    def advice(self) -> tuple[Advice, ...]:
+        """What to change, the most important first."""
+        return open_advice(self.incidents)
+
+    @property
     def is_complete(self) -> bool:
         """Say whether the run made all the updates that were planned."""
-        return self.summary is not None and self.summary.get("status") == "completed"
+        return self.state == "completed"
 
 
 def read_story(run_dir: Path) -> Story:
-    """Read the story of the run in a directory up to now."""
-    return StoryReader(run_dir).read()
-
-
-class StoryReader:
-    """Reads the story of a run again and again; of its journal only what is new, which may have many incidents."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir, self._journal = run_dir.absolute(), run_dir / JOURNAL
-        self._start()
-
-    def _start(self) -> None:
-        self._end, self._number, self._seal = 0, 0, seal_before(self._journal, 0)
-        self._found: dict[int, Chapter] = {}
-        self._began_ms: int | None = None
-        self._remedies: Mapping[str, Any] | None = None  # as they were last written down
-        self._drills: list[Entry] = []
-        # Text and count of each line, by file and number, as it was patched last.
-        self._patched: dict[tuple[str, int], tuple[str, int]] = {}
-
-    def _read_journal(self) -> None:
-        if self._seal != seal_before(self._journal, self._end):  # another file took its place
-            self._start()
-        for entry, end in entries_after(self._journal, self._end, self._number):
-            self._end, self._number = end, entry["n"]
-            self._began_ms = entry["at"] if self._began_ms is None else self._began_ms
-            self._add(entry)
-            if entry["kind"] == REMEDIES and isinstance(remedies := entry.get("remedies"), dict):
-                self._remedies = with_earlier(remedies, self._remedies)
-                for one in remedies["armor"] if isinstance(remedies.get("armor"), list) else ():
-                    match one:
-                        case {"file": str(file), "line": int(line), "text": str(text), "count": int(count)}:
-                            self._patched[file, line] = text, count
-            elif entry["kind"] == DRILL_FIRED:
-                self._drills.append(entry)
-        self._seal = seal_before(self._journal, self._end)
-
-    def _add(self, entry: Entry) -> None:
-        found, kind = self._found, entry["kind"]
-        if kind not in (OPENED, TREATED, CLOSED):
-            return
-        try:
-            incident = from_line(entry.get("incident"))
-        except ValueError:  # damaged: the incident log says so when the run resumes
-            return
-        chapter = replace(found.get(incident.id, Chapter(incident, entry["at"])), incident=incident)
-        if kind == TREATED and chapter.treated_ms is None:  # a second entry only adds what is known since
-            chapter = replace(chapter, treated_ms=entry["at"])
-        elif kind == CLOSED:
-            chapter = replace(chapter, closed_ms=entry["at"])
-        found[incident.id] = chapter
-
-    def read(self) -> Story:
-        """Return the story up to now."""
-        run_dir = self._run_dir
-        self._read_journal()
-        found = tuple(self._found[number] for number in sorted(self._found))
-        incidents = [one.incident for one in found]
-        summary, position, checkpoints = read_ending(run_dir, SUMMARY), position_of(run_dir), checkpoints_of(run_dir)
-        step, tick = (position.step, position.tick) if position is not None else (0, 0)
-        if summary is not None:
-            step, tick = (_whole(summary.get(key), known) for key, known in (("steps", step), ("ticks", tick)))
-        end = ended_as(run_dir)
-        status = "failed" if end in ("killed", "failed") else status_by(incidents, summary, step=step)
-        why = why_incomplete(run_dir, summary) if status == "failed" and end != "killed" else None
-        changed = {line for line, (text, count) in self._patched.items() if _is_changed(line[0], text, count)}
+    """Read the story of the run in a directory up to now. Raises OSError if its journal cannot be read."""
+    run_dir = run_dir.absolute()
+    ending = ending_of(run_dir)  # first: then the journal has what the run wrote before its end
+    chapters: dict[int, Chapter] = {}
+    remedies: Mapping[str, Any] = {}
+    for entry, _ in entries_after(run_dir / JOURNAL):
+        if entry["kind"] == REMEDIES:
+            remedies = with_earlier(entry["remedies"], remedies)
+        elif entry["kind"] in (OPENED, TREATED, CLOSED):
+            _add(chapters, entry)
+    found = tuple(chapters[number] for number in sorted(chapters))
+    checkpoints, loop, position = checkpoints_of(run_dir), loop_of(run_dir), position_of(run_dir) or Position()
+    step, tick = (ending.summary.get(key, known) for key, known in (("steps", position.step), ("ticks", position.tick)))
+    planned = settings_of(run_dir).get("steps") if loop is None else loop.steps
+    status = "failed" if ending.state == "killed" else ending.state
+    if status != "failed":
+        status = status_by([one.incident for one in found], ending.summary, step=step)
+    return Story(
+        directory=run_dir,
+        chapters=found,
+        status=status,
+        state=ending.state,
+        exit_code=ending.exit_code,
+        process=ending.process,
+        refused=ending.refused,
+        why=ending.why,
+        step=step,
+        tick=max(tick, step),
+        steps=planned if type(planned) is int else None,
+        summary=ending.summary,
+        last_good=next((one for one in checkpoints if one.is_verified), None),
+        newest=next(iter(checkpoints), None),
+        best=_best_of(run_dir),
         # A checkpoint may be newer than the journal, as knobs relax.
-        remedies = [one for one in (self._remedies, *(one.remedies for one in checkpoints)) if one is not None]
-        return Story(
-            directory=run_dir,
-            chapters=found,
-            status=status,
-            began_ms=self._began_ms,
-            step=step,
-            tick=max(tick, step),
-            steps=planned_steps(run_dir),
-            summary=summary,
-            why=why or "",
-            is_killed=end == "killed",
-            last_good=next((one for one in checkpoints if one.is_verified), None),
-            newest=next(iter(checkpoints), None),
-            best=_best_of(run_dir),
-            remedies=max(remedies, key=lambda one: _whole(one.get("tick"), 0), default=None),
-            advice=open_advice([one for one in incidents if _line_of(one) not in changed]),
-            loop=loop_of(run_dir),
-            fired_drills=fired_drills(self._drills),
-            resumes=resumes(run_dir),
-        )
+        remedies=max([remedies, *(one.remedies for one in checkpoints)], key=lambda one: one.get("tick", -1)),
+        loop=loop,
+        resumes=resumes(run_dir),
+    )
 
 
-def _line_of(incident: Incident) -> tuple[str, int] | None:
-    culprit = incident.diagnosis.culprit
-    return (culprit.file, culprit.line) if culprit is not None else None
+def story_of(summary: Summary, incidents: Sequence[Incident], remedies: Mapping[str, Any] | None) -> Story:
+    """Return the story of a run that writes nothing, from what its process knows at its end."""
+    return Story(
+        directory=None,
+        chapters=tuple(Chapter(one, 0) for one in incidents),
+        status=status_by(incidents, asdict(summary), step=summary.steps),
+        state=summary.status,
+        exit_code=summary.exit_code,
+        why=summary.why or "",
+        step=summary.steps,
+        tick=summary.ticks,
+        summary=asdict(summary),
+        remedies=remedies or {},
+    )
 
 
-def _is_changed(file: str, text: str, count: int) -> bool:
-    """Say whether a line that was patched is not in its source any more."""
-    path = Path(file)
-    if not text or path.suffix != ".py" or not path.is_absolute():
-        return False
+def _add(chapters: dict[int, Chapter], entry: Entry) -> None:
     try:
-        lines = [line.strip() for line in read_plain(path, most=LARGEST_SOURCE).decode().split("\n")]
-    except (OSError, ValueError):  # on another machine, perhaps
-        return False
-    return lines.count(text) <= count
-
-
-def _whole(value: Any, otherwise: int) -> int:
-    return value if type(value) is int and value >= 0 else otherwise
+        incident = from_line(entry.get("incident"))
+    except ValueError:  # of another version: the incident log says so when the run resumes
+        return
+    chapter = replace(chapters.get(incident.id, Chapter(incident, entry["at"])), incident=incident)
+    if entry["kind"] == TREATED and chapter.treated_ms is None:  # a second entry only adds what is known since
+        chapter = replace(chapter, treated_ms=entry["at"])
+    elif entry["kind"] == CLOSED:
+        chapter = replace(chapter, closed_ms=entry["at"])
+    chapters[incident.id] = chapter
 
 
 def status_by(incidents: Sequence[Incident], summary: Mapping[str, Any] | None = None, *, step: int = 0) -> str:
-    """Say in one word how a run fares at a step, by its incidents and by the summary that its last end wrote.
+    """Say in one word how a run fares at a step: by the summary of its last end if that says so, else by its incidents.
 
     That is clean, recovered, recovering, observed, unrecovered, no_progress, above_best, gave_up, preempted or failed.
     """
-    ended = summary.get("status") if summary is not None else None
-    if ended in ("gave_up", "preempted", "failed"):
-        return str(ended)
-    verdict = summary.get("verdict") if ended == "completed" and summary is not None else None
-    if verdict in ("no_progress", "above_best"):
-        return str(verdict)
+    summary = summary or {}
+    for word in (summary.get("verdict"), summary.get("status")):
+        if word in _VERDICTS:
+            return str(word)
     if all(one.is_accepted for one in incidents):
         return "clean"
     if incidents[-1].outcome is Outcome.GAVE_UP:
@@ -260,14 +206,6 @@ def unrecovered(incidents: Sequence[Incident], step: int) -> Incident | None:
     return next((one for one in since if one.outcome is Outcome.UNRECOVERED), next(left, None))
 
 
-def planned_steps(run_dir: Path) -> int | None:
-    """Return how many updates a run is configured to make; None if its configuration does not say."""
-    if (loop := loop_of(run_dir)) is not None:
-        return loop.steps
-    steps = settings_of(run_dir).get("steps")
-    return steps if type(steps) is int else None
-
-
 # -------------------------------------------------------------------------------------------------- checkpoints on disk
 
 
@@ -279,11 +217,6 @@ def checkpoints_of(run_dir: Path) -> list[Checkpoint]:
         return []
     found = [one for path in names if (one := _checkpoint(path.absolute())) is not None]
     return sorted(found, key=lambda one: (one.tick, one.step, one.path.name), reverse=True)
-
-
-def last_good_of(run_dir: Path) -> Checkpoint | None:
-    """Return the newest checkpoint that is verified by its manifest."""
-    return next((one for one in checkpoints_of(run_dir) if one.is_verified), None)
 
 
 def _best_of(run_dir: Path) -> Checkpoint | None:
@@ -322,95 +255,62 @@ def _is_there(file: Path, written: Any) -> bool:
 
 
 def open_advice(incidents: Sequence[Incident]) -> tuple[Advice, ...]:
-    """Return what a person should change, the most important first: each line, each setting and all rows only once.
+    """Return what a person should change, the most important first: each line, all rows and each setting only once.
 
     First what the run could not cure, then what it has not cured yet, then what it only avoids: patched lines, rows in
     quarantine, changed settings. What happened once, was over and did not return needs no change, nor does what a drill
     made.
     """
-    incidents = [one for one in incidents if not one.drill and one.diagnosis.advice.strip()]
-    newest = set({kind_of(one.anomaly, one.diagnosis): one.id for one in incidents}.values())
-    times = Counter(kind for one in incidents for kind in [_kind(one)] * (1 + bool(one.further)))
-    first_of_line: dict[object, object] = {}  # what each line asks for
     groups: dict[object, list[Incident]] = {}
-    urgencies: dict[object, int] = {}
-    for one in sorted(incidents, key=lambda one: one.diagnosis.symptom is not None):
-        diagnosis, kind = one.diagnosis, _kind(one)
-        about: object = "rows" if diagnosis.rows else _asked(diagnosis.advice)
-        about = "look at" if rows_to_look_at(diagnosis.advice) else about
-        if diagnosis.culprit is not None:
-            # An operation that failed only because of another line asks for the same as that line.
-            first = first_of_line.setdefault(kind, (kind, diagnosis.cause))
-            about = (kind, diagnosis.cause) if diagnosis.symptom is None else first
-        if (urgency := _urgency(one, times[kind] > 1, one.id in newest)) is not None:
-            groups.setdefault(about, []).append(one)
-            urgencies[about] = min(urgency, urgencies.get(about, urgency))
-
-    def order(about: object) -> tuple[int, int, int]:
-        group, urgency = groups[about], urgencies[about]
-        return urgency, -len(group) if urgency > _NOT_OVER else 0, -max(one.id for one in group)
-
-    return tuple(
-        Advice(_words(groups[about]), tuple(sorted(one.id for one in groups[about])))
-        for about in sorted(groups, key=order)
-    )
+    for one in incidents:
+        if not one.drill and one.diagnosis.advice.strip():
+            groups.setdefault(_asks_about(one), []).append(one)
+    urgent = [(urgency, group) for group in groups.values() if (urgency := _urgency(group)) is not None]
+    urgent.sort(key=lambda pair: (pair[0], -len(pair[1])))
+    return tuple(Advice(_words(group), tuple(one.id for one in group)) for _, group in urgent)
 
 
-_NOT_OVER = 2  # the urgency of what may not be over; above it, what comes more often is more urgent
-
-
-def _urgency(one: Incident, is_repeated: bool, is_newest: bool) -> int | None:
-    """Return the place of an incident's advice in the order; None if it asks for nothing."""
-    if one.outcome is Outcome.GAVE_UP:
-        return 0
-    if one.outcome is Outcome.UNRECOVERED or (one.outcome is Outcome.RECURRED and is_newest):
-        return 1
-    if one.outcome in (None, Outcome.OBSERVED):
-        return _NOT_OVER
-    if one.diagnosis.culprit is not None:
-        return 3
-    if one.diagnosis.rows:
-        return 4
-    if one.diagnosis.cause in _REPEATS:
-        return 5
-    return 6 if is_repeated else None
-
-
-def _kind(incident: Incident) -> object:
-    """Return what two incidents of a kind have in common: the line, the rows, or the cause and the signal."""
+def _asks_about(incident: Incident) -> object:
+    """Return what incidents have in common that ask for one change."""
     diagnosis = incident.diagnosis
     if (culprit := diagnosis.culprit) is not None:
         return culprit.file, culprit.line, culprit.op
-    return diagnosis.rows or (diagnosis.cause, incident.anomaly.signal)
+    if rows_to_look_at(diagnosis.advice):
+        return "rows to look at"
+    return "bad rows" if diagnosis.rows else (diagnosis.cause, incident.anomaly.signal)
 
 
-def request_of(advice: str) -> str:
-    """Return the sentence of an advice that asks for something. Those after it are hints."""
-    words = " ".join(advice.split())
-    return next((one for one in _SENTENCES.split(words) if ": " in one), words)
-
-
-def _asked(advice: str) -> str:
-    """Return what an advice asks for without its numbers, which differ from incident to incident.
-
-    Names stay: another tensor is another place to look at.
-    """
-    return _NUMBERS.sub(lambda found: found["name"] or "#", request_of(advice))
+def _urgency(group: Sequence[Incident]) -> int | None:
+    """Return the place in the order of what some incidents ask for; None if they ask for nothing."""
+    last, outcomes = group[-1], {one.outcome for one in group}
+    if Outcome.GAVE_UP in outcomes:
+        return 0
+    if Outcome.UNRECOVERED in outcomes or last.outcome is Outcome.RECURRED:
+        return 1
+    if outcomes & {None, Outcome.OBSERVED}:
+        return 2
+    if last.diagnosis.culprit is not None:
+        return 3
+    if last.diagnosis.rows:
+        return 4
+    if last.diagnosis.cause in _REPEATS:
+        return 5
+    return 6 if len(group) > 1 or last.further else None
 
 
 def _words(group: Sequence[Incident]) -> str:
     """Name all rows, or take the words of the newest incident, if possible not of one that another line caused."""
-    by_rows = [one.diagnosis for one in group if one.diagnosis.culprit is None or one.diagnosis.cause is Cause.DATA]
-    rows = sorted({row for one in by_rows for row in one.rows})
-    if len(group) > 1 and len(rows) > 1:
-        last = max(group, key=lambda one: one.id).diagnosis.advice
-        return f"Fix or remove rows {_listed(rows)}: quarantine.json has the reason for each. The last: {last}"
-    if len(rows := sorted({row for one in group for row in rows_to_look_at(one.diagnosis.advice)})) > 1:
+    newest = max(group, key=lambda one: (one.diagnosis.symptom is None, one.id)).diagnosis
+    are_bad = newest.culprit is None or newest.cause is Cause.DATA
+    rows = {row for one in group for row in one.diagnosis.rows}
+    if are_bad and len(rows) > 1 and len(group) > 1:
+        named = f"Fix or remove rows {_listed(rows)}: quarantine.json has the reason for each."
+        return f"{named} The last: {newest.advice}"
+    if len(rows := {row for one in group for row in rows_to_look_at(one.diagnosis.advice)}) > 1:
         return f"Look at rows {_listed(rows)}: the batches are ordinary without them."
-    newest = max(group, key=lambda one: (one.diagnosis.symptom is None, one.id))
-    return " ".join(newest.diagnosis.advice.split())
+    return " ".join(newest.advice.split())
 
 
-def _listed(rows: Sequence[int]) -> str:
-    more = f" and {len(rows) - _MOST_ROWS:,} more" if rows[_MOST_ROWS:] else ""
-    return ", ".join(map(str, rows[:_MOST_ROWS])) + more
+def _listed(rows: set[int]) -> str:
+    more = f" and {len(rows) - _MOST_ROWS:,} more" if len(rows) > _MOST_ROWS else ""
+    return ", ".join(map(str, sorted(rows)[:_MOST_ROWS])) + more

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from resilient_train.record.endings import ended_as, last_sign_ms
+from resilient_train.record.endings import ending_of, last_sign_ms
 from resilient_train.record.journal import Entry, entries
 from resilient_train.record.outbox import BEGAN, ENDED, METRICS, OUTBOX, seal_before
 from resilient_train.tracking.connection import (
@@ -48,7 +48,6 @@ class Uploader:
         self.uploaded = 0  # entries, by this object
         self.damaged = 0
         self.refused: list[str] = []  # why, for each thing that MLflow will never take
-        self.on_progress: Callable[[int], None] = lambda uploaded: None
         self.store, self._experiment = store, experiment
         self._reached: tuple[Connection, Presentation] | None = None
         self._lock: int | None = None
@@ -72,7 +71,8 @@ class Uploader:
             raise trouble
         if is_last:
             connection.forget_twins()
-            if ended_as(self.run_dir) is not None and self.outbox.stat().st_size > self.cursor.get("delivered", 0):
+            is_over = ending_of(self.run_dir).process is None
+            if is_over and self.outbox.stat().st_size > self.cursor.get("delivered", 0):
                 self.damaged += 1  # its last line is cut off
 
     def close(self) -> None:
@@ -103,7 +103,6 @@ class Uploader:
             self.uploaded += len(portion)
             end = portion[-1][1]
             self.cursor.note(delivered=end, seal=seal_before(self.outbox, end))
-            self.on_progress(self.uploaded)
 
     def _send(self, connection: Connection, portion: list[Entry]) -> None:
         metrics = [one for entry in portion if entry["kind"] == METRICS for one in metrics_of(entry)]
@@ -118,9 +117,10 @@ class Uploader:
 
     def _show_end(self, connection: Connection) -> None:
         """Show how a run ended that could not say so itself."""
-        ended = ended_as(self.run_dir)
-        if ended is not None and connection.client.get_run(connection.run_id).info.status != self._status(ended):
-            self._end(connection, ended, last_sign_ms(self.run_dir))
+        ending = ending_of(self.run_dir)
+        shown = connection.client.get_run(connection.run_id).info.status
+        if ending.process is None and ending.state != "none" and shown != self._status(ending.state):
+            self._end(connection, ending.state, last_sign_ms(self.run_dir))
 
     def _end(self, connection: Connection, ended: str, at_ms: int | None) -> None:
         connection.client.set_terminated(connection.run_id, self._status(ended), at_ms)

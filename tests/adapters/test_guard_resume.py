@@ -244,10 +244,10 @@ def test_a_patched_line_that_was_changed_since_is_said_once_and_asks_for_nothing
 
     with caplog.at_level("INFO", logger="resilient_train"):
         assert trained(30) == []
-        assert ["`div` at ratio.py:3" in one.text for one in read_story(run_dir).advice] == [True]
+        (asked,) = read_story(run_dir).advice
+        assert "`div` at ratio.py:3" in asked.text
         source.write_text(source.read_text().replace("error / batch[1]", "error / batch[1].clamp(0.5)"))
-        assert read_story(run_dir).advice == ()
         assert trained(40) == [f"{source}:3 was changed since: its patch is removed"]
         assert trained(50) == []
     story = read_story(run_dir)
-    assert (len(story.incidents), story.advice, story.remedies and story.remedies["armor"]) == (1, (), [])
+    assert (len(story.incidents), story.remedies["armor"]) == (1, [])

@@ -166,7 +166,7 @@ def test_an_evaluation_that_is_not_finite_is_not_well(tmp_path: Path, caplog: py
     guard = train(guard_of(run_dir=tmp_path / "run", steps=5), 5)
     guard.evaluated({"loss": float("nan")})
     guard.close()
-    assert "the evaluation is not finite (loss nan): no incidents." in caplog.messages
+    assert "The evaluation is not finite (loss nan): 5 steps; no incidents." in " ".join(caplog.messages)
     assert note(read_story(tmp_path / "run"), lambda number: None).startswith(
         "**The evaluation is not finite (loss nan).**"
     )

@@ -115,25 +115,16 @@ def said(capsys: pytest.CaptureFixture[str], place: Path) -> tuple[int, str]:
     return code, capsys.readouterr().out.strip().removeprefix(f"{place / 'mine'}: ")
 
 
-ANEW = "; running it again starts a new run in mine-2"
-
-
 @pytest.mark.parametrize(
-    ("how", "more", "ends", "code", "line", "verdict"),
+    ("how", "more", "ends", "code", "verdict"),
     [
-        ("end", {}, 0, 0, "completed, 120 steps", "120 steps"),
-        ("close", {}, 0, 0, f"closed by its program at step 71 of 120{ANEW}", "closed at step 71 of 120"),
-        (
-            *("break", {}, 0, 1, rf"its program ended at step 70 of 120 without guard.close\(\){ANEW}"),
-            "left at step 70 of 120",
-        ),
-        ("exit", {}, 1, 1, "its program ended at step 70 of 120 without", "left at step 70 of 120"),
-        ("kill", {}, -9, 1, rf"killed \(no exit message\) at step [67]. of 120{ANEW}", "Killed (no exit message)"),
-        (
-            *("stop", {"resume": True, "disk": 20}, 0, 75, r"stopped on request at step 71 of 120; the same command"),
-            "Stopped on request: at step 71 of 120",
-        ),
-        ("end", {"recovery": "off"}, 0, 3, "gave up at step .*; the last good state is in .*step-00000000", "Gave up"),
+        ("end", {}, 0, 0, "120 steps"),
+        ("close", {}, 0, 0, "closed at step 71 of 120"),
+        ("break", {}, 0, 1, "left without guard.close() at step 70 of 120"),
+        ("exit", {}, 1, 1, "left without guard.close() at step 70 of 120"),
+        ("kill", {}, -9, 1, "Killed (no exit message)"),
+        ("stop", {"resume": True, "disk": 20}, 0, 75, "Stopped on request: at step 71 of 120"),
+        ("end", {"recovery": "off"}, 0, 3, "Gave up"),
     ],
 )
 def test_the_end_of_a_loop_is_known_by_its_directory(
@@ -141,7 +132,6 @@ def test_the_end_of_a_loop_is_known_by_its_directory(
     more: dict[str, object],
     ends: int,
     code: int,
-    line: str,
     verdict: str,
     place: Path,
     capsys: pytest.CaptureFixture[str],
@@ -151,14 +141,16 @@ def test_the_end_of_a_loop_is_known_by_its_directory(
     assert done.codes == [ends], done.stderr
     found, told = said(capsys, place)
     assert found == code
-    assert re.match(line, told), told
+    assert verdict in told
+    is_new = how in ("close", "break", "exit", "kill") or code == 3
+    assert ("starts a new run in the next free directory" in told) == is_new
     assert incidents.main([str(place / "mine")]) == 0
-    assert verdict in capsys.readouterr().out.splitlines()[0]
+    assert told.startswith(capsys.readouterr().out.splitlines()[0])
     if how == "kill":
         return
     review = [words.removeprefix("resilient_train: ") for words in done.stderr.splitlines()]
     assert sum("for the full report" in words for words in review) == 1, done.stderr
-    assert any("met 1 incident (1 data)" in words for words in review)
+    assert any("1 incident (1 data)" in words for words in review)
     summary = json.loads((place / "mine/summary.json").read_text())
     assert summary["exit_code"] == code
     assert summary["incidents"]["by_cause"] == {"data": 1}
@@ -173,15 +165,15 @@ def test_a_loop_is_at_work_until_it_says_otherwise(place: Path, capsys: pytest.C
         group.until(lambda: re.search(where, said(capsys, place)[1]) is not None)
         code, line = said(capsys, place)
         assert code == 0
-        assert re.match(rf"running, {where}, process {group.ranks[0].pid} on ", line)
+        assert f" Running, process {group.ranks[0].pid} on " in line
         (place / "mine/go").touch()
         assert group.wait().is_well
-    assert said(capsys, place)[1].startswith("its program ended at step 70 of 120")
+    assert "left without guard.close() at step 70 of 120" in said(capsys, place)[1]
     with Group(place, 1, "own.py", "stay") as group:
         group.until(lambda: "behind the loop" in place.with_name("here.out").read_text())
         capsys.readouterr()
         assert status.main([str(place / "mine-2")]) == 0
-        assert "completed, 120 steps" in capsys.readouterr().out
+        assert "Recovered: 120 steps" in capsys.readouterr().out
         group.ranks[0].kill()
 
 

@@ -17,9 +17,10 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from resilient_train.adapters.guard import Guard
-from resilient_train.app.status import status_of
 from resilient_train.errors import ConfigError, TrainError
 from resilient_train.reader import MemoryConfig
+from resilient_train.tracking.review import verdict
+from resilient_train.tracking.story import read_story
 
 ROWS, BATCH = 190, 8  # 24 updates see all the rows, two of them for the second time
 LENGTH = 24
@@ -58,7 +59,7 @@ def test_an_epoch_loop_trains_all_its_epochs(tmp_path: Path) -> None:
     guard = guard_of(tmp_path / "run")
     assert [steps_of(guard, guard.batches(20)) for _ in range(3)] == [20, 20, 20]
     guard.close()
-    found = status_of(tmp_path / "run")
+    found = read_story(tmp_path / "run")
     assert (found.state, found.step) == ("completed", 60)
 
 
@@ -190,10 +191,10 @@ def test_a_kill_in_the_second_epoch_resumes_there(tmp_path: Path) -> None:
 
 def test_killed_between_two_epochs_is_killed(tmp_path: Path) -> None:
     assert alone(epochs, tmp_path / "run", -1, 2)[0] == -signal.SIGKILL
-    found = status_of(tmp_path / "run")
+    found = read_story(tmp_path / "run")
     assert (found.state, found.exit_code, found.steps) == ("killed", 1, 3 * LENGTH)
     alone(epochs, tmp_path / "run")
-    assert status_of(tmp_path / "run").state == "completed"
+    assert read_story(tmp_path / "run").state == "completed"
 
 
 def more_and_more(run_dir: Path) -> None:
@@ -207,7 +208,7 @@ def more_and_more(run_dir: Path) -> None:
 
 def test_without_a_plan_nothing_is_complete_before_it_is_closed(tmp_path: Path) -> None:
     alone(more_and_more, tmp_path / "run")
-    assert status_of(tmp_path / "run").state == "killed"
+    assert read_story(tmp_path / "run").state == "killed"
 
 
 def test_closed_before_the_end_of_its_plan(tmp_path: Path) -> None:
@@ -215,9 +216,9 @@ def test_closed_before_the_end_of_its_plan(tmp_path: Path) -> None:
     guard = guard_of(tmp_path / "run", steps=50)
     steps_of(guard, guard.batches(20))
     guard.close()
-    found = status_of(tmp_path / "run")
+    found = read_story(tmp_path / "run")
     assert (found.state, found.exit_code, found.step, found.steps) == ("closed", 0, 20, 50)
-    assert "closed by its program at step 20 of 50" in found.line(tmp_path / "run")
+    assert "closed at step 20 of 50" in verdict(found)[1]
 
 
 def test_incidents_are_not_closed_with_an_epoch(tmp_path: Path) -> None:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
-import select
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,11 +13,10 @@ import pytest
 import torch
 from command import MINE, command, train
 from safetensors.torch import load_file
-from warm import ENVIRONMENT, Forked, python
 
 from resilient_train.app import examine
 from resilient_train.app.config.compose import load
-from resilient_train.app.status import status_of
+from resilient_train.tracking.story import read_story
 
 RMSE = "objective._target_=strangers.mse_and_more"
 LR = "torch.optim.lr_scheduler"
@@ -115,7 +111,7 @@ def test_a_resume_that_fails_keeps_the_counts_of_the_run(run_command: command, p
     kept = failed.summary(place / "run")
     assert (failed.code, kept["status"], kept["steps"], kept["ticks"]) == (1, "failed", 10, 10)
     assert kept["final_loss"] is not None
-    assert status_of(place / "run").step == 10
+    assert read_story(place / "run").step == 10
 
 
 def test_every_job_of_a_sweep_has_its_own_directory(run_command: command) -> None:
@@ -270,32 +266,3 @@ def test_parameters_are_what_runs_are_compared_by(
     assert there.items() <= params.items()
     assert not params.keys() & set(missing)
     assert len(params) <= 32
-
-
-def test_a_terminal_shows_one_live_line(tmp_path: Path) -> None:
-    """Step, loss, gradient norm, rate, speed and time left renew themselves in place; the log file has plain lines."""
-    environment = ENVIRONMENT | {"TERM": "xterm-256color", "COLUMNS": "160"}
-    master, slave = pty.openpty()
-    words = ["-m", "resilient_train", *MINE, "run.steps=600", "run.name=live"]
-    run = Forked(python, *words, place=tmp_path, out=Path(os.ttyname(slave)), environment=environment)
-    seen = read_all(master, run)
-    assert run.ended(100) == 0, seen
-    os.close(slave)
-    os.close(master)
-    assert seen.count("\rstep ") > 3, "the line is drawn over"
-    for words_in_it in ("/600", "loss", "grad", "lr", "/s", "left", "completed 600 steps"):
-        assert words_in_it in seen
-    assert "\nstep 10/600  loss" not in seen
-    assert "step 10/600  loss" in Path("runs/live/train.log").read_text()
-
-
-def read_all(descriptor: int, run: Forked) -> str:
-    """Read a terminal until its run has ended."""
-    seen, deadline = b"", time.monotonic() + 240
-    while time.monotonic() < deadline:
-        has_ended = run.ended() is not None
-        if select.select([descriptor], [], [], 0.1)[0]:
-            seen += os.read(descriptor, 65536)
-        elif has_ended:
-            break
-    return seen.decode(errors="replace")

@@ -46,12 +46,14 @@ def test_status_follows_a_run_through_kills_and_stops(nursery: Nursery, capsys: 
     assert first.until(lambda: stand(run_dir).step >= 30)
     code, line = told(capsys, run_dir)
     assert code == 0
-    assert re.fullmatch(rf"running, step [\d,]+ of 10,000,000, process {first.pid} on \S+", line)
+    assert re.fullmatch(rf"All is well so far: at step .* of 10,000,000; .* Running, process {first.pid} on \S+", line)
     first.strike(signal.SIGKILL)
     first.wait()
     at = stand(run_dir).step
-    goes_on = f"step {at:,} of 10,000,000; the same command resumes"
-    assert told(capsys, run_dir) == (1, f"killed (no exit message) at {goes_on}")
+    code, line = told(capsys, run_dir)
+    assert code == 1
+    assert line.startswith(f"Killed (no exit message): at step {at:,} of 10,000,000. ")
+    assert " The same command resumes from step " in line
 
     second = nursery.start(*command, FOR_EVER)
     second.until(lambda: stand(run_dir).step > at + 20)
@@ -60,14 +62,13 @@ def test_status_follows_a_run_through_kills_and_stops(nursery: Nursery, capsys: 
     at = json.loads((run_dir / "summary.json").read_text())["steps"]
     code, line = told(capsys, run_dir)
     assert code == 75
-    goes_on = f"step {at:,} of 10,000,000; the same command resumes"
-    assert line.startswith(f"stopped on request at {goes_on}; 1 incident (1 process), ")
+    assert line.startswith(f"Stopped on request: at step {at:,} of 10,000,000; 1 incident (1 process), ")
 
     last = nursery.run(*command, f"run.steps={at + 500}")
     assert last.code == 0
     complete = told(capsys, run_dir)
     assert complete[0] == 0
-    assert complete[1].startswith(f"completed, {at + 500:,} steps; 1 incident (1 process), ")
+    assert complete[1].startswith(f"Recovered: {at + 500:,} steps; 1 incident (1 process), ")
     nursery.run(*command, f"run.steps={at + 500}")
     assert told(capsys, run_dir) == complete
 
@@ -77,11 +78,11 @@ def test_status_has_the_exit_code_and_the_reason(here: Path, run_command: comman
     told_by = [*MINE, "run.dir=run", "run.steps=20"]
     assert run_command([*told_by, "objective._target_=strangers.raises"]).code == 1
     code, line = told(capsys, here / "run")
-    assert (code, line.startswith("failed at step 0 of 20: RuntimeError: the loss function")) == (1, True), line
+    assert (code, line.startswith("Failed: at step 0 of 20: RuntimeError: the loss function")) == (1, True), line
     assert run_command([*told_by, "drill=nan_grad", "recovery=off"]).code == 3
     code, line = told(capsys, here / "run")
     assert code == 3
-    assert re.match(r"gave up at step 10: a gradient.*; the last good state is in .*/step", line), line
+    assert re.match("Gave up, needs attention.*: at step 10 of 20", line), line
 
 
 def test_a_refused_start_is_told_until_one_goes_well(nursery: Nursery, capsys: Said) -> None:
@@ -93,10 +94,10 @@ def test_a_refused_start_is_told_until_one_goes_well(nursery: Nursery, capsys: S
         assert nursery.run(*command, wrong, **launched).code == 2
         code, line = told(capsys, run_dir)
         assert code == 2
-        assert line.startswith("the last start was refused: ")
+        assert line.startswith("The last start was refused: ")
         assert "optimizer.lr" in line
     assert nursery.run(*command).code == 0
-    assert told(capsys, run_dir) == (0, "completed, 5 steps; no incidents")
+    assert told(capsys, run_dir)[1].startswith("All is well: 5 steps; no incidents.")
 
 
 @pytest.mark.parametrize("content", [None, '{"exit_code": true}', "\x00"])
@@ -108,7 +109,7 @@ def test_status_of_what_is_no_run_is_2_and_of_nonsense_1(content: str | None, tm
     assert told(capsys, tmp_path)[0] == 2
     if content is not None:
         (tmp_path / "config.yaml").write_text("run: !!python/object/apply:os.abort []\n")
-        assert told(capsys, tmp_path) == (1, "killed (no exit message) at step 0; the same command resumes")
+        assert told(capsys, tmp_path)[1].startswith("Killed (no exit message): at step 0. ")
 
 
 def test_status_is_quick_and_speaks_to_programs(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from moody import Door
 from stories import incident
 from warm import ENVIRONMENT, Forked, python
 
-from resilient_train.app.terminal import Terminal, counting, fail_safe, survive_hangup, until_unread
+from resilient_train.app.terminal import Terminal, fail_safe, survive_hangup
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.wording import log
 
@@ -46,7 +46,7 @@ def test_a_run_whose_pipe_is_closed_goes_on_to_its_end(tmp_path: Path) -> None:
 
 
 def test_a_run_whose_terminal_is_closed_goes_on_to_its_end(tmp_path: Path) -> None:
-    """As when an ssh session ends: both streams are gone, the live line with them, and its shell hangs up."""
+    """As when an ssh session ends: both streams are gone, and its shell hangs up."""
     master, slave = pty.openpty()
     name = Path(os.ttyname(slave))
     environment = {**ENVIRONMENT, "TERM": "xterm-256color"}
@@ -103,7 +103,7 @@ def test_incidents_end_quietly_when_the_reader_has_read_enough(long_run: Path) -
         assert process.stdout.readline()
         process.stdout.close()
         assert process.stderr.read() == ""
-        assert process.wait(60) == 0
+        assert process.wait(60) == -signal.SIGPIPE
 
 
 # ------------------------------------------------------------------------------------------------------------- streams
@@ -128,37 +128,20 @@ class Dead(io.StringIO):
 
 @pytest.mark.parametrize("number", [errno.EPIPE, errno.EIO, errno.ENOSPC], ids=errno.errorcode.get)
 def test_whatever_is_shown_on_a_terminal_that_is_gone(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The log, the live line, what is counted, what a user prints: nothing of it raises."""
+    """The log, and what a user prints: nothing of it raises."""
     dead = Dead(number)
     monkeypatch.setattr(sys, "stdout", dead)
     monkeypatch.setattr(sys, "stderr", dead)
     terminal = Terminal(is_main=True)
-    assert terminal.is_live
-    display = terminal.progress_line(steps=9, done=0)
     log.info("said")
     log.error("said")
-    display.step(1)
-    display.close()
     terminal.close()
-    with counting("uploading", 3) as went_on:
-        went_on(2)
     with survive_hangup():
         print("said", flush=True)
         sys.stderr.writelines(["said"])
         assert sys.stdout.isatty()
     assert sys.stdout is dead
     assert fail_safe(None) is None
-
-
-def test_what_tells_something_does_not_hide_other_errors() -> None:
-    """Only that nobody reads is no error."""
-
-    def fails() -> int:
-        raise OSError(errno.EACCES, "no")
-
-    with pytest.raises(PermissionError):
-        until_unread(fails)
-    assert until_unread(lambda: 3) == 3
 
 
 # ------------------------------------------------------------------------------------------------ MLflow at the end

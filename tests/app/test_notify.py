@@ -12,8 +12,8 @@ from command import command
 from group import launch
 
 from resilient_train.app.config.compose import load
-from resilient_train.app.status import status_of
 from resilient_train.errors import ConfigError
+from resilient_train.tracking.story import read_story
 
 SMALL = ["model=mlp", "data=digits", "objective=classification", "run.steps=12", "run.name=one", "tracking=none"]
 NOTE = shlex.join([sys.executable, "-c", "import sys; open('alert.json', 'a').write(sys.stdin.read())"])
@@ -68,7 +68,7 @@ def test_a_hang_before_the_first_update_is_reported_like_any_other() -> None:
     about = json.loads(Path("alert.json").read_text())
     assert (done.codes, about["event"], about["exit_code"]) == ([1], "hang", 1), done.stderr
     assert "mine.py:3, in model" in Path("runs/one/journal.jsonl").read_text()
-    found = status_of(Path("runs/one"))
+    found = read_story(Path("runs/one"))
     assert (found.state, found.step) == ("failed", 0)
     assert "mine.py:3, in model" in str(found.why)
 

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -20,8 +19,7 @@ from stories import CLIMBED
 from warm import ENVIRONMENT
 
 import resilient_train
-from resilient_train.app import directory, incidents, status
-from resilient_train.app.directory import launcher_of
+from resilient_train.app import incidents, status
 from resilient_train.ranks.lock import DirectoryLock
 from resilient_train.record.incident_lines import as_line
 from resilient_train.record.incident_log import IncidentLog
@@ -68,12 +66,9 @@ def write(run_dir: Path, *met: Incident, summary: dict[str, object] | None = Non
 
 @pytest.fixture
 def met(tmp_path: Path) -> Path:
-    """A run that met two incidents, one at a line of a file that is as it was."""
-    source = tmp_path / "mine.py"
-    source.write_text("def loss(x):\n    return x.sqrt().sum()  # here\n")
-    os.utime(source, (1, 1))
+    """A run that met two incidents, one at a line of code."""
     first = incident(1, 40, outcome=Outcome.RECOVERED)
-    second = incident(2, 90, diagnosis=blamed(str(source), 2), outcome=Outcome.RECOVERED)
+    second = incident(2, 90, diagnosis=blamed("/x/mine.py", 2), outcome=Outcome.RECOVERED)
     return write(tmp_path / "run", first, second, summary={})
 
 
@@ -89,14 +84,11 @@ def test_the_story_is_a_page_for_a_person(met: Path, monkeypatch: pytest.MonkeyP
     for words in (
         "Recovered: 300 steps; 2 incidents (1 explosion, 1 operation), no repeat since.",
         "30 of 330 updates refused or undone.",
-        "incident 1 20",
-        "(0 s after the start) step 40, tick 50",
-        "the loss jumped (loss_spike), in the weights since step 36 loss 8.12 where 2.9 to 3.4 was usual",
-        "operation: row 77",
-        f"sqrt in net.0, {met.parent / 'mine.py'}:2, backward",
-        "return x.sqrt().sum() # here",
+        "incident 1, step 40: the loss jumped (loss_spike), in the weights since step 36 at 20",
+        ", tick 50 loss 8.12 where 2.9 to 3.4 was usual cause explosion; rewound to step 33 (verified)",
+        "cause operation (sqrt in net.0, /x/mine.py:2, backward; row 77)",
         "rewound to step 33 (verified), learning rate x0.5 with 20 steps of warm-up",
-        "8 steps lost, 0.25 s",
+        "in 0.25 s; 8 steps lost",
         "Add an epsilon.",
     ):
         assert words in one_line
@@ -108,8 +100,9 @@ def test_the_story_is_a_page_for_a_person(met: Path, monkeypatch: pytest.MonkeyP
 def test_what_is_left_to_change_is_counted_and_listed_first(met: Path, capsys: Said) -> None:
     """`status` says how much there is; `incidents` begins with it, in the words of the end of the run."""
     assert status.main([str(met)]) == 0
-    counts = "2 incidents (1 explosion, 1 operation), no repeat since; 2 things to change"
-    assert capsys.readouterr().out == f"{met}: completed, 300 steps; {counts}\n"
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"{met}: Recovered: 300 steps; 2 incidents (1 explosion, 1 operation), no repeat since. ")
+    assert line.endswith(" 2 things to change.")
     assert status.main([str(met), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["incidents"], len(found["to_change"])) == (2, 2)
@@ -122,8 +115,8 @@ CURED, AGAIN = Outcome.RECOVERED, Outcome.RECURRED
 VERDICTS: list[tuple[list[Outcome | None], dict[str, object] | None, str]] = [
     ([], {}, "All is well: 300 steps; no incidents."),
     ([CURED], {"ticks": 300}, "Recovered: 300 steps; 1 incident (1 explosion), no repeat since."),
-    ([AGAIN, CURED], {"ticks": 435}, "Recovered: 300 steps; 2 incidents (2 explosion), 1 came back and needed a"),
-    ([None], None, "Killed (no exit message): at step 0 of 300. In all, 1 incident (1 explosion), 1 open. The same"),
+    ([AGAIN, CURED], {"ticks": 435}, "Recovered: 300 steps; 2 incidents (2 explosion), 1 needed a second"),
+    ([None], None, "Killed (no exit message): at step 0 of 300. In all, 1 incident (1 explosion), 1 open."),
     ([CURED, None], {"status": "preempted", "exit_code": 75, "steps": 120}, "Stopped on request: at step 120 of"),
     ([Outcome.GAVE_UP], {"status": "gave_up", "exit_code": 3, "steps": 90}, "Gave up, needs attention: at step 90 of"),
     (
@@ -142,9 +135,7 @@ def test_the_first_line_says_whether_the_run_is_all_right(
     """Of a run that has ended, in whatever way."""
     met = [incident(n, 40 + n, outcome=one) for n, one in enumerate(outcomes, 1)]
     assert incidents.main([str(write(tmp_path / "run", *met, summary=summary))]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith(verdict)
-    assert ("The same command begins at step 0 again." in said.splitlines()[0]) == ("Killed" in verdict)
+    assert capsys.readouterr().out.startswith(verdict)
 
 
 def test_programs_get_the_lines_of_incidents_jsonl(met: Path, capsys: Said) -> None:
@@ -156,37 +147,8 @@ def test_programs_get_the_lines_of_incidents_jsonl(met: Path, capsys: Said) -> N
     assert incidents.main([str(met), "--last", "1"]) == 0
     said = capsys.readouterr().out
     assert "1 incident before these" in said
-    assert "incident 1 " not in said
-    assert "incident 2 " in said
-
-
-def test_a_line_that_may_have_changed_is_not_shown(met: Path, capsys: Said) -> None:
-    """Its file is newer than the incident; what wears armor is known by its text all the same."""
-    source = met.parent / "mine.py"
-    os.utime(source, None)
-    later = source.stat().st_mtime + 100
-    os.utime(source, (later, later))
-    incidents.main([str(met)])
-    assert "x.sqrt()" not in capsys.readouterr().out
-    book = IncidentLog(met)
-    book.run_history.note_remedies(
-        {"armor": [{"file": str(source), "line": 2, "op": "sqrt", "text": "return x.sqrt()"}, "nonsense"]}
-    )
-    book.close_files()
-    incidents.main([str(met)])
-    assert "           return x.sqrt()\n" in capsys.readouterr().out
-
-
-def test_no_file_is_read_that_is_no_source(tmp_path: Path, capsys: Said) -> None:
-    """Somebody else may have written the journal: nothing secret is shown."""
-    file = tmp_path / "id_rsa"
-    file.write_text("-----BEGIN\n")
-    os.utime(file, (1, 1))
-    run_dir = write(tmp_path / "run", incident(1, 40, diagnosis=blamed(str(file), 1)), summary={})
-    assert incidents.main([str(run_dir)]) == 0
-    said = capsys.readouterr().out
-    assert "BEGIN" not in said
-    assert f"{file}:1, backward" in said
+    assert "incident 1, " not in said
+    assert "incident 2, " in said
 
 
 def test_a_damaged_journal_is_told_as_far_as_it_is_whole(met: Path, capsys: Said) -> None:
@@ -196,8 +158,8 @@ def test_a_damaged_journal_is_told_as_far_as_it_is_whole(met: Path, capsys: Said
     journal.write_bytes(b"".join([lines[0], b"\x00\xff\n", *lines[1:], b'{"n": 99}\n', b'{"half']))
     assert incidents.main([str(met)]) == 0
     said = capsys.readouterr().out
-    assert "journal.jsonl: 2 lines of it are damaged and left out\n" in said
-    assert said.count("outcome  recovered") == 2
+    assert "journal.jsonl: 2 lines damaged and left out\n" in said
+    assert said.count("outcome: recovered") == 2
     journal.unlink()
     journal.mkdir()
     assert incidents.main([str(met)]) == 1
@@ -205,30 +167,20 @@ def test_a_damaged_journal_is_told_as_far_as_it_is_whole(met: Path, capsys: Said
 
 
 def test_nothing_in_a_journal_is_obeyed(tmp_path: Path, capsys: Said) -> None:
-    """Not by the terminal, not by the library that colours: control characters, markup, times beyond all calendars."""
+    """Not by the terminal, not by the library that colours: control characters, markup."""
     bad = "\x1b]0;owned\x07\x1b[2J\r\n[bold red]x[/] \u202e \ud800"
     culprit = Culprit("forward", bad, bad, bad, 3)
     one = incident(
         1, 40, diagnosis=Diagnosis(Cause.OPERATION, bad, culprit), decision=Decision((Action(bad, {bad: bad}),))
     )
-    run_dir = write(tmp_path / "run", summary={"status": "failed", "exit_code": 1})
-    line = {**as_line(one), "evidence": bad}
-    remedies = {"armor": {"file": bad}, "knobs": [bad], "tick": bad}
-    kinds: list[tuple[int, str, dict[str, object]]] = [
-        (-(10**18), "began", {}),
-        (10**30, "incident_opened", {"incident": line}),
-        (-(10**30), "incident_closed", {"incident": {**line, "outcome": "recovered"}}),
-        (0, "remedies_in_force", {"remedies": remedies}),
-        (0, "incident_opened", {"incident": [bad]}),
-    ]
-    entries = [{"n": number, "at": at, "kind": kind, **more} for number, (at, kind, more) in enumerate(kinds, 1)]
+    run_dir = write(tmp_path / "run", summary={"status": "failed", "exit_code": 1, "why": bad})
+    kinds = [("incident_opened", {**as_line(one), "evidence": bad}), ("incident_opened", [bad])]
+    entries = [{"n": n, "at": 0, "kind": kind, "incident": line} for n, (kind, line) in enumerate(kinds, 1)]
     (run_dir / "journal.jsonl").write_bytes(b"".join(seal(json.dumps(entry)) for entry in entries))
-    (run_dir / "train.log").write_text(f"2026-01-01 10:00:00 ERROR {bad}\n", errors="replace")
     assert incidents.main([str(run_dir)]) == 0
     said = capsys.readouterr().out
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f\u202e]", said)
     assert "[bold red]x[/]" in said
-    assert "at an unknown time" in said
 
 
 class Following:
@@ -254,24 +206,23 @@ class Following:
 
 
 def test_following_shows_each_incident_once_and_ends_with_the_run(tmp_path: Path, capsys: Said) -> None:
-    """That it is treated, what was done, in a line what became of it; then the verdict, and the run's exit code."""
+    """What was done, in a line what became of it; then the verdict, and the run's exit code."""
     run_dir = write(tmp_path / "run")
     lock, book = DirectoryLock(run_dir), IncidentLog(run_dir)
     one = incident(1, 40)
     following = Following(run_dir, capsys)
     following.until("All is well so far", "no incidents", f"Running, process {os.getpid()} on ")
     book.add(one)
-    following.until("incident 1: the loss jumped (loss_spike) at step 40; being treated\n")
     book.record_treatment(one)
-    following.until("  remedy   rewound to step 33", "outcome  open: it counts as recovered once the run has stayed")
+    following.until("rewound to step 33", "outcome: open\n")
     book.close(dataclasses.replace(one, outcome=Outcome.RECOVERED))
     following.until("\nincident 1: recovered\n")
     (run_dir / "summary.json").write_text('{"status": "preempted", "exit_code": 75, "steps": 120, "ticks": 130}')
     lock.release()
     assert following.end() == 75
-    assert following.said.splitlines()[-1].startswith("Stopped on request: at step 120 of 300; 1 incident")
+    assert "\nStopped on request: at step 120 of 300; 1 incident" in following.said
     assert following.said.count("loss 8.12 where 2.9 to 3.4 was usual") == 1
-    assert following.said.count("incident 1") == 3
+    assert following.said.count("incident 1") == 2
     assert incidents.main([str(run_dir), "--follow", "--json"]) == 75, "at once, where it has ended already"
     assert len(capsys.readouterr().out.splitlines()) == 1
 
@@ -279,29 +230,19 @@ def test_following_shows_each_incident_once_and_ends_with_the_run(tmp_path: Path
 def test_following_waits_for_a_launcher_to_start_the_run_again(
     tmp_path: Path, capsys: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As long as it may be there, and says so; once that has gone, the run has ended as its last process did."""
-    run_dir = write(tmp_path / "run")
-    (run_dir / "summary.json").write_text('{"status": "failed", "exit_code": 1, "steps": 120, "ticks": 130}')
-    with subprocess.Popen(["sleep", "600"]) as launcher:
-        (run_dir / ".launch").write_text(f"agent a run {socket.gethostname()} {launcher.pid}\n")
-        following = Following(run_dir, capsys)
-        following.until("its process ended; waiting for its launcher on ")
-        lock = DirectoryLock(run_dir)
-        following.until(f"the run resumed: process {os.getpid()} on ")
-        lock.release()
-        launcher.kill()
-    assert following.end() == 1
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a run")
-    own, here = str(directory._launch()), socket.gethostname()
-    number, _, began = own.rpartition(" ")[2].partition(".")
-    assert (number, int(began) > 0) == (str(os.getppid()), True)
-    of_another = f"agent a run {here} {number}.{int(began) - 1}"  # its number is in use again
-    for launch, who in (
-        *(("", ""), ("nonsense", ""), ("slurm 1234", "SLURM's job 1234")),
-        *((own, f"its launcher on {here}"), (of_another, "")),
-    ):
-        (run_dir / ".launch").write_text(launch)
-        assert launcher_of(run_dir)[0] == who
+    """What its process ended with is not the end of the run, if a launcher may restart it."""
+    monkeypatch.setattr(incidents, "_RESTARTS_WITHIN_S", 1e9)
+    run_dir, failed = write(tmp_path / "run"), {"status": "failed", "exit_code": 1, "steps": 120, "ticks": 130}
+    (run_dir / "summary.json").write_text(json.dumps(failed))
+    (run_dir / ".launch").write_text("slurm 1234\n")
+    following = Following(run_dir, capsys)
+    following.until("Failed: at step 120 of 300")
+    lock, book = DirectoryLock(run_dir), IncidentLog(run_dir)
+    book.record_treatment(incident(1, 40))
+    following.until("rewound to step 33")
+    (run_dir / "summary.json").write_text(json.dumps({"status": "completed", "exit_code": 0, "steps": 300}))
+    lock.release()
+    assert following.end() == 0
 
 
 # ----------------------------------------------------------------------------------------------------- the end of a run
@@ -315,32 +256,32 @@ def after(text: str, start: str) -> list[str]:
 
 
 def test_a_run_ends_with_what_a_person_wants_to_know(here: Path, run_command: command) -> None:
-    """Clean, with incidents, given up, and gone on with: verdict, cures, advice, where it all lies, what to do next."""
+    """Clean, with incidents, given up, and resumed: the verdict, advice, where it all lies, what to do next."""
     often = [*MINE, "checkpoint.disk.every=10", "checkpoint.memory.every=5", "checkpoint.verify_after=2"]
     clean = run_command([*often, "run.steps=20", "run.name=run"])
     assert clean.code == 0, clean.stderr
-    assert after(clean.stdout, "completed 20 steps in ")[1:] == [
-        "all is well: no incidents.",
+    verdict, *rest = after(clean.stdout, "completed 20 steps in ")[1:]
+    assert re.fullmatch(r"All is well: 20 steps; no incidents\. Recent loss [\d.]+\.", verdict)
+    assert rest == [
         "weights: runs/run/weights.safetensors",
         "newest checkpoint: runs/run/checkpoints/step-00000020 (step 20)",
         "the same command exits with 0; raise `run.steps` to train longer",
     ]
     another = run_command([*often, "run.steps=2", "run.name=run", "run.resume=never"])
     (onward,) = [line for line in another.stdout.splitlines() if line.startswith("the same command ")]
-    longer = "run.resume=auto run.dir=runs/run-2"
     assert onward == (
-        f"the same command starts a new run in run-3; with `{longer}` this one trains longer if `run.steps` is raised"
+        "the same command starts a new run in the next free directory; "
+        "with `run.resume=auto run.dir=runs/run-2` this one trains longer if `run.steps` is raised"
     )
     drilled = run_command([*often, "run.steps=40", "run.name=run", "drill=bit_flip", "drill.at=[30]"])
     assert drilled.code == 0, drilled.stderr
     told = after(drilled.stdout, "completed 40 steps in ")
-    assert re.fullmatch(r"this process resumed from step 20; the run began \d{4}-\d\d-\d\d \d\d:\d\d", told[1])
-    assert re.fullmatch(
-        r"recovered: met 1 incident \(1 corruption\), no repeat since\. \d+ of \d+ updates refused or undone\. "
-        r"This run has a drill: faults on purpose \(bit_flip\)\.",
-        told[2],
+    assert re.match(
+        r"Recovered, 1 of 1 incident on purpose \(drill\): 40 steps; 1 incident \(1 corruption\), no repeat since\. "
+        r"\d+ of \d+ updates refused or undone\. Recent loss ",
+        told[1],
     )
-    assert told[3] == "  corruption: rewound"
+    assert told[2] == "nothing to change: all incidents are on purpose (drill)"
     assert told[-1].startswith("for the full report: ")
     assert told[-1].endswith(" -m resilient_train incidents runs/run")
     assert set(told) <= {
@@ -348,24 +289,9 @@ def test_a_run_ends_with_what_a_person_wants_to_know(here: Path, run_command: co
     }
     gave_up = run_command([*often, "run.steps=20", "run.name=other", "drill=nan_grad", "recovery=off"])
     assert gave_up.code == 3
-    told = after(gave_up.stdout, "gave up at ")
-    assert re.match(
-        r"gave up at step \d+ of 20 in \d+ s, and returned to step 0; met 1 incident \(1 transient\), 1 gave up\.",
-        told[0],
-    )
-    assert "  transient: gave up" in told
+    told = after(gave_up.stdout, "Gave up, needs attention, 1 of 1 incident on purpose (drill): ")
+    assert re.search(r": at step \d+ of 20, returned to step 0: a gradient is not finite", told[0])
     assert re.fullmatch(r"the same command says so again at once and ends with 3; .* resumes from step \d+", told[-2])
-
-
-def test_a_run_that_gives_up_says_to_which_step_it_returned(tmp_path: Path) -> None:
-    """Updates that were undone are none that it made. A loop over its epochs has no `steps` that can be raised."""
-    ended = {"status": "gave_up", "exit_code": 3, "steps": 20, "ticks": 41}
-    run_dir = write(tmp_path / "run", incident(1, 41, outcome=Outcome.GAVE_UP), summary=ended)
-    first = review(read_story(run_dir))[0]
-    assert first.startswith("gave up at step 41 of 300 in 42 s, and returned to step 20; met 1 incident")
-    run_dir = write(tmp_path / "loop", summary={})
-    (run_dir / "loop.json").write_text('{"steps": 300, "goes_on": true}')
-    assert review(read_story(run_dir))[-1] == "the same command resumes if more steps or epochs are planned"
 
 
 def test_a_run_that_fails_ends_with_what_is_left(here: Path, run_command: command) -> None:
@@ -376,8 +302,9 @@ def test_a_run_that_fails_ends_with_what_is_left(here: Path, run_command: comman
     tried, error = failed.stderr.splitlines()
     assert tried.endswith("5 other batches at the same weights raise as well: it is a bug")
     assert error.startswith("error: RuntimeError: it has had enough")
-    told = after(failed.stdout, "made ")
-    assert re.fullmatch(r"made [34]\d of 60 steps in [\d:]+( s)?; no incidents\.", told[0])
+    told = after(failed.stdout, "Failed: ")
+    assert re.match(r"Failed: at step [34]\d of 60: RuntimeError: it has had enough", told[0])
+    assert told.pop(1) == "to do: fix the error that ended it, and start it again"
     newest = re.fullmatch(r"newest checkpoint: runs/run/checkpoints/step-000000(\d+) \(step \1\)", told[1])
     assert newest, told
     assert told[2] == f"the same command resumes from step {newest[1]}"
@@ -391,9 +318,9 @@ def test_however_much_a_run_has_met_its_end_is_told_on_one_page(tmp_path: Path) 
         diagnosis = dataclasses.replace(blamed(f"/x/file{number}.py", number), cause=cause, advice=advice)
         decision = Decision((Action("lower_lr", {"factor": 0.5}), Action(f"mine.remedy_{number % 7}")))
         several.append(incident(number, 100 + number, diagnosis=diagnosis, decision=decision, outcome=CURED))
-    lines = review(read_story(write(tmp_path / "run", *several, summary={})), resumed_from=100)
+    lines = review(read_story(write(tmp_path / "run", *several, summary={})))
     assert len(lines) <= 20
-    assert lines[1].startswith("recovered: met 200 incidents (20 ")
+    assert lines[0].startswith("Recovered: 300 steps; 200 incidents (20 ")
     assert [line for line in lines if line.startswith("to change: ")][-1] == "to change: 195 more"
 
 

@@ -83,10 +83,10 @@ def test_a_run_without_a_directory_says_how_it_ended(caplog: pytest.LogCaptureFi
         guard = run(data=table(bad=(3,)))
         guard.close()
     messages = [one.getMessage() for one in caplog.records]
-    (verdict,) = (one for one in messages if one.startswith("recovered: met 1 incident (1 data)"))
+    (verdict,) = (one for one in messages if one.startswith("Recovered: "))
     after = messages[messages.index(verdict) + 1 :]
-    assert after[0] == "  data: rows in quarantine"
-    assert after[1].startswith("to change: With row 3 an update raised")
+    assert "1 incident (1 data)" in verdict
+    assert after[0].startswith("to change: With row 3 an update raised")
     assert "still active at the end: row 3 in quarantine" in after
     assert after[-1].startswith("nothing of this is written: with run_dir")
 

@@ -16,7 +16,7 @@ from kills import in_journal
 from safetensors.torch import load_file
 from torch import nn
 
-from resilient_train.app.status import status_of
+from resilient_train.tracking.story import read_story
 
 OWN = ["model=custom", "model._target_=strangers.Plain", "data=custom", "data.train._target_=strangers.Augmented"]
 OWN += ["objective=custom", "objective._target_=strangers.mse_and_more", "data.eval._target_=strangers.Fixed"]
@@ -142,7 +142,7 @@ def test_an_error_of_a_rank_is_that_error_and_no_samples_are_blamed(who: str, tm
     run_dir = folder / "runs/run"
     assert in_journal(run_dir, "incident_opened") == []
     assert in_journal(run_dir, "process_ended") == []
-    ended = status_of(run_dir)
+    ended = read_story(run_dir)
     assert (ended.state, ended.exit_code) == ("failed", 1)
     assert str(ended.why).startswith(f"rank 1: {MINE}")
 

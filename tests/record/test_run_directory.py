@@ -59,7 +59,7 @@ def test_a_lock_that_is_removed_lets_no_second_writer_in(nursery: Nursery, capsy
     with at_work(nursery) as (run_dir, first), Nursery(nursery.place / "other") as other:
         (run_dir / ".lock").unlink()
         assert status.main([str(run_dir)]) == 0
-        assert "running" in capsys.readouterr().out
+        assert " Running, process " in capsys.readouterr().out
         second = other.run(*RUN, "run.steps=30", f"run.dir={run_dir}")
         assert second.code == 1, second.output
         assert "another process" in second.output or f"process {first.pid} " in second.output
@@ -94,7 +94,7 @@ def test_the_last_good_state_is_one_that_is_verified(here: Path, run_command: co
     newest, good, *_ = (one.path for one in store.entries())
     store.mark(store.entries()[0], DEMOTED)
     capsys.readouterr()
-    assert status.main(["run"]) == 3
+    assert shown.main(["run"]) == 0
     line = capsys.readouterr().out
     assert good.name in line
     assert newest.name not in line
@@ -120,12 +120,12 @@ def test_what_a_drill_made_is_marked_wherever_it_is_shown_and_nothing_is_advised
     capsys.readouterr()
     assert shown.main(["run"]) == 0
     page = capsys.readouterr().out
-    assert page.count("  drill    hot_lr, on purpose\n") == len(found)
-    assert "  advice " not in page
+    assert page.count("on purpose (drill: hot_lr)") == len(found)
+    assert "  advice: " not in page
     story = read_story(here / "run")
     whole = report(story)
-    assert whole.count("  drill    hot_lr, on purpose\n") == len(found)
-    assert "  advice " not in whole
+    assert whole.count("on purpose (drill: hot_lr)") == len(found)
+    assert "  advice: " not in whole
     assert "on purpose (drill: hot_lr)" in tags(story.incidents, "recovered")["resilience.last_incident"]
     assert {one["drill"] for one in found} == {"hot_lr"}
     assert {one["advice"] for one in found} == {""}
@@ -169,7 +169,7 @@ def test_what_a_drill_has_made(
 ) -> None:
     """What it struck, what its damage led to until that is over, and nothing else."""
     met = [Incident(1, one, UNKNOWN, Decision(), drill="bit_flip", outcome=outcome) for one, outcome in before]
-    assert run_history.drill_behind(run_history.fired_drills([struck]), anomaly, diagnosis, met) == made
+    assert run_history.drill_behind([run_history.fired_drill(struck)], anomaly, diagnosis, met) == made
 
 
 def test_what_is_wrong_with_a_directory_is_said(here: Path, run_command: command) -> None:

@@ -203,29 +203,14 @@ def train(guard: Guard) -> Guard:
     return guard
 
 
-@pytest.mark.parametrize(
-    ("tried", "mark"),
-    [
-        ([(0.312, 0, True), (0.4, 0, False)], "chosen"),
-        ([(0.312, 0, True), (0.2923, 0, False)], "chosen: none is clearly better, and it is the mildest"),
-        ([(0.312, 0, True), (0.2, 3, False)], "chosen: fewer refused"),
-    ],
-)
-def test_the_table_of_a_trial_says_why_an_arm_was_chosen(tried: list[tuple[float, int, bool]], mark: str) -> None:
-    """Where another one has a lower loss."""
-    arms = tuple(Tried((), anomalies, loss, won) for loss, anomalies, won in tried)
-    _, row, _ = describe_arms(any_incident(1, tried=arms))
-    assert row.endswith(f"  {mark}")
-
-
 def test_the_table_of_a_race_names_the_rate_that_was_there() -> None:
-    """It was tried as it is, and from where the lower rates began; of rates within noise the highest is chosen."""
+    """It was tried as it is, and from where the lower rates began."""
     arms = tuple(Tried(one, 0, loss, loss == 1.9) for one, loss in (((), 2.2), (cut(0.3), 1.9), (cut(0.1), 1.8)))
     raced = any_incident(1, tried=(*arms, Tried((Action("rewind"),), 0, 2.1)), rewound_to=0)
     raced = replace(raced, anomaly=replace(raced.anomaly, signal=Signal.NO_PROGRESS))
     names = [line.split("  ")[0] for line in describe_arms(raced)[1:]]
     assert (names[0], names[-1]) == ("as it is", "as it is, from step 0")
-    assert describe_arms(raced)[2].endswith("chosen: none is clearly better, and it is the highest rate")
+    assert describe_arms(raced)[2].endswith("  chosen")
 
 
 def final(guard: Guard) -> float:

@@ -17,7 +17,7 @@ from torch.nn.functional import mse_loss
 
 from resilient_train import Guard, files
 from resilient_train.recover.policy import named
-from resilient_train.tracking.story import StoryReader, read_story
+from resilient_train.tracking.story import read_story
 
 BAD_EVERY, BATCH = 8, 4
 EARLY, LATE, ENOUGH = range(50, 65), range(120, 135), 135
@@ -55,7 +55,7 @@ def counted_lines() -> Iterator[list[int]]:
 def test_the_last_of_many_incidents_costs_what_an_early_one_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each is a row that is NaN, put in quarantine. The story of the run is read on, not from its start."""
+    """Each is a row that is NaN, put in quarantine."""
     monkeypatch.setattr(files, "disk", disk := Counted())
     x = torch.randn(BAD_EVERY * 2 * ENOUGH, 4, generator=torch.Generator().manual_seed(0))
     x[::BAD_EVERY, 1] = float("nan")
@@ -76,7 +76,6 @@ def test_the_last_of_many_incidents_costs_what_an_early_one_does(
         run_dir=tmp_path,
     )
     costs: dict[range, list[int]] = {}
-    reader, read = StoryReader(tmp_path), dict[range, int]()
     batches = guard.batches()
     for part in (range(EARLY.start), EARLY, range(EARLY.stop, LATE.start), LATE):
         written, syncs = disk.written, disk.syncs
@@ -84,13 +83,9 @@ def test_the_last_of_many_incidents_costs_what_an_early_one_does(
             while len(guard.incidents) < part.stop:
                 guard.step(next(batches))
         costs[part] = [disk.written - written, disk.syncs - syncs, lines[0]]
-        with counted_lines() as lines:
-            assert len(reader.read().chapters) == part.stop
-        read[part] = lines[0] // len(part)
     guard.close()
     for early, late in zip(costs[EARLY], costs[LATE], strict=True):
         assert late <= 1.1 * early, costs
     assert (tmp_path / "journal.jsonl").stat().st_size < 6_000 * ENOUGH
-    assert read[LATE] < 1.5 * read[EARLY], read
-    assert repr(reader.read()) == repr(read_story(tmp_path))  # NaN is not equal to itself
+    assert len(read_story(tmp_path).chapters) == ENOUGH
     assert {one.outcome for one in guard.incidents[:75]} == {"recovered"}

@@ -80,7 +80,7 @@ def test_a_loop_and_the_verbs_need_no_extra(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "resilient_train"]
     for steps in ("20", "30"):
         printed_by([sys.executable, "-c", GUARDED.replace("20", steps)], cwd=tmp_path, env=environment)
-    assert "completed, 30 steps; 1 incident (1 data)" in printed_by([*command, "status", "run"], tmp_path, environment)
+    assert "Recovered: 30 steps; 1 incident (1 data)" in printed_by([*command, "status", "run"], tmp_path, environment)
     assert "row 7" in printed_by([*command, "incidents", "run"], tmp_path, environment)
     assert "a resume would load step-00000030" in printed_by([*command, "checkpoints", "run"], tmp_path, environment)
     refused = subprocess.run([*command, "model=mlp"], cwd=tmp_path, env=environment, capture_output=True, text=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -13,14 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from resilient_train.app.build import Run, assemble
+from resilient_train.app.build import assemble
 from resilient_train.app.config.compose import load
 from resilient_train.app.train import train
 from resilient_train.ranks.world import World
 from resilient_train.state.run_state import RunState
 from resilient_train.state.tree import sha256
 from resilient_train.tracking.tracker import Tracker
-from resilient_train.types import Vitals
 
 STEPS, CAPTURED_AT = 28, 17
 
@@ -48,23 +47,6 @@ class NoisyAverage:
         self.average = state["average"]
 
 
-class AfterEachUpdate:
-    """A display that shows nothing: it stands where the user's own code after an update would."""
-
-    def __init__(self, run: Run, average: NoisyAverage) -> None:
-        self.run, self.average = run, average
-
-    def step(self, step: int) -> None:
-        self.average.update()
-        for optimizer in self.run.guard.state.optimizers:
-            for group in optimizer.param_groups:
-                group["weight_decay"] *= 1.01  # a schedule of the user's own, which lives in the groups alone
-
-    def show(self, vitals: Vitals, metrics: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Program:
     """Dropout, BatchNorm, random rows, accumulation, a chained scheduler, and something the user keeps."""
 
@@ -87,6 +69,21 @@ class Program:
             return measure(model, batch)
 
         self.run.objective.objective = recorded
+        step = self.run.guard.step
+
+        def stepped(batch: Any) -> Any:
+            if result := step(batch):
+                self.after_update()
+            return result
+
+        self.run.guard.step = stepped  # type: ignore[method-assign]
+
+    def after_update(self) -> None:
+        """What the user's own code does after an update."""
+        self.average.update()
+        for optimizer in self.run.guard.state.optimizers:
+            for group in optimizer.param_groups:
+                group["weight_decay"] *= 1.01  # a schedule of the user's own, which lives in the groups alone
 
     def train_to(self, step: int) -> tuple[str, list[str]]:
         """Train, and return what a run is and what it was fed since the last call.
@@ -96,7 +93,7 @@ class Program:
         self.run.config.run.steps = self.run.guard.steps = step
         self.batches.clear()
         self.average.update()
-        train(self.run, AfterEachUpdate(self.run, self.average), Tracker())
+        train(self.run, Tracker())
         return self.state.sha256(), list(self.batches)
 
     @property
