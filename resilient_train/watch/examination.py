@@ -20,6 +20,9 @@ from resilient_train.watch.scans import Scans
 from resilient_train.watch.vitals import Sent, all_finite
 from resilient_train.wording import rank_names
 
+_APART = 1e-5  # relative difference between replicas: far above rounding, far below what a scan reports
+_LARGEST = torch.finfo(torch.float32).max
+
 
 class _Launched(NamedTuple):
     """A measurement whose numbers have not arrived yet."""
@@ -27,7 +30,7 @@ class _Launched(NamedTuple):
     step: int
     tick: int
     mine: torch.Tensor  # of this rank
-    sent: Sent  # the largest of each number over all ranks
+    sent: Sent  # the largest over all ranks
 
 
 class Examination:
@@ -37,6 +40,8 @@ class Examination:
         self._world, self._clock, self._checks, self._scans, self._backups = world, clock, checks, scans, backups
         self._scan: _Launched | None = None
         self._comparison: _Launched | None = None  # of replicas
+        self._suspicion: tuple[int, list[int]] | None = None  # the step, and digests by rank, without a majority
+        self._guilty: tuple[int, ...] = ()  # ranks on which an earlier difference began
 
     def launch(self, before: Backup) -> None:
         """Measure what is due. `before` has the buffers as they were before the newest forward.
@@ -54,16 +59,19 @@ class Examination:
         self._backups.let_go(after)
 
     def verdict(self) -> Anomaly | None:
-        """Judge what was launched. What a scan has found may be on one rank alone, which the replicas show."""
+        """Judge what was launched."""
         scan, comparison = self._scan, self._comparison
         self._scan = self._comparison = None
-        found = None if scan is None else self._scans.judge(scan.step, scan.tick, scan.sent.read())
-        if found is not None and comparison is None and self._scans.replicas.every:
-            comparison = self._compare_replicas()
+        found = None if scan is None else self._judge_scan(scan)
         differing = None if comparison is None else self._judge_replicas(comparison)
         if found is None or differing is None:
             return found or differing
         return dataclasses.replace(found, since=min(found.since, differing.since), ranks=found.ranks or differing.ranks)
+
+    def guilty_ranks(self) -> tuple[int, ...]:
+        """Return, once, the ranks on which an earlier difference began, if that was found out."""
+        guilty, self._guilty = self._guilty, ()
+        return guilty
 
     def examine_now(self) -> Anomaly | None:
         """Measure everything, and wait for it."""
@@ -78,23 +86,46 @@ class Examination:
         return _Launched(self._clock.step, self._clock.tick, mine, Sent(self._world.max(mine)))
 
     def _measure(self, kept: Mapping[str, Tree], *, everything: bool = False) -> _Launched:
-        """Measure, and reduce to the largest of each number over all ranks.
-
-        What is too small on one rank alone, such as moments that were zeroed, is for the comparison of replicas.
-        """
+        """Measure, and reduce to the largest of each number over all ranks, followed by the negated smallest."""
         mine = self._scans.measure(kept, everything=everything)
         if any(shares := self._scans.are_shares()):
             is_share = torch.tensor(shares, device=mine.device)
             mine = torch.where(is_share, self._world.sum(torch.where(is_share, mine, 0.0)), mine)
-        return _Launched(self._clock.step, self._clock.tick, mine, Sent(self._world.max(mine)))
+        both = mine if self._world.size == 1 else self._world.max(torch.cat([mine, -mine]))
+        return _Launched(self._clock.step, self._clock.tick, mine, Sent(both))
+
+    def _judge_scan(self, scan: _Launched) -> Anomaly | None:
+        """Judge the largest numbers over all ranks; if replicas differ, those of each rank.
+
+        The largest would hide what is too small on one rank, such as moments that were zeroed.
+        """
+        numbers = scan.sent.read()
+        if self._world.size == 1:
+            return self._scans.judge(scan.step, scan.tick, numbers)
+        count = len(numbers) // 2
+        most, least = numbers[:count], [-number for number in numbers[count:]]
+        copies = self._scans.are_copies()
+        if most == least or not any(map(_are_apart, most, least, copies)):
+            return self._scans.judge(scan.step, scan.tick, most)
+        ranks = [  # every rank comes here, as they have read the same
+            [own if is_copy else largest for own, largest, is_copy in zip(row, most, copies, strict=True)]
+            for row in self._world.all_of(scan.mine.tolist())
+        ]
+        return self._scans.judge_each(scan.step, scan.tick, ranks)
 
     def _judge_replicas(self, compared: _Launched) -> Anomaly | None:
         """Find out which ranks differ, and in which tensors."""
-        replicas = self._scans.replicas
-        if replicas.judge(compared.step, list(map(int, compared.sent.read()))):
+        replicas, read = self._scans.replicas, list(map(int, compared.sent.read()))
+        if replicas.judge(compared.step, read):
+            if self._suspicion is not None and compared.step >= (step := self._suspicion[0]):
+                # At that step again: the ranks whose weights were different then were changed.
+                digests, self._suspicion = self._suspicion[1], None
+                if compared.step == step and read[0] in digests:
+                    self._guilty = tuple(rank for rank, then in enumerate(digests) if then != read[0])
             return None
         digests = self._world.all_of(int(compared.mine[0]))
         odd = odd_ones(digests)
+        self._suspicion = (compared.step, digests) if len(odd) == len(digests) else None
         names, mine = replicas.each(self._scans.layout)
         most, least = self._world.max(torch.cat([mine, ~mine])).view(2, -1)
         apart = [name for name, differs in zip(names, (most != ~least).tolist(), strict=True) if differs]
@@ -162,3 +193,9 @@ class Examination:
         flags = torch.zeros(self._world.size, device=self._world.device)
         flags[self._world.rank] = is_so
         return tuple(rank for rank, flag in enumerate(self._world.sum(flags).tolist()) if flag)
+
+
+def _are_apart(most: float, least: float, is_copy: bool) -> bool:
+    """Whether replicas differ in a number. `most` is inf where all of them are infinite, and `least` then finite."""
+    most = min(most, _LARGEST)
+    return is_copy and most - least > _APART * max(abs(most), abs(least))

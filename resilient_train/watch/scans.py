@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 from math import inf
 from types import MappingProxyType
 from typing import Any
@@ -32,6 +34,14 @@ _AROUND = 2  # steps before and after a declared change
 _FIRST = (Signal.OPTIMIZER_RANGE, Signal.NONFINITE_WEIGHTS, Signal.NONFINITE_OPTIMIZER, Signal.WEIGHTS_JUMP)
 
 
+class _Kind(Enum):
+    """How a measured number relates to those of other ranks."""
+
+    COPY = auto()  # the same on every rank, unless the model is sharded
+    SUM = auto()  # the same, but of a sharded model each rank has its share of the sum
+    OWN = auto()  # each rank has its own
+
+
 @dataclass
 class _Pending:
     """A measurement whose numbers have not arrived yet, and what is needed to judge them."""
@@ -40,7 +50,7 @@ class _Pending:
     buffers: list[str] | None = None  # names of the measured ones; None: weights and buffers were not measured
     state: State | None = None  # None: the optimizers were not measured
     has_norms: bool = False
-    sums: list[bool] = field(default_factory=list)  # for each number: of a sharded model each rank has a share of it
+    kinds: list[_Kind] = field(default_factory=list)  # of each number
 
 
 class Scans:
@@ -147,7 +157,7 @@ class Scans:
             self._skipped_known = len(self.layout.skipped)
             self._remarks.append(f"not scanned, being sparse or of a type without norms: {', '.join(fresh)}")
         self._pending = pending = _Pending(step := self._step)
-        rows: list[tuple[bool, Tensor]] = []  # whether they are sums
+        rows: list[tuple[_Kind, Tensor]] = []
         everything = everything or not self.is_due(step)
         if self._weights.every and (everything or _due(self._weights.every, step)):
             weights, buffers, of_kept = self.layout.weights, self.layout.buffers(), self.layout.kept(kept)
@@ -158,21 +168,48 @@ class Scans:
                 others = torch.cat([largest.masked_fill(is_nan, 0.0), zero]).amax(keepdim=True)
                 largest = torch.cat([others, zero.masked_fill(is_nan.any(), inf)])
             pending.buffers = [*buffers.items, *names]
-            rows += [(False, one) for one in (weights.lengths(), weights.largest(), buffers.largest(), largest)]
+            rows += [(_Kind.COPY, weights.lengths()), (_Kind.COPY, weights.largest()), (_Kind.OWN, buffers.largest())]
+            rows.append((_Kind.OWN, largest))
         if self._moments.every and (everything or _due(self._moments.every, step)):
             pending.state = state = self.layout.moments()
-            rows += [(False, state.plain.largest()), (True, state.squares.sums()), (False, state.squares.depths())]
+            rows += [(_Kind.COPY, state.plain.largest()), (_Kind.SUM, state.squares.sums())]
+            rows.append((_Kind.COPY, state.squares.depths()))
         if self._norms.is_armed:
             pending.has_norms = True
-            rows.append((False, self._norms.values()))
-        pending.sums = [is_sum for is_sum, row in rows for _ in range(len(row))]
+            rows.append((_Kind.OWN, self._norms.values()))
+        pending.kinds = [kind for kind, row in rows for _ in range(len(row))]
         return torch.cat([row for _, row in rows]) if rows else torch.zeros(0, device=self.layout.device)
+
+    def are_copies(self) -> list[bool]:
+        """Return for each measured number whether it is the same on every healthy rank."""
+        kinds = self._pending.kinds if self._pending is not None else []
+        return [self.layout.is_whole and kind is not _Kind.OWN for kind in kinds]
 
     def are_shares(self) -> list[bool]:
         """Return for each measured number whether each rank has a share of it."""
-        return self._pending.sums if self._pending is not None and not self.layout.is_whole else []
+        kinds = self._pending.kinds if self._pending is not None else []
+        return [not self.layout.is_whole and kind is _Kind.SUM for kind in kinds]
 
     # An update later.
+
+    def judge_each(self, step: int, tick: int, ranks: Sequence[Sequence[float]]) -> Anomaly | None:
+        """Judge the numbers of each rank separately, and name the ranks with a finding."""
+        before = self._pending, self._weights, self._moments, self._found
+        distinct: dict[tuple[float, ...], list[int]] = {}
+        for rank, numbers in enumerate(ranks):
+            distinct.setdefault(tuple(numbers), []).append(rank)
+        guilty: list[int] = []
+        verdicts = []
+        for numbers, theirs in distinct.items():
+            self._pending, self._weights, self._moments, self._found = before[0], *copy.deepcopy(before[1:])
+            found = self.judge(step, tick, numbers)
+            verdicts.append((found, self._weights, self._moments, self._found))
+            guilty += theirs if found is not None else []
+        worst = next((one for one in verdicts if one[0] is not None), verdicts[0])
+        anomaly, self._weights, self._moments, self._found = worst
+        if anomaly is None or len(guilty) == len(ranks):
+            return anomaly
+        return replace(anomaly, ranks=tuple(sorted(guilty)))
 
     def judge(self, step: int, tick: int, values: Sequence[float]) -> Anomaly | None:
         """Judge the numbers of the newest measurement, which was of `step`."""
