@@ -122,7 +122,7 @@ class EngineGuard:
 
         One that is only observed leaves nothing to repeat.
         """
-        anomaly = self._examine_now()
+        anomaly = self._examination.examine_now()
         if anomaly is None and self.newest is not None and is_end:
             anomaly = self._checks.at_end(self.newest)
             if anomaly is None and self._recovery.is_unrecovered():
@@ -319,7 +319,6 @@ class EngineGuard:
                 flight.snapshot.checks_state = self._parts.checks_state()
         elif flight.snapshot is not None:
             self._ring.drop(flight.snapshot)
-        self._recovery.name_guilty_ranks(self._examination.guilty_ranks())
         explainer, before = self._recovery.explainer, flight.begun.attributes
         refused = partial(Refused, update, inputs, flight.limits, before)
         anomaly = scanned or finding.anomaly or explainer.check_first_updates(vitals, inputs)
@@ -356,7 +355,6 @@ class EngineGuard:
             spiked = not float(flight.attempt.loss) <= flight.limits[0]
             what = inputs, update.failed, flight.begun.raised, attempt.norms
             refined = self._examination.refine_signal(anomaly, *what, spiked=spiked, is_scanned=scanned is not None)
-            self._recovery.name_guilty_ranks(self._examination.guilty_ranks())
             usual, is_error = self._checks.nan_is_usual, refined.signal is Signal.EXCEPTION
             attempted = None if vitals.accepted else refused(flight.was_modified, usual, is_error)
             self._treat(refined, update, attempted)
@@ -412,11 +410,6 @@ class EngineGuard:
         if self._turns.end_dropped(self._backups):
             self._updater.drop_gradients()
             self.seeds.between(self.samples.position)
-
-    def _examine_now(self) -> Anomaly | None:
-        found = self._examination.examine_now()
-        self._recovery.name_guilty_ranks(self._examination.guilty_ranks())
-        return found
 
     def _place(self) -> UpdatePlace:
         begun = self._newest_begun

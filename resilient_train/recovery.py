@@ -288,15 +288,6 @@ class Recovery:
         what = f"{evidence} in update {since + 1}: the run ends before weights drift apart"
         raise RanksDiffer(f"{what}; the same command resumes from the newest verified state")
 
-    def name_guilty_ranks(self, ranks: tuple[int, ...]) -> None:
-        """Name the ranks whose weights were changed: after a rewind the others computed the same weights again."""
-        differing = [one for one in self.incident_log.open_incidents if one.anomaly.signal is Signal.RANK_MISMATCH]
-        if ranks and differing:
-            incident = replace(differing[-1], anomaly=replace(differing[-1].anomaly, ranks=ranks))
-            self.incident_log.update(incident)
-            began_on = rank_names(ranks)
-            log.info("incident %d began on %s: the others came to the same weights again", incident.id, began_on)
-
     # Incidents of the process, not of the training: the remedy was applied already.
 
     def note_process_incident(self, seen: ProcessIncident, *, ongoing: bool = False) -> int:

@@ -278,7 +278,7 @@ class Guard(guard.EngineGuard):
         error, gave_up, self._handled = own_error(self._handled), None, None
         all_close = self.world.size == 1 or error is None or isinstance(error, TrainError)  # else some are in the model
         try:
-            if all_close and ((self.settle() and self._examine_now() is None) or self._recovery.observes):
+            if all_close and ((self.settle() and self._examination.examine_now() is None) or self._recovery.observes):
                 is_off = error is None and self._recovery.is_unrecovered()
                 if is_off and not (self.stopped and self._left):
                     gave_up = self._recovery.end_unrecovered()

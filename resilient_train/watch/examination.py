@@ -40,8 +40,6 @@ class Examination:
         self._world, self._clock, self._checks, self._scans, self._backups = world, clock, checks, scans, backups
         self._scan: _Launched | None = None
         self._comparison: _Launched | None = None  # of replicas
-        self._suspicion: tuple[int, list[int]] | None = None  # the step, and digests by rank, without a majority
-        self._guilty: tuple[int, ...] = ()  # ranks on which an earlier difference began
 
     def launch(self, before: Backup) -> None:
         """Measure what is due. `before` has the buffers as they were before the newest forward.
@@ -67,11 +65,6 @@ class Examination:
         if found is None or differing is None:
             return found or differing
         return dataclasses.replace(found, since=min(found.since, differing.since), ranks=found.ranks or differing.ranks)
-
-    def guilty_ranks(self) -> tuple[int, ...]:
-        """Return, once, the ranks on which an earlier difference began, if that was found out."""
-        guilty, self._guilty = self._guilty, ()
-        return guilty
 
     def examine_now(self) -> Anomaly | None:
         """Measure everything, and wait for it."""
@@ -115,17 +108,11 @@ class Examination:
 
     def _judge_replicas(self, compared: _Launched) -> Anomaly | None:
         """Find out which ranks differ, and in which tensors."""
-        replicas, read = self._scans.replicas, list(map(int, compared.sent.read()))
-        if replicas.judge(compared.step, read):
-            if self._suspicion is not None and compared.step >= (step := self._suspicion[0]):
-                # At that step again: the ranks whose weights were different then were changed.
-                digests, self._suspicion = self._suspicion[1], None
-                if compared.step == step and read[0] in digests:
-                    self._guilty = tuple(rank for rank, then in enumerate(digests) if then != read[0])
+        replicas = self._scans.replicas
+        if replicas.judge(compared.step, list(map(int, compared.sent.read()))):
             return None
         digests = self._world.all_of(int(compared.mine[0]))
         odd = odd_ones(digests)
-        self._suspicion = (compared.step, digests) if len(odd) == len(digests) else None
         names, mine = replicas.each(self._scans.layout)
         most, least = self._world.max(torch.cat([mine, ~mine])).view(2, -1)
         apart = [name for name, differs in zip(names, (most != ~least).tolist(), strict=True) if differs]
