@@ -15,18 +15,20 @@ from resilient_train.record.endings import CHECKPOINTS, CONFIG, LOOP, SUMMARY, e
 from resilient_train.record.incident_log import INCIDENTS
 from resilient_train.record.journal import JOURNAL
 from resilient_train.tracking.connection import Connection, is_unreachable, run_page
+from resilient_train.tracking.figure import draw_strip
 from resilient_train.tracking.report import REPORT, note, report
 from resilient_train.tracking.story import Story, read_story
 from resilient_train.tracking.traces import Traces, trace_id_of
 from resilient_train.wording import tags
 
 _AS_THEY_ARE = (CONFIG, LOOP, INCIDENTS, "train.log")  # files of the run directory
+_STRIP = "incidents.png"  # an artifact
 
 _FEW, _REST = 20, 10  # incidents; with more it pauses for so many times as long as reading and describing them took
 
 
 class Presentation:
-    """Shows tags, the description, traces and the report of a run."""
+    """Shows tags, the description, traces, the picture and the report of a run."""
 
     def __init__(
         self, connection: Connection, run_dir: Path, unless_refused: Callable[[Callable[[], object]], None]
@@ -44,8 +46,8 @@ class Presentation:
         """Show what has changed, the words first; return what prevented some of it. Raises if MLflow does not answer.
 
         An incident gets its trace once its outcome is known, and the report is uploaded at the end: so uploads grow
-        with the number of incidents, and not with its square. Words are made of all incidents; if there are many,
-        that takes at most a tenth of the time.
+        with the number of incidents, and not with its square. Words and the picture are made of all incidents; if there
+        are many, that takes at most a tenth of the time.
         """
         state, began = self._state(), time.monotonic()
         if not is_last and (began < self._rests_until or (state == self._seen and self._trouble is None)):
@@ -53,6 +55,8 @@ class Presentation:
         self._trouble = None
         story = read_story(self._run_dir)
         self._attempt(lambda: self._describe(story))
+        if story.chapters:
+            self._attempt(lambda: self._attach(_STRIP, draw_strip(story)))
         if len(story.chapters) > _FEW:
             self._rests_until = time.monotonic() + _REST * (time.monotonic() - began)
         if is_last or self._seen is None:
@@ -76,7 +80,8 @@ class Presentation:
                 return None
             return f"{page('/traces')}&selectedEvaluationId={trace_id_of(self._run_id, number)}"
 
-        self._connection.show_tags(tags(story.incidents, story.status), note(story, trace))
+        strip = f"get-artifact?path={_STRIP}&run_uuid={self._run_id}"  # its content, for a page of the same server
+        self._connection.show_tags(tags(story.incidents, story.status), note(story, trace, strip))
 
     def _attach_as_it_is(self, file: Path) -> None:
         """Attach a file of the run, if it is a plain one: a directory that somebody else made may hold anything."""

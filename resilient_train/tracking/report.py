@@ -77,9 +77,11 @@ def report(story: Story) -> str:
 # ------------------------------------------------------------------------------------------------------ note, in MLflow
 
 
-def note(story: Story, trace_url: PageUrl) -> str:
+def note(story: Story, trace_url: PageUrl, strip_url: str = "") -> str:
     """Return the description, below MLflow's limit; its first lines are all that the page shows at first."""
     parts, ending = [_verdict(story)], _left(story)
+    if story.chapters and strip_url:
+        parts.append(f"![The incidents of the run, by cause, over its ticks]({strip_url})")
     if story.chapters:
         room = LIMIT - sum(len(part) + 2 for part in (*parts, ending))
         parts.append(_newest(story, trace_url, room))
