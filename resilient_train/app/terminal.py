@@ -34,11 +34,11 @@ def styled(text: str, style: str, stream: IO[str] | None) -> str:
     return f"\x1b[{codes}m{text}\x1b[0m" if is_shown else text
 
 
-def print_line(*words: Words, indent: int = 0) -> None:
+def print_line(*words: Words) -> None:
     """Print one line to stdout, or an empty one."""
     pairs = [(one, "") if isinstance(one, str) else one for one in words]
     line = "".join(styled(printable(masked(part)), style, sys.stdout) for part, style in pairs)
-    print(" " * indent + line.rstrip(), flush=True)
+    print(line.rstrip(), flush=True)
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from resilient_train.files import MOST_BYTES
 from resilient_train.record.endings import CHECKPOINTS, CONFIG, LOOP, SUMMARY, ending_of
@@ -67,7 +66,7 @@ class Presentation:
             if is_due and self._attempt(partial(self._traces.upload, chapter)):
                 self._traced.add(chapter.incident.id)
         if is_last:
-            self._attempt(lambda: self._attach(REPORT, report(story).encode()))
+            self._attempt(lambda: self._client.log_text(self._run_id, report(story), REPORT))
         self._seen = state
         return self._trouble
 
@@ -86,12 +85,6 @@ class Presentation:
     def _attach_as_it_is(self, file: Path) -> None:
         """Attach a file of the run, if it is a plain one: a directory that somebody else made may hold anything."""
         if file.is_file() and not file.is_symlink() and file.stat().st_size <= MOST_BYTES:
-            self._client.log_artifact(self._run_id, str(file))
-
-    def _attach(self, name: str, content: bytes) -> None:
-        with TemporaryDirectory() as place:
-            file = Path(place, name)
-            file.write_bytes(content)
             self._client.log_artifact(self._run_id, str(file))
 
     def _state(self) -> object:
