@@ -86,7 +86,7 @@ class Observations:
     kind: str = ""  # of what it made: nan, inf
     is_scalar: bool = False  # its result is a single number
     was_given: bool = False  # it did not make that: the program gave it to it
-    after: Culprit | None = None  # an operation that is already patched, whose repaired values it broke on
+    after: Culprit | None = None  # the first patched operation whose values were repaired before it broke
     is_tried: bool = False  # that operation is patched and broke again, or cannot be patched
     rows: tuple[int, ...] = ()  # each of them breaks a healthy batch
     odd: Mapping[int, str] = field(default_factory=dict)  # by row: which of its values are unusual
@@ -193,17 +193,19 @@ def on_nonfinite(facts: Observations, climb: float, leap: float = 1.0, *, landed
         if facts.everywhere and landed and is_thrown:
             why = "Every batch breaks at the weights that the last updates have made: lower the learning rate."
             return Diagnosis(Cause.EXPLOSION, f"{why} {where}")
-    diagnosis = without_rows(
-        Diagnosis(
-            Cause.OVERFLOW if is_overflow else Cause.OPERATION,
-            "",
-            first,
-            patchable=not (is_overflow and facts.is_scalar) or culprit.op in _PRODUCTS,  # of many numbers
-            symptom=culprit if facts.after else None,
-        )
+    if facts.after is not None:  # what fails on the values of a patch is not the fault of its own line
+        why = "which is already patched; fix that line first."
+        advice = f"{_place(culprit)} fails on values from {_place(facts.after)}, {why}"
+    else:
+        advice = _on_overflow(culprit) if is_overflow else on_operation(culprit)
+    return Diagnosis(
+        Cause.OVERFLOW if is_overflow else Cause.OPERATION,
+        f"{advice}{_seen_with(rows)}",
+        first,
+        rows if facts.is_tried and not facts.everywhere else (),  # what is left to do about it
+        patchable=not (is_overflow and facts.is_scalar) or culprit.op in _PRODUCTS,  # of many numbers
+        symptom=culprit if facts.after else None,
     )
-    behind = rows if facts.is_tried and not facts.everywhere else ()  # what is left to do about it
-    return replace(diagnosis, advice=f"{diagnosis.advice}{_seen_with(rows)}", rows=behind)
 
 
 def on_error(facts: Observations, error: str, *, landed: int = 0) -> Diagnosis:
@@ -249,19 +251,6 @@ def _on_rare_rows(facts: Observations, culprit: Culprit, error: str = "") -> Dia
     has_value = facts.kind != "error" or family(culprit.op) in HAVE_VALUES  # for more rows than the budget allows
     advice = f"{found.advice} Or fix the line{f': {line}' if line else '.'}"
     return replace(found, advice=advice, culprit=culprit, patchable=has_value)
-
-
-def without_rows(found: Diagnosis) -> Diagnosis:
-    """The same with advice about the operation alone: another batch may break there with other rows."""
-    broken, first = found.broken, found.culprit
-    if broken is None or first is None or found.cause not in (Cause.OPERATION, Cause.OVERFLOW):
-        return found
-    if found.symptom is not None:  # what fails on the values of a patch is not the fault of its own line
-        why = "which is already patched; fix that line first."
-        return replace(found, advice=f"{_place(broken)} fails on values from {_place(first)}, {why}")
-    if found.cause is Cause.OVERFLOW:
-        return replace(found, advice=_on_overflow(broken))
-    return replace(found, advice=(on_operation if found.patchable else _on_given)(broken))
 
 
 def on_spike(facts: Observations, climb: float, jump: float = 1.0) -> Diagnosis:

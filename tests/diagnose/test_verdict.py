@@ -25,7 +25,6 @@ from resilient_train.diagnose.verdict import (
     on_operation,
     on_spike,
     together,
-    without_rows,
 )
 from resilient_train.types import Anomaly, Cause, Culprit, Signal
 
@@ -218,8 +217,7 @@ def test_what_follows_from_armor_accuses_no_other_line(op: str, kind: str, is_sc
     assert (found.cause, found.culprit, found.symptom, found.broken) == (cause, first, last, last)
     assert found.patchable is not is_scalar
     assert found.advice.startswith(f"`{op}` at losses.py:41 fails on values from `sqrt` at losses.py:30")
-    assert "row 4" in found.advice
-    assert without_rows(found) == replace(found, advice=found.advice.removesuffix(" Seen with row 4."))
+    assert found.advice.endswith(" Seen with row 4.")
 
 
 def test_ranks_learn_the_same() -> None:
