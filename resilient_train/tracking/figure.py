@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+from typing import Any
 
 from resilient_train.tracking.review import by_cause
 from resilient_train.tracking.story import Story
@@ -22,8 +22,8 @@ _WIDTH, _LANE, _BELOW = 5.2, 0.34, 0.62  # inches; a wider picture would push ML
 _LEGEND_ROW, _LEGEND_COLUMNS = 0.2, 3  # inches
 
 
-def draw_strip(story: Story) -> bytes:
-    """Draw the incidents of a run over its ticks, a lane for each cause, as a PNG."""
+def draw_strip(story: Story) -> Any:
+    """Draw the incidents of a run over its ticks, a lane for each cause, as a figure of matplotlib."""
     from matplotlib.figure import Figure  # without pyplot, whose state may be that of the process
 
     causes = by_cause(story.incidents)
@@ -45,6 +45,4 @@ def draw_strip(story: Story) -> bytes:
                 (marks[OUTCOMES[outcome]],) = axes.plot(ticks, lanes, mark, color=edge, mfc=fill, markersize=9)
     figure.legend(marks.values(), marks, ncols=_LEGEND_COLUMNS, loc="outside lower left", frameon=False, fontsize=9)
     figure.set_figheight(height + _LEGEND_ROW * ((len(marks) - 1) // _LEGEND_COLUMNS))
-    file = io.BytesIO()
-    figure.savefig(file, format="png", metadata={"Software": None})  # the same bytes for the same incidents
-    return file.getvalue()
+    return figure

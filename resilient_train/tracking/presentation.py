@@ -55,7 +55,7 @@ class Presentation:
         story = read_story(self._run_dir)
         self._attempt(lambda: self._describe(story))
         if story.chapters:
-            self._attempt(lambda: self._attach(_STRIP, draw_strip(story)))
+            self._attempt(lambda: self._client.log_figure(self._run_id, draw_strip(story), _STRIP))
         if len(story.chapters) > _FEW:
             self._rests_until = time.monotonic() + _REST * (time.monotonic() - began)
         if is_last or self._seen is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from typing import Any
 
 from PIL import Image
 from stories import incident, story
@@ -19,15 +20,17 @@ def colour(name: str) -> tuple[int, int, int]:
     return int(name[1:3], 16), int(name[3:5], 16), int(name[5:], 16)
 
 
-def pixels(png: bytes) -> Image.Image:
-    assert png.startswith(b"\x89PNG")
+def pixels(figure: Any) -> Image.Image:
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    png = file.getvalue()
     assert len(png) < MOST_BYTES
     return Image.open(io.BytesIO(png)).convert("RGB")
 
 
-def amount(png: bytes, name: str) -> int:
+def amount(figure: Any, name: str) -> int:
     """How many pixels of a colour there are."""
-    picture = pixels(png)
+    picture = pixels(figure)
     counted = picture.getcolors(picture.width * picture.height) or []
     return next((count for count, rgb in counted if rgb == colour(name)), 0)
 
