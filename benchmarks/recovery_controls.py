@@ -21,7 +21,7 @@ def by_hand(run: Run, *, skips: bool) -> tuple[int, int]:
     schedule, weights, accepted = LambdaLR(optimizer, rate(steps)), list(model.parameters()), 0
     for tick in range(1, steps + 1):
         update = run.guard.samples.next_update()
-        place = UpdatePlace(tick, tick, update.start, 0, 0)
+        place = UpdatePlace(tick, tick, 0)
         (batch,) = update.batches
         if drill is not None:
             drill.between_updates(place, model, [optimizer])

@@ -345,8 +345,6 @@ class EngineGuard:
             self._updater.undo(attempt)
             if self._recovery.observes:  # the very same update lands: one attempt, with the faults of its drill
                 self.clock.tick -= 1
-                if self.drill is not None:
-                    self.drill.repeat(flight.begun.tick)
         self._updater.drop_gradients()
         if (first := begun if vitals.accepted else flight.begun) is not None:
             self._roll_back(first)
@@ -414,7 +412,7 @@ class EngineGuard:
     def _place(self) -> UpdatePlace:
         begun = self._newest_begun
         assert begun is not None
-        return UpdatePlace(begun.tick, begun.step, begun.update.start, len(self._losses), self.world.rank)
+        return UpdatePlace(begun.tick, begun.step, self.world.rank)
 
     @property
     def attempted_step(self) -> int:

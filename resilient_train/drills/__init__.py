@@ -48,8 +48,6 @@ class UpdatePlace:
 
     tick: int  # the current attempt, from 1: counts attempted updates and never goes back
     step: int  # the accepted updates so far plus the current one; repeats after a rewind
-    start: int  # position of the update's first sample in the stream; repeats after a rewind
-    micro: int  # number of the micro-batch, from 0
     rank: int
 
 
@@ -74,8 +72,7 @@ class Drill:
         """
         self._faults = dict(enumerate(faults))
         self._has_fired, self._fired, self._about = has_fired, fired, about
-        self._struck: dict[int, tuple[int, int]] = {}  # where each fault struck last: tick and micro-batch
-        self._again: int | None = None  # the tick whose update is retried as it was
+        self._struck: dict[int, int] = {}  # the tick at which each fault struck last
         self._checked: set[str] = set()  # kinds of things that were checked for something to spoil
 
     def wrapped(self, dataset: Any) -> Any:
@@ -90,10 +87,6 @@ class Drill:
     def strikes_at(self, tick: int) -> bool:
         """Say whether a fault begins at this tick. The tick must then not be lost to a rewind of an earlier update."""
         return any(isinstance(fault, TickFault) and fault.begins(tick) for fault in self._faults.values())
-
-    def repeat(self, tick: int) -> None:
-        """Strike again in the update of this tick: the policy only observes, and lets the very same update land."""
-        self._again = tick
 
     def on_batch(self, place: UpdatePlace, batch: Any) -> Any:
         """Call before the forward of each micro-batch. Returns the batch, or a spoiled copy."""
@@ -123,8 +116,6 @@ class Drill:
 
     def between_updates(self, place: UpdatePlace, model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Call just before the first forward of the update at `place`."""
-        if place.tick == self._again:
-            return  # these faults stay
         # An optimizer has no state before its first step, and whether the newest update was one is not known yet.
         for fault in self._striking("state", place, model, optimizers, can_check=place.step > 2):
             fault.spoil(place.tick, model, optimizers)
@@ -132,7 +123,9 @@ class Drill:
     def _striking(self, what: Spoils, place: UpdatePlace, *things: Any, can_check: bool = True) -> Iterator[Any]:
         """Yield the faults that act here, after each was journalled.
 
-        A fault that finds nothing to spoil is refused at the first call, however much later it would strike.
+        They act on all micro-batches of an update, and again where it is retried with its tick, but for those of the
+        state, which stay. A fault that finds nothing to spoil is refused at the first call, however much later it would
+        strike.
         """
         is_first = can_check and what not in self._checked
         if is_first:
@@ -143,12 +136,9 @@ class Drill:
             begins = fault.begins(place.tick)
             if (begins or is_first) and not self._is_possible(index, fault, *things):
                 continue
-            struck = self._struck.get(index)
-            continues = fault.whole_update and struck == (place.tick, place.micro - 1)
-            if place.tick == self._again and struck is not None:
-                continues |= fault.whole_update or struck == (place.tick, place.micro)
-            if begins and (continues or self._journal_once(index, fault, place.tick)):
-                self._struck[index] = place.tick, place.micro
+            is_again = self._struck.get(index) == place.tick and what != "state"
+            if begins and (is_again or self._journal_once(index, fault, place.tick)):
+                self._struck[index] = place.tick
                 if fault.is_on(place.rank):
                     yield fault
 

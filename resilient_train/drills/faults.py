@@ -54,7 +54,6 @@ class TickFault(Fault):
     rank: int | Literal["all"] = limited(0, at_least=0)
 
     spoils: ClassVar[Spoils]
-    whole_update: ClassVar[bool] = False  # whether it spoils every micro-batch of the update or only the first
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -112,7 +111,7 @@ def _needs_floats(name: str, what: str, tree: Any) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class NanBatch(TickFault):
-    """The first row of the first micro-batch is not finite; the data set is fine."""
+    """The first row of each micro-batch is not finite; the data set is fine."""
 
     name, spoils = "nan_batch", "batch"
     value: Literal["nan", "inf", "-inf"] = "nan"
@@ -125,7 +124,7 @@ class NanBatch(TickFault):
 
 
 class InfLoss(TickFault):
-    """The loss of the first micro-batch is infinite, and its gradients are NaN."""
+    """The loss is infinite, and its gradients are NaN."""
 
     name, spoils = "inf_loss", "loss"
 
@@ -137,7 +136,7 @@ class InfLoss(TickFault):
 class LossSpike(TickFault):
     """The loss of one update, and with it its gradients, is multiplied by `factor`."""
 
-    name, spoils, whole_update = "loss_spike", "loss", True
+    name, spoils = "loss_spike", "loss"
     factor: float = limited(1e4, above=0)
 
     def spoil(self, loss: torch.Tensor) -> torch.Tensor:

@@ -56,7 +56,7 @@ def plain(faults: list[Any], data: Any) -> Net:
     model, optimizer = parts()
     for step in range(1, STEPS + 1):
         update = samples.next_update()
-        place = UpdatePlace(step, step, update.start, 0, 0)
+        place = UpdatePlace(step, step, 0)
         drill.between_updates(place, model, [optimizer])
         seeds.for_update(update.start)
         loss = drill.on_loss(place, loss_of(model, drill.on_batch(place, update.batches[0])))
