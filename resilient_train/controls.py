@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 from zlib import crc32
@@ -55,7 +54,7 @@ class Controls(RunControl):
         self._in_effect: int | None = None  # the same with what is left out and patched; None: it may have changed
         self._unnoted: dict[str, list[Any]] = {"skipped": [], "quarantined": []}  # since the journal's last entry
         self._has_put_back = False  # since then: the next entry has all of them
-        self.trials, self._is_trial = trials, False
+        self.trials = trials
 
     def apply(self, incident: Incident, suspects: tuple[int, int], started: float, *, was_refused: bool) -> Incident:
         """Apply the remedies of an incident; return it with what was done. All ranks do this together.
@@ -119,8 +118,6 @@ class Controls(RunControl):
         assert incident is not None
         diagnosis, step = incident.diagnosis, incident.anomaly.step
         self._parts.samples.quarantine(diagnosis.rows)
-        if self._is_trial:
-            return
         self._unnoted["quarantined"] += diagnosis.rows
         reasons = {row: diagnosis.reasons.get(row, diagnosis.advice) for row in diagnosis.rows}
         reasons |= dict.fromkeys(reasons, "bad on purpose: a drill") if incident.drill else {}
@@ -128,8 +125,7 @@ class Controls(RunControl):
 
     def reset_moments(self) -> None:
         self._parts.updater.reset_moments()
-        if not self._is_trial:
-            self._parts.scans.rebase()
+        self._parts.scans.rebase()
 
     def patch_line(self) -> None:
         assert self._incident is not None
@@ -139,9 +135,8 @@ class Controls(RunControl):
         if where in self._handled_lines:  # it broke again there: all that this line computes
             where = (culprit.file, culprit.line, "")
         self._armor.add(*where)
-        if not self._is_trial:
-            self._note_patched(where)
-            self._parts.checks.early_divergence.is_over = True  # its first updates are no measure any more
+        self._note_patched(where)
+        self._parts.checks.early_divergence.is_over = True  # its first updates are no measure any more
 
     def raise_zero_eps(self) -> None:
         self._parts.updater.mends_eps = True
@@ -153,30 +148,13 @@ class Controls(RunControl):
 
     def try_arms(self, arms: Sequence[Sequence[Action]], steps: int) -> None:
         assert self._incident is not None
-        start, stop = self._suspects
-        widest = max(int(one.settings.get("updates") or 0) for arm in arms for one in arm)
-        skipped = max(stop - start, 0) + (widest + steps) * self._parts.samples.slicing.samples
-        best, tried = self.trials.best_of(arms, steps, self, skipped, self._incident.diagnosis.rows)
+        (start, stop), each = self._suspects, self._parts.samples.slicing.samples
+        best, tried = self.trials.best_of(arms, steps, self.knobs, max(stop - start, 0) + steps * each)
         decision = self._incident.decision
         decision = replace(decision, actions=(*decision.actions, *best))
         self._incident = replace(self._incident, decision=decision, tried=tried or self._incident.tried)
         for action in best:
             remedy(action).apply(self)
-
-    @contextmanager
-    def tentatively(self) -> Iterator[None]:
-        """Take back, at the end of the block, what remedies change in it, except for the state; nothing is written."""
-        updater, samples = self._parts.updater, self._parts.samples
-        knobs, patched, mends, left_out = self.knobs, len(self._armor.lines), updater.mends_eps, samples.left_out()
-        unnoted, self._unnoted = self._unnoted, {"skipped": [], "quarantined": []}
-        self.knobs, self._is_trial = copy.copy(knobs), True
-        try:
-            yield
-        finally:
-            self.knobs, self._is_trial, updater.mends_eps, self._unnoted = knobs, False, mends, unnoted
-            if len(self._armor.lines) > patched:
-                self._armor.remove(patched)
-            samples.leave_out(left_out)
 
     def settings_now(self) -> tuple[Knobs, Any]:
         """Return what `put_back` restores: the knobs, and which samples are left out."""

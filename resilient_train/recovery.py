@@ -167,7 +167,7 @@ class Recovery:
         """Try lower learning rates, as the loss stands; continue with one that overtakes the run."""
         parts, trials, check = self.parts, self.controls.trials, self.parts.checks.no_progress
         step, started, before = parts.clock.step, time.perf_counter(), trials.updates
-        found, is_whole = trials.race(self.controls)
+        found, is_whole = trials.race(self.controls.knobs)
         made = trials.updates - before
         check.tried(step, is_tried=made > 0 or found is not None)
         if found is None:

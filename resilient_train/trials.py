@@ -1,7 +1,7 @@
 """Trials: several remedies are tried from the same state on the same samples, and those that work best are applied.
 
-Whatever a trial changes is put back: the state, bit for bit, and what remedies turn. It writes nothing, and its updates
-are no ticks. Every rank makes the same updates, and judges them by losses that are averaged over the ranks.
+Whatever a trial changes is put back: the state, bit for bit, and the knobs. It writes nothing, and its updates are no
+ticks. Every rank makes the same updates, and judges them by losses that are averaged over the ranks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -48,13 +48,10 @@ class TrialStopped(Exception):
     """A trial cannot take place, or not be completed: then nothing has happened."""
 
 
-class TrialControl(RunControl, Protocol):
-    """What a trial needs besides: remedies that can be taken back."""
+class OnlyKnobs(NamedTuple):
+    """All of a run that remedies may change in a trial."""
 
     knobs: Knobs
-
-    def tentatively(self) -> Any:
-        """Take back, at the end of a block, what remedies change in it, except for the state."""
 
 
 class Faster(NamedTuple):
@@ -89,13 +86,13 @@ class Trials:
         return max(0, most - self.updates)
 
     def best_of(
-        self, arms: Sequence[Sequence[Action]], steps: int, control: TrialControl, skipped: int, rows: Sequence[int]
+        self, arms: Sequence[Sequence[Action]], steps: int, knobs: Knobs, passed: int
     ) -> tuple[Sequence[Action], tuple[Tried, ...]]:
         """Make `steps` updates with each arm; return the best, and how all went. Without a trial that is the first.
 
-        The arms pass at most so many `skipped` samples, and are not judged on bad `rows`.
+        They are judged on what follows the next `passed` samples.
         """
-        with suppress(TrialStopped), self._trial(control, skipped, rows):
+        with suppress(TrialStopped), self._trial(knobs, passed):
             before, again = self._run((), 0), self._run((), 0)
             if not before.equals(again):
                 log.debug("nothing is tried: the losses of later updates cannot be reproduced")
@@ -105,7 +102,7 @@ class Trials:
             return arms[best], tuple(one.tried(won=place == best) for place, one in enumerate(results))
         return arms[0], ()
 
-    def race(self, control: TrialControl) -> tuple[Faster | None, bool]:
+    def race(self, knobs: Knobs) -> tuple[Faster | None, bool]:
         """Try lower rates from the oldest verified state: does one overtake the run, with half its updates or fewer?
 
         Returns it, and whether all was tried that was to be. Cut at the present state, a rate looks better for a while
@@ -126,7 +123,7 @@ class Trials:
         recorded = made.loss if made is not None else parts.checks.loss_at(since.step + 1)  # of an earlier process
         if recorded is None:
             return None, False
-        with suppress(TrialStopped), self._trial(control, lifts_limits=True):
+        with suppress(TrialStopped), self._trial(knobs, lifts_limits=True):
             if not self._reproduces(recorded, since):
                 why = "the data or the program changes with each call (does __getitem__ change rows in place?)"
                 log.debug(
@@ -167,9 +164,7 @@ class Trials:
         return None, False  # it was stopped
 
     @contextmanager
-    def _trial(
-        self, control: TrialControl, skipped: int = 0, rows: Sequence[int] = (), *, lifts_limits: bool = False
-    ) -> Iterator[None]:
+    def _trial(self, knobs: Knobs, passed: int = 0, *, lifts_limits: bool = False) -> Iterator[None]:
         """Prepare a trial, take it back, and count what it cost, however it ends.
 
         `lifts_limits`: the limits of the gate were learned on the way that the trial leaves.
@@ -177,7 +172,7 @@ class Trials:
         updater, backups, ring = self._parts.updater, self._loop.backups, self._parts.ring
         gate = updater.gate
         limits, self._attributes = gate.limits, backups.attributes()
-        self._control, self._skipped, self._rows = control, skipped, rows
+        self._given, self._knobs, self._passed = knobs, knobs, passed
         self._judged: list[tuple[int, list[Any]]] = []  # start and batches of the later updates
         self._made = self._forwards = 0  # updates made so far, and forwards of updates that are judged
         if not ring.has_room_aside():
@@ -220,26 +215,26 @@ class Trials:
 
     def _run(self, actions: Sequence[Action], steps: int, since: Snapshot | None = None) -> Arm:
         """Make `steps` updates with some remedies, from the state at hand, or from that of a snapshot."""
-        parts, control = self._parts, self._control
+        parts = self._parts
         if not self._judged:
             self._fetch_judged()
         self._go_back(since)
         self._loop.backups.set_attributes(self._attributes)
-        with control.tentatively():
-            for action in actions:
-                remedy(action).apply(control)
-            try:
-                anomalies = sum(not self._update() for _ in range(steps))
-                losses = self._losses()
-            except Exception as error:  # of the program, which a remedy or the weights it led to may cause
-                is_fetch = isinstance(error, StorageFailed)
-                if (isinstance(error, TrialStopped | TrainError) and not is_fetch) or parts.world.size > 1:
-                    raise
-                if is_fetch or is_out_of_memory(error):
-                    log.debug("a trial ended without effect: %s", in_one_line(error))
-                    raise TrialStopped from error
-                log.debug("an arm of a trial failed: %s", in_one_line(error))
-                anomalies, losses = steps, (math.inf,) * len(self._judged)
+        self._knobs = copy.copy(self._given)
+        for action in actions:
+            remedy(action).apply(cast(RunControl, OnlyKnobs(self._knobs)))
+        try:
+            anomalies = sum(not self._update() for _ in range(steps))
+            losses = self._losses()
+        except Exception as error:  # of the program, which a remedy or the weights it led to may cause
+            is_fetch = isinstance(error, StorageFailed)
+            if (isinstance(error, TrialStopped | TrainError) and not is_fetch) or parts.world.size > 1:
+                raise
+            if is_fetch or is_out_of_memory(error):
+                log.debug("a trial ended without effect: %s", in_one_line(error))
+                raise TrialStopped from error
+            log.debug("an arm of a trial failed: %s", in_one_line(error))
+            anomalies, losses = steps, (math.inf,) * len(self._judged)
         return Arm(tuple(actions), anomalies, losses)
 
     def _fetch_judged(self) -> None:
@@ -249,16 +244,14 @@ class Trials:
         """
         samples = self._parts.samples
         each = samples.slicing.samples
-        with self._control.tentatively():
-            samples.quarantine(self._rows)
-            after = max(samples.next_start, samples.position) + self._skipped + each
-            starts = samples.starts(after, (JUDGED + 1) * each)[:JUDGED]
-            fetched: list[list[Any] | None] = []
-            for start in starts:
-                try:
-                    fetched.append([samples.collated(keys) for keys in samples.keys_at(start)])
-                except Exception:
-                    fetched.append(None)
+        after = max(samples.next_start, samples.position) + self._passed + each
+        starts = samples.starts(after, (JUDGED + 1) * each)[:JUDGED]
+        fetched: list[list[Any] | None] = []
+        for start in starts:
+            try:
+                fetched.append([samples.collated(keys) for keys in samples.keys_at(start)])
+            except Exception:
+                fetched.append(None)
         by_rank = self._parts.world.all_of([one is not None for one in fetched])
         found = zip(starts, fetched, map(all, zip(*by_rank, strict=True)), strict=True)
         self._judged = [(start, batches) for start, batches, is_there in found if is_there and batches is not None]
@@ -271,8 +264,8 @@ class Trials:
 
         Returns whether something raised, of which the other ranks learn by a loss of NaN, and the loss.
         """
-        parts, loop, losses, knobs = self._parts, self._loop, [], self._control.knobs.values
-        parts.precision.set(higher=knobs.higher_precision)
+        parts, loop, losses = self._parts, self._loop, []
+        parts.precision.set(higher=self._knobs.values.higher_precision)
         update = parts.samples.next_update(parts.beat)
         begun = StartedUpdate(update, parts.clock.tick + 1, parts.clock.step + 1, backup, [])
         loop.seeds.for_update(update.start)
@@ -286,7 +279,7 @@ class Trials:
 
     def _update(self) -> bool:
         """Make one update as training makes it; say whether it landed."""
-        parts, loop, knobs = self._parts, self._loop, self._control.knobs
+        parts, loop, knobs = self._parts, self._loop, self._knobs
         updater, world = parts.updater, parts.world
         if loop.stop():
             updater.agreement.ask_to_stop()

@@ -18,6 +18,7 @@ from resilient_train.recover.remedies import KNOWN, remedy_class
 from resilient_train.types import TRIAL, Action, Cause
 
 _COUNT = {"at_least": 1, "null": sys.maxsize}  # null: no limit but the budget
+_TRIED = ("tighten_clip", "limit_update", "raise_eps")  # not lower_lr, which nearly always looks better for a while
 
 
 def _each(read_one: Callable[[str, Any], Any], key: str, nodes: Any, what: str, least: int = 0) -> tuple[Any, ...]:
@@ -39,7 +40,7 @@ def _action(key: str, node: Any) -> Action:
         hint = "a custom remedy is named by its import path, such as mine.Remedy"
         raise no_such("remedy", name, KNOWN, at=key, value=name, hint=hint)
     if name == TRIAL:
-        what = "must be a list of at least two arms, such as [[skip], [quarantine]]"
+        what = "must be a list of at least two arms, such as [[tighten_clip], [raise_eps]]"
         settings = {**settings, "of": _each(_arm, f"{key}.{name}.of", settings.get("of"), what, least=2)}
     kind = remedy_class(name, key)
     try:
@@ -55,8 +56,8 @@ def _action(key: str, node: Any) -> Action:
 def _arm(key: str, nodes: Any) -> tuple[Action, ...]:
     """Read an arm of a trial: a list of remedies like a rung."""
     actions = _actions(key, nodes)
-    if odd := sorted({"rewind", "lower_lr", TRIAL} & {action.remedy for action in actions}):
-        raise unusable(key, f"{odd[0]} cannot be tried: it belongs next to the trial, for all of its arms")
+    if odd := sorted({action.remedy for action in actions} - {*_TRIED}):
+        raise unusable(key, f"{odd[0]} cannot be tried: what can is {', '.join(_TRIED)}")
     return actions
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_trials import TRIAL, WITH, WITHOUT, bad_row, regression, squares, train
+from test_trials import WITH, WITHOUT, regression, squares, train
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -70,18 +70,6 @@ def queue() -> Callable[[Any, Any], Tensor]:
     return objective
 
 
-def counter() -> Callable[[Any, Any], Tensor]:
-    """A term is warmed up by the number of calls."""
-    calls = [0]
-
-    def objective(model: Any, batch: Any) -> Tensor:
-        calls[0] += 1
-        made: Tensor = model(batch[0])
-        return F.mse_loss(made, batch[1]) + 1e-3 * calls[0] * made.square().mean()
-
-    return objective
-
-
 def test_a_program_with_state_outside_of_the_run_has_no_race(caplog: pytest.LogCaptureFixture) -> None:
     """A forward that is repeated has another loss: a trial would change that state. It is asked once."""
     caplog.set_level(logging.DEBUG, "resilient_train")
@@ -89,19 +77,6 @@ def test_a_program_with_state_outside_of_the_run_has_no_race(caplog: pytest.LogC
     assert "no lower rates are tried: the loss of update 1 cannot be reproduced: the data or" in caplog.text
     assert guard._controls.trials.updates == 1
     assert not guard.incidents
-
-
-@pytest.mark.parametrize("made", [queue, counter])
-def test_a_rung_tries_nothing_where_an_update_cannot_be_repeated(made: Callable[[], Any]) -> None:
-    """Each arm would begin at another state: the first one is applied."""
-    guard = bad_row(TRIAL, objective=made())
-    for batch in guard.batches():
-        guard.step(batch)
-        if guard.incidents:
-            break
-    assert guard.incidents[0].tried == ()
-    assert [one.remedy for one in guard.incidents[0].decision.actions] == ["trial", "skip"]
-    assert guard._controls.trials.updates < 20  # of each arm
 
 
 @pytest.mark.parametrize(

@@ -388,8 +388,8 @@ def ladder(*rungs: Any) -> dict[str, Any]:
         (ladder([]), "recovery.ladders.data[0]: a rung needs a remedy; to leave things as they are, say [report]"),
         (ladder({"do": ["skip"], "strike": 2}), "data[0].strike=2: no such key; did you mean strikes? There are do,"),
         (ladder({"strikes": 2, "within": 3}), "recovery.ladders.data[0].do: has to be given"),
-        (ladder([{"trial": {"of": [["skip"]]}}]), "at least two arms"),
-        (ladder([{"trial": {"of": [["skip"], ["rewind", "skip"]]}}]), "data[0][0].trial.of[1]: rewind cannot be tried"),
+        (ladder([{"trial": {"of": [["raise_eps"]]}}]), "at least two arms"),
+        (ladder([{"trial": {"of": [["raise_eps"], ["lower_lr"]]}}]), "[0].trial.of[1]: lower_lr cannot be tried: what"),
         (ladder({"do": ["skip"], "strikes": 0}), "data[0].strikes=0: must be a whole number (at least 1) or null"),
         (ladder({"skip": {"updates": 3}}), "recovery.ladders.data[0]={'skip': {'updates': 3}}: a rung is a list"),
         (ladder(["skip", "rewind", "skip"]), "recovery.ladders.data[0][2]: skip is named twice in one rung"),
@@ -426,6 +426,18 @@ def test_shipped_policies(name: str) -> None:
                 assert action.remedy in KNOWN
                 assert isinstance(remedy(action), KNOWN[action.remedy])
                 json.dumps(action.settings, default=asdict)  # a trial has actions of its own
+
+
+@pytest.mark.parametrize(("left", "rung"), [(1000, 0), (50, 1)])
+def test_a_trial_beyond_its_budget_is_passed_over(left: int, rung: int) -> None:
+    """Two arms of 20 updates, and the forwards that judge them."""
+    trial = {"trial": {"of": [["tighten_clip"], ["raise_eps"]], "steps": 20}}
+    (made,) = decisions(
+        parse({"ladders": {"default": [[trial], ["skip"]]}}),
+        [refused(1)],
+        dataclasses.replace(ALL_APPLICABLE, trial_updates=left),
+    )
+    assert made.rung == rung
 
 
 def test_aggressive_uses_everything() -> None:

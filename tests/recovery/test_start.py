@@ -100,6 +100,10 @@ def test_what_explodes_for_other_reasons_than_the_rate_is_trained_with_that_rate
     assert loss_of(net, rows, criterion) < 0.1 * first
     tried = {action.remedy for one in guard.incidents for action in one.decision.actions}
     assert tried & {"limit_update", "tighten_clip"}
+    for incident in guard.incidents:
+        won = [arm.actions for arm in incident.tried if arm.won]
+        assert won == [incident.decision.actions[-1:]] * bool(incident.tried)
+    assert hands_over or any(incident.tried for incident in guard.incidents)
     assert hands_over or optimizer.param_groups[0]["lr"] == 0.05  # where nothing is replayed other remedies come first
     assert guard.clock.tick < 1.5 * STEPS
 
