@@ -144,7 +144,7 @@ class SerializedTree:
             described["device"] = device
         self._tensors[name] = tensor
         if not tensor.is_contiguous():  # as in channels_last: the last bit of a sum may depend on the order of the axes
-            order = sorted(range(tensor.dim()), key=lambda axis: -tensor.stride(axis))
+            order = sorted(range(tensor.dim()), key=lambda axis: -tensor.stride()[axis])
             if tensor.permute(order).is_contiguous():
                 described["order"] = order
         return {"tensor": name, **described}
