@@ -243,8 +243,7 @@ class Backups:
         """
         for name, saved in backup.kept.items() if with_kept else ():
             restore_changed(self.kept[name], saved)
-        scale = self._scale()
-        kept = set() if with_scale else set(map(id, scale))
+        kept = set() if with_scale else set(map(id, self._scale()))
         resized = {
             id(one): copy.clone()
             for one, shape, copy in zip(backup.live, backup.shapes, backup.copies, strict=True)
@@ -259,9 +258,6 @@ class Backups:
                 table.update({name: resized.get(id(one), one) for name, one in then.items()})
         in_place = [place for place, one in enumerate(backup.live) if id(one) not in resized.keys() | kept]
         copy_into([backup.live[place] for place in in_place], [backup.copies[place] for place in in_place])
-        if self._scaler is not None and with_scale and scale and not any(one is scale[0] for one in backup.live):
-            scale[0].fill_(self._scaler._init_scale)  # the scaler has made its tensors since
-            scale[1].fill_(self._scaler._init_growth_tracker)
 
     def let_go(self, backup: Backup) -> None:
         """Reuse the memory of a backup for the next one."""
@@ -274,11 +270,9 @@ class Backups:
             one.fill_(scale)
 
     def _scale(self) -> list[torch.Tensor]:
-        """The tensors of the loss scale; none before its first use."""
-        scaler = self._scaler
-        if scaler is None or scaler._scale is None or scaler._growth_tracker is None:
-            return []
-        return [scaler._scale, scaler._growth_tracker]
+        """The tensors of the loss scale, which RunState has made."""
+        scaler: Any = self._scaler
+        return [] if scaler is None else [scaler._scale, scaler._growth_tracker]
 
 
 def _is_state(value: Any) -> bool:

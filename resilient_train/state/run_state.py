@@ -132,8 +132,8 @@ class RunState:
         self.kept: dict[str, Stateful] = {}  # by the user
         self._stateful: dict[str, Stateful] = {"position": samples}
         self._stateful |= {f"schedule.{number}": schedule for number, schedule in enumerate(schedules)}
-        if scaler is not None:
-            self._stateful["scaler"] = _LossScale(scaler)
+        if scaler is not None and scaler.is_enabled():
+            self._stateful["scaler"] = _LossScale(scaler, device)
 
     @property
     def is_sharded(self) -> bool:
@@ -253,29 +253,21 @@ class _LossScale:
 
     _FIELDS = ("_growth_factor", "_backoff_factor", "_growth_interval")
 
-    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+    def __init__(self, scaler: torch.amp.GradScaler, device: torch.device) -> None:
         self._scaler = scaler
+        if scaler._scale is None:  # else the scaler would make its tensors at its first use
+            scaler._lazy_init_scale_growth_tracker(device)
 
     def state_dict(self) -> dict[str, Any]:
         scaler = self._scaler
-        if not scaler.is_enabled():
-            return {}
-        scale, tracker = scaler._scale, scaler._growth_tracker
-        if scale is None or tracker is None:  # the scaler makes them at its first use
-            scale = torch.full((), scaler._init_scale, dtype=torch.float32)
-            tracker = torch.full((), scaler._init_growth_tracker, dtype=torch.int32)
-        return {"scale": scale, "growth_tracker": tracker, **{name: getattr(scaler, name) for name in self._FIELDS}}
+        tensors = {"scale": scaler._scale, "growth_tracker": scaler._growth_tracker}
+        return {**tensors, **{name: getattr(scaler, name) for name in self._FIELDS}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        scaler = self._scaler
-        if not state or not scaler.is_enabled():
-            return
+        scaler: Any = self._scaler
         for name in self._FIELDS:
             setattr(scaler, name, state[name])
-        if scaler._scale is None or scaler._growth_tracker is None:
-            scaler._init_scale, scaler._init_growth_tracker = float(state["scale"]), int(state["growth_tracker"])
-        else:
-            copy_into([scaler._scale, scaler._growth_tracker], [state["scale"], state["growth_tracker"]])
+        copy_into([scaler._scale, scaler._growth_tracker], [state["scale"], state["growth_tracker"]])
 
 
 def _restore_tables(tables: Iterable[tuple[dict[Any, Any], Mapping[Any, Any]]]) -> None:
