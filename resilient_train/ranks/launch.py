@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 
 from resilient_train.errors import ConfigError, unusable
@@ -30,13 +29,6 @@ _ENGINES = {
 
 def refuse_what_is_not_supported(environment: Mapping[str, str] = os.environ) -> None:
     """Raise ConfigError where the run would silently differ from what the launcher was asked for."""
-    alone = "launchers such as torchrun set it; for a run of one process unset RANK and WORLD_SIZE"
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        if name in environment and re.fullmatch(r"-?\d{1,9}", environment[name]) is None:
-            raise ConfigError(name, environment[name], f"must be a whole number: {alone}")
-    rank, size = environment.get("RANK"), environment.get("WORLD_SIZE")
-    if rank is not None and size is not None and not 0 <= int(rank) < int(size):
-        raise ConfigError("RANK", rank, f"must be from 0 to below WORLD_SIZE={size}: {alone}")
     for name, why in _ENGINES.items():
         if environment.get(name, "").lower() in ("true", "1", "yes"):
             raise ConfigError(name, environment[name], why)

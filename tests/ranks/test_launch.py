@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -85,28 +83,6 @@ def test_two_processes_on_cpus_that_became_one_are_refused() -> None:
     """`accelerate launch --cpu --num_processes 2` sets an address, and starts one: with what to type instead."""
     with pytest.raises(ConfigError, match=r"several processes were asked for.*torchrun --nproc_per_node N -m"):
         refuse_what_is_not_supported(LAUNCHER)
-
-
-@pytest.mark.parametrize(
-    ("said", "why"),
-    [
-        ({"RANK": "first", "WORLD_SIZE": "many"}, "RANK=first: must be a whole number"),
-        ({"RANK": "0", "WORLD_SIZE": "many"}, "WORLD_SIZE=many: must be a whole number"),
-        ({"RANK": "5", "WORLD_SIZE": "1"}, "RANK=5: must be from 0 to below WORLD_SIZE=1"),
-    ],
-    ids=str,
-)
-def test_numbers_that_no_launcher_sets_are_refused(
-    said: Mapping[str, str], why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run_command: command
-) -> None:
-    """In one line: a rank that is none is no reason to leave the talking to another."""
-    monkeypatch.chdir(tmp_path)
-    for name, value in said.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(os, "_exit", sys.exit)
-    outcome = run_command(["model=mlp", "data=digits", "objective=classification", "tracking=none"])
-    assert (outcome.code, outcome.stderr.count("\n")) == (2, 1)
-    assert outcome.stderr.startswith(f"error: {why}")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU that the processes would share")
