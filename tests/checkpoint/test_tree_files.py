@@ -5,21 +5,17 @@ from __future__ import annotations
 import math
 import random
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from test_state import Bench
 from torch import nn
-from torch.optim import AdamW
-from torch.optim.lr_scheduler import MultiStepLR, OneCycleLR
 
 from resilient_train.checkpoint.tree_files import TENSORS, TREE, SerializedTree, load_tree
-from resilient_train.state.run_state import Clock, RunState
 from resilient_train.state.tree import put_together, sha256, taken_apart
-from resilient_train.update.schedule import ShadowSchedule
 
 
 def there_and_back(directory: Path, tree: Any) -> Any:
@@ -48,66 +44,23 @@ def assert_same(one: Any, other: Any) -> None:
         assert repr(one) == repr(other)  # tells -0.0 from 0.0, and takes nan for nan
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolution = nn.Conv2d(1, 4, 3)
-        self.norm = nn.BatchNorm2d(4)
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(self.convolution(images)).mean((2, 3)))  # type: ignore[no-any-return]
-
-
-class Position:
-    """Where the run is in its data."""
-
-    def __init__(self) -> None:
-        self.at = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["position"]
-
-
-SCHEDULERS = [partial(OneCycleLR, max_lr=0.1, total_steps=100), partial(MultiStepLR, milestones=[2, 4])]
-
-
-def run(scheduler: Any = SCHEDULERS[0]) -> RunState:
-    """A small run, seven updates old, of which half the weights lie in channels_last."""
-    net = Net().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    optimizer = AdamW(net.parameters(), lr=1e-3, fused=True)
-    schedule, position, clock = ShadowSchedule(optimizer, scheduler, 2), Position(), Clock()
-    for step in range(7):
-        for group, settled in zip(optimizer.param_groups, schedule.settings(step), strict=True):
-            group.update(settled)
-        net(torch.randn(5, 1, 8, 8)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        clock.step, position.at = step + 1, 5 * (step + 1)
+def test_a_run_comes_back_to_the_last_bit(tmp_path: Path) -> None:
+    """The state of a run, generators and moments included, has the same digest on disk, and restores to it."""
+    bench, other = Bench(), Bench()
+    for _ in range(7):
+        bench.train()
     random.random()
     np.random.random(3)
-    state = RunState(net, [optimizer], [schedule], position, clock, device=torch.device("cpu"))
-    state.keep("average", nn.Linear(2, 2))
-    return state
-
-
-@pytest.mark.parametrize("scheduler", SCHEDULERS, ids=["OneCycleLR", "MultiStepLR"])
-def test_a_run_comes_back_to_the_last_bit(tmp_path: Path, scheduler: Any) -> None:
-    """The state of a run, generators and schedule included, has the same digest on disk, and restores to it."""
-    state = run(scheduler)
-    plain, tensors = taken_apart(state.live())
-    saved, digest = put_together(plain, [one.detach() for one in tensors]), state.sha256()
+    bench.state.keep("average", nn.Linear(2, 2))
+    other.state.keep("average", nn.Linear(2, 2))
+    plain, tensors = taken_apart(bench.state.live())
+    saved, digest = put_together(plain, [one.detach() for one in tensors]), bench.state.sha256()
     loaded = there_and_back(tmp_path / "tree", saved)
     assert_same(loaded, saved)
-    assert sha256(loaded) == sha256(saved) == digest
-    other = run(scheduler)
-    other.clock.step = 999
-    assert other.sha256() != digest
-    other.restore(loaded)
-    assert other.sha256() == digest
+    other.train()
+    assert other.state.sha256() != digest
+    other.state.restore(loaded)
+    assert other.state.sha256() == digest
 
 
 def test_moments_keep_the_order_of_their_axes(tmp_path: Path) -> None:
