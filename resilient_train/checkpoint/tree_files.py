@@ -43,13 +43,13 @@ NAMES = {  # of dtypes in safetensors
 _PIECE = 2**22  # bytes that are hashed and written at a time, without Python's lock
 
 
-def chunks(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] = {}) -> Iterator[bytes | memoryview]:
+def chunks(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a file: the length of its header, the header, and the tensors, the widest types first.
 
     The library itself would hold the whole file in memory before writing it.
     """
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in order:
         tensor = tensors[name]

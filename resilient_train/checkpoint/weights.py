@@ -114,14 +114,13 @@ class Best:
         return any(one.step <= verified for one in self._pending)
 
     def write(self) -> None:
-        """Write the oldest. The weights come first: their metrics are also in their own file."""
+        """Write the oldest. A kill in between leaves the metrics of the earlier weights."""
         pending = self._pending[0]
         if not self.path.is_dir():
             files.disk.make_directory(self.path)
             files.sync_directory(self.path.parent)
         metrics = {"step": pending.step, **pending.metrics}
-        as_text = {name: str(value) for name, value in metrics.items()}
-        files.commit(self.path / WEIGHTS, chunks(pending.tensors, as_text))
+        files.commit(self.path / WEIGHTS, chunks(pending.tensors))
         files.commit_text(self.path / _BEST_METRICS, json.dumps(metrics, indent=2) + "\n")
         self._loss, self.step = pending.metrics["loss"], pending.step
         with contextlib.suppress(ValueError):  # `distrust` has removed it meanwhile
