@@ -111,14 +111,6 @@ def local_part(tensor: Any) -> torch.Tensor:
         return tensor.detach().to_local()  # type: ignore[no-any-return]
 
 
-def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Gather a tensor from all ranks, each of which has to call this."""
-    if not is_sharded(tensor):
-        return tensor
-    with torch.no_grad():
-        return tensor.detach().full_tensor()  # type: ignore[attr-defined,no-any-return]
-
-
 def reshard(saved: torch.Tensor, like: Any) -> Any:
     """Shard a loaded tensor like `like`, a tensor of this run, if that is sharded."""
     if not is_sharded(like):
@@ -265,7 +257,8 @@ def sha256(tree: Tree) -> str:
         digest.update(f"{path}\0".encode())
         if isinstance(leaf, torch.Tensor):
             digest.update(f"{leaf.dtype}{tuple(leaf.shape)}\0".encode())
-            digest.update(as_bytes(full_tensor(leaf)).numpy().data)
+            tensor = leaf.detach().full_tensor() if is_sharded(leaf) else leaf  # type: ignore[attr-defined]
+            digest.update(as_bytes(tensor).numpy().data)
         elif isinstance(leaf, np.ndarray):
             digest.update(f"{leaf.dtype}{leaf.shape}\0".encode())
             digest.update(np.ascontiguousarray(leaf).data)
