@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import signal
-import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 import torch
-from group import together
-from kills import in_journal
+from group import Done, launch
+from kills import in_journal, summary
 from safetensors.torch import load_file
 from torch import nn
 
 from resilient_train.app import checkpoints
-from resilient_train.app.command import main
 from resilient_train.data.samples import Slicing
 from resilient_train.errors import ConfigError
 from resilient_train.ranks.world import blocks, shard
@@ -103,33 +97,9 @@ def test_a_weight_that_is_a_single_number_is_refused() -> None:
 # Real processes.
 
 
-class Done(NamedTuple):
-    """How the command ended on each rank, and what rank 0 said."""
-
-    codes: list[int]
-    said: str
-
-
-def launch(folder: Path, processes: int, *overrides: str) -> Done:
+def launched(folder: Path, processes: int, *overrides: str) -> Done:
     """Give the command to so many processes of one group."""
-    ended = together(processes, command, folder, [*DIGITS, *OFTEN, *overrides])
-    return Done([code for code, _ in ended], (folder / "said.0").read_text())
-
-
-def command(folder: Path, arguments: Sequence[str]) -> None:
-    """Be `python -m resilient_train` in this process."""
-    os.chdir(folder)
-    file = os.open(f"said.{os.environ.get('RANK', '0')}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    torch.set_num_threads(1)
-    sys.argv = ["resilient_train", *arguments]
-    main()
-
-
-def summary(run_dir: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
-    return found
+    return launch(folder, processes, "-m", "resilient_train", *DIGITS, *OFTEN, *overrides)
 
 
 FAULTS = "drill.faults=[{bad_moments:{at:[35],rank:all}},{crash:{at:[55]}}]"
@@ -139,12 +109,12 @@ FAULTS = "drill.faults=[{bad_moments:{at:[35],rank:all}},{crash:{at:[55]}}]"
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a healthy run of two processes that share the weights, and one with faults until it was killed."""
     folder = tmp_path_factory.mktemp("sharding")
-    done = launch(folder, 2, "accelerate.fsdp=true", "run.dir=healthy")
-    assert not any(done.codes), done.said
-    assert "FSDP2 over 2 processes" in done.said
-    killed = launch(folder, 2, "accelerate.fsdp=true", "run.dir=killed", FAULTS)
+    done = launched(folder, 2, "accelerate.fsdp=true", "run.dir=healthy")
+    assert done.is_well, done
+    assert "FSDP2 over 2 processes" in done.stdout
+    killed = launched(folder, 2, "accelerate.fsdp=true", "run.dir=killed", FAULTS)
     assert killed.codes[0] == -signal.SIGKILL
-    assert "cause optimizer; rewound to step" in killed.said, killed.said
+    assert "cause optimizer; rewound to step" in killed.stdout, killed
     return folder
 
 
@@ -158,8 +128,8 @@ def killed(place: Path, tmp_path: Path) -> Path:
 
 def test_rewound_killed_and_gone_on_with_it_is_the_run_without_a_fault(place: Path, killed: Path) -> None:
     """Every bit: weights, moments, schedule and position, gathered over the ranks."""
-    done = launch(killed.parent, 2, "accelerate.fsdp=true", "run.dir=killed", FAULTS)
-    assert not any(done.codes), done.said
+    done = launched(killed.parent, 2, "accelerate.fsdp=true", "run.dir=killed", FAULTS)
+    assert done.is_well, done
     here, there = summary(killed), summary(place / "healthy")
     for key in ("weights_sha256", "state_sha256", "final_loss", "eval"):
         assert here[key] == there[key], key
@@ -184,14 +154,14 @@ def test_ranks_agree_on_the_checkpoint_after_all_were_demoted(tmp_path: Path) ->
     """
     own = ["objective=custom", "objective._target_=test_resume.diverges", "accelerate.fsdp=true", "run.dir=run"]
     own += ["checkpoint.disk.every=40", "checkpoint.memory.every=10", "run.eval_every=10"]
-    done = launch(tmp_path, 2, *own, "model=custom", "model._target_=test_sharding.Turning")
-    assert not any(done.codes), done.said
+    done = launched(tmp_path, 2, *own, "model=custom", "model._target_=test_sharding.Turning")
+    assert done.is_well, done
     run_dir, exported = tmp_path / "run", tmp_path / "exported.safetensors"
     saved = [one["step"] for one in in_journal(run_dir, "checkpoint_saved")]
-    assert "step-00000040 is demoted" in done.said
+    assert "step-00000040 is demoted" in done.stdout
     assert (saved[0], 0 < saved[1] <= 35, saved[-1]) == (40, True, 60)
     assert checkpoints.main([str(run_dir), "--weights", str(exported)]) == 0
-    assert "has no turns (complex64)" in done.said
+    assert "has no turns (complex64)" in done.stdout
     found, trained = load_file(exported), load_file(run_dir / "weights.safetensors")
     assert found.keys() == trained.keys() == {*MLP().state_dict()}
     assert all(torch.equal(found[name], weight) for name, weight in trained.items())
@@ -199,9 +169,9 @@ def test_ranks_agree_on_the_checkpoint_after_all_were_demoted(tmp_path: Path) ->
 
 def test_another_number_of_processes_goes_on(place: Path, killed: Path) -> None:
     """From the same sample, with updates of the same samples: the run ends at the same loss up to rounding."""
-    done = launch(killed.parent, 1, "run.dir=killed", FAULTS)  # of replicas: one
-    assert not any(done.codes), done.said
-    assert "an update stays 64 samples: 32 rows x 2 micro-batches x 1 processes" in done.said
+    done = launched(killed.parent, 1, "run.dir=killed", FAULTS)  # of replicas: one
+    assert done.is_well, done
+    assert "an update stays 64 samples: 32 rows x 2 micro-batches x 1 processes" in done.stdout
     here, there = summary(killed), summary(place / "healthy")
     assert here["final_loss"] == pytest.approx(there["final_loss"], rel=1e-4)
     assert here["eval"] == pytest.approx(there["eval"], rel=1e-4)
