@@ -6,6 +6,7 @@ ticks. Every rank makes the same updates, and judges them by losses that are ave
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
