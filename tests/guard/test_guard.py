@@ -199,17 +199,6 @@ def test_rows_of_another_run_are_not_counted_after_a_crash(tmp_path: Path) -> No
     assert sorted(guard._controls.quarantined.rows) == [1, 2, 5]
 
 
-def test_a_schedule_that_starts_again_declares_it() -> None:
-    """A warm restart makes the rate leap: the checks expect a loss that leaps, too."""
-    accelerator = Accelerator(cpu=True)
-    model = Net()
-    optimizer = adamw(model)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=40, eta_min=1e-5)
-    guard = Guard(accelerator, model, optimizer, data=rows(), batch_size=8, schedule=schedule, objective=At("none"))
-    trained(guard, 100)
-    assert {41, 81} <= guard._checks._declared
-
-
 @pytest.mark.parametrize(
     ("steps", "verified", "now", "expected"),
     [
