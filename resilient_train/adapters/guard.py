@@ -27,7 +27,6 @@ from resilient_train.diagnose.search import Search
 from resilient_train.drills import Drill
 from resilient_train.errors import RanksDiffer, Stopped, TrainError, own_error
 from resilient_train.reader import ClipConfig, DiskConfig, MemoryConfig
-from resilient_train.record.incident_log import IncidentLog
 from resilient_train.recovery import Recovery
 from resilient_train.run_parts import RunParts
 from resilient_train.state.copies import Backups, BufferWatch
@@ -88,7 +87,7 @@ class Guard(guard.EngineGuard):
         data_changed: str = "refuse",
         disk: DiskConfig | int | None = None,
         drill: Drill | None = None,
-        incidents: IncidentLog | None = None,
+        home: Place | None = None,
         resume: Resume | bool = False,
         stop: Callable[[], bool] = lambda: False,
         tracking: str | bool | None = None,
@@ -107,14 +106,14 @@ class Guard(guard.EngineGuard):
         called before every update. `tracking` is the address of the MLflow that shows the run, or True for the one that
         MLFLOW_TRACKING_URI names, else for a database next to the run directory.
 
-        `incidents` is the log of a caller that reports the end itself; `beat` is called when something slow advances.
+        `home` is of a caller that reports the end itself; `beat` is called when something slow advances.
         """
         arguments.check_settings(batch_size=batch_size, steps=steps, clip=clip, accumulate=accumulate, scaler=scaler)
         arguments.check_settings(memory=memory, verify_after=verify_after, seed=seed, num_workers=num_workers)
         arguments.check_settings(checks=checks, drill=drill)
         accelerator = arguments.accelerator(accelerator, model, accumulate, scaler)
         world, clock = arguments.world(accelerator), Clock()
-        is_own_loop = incidents is None  # False: the command's, which reports its end itself
+        is_own_loop = home is None  # False: the command's, which reports its end itself
         if is_own_loop:
             loops.log_to_stderr(world)
         measured, self.steps, device, scaler = arguments.objective(objective), steps, world.device, accelerator.scaler
@@ -173,7 +172,7 @@ class Guard(guard.EngineGuard):
             search=search,
             beat=beat,
         )
-        home = Place(incidents) if incidents else place(run_dir, world, bool(resume), tracking, disk)
+        home = home or place(run_dir, world, bool(resume), tracking, disk)
         incidents = home.incident_log
         try:
             quarantined = arguments.quarantine(quarantine, data_changed, samples, incidents, world, is_own_loop)
@@ -187,7 +186,7 @@ class Guard(guard.EngineGuard):
             recovered_after = max(verify_after, _RECOVERED_AFTER)
             treating = Recovery(parts, policy, incidents, controls, keeper, recovered_after=recovered_after)
             parts.checks.early_divergence.can_compare = search is not None and samples.rows > 0
-            self.reporter = RunReporter(clock, incidents, parts.updates, parts.checks, home, keeper.progress)
+            self.reporter = RunReporter(clock, parts.updates, parts.checks, home, keeper.progress)
             super().__init__(parts, treating, loop, verify_after=verify_after, drill=drill)
             self._owes_resume = bool(resume)
             self._left: Path | None = None  # the state at the end of the loop

@@ -69,7 +69,8 @@ class Place:
     lock: DirectoryLock | None = None  # of rank 0
     tracking: TrackingConfig | None = None
     resumes: bool = False  # if the same program is started again
-    rank: int = 0
+    rank: int | None = None  # in the caller's loop; the command reports its end itself
+    tracker: Tracker = field(default_factory=Tracker)  # of the command
 
 
 def place(run_dir: str | Path | None, world: World, resumes: bool, tracking: Any, disk: DiskConfig) -> Place:
@@ -210,21 +211,22 @@ class RunReporter:
     """Reports a run. It has no reference to the guard, which may be deleted while the process continues."""
 
     clock: Clock
-    incident_log: IncidentLog
     updates: UpdateHistory
     checks: Checks
     place: Place  # with a lock only on rank 0 of the caller's loop
     progress: Progress
-    _evaluated: dict[str, float] | None = None
+    evaluated: dict[str, float] | None = None  # perhaps by the previous process
     _reported_tick: int = 0
     _step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_TIMED))  # the mean of each lap
     _lap_started: float = 0.0
     _lap_tick: int = 0
     _began: float = field(default_factory=time.monotonic)
-    _tracker: Tracker = field(default_factory=Tracker)
     _ending: Summary | None = None  # as written
     _is_over: bool = True  # everything is reported
     _process: int = field(default_factory=os.getpid)  # a forked child reports nothing
+
+    def __post_init__(self) -> None:
+        self.tracker = self.place.tracker
 
     # During the run.
 
@@ -242,7 +244,7 @@ class RunReporter:
             Loop(steps, self.place.resumes, settings, is_trainers).write(self.place.directory)
         if is_new and self.place.tracking is not None:  # else the tracker is at work, and two would write to one file
             home = self.place.directory.parent
-            self._tracker = tracking.build(self.place.tracking, self.place.directory, home, settings)
+            self.tracker = tracking.build(self.place.tracking, self.place.directory, home, settings)
 
     def start_lap(self) -> None:
         """Begin to time the steps that follow."""
@@ -276,28 +278,28 @@ class RunReporter:
         if seconds := self._lap():
             values |= {"step_ms": 1e3 * seconds, "samples_per_second": samples / seconds}
         values |= {f"knobs/{name}": value for name, value in knobs.items()}
-        return Report(newest, metrics, values | {"incidents_total": len(self.incident_log.incidents)})
+        return Report(newest, metrics, values | {"incidents_total": len(self.place.incident_log.incidents)})
 
     def show(self, report: Report | None) -> None:
-        """Upload the numbers of an update of the caller's loop, or only time it."""
+        """Upload the numbers of an update; without any, only time it."""
         if report is None:
             self._lap()
             return
-        self._tracker.begin()  # MLflow may load now; before, it would have delayed the first updates
-        self._tracker.metrics(report.vitals.tick, report.values)
+        self.tracker.begin()  # MLflow may load now; before, it would have delayed the first updates
+        self.tracker.metrics(report.vitals.tick, report.values)
 
     def note_evaluation(self, metrics: Mapping[str, float]) -> None:
-        self._evaluated = dict(metrics)
-        self._tracker.metrics(self.clock.tick, {f"eval/{name}": value for name, value in metrics.items()})
+        self.evaluated = dict(metrics)
+        self.tracker.metrics(self.clock.tick, {f"eval/{name}": value for name, value in metrics.items()})
         if self._ending is not None and not self._is_over:  # many evaluate after the loop
-            self._ending.eval = self._evaluated
+            self._ending.eval = self.evaluated
             write_summary(self._ending, self._directory)
 
     # At the end.
 
     def summary(self, status: str, exit_code: int, seconds: float, digests: tuple[str, str] | None = None) -> Summary:
         """Return the summary of an end; `digests` are those of the weights and of the whole state."""
-        had_incidents = any(one.diagnosis.cause is not Cause.PROCESS for one in self.incident_log.incidents)
+        had_incidents = any(one.diagnosis.cause is not Cause.PROCESS for one in self.place.incident_log.incidents)
         losses = self.updates.first_at_most, self.updates.recent_loss
         if self.updates.has_turns or self.checks.is_changed or self.checks.best.has_negative:
             losses = None, None  # the sum of opposed losses does not fall, nor need a reward's, nor another one
@@ -308,13 +310,13 @@ class RunReporter:
             steps=self.clock.step,
             ticks=self.clock.tick,
             steps_lost=self.clock.tick - self.clock.step,
-            trial_updates=int((self.incident_log.run_history.remedies or {}).get("trial_updates", 0)),
+            trial_updates=int((self.place.incident_log.run_history.remedies or {}).get("trial_updates", 0)),
             final_loss=self.updates.recent_loss,
             first_loss=self.updates.first_loss,
-            verdict=verdict_of(status, self.incident_log.incidents, self.clock.step, losses, best),
+            verdict=verdict_of(status, self.place.incident_log.incidents, self.clock.step, losses, best),
             best_level=None if best is None else {"from": best.start, "to": best.stop, "loss": best.level},
-            eval=self._evaluated,
-            incidents=self.incident_log.tally(),
+            eval=self.evaluated,
+            incidents=self.place.incident_log.tally(),
             seconds=round(seconds, 3),
             step_ms=1e3 * median(self._step_seconds) if self._step_seconds else None,
             weights_sha256=digests[0] if digests else None,
@@ -331,12 +333,12 @@ class RunReporter:
         """Write how the caller's loop ended, unless that was written already."""
         if self.place.lock is None:
             self._is_over = True
-        is_only_told = self.incident_log.directory is None and not self.place.rank
+        is_only_told = self.place.directory is None and self.place.rank == 0
         if (self._is_over and not is_only_told) or self._ending is not None:
             return
         self._ending = ending = self.summary(status, exit_code, time.monotonic() - self._began, digests)
         if is_only_told:
-            known = self.incident_log.incidents, self.incident_log.run_history.remedies
+            known = self.place.incident_log.incidents, self.place.incident_log.run_history.remedies
             for line in [completed(ending)] * (status == "completed") + review(story_of(ending, *known)):
                 log.info("%s", line)
             return
@@ -361,12 +363,12 @@ class RunReporter:
         if self.place.lock is None or self._ending is None or self._is_over:
             return
         self._is_over = True
-        self.incident_log.close_files()
+        self.place.incident_log.close_files()
         _unreported.discard(self)
         if self._ending.status == "completed":
             log.info("%s", completed(self._ending))
         print_review(self._directory)
-        finish_uploads(self._tracker, self._ending, self._directory)
+        finish_uploads(self.tracker, self._ending, self._directory)
 
     def closed(self, error: BaseException | None, planned: int | None, *, is_writing: bool = False) -> None:
         """Report that the caller closed the loop, perhaps by an error; the directory is free unless it `is_writing`."""

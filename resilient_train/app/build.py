@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import default_collate
 
 from resilient_train.adapters.guard import Guard
+from resilient_train.adapters.reporter import Place
 from resilient_train.app.config import Config, compose
 from resilient_train.checkpoint import weights
 from resilient_train.checkpoint.resume import Resume
@@ -25,7 +26,6 @@ from resilient_train.data.samples import Slicing
 from resilient_train.drills import Drill, parse
 from resilient_train.errors import ConfigError, in_one_line
 from resilient_train.ranks.world import World, recompute, shard
-from resilient_train.record.incident_log import IncidentLog
 from resilient_train.state.randomness import Purpose, mix, seed_all
 from resilient_train.state.tree import own_class
 from resilient_train.update.objective import Measured
@@ -47,9 +47,7 @@ class Run:
     evaluation: MapEvaluation | IterableEvaluation | None
     sharding: str = ""  # how the model is sharded over the processes, in words
     stop: Callable[[], bool] = lambda: False
-    evaluated: dict[str, float] | None = None
     evaluated_at: int | None = None  # step
-    has_begun: bool = False  # an update was made
 
     def evaluates_at(self, step: int) -> bool:
         """Say whether an evaluation is due after so many steps, before the end of the run."""
@@ -57,11 +55,11 @@ class Run:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what does not rewind, and is restored by a resume."""
-        return {"evaluated": self.evaluated, "evaluated_at": self.evaluated_at}
+        return {"evaluated": self.guard.reporter.evaluated, "evaluated_at": self.evaluated_at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore it."""
-        self.evaluated, self.evaluated_at = state["evaluated"], state["evaluated_at"]
+        self.guard.reporter.evaluated, self.evaluated_at = state["evaluated"], state["evaluated_at"]
 
     def close(self) -> None:
         """End worker processes."""
@@ -80,23 +78,22 @@ class Run:
 def assemble(
     config: Config,
     world: World,
-    incidents: IncidentLog | None = None,
+    home: Place,
     resume: Resume | None = None,
     stop: Callable[[], bool] = lambda: False,
     beat: Callable[[], None] = lambda: None,
 ) -> Run:
-    """Build everything that a configuration names. Incidents are written to `incidents`.
+    """Build everything that a configuration names, for a run that writes to `home`.
 
     `stop` is called before each update, `beat` whenever the run makes progress.
     """
-    incidents = incidents or IncidentLog(None)
     seed = config.run.seed
     seed_all(mix(Purpose.INITIAL_WEIGHTS, seed), world.device)
     objective = Measured(objective_of(config.objective, world.device), config.objective["_target_"])
     slicing = Slicing(config.data.batch_size, config.accelerate.gradient_accumulation_steps, world.rank, world.size)
     collate = collate_of(config.data.collate)
     rows = compose.build("data.train", config.data.train)
-    faults, history = parse(config.drill, steps=config.run.steps), incidents.run_history
+    faults, history = parse(config.drill, steps=config.run.steps), home.incident_log.run_history
     drill = None
     if faults:
         fired, details = history.note_drill_fired, history.note_drill_details
@@ -139,7 +136,7 @@ def assemble(
         data_changed=config.run.data_changed,
         disk=config.checkpoint.disk,
         drill=drill,
-        incidents=incidents,
+        home=home,
         resume=resume or False,
         stop=stop,
         beat=beat,

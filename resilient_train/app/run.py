@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from resilient_train import __version__
-from resilient_train.adapters.reporter import finish_uploads, print_review, status_and_code, write_summary
+from resilient_train.adapters.reporter import Place, finish_uploads, print_review, status_and_code, write_summary
 from resilient_train.app import HOME
 from resilient_train.app.build import Run, assemble
 from resilient_train.app.config.compose import Composed, describe_changes, is_fixed
@@ -162,12 +162,13 @@ class _Session:
             self._end_hung,
         )
         with watchdog:
-            self.run = run = assemble(self.config, world, self.incident_log, resume, requests.asked, watchdog.beat)
+            home = Place(self.incident_log, tracker=self.tracker)
+            self.run = run = assemble(self.config, world, home, resume, requests.asked, watchdog.beat)
             log.info("%s", run)
             self._resume(run)
             requests.is_in_loop = True
             try:
-                train(run, self.tracker, watchdog.beat)
+                train(run, watchdog.beat)
                 watchdog.beat(Phase.SAVE)
                 step, left = run.guard.clock.step, run.guard.leave()
                 if run.guard.stopped and left is None:  # the newest verified state may be on disk already
@@ -316,7 +317,7 @@ class _Session:
                 self.tracker.drop()
         if isinstance(error, KeyboardInterrupt):
             raise error
-        loss = run.evaluated["loss"] if run and run.evaluated else summary.final_loss
+        loss = summary.eval["loss"] if summary.eval else summary.final_loss
         return Ending(summary.exit_code, None if error else loss)
 
     def _alert(self, event: str, message: str, summary: Summary) -> None:
@@ -350,9 +351,7 @@ class _Session:
             return summary
         state = self.run.guard.state
         digests = (state.weights_sha256(), state.sha256()) if status == "completed" else None
-        summary = self.run.guard.reporter.summary(status, exit_code, seconds, digests)
-        summary.eval = self.run.evaluated  # perhaps by the previous process
-        return summary
+        return self.run.guard.reporter.summary(status, exit_code, seconds, digests)
 
     def _stops_since_another_failed(self) -> bool:
         """Say whether a launcher asks to stop because another rank failed, and not a person or a scheduler."""

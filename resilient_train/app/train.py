@@ -9,11 +9,10 @@ import torch
 
 from resilient_train.app.build import Run
 from resilient_train.state.randomness import preserved
-from resilient_train.tracking.tracker import Tracker
 from resilient_train.wording import duration, log
 
 
-def train(run: Run, tracker: Tracker, beat: Callable[[], None] = lambda: None) -> None:
+def train(run: Run, beat: Callable[[], None] = lambda: None) -> None:
     """Make updates until `run.steps` of them are accepted, or a request to stop; evaluate meanwhile and at the end.
 
     `beat` is called whenever the run makes progress.
@@ -22,27 +21,24 @@ def train(run: Run, tracker: Tracker, beat: Callable[[], None] = lambda: None) -
     run.model.train()
     step = guard.clock.step
     if step > 0 and run.evaluates_at(step) and run.evaluated_at != step:  # the previous process ended before it
-        evaluate_and_report(run, tracker, beat)
-    guard.reporter.start_lap()
+        evaluate_and_report(run, beat)
     for batch in guard.batches():
         attempted = guard.step(batch)
         beat()
         if not attempted:
             continue  # gradients accumulate, or an incident dropped the update
-        if not run.has_begun:
-            run.has_begun = True
-            tracker.begin()  # MLflow may load now; before, it would have delayed the first update
+        guard.reporter.tracker.begin()  # MLflow may load now; before, it would have delayed the first update
         if guard.newest and guard.newest.accepted and guard.newest.step % settings.log_every == 0:
-            report(run, tracker)
+            report(run)
         if run.evaluates_at(guard.attempted_step) and guard.settle():
-            report(run, tracker)
-            evaluate_and_report(run, tracker, beat)
-    report(run, tracker)
+            report(run)
+            evaluate_and_report(run, beat)
+    report(run)
     if not guard.stopped and run.evaluated_at != guard.clock.step:
-        evaluate_and_report(run, tracker, beat)
+        evaluate_and_report(run, beat)
 
 
-def report(run: Run, tracker: Tracker) -> None:
+def report(run: Run) -> None:
     """Log the newest vitals that were read back, and the metrics of the objective."""
     if (newest := run.guard.report()) is None:
         return
@@ -51,18 +47,17 @@ def report(run: Run, tracker: Tracker) -> None:
     left_s = 1e-3 * newest.values.get("step_ms", 0.0) * (steps - vitals.step)
     numbers = f"loss {vitals.loss:.4f}{more}  grad {vitals.grad_norm:.3g}  lr {vitals.lr:.2e}"
     log.info("step %d/%d  %s  %s left", vitals.step, steps, numbers, duration(left_s))
-    tracker.metrics(vitals.tick, newest.values)
+    run.guard.reporter.show(newest)
 
 
-def evaluate_and_report(run: Run, tracker: Tracker, beat: Callable[[], None]) -> None:
+def evaluate_and_report(run: Run, beat: Callable[[], None]) -> None:
     """Evaluate, if there is an evaluation set; a request to stop may end it early."""
     if run.evaluation is None or not (found := evaluate(run, beat)):
         return
-    run.evaluated, run.evaluated_at = found, run.guard.clock.step
+    run.evaluated_at = run.guard.clock.step
     run.guard.evaluated(found)
     results = "  ".join(f"{name} {value:.4g}" for name, value in found.items())
     log.info("evaluation after step %d: %s", run.guard.clock.step, results)
-    tracker.metrics(run.guard.clock.tick, {f"eval/{name}": value for name, value in found.items()})
 
 
 @torch.no_grad()

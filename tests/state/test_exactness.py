@@ -13,13 +13,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from resilient_train.adapters.reporter import Place
 from resilient_train.app.build import assemble
 from resilient_train.app.config.compose import load
 from resilient_train.app.train import train
 from resilient_train.ranks.world import World
+from resilient_train.record.incident_log import IncidentLog
 from resilient_train.state.run_state import RunState
 from resilient_train.state.tree import sha256
-from resilient_train.tracking.tracker import Tracker
 
 STEPS, CAPTURED_AT = 28, 17
 
@@ -58,7 +59,7 @@ class Program:
         words += ["schedule._target_=torch.optim.lr_scheduler.CosineAnnealingWarmRestarts"]
         words += ["checks=off"]  # a state that is put back behind the guard's back looks like damage
         config = load([*words, *overrides]).config
-        self.run = assemble(config, World.joined(config.accelerate))
+        self.run = assemble(config, World.joined(config.accelerate), Place(IncidentLog(None)))
         self.average = NoisyAverage(self.run.bare_model)
         self.run.guard.state.keep("average", self.average)
         self.batches: list[str] = []
@@ -93,7 +94,7 @@ class Program:
         self.run.config.run.steps = self.run.guard.steps = step
         self.batches.clear()
         self.average.update()
-        train(self.run, Tracker())
+        train(self.run)
         return self.state.sha256(), list(self.batches)
 
     @property
@@ -184,4 +185,4 @@ def test_evaluation_changes_nothing() -> None:
     program.train_to(CAPTURED_AT)
     state, _ = program.train_to(STEPS)
     assert state == uninterrupted()[0]
-    assert program.run.evaluated is not None
+    assert program.run.guard.reporter.evaluated is not None
