@@ -6,8 +6,6 @@ import importlib.util
 import json
 import logging
 import math
-import subprocess
-import sys
 from collections import UserDict
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -513,37 +511,6 @@ def test_nothing_is_overwritten(tmp_path: Path, caplog: pytest.LogCaptureFixture
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "mine-2", "mine-3"]
     assert (tmp_path / "mine-3/incidents.jsonl").read_text()
     assert f"this one writes to {tmp_path / 'mine-2'}" in caplog.text
-
-
-PROGRAM = """
-import sys
-import resilient_train
-print("torch" in sys.modules)
-from resilient_train import GaveUp, Guard
-import torch, tqdm
-from accelerate import Accelerator
-accelerator = Accelerator(cpu=True)
-model = torch.nn.Linear(2, 1)
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
-x = torch.randn(64, 2)
-x[5] = float("nan")
-guard = Guard(accelerator, model, optimizer, data=torch.utils.data.TensorDataset(x), batch_size=8,
-              steps=12, run_dir="here", objective=lambda model, batch: model(batch[0]).square().mean())
-for batch in guard.batches():
-    guard.step(batch)
-print({"hydra", "omegaconf", "mlflow"} & sys.modules.keys())
-"""
-
-
-def test_incidents_are_seen_and_little_is_loaded(tmp_path: Path) -> None:
-    """A program that does not set up logging sees them on stderr, once, and loads neither Hydra nor MLflow for it."""
-    called = [sys.executable, "-c", PROGRAM]
-    done = subprocess.run(called, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["False", "set()"]
-    incidents = len((tmp_path / "here/incidents.jsonl").read_text().splitlines())
-    assert done.stderr.count("the batch is not finite") == incidents > 0
-    assert done.stderr.count("resilient_train: ! incident ") == incidents
 
 
 def test_who_sets_up_logging_decides(
