@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from command import MINE, command
-from group import Group
 from held import held_at, is_held
 from kills import Nursery, Started, in_journal, incidents, left_overs, stand, summary, taken_up_at
 from strangers import Counting
@@ -58,6 +57,13 @@ class Poles(Endless):
     def __getitem__(self, index: int) -> Any:
         picture, label = self.rows[index]
         return (picture + 1.0) * (index != 40), label
+
+
+class Pictures(Endless):
+    """All of them."""
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index]
 
 
 def without_value_for_black(model: nn.Module, batch: Any) -> Tensor:
@@ -146,6 +152,23 @@ def test_each_phase_has_a_limit_of_its_own(
     assert looks == (60 if seconds is None else seconds + 1)
 
 
+def test_a_process_that_was_stopped_has_its_time_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look that comes late shows it, as after SIGSTOP: that is no hang, and one that begins there is noticed."""
+    now, pauses, ends = [1000.0], [0.5] * 8 + [60.0] + [0.5] * 2, list[float]()
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    one = Watchdog(LIMITS, StopRequests(), 100.0, lambda: None, lambda hang: 1)
+    one.beat()
+
+    def waited(seconds: float) -> bool:
+        now[0] += pauses.pop() if pauses else 0.0
+        return not pauses
+
+    monkeypatch.setattr(one, "_over", SimpleNamespace(wait=waited, is_set=lambda: False))
+    monkeypatch.setattr(one, "_end", lambda hang: ends.append(now[0]))
+    one._watch()
+    assert ends == [1064.5]
+
+
 class Stuck(Counting):
     """Rows of which it takes for ever, while a file says so, to find those that come next; no signal ends that."""
 
@@ -205,40 +228,16 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-def test_an_evaluation_may_take_longer_than_an_update(here: Path, run_command: command, calls: list[int]) -> None:
-    """Each of its batches is a sign of life."""
-    arguments = ["model=mlp", "data=digits", "objective=classification", "tracking=none", "run.steps=5", "run.dir=run"]
-    done = run_command(arguments)
-    assert done.code == 0, done.stderr
-    assert sum(calls) > 5 + 10
-    assert max(calls) == 1
-
-
-def test_a_diagnosis_may_take_longer_than_an_update(here: Path, run_command: command, calls: list[int]) -> None:
-    """A dozen replays find the row; each of them is a sign of life, and the run goes on."""
+def test_diagnosis_and_evaluation_may_take_longer_than_an_update(
+    here: Path, run_command: command, calls: list[int]
+) -> None:
+    """A dozen replays find the row; each of them is a sign of life, as is each batch of the evaluation."""
     arguments = [*OWN, "objective=custom", "objective._target_=test_watchdog.without_value_for_black", "run.steps=4"]
-    done = run_command([*arguments, PATIENT, "data.train._target_=test_watchdog.Poles", "run.dir=run"])
+    arguments += ["data.train._target_=test_watchdog.Poles", "data.eval._target_=test_watchdog.Pictures"]
+    done = run_command([*arguments, PATIENT, "run.dir=run"])
     assert done.code == 0, done.stderr
     (found,) = incidents(Path("run"))
     assert (found["cause"], found["culprit"]["op"]) == ("data", "log")
     assert found["advice"].startswith("Row 40: `log` at ")
-    assert sum(calls) > 4 + 10
+    assert sum(calls) > 4 + 10 + 10
     assert max(calls) <= 2
-
-
-def test_processes_that_were_stopped_continue(tmp_path: Path) -> None:
-    """By SIGSTOP, for longer than an update may take: the watchdog does not call that a hang."""
-    words = ["-m", "resilient_train", "model=mlp", "data=digits", "objective=classification", "tracking=none"]
-    words += ["run.steps=300", "run.dir=run", "accelerate.cpu=true", "run.step_timeout=3", "run.log_every=1000"]
-    place = tmp_path / "group"
-    with Group(place, 2, *words) as group:
-        group.until(lambda: stand(place / "run").step >= 20)
-        for rank in group.ranks:
-            rank.strike(signal.SIGSTOP)
-        time.sleep(5.0)  # longer than the limit
-        for rank in group.ranks:
-            rank.strike(signal.SIGCONT)
-        done = group.wait()
-    assert done.is_well, done
-    assert summary(place / "run")["status"] == "completed"
-    assert in_journal(place / "run", "incident_opened") == []
