@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
 import signal
-import sqlite3
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from command import command
+from command import Outcome, command
 from held import held_at, is_held
 from kills import (
     Nursery,
@@ -31,7 +29,6 @@ from kills import (
     incidents,
     killed,
     left_overs,
-    stand,
     summary,
     taken_up_at,
 )
@@ -100,25 +97,6 @@ def test_whenever_it_is_killed_the_same_command_goes_on(nursery: Nursery, unharm
     assert all(one["cause"] == "process" for one in incidents(run_dir))
 
 
-def test_samples_that_ended_the_process_twice_are_passed_over(nursery: Nursery) -> None:
-    """Once may be chance; then they are named, and what comes behind them is trained."""
-    run_dir, own = nursery.place / "twice", [*DIGITS, *DISK, "run.steps=60", "run.dir=twice"]
-    places = []
-    for _ in range(2):
-        started = nursery.start(*own, "objective._target_=test_resume.deadly", "objective=custom")
-        assert started.wait() == -signal.SIGKILL
-        places.append(stand(run_dir)[4:])
-    assert places[0] == places[1], "the same samples both times"
-    last = nursery.run(*own, "objective._target_=test_resume.deadly", "objective=custom")
-    assert last.code == 0, last.output
-    found = [one for one in incidents(run_dir) if one["actions"] == [{"remedy": "skip"}]]
-    assert len(found) == 1
-    assert DEADLY_ROW in found[0]["rows"]
-    assert len(found[0]["rows"]) == 32
-    assert str(found[0]["rows"][0]) in found[0]["advice"]
-    assert summary(run_dir)["steps"] == 60
-
-
 def test_samples_are_not_blamed_for_kills_up_to_the_first_update_after_a_start(nursery: Nursery) -> None:
     """Who is killed in an update, and then before the first update of the next start, met those samples once.
 
@@ -136,21 +114,6 @@ def test_samples_are_not_blamed_for_kills_up_to_the_first_update_after_a_start(n
     assert last.code == 0, last.output
     assert [one for one in incidents(run_dir) if one["rows"] or one["actions"] != [{"remedy": "go_on"}]] == []
     assert summary(run_dir)["steps"] == 120
-
-
-DEADLY_ROW = 700
-
-
-def deadly(model: nn.Module, batch: Any) -> Tensor:
-    """What a driver with a fault does: one batch, told by its pictures, and the process is gone."""
-    import os
-
-    from resilient_train.zoo.data import digits
-
-    picture = digits("train")[DEADLY_ROW][0]
-    if (batch[0].flatten(1) == picture.flatten()).all(1).any():
-        os.kill(os.getpid(), signal.SIGKILL)
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
 def diverges(model: nn.Module, batch: Any) -> Tensor:
@@ -189,27 +152,13 @@ def test_a_kill_after_all_checkpoints_were_demoted_costs_what_any_kill_does(nurs
 # ----------------------------------------------------------------------------------------------- what has changed since
 
 
-def test_what_may_change_is_taken_and_told(here: Path, run_command: command) -> None:
-    """The run goes on from where it was, and its config.yaml says what holds now."""
-    changed = {
-        "optimizer.lr=0.0005": "optimizer.lr: 0.001 there, 0.0005 here",
-        "recovery=skip": "recovery: another policy",
-        "checks.jump.sigmas=9": "checks.jump.sigmas: 4 there, 9 here",
-        "clip.max_norm=0.5": "clip.max_norm: 1.0 there, 0.5 here",
-        "checkpoint.disk.every=7": "checkpoint.disk.every: 200 there, 7 here",
-    }
-    assert run_command([*MINE, "run.steps=40"]).code == 0
-    again = run_command([*MINE, "run.steps=50", *changed])
-    assert again.code == 0, again.stderr
-    for told in ("run.steps: 40 there, 50 here", *changed.values()):
-        assert f"changed: {told}" in again.stdout
-    assert "lr 5.00e-04" in again.stdout
-    assert "lr 1.00e-03" not in again.stdout, "what a checkpoint holds of the old rate does not come back with it"
-    assert taken_up_at(Path("run")) == [40]
-    once_more = run_command([*MINE, "run.steps=60", *changed])
-    assert not any(f"changed: {told}" in once_more.stdout for told in changed.values())
-
-
+CHANGED = {
+    "optimizer.lr=0.0005": "optimizer.lr: 0.001 there, 0.0005 here",
+    "recovery=skip": "recovery: another policy",
+    "checks.jump.sigmas=9": "checks.jump.sigmas: 4 there, 9 here",
+    "clip.max_norm=0.5": "clip.max_norm: 1.0 there, 0.5 here",
+    "checkpoint.disk.every=7": "checkpoint.disk.every: 200 there, 7 here",
+}
 FIXED = {
     "model._target_=strangers.Witness": "model._target_: strangers.Plain there, strangers.Witness here",
     "run.seed=1": "run.seed: 0 there, 1 here",
@@ -218,8 +167,11 @@ FIXED = {
 }
 
 
-def test_what_cannot_change_is_refused(here: Path, run_command: command) -> None:
-    """With a line that names it, and nothing in the directory is another one than before; `never` begins next to it."""
+def test_what_may_change_is_taken_and_what_cannot_is_refused(here: Path, run_command: command) -> None:
+    """Refused with a line that names it, and nothing in the directory changes; `never` begins next to it.
+
+    With what may change the run resumes where it was, says so, and its config.yaml says what holds now.
+    """
     assert run_command([*MINE, "run.steps=40"]).code == 0
     written = [one for one in Path("run").rglob("*") if one.suffix in (".json", ".yaml", ".safetensors")]
     before = {one: one.read_bytes() for one in written if one.name != "refused.json"}
@@ -232,20 +184,50 @@ def test_what_cannot_change_is_refused(here: Path, run_command: command) -> None
     assert taken_up_at(Path("run-2")) == []
     assert {one: one.read_bytes() for one in before} == before
 
+    again = run_command([*MINE, "run.steps=50", *CHANGED])
+    assert again.code == 0, again.stderr
+    for told in ("run.steps: 40 there, 50 here", *CHANGED.values()):
+        assert f"changed: {told}" in again.stdout
+    assert "lr 5.00e-04" in again.stdout
+    assert "lr 1.00e-03" not in again.stdout, "what a checkpoint holds of the old rate does not come back with it"
+    assert taken_up_at(Path("run")) == [40]
+    once_more = run_command([*MINE, "run.steps=55", *CHANGED])
+    assert not any(f"changed: {told}" in once_more.stdout for told in CHANGED.values())
+
 
 def test_more_steps_are_as_if_they_had_been_asked_for_at_once(here: Path, run_command: command) -> None:
-    """Bit for bit, if the schedule does not depend on their number; the last 50 losses count, whoever made them."""
+    """Bit for bit, if the schedule does not depend on their number; the last 50 losses count, whoever made them.
+
+    So it is where another run is resumed, named by its directory or by one of its checkpoints: that one stays as it is.
+    """
+    for what in (str(here), "nowhere"):
+        outcome = run_command([*MINE, "run.steps=40", f"run.resume={what}"])
+        assert outcome.code in (1, 2)
+        assert f"run.resume={what}: " in outcome.stderr + outcome.stdout
     run_command([*MINE, "run.steps=60", "run.dir=at_once"])
-    losses = []
-    for steps in (25, 60):
-        outcome = run_command([*MINE, f"run.steps={steps}", "run.log_every=1"])
+    losses = losses_of(run_command([*MINE, "run.steps=25", "run.log_every=1"]))
+    before = {one: one.read_bytes() for one in Path("run").rglob("*") if one.is_file()}
+    for name, what in (("second", "run"), ("third", "run/checkpoints/step-00000025")):
+        own = [*MINE, "run.steps=60", f"run.resume={what}", f"run.dir={name}"]
+        outcome = run_command(own)
         assert outcome.code == 0, outcome.stderr
-        lines = [line for line in outcome.stdout.splitlines() if "  loss " in line]
-        losses += [float(line.split("loss ")[1].split()[0]) for line in lines]
+        assert "resumes from step 25" in outcome.stdout
+        assert outcome.summary(name)["weights_sha256"] == outcome.summary("at_once")["weights_sha256"]
+    assert "is complete" in run_command(own).stdout
+    assert {one: one.read_bytes() for one in before} == before
+
+    outcome = run_command([*MINE, "run.steps=60", "run.log_every=1"])
+    assert outcome.code == 0, outcome.stderr
     for key in ("weights_sha256", "state_sha256", "final_loss", "ticks", "steps_lost"):
         assert outcome.summary("run")[key] == outcome.summary("at_once")[key], key
+    losses += losses_of(outcome)
     assert len(losses) == 60
     assert outcome.summary("run")["final_loss"] == pytest.approx(median(losses[-50:]), rel=1e-3)
+
+
+def losses_of(outcome: Outcome) -> list[float]:
+    """Those that were printed."""
+    return [float(line.split("loss ")[1].split()[0]) for line in outcome.stdout.splitlines() if "  loss " in line]
 
 
 def test_nothing_saved_begins_at_step_0_and_says_so(here: Path, run_command: command) -> None:
@@ -255,25 +237,6 @@ def test_nothing_saved_begins_at_step_0_and_says_so(here: Path, run_command: com
     assert again.code == 0
     assert "the run there had no checkpoint yet: it begins at step 0 again" in again.stdout
     assert again.summary("run")["steps"] == 30
-
-
-def test_another_run_can_be_gone_on_from(here: Path, run_command: command) -> None:
-    """Named by its directory or by one of its checkpoints; it stays as it is. What is neither is refused."""
-    for what in (str(here), "nowhere"):
-        outcome = run_command([*MINE, "run.steps=40", f"run.resume={what}"])
-        assert outcome.code in (1, 2)
-        assert f"run.resume={what}: " in outcome.stderr + outcome.stdout
-    run_command([*MINE, "run.steps=40", "run.dir=first"])
-    run_command([*MINE, "run.steps=70", "run.dir=at_once"])
-    before = {one: one.read_bytes() for one in Path("first").rglob("*") if one.is_file()}
-    for name, what in (("second", "first"), ("third", "first/checkpoints/step-00000040")):
-        own = [*MINE, "run.steps=70", f"run.resume={what}", f"run.dir={name}"]
-        outcome = run_command(own)
-        assert outcome.code == 0, outcome.stderr
-        assert "resumes from step 40" in outcome.stdout
-        assert outcome.summary(name)["weights_sha256"] == outcome.summary("at_once")["weights_sha256"]
-    assert "is complete" in run_command(own).stdout
-    assert {one: one.read_bytes() for one in before} == before
 
 
 # ------------------------------------------------------------------------------------------------------------ giving up
@@ -333,24 +296,18 @@ class WithZeros(Dataset[tuple[Tensor, Tensor]]):
         return self.x[index], self.y[index]
 
 
-NO_RELAXING = "recovery.relax_after=1000"
 LOWER = "[{do:[skip,{lower_lr:{factor:0.5,rewarm:5}},{tighten_clip:{factor:0.5}}],strikes:null}]"
 TREATED = ["objective=custom", "objective._target_=strangers.mse", "accelerate.cpu=true", "tracking=none"]
 TREATED += ["schedule=constant", "run.steps=200", "data=custom", "checks.no_progress.every=0", *DISK]
 PLAIN_ROWS = ["model=custom", "model._target_=strangers.Plain", "data.train._target_=strangers.Fixed"]
 REMEDIES = {
-    "knobs": [
-        *PLAIN_ROWS,
+    "armor": [  # and knobs, and skipped samples
+        *("model=custom", "model._target_=test_resume.Singular", "data.train._target_=test_resume.WithZeros"),
         "recovery.relax_after=1000",
         *(f"recovery.ladders.{one}={LOWER}" for one in ("default", "data")),
+        *("drill=nan_batch", "drill.at=[80]"),
     ],
-    "quarantined": PLAIN_ROWS,
-    "armor": ["model=custom", "model._target_=test_resume.Singular", "data.train._target_=test_resume.WithZeros"],
-}
-DRILLS = {
-    "knobs": ["drill=nan_batch", "drill.at=[80]"],
-    "quarantined": ["drill=bad_row", "drill.rows=[17]"],
-    "armor": [],
+    "quarantined": [*PLAIN_ROWS, "drill=bad_row", "drill.rows=[17]"],
 }
 
 
@@ -362,21 +319,21 @@ def soon(holds: Callable[[], bool], looks: int = 100) -> bool:
     return looks > 0
 
 
-@pytest.mark.parametrize(("kind", "saved_since"), [("knobs", True), ("quarantined", False), ("armor", True)])
+@pytest.mark.parametrize(("kind", "saved_since"), [("quarantined", False), ("armor", True)])
 def test_what_was_in_force_is_in_force_again(kind: str, saved_since: bool, nursery: Nursery) -> None:
     """Knobs, skipped samples, rows in quarantine and armor are those before the kill.
 
     Where a checkpoint was written since the incident, so is all that comes of them. Where none was, the updates before
     the incident are made once more, as behind a rewind: with the remedies that are in force by now.
     """
-    arguments = [*TREATED, *REMEDIES[kind], *DRILLS[kind]]
+    arguments = [*TREATED, *REMEDIES[kind]]
     plain, run_dir = nursery.place / f"{kind}-plain", nursery.place / kind
     done = nursery.run(*arguments, f"run.dir={plain.name}")
     assert done.code == 0, done.output
     with ExitStack() as holds:
         holds.enter_context(held_at(nursery.place, 150))
         started = nursery.start(*arguments, f"run.dir={kind}")
-        assert started.until(lambda: bool(in_journal(run_dir, "remedies_in_force")))
+        assert started.until(lambda: bool(in_journal(run_dir, "remedies_in_force")) and in_force(run_dir, kind))
         if saved_since:
             treated_at = in_journal(run_dir, "remedies_in_force")[-1]["remedies"]["tick"]
             saved = partial(in_journal, run_dir, "checkpoint_saved")
@@ -393,7 +350,6 @@ def test_what_was_in_force_is_in_force_again(kind: str, saved_since: bool, nurse
         started.strike(signal.SIGKILL)
         assert started.wait() == -signal.SIGKILL, started.output
         before = in_journal(run_dir, "remedies_in_force")[-1]["remedies"]
-        assert before["skipped" if kind == "knobs" else kind]
     last = nursery.run(*arguments, f"run.dir={kind}")
     assert last.code == 0, last.output
     after_all, unharmed = latest_remedies(run_dir), latest_remedies(plain)
@@ -403,6 +359,12 @@ def test_what_was_in_force_is_in_force_again(kind: str, saved_since: bool, nurse
         assert after_all["knobs"][key] == before["knobs"][key] == unharmed["knobs"][key], key
     if saved_since:
         assert summary(run_dir)["weights_sha256"] == summary(plain)["weights_sha256"]
+
+
+def in_force(run_dir: Path, kind: str) -> bool:
+    """Say whether what one waits for is in force: with armor skipped samples, with which knobs came."""
+    remedies = in_journal(run_dir, "remedies_in_force")[-1]["remedies"]
+    return all(remedies[one] for one in (("armor", "skipped") if kind == "armor" else (kind,)))
 
 
 def latest_remedies(run_dir: Path) -> dict[str, Any]:
@@ -429,24 +391,3 @@ def test_an_open_incident_is_closed_and_counted_by_whoever_goes_on(nursery: Nurs
     assert (first["id"], first["outcome"], first["tick"]) == (chapter.incident.id, "recurred", 80)
     assert [action["remedy"] for action in first["actions"]] == ["skip"]
     assert [action["remedy"] for action in second["actions"]] == ["skip", "lower_lr"]
-
-
-def test_the_run_in_mlflow_is_the_same_one(nursery: Nursery, empty_store: Path) -> None:
-    """With the metrics of both processes."""
-    run_dir, store = nursery.place / "tracked", shutil.copy(empty_store, nursery.place / "tracked.db")
-    arguments = [*DIGITS, *DISK, "run.steps=200", "run.dir=tracked", "tracking=mlflow", "run.log_every=10"]
-    arguments += [f"tracking.uri=sqlite:///{store}", "tracking.drain_s=600"]
-    assert nursery.struck(signal.SIGTERM, run_dir, 120, *arguments, hold=150) == 75
-    stopped = summary(run_dir)
-    last = nursery.run(*arguments)
-    assert last.code == 0, last.output
-    done = summary(run_dir)
-    assert done["mlflow"]["run_id"] == stopped["mlflow"]["run_id"]
-    with sqlite3.connect(store) as database:
-        runs = database.execute("select run_uuid, status from runs").fetchall()
-        steps = [row[0] for row in database.execute("select step from metrics where key = 'train/loss' order by step")]
-    assert runs == [(done["mlflow"]["run_id"], "FINISHED")]
-    assert len(steps) == len(set(steps))
-    assert steps[0] <= 10
-    assert steps[-1] == 200
-    assert len(steps) >= 20
