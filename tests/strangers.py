@@ -161,10 +161,6 @@ def no_graph(model: nn.Module, batch: Any) -> Tensor:
     return mse(model, batch).detach()
 
 
-def no_tensor(model: nn.Module, batch: Any) -> float:
-    return mse(model, batch).item()
-
-
 def raises(model: nn.Module, batch: Any) -> Tensor:
     raise RuntimeError("the loss function of the user broke")
 
@@ -331,12 +327,6 @@ class Weighed(nn.Module):
 
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
         return mse(model, batch) * self.scale
-
-
-def raises_on_rank_1(model: nn.Module, batch: Any) -> Tensor:
-    if torch.distributed.get_rank() == 1:
-        raise RuntimeError("only here")
-    return mse(model, batch)
 
 
 def without_a_rate(params: Any) -> torch.optim.Optimizer:

@@ -8,16 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from accelerate import Accelerator
 from command import command
-from group import launch, together
-from torch import nn
-from torch.utils.data import TensorDataset
-
-from resilient_train.adapters.guard import Guard
-from resilient_train.drills import Drill, HotLr
-from resilient_train.errors import RanksDiffer
+from group import launch
 
 # What rounding makes of another order of adding up, grown over so many updates. One update more or less, or another
 # remedy, leaves a hundred times as much.
@@ -81,32 +73,3 @@ def test_two_processes_are_cured_as_one_is(
     assert {found["advice"] for found in incidents(two)[2:]} == {""}, "nothing is advised about faults on purpose"
     first, second = digests(two)
     assert first == second
-
-
-# ------------------------------------------------------------------------------------------------ a loop of one's own
-
-
-def with_a_rate_of_its_own() -> str:
-    """A rank of three, of which the last one's schedule is wrong."""
-    accelerator, model = Accelerator(cpu=True), nn.Linear(5, 1)
-    inputs = torch.randn(96, 5, generator=torch.Generator().manual_seed(1))
-    guard = Guard(
-        *(accelerator, accelerator.prepare(model), torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)),
-        data=TensorDataset(inputs, inputs.sum(-1, keepdim=True)),
-        batch_size=4,
-        objective=lambda model, batch: nn.functional.mse_loss(model(batch[0]), batch[1]),
-        drill=Drill([HotLr(at=[20], rank=2, factor=3)], has_fired=lambda number: False, fired=lambda *_: None),
-    )
-    try:
-        for batch in guard.batches(160):
-            guard.step(batch)
-    except RanksDiffer as error:
-        return str(error)
-    return "trained on"
-
-
-def test_a_rate_of_its_own_ends_the_run_and_not_in_a_wait() -> None:
-    """What weights can do is judged by the rate: ranks that do not agree on it would not judge alike."""
-    said = [said for _, said in together(3, with_a_rate_of_its_own)]
-    assert len(set(said)) == 1
-    assert said[0].startswith("rank 2 decided differently in update ")
