@@ -97,7 +97,7 @@ FAMILIES: dict[str, Callable[[np.random.Generator, int], Curve]] = {
     "decay with noise": decay,
     "heavy-tailed noise": heavy_tails,
     "periodic": periodic,
-    "warm restarts +150 %, declared by the schedule": lambda random, steps: restarts(random, steps, 1.5, declared=True),
+    "warm restarts +150 %, declared": lambda random, steps: restarts(random, steps, 1.5, declared=True),
     "negative likelihood": negative,
     "fitted: rows known by heart": fitted,
     "warm restarts +10 %, not declared": lambda random, steps: restarts(random, steps, 0.1),
