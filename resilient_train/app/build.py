@@ -45,7 +45,6 @@ class Run:
     objective: Measured
     guard: Guard
     evaluation: MapEvaluation | IterableEvaluation | None
-    sharding: str = ""  # how the model is sharded over the processes, in words
     stop: Callable[[], bool] = lambda: False
     evaluated_at: int | None = None  # step
 
@@ -70,9 +69,7 @@ class Run:
     def __str__(self) -> str:
         count = sum(weight.numel() for weight in self.bare_model.parameters())
         rows = counted(self.guard.samples.slicing.samples, "row")
-        how = self.sharding or ("copied to all processes (DDP)" if self.world.size > 1 else "")
-        spread = f", {how}" if how else ""
-        return f"{own_class(self.bare_model).__name__} with {count:,} weights, {rows} to an update{spread}"
+        return f"{own_class(self.bare_model).__name__} with {count:,} weights, {rows} to an update"
 
 
 def assemble(
@@ -105,18 +102,18 @@ def assemble(
         dataset = compose.build("data.eval", config.data.eval)
         evaluation = data.evaluation(dataset, config.data, slicing, seed=seed, collate=collate)
     model = model_of(config)
-    sharding_text = ""
+    is_sharded = config.accelerate.fsdp and world.size > 1
     if config.accelerate.activation_checkpointing:
         log.info("%s", recompute(model, config.accelerate.blocks))
-    if config.accelerate.fsdp and world.size == 1:
-        log.info("accelerate.fsdp: there is one process, which holds everything")
+    if is_sharded:
+        log.info("%s", shard(model, config.accelerate.blocks, world.device, world.size))
     elif config.accelerate.fsdp:
-        sharding_text = shard(model, config.accelerate.blocks, world.device, world.size)
+        log.info("accelerate.fsdp: there is one process, which holds everything")
     optimizers = _optimizers(config.optimizer, model)
     schedules = [_schedule(config.schedule, optimizer) for optimizer in optimizers]
     if config.accelerate.compile:
         model.compile()  # in place: torch.compile() would prefix every name with _orig_mod.
-    prepared = world.prepared(model, optimizers, is_sharded=bool(sharding_text))
+    prepared = world.prepared(model, optimizers, is_sharded=is_sharded)
     guard = Guard(
         world.accelerator,
         prepared,
@@ -141,7 +138,7 @@ def assemble(
         stop=stop,
         beat=beat,
     )
-    run = Run(config, world, prepared, model, objective, guard, evaluation, sharding_text, stop)
+    run = Run(config, world, prepared, model, objective, guard, evaluation, stop)
     guard.remember("run", run)
     return run
 

@@ -56,8 +56,8 @@ from resilient_train.types import Action, Anomaly, Decision, Signal
 from resilient_train.wording import GOOD, IN_FILE_ONLY, WARNING, counted, log
 
 _BEHIND_WATCHDOG_S = 60.0  # the watchdog reports a hang better than a collective that fails
-_NOT_WELL = {"unrecovered": "an incident has not recovered", "no_progress": "the loss is not below where it began"}
-_NOT_WELL["above_best"] = "the loss is far above its best level"
+_ALERTS = {"gave_up": "gave_up", "failed": "error"}  # the events of notify.command, by the verdict
+_ALERTS |= dict.fromkeys(("unrecovered", "no_progress", "above_best"), "not_recovered")
 # Of a summary, if a resume fails.
 _KEPT = ("steps", "ticks", "steps_lost", "trial_updates", "first_loss", "final_loss", "eval")
 _ALERT_S = 30.0
@@ -246,7 +246,7 @@ class _Session:
             summary.why = evidence
             write_summary(summary, directory.path)
             if code != 75:
-                self._alert("hang", f"no {hang.phase} was finished for {hang.seconds:.0f} s", summary)
+                self._alert("hang", summary)
         return code
 
     def _save_newest(self) -> bool:
@@ -296,13 +296,8 @@ class _Session:
                 write_summary(summary, directory.path)  # before the uploads, which take time
             elif "WORLD_SIZE" in os.environ:  # the run is unchanged, but a launcher hides the exit code
                 endings.note_refusal(directory.path, error.exit_code, str(error))
-            if self.has_begun:
-                if isinstance(error, GaveUp):
-                    self._alert("gave_up", str(error), summary)
-                elif error is not None and summary.status == "failed" and not isinstance(error, ConfigError):
-                    self._alert("error", short_message(error), summary)
-                elif error is None and summary.verdict in _NOT_WELL:
-                    self._alert("not_recovered", f"completed, but {_NOT_WELL[summary.verdict]}", summary)
+            if (event := _ALERTS.get(summary.verdict or "")) and not isinstance(error, ConfigError):
+                self._alert(event, summary)
             has_ticks = self.has_begun and summary.ticks > 0
             # A start that fails is shown like any other end; a wrong configuration, and what a person ended, is not.
             if has_ticks or (error is not None and not isinstance(error, ConfigError | KeyboardInterrupt | Stopped)):
@@ -320,11 +315,12 @@ class _Session:
         loss = summary.eval["loss"] if summary.eval else summary.final_loss
         return Ending(summary.exit_code, None if error else loss)
 
-    def _alert(self, event: str, message: str, summary: Summary) -> None:
+    def _alert(self, event: str, summary: Summary) -> None:
         """Run the user's command, if there is one, with a line of JSON on its input. A failure is only a warning."""
         if self.config.notify.command is None:
             return
         fields = ("status", "exit_code", "steps", "final_loss", "incidents", "mlflow")
+        message = summary.why or f"completed, with the verdict {summary.verdict}"
         about: dict[str, Any] = {"event": event, "message": message, "run_dir": str(self.directory.path.absolute())}
         about |= {"host": platform.node(), **{key: asdict(summary)[key] for key in fields}}
         line, words = f"{json.dumps(masked_tree(about))}\n", shlex.split(self.config.notify.command)
@@ -375,13 +371,12 @@ def _place_of(hang: Hang) -> tuple[str, bool]:
 
 
 def _already_finished(composed: Composed, directory: RunDirectory, summary: dict[str, Any], world: World) -> Ending:
-    evaluated, loss, has_given_up = summary.get("eval"), summary.get("final_loss"), summary["status"] == "gave_up"
+    has_given_up = summary["status"] == "gave_up"
     if has_given_up:
         level = logging.ERROR if world.is_main else logging.INFO
         log.log(level, "%s gave up: the end of its train.log says why", directory.path)
     else:
-        known = f"{loss:.4g}" if isinstance(loss, float) else "unknown"
-        log.info("%s is complete: %s, loss %s", directory.path, counted(summary["steps"], "step"), known)
+        log.info("%s is complete: %s", directory.path, counted(summary["steps"], "step"))
     for line in describe_changes(composed.changes(directory.config)):
         log.info("differs from this command: %s", line)
     if world.is_main:
@@ -391,7 +386,8 @@ def _already_finished(composed: Composed, directory: RunDirectory, summary: dict
             log.warning("MLflow lacks %s of it; to upload them:\n  %s", counted(left, "entry"), how)
     if has_given_up:
         return Ending(GaveUp.exit_code, None)
-    return Ending(0, evaluated.get("loss") if isinstance(evaluated, dict) else loss)
+    evaluated = summary.get("eval")
+    return Ending(0, evaluated.get("loss") if isinstance(evaluated, dict) else summary.get("final_loss"))
 
 
 def _print_error(error: BaseException, directory: RunDirectory, world: World) -> None:

@@ -246,4 +246,4 @@ def test_an_agent_does_not_restart_what_would_end_the_same_way(tmp_path: Path, c
         assert launched.wait() == 0
     assert starts(tmp_path / "run") == 1
     code, line = told(capsys, tmp_path / "run")
-    assert (code, line.startswith("gave up")) == (3, True)
+    assert (code, line.startswith("Gave up")) == (3, True)
