@@ -470,6 +470,8 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"clip": "tight"}, "clip=tight: must be a finite number"),
     ({"clip": 0}, r"clip=0: must be a finite number \(greater than 0\)"),
     ({"run_dir": __file__}, "is a file, expected a directory"),
+    ({"run_dir": f"{__file__}/run"}, r"run_dir=.*/run: cannot be written: Not a directory"),
+    ({"tracking": "mlruns", "run_dir": "x"}, "tracking=mlruns: MLflow no longer takes a plain directory: "),
     ({"disk": 10}, "disk: needs a run_dir"),
     ({"tracking": True}, "tracking: needs a run_dir"),
     (
@@ -491,6 +493,7 @@ def test_a_wrong_argument_is_named(given: dict[str, Any], line: str) -> None:
     with pytest.raises((TypeError, ValueError), match=line) as caught:
         Guard(**arguments)
     assert "\n" not in str(caught.value)
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None
 
 
 # The run directory, and what is said.

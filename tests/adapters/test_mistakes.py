@@ -115,31 +115,6 @@ def test_an_objective_of_a_frozen_or_another_model_says_so() -> None:
         train(guard_of(objective=lambda model, batch: squared(other, batch)), 1)
 
 
-# --------------------------------------------------------------------------------------------------------- arguments
-
-
-@pytest.mark.parametrize(
-    ("given", "why"),
-    [
-        ({"batch_size": "8"}, r"batch_size=8: must be a whole number \(at least 1\) or null, not text"),
-        ({"run_dir": "file/run"}, r"run_dir=.*file/run: cannot be written: Not a directory"),
-        ({"tracking": "mlruns", "run_dir": "x"}, "tracking=mlruns: MLflow no longer takes a plain directory: .*"),
-    ],
-    ids=["text", "run_dir", "tracking"],
-)
-def test_a_wrong_argument_is_refused_in_one_traceback(
-    given: dict[str, Any], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In one line, without the error behind it, which says less."""
-    monkeypatch.chdir(tmp_path)
-    Path("file").touch()
-    with pytest.raises(ConfigError) as refused:
-        guard_of(**given)
-    assert re.fullmatch(why, str(refused.value))
-    assert refused.value.__cause__ is None
-    assert refused.value.__suppress_context__ or refused.value.__context__ is None
-
-
 # ----------------------------------------------------------------------------------------------------------- the end
 
 

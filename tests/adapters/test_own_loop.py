@@ -151,6 +151,7 @@ def test_the_end_of_a_loop_is_known_by_its_directory(
     review = [words.removeprefix("resilient_train: ") for words in done.stderr.splitlines()]
     assert sum("for the full report" in words for words in review) == 1, done.stderr
     assert any("1 incident (1 data)" in words for words in review)
+    assert done.stderr.count("resilient_train: ! incident ") == 1
     summary = json.loads((place / "mine/summary.json").read_text())
     assert summary["exit_code"] == code
     assert summary["incidents"]["by_cause"] == {"data": 1}
@@ -177,18 +178,6 @@ def test_a_loop_is_at_work_until_it_says_otherwise(place: Path, capsys: pytest.C
         group.ranks[0].kill()
 
 
-def test_a_loop_that_is_run_again_takes_back_what_it_said(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Stopped, then completed by the same command."""
-    more = repr({"resume": True, "disk": 20})
-    for how, told in (("stop", "stopped on request"), ("kill", "killed"), ("end", "completed, 120 steps")):
-        launch(place, 1, "own.py", how, more)
-        assert said(capsys, place)[1].startswith(told)
-    before = (place / "mine/incidents.jsonl").read_text()
-    launch(place, 1, "own.py", "end", more)  # there is nothing left of it to do, and no crash to tell of
-    assert said(capsys, place)[1].startswith("completed, 120 steps")
-    assert (place / "mine/incidents.jsonl").read_text() == before
-
-
 def test_an_interpreter_of_its_own_knows_of_the_error_that_ended_it(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -200,7 +189,7 @@ def test_an_interpreter_of_its_own_knows_of_the_error_that_ended_it(
     assert "ValueError: of mine" in done.stderr
     code, line = said(capsys, place)
     assert code == 1
-    assert re.match(r"failed at step 70 of 120: ValueError: of mine \(.*own.py:\d+\)", line), line
+    assert re.match(r"Failed: at step 70 of 120: ValueError: of mine \(.*own.py:\d+\)", line), line
     assert json.loads((place / "mine/summary.json").read_text())["exit_code"] == 1
 
 

@@ -158,8 +158,8 @@ def test_data_without_a_length_has_no_epochs(kind: str) -> None:
 # ---------------------------------------------------------------------------------------------------- what it comes to
 
 
-def epochs(run_dir: Path, killed_at: int = -1, between: int = 0) -> Any:
-    """Two epochs; killed after some update of the whole run, or behind some epoch, while it is evaluated."""
+def epochs(run_dir: Path, killed_at: int = -1) -> Any:
+    """Three epochs; killed after some update of the whole run."""
     memory = MemoryConfig(every=2, keep=4, max_gib=None)
     guard, made = guard_of(run_dir, disk=2, memory=memory, verify_after=1, resume=True), []
     for epoch in guard.epochs(3):
@@ -171,8 +171,6 @@ def epochs(run_dir: Path, killed_at: int = -1, between: int = 0) -> Any:
             while guard.saving_since is not None:
                 time.sleep(0.005)  # these updates are quicker than a disk
         made.append((epoch.number, steps))
-        if epoch.number + 1 == between:
-            os.kill(os.getpid(), signal.SIGKILL)
     guard.close()
     return made, guard.state.weights_sha256()
 
@@ -182,19 +180,13 @@ def test_a_kill_in_the_second_epoch_resumes_there(tmp_path: Path) -> None:
     _, (made, weights) = alone(epochs, tmp_path / "unharmed")
     assert made == [(0, LENGTH), (1, LENGTH), (2, LENGTH)]
     assert alone(epochs, tmp_path / "run", 2 * LENGTH - 1)[0] == -signal.SIGKILL
+    found = read_story(tmp_path / "run")
+    assert (found.state, found.exit_code, found.steps) == ("killed", 1, 3 * LENGTH)
     _, (made, again) = alone(epochs, tmp_path / "run")
     assert [number for number, _ in made] == [1, 2]
     assert 0 < made[0][1] < LENGTH
     assert made[1][1] == LENGTH
     assert again == weights
-
-
-def test_killed_between_two_epochs_is_killed(tmp_path: Path) -> None:
-    assert alone(epochs, tmp_path / "run", -1, 2)[0] == -signal.SIGKILL
-    found = read_story(tmp_path / "run")
-    assert (found.state, found.exit_code, found.steps) == ("killed", 1, 3 * LENGTH)
-    alone(epochs, tmp_path / "run")
-    assert read_story(tmp_path / "run").state == "completed"
 
 
 def more_and_more(run_dir: Path) -> None:
