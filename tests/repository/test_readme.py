@@ -19,6 +19,7 @@ import torch
 import yaml
 from accelerate import Accelerator
 from command import command
+from group import launch
 from torch.nn.functional import mse_loss
 
 from resilient_train.app import VERBS
@@ -82,15 +83,14 @@ def test_scripts_that_are_named_exist() -> None:
 
 
 def test_the_own_code_of_the_readme_trains_as_printed(tmp_path: Path, installed_wheel: Path) -> None:
-    """Module and command are taken from the page to the letter; the installed command finds them, also to examine."""
+    """Module and command are taken from the page to the letter; the installed command finds them."""
     (tmp_path / "mine.py").write_text(block(PAGES["command"], "python", "# mine.py"))
     (line,) = [line for line in TRAINING if "mine.Net" in line]
     environment = {**os.environ, "PYTHONPATH": str(installed_wheel), "OMP_NUM_THREADS": "1"}
     own = [*shlex.split(line), "run.steps=60", "run.name=own", "tracking=none", "accelerate.cpu=true"]
-    for words in (own, ["examine", "runs/own", *own]):
-        start = [sys.executable, str(installed_wheel / "bin/resilient-train"), *words]
-        done = subprocess.run(start, cwd=tmp_path, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+    start = [sys.executable, str(installed_wheel / "bin/resilient-train"), *own]
+    done = subprocess.run(start, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "runs/own/summary.json").read_text())["final_loss"] < 8
 
 
@@ -161,11 +161,8 @@ def test_the_incident_that_is_shown_is_one_of_the_demo(
 
 def test_the_culprits_that_are_shown_are_named_so(tmp_path: Path) -> None:
     """The example names its line and its rows in the words of the page; the numbers may be others elsewhere."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    example = [sys.executable, str(ROOT / "examples" / "culprits.py")]
-    done = subprocess.run(
-        example, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True, timeout=240
-    )
+    done = launch(tmp_path / "place", 1, str(ROOT / "examples" / "culprits.py"))
+    assert done.is_well, done.stderr
     (shown,) = [
         one for one in re.findall(r"^```text\n(.+?)^```", PAGES["diagnosis"], re.S | re.M) if "culprits.py" in one
     ]
@@ -242,34 +239,27 @@ def test_the_snippet_that_draws_its_batches_recovers() -> None:
 # docs/policies.md
 
 
-@pytest.fixture
-def policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The files of the page in a folder, and the words of a command that finds them there."""
-    (tmp_path / "mine/recovery").mkdir(parents=True)
-    for name in ("mine", "cool"):
-        file = f"mine/recovery/{name}.yaml"
-        (tmp_path / file).write_text(block(POLICIES, "yaml", f"# {file}"))
-    (tmp_path / "cooling.py").write_text(block(POLICIES, "python", "# cooling.py"))
+def test_a_policy_of_ones_own_recovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: command) -> None:
+    """From a folder of one's own, with a remedy of one's own; a typo is told with its position, as the page says."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    what = ["model=mlp", "data=digits", "objective=classification", "run.steps=40", "tracking=none"]
-    return ["--config-dir", "mine", *what, "run.name=one"]
-
-
-@pytest.mark.parametrize("name", ["mine", "cool"])
-def test_a_policy_of_ones_own_recovers(name: str, policies: list[str], run_command: command) -> None:
-    """From a folder of one's own, with a remedy of one's own; a typo is told with its position, as the page says."""
-    outcome = run_command([*policies, f"recovery={name}", "drill=bit_flip", "drill.at=[30]"])
+    Path("mine/recovery").mkdir(parents=True)
+    for name in ("mine", "cool"):
+        file = Path(f"mine/recovery/{name}.yaml")
+        file.write_text(block(POLICIES, "yaml", f"# {file}"))
+    Path("cooling.py").write_text(block(POLICIES, "python", "# cooling.py"))
+    what = ["--config-dir", "mine", "model=mlp", "data=digits", "objective=classification", "run.steps=40"]
+    what += ["tracking=none", "run.name=one"]
+    outcome = run_command([*what, "recovery=cool", "drill=bit_flip", "drill.at=[30]"])
     assert outcome.code == 0, outcome.stderr
     (line,) = Path("runs/one/incidents.jsonl").read_text().splitlines()
     incident = from_line(json.loads(line))
     assert incident.outcome is Outcome.RECOVERED
     assert incident.diagnosis.cause is Cause.CORRUPTION
-    wanted = {"mine": ["rewind"], "cool": ["rewind", "cooling.CoolDown"]}
-    assert [action.remedy for action in incident.decision.actions] == wanted[name]
+    assert [action.remedy for action in incident.decision.actions] == ["rewind", "cooling.CoolDown"]
     file = Path("mine/recovery/mine.yaml")
     file.write_text(file.read_text().replace("lower_lr", "lower_rl"))
-    outcome = run_command([*policies, "recovery=mine", "run.name=other"])
+    outcome = run_command([*what, "recovery=mine", "run.name=other"])
     (line,) = [line for line in block(POLICIES, "text").splitlines() if line.startswith("error:")]
     assert outcome.code == 2
     assert line.removesuffix("...") in outcome.stderr
