@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
-from moody import Door, Mood, mlflow_server
+from moody import Door, Mood
 from postgres import postgres, programs
 from warm import ENVIRONMENT
 
@@ -112,7 +112,7 @@ def prove(run_dir: Path, address: str, experiment: str) -> None:
     assert run.data.tags["resilience.cause"] == "transient"
     assert 0 < len(run.data.tags["mlflow.note.content"]) < 8000
     artifacts = [one.path for one in client.list_artifacts(run.info.run_id)]
-    assert artifacts == ["config.yaml", "incidents.jsonl", "report.txt"]
+    assert artifacts == ["config.yaml", "incidents.jsonl", "incidents.png", "report.txt"]
     traces = client.search_traces(locations=[home.experiment_id], max_results=500, include_spans=False)
     numbers = sorted(int(trace.info.tags["resilience.incident"]) for trace in traces)
     assert numbers == [one.incident.id for one in story.chapters]
@@ -166,11 +166,12 @@ def test_at_whatever_request_a_server_fails_nothing_is_lost_or_doubled(
 
 def test_whose_run_a_directory_is_outlives_damage(tmp_path: Path, server: str) -> None:
     """A copy that trains is a run of its own, a moved directory is not, however often mlflow.json is damaged."""
+    config = TrackingConfig("mlflow", server, "damaged", 60.0)
     run_dir, copy, moved = (tmp_path / name for name in ("run", "copy", "moved"))
     trained(run_dir, range(50), incidents=1)
 
     def sent(one: Path) -> str:
-        UploadCursor(one).settle(trains=True)
+        build(config, one, tmp_path).drop()  # as the command does when it begins to train
         run = finished(one, server, "damaged").run
         assert run is not None
         (one / MLFLOW_JSON).write_bytes(b"\xff{")
@@ -286,17 +287,14 @@ def test_what_a_person_has_written_stays_and_a_parameter_keeps_its_first_value(t
 
 
 @pytest.mark.skipif(programs() is None, reason="postgresql is not installed")
-def test_a_server_with_postgresql_has_everything_once(tmp_path: Path) -> None:
-    """Also after the cursor is lost, and from a database that is used without a server."""
+def test_a_database_of_postgresql_has_everything_once(tmp_path: Path) -> None:
+    """Also after the cursor is lost; it is used without a server."""
     with postgres() as database:
-        with mlflow_server(tmp_path, database) as address:
-            run_dir = trained(tmp_path / "run")
-            for _ in range(2):
-                finished(run_dir, address, "story")
-                (run_dir / MLFLOW_JSON).unlink()
-            prove(run_dir, address, "story")
-        finished(trained(tmp_path / "direct"), database, "direct")
-        prove(tmp_path / "direct", database, "direct")
+        run_dir = trained(tmp_path / "run")
+        for _ in range(2):
+            finished(run_dir, database, "direct")
+            (run_dir / MLFLOW_JSON).unlink()
+        prove(run_dir, database, "direct")
 
 
 # ----------------------------------------------------------------------------------------------- processes and commands

@@ -51,14 +51,6 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-@pytest.fixture(params=["database", "server"])
-def uri(request: pytest.FixtureRequest, tmp_path: Path, empty_store: Path) -> str:
-    """Straight into a database, and through a server."""
-    if request.param == "server":
-        return str(request.getfixturevalue("server"))
-    return f"sqlite:///{shutil.copy(empty_store, tmp_path)}"
-
-
 @dataclasses.dataclass
 class Place:
     """A run in a store."""
@@ -173,12 +165,12 @@ def test_what_a_drill_made_says_so(place: Place) -> None:
     assert "on purpose (drill: bad_row)" in (trace.info.request_preview or "")
 
 
-def test_uploaded_again_it_is_one_trace_and_what_people_add_stays(uri: str) -> None:
-    """Assessments, tags, and a cause that somebody has put right."""
+def test_uploaded_again_it_is_one_trace_and_what_people_add_stays(tmp_path: Path, empty_store: Path) -> None:
+    """Assessments, tags, and a cause that somebody has put right; straight in a database, without a server."""
     from mlflow.entities import AssessmentSource, Feedback
     from mlflow.tracing.client import TracingClient
 
-    place = placed(uri)
+    place = placed(f"sqlite:///{shutil.copy(empty_store, tmp_path)}")
     trace_id, client = place.upload(CLOSED), TracingClient(place.uri)
     client.set_trace_tag(trace_id, "seen by", "Ada")
     client.set_trace_tag(trace_id, "resilience.cause", "operation")
