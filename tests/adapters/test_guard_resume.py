@@ -159,13 +159,18 @@ def ranks(run_dir: Path, killed_at: int) -> list[Any]:
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(5, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+    prepared, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    with pytest.raises(ValueError, match="not prepared for 2 processes"):
+        Guard(accelerator, model, optimizer, data=Rows(), batch_size=4)
     fired: set[int] = set()
     drill = Drill([NanGrad(at=[12, 34])], has_fired=fired.__contains__, fired=lambda number, *_: fired.add(number))
     guard = Guard(
-        *(accelerator, accelerator.prepare(model), optimizer),
+        *(accelerator, prepared, optimizer),
         data=Rows(),
         batch_size=4,
         steps=STEPS,
+        schedule=schedule,
         objective=mse,
         run_dir=run_dir,
         recovery=TWICE,
@@ -181,7 +186,7 @@ def ranks(run_dir: Path, killed_at: int) -> list[Any]:
             guard.world.all_of(None)  # neither is gone before the other is here
             die_with_checkpoint(run_dir)
     told = [[action.remedy for action in one.decision.actions] for one in guard.incidents]
-    learned = [told, guard.state.weights_sha256(), guard.clock.step]
+    learned = [told, guard.state.weights_sha256(), guard.clock.step, optimizer.param_groups[0]["lr"]]
     guard.close()
     guard.world.leave()
     return learned
@@ -194,6 +199,7 @@ def test_strikes_count_on_every_rank_of_a_run_that_goes_on(tmp_path: Path) -> No
     assert (first, second) == (0, 0)
     assert mine == theirs
     assert mine[0] == [["skip"], ["go_on"], ["rewind", "skip"]]
+    assert mine[3] == pytest.approx(1e-2 * 0.99 ** (2 * (STEPS - 1))), "Accelerate's schedules go a step per process"
 
 
 def closes_at_the_end(at: int) -> None:

@@ -57,7 +57,6 @@ def test_a_healthy_run_is_that_without_the_guard(tmp_path: Path, how: str, plain
 
 STRIKES = {
     "nan_batch": ("nonfinite_loss", "transient"),
-    "nan_gradient": ("nonfinite_grad", "transient"),
     "nan_second": ("nonfinite_loss", "transient"),  # the critic has stepped when the generator's loss is NaN
     "bit_flip": ("weights_jump", "corruption"),
 }
@@ -67,12 +66,9 @@ STRIKES = {
     ("how", "fault"),
     [
         ("in turn", "nan_batch"),
-        ("in turn", "nan_gradient"),
         ("critic", "nan_second"),
-        ("both first", "bit_flip"),
         ("closure", "bit_flip"),
         ("accumulated", "bit_flip"),
-        ("three times", "bit_flip"),
     ],
 )
 def test_what_strikes_once_leaves_no_trace(tmp_path: Path, how: str, fault: str, plain: Any) -> None:
@@ -126,15 +122,6 @@ def test_a_broken_operation_is_named_by_its_line(tmp_path: Path) -> None:
     assert "torch.sqrt(" in source[first["culprit"]["line"] - 1]
     assert first["actions"] == [{"remedy": "armor"}]
     assert all(math.isfinite(value) for weights in run.weights for value in weights)
-
-
-def test_a_module_that_is_only_observed_ends_as_a_plain_one(tmp_path: Path) -> None:
-    """With `recovery="observe"`: the same bits and logs, NaN included, and one incident that was observed."""
-    plain = fit(tmp_path / "plain", "in turn", "rows", guarded=False, schedule=decayed)
-    seen = fit(tmp_path / "seen", "in turn", "rows", schedule=decayed, recovery="observe")
-    assert repr(seen.weights) == repr(plain.weights)
-    assert repr(seen.rows) == repr(plain.rows)
-    assert {one["outcome"] for one in seen.incidents} == {"observed"}
 
 
 def test_a_run_resumes_from_a_checkpoint_of_lightning(tmp_path: Path, plain: Any) -> None:

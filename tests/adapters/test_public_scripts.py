@@ -23,7 +23,7 @@ STRIKE = ROOT / "tests" / "strike.py"
 SFT = "trl/scripts/sft.py"
 LETTERS = "abcdefghijklmnop"
 WORDS = (
-    "--model_name_or_path model --dataset_name data --output_dir out --per_device_train_batch_size 4 --max_steps 90 "
+    "--model_name_or_path model --dataset_name data --output_dir out --per_device_train_batch_size 4 --max_steps 60 "
     "--save_steps 20 --logging_steps 10 --learning_rate 1e-3 --report_to none --use_cpu --disable_tqdm True "
     "--bf16 False --gradient_checkpointing False"
 )
@@ -75,7 +75,7 @@ def test_a_public_script_survives_a_nan_and_a_kill(tmp_path: Path) -> None:
         command = [sys.executable, str(STRIKE), path.name, *WORDS.split(), *more.split()]
         return subprocess.run(command, cwd=path.parent, env={**os.environ, **own}, timeout=600, check=False).returncode
 
-    assert run(NAN_AT=31, KILL_AT=71) == -signal.SIGKILL
+    assert run(NAN_AT=11, KILL_AT=45) == -signal.SIGKILL
     assert run("--resume_from_checkpoint out/checkpoint-40") == 0
     run_dir = path.parent / "out/resilient_train"
     summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())

@@ -1,4 +1,4 @@
-"""TRL's trainers under the guard: one that trains on texts, and one that generates what it trains on."""
+"""A trainer of TRL under the guard, which generates what it trains on; docs/scripts.md has one that reads texts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from test_hf import incidents, rows, weights
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 from transformers.utils import logging
-from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trl import GRPOConfig, GRPOTrainer
 
 import resilient_train
 from resilient_train.data import fed
@@ -43,23 +43,20 @@ def reward(completions: list[str], **_: Any) -> list[float]:
     return [float(len(set(text.split()))) for text in completions]
 
 
-def struck(kind: Any) -> Any:
-    """Derive a trainer of which a gradient becomes NaN once."""
+class Struck(GRPOTrainer):  # type: ignore[misc]  # mypy runs without TRL
+    """A gradient becomes NaN once."""
 
-    class Struck(kind):  # type: ignore[misc]
-        strikes = False
+    strikes = False
 
-        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-            loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
-            if self.strikes and self.state.global_step == AT:
-                self.strikes = False
-                next(weight.grad for weight in model.parameters() if weight.grad is not None).view(-1)[0] = torch.nan
-            return loss
-
-    return Struck
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
+        if self.strikes and self.state.global_step == AT:
+            self.strikes = False
+            next(weight.grad for weight in model.parameters() if weight.grad is not None).view(-1)[0] = torch.nan
+        return loss
 
 
-class Overflows(GRPOTrainer):  # type: ignore[misc]  # mypy runs without TRL
+class Overflows(GRPOTrainer):  # type: ignore[misc]
     """A ratio overflows at padding, where a mask hides it: the loss is finite, its slope is 0 times infinity."""
 
     def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
@@ -72,22 +69,15 @@ class Overflows(GRPOTrainer):  # type: ignore[misc]  # mypy runs without TRL
         return loss + 0.01 * torch.where(mask, ratio, 0.0).mean()
 
 
-def trained(kind: str, output: Path, *, guarded: bool = True, strikes: bool = False) -> Any:
+def trained(output: Path, kind: Any = Struck, *, guarded: bool = True, strikes: bool = False) -> Any:
     logging.set_verbosity_error()
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes, pad_token_id=0, eos_token_id=1, bos_token_id=1))
-    if kind == "sft":
-        args = SFTConfig(str(output), max_steps=16, max_length=12, **USUAL)
-        data = Dataset.from_dict({"text": TEXTS})
-        trainer = struck(SFTTrainer)(model, args, train_dataset=data, processing_class=tokenizer())
-    else:
-        more = {"num_generations": 4, "max_completion_length": 5, "num_iterations": 2}
-        args = GRPOConfig(str(output), max_steps=12, **more, **USUAL)
-        data = Dataset.from_dict({"prompt": [" ".join(text.split()[:3]) for text in TEXTS]})
-        trainer = (Overflows if kind == "overflow" else struck(GRPOTrainer))(
-            model, args=args, reward_funcs=reward, train_dataset=data, processing_class=tokenizer()
-        )
+    more = {"num_generations": 4, "max_completion_length": 5, "num_iterations": 2}
+    args = GRPOConfig(str(output), max_steps=12, **more, **USUAL)
+    data = Dataset.from_dict({"prompt": [" ".join(text.split()[:3]) for text in TEXTS]})
+    trainer = kind(model, args=args, reward_funcs=reward, train_dataset=data, processing_class=tokenizer())
     trainer.strikes = strikes
     if guarded:
         resilient_train.hf.guard(trainer)
@@ -97,14 +87,13 @@ def trained(kind: str, output: Path, *, guarded: bool = True, strikes: bool = Fa
 
 
 @pytest.mark.filterwarnings("ignore")  # TRL's own
-@pytest.mark.parametrize("kind", ["sft", "grpo"])
-def test_a_trainer_of_trl_is_untouched_while_healthy_and_cured_when_struck(kind: str, tmp_path: Path) -> None:
-    plain = trained(kind, tmp_path / "plain", guarded=False)
-    healthy = trained(kind, tmp_path / "healthy")
+def test_a_trainer_of_trl_is_untouched_while_healthy_and_cured_when_struck(tmp_path: Path) -> None:
+    plain = trained(tmp_path / "plain", guarded=False)
+    healthy = trained(tmp_path / "healthy")
     assert weights(healthy) == weights(plain)
     assert [known(row) for row in rows(healthy)] == [known(row) for row in rows(plain)]
     assert incidents(tmp_path / "healthy") == []
-    cured = trained(kind, tmp_path / "struck", strikes=True)
+    cured = trained(tmp_path / "struck", strikes=True)
     [incident] = incidents(tmp_path / "struck")
     assert (incident["signal"], incident["cause"]) == ("nonfinite_grad", "transient")
     assert weights(cured) == weights(plain)
@@ -125,7 +114,7 @@ def test_what_was_generated_is_dropped_with_the_batch_that_it_is_for(
 
     monkeypatch.setattr(fed, "_MAX_BYTES", 0)
     monkeypatch.setattr(FedSamples, "keep", keep)
-    trained("grpo", tmp_path)
+    trained(tmp_path)
     assert max(map(len, held)) > 8
     assert {sum(one[:-2]) for one in held} == {0}, "the last two may be repeated without a rewind"
     assert max(one[-1] for one in held) == 2
@@ -133,7 +122,7 @@ def test_what_was_generated_is_dropped_with_the_batch_that_it_is_for(
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_ratio_that_overflows_at_padding_is_named_and_cured(tmp_path: Path) -> None:
-    cured = trained("overflow", tmp_path)
+    cured = trained(tmp_path, Overflows)
     [incident] = incidents(tmp_path)
     assert (incident["cause"], incident["outcome"]) == ("overflow", "recovered")
     assert incident["culprit"]["op"] == "exp"
