@@ -97,7 +97,7 @@ def trained(
     torch.manual_seed(0)
     model = program.Net(breaks)
     if compiled:
-        model.compile(backend="aot_eager")
+        model.compile(backend="eager")
     given = {"mixed_precision": options.pop("mixed_precision", "no")}
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=options.pop("accumulation", 1), **given)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)

@@ -232,7 +232,7 @@ def test_a_sweep_gives_no_secret_away(tmp_path: Path, monkeypatch: pytest.Monkey
     """Neither on the terminal nor in the file that Hydra writes about it."""
     monkeypatch.chdir(tmp_path)
     own = [*MINE, "tracking=none", "tracking.uri=http://user:sh0rt@host", "+data.train.token=hf_inconfiguration"]
-    outcome = run_command(["--multirun", *own, "run.steps=1", "run.seed=0,1", "data.train._target_=strangers.Given"])
+    outcome = run_command(["--multirun", *own, "run.steps=1", "run.seed=0", "data.train._target_=strangers.Given"])
     assert outcome.code == 0, outcome.stderr
     (file,) = (tmp_path / "runs/sweeps").glob("*/multirun.yaml")
     told = yaml.safe_load(file.read_text())

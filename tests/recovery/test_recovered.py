@@ -341,7 +341,7 @@ def test_damage_that_passes_is_recovered_without_a_rewind() -> None:
 
     made = [Loop(hands_over=True, recovery="skip")]
     made[0].objective = objective
-    made[0].train(500)
+    made[0].train(300)
     assert [one[2] for one in made[0].told()] == ["recovered"]
 
 
@@ -376,25 +376,22 @@ def test_bad_rows_are_found_from_the_first_step_on() -> None:
     assert loop.loss() < 1.15 * healthy(250)[1]
 
 
-@pytest.mark.parametrize("is_read", [True, False])
-def test_a_row_far_out_in_one_of_the_first_updates_is_found(is_read: bool) -> None:
+def test_a_row_far_out_in_one_of_the_first_updates_is_found() -> None:
     """The gate does not know yet what is usual. A field that is as odd, but that is not read, is no reason."""
 
     def weighed(model: Any, batch: Any) -> Tensor:
         losses: Tensor = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
-        return (losses * batch[2]).mean() if is_read else losses.mean()
+        return (losses * batch[2]).mean()
 
-    def trained(rows: set[int]) -> Loop:
+    def trained(rows: set[int], objective: Callable[[Any, Any], Tensor] = weighed) -> Loop:
         weights = torch.ones(BLOBS).index_fill(0, torch.tensor([*rows], dtype=torch.long), 1e6)
-        return Loop(data=TensorDataset(*blobs().tensors, weights), objective=weighed).train(250)
+        return Loop(data=TensorDataset(*blobs().tensors, weights), objective=objective).train(250)
 
     clean = trained(set())
     assert clean.guard.incidents == []
     rows = {min(clean.guard.samples.rows_at(start, start + 16)) for start in (32, 640)}
+    assert trained(rows, cross_entropy).guard.incidents == []
     loop = trained(rows)
-    if not is_read:
-        assert loop.guard.incidents == []
-        return
     (incident,) = loop.guard.incidents
     assert (incident.diagnosis.cause, {*incident.diagnosis.rows}, incident.rewound_to) == ("data", rows, 0)
     assert "with some rows, of" in incident.anomaly.evidence
@@ -537,9 +534,9 @@ KILLS += [("", 112)]
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The run that is not killed."""
-    code, whole = alone(hot_loop, tmp_path_factory.mktemp("whole"))
-    assert (code, {one[1:] for one in whole["told"]}) == (0, {("rate", "recovered")})
-    return dict(whole)
+    whole = hot_loop(tmp_path_factory.mktemp("whole"))
+    assert {one[1:] for one in whole["told"]} == {("rate", "recovered")}
+    return whole
 
 
 @pytest.mark.parametrize(("dies", "tick"), KILLS, ids=[dies or f"tick {tick}" for dies, tick in KILLS])
@@ -549,8 +546,7 @@ def test_a_kill_in_an_open_incident_changes_no_decision(
     """Wherever it strikes, the next process is measured against the same reference and comes to the same weights."""
     code, _ = alone(hot_loop, tmp_path / "mine", dies, tick)
     assert code == -signal.SIGKILL
-    code, mine = alone(hot_loop, tmp_path / "mine")
-    assert code == 0
+    mine = hot_loop(tmp_path / "mine")
     assert mine["weights"] == whole["weights"]
     assert {one[1] for one in mine["told"]} == {"rate"}
     assert mine["told"][-1] == whole["told"][-1]
