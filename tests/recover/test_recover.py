@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
@@ -1066,13 +1065,3 @@ def test_an_unknown_cause_is_as_fine_as_its_signal() -> None:
     for step, signal, closes in ((2, Signal.GRAD_SPIKE, []), (3, Signal.NONFINITE_GRAD, [(1, "recurred")])):
         again = functools.partial(history.open, refused(step, signal=signal), unknown(refused(step)), SKIPPED)
         assert closed_by(history, again) == closes
-
-
-def test_comments_explain_every_key() -> None:
-    """Each key of a shipped policy has a comment, and its file begins with what it stands for."""
-    for name in POLICIES:
-        text = (SHIPPED / f"{name}.yaml").read_text(encoding="utf-8")
-        assert text.startswith(f"# {name}: ")
-        for key in [*yaml.safe_load(text).get("budget", {}), "strikes", "forgive_after", "relax_after"]:
-            lines = [line for line in text.splitlines() if line.strip().startswith(f"{key}:")]
-            assert all("#" in line for line in lines), f"{name}: {key} is not explained"
