@@ -109,26 +109,13 @@ def gradients(*values: float) -> list[nn.Parameter]:
 
 
 @pytest.mark.parametrize(
-    ("max_norm", "max_value", "expected"),
-    [
-        (None, None, [3, 4]),
-        (10.0, None, [3, 4]),
-        (2.5, None, [1.5, 2]),
-        (None, 3.5, [3, 3.5]),
-        (2.5, 1.75, [1.5, 1.75]),
-    ],
-)
-def test_clipping(max_norm: float | None, max_value: float | None, expected: list[float]) -> None:
-    """By norm first, then by value; the norm that is told is the one from before."""
-    weights = gradients(3.0, 4.0)
-    norm, clipped_to = clip(weights, ClipConfig(max_norm, max_value))
-    assert (norm.item(), clipped_to) == (5, max_norm)
-    assert [weight.grad.item() for weight in weights if weight.grad is not None] == pytest.approx(expected, rel=1e-4)
-
-
-@pytest.mark.parametrize(
     ("config", "tightened", "usual", "most", "limit", "expected"),
     [
+        (ClipConfig(None, None), 1.0, None, 0.0, None, [3, 4]),
+        (ClipConfig(10.0, None), 1.0, None, 0.0, 10.0, [3, 4]),
+        (ClipConfig(2.5, None), 1.0, None, 0.0, 2.5, [1.5, 2]),
+        (ClipConfig(None, 3.5), 1.0, None, 0.0, None, [3, 3.5]),
+        (ClipConfig(2.5, 1.75), 1.0, None, 0.0, 2.5, [1.5, 1.75]),  # by norm first
         (ClipConfig(2.5, None), 0.5, None, 0.0, 1.25, [0.75, 1]),
         (ClipConfig(None, None), 0.5, 2.0, 0.0, 1.0, [0.6, 0.8]),
         (ClipConfig(None, None), 0.5, None, 0.0, None, [3, 4]),  # nothing to start from
@@ -143,7 +130,7 @@ def test_clipping(max_norm: float | None, max_value: float | None, expected: lis
     ],
 )
 @pytest.mark.parametrize("measured", [False, True])
-def test_a_clip_is_tightened(
+def test_clipping(
     config: ClipConfig,
     tightened: float,
     usual: float | None,
@@ -152,7 +139,10 @@ def test_a_clip_is_tightened(
     expected: list[float],
     measured: bool,
 ) -> None:
-    """By a factor of what is configured, or usual where nothing is; and to a norm. In the same way behind a trainer."""
+    """By norm and by value; tightened by a factor of what is configured, or usual where nothing is; and to a norm.
+
+    In the same way behind a trainer. The norm that is returned is the one from before.
+    """
     weights = gradients(3.0, 4.0)
     if measured and config.max_value is None:  # a trainer clips by value itself
         norm, _ = clip(weights, config)
