@@ -230,14 +230,6 @@ def test_a_snapshot_that_is_not_proven_yet_is_nothing_to_go_back_to() -> None:
     assert [one.step for one in guard._ring.verified_until(guard.clock.step)] == [0]
 
 
-def test_memory_is_bounded_and_its_lack_announced() -> None:
-    """Where no two snapshots fit there are none, and the run says that it cannot rewind."""
-    guard = guarded(adamw, At("loss", 10), memory=MemoryConfig(every=10, keep=4, max_gib=1e-6))
-    trained(guard, 40)
-    assert "cannot rewind" in guard._ring.describe()
-    assert guard.clock.step == 40
-
-
 def test_the_verdict_is_in_before_the_next_update_lands() -> None:
     """With a fused optimizer the verdict comes an update late, and what was begun meanwhile does not land."""
     guard = guarded(adamw, At("gradient", 5))

@@ -663,13 +663,6 @@ def test_a_step_that_cannot_be_passed_ends(name: str, step: int) -> None:
     assert history.incidents[-1].decision.gave_up is not None
 
 
-def test_skip_leaves_what_landed_as_it_is() -> None:
-    """The policy that never rewinds tells it, and goes on."""
-    run, history = trained(policy_named("skip"), always(Signal.DIVERGENCE, landed=True))
-    assert run.tick == run.step == 600
-    assert {action.remedy for one in history.incidents for action in one.decision.actions} == {"report"}
-
-
 @pytest.mark.parametrize(
     ("name", "every", "completes"),
     [
@@ -970,7 +963,7 @@ turns = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(turns=turns, relax_after=st.integers(1, 3))
 def test_knobs_stay_in_bounds_and_come_back_exactly(turns: list[tuple[Any, ...]], relax_after: int) -> None:
     """Whatever is turned, values stay inside their bounds; a healthy run brings each back to exactly 1."""

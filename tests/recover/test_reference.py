@@ -425,15 +425,6 @@ def test_corruption_now_and_then_never_exhausts_the_ladder(times: int, completes
         assert history.incidents[-1].decision.gave_up == "the budget of 100 incidents in a run is used up"
 
 
-def test_corruption_at_one_place_exhausts_the_ladder() -> None:
-    """Where the run never gets good beyond it, each rewind is a strike."""
-    fault: Fault = lambda run: landed(60, run.tick, Signal.WEIGHTS_JUMP) if run.step == 59 else None  # noqa: E731
-    run, history = trained(policy_named("balanced"), fault)
-    assert [one.decision.rung for one in history.incidents[:-1]] == [0, 0, 0, 1]
-    assert history.incidents[-1].decision.gave_up is not None
-    assert run.step == 60
-
-
 def decided(cause: Cause, history: Sequence[Incident] = (), *, policy: str = "balanced", **can: Any) -> Decision:
     anomaly = landed(200 + len(history), 200 + 50 * len(history))
     able: Circumstances = dataclasses.replace(ALL_APPLICABLE, **can)
