@@ -380,8 +380,8 @@ def test_a_row_far_out_in_one_of_the_first_updates_is_found() -> None:
     """The gate does not know yet what is usual. A field that is as odd, but that is not read, is no reason."""
 
     def weighed(model: Any, batch: Any) -> Tensor:
-        losses: Tensor = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
-        return (losses * batch[2]).mean()
+        losses: Tensor = batch[2] * F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+        return losses.mean()
 
     def trained(rows: set[int], objective: Callable[[Any, Any], Tensor] = weighed) -> Loop:
         weights = torch.ones(BLOBS).index_fill(0, torch.tensor([*rows], dtype=torch.long), 1e6)
