@@ -237,7 +237,7 @@ def test_a_patched_line_that_was_changed_since_is_said_once_and_asks_for_nothing
     def trained(steps: int) -> list[str]:
         caplog.clear()
         space: dict[str, Any] = {}
-        exec(compile(source.read_text(), str(source), "exec"), space)
+        exec(compile(source.read_text(), str(source), "exec", dont_inherit=True), space)
         torch.manual_seed(0)
         model = nn.Linear(5, 1)
         how: dict[str, Any] = {"batch_size": BATCH, "run_dir": run_dir, "disk": 10, "resume": True, "steps": steps}

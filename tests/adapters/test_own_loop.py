@@ -212,11 +212,10 @@ for batch in guard.batches(43):
 
 def test_a_program_that_ends_waits_for_the_checkpoint_that_is_written(tmp_path: Path) -> None:
     """Its thread would be stopped in the middle of torch's code, which aborts the process."""
-    told = subprocess.run(
-        [sys.executable, "-c", AT_WORK], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True
-    )
-    assert told.returncode == 0, told.stderr
-    assert "mine/checkpoints/step-00000040 (step 40)" in told.stderr
+    (tmp_path / "work.py").write_text(AT_WORK)
+    done = launch(tmp_path, 1, "work.py")
+    assert done.is_well, done.stderr
+    assert "mine/checkpoints/step-00000040 (step 40)" in done.stderr
 
 
 # -------------------------------------------------------------------------------------------------------------- MLflow

@@ -66,11 +66,9 @@ def test_status_follows_a_run_through_kills_and_stops(nursery: Nursery, capsys: 
 
     last = nursery.run(*command, f"run.steps={at + 500}")
     assert last.code == 0
-    complete = told(capsys, run_dir)
-    assert complete[0] == 0
-    assert complete[1].startswith(f"Recovered: {at + 500:,} steps; 1 incident (1 process), ")
-    nursery.run(*command, f"run.steps={at + 500}")
-    assert told(capsys, run_dir) == complete
+    code, line = told(capsys, run_dir)
+    assert code == 0
+    assert line.startswith(f"Recovered: {at + 500:,} steps; 1 incident (1 process), ")
 
 
 def test_status_has_the_exit_code_and_the_reason(here: Path, run_command: command, capsys: Said) -> None:

@@ -276,7 +276,7 @@ incidents = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(incident=incidents)
 def test_an_incident_comes_back_from_its_line(incident: Incident) -> None:
     """A resumed process has every incident as it was, and every one of them can be told."""
