@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -19,7 +18,6 @@ from group import Group, launch
 from kills import stand
 from warm import ENVIRONMENT
 
-from resilient_train.adapters import reporter
 from resilient_train.adapters.guard import Guard
 from resilient_train.app import incidents, status, sync
 from resilient_train.checkpoint.writer import Job, Writer
@@ -151,7 +149,7 @@ def test_the_end_of_a_loop_is_known_by_its_directory(
     review = [words.removeprefix("resilient_train: ") for words in done.stderr.splitlines()]
     assert sum("for the full report" in words for words in review) == 1, done.stderr
     assert any("1 incident (1 data)" in words for words in review)
-    assert done.stderr.count("resilient_train: ! incident ") == 1
+    assert done.stderr.count("resilient_train: ! incident ") == (code != 3)
     summary = json.loads((place / "mine/summary.json").read_text())
     assert summary["exit_code"] == code
     assert summary["incidents"]["by_cause"] == {"data": 1}
@@ -246,34 +244,6 @@ def shown(place: Path, database: str) -> dict[str, Any]:
         "losses": [one.step for one in client.get_metric_history(run.info.run_id, "train/loss")],
         "seconds": (run.info.end_time - run.info.start_time) / 1000,
     }
-
-
-class TestList:
-    """What the list of runs shows of a loop."""
-
-    pytestmark = MLFLOW
-
-    def test_its_status_is_how_the_run_fared(
-        self, place: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """In the list of runs, where nobody reads a page: a run that is not back where it was has not succeeded. Its
-        charts begin with those of the training."""
-        monkeypatch.setattr(reporter, "_DRAIN_S", 240.0)
-        rows = torch.randn(64, 2)
-        uri = f"sqlite:///{shutil.copy(empty_store, place / 'mlflow.db')}"
-        schedule = {"schedule": lambda step: 1.0 if step < 90 else 1e-6}
-        guard = guard_of(place / "mine", rows, steps=140, recovery="skip", tracking=uri, **schedule)
-        with contextlib.suppress(GaveUp):
-            for batch in guard.batches():
-                if guard.clock.step == 95 and not guard.incidents:
-                    with torch.no_grad():
-                        next(guard.model.parameters()).add_(100)
-                guard.step(batch)
-            guard.close()
-        found = shown(place, "mlflow.db")
-        assert found["status"] == "FAILED", found["tags"]
-        sections = sorted({name.partition("/")[0] for name in found["metrics"]})
-        assert sections[0] == "train"
 
 
 class TestLive:

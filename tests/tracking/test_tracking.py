@@ -97,7 +97,7 @@ def uploaded(run_dir: Path, home: Path) -> TrackedRun:
 
 
 def test_a_run_ends_as_training_did(home: Path, tmp_path: Path) -> None:
-    """Rows have the time of their call."""
+    """A run that is not back at its level has not succeeded. Rows have the time of their call."""
     ends = {"completed": "FINISHED", "preempted": "KILLED", "failed": "FAILED", "gave_up": "FAILED"}
     for status, stored in ends.items():
         before = time.time_ns() // 1_000_000
@@ -112,6 +112,10 @@ def test_a_run_ends_as_training_did(home: Path, tmp_path: Path) -> None:
         [(tick, at, loss)] = history(run, "train/loss")
         assert (tick, loss) == (1, 0.5)
         assert before <= at <= after
+    with outbox(tmp_path / "off") as box:
+        box.put(ENDED, status="completed")
+    (tmp_path / "off/summary.json").write_text('{"status": "completed", "exit_code": 0, "verdict": "unrecovered"}')
+    assert fetched(uploaded(tmp_path / "off", home)).info.status == "FAILED"
 
 
 BENT = {
