@@ -317,13 +317,9 @@ class Recovery:
         if is_complete and self._saving_incident is not None:
             self.incident_log.close_ongoing(self._saving_incident)
 
-    def process_ends(self, *, was_killed: bool = False) -> None:
-        """Record an orderly exit, perhaps with an error, so that a resume does not blame the current samples.
-
-        `was_killed`: another process of the run was killed; then the progress file stays as it is.
-        """
-        if not was_killed:
-            self.keeper.progress.turned_to(Doing.ENDED, self.parts.clock.tick)
+    def process_ends(self) -> None:
+        """Record an orderly exit, perhaps with an error, so that a resume does not blame the current samples."""
+        self.keeper.progress.turned_to(Doing.ENDED, self.parts.clock.tick)
 
     def hung(self, evidence: str, *, in_update: bool) -> None:
         """From another thread: write down that the run hangs, and save what can be saved."""

@@ -285,7 +285,8 @@ class Guard(guard.EngineGuard):
                         if self.steps is None and not self.stopped and self._left is None:
                             self._complete()
                     self._recovery.note_saves(is_complete=True)
-            self._recovery.process_ends(was_killed=not all_close)  # the reporter knows whether this one was
+            if all_close:  # else the reporter knows whether another process was killed
+                self._recovery.process_ends()
         except BaseException as raised:  # the last update may be one too many for the policy
             error = raised
             raise
@@ -348,9 +349,9 @@ class Guard(guard.EngineGuard):
         """When the checkpoint that is being written was begun, on the monotonic clock."""
         return self._keeper.saving_since
 
-    def ended(self, *, was_killed: bool = False) -> None:
-        """Note that the process ends by itself; `was_killed`: because another process of the run was killed."""
-        self._recovery.process_ends(was_killed=was_killed)
+    def ended(self) -> None:
+        """Note that the process ends by itself, and not because another process of the run was killed."""
+        self._recovery.process_ends()
 
     def leave_newest(self) -> tuple[int, Path | None]:
         """Write the newest verified state without waiting for the loop, from another thread.

@@ -239,8 +239,8 @@ class _Session:
                 log.error("error: %s", why)
                 evidence = why
             code = 75 if self._save_newest() and not another_failed else 1  # 75: the same command resumes
-            if run is not None and self.has_begun:
-                run.guard.ended(was_killed=another_failed and why is None)
+            if run is not None and self.has_begun and (why or not another_failed):
+                run.guard.ended()
         if world.is_main:
             summary = self._summary("preempted" if code == 75 else "failed", code)
             summary.why = evidence
@@ -280,8 +280,8 @@ class _Session:
             pass  # that a GPU was lost explains nothing: its samples may be to blame
         elif not is_main and error is not None and status_and_code(error)[0] == "failed":
             endings.note_failure(directory.path, self.world.rank, short_message(error), in_training=self.has_begun)
-        if run is not None and self.has_begun:  # else the journal still is the previous process's
-            run.guard.ended(was_killed=was_lost)
+        if run is not None and self.has_begun and not was_lost:  # else the journal still is the previous process's
+            run.guard.ended()
         self.incident_log.close_files()
         summary = self._summary(*status_and_code(error))
         summary.why = None if error is None else short_message(error)
