@@ -47,11 +47,13 @@ def unchecked(job: Job, on_step: OnStep, tell: Callable[[Any], None]) -> None:
 
 
 def _by_command(job: Job, on_step: OnStep, tell: Callable[[Any], None], *changed: str) -> None:
+    from resilient_train.adapters.reporter import Place
     from resilient_train.app.build import assemble
     from resilient_train.app.config.compose import load
     from resilient_train.app.terminal import Terminal
     from resilient_train.app.train import train
     from resilient_train.ranks.world import World
+    from resilient_train.record.incident_log import IncidentLog
     from resilient_train.tracking import tracker as tracking
 
     with TemporaryDirectory(prefix="step_cost-") as scratch:
@@ -63,7 +65,7 @@ def _by_command(job: Job, on_step: OnStep, tell: Callable[[Any], None], *changed
         terminal = Terminal(is_main=True)
         terminal.log_to(Path(scratch, "train.log"))
         tracker = tracking.build(config.tracking, Path(scratch, "step_cost"), Path(scratch))
-        run = assemble(config, world)
+        run = assemble(config, world, Place(IncidentLog(None), tracker=tracker))
         optimizers = run.guard.state.optimizers
         tell(work(run.model, optimizers, run.guard.samples.slicing.samples // world.size))
 
@@ -75,7 +77,7 @@ def _by_command(job: Job, on_step: OnStep, tell: Callable[[Any], None], *changed
                 time.sleep(0.1)  # MLflow's import and its new database belong to the start, not to a step
             on_step(step)
 
-        train(run, tracker, settled)
+        train(run, settled)
         tracker.finish("completed")
         terminal.close()
         if run.guard.incidents:

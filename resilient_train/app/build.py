@@ -26,6 +26,7 @@ from resilient_train.data.samples import Slicing
 from resilient_train.drills import Drill, parse
 from resilient_train.errors import ConfigError, in_one_line
 from resilient_train.ranks.world import World, recompute, shard
+from resilient_train.record.incident_log import IncidentLog
 from resilient_train.state.randomness import Purpose, mix, seed_all
 from resilient_train.state.tree import own_class
 from resilient_train.update.objective import Measured
@@ -75,15 +76,16 @@ class Run:
 def assemble(
     config: Config,
     world: World,
-    home: Place,
+    home: Place | None = None,
     resume: Resume | None = None,
     stop: Callable[[], bool] = lambda: False,
     beat: Callable[[], None] = lambda: None,
 ) -> Run:
-    """Build everything that a configuration names, for a run that writes to `home`.
+    """Build everything that a configuration names, for a run that writes to `home`; without one, nothing.
 
     `stop` is called before each update, `beat` whenever the run makes progress.
     """
+    home = home or Place(IncidentLog(None))
     seed = config.run.seed
     seed_all(mix(Purpose.INITIAL_WEIGHTS, seed), world.device)
     objective = Measured(objective_of(config.objective, world.device), config.objective["_target_"])
