@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from resilient_train.types import Anomaly
-from resilient_train.watch.config import Every, NormsConfig, OptimizerConfig, WeightsConfig
+from resilient_train.watch.config import Every, NormsConfig, ScanConfig
 from resilient_train.watch.scans import Scans
 from resilient_train.zoo.data import digits
 from resilient_train.zoo.models import GPT
@@ -388,8 +388,8 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     config = SimpleNamespace(
-        weights=WeightsConfig(given.every, margin=1.05),
-        optimizer=OptimizerConfig(given.every, margin=1.05),
+        weights=ScanConfig(given.every, margin=1.05),
+        optimizer=ScanConfig(given.every, margin=1.05),
         replicas=Every(0),
         norms=NormsConfig(0, factor=1000.0),
         expect=(),

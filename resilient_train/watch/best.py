@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
 from math import inf, isfinite, log, sqrt
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
@@ -34,7 +32,7 @@ class Block(NamedTuple):
 class BestLevel(PlainState):
     """Remembers the lowest block so far, and the blocks that were the lowest before it."""
 
-    saved = ("_losses", "_lowest", "_newest", "_number", "_step", "has_negative", "_former")
+    saved = ("_losses", "_lowest", "_newest", "_number", "step", "has_negative", "_former")
 
     def __init__(self, config: JumpConfig) -> None:
         self.config = config
@@ -47,7 +45,8 @@ class BestLevel(PlainState):
         self._losses: list[float] = []
         self._lowest = []  # blocks, each lower than the one before
         self._newest: Any = None
-        self._number = self._step = 0
+        self._number = 0
+        self.step = 0  # the last of the newest block at the best level
         self.has_negative = False
 
     def see(self, step: int, loss: float) -> None:
@@ -66,12 +65,7 @@ class BestLevel(PlainState):
         if not self._lowest or block.mean < Block(*self._lowest[-1]).mean:
             self._lowest.append(list(block))
         if not self.is_above(block.mean, block.scatter, step, self.config.share):
-            self._step = step
-
-    @property
-    def step(self) -> int:
-        """The last step of the newest block at the best level."""
-        return self._step
+            self.step = step
 
     def until(self, step: int) -> Block | None:
         """Return the lowest block up to a step."""
@@ -94,13 +88,6 @@ class BestLevel(PlainState):
         if best is None or self.has_negative or not isfinite(height):
             return inf
         return best.level + max(_FAR * abs(best.level), LEARNED * (height - best.level))
-
-    def state_dict(self) -> dict[str, Any]:
-        return copy.deepcopy({name: getattr(self, name) for name in self.saved})
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name in self.saved:
-            setattr(self, name, copy.deepcopy(state[name]))
 
     def left(self, *, had_incidents: bool) -> Block | None:
         """Return the best block if the newest losses are far above it; after incidents, if out of its range."""

@@ -82,12 +82,7 @@ class ScaleConfig(Every):
 
 
 @dataclass
-class WeightsConfig(Every):
-    margin: float = limited(at_least=1)
-
-
-@dataclass
-class OptimizerConfig(Every):
+class ScanConfig(Every):
     margin: float = limited(at_least=1)
 
 
@@ -106,8 +101,8 @@ class ChecksConfig:
     probation: RewindCheckConfig
     no_progress: NoProgressConfig
     scale: ScaleConfig
-    weights: WeightsConfig
-    optimizer: OptimizerConfig
+    weights: ScanConfig
+    optimizer: ScanConfig
     replicas: Every
     norms: NormsConfig
     expect: list[int]

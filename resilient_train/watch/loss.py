@@ -38,7 +38,10 @@ class Alarm(NamedTuple):
 
 
 class PlainState:
-    """Base of the checks: `saved` names the attributes that rewind with the run, `persistent` those that do not."""
+    """Base of the checks: `saved` names the attributes that rewind with the run, `persistent` those that do not.
+
+    Lists are copied, what they hold is not: it is never changed in place.
+    """
 
     saved: ClassVar[tuple[str, ...]] = ()
     persistent: ClassVar[tuple[str, ...]] = ()
@@ -61,12 +64,12 @@ class PlainState:
 
     def _load(self, names: Sequence[str], state: Mapping[str, Any]) -> None:
         for name in names:
-            mine = getattr(self, name)
-            if isinstance(mine, deque | list):
+            mine, value = getattr(self, name), state[name]
+            if isinstance(mine, deque):
                 mine.clear()
-                mine.extend(state[name])
+                mine.extend(value)
             else:
-                setattr(self, name, state[name])
+                setattr(self, name, list(value) if isinstance(value, list) else value)
 
 
 def load_each(parts: Mapping[str, Any], state: Mapping[str, Any], empty: Mapping[str, Any]) -> list[str]:

@@ -8,7 +8,7 @@ from math import inf, isnan
 from typing import Any
 
 from resilient_train.types import Signal
-from resilient_train.watch.config import OptimizerConfig
+from resilient_train.watch.config import ScanConfig
 from resilient_train.watch.weights import Found, nonfinite
 
 # Moments that cannot be negative, by torch's names for them. "fades": an update leaves at least a share of it,
@@ -43,7 +43,7 @@ class Moments:
     An update leaves at least a share `beta2` of a second moment, whatever the gradients are.
     """
 
-    def __init__(self, config: OptimizerConfig, groups: int) -> None:
+    def __init__(self, config: ScanConfig, groups: int) -> None:
         self.config, self.every = config, config.every
         self.clean_step = 0
         self._updates = 0  # since the last measurement

@@ -13,7 +13,7 @@ from math import inf, isfinite, sqrt
 from typing import Any, NamedTuple
 
 from resilient_train.types import Signal
-from resilient_train.watch.config import WeightsConfig
+from resilient_train.watch.config import ScanConfig
 from resilient_train.wording import counted
 
 _ROUNDING = 1e-4  # relative error of a float32 norm, from one measurement to the next
@@ -155,7 +155,7 @@ class Weights:
     whole model.
     """
 
-    def __init__(self, config: WeightsConfig, weights: Sequence[Weight], kinds: Sequence[str]) -> None:
+    def __init__(self, config: ScanConfig, weights: Sequence[Weight], kinds: Sequence[str]) -> None:
         """`kinds` names the optimizer of each parameter group; an empty name is one that torch does not have."""
         self.config, self.every, self.weights = config, config.every, list(weights)
         self.paths = [Path(kind) for kind in kinds]

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from resilient_train import Guard
 from resilient_train.types import Anomaly, Signal
-from resilient_train.watch.config import Every, NormsConfig, OptimizerConfig, WeightsConfig, named
+from resilient_train.watch.config import Every, NormsConfig, ScanConfig, named
 from resilient_train.watch.layout import nonfinite
 from resilient_train.watch.modes import NormStatistics
 from resilient_train.watch.scans import Scans
@@ -34,8 +34,8 @@ NAN, INF = float("nan"), float("inf")
 def config(**every: int) -> Any:
     """Checks as they are configured by default, at short intervals."""
     return SimpleNamespace(
-        weights=WeightsConfig(every.get("weights", EVERY), margin=1.05),
-        optimizer=OptimizerConfig(every.get("optimizer", EVERY), margin=1.05),
+        weights=ScanConfig(every.get("weights", EVERY), margin=1.05),
+        optimizer=ScanConfig(every.get("optimizer", EVERY), margin=1.05),
         replicas=Every(0),
         norms=NormsConfig(every.get("norms", 0), factor=1000.0),
         expect=(),
