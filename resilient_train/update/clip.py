@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch.nn.utils import get_total_norm
 
-from resilient_train.reader import ClipConfig
 from resilient_train.state.tree import is_sharded, local_part, sharding_of
 
 _COARSE = (torch.float16, torch.bfloat16)
@@ -19,19 +18,15 @@ _SMALL_WEIGHT, _MOST_MOMENTUM = 0.02, 0.999
 @torch.no_grad()
 def clip(
     weights: Sequence[torch.Tensor],
-    config: ClipConfig,
-    tightened: float = 1.0,
-    usual: float | None = None,
-    most: float = 0.0,
+    max_norm: float | None = None,
+    max_value: float | None = None,
     over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
     note: Callable[[torch.Tensor], None] | None = None,
-) -> tuple[torch.Tensor, float | None]:
-    """Clip the gradients in place, by norm and then by value.
+) -> torch.Tensor:
+    """Clip the gradients in place, by norm and then by value. Returns the norm from before.
 
-    Where no norm is configured, a tightened clip starts from the `usual` one. `most` is a norm that is not exceeded in
-    any case; 0: there is none. Returns the norm of the gradients
-    before, and the norm they were clipped to, if any. `over_ranks` sums over the ranks where gradients are sharded;
-    where they are not, `note` is called with the norms of the single ones.
+    `over_ranks` sums over the ranks where gradients are sharded; where they are not, `note` is called with the norms of
+    the single ones.
     """
     grads: list[torch.Tensor] = []
     for weight in weights:
@@ -43,7 +38,6 @@ def clip(
     is_plain, norm = _is_plain(grads), _norm(grads, over_ranks, note)
     if over_ranks is not None:
         grads = [local_part(grad) for grad in grads]
-    max_norm = _limit(config.max_norm, tightened, usual, most)
     if max_norm is not None:
         factor = (max_norm / (norm + 1e-6)).clamp_(max=1.0)
         if is_plain and factor.dtype is grads[0].dtype:
@@ -51,36 +45,30 @@ def clip(
         else:
             for grad in grads:
                 grad.mul_(factor.to(grad.device))
-    if config.max_value is not None and grads:
-        torch._foreach_clamp_min_(grads, -config.max_value * tightened)
-        torch._foreach_clamp_max_(grads, config.max_value * tightened)
-    return norm, max_norm
+    if max_value is not None and grads:
+        torch._foreach_clamp_min_(grads, -max_value)
+        torch._foreach_clamp_max_(grads, max_value)
+    return norm
 
 
 def clip_further(
-    weights: Sequence[torch.Tensor],
-    norm: torch.Tensor,
-    max_norm: float | None,
-    tightened: float = 1.0,
-    usual: float | None = None,
-    most: float = 0.0,
-) -> tuple[torch.Tensor, float | None]:
-    """Tighten the clip of gradients that a trainer has measured, and clipped to `max_norm` if that is given.
-
-    Returns the same as `clip`.
-    """
-    limit = _limit(max_norm, tightened, usual, most)
+    weights: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float | None, limit: float | None
+) -> None:
+    """Clip gradients to `limit` that a trainer has measured, and clipped to `max_norm` if that is given."""
     if limit is None or limit == max_norm:
-        return norm, max_norm
+        return
     clipped = norm if max_norm is None else norm.clamp(max=max_norm)
     factor = (limit / (clipped + 1e-6)).clamp_(max=1.0)
     for weight in weights:
         if weight.grad is not None:
             weight.grad.mul_(factor.to(weight.grad.device))
-    return norm, limit
 
 
-def _limit(configured: float | None, tightened: float, usual: float | None, most: float) -> float | None:
+def norm_limit(configured: float | None, tightened: float, usual: float | None, most: float) -> float | None:
+    """Return the norm to clip to: a share of what is configured, or of the `usual` one where nothing is.
+
+    `most` is not exceeded in any case; 0: there is none.
+    """
     begins = usual if configured is None and tightened < 1 else configured
     limits = [] if begins is None else [begins * tightened]
     return min([*limits, most] if most else limits, default=None)

@@ -80,9 +80,9 @@ class Gate:
                 self._on_device[place].fill_(new)  # a number as an argument: no copy that the host would wait for
         self.limits = (loss, grad_norm)
 
-    def admits(self, loss: float, grad_norm: float) -> bool:
+    def admits(self, loss: float, grad_norm: float, *, is_whole: bool = True) -> bool:
         """Decide on the host, as the device does."""
-        return -math.inf < loss <= self.limits[0] and grad_norm <= self.limits[1]
+        return -math.inf < loss <= (self.limits[0] if is_whole else NO_LIMIT) and grad_norm <= self.limits[1]
 
     @torch.no_grad()
     def step(
@@ -108,7 +108,7 @@ class Gate:
         waits_for = synchronous(optimizers)
         if waits_for or not self._is_settled(optimizers):
             numbers: list[float] = measured.tolist()
-            if -math.inf < numbers[0] <= (self.limits[0] if is_whole else NO_LIMIT) and numbers[1] <= self.limits[1]:
+            if self.admits(numbers[0], numbers[1], is_whole=is_whole):
                 weights, factor = scaled or ((), 1.0)
                 before = [weight.clone() for weight in weights] if factor != 1.0 else []
                 for optimizer in optimizers:

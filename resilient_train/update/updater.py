@@ -19,7 +19,7 @@ from resilient_train.errors import TrainError
 from resilient_train.reader import ClipConfig
 from resilient_train.recover.knobs import AS_CONFIGURED, KnobValues
 from resilient_train.state.tree import is_sharded
-from resilient_train.update.clip import clip, clip_further, clip_to_share
+from resilient_train.update.clip import clip, clip_further, clip_to_share, norm_limit
 from resilient_train.update.gate import DIGESTS, Agreement, Gate
 from resilient_train.update.schedule import LoopSchedule, Schedule
 from resilient_train.update.turns import Turns
@@ -132,23 +132,25 @@ class Updater:
         turns, one = self.turns, self.turns.current
         scale = self._unscale(self.optimizers if one is None else [one])
         weights = self.weights if one is None else turns.weights
-        limits = knobs.clip, self.usual_norm, knobs.norm
+        max_norm = norm_limit(self.clipping.max_norm, knobs.clip, self.usual_norm, knobs.norm)
         if not self.trainer_clips:
 
             def note(norms: torch.Tensor) -> None:
                 names = [self._names.get(id(one), "?") for one in weights if one.grad is not None]
                 self._norms.append((names, norms))
 
-            grad_norm, max_norm = clip(weights, self.clipping, *limits, self._over_ranks, note)
+            max_value = None if self.clipping.max_value is None else self.clipping.max_value * knobs.clip
+            grad_norm = clip(weights, max_norm, max_value, self._over_ranks, note)
         else:
             if (norm := self.trainers_norm) is None:
-                norm, _ = clip(weights, ClipConfig(None, None), over_ranks=self._over_ranks)
+                norm = clip(weights, over_ranks=self._over_ranks)
             elif turns.is_open_ended:
                 turns.is_clipped = True
             elif self.changes_after_norm:
-                after, _ = clip(weights, ClipConfig(None, None), over_ranks=self._over_ranks)
+                after = clip(weights, over_ranks=self._over_ranks)
                 norm = torch.where(after.isfinite(), norm, after)
-            grad_norm, max_norm = clip_further(weights, norm, self.clipping.max_norm, *limits)
+            clip_further(weights, norm, self.clipping.max_norm, max_norm)
+            grad_norm = norm
         rate_factor = rates[0] * rates[1]
         set_rates = self._set(step, knobs.lr * rate_factor, knobs)
         if knobs.share:

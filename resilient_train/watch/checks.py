@@ -312,15 +312,8 @@ class Checks:
         """
         self.is_changed = True
         self.best.forget(limit)
-        self._level.forget()
         self._accepted.clear()
-        for check in (
-            self._jump,
-            self._rate_rise,
-            self._creep,
-            self.no_progress,
-            self._grad_limit,
-        ):
+        for check in (self._level, self._jump, self._rate_rise, self._creep, self.no_progress, self._grad_limit):
             check.forget()
         self.rewind_check.end()
         self.probe = None

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from resilient_train.adapters.guard import Guard
 from resilient_train.app import incidents
 from resilient_train.drills import BitFlip, Drill, HotLr, LossSpike, NanBatch, NanGrad, UpdatePlace
-from resilient_train.reader import ClipConfig, MemoryConfig
+from resilient_train.reader import MemoryConfig
 from resilient_train.state.randomness import Seeds
 from resilient_train.state.tree import sha256
 from resilient_train.types import Outcome
@@ -63,7 +63,7 @@ def plain(faults: list[Any], data: Any) -> Net:
         loss.backward()  # type: ignore[no-untyped-call]
         weights = list(model.parameters())
         drill.on_gradients(place, weights)
-        clip(weights, ClipConfig(1.0, None))
+        clip(weights, 1.0)
         for group in optimizer.param_groups:
             group["lr"] = 0.01 * drill.rate_factor(place)
         optimizer.step()

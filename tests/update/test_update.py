@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, MultiplicativeLR, OneCyc
 from resilient_train.errors import TrainError
 from resilient_train.reader import ClipConfig
 from resilient_train.recover.knobs import KnobValues
-from resilient_train.update.clip import clip, clip_further, clip_to_share
+from resilient_train.update.clip import clip, clip_further, clip_to_share, norm_limit
 from resilient_train.update.schedule import (
     CurveSchedule,
     LoopSchedule,
@@ -144,13 +144,14 @@ def test_clipping(
     In the same way behind a trainer. The norm that is returned is the one from before.
     """
     weights = gradients(3.0, 4.0)
+    max_norm = norm_limit(config.max_norm, tightened, usual, most)
+    assert max_norm == pytest.approx(limit)
     if measured and config.max_value is None:  # a trainer clips by value itself
-        norm, _ = clip(weights, config)
-        norm, clipped_to = clip_further(weights, norm, config.max_norm, tightened, usual, most)
+        norm = clip(weights, config.max_norm)
+        clip_further(weights, norm, config.max_norm, max_norm)
     else:
-        norm, clipped_to = clip(weights, config, tightened, usual, most)
+        norm = clip(weights, max_norm, config.max_value)
     assert norm.item() == 5
-    assert clipped_to == pytest.approx(limit)
     assert [weight.grad.item() for weight in weights if weight.grad is not None] == pytest.approx(expected, rel=1e-4)
 
 
@@ -163,7 +164,7 @@ def test_the_norm_is_torchs_own(dtype: torch.dtype) -> None:
         weight.grad = torch.randn(weight.shape).to(dtype)
     measured_in = dtype if dtype.itemsize > 2 else torch.float32
     expected = get_total_norm([weight.grad.to(measured_in, copy=True) for weight in weights if weight.grad is not None])
-    norm, _ = clip(weights, ClipConfig(0.5, None))
+    norm = clip(weights, 0.5)
     torch.testing.assert_close(norm, expected, rtol=torch.finfo(dtype).eps if norm.dtype == dtype else 1e-6, atol=0)
     clipped = get_total_norm([weight.grad.double() for weight in weights if weight.grad is not None])
     assert clipped.item() == pytest.approx(0.5, rel=1e-4 if dtype.itemsize > 2 else 1e-2)
@@ -181,7 +182,7 @@ def test_the_norm_is_torchs_own(dtype: torch.dtype) -> None:
 def test_a_norm_is_infinite_only_where_a_gradient_is(values: tuple[float, float], expected: float) -> None:
     """Squares that overflow are no gradients that are not finite."""
     weights = gradients(*values)
-    norm, _ = clip(weights, ClipConfig(None, None))
+    norm = clip(weights)
     assert norm.item() == pytest.approx(expected, nan_ok=True)
     assert norm.dtype is torch.float32
 
@@ -200,7 +201,7 @@ def test_no_gradient_moves_the_weights_by_more_than_a_share(
     optimizer = torch.optim.SGD(weights, lr=0.3, momentum=momentum)
     for weight in weights:
         weight.grad = torch.full_like(weight, size)
-    clip(weights, ClipConfig(max_norm, max_value))
+    clip(weights, max_norm, max_value)
     clip_to_share(optimizer.param_groups, 0.1)
     for _ in range(5000):
         optimizer.step()
@@ -231,7 +232,7 @@ def test_sparse_gradients_are_clipped_as_dense_ones(max_norm: float | None, max_
         table, head = nn.Embedding(9, 4, sparse=sparse), nn.Linear(4, 1)
         (3 * head(table(torch.tensor([1, 5, 1, 7])))).square().sum().backward()
         weights = [*table.parameters(), *head.parameters()]
-        norm, _ = clip(weights, ClipConfig(max_norm, max_value))
+        norm = clip(weights, max_norm, max_value)
         grads = [weight.grad for weight in weights if weight.grad is not None]
         assert grads[0].is_sparse == sparse
         clipped.append([norm, *(grad.to_dense() for grad in grads)])
