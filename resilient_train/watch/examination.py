@@ -151,8 +151,7 @@ class Examination:
         if not any(everywhere):
             if (found := self.examine_now()) is not None:
                 # The loop may have put what the batch holds into the weights, as two passes of SAM do.
-                ranks = self._bad_batches(batches) if found.signal is Signal.NONFINITE_WEIGHTS else ()
-                return self._of_batch(found, ranks) if ranks else found
+                return self._blame_batch(found, batches) if found.signal is Signal.NONFINITE_WEIGHTS else found
             everywhere = of_code
         if any(everywhere):
             evidence = next(some[0] for some in everywhere if some)
@@ -165,13 +164,13 @@ class Examination:
             return anomaly
         if names := nonfinite(by_weight(norms)):
             anomaly = dataclasses.replace(anomaly, evidence=f"{anomaly.evidence}; {names}")
-        ranks = self._bad_batches(batches)
-        return self._of_batch(anomaly, ranks) if ranks else anomaly
+        return self._blame_batch(anomaly, batches)
 
-    def _bad_batches(self, batches: Sequence[Any]) -> tuple[int, ...]:
-        return () if self._checks.nan_is_usual else self._ranks_where(not all_finite(batches))
-
-    def _of_batch(self, anomaly: Anomaly, ranks: tuple[int, ...]) -> Anomaly:
+    def _blame_batch(self, anomaly: Anomaly, batches: Sequence[Any]) -> Anomaly:
+        """Say of the anomaly that its batch is bad, if that is so on any rank, and is not usual."""
+        ranks = () if self._checks.nan_is_usual else self._ranks_where(not all_finite(batches))
+        if not ranks:
+            return anomaly
         evidence = f"the batch holds values that are not finite; {anomaly.evidence}"
         ranks = () if self._world.size == 1 else ranks
         return dataclasses.replace(anomaly, signal=Signal.NONFINITE_BATCH, evidence=evidence, ranks=ranks)

@@ -78,7 +78,7 @@ def load_each(parts: Mapping[str, Any], state: Mapping[str, Any], empty: Mapping
     for name, part in parts.items():
         try:
             saved = state.get(name, {})
-            if isinstance(empty[name], dict) and saved.keys() != empty[name].keys():
+            if saved.keys() != empty[name].keys():
                 raise KeyError(name)
             part.load_state_dict(saved)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError):

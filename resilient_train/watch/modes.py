@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -135,10 +135,10 @@ class NormStatistics:
             self.clean_step = step
         return None
 
-    def state_dict(self) -> list[Any]:
-        return [self.clean_step, dict(self._usual)]
+    def state_dict(self) -> dict[str, Any]:
+        return {"clean_step": self.clean_step, "usual": dict(self._usual)}
 
-    def load_state_dict(self, state: Sequence[Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._disarm()
         self._out.clear()
-        self.clean_step, self._usual = int(state[0]), dict(state[1])
+        self.clean_step, self._usual = state["clean_step"], dict(state["usual"])

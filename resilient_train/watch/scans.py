@@ -81,6 +81,7 @@ class Scans:
         self._pending: _Pending | None = None
         self._lay_out(clean_step=0)
         self._norms = NormStatistics(config.norms, model, self.layout.device)
+        self._empty = {name: scan.state_dict() for name, scan in self._by_name().items()}
         self.replicas = Replicas(config.replicas, unreplicated if self.layout.is_whole else None)
 
     def _lay_out(self, clean_step: int) -> None:
@@ -275,13 +276,8 @@ class Scans:
         self._pending = None
         self._landed.clear()
         self._step = state["step"]
-        layout = self.layout
-        empty = {
-            "weights": Weights(self.config.weights, layout.weights.items, layout.kinds).state_dict(),
-            "optimizer": Moments(self.config.optimizer, len(layout.kinds)).state_dict(),
-        }
         scans = self._by_name()
-        lacking = load_each(scans, state, {**empty, "norms": [0, {}]})
+        lacking = load_each(scans, state, self._empty)
         for name in lacking:
             scans[name].clean_step = self._step  # the state was verified
         if state["shares"] != self.layout.shares:  # the bounds are those of the largest share of a sharded tensor

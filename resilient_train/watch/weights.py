@@ -250,4 +250,4 @@ class Weights:
         if len(state["paths"]) == len(self.paths) and (self.base is None or self.base.lengths.keys() == names):
             self.paths = [Path(*path) for path in state["paths"]]
         else:  # it is of a model with other parameters
-            self.base = None
+            self.base, self.paths = None, [Path(path.kind) for path in self.paths]
