@@ -22,13 +22,12 @@ class Agreement:
         """`gather` collects a vector from every rank; None if there is only one."""
         self.is_alone = gather is None
         self._gather = gather
-        self._values = [0.0, 0.0]  # whether this rank was asked to stop, and its digest
-        self._cells = torch.zeros(len(self._values), device=device)
-        self._by_place = self._cells.unbind()
+        self._own = torch.zeros(2, device=device)  # whether this rank was asked to stop, and its digest
+        self._stop, self._digest = self._own.unbind()
 
     def ask_to_stop(self) -> None:
         """Tell all ranks, with the next update, that this one was asked to stop."""
-        self._set(0, 1.0)
+        self._stop.fill_(1.0)
 
     def reduce(self, measured: torch.Tensor, digest: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Reduce to the mean loss and the largest gradient norm of all ranks. A NaN of any rank stays NaN.
@@ -39,17 +38,12 @@ class Agreement:
         """
         if self._gather is None:
             return measured, None
-        self._set(1, float(digest))
-        table = self._gather(torch.cat([measured[:2], self._cells]))
+        self._digest.fill_(digest)  # a number as an argument: no copy that the host would wait for
+        table = self._gather(torch.cat([measured[:2], self._own]))
         if table is None:
             return measured, None
         least, largest = table.aminmax(dim=0)
         return torch.cat([table[:, :1].mean(0), largest[1:2], measured[2:], largest[2:], least[-1:]]), table
-
-    def _set(self, place: int, number: float) -> None:
-        if self._values[place] != number:
-            self._values[place] = number
-            self._by_place[place].fill_(number)  # a number as an argument: no copy that the host would wait for
 
 
 NO_LIMIT = torch.finfo(torch.float32).max
