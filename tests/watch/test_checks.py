@@ -141,9 +141,9 @@ def test_healthy_losses_raise_no_alarm(family: str, seed: int) -> None:
     assert Run().alarms(one(index) for index in range(6_000)) == []
 
 
-def only_overshoot() -> ChecksConfig:
+def only(check: str) -> ChecksConfig:
     config = named("off")
-    config.overshoot = named("default").overshoot
+    setattr(config, check, getattr(named("default"), check))
     return config
 
 
@@ -167,7 +167,7 @@ SURGE = [(400.0, 90.0), (90.0, 30.0), (50.0, 30.0)]
 )
 def test_a_run_that_explodes_from_its_beginning(losses: Curve, seen_at: int | None) -> None:
     """Three losses and the median of their norms far above the first ones: the rate is wrong by orders of magnitude."""
-    run = Run(only_overshoot())
+    run = Run(only("overshoot"))
     run.checks.early_divergence.can_compare = True
     alarms = run.alarms(losses)
     assert [(one.signal, one.step, one.since) for one in alarms[:1]] == (
@@ -416,12 +416,6 @@ def test_the_level_that_a_run_began_with(losses: list[float], first: float | Non
     assert updates_of(losses, [1.0] * len(losses)).first_loss == first
 
 
-def only_jump() -> ChecksConfig:
-    config = named("off")
-    config.jump = named("default").jump
-    return config
-
-
 @pytest.mark.parametrize(
     ("first", "high", "seen_after"),
     [
@@ -437,7 +431,7 @@ def only_jump() -> ChecksConfig:
 )
 def test_a_young_run_is_judged_by_its_last_losses(first: list[float], high: float, seen_after: int | None) -> None:
     """Before the range is known, losses far above the last dozen are a jump, as soon as most of a few are such."""
-    run = Run(only_jump())
+    run = Run(only("jump"))
     assert run.alarms((loss, 1.0) for loss in first) == []
     alarms = run.alarms([(high, 1.0)] * 8)
     assert [(one.signal, one.step) for one in alarms] == (
@@ -673,7 +667,7 @@ def resume(run: Run) -> None:
 
 def test_the_first_updates_of_a_patched_run_are_no_measure_after_a_resume_either() -> None:
     """An early divergence compares with values that the patched line may have replaced."""
-    run = Run(only_overshoot())
+    run = Run(only("overshoot"))
     assert run.alarms([(1.1, 0.3)]) == []
     run.checks.early_divergence.is_over = True
     resume(run)
