@@ -27,11 +27,13 @@ from typing import Any
 import torch
 from recovery_controls import by_hand
 
+from resilient_train.adapters.reporter import Place
 from resilient_train.app.build import Run, assemble
 from resilient_train.app.config.compose import load
 from resilient_train.app.train import evaluate
 from resilient_train.errors import GaveUp
 from resilient_train.ranks.world import World
+from resilient_train.record.incident_log import IncidentLog
 from resilient_train.types import Incident
 
 DRILLS = ("nan_batch", "nan_grad", "inf_loss", "loss_spike", "bit_flip", "bad_moments", "bad_row", "hot_lr", "gauntlet")
@@ -127,7 +129,7 @@ def cell(recipe: str, drill: str, policy: str, seed: int, steps: int) -> Cell:
     config = composed(recipe, drill, seed, steps)
     recovery: Any = REWIND_ONLY if policy == "rewind only" else "off" if policy in CONTROLS else policy
     config = dataclasses.replace(config, recovery=recovery)
-    run = assemble(config, World.joined(config.accelerate))
+    run = assemble(config, World.joined(config.accelerate), Place(IncidentLog(None)))
     run.model.train()
     made = guarded(run) if policy not in CONTROLS[:2] else Cell(*by_hand(run, skips=policy == "skip only"))
     made.loss = evaluate(run)["loss"]

@@ -32,16 +32,18 @@ WAYS = ("flat", "per tensor", "take", "restore")
 
 def ways(size: str) -> tuple[dict[str, Callable[[], Any]], int]:
     """Every way to copy a run's state by its name, and the bytes of the state."""
+    from resilient_train.adapters.reporter import Place
     from resilient_train.app.build import assemble
     from resilient_train.app.config.compose import load
     from resilient_train.ranks.world import World
     from resilient_train.reader import MemoryConfig
+    from resilient_train.record.incident_log import IncidentLog
     from resilient_train.state.ring import Ring
     from resilient_train.state.tree import nbytes, taken_apart
 
     small = "model=gpt model.context=128 data=python_source data.batch_size=1 data.eval._target_=null tracking=none"
     config = load([*small.split(), *SIZES[size].split(), "run.steps=1", "checkpoint.memory.every=0"]).config
-    guard = assemble(config, World.joined(config.accelerate)).guard
+    guard = assemble(config, World.joined(config.accelerate), Place(IncidentLog(None))).guard
     for batch in guard.batches(steps=1):
         guard.step(batch)  # the moments come to be
     state = guard.state
