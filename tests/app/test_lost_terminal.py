@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command import MINE
@@ -69,7 +70,8 @@ def test_a_command_line_ends_with_its_own_code_when_nobody_hears_it(tmp_path: Pa
     """A true interpreter: neither its last flush nor what it says of a mistake is worth another code."""
     read, write = os.pipe()
     os.close(read)
-    command, place = [sys.executable, "-m", "resilient_train"], {"cwd": tmp_path, "env": ENVIRONMENT}
+    command = [sys.executable, "-m", "resilient_train"]
+    place: dict[str, Any] = {"cwd": tmp_path, "env": ENVIRONMENT}
     told = subprocess.run([*command, "--help"], **place, stdout=write, stderr=subprocess.PIPE, text=True)
     assert (told.returncode, told.stderr) == (0, "")
     assert subprocess.run([*command, "run.stesp=1"], **place, stdout=write, stderr=write).returncode == 2
