@@ -36,7 +36,7 @@ from resilient_train.state.ring import Ring
 from resilient_train.state.run_state import Clock, RunState
 from resilient_train.trials import Trials
 from resilient_train.types import Incident, Signal
-from resilient_train.update.clip import norm_over_ranks
+from resilient_train.update.clip import LoopClipCheck, norm_over_ranks
 from resilient_train.update.gate import synchronous
 from resilient_train.update.objective import Objective
 from resilient_train.update.turns import DirectStepCheck
@@ -194,6 +194,8 @@ class Guard(guard.EngineGuard):
             self._handled = sys.exc_info()[1]  # an error that the caller handles with this loop
             waits = synchronous(updater.optimizers) if device.type != "cpu" else []
             self._cautions = [*loops.cautions(samples, waits, has_objective=measured is not None)]
+            self._loop_clips = LoopClipCheck()
+            self._sees_clips = is_own_loop and world.is_main and measured is None and not samples.is_fed
         except BaseException:
             if home.lock is not None:
                 home.lock.release()  # a notebook keeps the error, and with it the lock, when its cell is run again
@@ -425,6 +427,8 @@ class Guard(guard.EngineGuard):
         return left
 
     def _on_accepted(self) -> None:
+        if self._sees_clips and self.newest is not None:
+            self._loop_clips.see(self.newest.grad_norm)
         home = self.reporter.place
         if home.directory is not None and self.clock.step % REPORT_EVERY == 0:
             self.reporter.show(self.report() if home.tracking is not None else None)

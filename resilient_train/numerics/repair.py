@@ -43,7 +43,7 @@ _MOST = 2**20  # elements of a result: what is computed here takes several times
 def led_back(
     value: Tensor, broken: Tensor, bare: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
-    """Return the value of a pointwise operation with a gradient for what broke in it, if it does not a step beside."""
+    """Return the value of a pointwise operation with a gradient for what broke in it, unless a step aside breaks it."""
     places = [place for place, one in enumerate(args) if is_repairable(one)]
     if not torch.is_grad_enabled() or not any(args[place].requires_grad for place in places):
         return value

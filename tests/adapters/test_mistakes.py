@@ -84,11 +84,12 @@ def test_snapshots_and_checks_are_named_as_a_loop_gives_them(caplog: pytest.LogC
 # ------------------------------------------------------------------------------------------------------- in the loop
 
 
-def hand_over(guard: Guard, loss_of: Any) -> None:
-    for batch in guard.batches(1):
+def hand_over(guard: Guard, loss_of: Any, steps: int = 20, between: Any = lambda: None) -> None:
+    for batch in guard.batches(steps):
         loss = loss_of(batch)
         if loss.requires_grad:
             loss.backward()
+        between()
         guard.update(loss)
 
 
@@ -113,6 +114,22 @@ def test_an_objective_of_a_frozen_or_another_model_says_so() -> None:
         train(guard_of(frozen), 1)
     with pytest.raises(TrainError, match=r"was not computed with the guarded model"):
         train(guard_of(objective=lambda model, batch: squared(other, batch)), 1)
+
+
+@pytest.mark.parametrize("clips", [True, False])
+def test_a_loop_that_clips_by_itself_is_noticed(clips: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Once, in one line, with what to write instead; norms that are as they are say nothing."""
+    caplog.set_level(logging.INFO, "resilient_train")
+    model = nn.Linear(WIDTH, 1)
+
+    def clip() -> None:
+        if clips:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+    hand_over(guard_of(model, objective=None), lambda batch: squared(model, batch), between=clip)
+    said = [one for one in caplog.messages if "clip_grad_norm_" in one]
+    assert len(said) == clips
+    assert all(one.endswith("if the loop calls clip_grad_norm_, leave that to Guard(clip=0.5)") for one in said)
 
 
 # ----------------------------------------------------------------------------------------------------------- the end
