@@ -34,6 +34,7 @@ from resilient_train.diagnose.frames import (
     statistics,
     user_line,
 )
+from resilient_train.diagnose.verdict import is_plain
 from resilient_train.numerics.operations import is_in_place, op_name
 from resilient_train.state.tree import leaves
 from resilient_train.types import Culprit
@@ -55,7 +56,7 @@ class Origin:
     line: Line | None
     inputs: tuple[Mapping[str, Any], ...] = ()
     is_scalar: bool = False  # its result is a single number
-    after: Origin | None = None  # the first patched operation that broke before it, of which it may be a consequence
+    after: Origin | None = None  # the first patched operation that broke on the way to it: this one is a consequence
     is_of_data: bool = False  # all that it was given comes from the batch
     was_given: bool = False  # it did not make them: the program gave them to it, as a constant or from outside of torch
 
@@ -101,7 +102,9 @@ class Microscope(TorchFunctionMode):
         self._nodes: dict[Any, _Call] = {}
         self._hooks: list[Any] = []
         self._has_spread = False  # some node has passed on a gradient that is not finite
-        self._repaired: Origin | None = None  # the first value that broke in a patch and was replaced
+        self._repaired: dict[tuple[str, int], Origin] = {}  # by line: what broke in a patch and was replaced
+        self._replaced: dict[Any, Origin] = {}  # by node: what that was computed from
+        self._losses: list[Any] = []  # their nodes
         self._raised: tuple[BaseException, Origin] | None = None  # the newest exception of an operation
         self._of_batch = WeakIdKeyDictionary()  # tensors of the batch, and those that were made of these alone
         self._is_mixed = False  # what else the program holds may have come into those: a number, or a write in place
@@ -133,7 +136,7 @@ class Microscope(TorchFunctionMode):
         self._raised = None
         for hook in self._hooks:
             hook.remove()
-        for held in (self._hooks, self._nodes, self._origins, self._by_memory):
+        for held in (self._hooks, self._nodes, self._origins, self._by_memory, self._replaced, self._losses):
             held.clear()
 
     def __torch_function__(
@@ -183,7 +186,7 @@ class Microscope(TorchFunctionMode):
                     origin = self.backward
                 self._note(output, origin)
                 if origin is not None and origin.call == call.number and self._is_armored(call):
-                    self._repaired = self._repaired or origin
+                    self._remember_repair(origin, inputs)
             if not in_place:
                 origin = self._first(inputs)
                 call.of_inputs = None if origin is None or origin.was_given else origin
@@ -194,6 +197,7 @@ class Microscope(TorchFunctionMode):
 
     def judge(self, loss: Tensor) -> None:
         """Find the origin of a loss that is not finite, and watch what is left of the graph."""
+        self._losses.append(loss.grad_fn)
         with torch._C.DisableTorchFunction():
             self._watch(None, [loss], [])
             if kinds := kinds_of(loss):
@@ -246,8 +250,9 @@ class Microscope(TorchFunctionMode):
         kind = max(kinds)  # "nan" rather than "inf"
         if kind in given or (kind == "inf" and given) or call.op in _UNFILLED:
             return Origin("forward", call.op, kind, call.number, call.line, was_given=True)
-        made = Origin("forward", call.op, kind, call.number, call.line, () if was else statistics(inputs), is_scalar)
-        return replace(made, after=self._repaired, is_of_data=call.is_of_data)
+        after = self._after([one.grad_fn for one in inputs], call.op)
+        ranges = () if was else statistics(inputs)
+        return Origin("forward", call.op, kind, call.number, call.line, ranges, is_scalar, after, call.is_of_data)
 
     def _first(self, inputs: Iterable[Tensor]) -> Origin | None:
         """The earliest origin of inputs; what was given counts only if nothing else does."""
@@ -273,9 +278,39 @@ class Microscope(TorchFunctionMode):
             return None
         return Origin("forward", call.op, max(kinds), number, call.line, was_given=True)
 
+    # Consequences of patched operations.
+
     def _is_armored(self, call: _Call) -> bool:
         line = call.line
         return line is not None and any((line.file, line.line, op) in self._armored for op in (call.op, ""))
+
+    def _remember_repair(self, origin: Origin, inputs: Iterable[Tensor]) -> None:
+        """Note what a patch is about to repair: later values may be computed from that line, or from its inputs."""
+        assert origin.line is not None
+        self._repaired.setdefault((origin.line.file, origin.line.line), origin)
+        for node in [one.grad_fn for one in inputs if one.grad_fn is not None]:
+            self._replaced.setdefault(node, origin)
+            for before, _ in node.next_functions if _is_custom(node) else ():
+                if before is not None:
+                    self._replaced.setdefault(before, origin)
+
+    def _after(self, nodes: Iterable[Any], op: str) -> Origin | None:
+        """The first repaired operation that these nodes depend on, or the same operation of the same values."""
+        if not self._repaired:
+            return None
+        met, waiting, found = {None}, list(nodes), []
+        while waiting:
+            node = waiting.pop()
+            if node in met:
+                continue
+            met.add(node)
+            waiting += [before for before, _ in node.next_functions]
+            call, given = self._nodes.get(node), self._replaced.get(node)
+            if call is not None and call.line is not None:
+                found.append(self._repaired.get((call.line.file, call.line.line)))
+            if given is not None and given.op == op:
+                found.append(given)
+        return min((one.after or one for one in found if one), key=lambda one: one.call, default=None)
 
     # Backward.
 
@@ -333,8 +368,10 @@ class Microscope(TorchFunctionMode):
                 if call.of_inputs is not None:  # the gradient is not finite because of the call's inputs
                     self.backward = replace(call.of_inputs, is_of_data=False)  # the program masks that value
                     return
+                # A gradient that is merely too large comes from everything that the loss is computed from.
+                first = self._after([node, *self._losses] if is_plain(call.op) else [node], call.op)
                 kind = max(set().union(*map(kinds_of, spoiled)))
-                self.backward = Origin("backward", call.op, kind, call.number, call.line, after=self._repaired)
+                self.backward = Origin("backward", call.op, kind, call.number, call.line, after=first)
 
         self._hooks.append(node.register_hook(passed))
 

@@ -171,6 +171,29 @@ def of_what_was_made_up(hidden: Tensor) -> Tensor:
     return (hidden / root).sum()  # breaks
 
 
+def of_the_same_values(hidden: Tensor) -> Tensor:
+    large = hidden * 0 + 200
+    made = large.exp()  # in armor
+    return (large / 2).exp().sum() + made.sum()  # breaks
+
+
+def by_its_slope(hidden: Tensor) -> Tensor:
+    made = (hidden * 0 - 1).sqrt()  # in armor
+    small = hidden * 1e-30
+    large = small * 1e30  # breaks
+    return (large * 1e30).sum() * 1e-10 + made.sum()
+
+
+def of_its_own(hidden: Tensor) -> Tensor:
+    made = (hidden * 0 - 1).sqrt()  # in armor
+    return (hidden * 0).log().sum() + made.sum()  # breaks
+
+
+def of_its_own_slope(hidden: Tensor) -> Tensor:
+    made = (hidden * 0 - 1).sqrt()  # in armor
+    return (hidden * 0).pow(0.5).sum() + made.sum()  # breaks
+
+
 def unhurt(hidden: Tensor) -> Tensor:
     made = (hidden * 0 + 1).sqrt()  # in armor
     return (hidden / (made - 1)).sum()  # breaks
@@ -180,13 +203,17 @@ def unhurt(hidden: Tensor) -> Tensor:
     ("does", "op", "follows"),
     [
         (of_what_was_made_up, "div", "sqrt"),
+        (of_the_same_values, "exp", "exp"),
+        (by_its_slope, "mul", "sqrt"),
+        (of_its_own, "log", ""),
+        (of_its_own_slope, "pow", ""),
         (unhurt, "div", ""),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_what_breaks_of_made_up_values_is_told_from_what_breaks_of_itself(does: Any, op: str, follows: str) -> None:
-    """Where a patch had to repair something, what breaks after it is taken for a consequence."""
-    patched = HERE, line_of(does, "# in armor"), "sqrt"
+    """A consequence knows the armored operation that it comes of; what has nothing to do with it does not."""
+    patched = HERE, line_of(does, "# in armor"), "exp" if follows == "exp" else "sqrt"
     armor = Armor()
     armor.add(*patched)
     try:
