@@ -76,21 +76,23 @@ class Follower:
         make_again: MakeAgain,
         measure_norm: Callable[[], torch.Tensor | None],
         *,
-        forget: Callable[[list[Path]], None] = lambda damaged: None,
+        forget: Callable[[int], None] = lambda since: None,
+        is_saver: bool,
         made: int,
         planned: float,
     ) -> None:
         """The schedules of `guard` are `TrainersSettings`, one for each optimizer.
 
         `make_again` runs forward and backward of a batch of an update, which is its number among them. `measure_norm`
-        clips the gradients as the trainer does, and returns their norm before. `forget` is called with the
-        checkpoints of a damaged state, which rank 0 renames. The trainer has `made` so many updates before, in other
-        processes, of those that are `planned`, which is -1 or very large if it has no end.
+        clips the gradients as the trainer does, and returns their norm before. `forget` is called with the last step
+        before damage; checkpoints since then are renamed by `is_saver`, which has written them. The trainer has `made`
+        so many updates before, in other processes, of those that are `planned`, which is -1 or very large if it has no
+        end.
         """
         self.guard, self.samples = guard, samples
         guard.clock.step = guard.clock.tick = made
         self._make_again, self._measure_norm = make_again, measure_norm
-        self._forget = forget
+        self._forget, self._is_saver = forget, is_saver
         self._updater = guard._updater
         self._updater.trainer_clips = True
         assert isinstance(guard.seeds, RecordedStates)
@@ -240,9 +242,9 @@ class Follower:
         damaged = [path for step, path in self._saved if step > since]
         self._saved = [one for one in self._saved if one[0] <= since]
         for path in damaged:
-            if self.guard.world.is_main and path.exists():
+            if self._is_saver and path.exists():
                 _rename(path)
-        self._forget(damaged)
+        self._forget(since)
 
     # Inside.
 

@@ -94,6 +94,7 @@ class Guarding:
         self._optimizer_step: Any = None
         self._replayed: torch.Tensor | None = None  # the loss whose backward a replay makes itself
         self._logged: tuple[Any, Any] = 0.0, None  # the loss and the norm of the newest update that was made
+        self.evaluated = dict[int | None, int]()  # by the trainer's steps: the accepted updates at each evaluation
 
     def begin(self) -> Follower:
         """Make the guard when everything is prepared, before the first batch."""
@@ -123,6 +124,7 @@ class Guarding:
             self._make_again,
             self._measure_norm,
             forget=self._forget,
+            is_saver=args.should_save,
             made=made,
             planned=planned,
         )
@@ -264,10 +266,10 @@ class Guarding:
             self.follower.examine(is_end=is_end)
             self._return_to(place)
 
-    def _forget(self, damaged: list[Path]) -> None:
-        """Let the trainer forget its best state if that has damage: the next evaluations decide."""
+    def _forget(self, since: int) -> None:
+        """Let the trainer forget its best state if that came after this step: the next evaluations decide."""
         state = self.trainer.state
-        if state.best_model_checkpoint is not None and Path(state.best_model_checkpoint) in damaged:
+        if self.evaluated.get(state.best_global_step, 0) > since:
             state.best_metric = state.best_global_step = state.best_model_checkpoint = None
 
 
@@ -354,6 +356,8 @@ class _Guarded(_Trainer):  # type: ignore[misc]
     def _evaluate(self, *args: Any, **more: Any) -> Any:
         here = self._resilient
         here.examine()
+        if here.follower is not None:
+            here.evaluated[self.state.global_step] = here.follower.guard.clock.step
         found = super()._evaluate(*args, **more)
         if here.follower is not None and isinstance(loss := found.get("eval_loss"), float):
             here.follower.guard.reporter.note_evaluation({"loss": loss})

@@ -149,6 +149,7 @@ class Fit:
             samples,
             self._retry,
             self._measure_norm,
+            is_saver=trainer.is_global_zero,
             made=made,
             planned=planned,
         )

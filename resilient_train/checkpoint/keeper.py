@@ -59,7 +59,8 @@ class CheckpointKeeper:
         self._trusted: list[int] = []
         self._highest_saved = 0  # the highest step that was written, rewound or not
         self._last_rewind = (0, 0)  # tick and step
-        self.is_verified = True  # the state that the run was resumed from, or one that was saved since
+        self.is_verified = True  # the state that the run was resumed from
+        self._has_verified = True  # that state, or one that this process has written since
         self._is_failing = False
         self._has_read_back = False  # a checkpoint of this process, in full
         # For whoever takes them out: an incident if saving began to fail, None if it works again, and after a rewind to
@@ -102,7 +103,7 @@ class CheckpointKeeper:
         if not self._writes or (snapshot := ring.newest_verified()) is None:
             return
         # At once if all were demoted, or the run was resumed from a candidate: the run has to have a verified one.
-        is_safe = self._trusted and self.is_verified
+        is_safe = self._trusted and self._has_verified
         every = self._config.every if is_safe or not self._highest_saved else 1
         is_due = self._config.every and snapshot.step - self._last_saved >= every
         if self._is_sharded and is_due:
@@ -271,7 +272,8 @@ class CheckpointKeeper:
     def _load(self, entry: Entry, *, resuming: bool) -> None:
         self.resumption.load(entry, resuming=resuming)
         is_own = entry.path.parent == self._store.path
-        self.is_verified = entry.kind != CANDIDATE  # on ranks that write nothing, too: all take the same snapshots
+        # On ranks that write nothing, too: all take the same snapshots.
+        self.is_verified = self._has_verified = entry.kind != CANDIDATE
         self._trusted = [self._parts.clock.step] if is_own else []
         if is_own:  # all ranks: any step above 0 says that there were checkpoints
             steps = [one.step for one in self._store.entries()] if self._commits else self._trusted
@@ -284,7 +286,7 @@ class CheckpointKeeper:
         return self._trusted[-1] if self._trusted else 0
 
     def _note_saved(self, step: int, counts_as: int | None = None) -> None:
-        self._highest_saved, self.is_verified = max(self._highest_saved, step), True
+        self._highest_saved, self._has_verified = max(self._highest_saved, step), True
         newest = max(self._last_saved, step if counts_as is None else counts_as)
         self._trusted = [*self._trusted, newest][-max(self._config.keep, 1) :]  # older ones are pruned
 

@@ -27,6 +27,7 @@ _MAX_BYTES_OF_DEVICE = 2**26  # of kept batches that are not in the memory of th
 _MAX_BYTES = 2**30  # of kept batches: older ones are fetched again, or left out of a repetition
 _REMEMBERED, _MAX_ROWS = 10_000, 2**22  # older updates whose rows are known, and rows, of 8 bytes each
 _LEAST_REMEMBERED = 128  # updates: no diagnosis goes further back
+_REPLAYED = 64  # of these, the newest: then also what the trainer counted is known
 
 
 @dataclass(slots=True)
@@ -147,8 +148,10 @@ class FedSamples(Samples):
         while self._fed and self._fed[0].start < position:
             fed = self._fed.popleft()
             self._drop_batches(fed)
-            fed.settings, fed.before, fed.more = (), None, {}  # only the rows are asked for from now on
             self._older.append(fed)
+            if len(self._older) > _REPLAYED:  # of the others only the rows are asked for
+                old = self._older[-_REPLAYED - 1]
+                old.settings, old.before, old.more = (), None, {}
 
     def at(self, start: int) -> Fed:
         """Return the update that begins at a position."""

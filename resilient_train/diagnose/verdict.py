@@ -344,6 +344,11 @@ def _on_overflow(culprit: Culprit) -> str:
     return f"{_place(culprit)} makes more{of} than {kind} can hold: {fix}."
 
 
+def is_plain(op: str) -> bool:
+    """Say whether an operation has a value and a slope everywhere, and can only overflow."""
+    return op in _EXPONENTIAL or _family(op) is None
+
+
 def _overflows(culprit: Culprit, kind: str) -> bool:
     """Whether an operation exceeded the range of its type, rather than met a point where it has no value."""
     largest = _largest(culprit.inputs)

@@ -14,6 +14,7 @@ _OUTLIER = 100  # times the median of the first norms: left out when the first l
 _EARLY_LIMIT = 1e3  # times the median of a few norms or losses, before there are enough for the limit
 _FIRST_LIMIT = 1e7  # times the median of fewer norms than that
 _FEW = 4  # norms
+_STUCK = 20  # overflows in a row of a scaler that does not lower its scale
 _OFTEN, _OFTEN_WITHIN = 3, 64  # overflows, and the updates within which: a healthy scale meets one in thousands
 
 
@@ -137,7 +138,7 @@ class Refusals(PlainState):
 
 
 class ScaleCollapse:
-    """The loss scale keeps falling: no update lands any more, or only with a scale that is too small to help.
+    """The loss scale keeps falling, or is not lowered any more: no update lands, or only with one too small to help.
 
     A scaler starts at 2**16 and halves its scale at each overflow: ten in a row are an ordinary start.
     """
@@ -145,6 +146,7 @@ class ScaleCollapse:
     def __init__(self, config: ScaleConfig) -> None:
         self.config = config
         self._recent: deque[int] = deque(maxlen=_OFTEN)  # ticks of the latest overflows: they do not rewind
+        self._scale, self._tick, self._times = 0.0, 0, 0  # the scale, and how often it overflowed in a row
 
     def overflowed(self, vitals: Vitals) -> str | None:
         """Note an overflow. Returns the evidence if it is a collapse."""
@@ -152,7 +154,13 @@ class ScaleCollapse:
             return None
         self._recent.append(vitals.tick)
         scale = vitals.loss_scale
-        return f"the loss scale fell to {scale:.3g}" if scale is not None and scale < self.config.lowest else None
+        if scale is None:
+            return None
+        is_stuck = scale == self._scale and vitals.tick == self._tick + 1
+        self._scale, self._tick, self._times = scale, vitals.tick, self._times + 1 if is_stuck else 1
+        if self._times >= _STUCK:
+            return f"the loss scale stays at {scale:.3g}, at which {self._times} updates in a row overflowed"
+        return f"the loss scale fell to {scale:.3g}" if scale < self.config.lowest else None
 
     @property
     def is_frequent(self) -> bool:
