@@ -29,10 +29,11 @@ from held import held_at
 from kills import checkpoints, stand, summary
 from warm import ENVIRONMENT
 
-from resilient_train.app import command
+from resilient_train.app import command, status
 from resilient_train.app.config.command_line import parse
 from resilient_train.app.config.compose import load
 from resilient_train.errors import ConfigError
+from resilient_train.ranks.lock import DirectoryLock
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 SBATCH = SCRIPTS / "slurm.sbatch"
@@ -161,6 +162,19 @@ def test_the_shells_text_is_sound(judge: list[str], text: str) -> None:
         pytest.skip(f"{judge[0]} is not installed")
     done = subprocess.run(judge, input=text, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_scripts_know_the_line_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """While it is at work, and once it was killed."""
+    (tmp_path / "config.yaml").touch()
+    lock, lines = DirectoryLock(tmp_path), []
+    for _ in range(2):
+        status.main([str(tmp_path)])
+        lines.append(capsys.readouterr().out)
+        lock.release()
+    texts = (SBATCH.read_text(), POD["args"][0])
+    patterns = [word for text in texts for word in re.findall(r'\$stands == \*"(.+?)"\*', text)]
+    assert [[words in line for words in patterns] for line in lines] == [[True, True, False], [False, False, True]]
 
 
 ENDINGS: dict[str, tuple[str, dict[str, str], int, bool]] = {
