@@ -26,7 +26,7 @@ def main() -> None:
 def _do() -> None:
     verb, *words = sys.argv[1:] or [""]
     if verb in VERBS:
-        if verb != "sync":  # which has sockets
+        if verb not in ("sync", "examine"):  # which have sockets, and the user's code
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as any program that prints: `| head -1` ends it
         try:
             sys.exit(import_module(f"resilient_train.app.{verb}").main(words))

@@ -20,6 +20,8 @@ from moody import Door
 from stories import incident
 from warm import ENVIRONMENT, Forked, python
 
+from resilient_train.__main__ import main
+from resilient_train.app import VERBS
 from resilient_train.app.terminal import Terminal, fail_safe, survive_hangup
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.wording import log
@@ -105,6 +107,17 @@ def test_incidents_end_quietly_when_the_reader_has_read_enough(long_run: Path) -
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait(60) == -signal.SIGPIPE
+
+
+def test_a_broken_pipe_is_left_to_the_users_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And to sockets: a verb that has either is not ended by one."""
+    ended: list[str] = []
+    for verb in VERBS:
+        monkeypatch.setattr(sys, "argv", ["resilient-train", verb, "--help"])
+        monkeypatch.setattr(signal, "signal", lambda number, does, verb=verb: ended.append(verb))
+        with pytest.raises(SystemExit):
+            main()
+    assert ended == ["incidents", "checkpoints", "status"]
 
 
 # ------------------------------------------------------------------------------------------------------------- streams
