@@ -218,10 +218,11 @@ def _converted(value: Any, kind: Any, limits: Mapping[str, Any]) -> Any:
     if origin is dict:
         return value if isinstance(value, Mapping) else _REFUSED
     if isinstance(origin, type) and issubclass(origin, Sequence):
-        if not is_list(value):
+        has_length = _has_length(origin, inner)
+        if not is_list(value) or (has_length and len(value) != len(inner)):
             return _REFUSED
-        kinds = {*inner} - {...}
-        every = [_converted(one, inner[0] if len(kinds) == 1 else Any, limits) for one in value]
+        kinds = inner if has_length else (*inner, Any)[:1] * len(value)
+        every = [_converted(one, its, limits) for one, its in zip(value, kinds, strict=True)]
         return _REFUSED if _REFUSED in every else every if origin is list else tuple(every)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if kind in (int, float):
@@ -238,6 +239,11 @@ def _converted(value: Any, kind: Any, limits: Mapping[str, Any]) -> Any:
     if getattr(kind, "__name__", "") == "Tensor":  # of torch, which is not imported here: no configuration gives one
         return _REFUSED
     return value if kind not in _NAMES or isinstance(value, kind) else _REFUSED
+
+
+def _has_length(origin: Any, inner: tuple[Any, ...]) -> bool:
+    """Say whether a type is that of tuples with a type for each place."""
+    return origin is tuple and bool(inner) and ... not in inner
 
 
 def _is_within(value: float, limits: Mapping[str, Any]) -> bool:
@@ -260,7 +266,8 @@ def _allowed(kind: Any, limits: Mapping[str, Any]) -> str:
     if origin is dict:
         return "a mapping"
     if isinstance(origin, type) and issubclass(origin, Sequence):
-        return f"a list, each {_allowed(inner[0], limits)}" if len({*inner} - {...}) == 1 else "a list"
+        each = f", each {_allowed(inner[0], limits)}" if len({*inner} - {...}) == 1 else ""
+        return f"a list{each}" + (f", {len(inner)} in all" if _has_length(origin, inner) else "")
     bounds = [f"{name} {limits[key]}" for key, name in _LIMITS.items() if key in limits] if kind in (int, float) else []
     return _NAMES.get(kind, getattr(kind, "__name__", "a value")) + (f" ({', '.join(bounds)})" if bounds else "")
 

@@ -34,6 +34,8 @@ REFUSED = [
     ("modl=gpt", "modl=gpt: no such key; did you mean model? There are run, ", ", experiment"),
     ("optimizer.lr=-1", "error: optimizer.lr=-1: torch.optim.AdamW failed with ", "Invalid learning rate: -1"),
     ("optimizer.betas=[0.9,nan]", "optimizer.betas=[0.9, nan]: must be a list, each a finite number"),
+    ("+optimizer.betas=[0.9,0.99,0.9]", "optimizer.betas=[0.9, 0.99, 0.9]: must be a list, ", ", 2 in all"),
+    ("optimizer=custom optimizer._target_=torch.optim.Adafactor +optimizer.eps=[null,nan]", "eps=[None, nan]: must be"),
     ("clip.max_norm=-1", "clip.max_norm=-1: must be a finite number (greater than 0)"),
     ("recovery.budget.share=nan", "recovery.budget.share=nan: must be a finite number"),
     ("run.resume=perhaps", "run.resume=perhaps", "auto", "never"),
