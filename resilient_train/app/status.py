@@ -9,9 +9,9 @@ import json
 import sys
 
 from resilient_train.app import NO_RUN, parser_of
-from resilient_train.record.endings import ending_of
+from resilient_train.record.endings import Ending, ending_of
 from resilient_train.record.journal import JOURNAL
-from resilient_train.secrets import masked
+from resilient_train.secrets import masked, masked_tree
 from resilient_train.tracking.review import next_start, verdict
 from resilient_train.tracking.story import Story, read_story
 from resilient_train.wording import counted, printable
@@ -27,10 +27,15 @@ def main(arguments: list[str] | None = None) -> int:
         story = read_story(given.run_dir)
     except OSError as error:
         ending = ending_of(given.run_dir)
-        print(f"{given.run_dir}: {ending.state}; {JOURNAL} cannot be read: {error.strerror or error}")
+        why = f"{JOURNAL} cannot be read: {error.strerror or error}"
+        if given.json:
+            known = {"state": _state_of(ending), "exit_code": ending.exit_code, "why": why}
+            print(json.dumps(masked_tree({"run_dir": str(given.run_dir), **known})))
+        else:
+            print(printable(masked(f"{given.run_dir}: {ending.state}; {why}")))
         return ending.exit_code
     if given.json:
-        print(json.dumps({"run_dir": str(given.run_dir), **known_of(story)}))
+        print(json.dumps(masked_tree({"run_dir": str(given.run_dir), **known_of(story)})))
     elif story.state == "none":
         print(f"{given.run_dir}: {NO_RUN}", file=sys.stderr)
     else:
@@ -51,7 +56,7 @@ def line_of(story: Story) -> str:
 def known_of(story: Story) -> dict[str, object]:
     """Return the status for programs."""
     return {
-        "state": "refused" if story.refused else "running" if story.process else story.state,
+        "state": _state_of(story),
         "status": story.status,
         "exit_code": story.exit_code,
         "step": story.step,
@@ -62,3 +67,7 @@ def known_of(story: Story) -> dict[str, object]:
         "incidents": len(story.incidents),
         "to_change": [one.text for one in story.advice],
     }
+
+
+def _state_of(found: Story | Ending) -> str:
+    return "refused" if found.refused else "running" if found.process else found.state

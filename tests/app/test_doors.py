@@ -121,6 +121,21 @@ def test_status_is_quick_and_speaks_to_programs(tmp_path: Path) -> None:
     assert found["onward"] == "the same command exits with 0; raise `run.steps` to train longer"
 
 
+def test_status_without_a_journal_that_can_be_read(
+    tmp_path: Path, capsys: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How the run ended is told all the same, to programs too, and without a secret."""
+    monkeypatch.setenv("HF_TOKEN", "very-secret-name")
+    run_dir = tmp_path / "very-secret-name"
+    (run_dir / "journal.jsonl").mkdir(parents=True)
+    (run_dir / "config.yaml").touch()
+    assert (status.main([str(run_dir)]), status.main([str(run_dir), "--json"])) == (1, 1)
+    line, known = capsys.readouterr().out.splitlines()
+    why = "journal.jsonl cannot be read: Is a directory"
+    assert line == f"{tmp_path}/***: killed; {why}"
+    assert json.loads(known) == {"run_dir": f"{tmp_path}/***", "state": "killed", "exit_code": 1, "why": why}
+
+
 # --------------------------------------------------------------------------------------------------------- checkpoints
 
 
