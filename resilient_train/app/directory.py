@@ -44,8 +44,9 @@ def claim(
 ) -> tuple[RunDirectory, DirectoryLock]:
     """Lock `path` for a run of `steps` updates. With `resume` never, lock the next sibling that is free.
 
-    A directory without any update is reused. One that holds the complete run is returned with its summary, and so is
-    one that gave up if its config.yaml `is_unchanged`: it would give up again. Any other run resumes.
+    A directory without any update is reused; with `resume` never, if its start was refused. One that holds the complete
+    run is returned with its summary, and so is one that gave up if its config.yaml `is_unchanged`: it would give up
+    again. Any other run resumes.
     """
     path = path.absolute()
     siblings = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
@@ -59,10 +60,12 @@ def claim(
         node = read_json(directory.path / SUMMARY)
         summary = node if isinstance(node, dict) else {}
         has_no_update = summary.get("ticks") == 0 and not (directory.path / CHECKPOINTS).exists()
-        if resume == "never" and not directory.is_new and not _was_launched_by_this(directory.path):
+        was_refused = summary.get("status") == "failed" and summary.get("exit_code") == 2
+        is_free = directory.is_new or (has_no_update and (was_refused or resume != "never"))
+        if resume == "never" and not is_free and not _was_launched_by_this(directory.path):
             lock.release()
             continue
-        if not directory.is_new and (resume == "never" or not has_no_update):
+        if not is_free:
             done, status = summary.get("steps"), summary.get("status")
             is_complete = isinstance(done, int) and done >= steps and status == "completed"
             is_finished = is_complete or (status == "gave_up" and is_unchanged(directory.config))

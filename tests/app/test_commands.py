@@ -81,15 +81,17 @@ def test_a_complete_run_says_what_mlflow_lacks_of_it(run_command: command) -> No
     assert re.search(r"MLflow lacks \d+ entries of it; to upload them:\n  .*sync runs/lacking", again.stdout)
 
 
+@pytest.mark.parametrize("resume", ["auto", "never"])
 def test_a_configuration_that_is_refused_is_in_nobodys_way(
-    run_command: command, monkeypatch: pytest.MonkeyPatch
+    resume: str, run_command: command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run stays as it was, and the mended command works, also a scheduler's."""
-    mine = [*MINE, "run.steps=5", "run.dir=mine"]
+    mine = [*MINE, "run.steps=5", "run.dir=mine", f"run.resume={resume}"]
     assert run_command([*mine, "+model.widht=3"]).code == 2
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert run_command([*mine, "objective._target_=strangers.no_scalar"]).code == 2
     assert run_command(mine).code == 0
+    assert os.listdir() == ["mine"]
     before = sorted(os.listdir("mine"))
     assert run_command([*mine, "run.steps=6", "+model.widht=3"]).code == 2
     assert sorted(os.listdir("mine")) == before
