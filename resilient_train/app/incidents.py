@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
         if story.state == "none" and not (run_dir / JOURNAL).exists():
             print(f"{run_dir}: {NO_RUN}", file=sys.stderr)
             return 2
-        shown = _Shown(as_json=given.json)
+        shown = _Shown(as_json=given.json, follows=given.follow)
         shown.summary(story, damaged_lines(run_dir / JOURNAL))
         shown.news(story, given.last)
         return _follow(run_dir, shown, story) if given.follow else 0
@@ -85,8 +85,8 @@ def _follow(run_dir: Path, shown: _Shown, story: Story) -> int:
 class _Shown:
     """What was shown of a run: blocks of lines for a person, or a line of JSON for each incident and each change."""
 
-    def __init__(self, *, as_json: bool) -> None:
-        self.as_json = as_json
+    def __init__(self, *, as_json: bool, follows: bool) -> None:
+        self.as_json, self.follows = as_json, follows
         self.known: dict[int, Outcome | None] = {}  # the outcomes of incidents when they were shown
 
     def summary(self, story: Story, damaged: int = 0) -> None:
@@ -103,7 +103,7 @@ class _Shown:
             print_line(line)
 
     def news(self, story: Story, last: int | None = None) -> None:
-        """Show each incident once it was treated, and its outcome when that is known."""
+        """Show each incident, with --follow once it was treated, and its outcome when that is known."""
         before = 0 if last is None else max(0, len(story.chapters) - max(0, last))
         if before and not self.as_json:
             print_line(f"{counted(before, 'incident')} before these")
@@ -112,7 +112,7 @@ class _Shown:
             incident = chapter.incident
             is_known = incident.id in self.known
             is_being_treated = bool(story.process) and chapter.treated_ms is None and incident.outcome is None
-            if is_being_treated or (is_known and self.known[incident.id] is incident.outcome):
+            if (is_being_treated and self.follows) or (is_known and self.known[incident.id] is incident.outcome):
                 continue
             self.known[incident.id] = incident.outcome
             if self.as_json:

@@ -227,6 +227,19 @@ def test_following_shows_each_incident_once_and_ends_with_the_run(tmp_path: Path
     assert len(capsys.readouterr().out.splitlines()) == 1
 
 
+def test_an_incident_is_shown_while_it_is_being_treated(tmp_path: Path, capsys: Said) -> None:
+    """Only who follows the run is told of it later, with what was done."""
+    run_dir = write(tmp_path / "run")
+    lock, book = DirectoryLock(run_dir), IncidentLog(run_dir)
+    book.add(incident(1, 40))
+    for words in ([], ["--json"]):
+        assert incidents.main([str(run_dir), *words]) == 0
+        assert "loss 8.12 where 2.9 to 3.4 was usual" in capsys.readouterr().out
+    incidents._Shown(as_json=False, follows=True).news(read_story(run_dir))
+    assert capsys.readouterr().out == ""
+    lock.release()
+
+
 def test_following_waits_for_a_launcher_to_start_the_run_again(
     tmp_path: Path, capsys: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
