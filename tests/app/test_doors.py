@@ -43,7 +43,7 @@ def test_status_follows_a_run_through_kills_and_stops(nursery: Nursery, capsys: 
     assert told(capsys, run_dir)[0] == 2
 
     first = nursery.start(*command, FOR_EVER)
-    assert first.until(lambda: stand(run_dir).step >= 30)
+    assert first.until(lambda: any((run_dir / "checkpoints").glob("step-*")) and stand(run_dir).step >= 30)
     code, line = told(capsys, run_dir)
     assert code == 0
     assert re.fullmatch(rf"All is well so far: at step .* of 10,000,000; .* Running, process {first.pid} on \S+", line)
