@@ -25,6 +25,7 @@ from resilient_train.types import (
 log = logging.getLogger("resilient_train")
 IN_FILE_ONLY = {"in_file_only": True}  # too long for a terminal
 GOOD, WARNING = {"style": "bold green"}, {"style": "bold yellow"}  # how a run ended
+PROGRESS = {"progress": True}  # a terminal shows such lines every few seconds
 
 _NOTICED = {
     Signal.NONFINITE_BATCH: "the batch is not finite",

@@ -18,7 +18,7 @@ from resilient_train.errors import TrainError
 from resilient_train.record.incident_lines import as_line
 from resilient_train.record.journal import JOURNAL, damaged_lines
 from resilient_train.tracking.report import block
-from resilient_train.tracking.review import review
+from resilient_train.tracking.review import review, verdict
 from resilient_train.tracking.story import Chapter, Story, read_story
 from resilient_train.types import Outcome
 from resilient_train.wording import counted, describe_outcome
@@ -93,13 +93,12 @@ class _Shown:
         """Say whether the run is all right, what to change, and what is left of it."""
         if self.as_json:
             return
-        first, *rest = review(story)
-        words, colon, sentences = first.partition(": ")
+        words, sentences = verdict(story)
         sentences += f" Running, {story.process}." if story.process else ""
-        print_line((words + colon, _STYLES.get(story.status, "bold yellow")), sentences)
+        print_line((f"{words}: ", _STYLES.get(story.status, "bold yellow")), sentences)
         if damaged:
             print_line((f"{JOURNAL}: {counted(damaged, 'line')} damaged and left out", "yellow"))
-        for line in rest:
+        for line in review(story)[1:]:
             print_line(line)
 
     def news(self, story: Story, last: int | None = None) -> None:

@@ -108,6 +108,7 @@ class _FailSafe:
         return getattr(self._stream, name)
 
 
+_PROGRESS_EVERY_S = 5.0  # on a terminal, where a fast run would print a screen of such lines a second
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # the run continues without its log file
 
 
@@ -152,10 +153,15 @@ class _ToTerminal(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self._out, self._errors = fail_safe(sys.stdout), fail_safe(sys.stderr)
+        self._next_progress = 0.0  # not shown on a terminal before
 
     def emit(self, record: logging.LogRecord) -> None:
         if getattr(record, "in_file_only", False):
             return
+        if getattr(record, "progress", False) and is_terminal(self._out):
+            if record.created < self._next_progress:
+                return
+            self._next_progress = record.created + _PROGRESS_EVERY_S
         is_error = record.levelno >= logging.ERROR
         usual = "red" if is_error else "yellow" if record.levelno >= logging.WARNING else ""
         stream = self._errors if is_error else self._out

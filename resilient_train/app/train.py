@@ -9,7 +9,7 @@ import torch
 
 from resilient_train.app.build import Run
 from resilient_train.state.randomness import preserved
-from resilient_train.wording import duration, log
+from resilient_train.wording import PROGRESS, duration, log
 
 
 def train(run: Run, beat: Callable[[], None] = lambda: None) -> None:
@@ -46,7 +46,7 @@ def report(run: Run) -> None:
     more = "".join(f"  {name} {value:.4g}" for name, value in newest.metrics.items() if math.isfinite(value))
     left_s = 1e-3 * newest.values.get("step_ms", 0.0) * (steps - vitals.step)
     numbers = f"loss {vitals.loss:.4f}{more}  grad {vitals.grad_norm:.3g}  lr {vitals.lr:.2e}"
-    log.info("step %d/%d  %s  %s left", vitals.step, steps, numbers, duration(left_s))
+    log.info("step %d/%d  %s  %s left", vitals.step, steps, numbers, duration(left_s), extra=PROGRESS)
     run.guard.reporter.show(newest)
 
 

@@ -34,7 +34,7 @@ _OF_THE_RATE = (
     *(Signal.NONFINITE_WEIGHTS, Signal.NONFINITE_OPTIMIZER),
 )
 _MIN_SHARE_OF_UPDATE = 0.5  # of a rise of the loss: samples that cause less of it are not to blame
-_LITTLE = 0.25  # of it: samples that cause less of it are innocent
+_LITTLE = 0.25  # of it: samples that cause less of it are as usual
 _AHEAD = 2048  # samples ahead that are searched as well, once bad rows are found
 _YOUNG = 16  # accepted updates, before which there is nothing to compare with
 _TO_COMPARE = 5  # updates with bad rows, and without them, that a comparison takes

@@ -167,8 +167,8 @@ def line_of(error: BaseException, names: dict[int, str]) -> Raised:
         if not of_distribution:
             if name == "__init__":
                 of_distribution = type(owner).__name__
-            # What a density is asked about, if no weight had a part in it, came with the data: the line that asks is
-            # innocent, and the rows are to blame.
+            # What a density is asked about, if no weight had a part in it, came with the data: the rows are the cause,
+            # and not the line that asks.
             elif not isinstance(value, Tensor) or value.requires_grad:
                 of_distribution = name
     return Raised(line, of_distribution, called or "statement", refused)

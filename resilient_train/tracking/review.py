@@ -88,7 +88,8 @@ def _verdict(story: Story) -> tuple[str, str]:
     if story.tick > story.step and story.chapters:
         undone = f" {story.tick - story.step:,} of {counted(story.tick, 'update')} refused or undone."
     costs = f"{met}.{undone}"
-    where = f"at step {story.step:,}" + (f" of {story.steps:,}" if story.steps is not None else "")
+    of = f" of {story.steps:,}" if story.steps is not None else ""
+    where = f"at step {story.step:,}{of}"
     if story.is_complete:
         where = counted(story.step, "step")
     elif story.state in ("ended", "closed"):
@@ -122,7 +123,7 @@ def _verdict(story: Story) -> tuple[str, str]:
             why = "".join(f": {noticed(one.anomaly, by_name=False)}, {why_of(one)}" for one in story.incidents[-1:])
             at = story.incidents[-1].anomaly.step if story.incidents else 0
             if at > story.step + 1:
-                where = where.replace(f"step {story.step:,}", f"step {at:,}", 1) + f", returned to step {story.step:,}"
+                where = f"at step {at:,}{of}, returned to step {story.step:,}"
             return "Gave up, needs attention", f"{where}{why}. In all, {costs}"
         case "preempted":
             return "Stopped on request", f"{where}; {costs}"

@@ -1,8 +1,8 @@
 """Incidents as traces of the run in MLflow: one for each, sent whole once its outcome is known.
 
 A trace is the incident as incidents.jsonl has it, as one span. Its ids follow from the run and the incident, so what is
-sent twice meets itself. What people add to a trace (tags,
-assessments) stays: a trace that is there is never sent again.
+sent twice meets itself. What people add to a trace (tags, assessments) stays: a trace that is there is never sent
+again.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from typing import Any
 from resilient_train.record.outbox import BEGAN, ENDED, METRICS, OUTBOX, Outbox
 from resilient_train.secrets import masked
 from resilient_train.tracking.connection import Store, TrackedRun, UploadCursor, cut, left_in, locate
-from resilient_train.tracking.review import command, program
+from resilient_train.tracking.review import command
 from resilient_train.wording import counted
 
 EXPERIMENT = "resilient_train"  # of the caller's own loop; conf/tracking names the same one for the command
@@ -134,8 +134,8 @@ class OutboxTracker(Tracker):
         self.uploader.ask_to_end()
         drain_s = self._config.drain_s
         if self.uploader.wait(min(drain_s, _EXPLAIN_AFTER_S)) is None and drain_s > _EXPLAIN_AFTER_S:
-            why = "uploading to MLflow, for up to %g s; Ctrl-C leaves the rest to %s sync"
-            _log.info(why, drain_s, program())
+            why = "uploading to MLflow, for up to %g s; Ctrl-C leaves the rest to %s"
+            _log.info(why, drain_s, command("sync", self._directory))
             self.uploader.wait(drain_s - _EXPLAIN_AFTER_S)
         self._report(self.uploader.read())
         return None if self.uploader.code == 0 else self._trouble or self.uploader.last_error() or "it took too long"

@@ -24,7 +24,7 @@ from resilient_train.__main__ import main
 from resilient_train.app import VERBS
 from resilient_train.app.terminal import Terminal, fail_safe, survive_hangup
 from resilient_train.record.incident_log import IncidentLog
-from resilient_train.wording import log
+from resilient_train.wording import PROGRESS, log
 
 LONG = [*MINE, "run.steps=300", "run.log_every=1", "run.name=run", "checkpoint.disk.every=0"]
 
@@ -156,6 +156,23 @@ def test_whatever_is_shown_on_a_terminal_that_is_gone(number: int, monkeypatch: 
         assert sys.stdout.isatty()
     assert sys.stdout is dead
     assert fail_safe(None) is None
+
+
+def test_a_terminal_shows_progress_now_and_then_and_the_log_file_all_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A pipe has every line, too. Lines about anything else are never left out."""
+    for name, shown in (("FORCE_COLOR", ["step 1", "said"]), ("UNUSED", ["step 1", "step 2", "said"])):
+        monkeypatch.setenv(name, "1")
+        terminal = Terminal(is_main=True)
+        terminal.log_to(tmp_path / name)
+        for line in ("step 1", "step 2"):
+            log.info("%s", line, extra=PROGRESS)
+        log.info("said")
+        terminal.close()
+        monkeypatch.delenv(name)
+        assert capsys.readouterr().out.splitlines() == shown
+        assert "step 2" in (tmp_path / name).read_text()
 
 
 # ------------------------------------------------------------------------------------------------ MLflow at the end
