@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from attacks_inputs import INPUTS, Attack
 from attacks_place import BEFORE, GOAL, HERE, TRAIN_S, Failed, Place
+from fork_server import ENVIRONMENT
 from interleaved import table
-from warm import ENVIRONMENT
 
 
 def prepare(path: Path) -> None:

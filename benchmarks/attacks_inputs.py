@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from attacks_place import Place
-from sealed import seal
+from forged_checkpoints import seal
 
 Attack = Callable[["Place"], object]
 NEWEST = "checkpoints/step-00000020"

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from warm import ENVIRONMENT, Forked, python
+from fork_server import ENVIRONMENT, Forked, python
 
 BEFORE, GOAL = 20, 30  # updates of a prepared run, and of one that resumes it
 TOOL_S, TRAIN_S = 30.0, 90.0  # both take a second on a machine that has nothing else to do

@@ -22,8 +22,8 @@ class Outcome:
 
 command = Callable[[Sequence[str]], Outcome]
 
-MINE = ["model=custom", "model._target_=strangers.Plain", "data=custom", "data.train._target_=strangers.Fixed"]
-MINE += ["objective=custom", "objective._target_=strangers.mse", "accelerate.cpu=true", "tracking=none"]
+MINE = ["model=custom", "model._target_=user_programs.Plain", "data=custom", "data.train._target_=user_programs.Fixed"]
+MINE += ["objective=custom", "objective._target_=user_programs.mse", "accelerate.cpu=true", "tracking=none"]
 
 SAVING = ["model=mlp", "data=digits", "objective=classification", "schedule=constant", "tracking=none"]
 SAVING += ["checkpoint.disk.every=5", "checkpoint.memory.every=5", "checkpoint.verify_after=5"]

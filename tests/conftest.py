@@ -22,10 +22,10 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from command import Outcome, command
 from filelock import FileLock
+from flaky_mlflow import mlflow_server
 from hydra.core.global_hydra import GlobalHydra
 from hypothesis import settings
 from kills import Nursery
-from moody import mlflow_server
 from power import Careless
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # a process that runs a part of the whole suite comes to need all of these

@@ -13,9 +13,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from held import HELD
+from fork_server import ENVIRONMENT, Forked, python
+from paused_run import HELD
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from warm import ENVIRONMENT, Forked, python
 
 LIMIT_S = 240.0  # of what takes seconds
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import hf_programs as programs
-from warm import Forked, torchrun
+from fork_server import Forked, torchrun
 
 import resilient_train
 from resilient_train.state.tree import sha256

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from held import HELD, held_at, is_held
-from warm import ENVIRONMENT, Forked, python
+from fork_server import ENVIRONMENT, Forked, python
+from paused_run import HELD, held_at, is_held
 
 COMMAND = [sys.executable, "-m", "resilient_train"]
 

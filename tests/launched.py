@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from warm import ENVIRONMENT, Forked, torchrun
+from fork_server import ENVIRONMENT, Forked, torchrun
 
 _MARK = "RESILIENT_TEST_LAUNCH"  # in the environment of every process of a launch, however it lost its parents
 _LOOK_S = 0.02

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from moody import free_port
+from flaky_mlflow import free_port
 
 
 def programs() -> Path | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from browser import chromium, console
-from moody import mlflow_server
+from flaky_mlflow import mlflow_server
 from rich.console import Console
 from rich.text import Text
 

@@ -16,7 +16,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
-from strangers import Counting
 from torch import Tensor, nn
 from torch.optim import swa_utils
 from torch.optim.lr_scheduler import (
@@ -31,6 +30,7 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 from torch.utils.data import DataLoader, TensorDataset
+from user_programs import Counting
 
 from resilient_train import GaveUp, Guard
 from resilient_train.adapters.rows_of_loader import samples_of

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from fork_server import Forked, torchrun
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, IterableDataset
-from warm import Forked, torchrun
 
 L = pytest.importorskip("lightning")
 pytest.importorskip("torchmetrics")

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from fork_server import ENVIRONMENT
 from group import Group, launch
 from kills import stand
-from warm import ENVIRONMENT
 
 from resilient_train.adapters.guard import Guard
 from resilient_train.app import incidents, status, sync

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator, PartialState
+from fork_server import Forked
 from group import alone, ended
 from guarded import Net, rows
 from torch import distributed, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from warm import Forked
 
 from resilient_train import Guard
 from resilient_train.adapters import arguments

@@ -19,7 +19,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "scripts.md").read_text()
 DIFFS: dict[str, str] = dict(re.findall(r"## (\S+\.py)\n.*?```diff\n(.*?)```", PAGE, re.DOTALL))
-STRIKE = ROOT / "tests" / "strike.py"
+STRIKE = ROOT / "tests" / "kill_script.py"
 SFT = "trl/scripts/sft.py"
 LETTERS = "abcdefghijklmnop"
 WORDS = (

@@ -19,7 +19,7 @@ from resilient_train.app import examine
 from resilient_train.app.config.compose import load
 from resilient_train.tracking.story import read_story
 
-RMSE = "objective._target_=strangers.mse_and_more"
+RMSE = "objective._target_=user_programs.mse_and_more"
 LR = "torch.optim.lr_scheduler"
 FIELDS = {"status", "exit_code", "steps", "ticks", "steps_lost", "final_loss", "eval", "incidents", "seconds"}
 FIELDS |= {"step_ms", "trial_updates", "weights_sha256", "state_sha256", "mlflow", "first_loss", "verdict"}
@@ -39,7 +39,7 @@ def runs() -> list[str]:
 
 def test_a_run_leaves_its_configuration_log_weights_and_summary(run_command: command) -> None:
     """Everything is in one directory, and the summary has the fields that scripts rely on."""
-    outcome = run_command([*MINE, "run.steps=30", "run.name=first", "data.eval._target_=strangers.Fixed", RMSE])
+    outcome = run_command([*MINE, "run.steps=30", "run.name=first", "data.eval._target_=user_programs.Fixed", RMSE])
     assert outcome.code == 0
     assert "completed 30 steps" in outcome.stdout
     files = {"config.yaml", "incidents.jsonl", "journal.jsonl", "summary.json", "train.log", "weights.safetensors"}
@@ -89,7 +89,7 @@ def test_a_configuration_that_is_refused_is_in_nobodys_way(
     mine = [*MINE, "run.steps=5", "run.dir=mine", f"run.resume={resume}"]
     assert run_command([*mine, "+model.widht=3"]).code == 2
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    assert run_command([*mine, "objective._target_=strangers.no_scalar"]).code == 2
+    assert run_command([*mine, "objective._target_=user_programs.no_scalar"]).code == 2
     assert run_command(mine).code == 0
     assert os.listdir() == ["mine"]
     before = sorted(os.listdir("mine"))
@@ -131,8 +131,8 @@ def test_a_folder_of_configurations_of_ones_own(run_command: command) -> None:
     """--config-dir adds options to our groups, experiments included, as hydra.searchpath does; a data file of one's
     own may leave out evaluation, workers, shuffling and collate function."""
     for name, text in {
-        "model/tiny.yaml": "_target_: strangers.Plain\nwidth: 4\n",
-        "data/mine.yaml": "train:\n  _target_: strangers.Fixed\nbatch_size: 8\n",
+        "model/tiny.yaml": "_target_: user_programs.Plain\nwidth: 4\n",
+        "data/mine.yaml": "train:\n  _target_: user_programs.Fixed\nbatch_size: 8\n",
         "experiment/mine.yaml": "# @package _global_\ndefaults:\n  - override /model: tiny\nrun:\n  steps: 3\n",
     }.items():
         file = Path("conf") / name
@@ -153,7 +153,7 @@ def test_a_folder_of_configurations_of_ones_own(run_command: command) -> None:
         ["schedule=linear", "data.shuffle=false", "accelerate.gradient_accumulation_steps=3", "run.deterministic=true"],
         [
             *("schedule=custom", "schedule._target_=transformers.get_inverse_sqrt_schedule"),
-            *("+schedule.num_warmup_steps=5", "data.train._target_=strangers.Counting"),
+            *("+schedule.num_warmup_steps=5", "data.train._target_=user_programs.Counting"),
         ],
         [
             *("schedule=custom", f"schedule._target_={LR}.OneCycleLR", "+schedule.max_lr=0.05"),
@@ -177,7 +177,7 @@ def test_every_switch_of_the_loop_still_learns(switches: list[str], run_command:
 def test_a_switch_reaches_the_forward(run_command: command, monkeypatch: pytest.MonkeyPatch) -> None:
     """The user's model sees it, and does not see it when it is off. What a compiler of C++ does is not of interest."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    watched = ["model._target_=strangers.Witness", "objective._target_=strangers.witnessed", "run.steps=2"]
+    watched = ["model._target_=user_programs.Witness", "objective._target_=user_programs.witnessed", "run.steps=2"]
     switches = ["accelerate.mixed_precision=bf16", "accelerate.compile=true", "run.deterministic=true"]
     for is_on, words in enumerate(([], switches)):
         outcome = run_command([*MINE, *watched, *words, f"run.name={is_on}", "run.log_every=1"])
@@ -188,23 +188,24 @@ def test_a_switch_reaches_the_forward(run_command: command, monkeypatch: pytest.
 
 def test_deterministic_says_what_torch_cannot_do(run_command: command) -> None:
     """Torch warns of an operation without a deterministic form, and the run goes on."""
+    words = ["run.steps=3", "run.deterministic=true", "model._target_=user_programs.Undeterministic"]
     with pytest.warns(UserWarning, match="does not have a deterministic implementation"):
-        done = run_command([*MINE, "run.steps=3", "run.deterministic=true", "model._target_=strangers.Undeterministic"])
+        done = run_command([*MINE, *words])
     assert done.code == 0, done.stderr
 
 
 @pytest.mark.parametrize("train", ["BatchEncodings", "NestedRows"])
 def test_batches_of_any_shape_reach_the_objective_as_they_are(train: str, run_command: command) -> None:
     """HF's BatchEncoding and nests of tuples and dicts, made by a collate function of the user's."""
-    overrides = [f"data.train._target_=strangers.{train}", f"objective._target_=strangers.{train.lower()}_loss"]
-    outcome = run_command([*MINE, "run.steps=3", *overrides, f"data.collate=strangers.{train.lower()}_collate"])
+    overrides = [f"data.train._target_=user_programs.{train}", f"objective._target_=user_programs.{train.lower()}_loss"]
+    outcome = run_command([*MINE, "run.steps=3", *overrides, f"data.collate=user_programs.{train.lower()}_collate"])
     assert outcome.code == 0, outcome.stderr
 
 
 def test_an_iterable_evaluation_set_is_read_again_each_time(run_command: command) -> None:
     """Every evaluation sees all of it, with the same random numbers: the same weights would get the same value."""
-    overrides = ["data.train._target_=strangers.Lengthy", "data.eval._target_=strangers.Counting", "run.eval_every=1"]
-    outcome = run_command([*MINE, *overrides, "run.steps=3", "optimizer.lr=0", "run.name=read"])
+    overrides = ["data.train._target_=user_programs.Lengthy", "data.eval._target_=user_programs.Counting"]
+    outcome = run_command([*MINE, *overrides, "run.eval_every=1", "run.steps=3", "optimizer.lr=0", "run.name=read"])
     assert outcome.code == 0, outcome.stderr
     said = [line.split(": ")[1] for line in outcome.stdout.splitlines() if line.startswith("evaluation after")]
     assert len(said) == 3
@@ -216,7 +217,7 @@ def test_noise_that_a_data_set_keeps_depends_on_the_seed(run_command: command) -
     """What is drawn once and cached is no constant of ours."""
     losses = []
     for seed in (1, 2):
-        words = ["data.train._target_=strangers.Caching", "optimizer.lr=0", f"run.seed={seed}", f"run.name={seed}"]
+        words = ["data.train._target_=user_programs.Caching", "optimizer.lr=0", f"run.seed={seed}", f"run.name={seed}"]
         outcome = run_command([*MINE, *words, "run.steps=1"])
         losses.append(outcome.stdout.split("loss ")[1][:8])
     assert losses[0] != losses[1]

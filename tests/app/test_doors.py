@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 from command import MINE, command
+from fork_server import ENVIRONMENT
 from kills import COMMAND, Nursery, stand
 from launched import Launched, never_imported
-from warm import ENVIRONMENT
 
 from resilient_train.app import checkpoints, examine, incidents, status, sync
 
@@ -74,7 +74,7 @@ def test_status_follows_a_run_through_kills_and_stops(nursery: Nursery, capsys: 
 def test_status_has_the_exit_code_and_the_reason(here: Path, run_command: command, capsys: Said) -> None:
     """Both are those of the run."""
     told_by = [*MINE, "run.dir=run", "run.steps=20"]
-    assert run_command([*told_by, "objective._target_=strangers.raises"]).code == 1
+    assert run_command([*told_by, "objective._target_=user_programs.raises"]).code == 1
     code, line = told(capsys, here / "run")
     assert (code, line.startswith("Failed: at step 0 of 20: RuntimeError: the loss function")) == (1, True), line
     assert run_command([*told_by, "drill=nan_grad", "recovery=off"]).code == 3
@@ -236,7 +236,7 @@ def test_a_request_while_everything_is_imported_ends_it_quietly(number: signal.S
 def test_a_request_that_comes_while_the_interpreter_ends_changes_nothing(tmp_path: Path) -> None:
     """The run is complete, and so says its exit code."""
     late = "import atexit, os, signal\natexit.register(os.kill, os.getpid(), signal.SIGTERM)\n"
-    (tmp_path / "late.py").write_text(f"{late}from strangers import Fixed\n")
+    (tmp_path / "late.py").write_text(f"{late}from user_programs import Fixed\n")
     command = [*COMMAND, *MINE, "data.train._target_=late.Fixed", "run.steps=3"]
     done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr

@@ -47,27 +47,27 @@ REFUSED = [
     ("run.dir=a_file/run", "run.dir", "a_file", "cannot be written"),
     ("run.dir=occupied", "run.dir", "thesis.txt"),
     ("model._target_=nowhere.Net", "model._target_=nowhere.Net", "there is no module nowhere"),
-    ("model._target_=strangers.Plian", "model._target_=strangers.Plian", "did you mean Plain?"),
+    ("model._target_=user_programs.Plian", "model._target_=user_programs.Plian", "did you mean Plain?"),
     ("model._target_=broken.Net", "model._target_=broken.Net", "SyntaxError", "broken.py:1"),
     ("model._target_=needy.Net", "needy.Net needs not_installed_anywhere"),
-    ("model._target_=strangers.__name__", "model._target_", "is a str, not a class or function"),
-    ("model._target_=strangers.nothing", "model._target_", "returned a list; expected a torch.nn.Module"),
-    ("model._target_=strangers.frozen", "model._target_", "trainable"),
+    ("model._target_=user_programs.__name__", "model._target_", "is a str, not a class or function"),
+    ("model._target_=user_programs.nothing", "model._target_", "returned a list; expected a torch.nn.Module"),
+    ("model._target_=user_programs.frozen", "model._target_", "trainable"),
     ("data.train=5", "error: data.train=5: must be a mapping"),
-    ("data.train._target_=strangers.number", "data.train._target_", "int", "__len__"),
-    ("data.train._target_=strangers.Forgetful", "data.train._target_", "state_dict", "load_state_dict"),
-    ("data.train._target_=strangers.Unrepeatable", "data.train._target_", "other rows"),
-    ("data.train._target_=strangers.Counting data.num_workers=2", "data.num_workers=2", "use 0"),
-    ("data.collate=strangers.__doc__", "data.collate", "callable"),
-    ("objective._target_=strangers.one_argument", "objective._target_", "(model, batch)"),
-    ("objective._target_=strangers.no_scalar", "objective._target_", "[32, 1]", "scalar"),
-    ("objective._target_=strangers.no_graph", "objective._target_", "graph"),
-    ("objective._target_=strangers.with_a_vector", "each", "[32]", "scalar"),
-    ("objective._target_=strangers.with_a_loss", "objective._target_", "named loss"),
-    ("objective._target_=strangers.Weighed", "objective._target_", "weights of its own"),
+    ("data.train._target_=user_programs.number", "data.train._target_", "int", "__len__"),
+    ("data.train._target_=user_programs.Forgetful", "data.train._target_", "state_dict", "load_state_dict"),
+    ("data.train._target_=user_programs.Unrepeatable", "data.train._target_", "other rows"),
+    ("data.train._target_=user_programs.Counting data.num_workers=2", "data.num_workers=2", "use 0"),
+    ("data.collate=user_programs.__doc__", "data.collate", "callable"),
+    ("objective._target_=user_programs.one_argument", "objective._target_", "(model, batch)"),
+    ("objective._target_=user_programs.no_scalar", "objective._target_", "[32, 1]", "scalar"),
+    ("objective._target_=user_programs.no_graph", "objective._target_", "graph"),
+    ("objective._target_=user_programs.with_a_vector", "each", "[32]", "scalar"),
+    ("objective._target_=user_programs.with_a_loss", "objective._target_", "named loss"),
+    ("objective._target_=user_programs.Weighed", "objective._target_", "weights of its own"),
     ("objective._target_=resilient_train.zoo.objectives.language_model", "language_model", "integer token ids"),
     ("optimizer=custom optimizer._target_=builtins.list", "optimizer._target_", "Optimizer"),
-    ("optimizer=custom optimizer._target_=strangers.without_a_rate", "schedule._target_", "lr"),
+    ("optimizer=custom optimizer._target_=user_programs.without_a_rate", "schedule._target_", "lr"),
     (f"schedule=custom schedule._target_={LR}.ReduceLROnPlateau", "schedule._target_", "metric"),
     (f"schedule=custom schedule._target_={LR}.StepLR", "schedule", "step_size"),
     (f"schedule=custom schedule._target_={LR}.CosineAnnealingWarmRestarts +schedule.T_0=0", "ValueError"),
@@ -76,9 +76,9 @@ REFUSED = [
 # The same with exit code 1.
 FAILS = [
     ("run.dir=crooked", "IsADirectoryError", "train.log"),
-    ("data.train._target_=strangers.Rotten", "ValueError: row ", "is rotten", "strangers.py"),
-    ("data.train._target_=strangers.Rotten data.num_workers=1", "ValueError: row ", "is rotten", "strangers.py"),
-    ("objective._target_=strangers.leaves", "SystemExit", "strangers.py"),
+    ("data.train._target_=user_programs.Rotten", "ValueError: row ", "is rotten", "user_programs.py"),
+    ("data.train._target_=user_programs.Rotten data.num_workers=1", "ValueError: row ", "is rotten"),
+    ("objective._target_=user_programs.leaves", "SystemExit", "user_programs.py"),
     ("objective._target_=test_errors.raises_mute", f"Mute: <its __str__ raises> ({__file__}:"),
 ]
 
@@ -152,7 +152,7 @@ def test_a_directory_may_be_named_like_a_number() -> None:
 
 def test_what_failed_before_its_first_update_is_no_obstacle(place: Path, run_command: command) -> None:
     """The traceback is in the log, the summary says that it failed, and the mended command trains in that directory."""
-    broken = run_command([*OWN, "run.name=same", "objective._target_=strangers.raises"])
+    broken = run_command([*OWN, "run.name=same", "objective._target_=user_programs.raises"])
     assert broken.code == 1
     assert "RuntimeError: the loss function of the user broke" in only_line(broken)
     assert "Traceback" in Path("runs/same/train.log").read_text()

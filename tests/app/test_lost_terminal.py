@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 from command import MINE
-from moody import Door
+from flaky_mlflow import Door
+from fork_server import ENVIRONMENT, Forked, python
 from stories import incident
-from warm import ENVIRONMENT, Forked, python
 
 from resilient_train.__main__ import main
 from resilient_train.app import VERBS
@@ -37,7 +37,7 @@ def test_a_run_whose_pipe_is_closed_goes_on_to_its_end(tmp_path: Path) -> None:
     """As with `| head -3`: train.log has all of it, the exit code is the run's own."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    words = ["-m", "resilient_train", *LONG, "objective._target_=strangers.RaisesLater"]
+    words = ["-m", "resilient_train", *LONG, "objective._target_=user_programs.RaisesLater"]
     run = Forked(python, *words, place=tmp_path, out=pipe, errors=tmp_path / "errors.txt")
     with pipe.open() as said:
         head = [said.readline() for _ in range(3)]

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 from command import MINE, command
+from fork_server import ENVIRONMENT
 from stories import CLIMBED
-from warm import ENVIRONMENT
 
 import resilient_train
 from resilient_train.app import incidents, status
@@ -310,7 +310,7 @@ def test_a_run_ends_with_what_a_person_wants_to_know(here: Path, run_command: co
 def test_a_run_that_fails_ends_with_what_is_left(here: Path, run_command: command) -> None:
     """The error on one line, and from where the same command would go on."""
     what = [*MINE, "checkpoint.disk.every=10", "checkpoint.verify_after=2", "run.name=run", "run.steps=60"]
-    failed = run_command([*what, "objective._target_=strangers.RaisesLater"])
+    failed = run_command([*what, "objective._target_=user_programs.RaisesLater"])
     assert failed.code == 1
     tried, error = failed.stderr.splitlines()
     assert tried.endswith("5 other batches at the same weights raise as well: it is a bug")

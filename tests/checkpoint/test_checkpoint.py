@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from forged_checkpoints import CPU, FILES, manifest, newest, parts, weights, write
 from safetensors.torch import load, load_file
-from sealed import CPU, FILES, manifest, newest, parts, weights, write
 
 from resilient_train import files
 from resilient_train.checkpoint import store as manifests

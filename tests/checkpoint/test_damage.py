@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from command import SAVING, command, train
-from sealed import CPU, seal, write
+from forged_checkpoints import CPU, seal, write
 
 from resilient_train.app import checkpoints
 from resilient_train.checkpoint import store as manifests

@@ -31,7 +31,7 @@ class Complex(nn.Module):
 
 OWN = [*MINE, "model._target_=test_export.Complex", "run.dir=run", "run.steps=30", "run.eval_every=10"]
 OWN += ["optimizer=custom", "optimizer._target_=torch.optim.SGD", "+optimizer.lr=0.01"]
-OWN += ["data.eval._target_=strangers.Fixed"]
+OWN += ["data.eval._target_=user_programs.Fixed"]
 
 
 @pytest.mark.usefixtures("here")

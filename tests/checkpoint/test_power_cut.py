@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forged_checkpoints import newest, write
 from power import FATES, Careless, Power, PowerCut
-from sealed import newest, write
 
 from resilient_train import files
 from resilient_train.checkpoint.store import CANDIDATE, DEMOTED, Store

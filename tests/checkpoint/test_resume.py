@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 from command import Outcome, command
-from held import held_at, is_held
 from kills import (
     Nursery,
     after,
@@ -32,6 +31,7 @@ from kills import (
     summary,
     taken_up_at,
 )
+from paused_run import held_at, is_held
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -44,8 +44,8 @@ EVERY, MEMORY, PROOF, KEEP = 20, 10, 12, 2
 DISK = [f"checkpoint.disk.every={EVERY}", f"checkpoint.memory.every={MEMORY}", f"checkpoint.verify_after={PROOF}"]
 DISK += [f"checkpoint.disk.keep={KEEP}"]
 
-MINE = ["model=custom", "model._target_=strangers.Plain", "data=custom", "data.train._target_=strangers.Fixed"]
-MINE += ["objective=custom", "objective._target_=strangers.mse_and_more", "accelerate.cpu=true", "tracking=none"]
+MINE = ["model=custom", "model._target_=user_programs.Plain", "data=custom", "data.train._target_=user_programs.Fixed"]
+MINE += ["objective=custom", "objective._target_=user_programs.mse_and_more", "accelerate.cpu=true", "tracking=none"]
 MINE += ["schedule=constant", "run.dir=run"]
 
 
@@ -160,7 +160,7 @@ CHANGED = {
     "checkpoint.disk.every=7": "checkpoint.disk.every: 200 there, 7 here",
 }
 FIXED = {
-    "model._target_=strangers.Witness": "model._target_: strangers.Plain there, strangers.Witness here",
+    "model._target_=user_programs.Witness": "model._target_: user_programs.Plain there, user_programs.Witness here",
     "run.seed=1": "run.seed: 0 there, 1 here",
     "+model.width=8": "does not fit it as it is now: ",
     "data.batch_size=8": "an update had 32 samples, and now has 8",
@@ -297,9 +297,9 @@ class WithZeros(Dataset[tuple[Tensor, Tensor]]):
 
 
 LOWER = "[{do:[skip,{lower_lr:{factor:0.5,rewarm:5}},{tighten_clip:{factor:0.5}}],strikes:null}]"
-TREATED = ["objective=custom", "objective._target_=strangers.mse", "accelerate.cpu=true", "tracking=none"]
+TREATED = ["objective=custom", "objective._target_=user_programs.mse", "accelerate.cpu=true", "tracking=none"]
 TREATED += ["schedule=constant", "run.steps=200", "data=custom", "checks.no_progress.every=0", *DISK]
-PLAIN_ROWS = ["model=custom", "model._target_=strangers.Plain", "data.train._target_=strangers.Fixed"]
+PLAIN_ROWS = ["model=custom", "model._target_=user_programs.Plain", "data.train._target_=user_programs.Fixed"]
 REMEDIES = {
     "armor": [  # and knobs, and skipped samples
         *("model=custom", "model._target_=test_resume.Singular", "data.train._target_=test_resume.WithZeros"),

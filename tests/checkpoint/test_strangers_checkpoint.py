@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from command import Outcome, command, train
+from forged_checkpoints import CPU, seal
 from safetensors.torch import load_file
-from sealed import CPU, seal
 
 from resilient_train.checkpoint.store import MANIFEST, WEIGHTS, Damaged, Entry, Store
 from resilient_train.checkpoint.tree_files import TENSORS, TREE, SerializedTree, load_tree
@@ -29,7 +29,7 @@ _made: list[Path] = []
 def run_dir(run_command: command, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> Path:
     """A copy of a run of 20 steps with two good checkpoints or more."""
     if not _made:
-        directory = tmp_path_factory.mktemp("strangers") / "run"
+        directory = tmp_path_factory.mktemp("user_programs") / "run"
         assert train(run_command, directory, 20).code == 0
         assert len(Store(directory).entries()) >= 2
         _made.append(directory)

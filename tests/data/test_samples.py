@@ -18,9 +18,9 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from strangers import Augmented, Buffered, Counting, Fixed, RarelyRandom
 from torch.utils.data import SequentialSampler, default_collate
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+from user_programs import Augmented, Buffered, Counting, Fixed, RarelyRandom
 
 from resilient_train.data.build import IterableEvaluation, MapEvaluation
 from resilient_train.data.samples import MapSamples, Samples, Slicing, Update

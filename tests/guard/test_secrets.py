@@ -18,8 +18,8 @@ from resilient_train.app.config.compose import load
 from resilient_train.record.journal import Journal
 from resilient_train.secrets import MASK, learn, masked, masked_tree
 
-MINE = ["model=custom", "model._target_=strangers.Plain", "data=custom", "data.train._target_=strangers.Leaky"]
-MINE += ["objective=custom", "objective._target_=strangers.mse", "accelerate.cpu=true", "data.batch_size=8"]
+MINE = ["model=custom", "model._target_=user_programs.Plain", "data=custom", "data.train._target_=user_programs.Leaky"]
+MINE += ["objective=custom", "objective._target_=user_programs.mse", "accelerate.cpu=true", "data.batch_size=8"]
 
 
 @pytest.fixture(autouse=True)
@@ -175,7 +175,12 @@ def test_the_journal_hides_them(tmp_path: Path) -> None:
 
 def test_a_token_makes_no_other_run(tmp_path: Path) -> None:
     """Nor does a new one: the name stays, nothing has changed, and neither is in config.yaml."""
-    own = ["model=custom", "model._target_=strangers.Plain", "+data.train.token={}", "tracking.uri=http://me:{}@host"]
+    own = [
+        "model=custom",
+        "model._target_=user_programs.Plain",
+        "+data.train.token={}",
+        "tracking.uri=http://me:{}@host",
+    ]
     one, other = (load([word.format(secret) for word in own]) for secret in ("hf_abcdefgh", "hf_ijklmnop"))
     assert one.config.data.train["token"] == "hf_abcdefgh"
     assert one.config.run.name == other.config.run.name
@@ -213,7 +218,7 @@ def test_a_run_gives_no_secret_away(
     assert "s3://reader:***@bucket/rows?token=***" in done.stdout, "of the rows that cannot be fetched"
     assert "MLflow at http://user:***@127.0.0.1:1/" in done.stdout
 
-    failed = run_command([*what, "run.steps=60", "tracking=none", "objective._target_=strangers.leaks"])
+    failed = run_command([*what, "run.steps=60", "tracking=none", "objective._target_=user_programs.leaks"])
     assert failed.code == 1
     assert "postgresql://writer:***@db/losses" in failed.stderr
     assert "cannot log in: password=***" in Path("runs/leaky/train.log").read_text()
@@ -232,7 +237,7 @@ def test_a_sweep_gives_no_secret_away(tmp_path: Path, monkeypatch: pytest.Monkey
     """Neither on the terminal nor in the file that Hydra writes about it."""
     monkeypatch.chdir(tmp_path)
     own = [*MINE, "tracking=none", "tracking.uri=http://user:sh0rt@host", "+data.train.token=hf_inconfiguration"]
-    outcome = run_command(["--multirun", *own, "run.steps=1", "run.seed=0", "data.train._target_=strangers.Given"])
+    outcome = run_command(["--multirun", *own, "run.steps=1", "run.seed=0", "data.train._target_=user_programs.Given"])
     assert outcome.code == 0, outcome.stderr
     (file,) = (tmp_path / "runs/sweeps").glob("*/multirun.yaml")
     told = yaml.safe_load(file.read_text())

@@ -25,9 +25,9 @@ from typing import Any
 
 import pytest
 import yaml
-from held import held_at
+from fork_server import ENVIRONMENT
 from kills import checkpoints, stand, summary
-from warm import ENVIRONMENT
+from paused_run import held_at
 
 from resilient_train.app import command, status
 from resilient_train.app.config.command_line import parse
@@ -251,8 +251,8 @@ def test_the_times_fit_together() -> None:
     assert grace < int(own["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < pod_spec(JOB)["terminationGracePeriodSeconds"] - 10
 
 
-DIGITS = ["model=mlp", "data=digits", "objective=custom", "objective._target_=held.cross_entropy", "tracking=none"]
-DIGITS += ["accelerate.cpu=true", "run.steps=100", "run.log_every=100", "schedule=constant"]
+DIGITS = ["model=mlp", "data=digits", "objective=custom", "objective._target_=paused_run.cross_entropy"]
+DIGITS += ["tracking=none", "accelerate.cpu=true", "run.steps=100", "run.log_every=100", "schedule=constant"]
 
 
 def test_a_job_is_stopped_before_its_time_is_over_and_queued_again(cluster: Cluster) -> None:

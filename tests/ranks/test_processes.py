@@ -18,8 +18,9 @@ from torch import nn
 
 from resilient_train.tracking.story import read_story
 
-OWN = ["model=custom", "model._target_=strangers.Plain", "data=custom", "data.train._target_=strangers.Augmented"]
-OWN += ["objective=custom", "objective._target_=strangers.mse_and_more", "data.eval._target_=strangers.Fixed"]
+OWN = ["model=custom", "model._target_=user_programs.Plain", "data.eval._target_=user_programs.Fixed"]
+OWN += ["data=custom", "data.train._target_=user_programs.Augmented"]
+OWN += ["objective=custom", "objective._target_=user_programs.mse_and_more"]
 OWN += ["accelerate.cpu=true", "data.batch_size=3", "run.steps=20", "run.name=run", "run.eval_every=10"]
 
 
@@ -84,12 +85,12 @@ def test_processes_and_micro_batches_make_the_same_updates(
 
 def test_a_metric_that_one_rank_lacks_holds_nobody_up(tmp_path: Path) -> None:
     """It is the mean over those that have it; and the same command again says that the run is complete."""
-    what = ["data.batch_size=1", "run.log_every=1", "objective._target_=strangers.sometimes_rare", "tracking=none"]
-    done = launched(tmp_path / "place", 2, *what, "data.eval._target_=strangers.Augmented")
+    what = ["data.batch_size=1", "run.log_every=1", "objective._target_=user_programs.sometimes_rare", "tracking=none"]
+    done = launched(tmp_path / "place", 2, *what, "data.eval._target_=user_programs.Augmented")
     assert done.is_well, done.stderr
     assert "rare" in done.stdout
     assert "rare" in summary(tmp_path / "place")["eval"]
-    again = launched(tmp_path / "place", 2, *what, "data.eval._target_=strangers.Augmented")
+    again = launched(tmp_path / "place", 2, *what, "data.eval._target_=user_programs.Augmented")
     assert again.is_well, again.stderr
     assert "is complete" in again.stdout
 
@@ -133,7 +134,7 @@ def test_an_error_of_a_rank_is_that_error_and_no_samples_are_blamed(who: str, tm
     folder = tmp_path / "place"
     folder.mkdir()
     (folder / "loop.py").write_text(LOOP)
-    objective, plain = "objective._target_=test_processes.fails_on_rank_1", "data.train._target_=strangers.Fixed"
+    objective, plain = "objective._target_=test_processes.fails_on_rank_1", "data.train._target_=user_programs.Fixed"
     words = ["-m", "resilient_train", *OWN, "tracking=none", objective, plain] if who == "command" else ["loop.py"]
     done = launch(folder, 2, *words)
     assert done.codes == [1, 1]
@@ -146,7 +147,7 @@ def test_an_error_of_a_rank_is_that_error_and_no_samples_are_blamed(who: str, tm
     assert str(ended.why).startswith(f"rank 1: {MINE}")
 
 
-@pytest.mark.parametrize("mistake", ["run.dir=taken", "model._target_=strangers.nothing"])
+@pytest.mark.parametrize("mistake", ["run.dir=taken", "model._target_=user_programs.nothing"])
 def test_a_mistake_is_told_once_and_nobody_waits(mistake: str, tmp_path: Path) -> None:
     """A directory that only rank 0 can judge ends every rank, with one line. So does what each of them meets itself."""
     (tmp_path / "place/taken").mkdir(parents=True)

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from fork_server import ENVIRONMENT, Forked
 from group import launch
-from held import held_at
 from kills import in_journal, incidents, left_overs, stand, summary
 from launched import Launched
+from paused_run import held_at
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
-from warm import ENVIRONMENT, Forked
 
 from resilient_train.ranks.process_exit import exit_on_request
 from resilient_train.ranks.world import attempt_name, join

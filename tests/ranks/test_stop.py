@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from command import command
 from group import Group
-from held import held_at, is_held
 from kills import (
     SAVING,
     Nursery,
@@ -29,6 +28,7 @@ from kills import (
     summary,
     taken_up_at,
 )
+from paused_run import held_at, is_held
 from torch import Tensor, nn
 
 from resilient_train.ranks import process_exit
@@ -274,9 +274,9 @@ def test_hours_are_enough(here: Path, run_command: command, monkeypatch: pytest.
     """run.max_hours ends it as a request does: an hour passes in the sixth update."""
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 3600 * (len(_calls) > 5))
     monkeypatch.setattr(process_exit, "time", clock)
-    own = ["model=custom", "model._target_=strangers.Plain", "data=custom", "data.train._target_=strangers.Fixed"]
-    own += ["objective=custom", "objective._target_=test_stop.counted", "tracking=none", "run.dir=run"]
-    outcome = run_command([*own, "run.steps=1000000", "run.max_hours=0.5"])
+    own = ["model=custom", "model._target_=user_programs.Plain", "data=custom"]
+    own += ["data.train._target_=user_programs.Fixed", "objective=custom", "objective._target_=test_stop.counted"]
+    outcome = run_command([*own, "tracking=none", "run.dir=run", "run.steps=1000000", "run.max_hours=0.5"])
     assert outcome.code == 75
     assert "asked by run.max_hours" in outcome.stdout
     assert outcome.summary("run")["status"] == "preempted"

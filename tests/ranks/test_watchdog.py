@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 from command import MINE, command
-from held import held_at, is_held
 from kills import Nursery, Started, in_journal, incidents, left_overs, stand, summary, taken_up_at
-from strangers import Counting
+from paused_run import held_at, is_held
 from torch import Tensor, nn
+from user_programs import Counting
 
 from resilient_train.ranks import watchdog
 from resilient_train.ranks.process_exit import StopRequests

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from strangers import Augmented, Fixed, RarelyRandom
+from user_programs import Augmented, Fixed, RarelyRandom
 
 from resilient_train.data.rows import fingerprint
 from resilient_train.errors import ConfigError

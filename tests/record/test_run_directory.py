@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 from command import SAVING, command, train
-from held import held_at, is_held
 from kills import Nursery, Started, incidents, summary
+from paused_run import held_at, is_held
 
 from resilient_train.app import incidents as shown
 from resilient_train.app import status
@@ -26,7 +26,7 @@ from resilient_train.tracking.story import read_story
 from resilient_train.types import Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
 from resilient_train.wording import tags
 
-RUN = ["model=mlp", "data=digits", "objective=custom", "objective._target_=held.cross_entropy", "tracking=none"]
+RUN = ["model=mlp", "data=digits", "objective=custom", "objective._target_=paused_run.cross_entropy", "tracking=none"]
 RUN += ["checkpoint.disk.every=5", "checkpoint.memory.every=5", "checkpoint.verify_after=5", "run.dir=run"]
 
 Said = pytest.CaptureFixture[str]

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
+from fork_server import HERE
 from group import launch
-from warm import HERE
 
 sys.path.append(str(HERE.parent / "benchmarks"))
 

@@ -50,9 +50,9 @@ class Program:
     """Dropout, BatchNorm, random rows, accumulation, a chained scheduler, and something the user keeps."""
 
     def __init__(self, *overrides: str) -> None:
-        words = ["model=custom", "model._target_=strangers.Jittery", "data=custom", "data.batch_size=4"]
-        words += ["data.train._target_=strangers.Augmented", "objective=custom", "tracking=none"]
-        words += ["objective._target_=strangers.mse_and_more", "accelerate.gradient_accumulation_steps=2"]
+        words = ["model=custom", "model._target_=user_programs.Jittery", "data=custom", "data.batch_size=4"]
+        words += ["data.train._target_=user_programs.Augmented", "objective=custom", "tracking=none"]
+        words += ["objective._target_=user_programs.mse_and_more", "accelerate.gradient_accumulation_steps=2"]
         words += ["accelerate.cpu=true", "schedule=custom", "schedule.warmup_steps=5", "+schedule.T_0=11"]
         words += ["schedule._target_=torch.optim.lr_scheduler.CosineAnnealingWarmRestarts"]
         words += ["checks=off"]  # a state that is put back behind the guard's back looks like damage
@@ -121,7 +121,7 @@ def uninterrupted(*overrides: str) -> tuple[str, list[str]]:
 CUSTOM = ("optimizer=custom", "+optimizer.lr=0.01")
 OPTIMIZERS: dict[str, Sequence[str]] = {
     "adamw": (),
-    "one of the user's own": (*CUSTOM, "optimizer._target_=strangers.CountsItself"),
+    "one of the user's own": (*CUSTOM, "optimizer._target_=user_programs.CountsItself"),
 }
 
 
@@ -179,7 +179,7 @@ def test_nothing_in_a_capture_is_needless() -> None:
 
 def test_evaluation_changes_nothing() -> None:
     """A run that evaluates every third step ends where one ends that never does, although its rows and dropout draw."""
-    program = Program("data.eval._target_=strangers.Augmented", "run.eval_every=3")
+    program = Program("data.eval._target_=user_programs.Augmented", "run.eval_every=3")
     program.train_to(CAPTURED_AT)
     state, _ = program.train_to(STEPS)
     assert state == uninterrupted()[0]

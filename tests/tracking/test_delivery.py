@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
-from moody import Door, Mood
+from flaky_mlflow import Door, Mood
+from fork_server import ENVIRONMENT
 from postgres import postgres, programs
-from warm import ENVIRONMENT
 
 from resilient_train.app import sync
 from resilient_train.errors import TrainError

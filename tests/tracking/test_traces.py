@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from moody import free_port
+from flaky_mlflow import free_port
 
 from resilient_train.tracking.connection import ENVIRONMENT
 from resilient_train.tracking.story import Chapter

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from moody import free_port
+from flaky_mlflow import free_port
 from omegaconf import OmegaConf
 
 from resilient_train import files

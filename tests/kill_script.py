@@ -1,4 +1,4 @@
-"""Runs a script as `python SCRIPT ARGUMENTS` would, and strikes it in a backward pass: `python strike.py SCRIPT ...`.
+"""Runs a script as `python SCRIPT ...` would, and strikes it in a backward pass: `python kill_script.py SCRIPT ...`.
 
 NAN_AT is the backward whose loss is multiplied by NaN, KILL_AT the one in which the process is killed, both counted
 from 1.

@@ -133,9 +133,9 @@ def _end_with(what: Callable[[], Any]) -> NoReturn:
 
 def python(*words: str) -> None:
     """Do what `python WORDS` does: `-m MODULE ...` or `FILE ...`."""
-    import held
+    import paused_run
 
-    held.install()
+    paused_run.install()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     if words[0] == "-m":
