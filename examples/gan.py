@@ -90,6 +90,7 @@ def in_turn(run_dir: Path) -> nn.Module:
         loss = softplus(-critic(fake)).mean()
         accelerator.backward(loss)
         guard.update(loss, optimizer=of_generator)  # the turn is complete: one update, which lands as a whole or not
+    guard.close()  # reports how the run ended; without it, the exit of the program does
     return gan
 
 
@@ -111,6 +112,7 @@ def together(run_dir: Path) -> nn.Module:
     )
     for real in guard.batches():
         guard.step(real)
+    guard.close()
     return gan
 
 

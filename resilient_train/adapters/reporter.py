@@ -179,6 +179,9 @@ def write_summary(summary: Summary, run_dir: Path) -> None:
 
 def print_review(run_dir: Path) -> None:
     """Print the review at the end of a run, from its files."""
+    if not run_dir.is_dir():
+        log.error("the run directory is gone: %s", run_dir)
+        return
     try:
         story = read_story(run_dir)
         lines = review(story) + [f"for the full report: {command('incidents', run_dir)}"] * bool(story.chapters)

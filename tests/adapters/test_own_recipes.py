@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import math
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,18 @@ def test_a_cell_that_is_run_again_takes_its_run_over(tmp_path: Path, how: str) -
     assert again.clock.step == 60
     assert again.clock.tick < 80  # it has resumed
     again.close()
+
+
+def test_a_run_without_its_directory_is_not_called_well(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Somebody removed it: what the run met is not known any more."""
+    model, optimizer = built()
+    guard = Guard(None, model, optimizer, data=rows(), batch_size=BATCH, steps=5, run_dir=tmp_path / "run")
+    for x, y in guard.batches():
+        guard.update(backward(model, x, y))
+    shutil.rmtree(tmp_path / "run")
+    guard.close()
+    assert "the run directory is gone" in caplog.text
+    assert "well" not in caplog.text
 
 
 def test_a_loop_that_runs_keeps_its_directory(tmp_path: Path) -> None:
