@@ -140,12 +140,10 @@ def drill_suffix(incident: Incident) -> str:
 
 
 def describe_outcome(incident: Incident, healthy_steps: int | None = None) -> str:
-    """Say in one line how an incident ended."""
     return f"incident {incident.id:,}: {outcome_of(incident, healthy_steps)}"
 
 
 def outcome_of(incident: Incident, healthy_steps: int | None = None) -> str:
-    """Say how an incident ended, and why so."""
     match incident.outcome:
         case Outcome.RECOVERED if healthy_steps is not None:
             why = f"; {counted(healthy_steps, 'healthy step')} since"
@@ -164,7 +162,6 @@ def further(incident: Incident) -> str:
 
 
 def why_unrecovered(incident: Incident) -> str:
-    """Say why an incident is unrecovered."""
     if incident.diagnosis.cause is Cause.PROCESS:
         return "no state could be saved from then on"
     if incident.outcome is Outcome.RECURRED:
@@ -173,7 +170,6 @@ def why_unrecovered(incident: Incident) -> str:
 
 
 def first_sign(incident: Incident) -> str:
-    """Say in one line what was noticed, and where."""
     evidence = incident.anomaly.evidence
     return " ".join(f"{_sign(incident)}{f'; {evidence}' if evidence else ''}".split())
 
@@ -244,7 +240,6 @@ def _cause(diagnosis: Diagnosis) -> str:
 
 
 def describe_culprit(culprit: Culprit) -> str:
-    """Name the operation, its module and its line."""
     module = f" in {culprit.module}" if culprit.module else ""
     return f"{culprit.op}{module}, {culprit.file}:{culprit.line}, {culprit.phase}"
 
@@ -260,7 +255,6 @@ def rows_named(rows: Sequence[int]) -> str:
 
 
 def rate_named(times: float) -> str:
-    """Name a learning rate by the configured one."""
     return "the configured one" if times == 1 else f"x{times:.3g} of the configured one"
 
 
@@ -296,7 +290,6 @@ def _lost(incident: Incident) -> str:
 
 
 def remedies_of(incident: Incident) -> str:
-    """Say what was done about an incident; empty if nothing was."""
     return ", ".join(_remedy(action, incident) for action in incident.decision.actions)
 
 
@@ -350,7 +343,6 @@ def _amount(value: Any) -> str:
 
 
 def why_of(incident: Incident) -> str:
-    """Say why nothing more was done about an incident."""
     return _indented(incident.decision.gave_up or "") or "the policy has nothing left"
 
 

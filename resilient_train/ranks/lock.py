@@ -35,7 +35,6 @@ class DirectoryLock:
     """
 
     def __init__(self, directory: Path) -> None:
-        """Take the lock, or raise DirectoryInUse naming who holds it."""
         file = directory / LOCK
         self._descriptors: list[int] = []
         try:  # the directory first: the holder may lack the file
@@ -79,7 +78,6 @@ def _taken(descriptor: int) -> bool:
 
 
 def holder_of(directory: Path) -> str | None:
-    """Return who holds the lock on a directory; None if it is free."""
     for path in (directory, directory / LOCK):
         try:
             descriptor = os.open(path, os.O_RDONLY)

@@ -63,7 +63,6 @@ class StopRequests:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Restore the handlers from before."""
         if self._before:
             for number, handler in self._before.items():
                 signal.signal(number, handler)
@@ -73,7 +72,6 @@ class StopRequests:
             _listening.remove(self)
 
     def asked(self) -> bool:
-        """Say whether the run is to stop."""
         if self.since is None and self._deadline is not None and time.monotonic() >= self._deadline:
             self.since, self.by = time.monotonic(), "run.max_hours"
         return self.since is not None
@@ -148,10 +146,7 @@ def exit_with_parent(worker: int = 0) -> None:
 
 
 def has_lost_sibling() -> bool:
-    """Say whether fewer processes are left on this host than the agent started: that is why it asks to stop.
-
-    Only the agent's own children are counted.
-    """
+    """Say whether fewer processes are left on this host than the agent started: that is why it asks to stop."""
     started = os.environ.get("LOCAL_WORLD_SIZE", "")
     if _AGENT not in os.environ or not started.isdigit():
         return False

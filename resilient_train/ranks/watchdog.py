@@ -22,8 +22,6 @@ _LATE_S = 1.0  # if a look comes so much later, the process was stopped, as by `
 
 
 class Phase(StrEnum):
-    """What the run is doing."""
-
     START = "start"
     STEP = "step"
     SAVE = "save"
@@ -31,8 +29,6 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """A process that made no progress."""
-
     phase: Phase
     seconds: float
     frames: list[FrameType]  # of the main thread, the innermost last
@@ -70,7 +66,6 @@ class Watchdog:
         self._thread.join()
 
     def beat(self, phase: Phase = Phase.STEP) -> None:
-        """Note that the run made progress."""
         self._phase, self._since = phase, time.monotonic()
 
     def _watch(self) -> None:

@@ -42,10 +42,7 @@ _ROWS = (nn.ModuleList, nn.Sequential)
 
 
 def shard(model: nn.Module, names: Sequence[str] | None, device: torch.device, world: int) -> str:
-    """Shard the weights over all ranks block by block, so that one block at a time is whole. Returns what was done.
-
-    By torch's own `fully_shard`: Accelerate silently does nothing on a CPU.
-    """
+    """Shard the weights block by block, by torch itself: Accelerate does nothing on a CPU. Returns what was done."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -127,10 +124,7 @@ _DONE, _WAIT_FOR_MAIN_S = "resilient_train/main_is_done", 120.0  # a key of the 
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Say whether an error only shows that another process has ended: a lost connection, as torch reports it.
-
-    Errors of user code may use such words, too: they do not count.
-    """
+    """Say whether an error only shows that another process has ended. User code may use such words, too."""
     if not isinstance(error, torch.distributed.DistError | RuntimeError) or not _GONE.search(text_of(error)):
         return False
     frames = traceback.extract_tb(error.__traceback__)
@@ -149,8 +143,6 @@ def is_lost_device(error: BaseException | None) -> bool:
 
 
 class World:
-    """This process among the others."""
-
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
         self.rank, self.size = accelerator.process_index, accelerator.num_processes
@@ -213,7 +205,6 @@ class World:
         return prepared  # type: ignore[no-any-return]
 
     def on_device(self, batch: Any) -> Any:
-        """Move a batch of any shape to where the model is."""
         return batch if self.device.type == "cpu" else send_to_device(batch, self.device, non_blocking=True)
 
     def mean(self, vector: torch.Tensor) -> torch.Tensor:
@@ -240,7 +231,6 @@ class World:
         return largest
 
     def least(self, number: float) -> float:
-        """Return the least of a number over the ranks."""
         if self.size == 1:
             return number
         vector = torch.tensor(number, dtype=torch.float64, device=self.device)
@@ -248,10 +238,7 @@ class World:
         return float(vector)
 
     def all_of(self, mine: T) -> list[T]:
-        """Return what every rank has, in the order of the ranks.
-
-        It pickles, so pass small objects, and not in every update.
-        """
+        """Return what every rank has. It pickles, so pass small objects, and not in every update."""
         return gather_object([mine]) if self.size > 1 else [mine]
 
     def on_main(self, decide: Callable[[], T]) -> T:
@@ -287,10 +274,7 @@ class World:
             store.set(_DONE, "1")
 
     def leave(self) -> None:
-        """Leave the group after a successful run. A rank that failed just ends, and its launcher ends the others.
-
-        All leave together, and nothing may keep the group alive: gloo's threads would abort a process that exits first.
-        """
+        """Leave the group, all together. Nothing may keep it alive: gloo's threads would abort who exits first."""
         if self.size > 1:
             self.accelerator.free_memory()
             gc.collect()

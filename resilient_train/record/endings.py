@@ -30,8 +30,6 @@ _TAIL_BYTES = 2**18  # of a note: the error is at its end
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """loop.json: what other processes need to know about a training loop that the caller wrote."""
-
     steps: int | None = None  # planned
     resumes: bool = False  # the same program resumes; otherwise it starts a new run in the next directory
     given: Mapping[str, Any] = field(default_factory=dict)  # to the guard; for a person to read
@@ -66,7 +64,6 @@ def resumes(run_dir: Path) -> bool:
 
 
 def is_run(run_dir: Path) -> bool:
-    """Say whether a run has begun in a directory."""
     return (run_dir / CONFIG).is_file() or (run_dir / LOOP).is_file()
 
 
@@ -153,8 +150,6 @@ def at_work(run_dir: Path) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """The newest process of a run: at work, or how it ended."""
-
     state: str  # the status in summary.json; without one running, killed, failed, none
     exit_code: int
     process: str | None = None  # that is at work: it has not begun yet, or is about to end, if there is a summary
@@ -164,7 +159,6 @@ class Ending:
 
 
 def ending_of(run_dir: Path) -> Ending:
-    """Read from its files how the newest process of a run stands."""
     process, summary = at_work(run_dir), read_ending(run_dir, SUMMARY)
     why = failure(run_dir) or ""
     if summary is not None:

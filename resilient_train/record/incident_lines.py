@@ -22,16 +22,13 @@ _DOCUMENTED = ("id", "step", "tick", "signal", "cause", "culprit", "advice", "st
 
 
 def as_line(incident: Incident) -> dict[str, Any]:
-    """Return an incident as incidents.jsonl and the journal hold it: first the documented keys, then the others.
-
-    `rank` is the first of the ranks it began on, and null if it began on all of them at once.
-    """
+    """Return an incident as incidents.jsonl and the journal hold it: first the documented keys, then the others."""
     anomaly, diagnosis, decision = incident.anomaly, incident.diagnosis, incident.decision
     line: dict[str, Any] = {
         "id": incident.id,
         "step": anomaly.step,
         "tick": anomaly.tick,
-        "rank": min(anomaly.ranks, default=None),
+        "rank": min(anomaly.ranks, default=None),  # null: it began on all of them at once
         "signal": anomaly.signal,
         "cause": diagnosis.cause,
         "culprit": diagnosis.culprit and dataclasses.asdict(diagnosis.culprit),
@@ -95,7 +92,6 @@ def _record(kind: type[T], line: Mapping[str, Any], **parts: Any) -> T:
 
 
 def _value(kind: Any, value: Any) -> Any:
-    """Return a value as its type says."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin is types.UnionType:
         return None if value is None else _value(inner[0], value)

@@ -41,10 +41,7 @@ class IncidentLog:
     """Keeps the incidents. Ranks that do not write to the run directory keep them in memory only."""
 
     def __init__(self, directory: Path | None, *, run_dir: Path | None = None) -> None:
-        """Read the journal in the directory, and rewrite incidents.jsonl if it differs from it.
-
-        `run_dir` is the run directory, also on ranks that do not write to it.
-        """
+        """`run_dir` is the run directory, also on ranks that do not write to it."""
         self.directory, self.run_dir = directory, run_dir or directory
         self._file = None if directory is None else directory / INCIDENTS
         self._journal = None if directory is None else Journal(directory / JOURNAL)
@@ -72,29 +69,23 @@ class IncidentLog:
 
     @property
     def incidents(self) -> list[Incident]:
-        """All incidents by their numbers, open ones included."""
         return list(self._incidents.values())
 
     def since(self, number: int) -> list[Incident]:
-        """Return the incidents after one."""
         return [self._incidents[one] for one in range(number + 1, self.next_id) if one in self._incidents]
 
     def was_accepted(self, number: int) -> bool:
-        """Say whether an incident turned out to be a change on purpose."""
         return number in self._incidents and self._incidents[number].is_accepted
 
     @property
     def open_incidents(self) -> list[Incident]:
-        """Those whose outcome is not known yet."""
         return list(self._open.values())
 
     @property
     def next_id(self) -> int:
-        """The number of the next incident."""
         return self._newest + 1
 
     def tally(self) -> dict[str, Any]:
-        """Count them: `{"total", "recovered", "by_cause"}`."""
         by_cause = Counter(str(one.diagnosis.cause) for one in self.incidents)
         recovered = sum(one.outcome is Outcome.RECOVERED for one in self.incidents)
         return {"total": len(self.incidents), "recovered": recovered, "by_cause": dict(by_cause)}
@@ -127,7 +118,6 @@ class IncidentLog:
         return incident
 
     def add(self, incident: Incident) -> None:
-        """Write an incident to the journal as it was opened."""
         self._write(OPENED, incident)
 
     def record_treatment(self, incident: Incident, *, ongoing: bool = False) -> None:
@@ -138,14 +128,10 @@ class IncidentLog:
         log.warning("%s", describe(incident))
 
     def update(self, incident: Incident) -> None:
-        """Record what else became known about an incident after its treatment."""
         self._write(TREATED, incident)
 
     def close(self, incident: Incident, outcome: Outcome | None = None, *, healthy_steps: int | None = None) -> None:
-        """Record the outcome of an incident, by default the one it has, and list it.
-
-        That of an incident that was only observed is always this.
-        """
+        """Record the outcome of an incident, by default the one it has, and list it."""
         outcome = Outcome.OBSERVED if incident.is_observed else outcome
         incident = replace(incident, outcome=outcome or incident.outcome)
         assert incident.outcome is not None, f"incident {incident.id} has no outcome yet"
@@ -157,10 +143,7 @@ class IncidentLog:
             log.info("%s", describe_outcome(incident, healthy_steps))
 
     def update_accepted(self, step: int, recovered_after: int, *, loss_is_off: bool) -> None:
-        """Close what has recovered, now that the `step`-th update was accepted: `recovered_after` steps of progress.
-
-        While `loss_is_off` its reference, incidents that left damage stay open.
-        """
+        """Close what has recovered; while `loss_is_off` its reference, incidents that left damage stay open."""
         for one in self.open_incidents:
             reached = one.last_step - (not one.anomaly.landed)
             is_over = step >= reached + recovered_after and one.id not in self._ongoing
@@ -202,7 +185,6 @@ class IncidentLog:
         self.count_further(incident.id, anomaly.step)
 
     def clear_ongoing(self, number: int) -> None:
-        """Let healthy updates close an ongoing incident from now on."""
         self._ongoing.discard(number)
 
     def close_all(self, outcome: Outcome, *, healthy_since: int | None = None) -> None:
@@ -231,7 +213,6 @@ class IncidentLog:
     # The files.
 
     def close_files(self) -> None:
-        """Try a last time to write what the disk did not take."""
         if not self._is_current:
             self._write_lines()
         if self._journal is not None:

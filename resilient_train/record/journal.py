@@ -46,10 +46,7 @@ class Journal:
     """An append-only file that its one writer opens; all others call `read`."""
 
     def __init__(self, path: Path) -> None:
-        """Read what is there, and cut off an entry that a kill left half written.
-
-        Raises TrainError if it cannot be read: what it holds is unknown, so nothing may be written over it.
-        """
+        """Raises TrainError if it cannot be read: what it holds is unknown, so nothing may be written over it."""
         self.path = path
         try:
             found = list(entries_after(path))
@@ -76,7 +73,6 @@ class Journal:
 
     @property
     def entries(self) -> list[Entry]:
-        """All entries."""
         return [entry for line in self._lines if (entry := unseal(line[:-1])) is not None]
 
     def write(self, kind: str, /, **fields: Any) -> Entry:
@@ -93,7 +89,6 @@ class Journal:
         return entry
 
     def close(self) -> None:
-        """Try a last time to write what the disk did not take, and report what is lost."""
         with self._lock:
             if self.waiting:
                 self._flush()
@@ -118,7 +113,6 @@ class Journal:
             self.waiting.clear()
 
     def _append(self) -> int:
-        """Write the waiting lines after the last whole entry, and return where they end."""
         start, lines = self._end, self.waiting
         if size_of(self.path) < start:  # it was emptied or removed: writing at the old offset would leave a hole
             start, lines = 0, self._lines
@@ -136,8 +130,7 @@ def size_of(path: Path) -> int:
 def append_lines(path: Path, lines: Iterable[bytes], start: int, *, sync: bool = True) -> int:
     """Write lines at byte `start` of a file with one writer, and return where they end.
 
-    What stands there is replaced: a kill or a full disk has left it half written, or an earlier write failed in its
-    sync.
+    What stands there is replaced: a kill or a full disk has left it half written, or it could not be synced.
     """
     file = files.disk.open(path)
     try:

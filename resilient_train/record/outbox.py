@@ -37,8 +37,8 @@ _log = logging.getLogger("resilient_train")
 class Outbox:
     """Takes entries in a microsecond, and writes them in a thread a few times a second.
 
-    The calling thread would wait for the disk whenever a checkpoint is being synced. Waking a thread for each entry
-    would keep the training thread from the interpreter on a busy machine.
+    The calling thread would wait for the disk while a checkpoint is synced, or for the interpreter if each entry woke
+    a thread.
     """
 
     def __init__(self, path: Path, also: Callable[[], None] = lambda: None) -> None:
@@ -90,7 +90,6 @@ class Outbox:
             self._is_failing = False
 
     def _write(self, is_last: bool) -> None:
-        """Write the waiting entries after the last whole line."""
         if self._end < 0 or size_of(self.path) < self._end:  # not read yet, or it was removed
             self._end = _end_of_lines(self.path)
         if self._end == 0 and not self._lines:
@@ -112,7 +111,6 @@ def _sealed(entry: Entry) -> bytes:
 
 
 def _end_of_lines(path: Path) -> int:
-    """Return where the last whole line ends."""
     if not (size := size_of(path)):
         return 0
     start, tail = _tail(path, size)

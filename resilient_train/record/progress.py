@@ -1,8 +1,7 @@
 """The position of a run, written before every update at the cost of one system call.
 
-The kernel keeps what was written, however the process ends. Only if the machine itself goes down, the last seconds may
-be lost: then the older of two records is read, or none. Not a memory map: a file that is cut short, a full
-copy-on-write disk or a server that is gone would end the process with SIGBUS.
+The kernel keeps what was written, however the process ends. If the machine goes down, the older of two records is read,
+or none. Not a memory map: a file that is cut short, or a server that is gone, would end the process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -99,8 +98,6 @@ _log = logging.getLogger("resilient_train")
 
 
 class Doing(IntEnum):
-    """What the process was doing."""
-
     ENDED = 0  # in order
     UPDATING = 1
     BETWEEN = 2  # two updates: evaluating, saving
@@ -110,8 +107,6 @@ class Doing(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a process was in the run."""
-
     doing: Doing = Doing.ENDED
     tick: int = 0
     step: int = 0  # accepted updates
@@ -148,14 +143,12 @@ class Progress:
         self._stays = True
 
     def close(self) -> None:
-        """Close the file; a later note opens it again."""
         file, self._file = self._file, -1
         if file >= 0:
             os.close(file)
 
     @property
     def is_updating(self) -> bool:
-        """Say whether an update is being made."""
         return self._position.doing in (Doing.UPDATING, Doing.FIRST)
 
     def _note(self, position: Position) -> None:

@@ -25,8 +25,6 @@ _log = logging.getLogger("resilient_train")
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
-    """Why a row is in quarantine."""
-
     reason: str
     step: int
     incident: int  # its number, in the run that met it

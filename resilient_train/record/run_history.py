@@ -41,7 +41,6 @@ class RunHistory:
         self._note(REMEDIES, remedies=remedies)
 
     def note_checkpoint(self, step: int, tick: int) -> None:
-        """Note that a checkpoint was committed."""
         self._note("checkpoint_saved", step=step, tick=tick)
 
     def note_process_end(self, tick: int, start: int, stop: int, *, in_first: bool) -> int:
@@ -75,7 +74,6 @@ class RunHistory:
         self._note(DRILL_FIRED, drill=number, name=name, tick=tick, **self._drill_details.pop(number, {}))
 
     def has_fired(self, number: int) -> bool:
-        """Say whether a drill fired already, in this process or an earlier one."""
         return number in self._fired
 
     def _note(self, kind: str, **fields: Any) -> None:
@@ -118,8 +116,6 @@ def with_earlier(remedies: Mapping[str, Any], earlier: Mapping[str, Any] | None)
 
 @dataclass(frozen=True, slots=True)
 class FiredDrill:
-    """A fault that a drill injected."""
-
     fault: str
     tick: int  # 0: it is in the data, from the first sample to the last
     until: int  # the last tick at which it was injected
@@ -127,7 +123,6 @@ class FiredDrill:
 
 
 def fired_drill(entry: Mapping[str, Any]) -> FiredDrill:
-    """Return the fault of an entry of the journal."""
     tick, rows = entry["tick"], entry.get("rows")
     return FiredDrill(entry["name"], tick, entry.get("until", tick), None if rows is None else frozenset(rows))
 

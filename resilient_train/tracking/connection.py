@@ -1,7 +1,4 @@
-"""The connection to a run in MLflow: its store, its name there, how much of it has arrived, and what MLflow accepts.
-
-A run is never created twice.
-"""
+"""The connection to a run in MLflow: its store, its name there, how much of it has arrived, and what MLflow accepts."""
 
 from __future__ import annotations
 
@@ -79,7 +76,6 @@ class UploadCursor:
 
     @property
     def run(self) -> TrackedRun | None:
-        """The run in MLflow; None until it exists there."""
         run_id = self.get("run_id", "")
         if not re.fullmatch(r"[0-9a-zA-Z_-]{1,64}", run_id):
             return None
@@ -152,8 +148,6 @@ def left_in(directory: Path) -> int:
 
 @dataclass(frozen=True)
 class Store:
-    """A tracking store."""
-
     uri: str
     database: Path | None = None  # its SQLite file
     # Where a new experiment puts its files: MLflow's own default is ./mlruns, another place for each working directory.
@@ -234,8 +228,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Connection:
-    """A run in MLflow, and the client that reaches it."""
-
     client: MlflowClient
     uri: str  # with its secrets, if it has any
     experiment_id: str
@@ -386,13 +378,11 @@ def name(key: str) -> str:
 
 
 def metric_name(key: str) -> str:
-    """Return the name of a metric, with the section of the page that it belongs to."""
     section, slash, rest = key.partition("/")
     return name(f"{_SECTIONS.get(section, section)}/{rest}" if slash else f"{_TRAINING}/{key}")
 
 
 def cut(value: Any, length: int) -> str:
-    """Return the text of a value, with dots where it is too long."""
     text = str(value)
     return text if len(text) <= length else text[: length - 3] + "..."
 

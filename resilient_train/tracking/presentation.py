@@ -27,8 +27,6 @@ _FEW, _REST = 20, 10  # incidents; with more it pauses for so many times as long
 
 
 class Presentation:
-    """Shows tags, the description, traces, the picture and the report of a run."""
-
     def __init__(
         self, connection: Connection, run_dir: Path, unless_refused: Callable[[Callable[[], object]], None]
     ) -> None:
@@ -44,9 +42,8 @@ class Presentation:
     def refresh(self, *, is_last: bool = False) -> Exception | None:
         """Show what has changed, the words first; return what prevented some of it. Raises if MLflow does not answer.
 
-        An incident gets its trace once its outcome is known, and the report is uploaded at the end: so uploads grow
-        with the number of incidents, and not with its square. Words and the picture are made of all incidents; if there
-        are many, that takes at most a tenth of the time.
+        The report is uploaded at the end only, so that uploads do not grow with the square of the number of incidents.
+        With many of them, words and the picture take at most a tenth of the time.
         """
         state, began = self._state(), time.monotonic()
         if not is_last and (began < self._rests_until or (state == self._seen and self._trouble is None)):

@@ -1,7 +1,4 @@
-"""The incidents of a run for the terminal and the report file, and its description in MLflow.
-
-The first lines of the description say how the run fares and what to do.
-"""
+"""The incidents of a run for the terminal and the report file, and its description in MLflow."""
 
 from __future__ import annotations
 
@@ -100,7 +97,6 @@ def _verdict(story: Story) -> str:
 
 
 def _left(story: Story) -> str:
-    """Say where the weights are, what differs from the configuration, and what a new start would do."""
     lines = [f"**{label.capitalize()}**: {text(words, _MOST_LEFT)}" for label, words in left(story, str)]
     lines.append(f"**The same command** {text(next_start(story), _MOST_LEFT)}.")
     if story.chapters:

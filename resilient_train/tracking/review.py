@@ -49,16 +49,12 @@ _LIMITS["higher_precision"] = "full precision for {} steps"
 
 
 def near(path: Path) -> str:
-    """Return a path as short as it can be typed from here."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) and path != here else str(path)
 
 
 def review(story: Story, show: Show = near) -> list[str]:
-    """Sum up a run in some twenty lines at most; `show` names a path.
-
-    First whether it is all right, then what to change, where the weights are, and what the same command would do.
-    """
+    """Sum up a run in some twenty lines at most; `show` names a path."""
     lines = [": ".join(verdict(story)), *to_change(story), *(f"{label}: {words}" for label, words in left(story, show))]
     if story.directory is None:
         return [*lines, "nothing of this is written: with run_dir there is a report, and a way to resume"]
@@ -146,7 +142,6 @@ def _results(story: Story) -> str:
 
 
 def incidents_met(story: Story) -> str:
-    """Say how many incidents there were, what caused them, and whether their treatment was enough."""
     incidents = story.incidents
     if not incidents:
         return "no incidents"
@@ -164,7 +159,6 @@ def incidents_met(story: Story) -> str:
 
 
 def by_cause(incidents: Sequence[Incident]) -> dict[str, list[Incident]]:
-    """Group incidents by their causes, the most frequent first."""
     counts = Counter(str(one.diagnosis.cause) for one in incidents)
     return {cause: [one for one in incidents if one.diagnosis.cause == cause] for cause, _ in counts.most_common()}
 
@@ -173,7 +167,6 @@ def by_cause(incidents: Sequence[Incident]) -> dict[str, list[Incident]]:
 
 
 def to_change(story: Story) -> list[str]:
-    """Say what a person should do, a line for each thing."""
     label = "to do" if story.status in _TO_DO and not story.advice else "to change"
     lines = shortened([f"{label}: {one}" for one in things_to_do(story)], _MOST_ADVICE, "to change: {:,} more")
     if story.incidents and all(one.drill for one in story.incidents) and not lines:
@@ -230,7 +223,6 @@ def left(story: Story, show: Show) -> list[tuple[str, str]]:
 
 
 def active_remedies(remedies: Mapping[str, Any]) -> list[str]:
-    """Say what remedies changed in the configuration, one line for each."""
     knobs = remedies.get("knobs", {})
     lines = [f"{name} x{knobs[key]:.3g}" for key, name in _FACTORS.items() if knobs.get(key, 1) != 1]
     if cap := knobs.get("ceiling"):
@@ -258,12 +250,10 @@ def samples_skipped(remedies: Mapping[str, Any]) -> int:
 
 
 def is_trainers(story: Story) -> bool:
-    """Say whether the loop is that of a trainer, which writes checkpoints of its own."""
     return story.loop is not None and story.loop.is_trainers
 
 
 def next_start(story: Story) -> str:
-    """Say what the same command would do now."""
     if is_trainers(story):
         return "starts again; the trainer resumes by `resume_from_checkpoint=True`, Lightning's by `ckpt_path`"
     onward = f"resumes from step {story.newest.step:,}" if story.newest is not None else "begins at step 0 again"
@@ -285,7 +275,6 @@ def next_start(story: Story) -> str:
 
 
 def again(run_dir: Path) -> str:
-    """Say which command resumes a run of the command."""
     more = "" if resumes(run_dir) else f" with {_resuming(run_dir)}"
     return f"the same command{more} resumes"
 
@@ -295,7 +284,6 @@ def _resuming(run_dir: Path) -> str:
 
 
 def command(verb: str, directory: Path) -> str:
-    """Return the command line of a verb for a run directory, as it works from here."""
     return f"{program()} {verb} {shlex.quote(near(directory))}"
 
 

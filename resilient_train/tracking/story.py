@@ -1,7 +1,4 @@
-"""The summary of a run as data, read from its directory: the terminal, the report, MLflow and the verbs all show it.
-
-It reads what the run has written, also while it is at work, and changes nothing.
-"""
+"""A run as data, read from its directory without changing it: the terminal, the report, MLflow and verbs show it."""
 
 from __future__ import annotations
 
@@ -31,8 +28,6 @@ _VERDICTS = {"recovered", "observed", "unrecovered", "no_progress", "above_best"
 
 @dataclass(frozen=True, slots=True)
 class Chapter:
-    """An incident and its times."""
-
     incident: Incident
     opened_ms: int  # since 1970
     treated_ms: int | None = None  # None while something is being done about it
@@ -52,25 +47,20 @@ class Checkpoint:
 
     @property
     def is_verified(self) -> bool:
-        """Say whether the updates after it were healthy, too."""
         return self.kind == "verified"
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One thing to change, and the numbers of the incidents that ask for it."""
-
     text: str
     incidents: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """What a person wants to know about a run."""
-
     directory: Path | None  # absolute; None if the run writes nothing
     chapters: tuple[Chapter, ...]  # in the order they were met
-    status: str  # how it fares: see `status_by`
+    status: str  # how it fares: clean, recovering, or one of _VERDICTS
     state: str = "running"  # the status in summary.json; without one running, killed, failed, none
     exit_code: int = 0  # of the newest process
     process: str | None = None  # that is at work
@@ -89,17 +79,14 @@ class Story:
 
     @property
     def incidents(self) -> tuple[Incident, ...]:
-        """The incidents, without the times."""
         return tuple(chapter.incident for chapter in self.chapters)
 
     @property
     def advice(self) -> tuple[Advice, ...]:
-        """What to change, the most important first."""
         return open_advice(self.incidents)
 
     @property
     def is_complete(self) -> bool:
-        """Say whether the run made all the updates that were planned."""
         return self.state == "completed"
 
 
@@ -174,10 +161,7 @@ def _add(chapters: dict[int, Chapter], entry: Entry) -> None:
 
 
 def status_by(incidents: Sequence[Incident], summary: Mapping[str, Any] | None = None, *, step: int = 0) -> str:
-    """Say in one word how a run fares at a step: by the summary of its last end if that says so, else by its incidents.
-
-    That is clean, recovered, recovering, observed, unrecovered, no_progress, above_best, gave_up, preempted or failed.
-    """
+    """Say in one word how a run fares at a step: by the summary of its end if that says so, else by incidents."""
     summary = summary or {}
     for word in (summary.get("verdict"), summary.get("status")):
         if word in _VERDICTS:
@@ -257,9 +241,7 @@ def _is_there(file: Path, written: Any) -> bool:
 def open_advice(incidents: Sequence[Incident]) -> tuple[Advice, ...]:
     """Return what a person should change, the most important first: each line, all rows and each setting only once.
 
-    First what the run could not cure, then what it has not cured yet, then what it only avoids: patched lines, rows in
-    quarantine, changed settings. What happened once, was over and did not return needs no change, nor does what a drill
-    made.
+    What happened once, was over and did not return needs no change, nor does what a drill made.
     """
     groups: dict[object, list[Incident]] = {}
     for one in incidents:
@@ -271,7 +253,6 @@ def open_advice(incidents: Sequence[Incident]) -> tuple[Advice, ...]:
 
 
 def _asks_about(incident: Incident) -> object:
-    """Return what incidents have in common that ask for one change."""
     diagnosis = incident.diagnosis
     if (culprit := diagnosis.culprit) is not None:
         return culprit.file, culprit.line, culprit.op

@@ -1,8 +1,7 @@
 """Incidents as traces of the run in MLflow: one for each, sent whole once its outcome is known.
 
-A trace is the incident as incidents.jsonl has it, as one span. Its ids follow from the run and the incident, so what is
-sent twice meets itself. What people add to a trace (tags, assessments) stays: a trace that is there is never sent
-again.
+A trace is one span. Its ids follow from the run and the incident, so what is sent twice meets itself. What people add
+to a trace (tags, assessments) stays: a trace that is there is never sent again.
 """
 
 from __future__ import annotations
@@ -29,13 +28,10 @@ _PAGE = 500  # traces; a server returns no more at once
 
 
 def trace_id_of(run_id: str, incident_id: int) -> str:
-    """Return the id of an incident's trace."""
     return "tr-" + hashlib.sha256(f"resilient_train/{run_id}/{incident_id}".encode()).hexdigest()[:32]
 
 
 class Traces:
-    """The traces of one run."""
-
     def __init__(self, client: MlflowClient, tracking_uri: str, experiment_id: str, run_id: str) -> None:
         from mlflow.tracing.client import TracingClient
 
@@ -104,7 +100,6 @@ class Traces:
 
 
 def _span(chapter: Chapter, trace_id: str) -> dict[str, Any]:
-    """Return the span of an incident in the form that MLflow reads it back in."""
     incident, (began, ended) = chapter.incident, _lasted(chapter)
     known = {
         **as_line(incident),

@@ -1,8 +1,7 @@
 """The run as an experiment tracker shows it, at no cost to the training thread.
 
-What there is to show goes into the outbox, a file in the run directory. Another process, that of the command
-`resilient-train sync --follow`, reads it and talks to MLflow: neither MLflow's import nor a slow or dead server can
-hold up a step.
+What there is to show goes into the outbox, a file. Another process, `resilient-train sync --follow`, reads it and
+talks to MLflow: neither MLflow's import nor a slow or dead server can hold up a step.
 """
 
 from __future__ import annotations
@@ -38,8 +37,6 @@ _log = logging.getLogger("resilient_train")
 
 @dataclass
 class TrackingConfig:
-    """Where the run is shown, and how long its end may wait for that."""
-
     kind: str = field(metadata={"one_of": ("mlflow", "none")})
     uri: str | None
     experiment: str
@@ -47,10 +44,7 @@ class TrackingConfig:
 
 
 class Tracker:
-    """Takes what is worth showing, in microseconds; no call waits or raises, and only `finish` may take its time.
-
-    This one shows nothing.
-    """
+    """Takes what is worth showing; only `finish` may wait, and no call raises. This one shows nothing."""
 
     @property
     def run(self) -> TrackedRun | None:
@@ -72,8 +66,6 @@ class Tracker:
 
 
 class OutboxTracker(Tracker):
-    """Shows the run in MLflow, through a file and a process that uploads it."""
-
     def __init__(self, config: TrackingConfig, directory: Path, store: Store, about: Mapping[str, Any]) -> None:
         self._config, self._directory, self._store, self._about = config, directory, store, about
         cursor = UploadCursor(directory)
@@ -175,8 +167,6 @@ class OutboxTracker(Tracker):
 
 
 class UploaderProcess:
-    """A process that runs `resilient-train sync --follow`."""
-
     def __init__(self, directory: Path, store: Store, experiment: str) -> None:
         start = [sys.executable, "-m", "resilient_train", "sync", str(directory.absolute())]
         start += ["--follow", "--attached", f"--experiment={experiment}"]
@@ -205,18 +195,15 @@ class UploaderProcess:
 
     @property
     def code(self) -> int | None:
-        """Its exit code; None while it runs."""
         return self._process.poll()
 
     def read(self) -> list[str]:
-        """Return the lines that it has printed since the last call."""
         new = os.pread(self._output.fileno(), _MOST_BYTES, self._read)
         whole = new[: new.rfind(b"\n") + 1]
         self._read += len(whole)
         return _lines(whole)
 
     def last_error(self) -> str:
-        """Return the last line of its standard error, which says why it died."""
         size = os.fstat(self._errors.fileno()).st_size
         lines = _lines(os.pread(self._errors.fileno(), _MOST_BYTES, max(0, size - _MOST_BYTES)))
         return lines[-1] if lines else ""
@@ -228,13 +215,11 @@ class UploaderProcess:
             self._process.stdin.write(b"end\n")
 
     def wait(self, within_s: float) -> int | None:
-        """Return its exit code; None if it is still running after `within_s`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(within_s)
         return self.code
 
     def close(self) -> None:
-        """Kill it, if it is still running."""
         self._process.kill()
         self.wait(_EXIT_WITHIN_S)
         if self._process.stdin is not None:
@@ -254,11 +239,7 @@ def build(
     params: Mapping[str, Any] | None = None,
     sweep: str | None = None,
 ) -> Tracker:
-    """Build the tracker that `config` names for the run in `directory`.
-
-    `home` holds the database when no other store is named; `params` are what runs are compared by; `sweep` names the
-    sweep that the run is a job of.
-    """
+    """`home` holds the database if no other store is named; runs are compared by `params`; `sweep` is a name."""
     if config.kind == "none":
         return Tracker()
     about: dict[str, Any] = {"params": {key: masked(str(value)) for key, value in (params or {}).items()}}

@@ -54,7 +54,6 @@ class Uploader:
 
     @property
     def run(self) -> TrackedRun | None:
-        """The run in MLflow, once it is reached."""
         return self._reached[0].run if self._reached is not None else None
 
     def upload(self, *, is_last: bool = False) -> None:
@@ -76,13 +75,11 @@ class Uploader:
                 self.damaged += 1  # its last line is cut off
 
     def close(self) -> None:
-        """Let another process upload."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def _acquire(self) -> None:
-        """Lock the outbox for this process; the kernel releases the lock with the process."""
         if self._lock is not None:
             return
         lock = os.open(self.outbox, os.O_RDONLY | os.O_NOFOLLOW)
