@@ -98,7 +98,7 @@ class Recovery:
         if self.incident_log.directory is not None and history.data_sample is None and update.keys:
             # Once, what the data set looks like, so that a resume notices when it has changed.
             rows = [key.row for keys in update.keys for key in keys]
-            history.note_data(fingerprint(self.parts.samples.dataset, rows))  # type: ignore[attr-defined]
+            history.note("data_seen", sample=fingerprint(self.parts.samples.dataset, rows))  # type: ignore[attr-defined]
 
     # One incident.
 
@@ -398,7 +398,7 @@ class Recovery:
 
     def note_remedies(self) -> None:
         """Write the remedies in effect into the journal."""
-        self.incident_log.run_history.note_remedies(self.controls.to_note())
+        self.incident_log.run_history.note("remedies_in_force", remedies=self.controls.to_note())
 
 
 def _reached(anomaly: Anomaly) -> int:

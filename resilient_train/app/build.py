@@ -95,8 +95,7 @@ def assemble(
     faults, history = parse(config.drill, steps=config.run.steps), home.incident_log.run_history
     drill = None
     if faults:
-        fired, details = history.note_drill_fired, history.note_drill_details
-        drill = Drill(faults, has_fired=history.has_fired, fired=fired, about=details)
+        drill = Drill(faults, has_fired=history.has_fired, fired=history.note_drill_fired)
         rows = drill.wrapped(rows)
     samples = data.samples(rows, config.data, slicing, world, seed=seed, collate=collate)
     evaluation = None

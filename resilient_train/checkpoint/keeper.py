@@ -67,7 +67,7 @@ class CheckpointKeeper:
         # disk an incident for each checkpoint that was damaged.
         self.save_events: deque[ProcessIncident | None] = deque()
         if self._commits and history.began_with is None:
-            history.note_update_size(parts.world.size, parts.samples.slicing.samples)
+            history.note("began", processes=parts.world.size, samples=parts.samples.slicing.samples)
 
     def check(self) -> None:
         """Raise ConfigError on all ranks, each of which calls this, if something could never be saved."""
@@ -364,7 +364,7 @@ class CheckpointKeeper:
             exported = {**content["weights"], **lasting}
             entry = store.write(manifest, content, exported, persistent, partial(self._examine, content))
             self._has_read_back = True
-            self._run_history.note_checkpoint(step, tick)
+            self._run_history.note("checkpoint_saved", step=step, tick=tick)
             return entry
 
         return Job(step, tick, write, snapshot)

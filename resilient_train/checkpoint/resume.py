@@ -233,7 +233,7 @@ class Resumption:
         elif store.usable():
             why = f"{store.path.parent} has checkpoints of its own: choose another run.name"
             raise ConfigError("run.resume", entry.path, why)
-        history.note_source(str(source))
+        history.note("taken_up_from", source=masked(str(source)))
         return entry
 
     def _crash(

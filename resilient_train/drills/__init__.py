@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,15 +63,14 @@ class Drill:
         faults: Sequence[Fault],
         *,
         has_fired: Callable[[int], bool],
-        fired: Callable[[int, str, int], None],
-        about: Callable[[int, Mapping[str, Any]], None] = lambda number, more: None,
+        fired: Callable[..., None],
     ) -> None:
         """`has_fired(number)` covers the whole run, restarts included; `fired(number, name, tick)` journals a firing.
 
-        Before it `about(number, more)` is called with `until`, the last tick of a fault, or with `rows`, the bad ones.
+        It is also given `until`, the last tick of a fault, or `rows`, the bad ones, by name.
         """
         self._faults = dict(enumerate(faults))
-        self._has_fired, self._fired, self._about = has_fired, fired, about
+        self._has_fired, self._fired = has_fired, fired
         self._struck: dict[int, int] = {}  # the tick at which each fault struck last
         self._checked: set[str] = set()  # kinds of things that were checked for something to spoil
 
@@ -147,9 +146,7 @@ class Drill:
         number = tick + index * _APART
         if self._has_fired(number):
             return False
-        if more:
-            self._about(number, more)
-        self._fired(number, fault.name, tick)
+        self._fired(number, fault.name, tick, **more)
         _log.info("drill: %s, on purpose%s", fault.name, f", at tick {tick}" if tick else "")
         return True
 

@@ -7,18 +7,46 @@ import math
 import types
 import typing
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from typing import Any, TypeVar
 
-from resilient_train.record.journal import plain
+from resilient_train.record.journal import Entry, plain
 from resilient_train.secrets import masked_tree
 from resilient_train.types import TRIAL, Action, Anomaly, Decision, Diagnosis, Incident, Tried
 
 _hints = cache(typing.get_type_hints)
 T = TypeVar("T")
 
-_DOCUMENTED = ("id", "step", "tick", "signal", "cause", "culprit", "advice", "steps_lost", "seconds", "outcome")
+OPENED, TREATED, CLOSED = "incident_opened", "incident_treated", "incident_closed"  # kinds of entries of the journal
+AGAIN = "incident_again"  # an update more that an incident counts
+
+
+@dataclass(frozen=True, slots=True)
+class Chapter:
+    incident: Incident
+    opened_ms: int  # since 1970
+    treated_ms: int | None = None  # None while something is being done about it
+    closed_ms: int | None = None  # None until the outcome is known
+
+
+def recall(chapters: dict[int, Chapter], entry: Entry) -> None:
+    """Add what an entry of the journal says about an incident. Raises ValueError if it cannot be read."""
+    kind, at = entry["kind"], entry["at"]
+    if kind == AGAIN and (known := chapters.get(entry["number"])) is not None:
+        again = (*known.incident.again, tuple(entry["at_update"]))
+        incident = dataclasses.replace(known.incident, again=again, further=len(again))
+        chapters[incident.id] = dataclasses.replace(known, incident=incident)
+    if kind not in (OPENED, TREATED, CLOSED):
+        return
+    incident = from_line(entry.get("incident"))
+    chapter = dataclasses.replace(chapters.get(incident.id, Chapter(incident, at)), incident=incident)
+    if kind == TREATED and chapter.treated_ms is None:  # a second entry only adds what is known since
+        chapter = dataclasses.replace(chapter, treated_ms=at)
+    elif kind == CLOSED:
+        chapter = dataclasses.replace(chapter, closed_ms=at)
+    chapters[incident.id] = chapter
 
 
 def as_line(incident: Incident) -> dict[str, Any]:
@@ -60,20 +88,18 @@ def as_line(incident: Incident) -> dict[str, Any]:
 
 
 def from_line(line: Any) -> Incident:
-    """Return the incident of a line; ValueError says what it lacks. Unknown keys are ignored."""
-    if not isinstance(line, Mapping):
-        raise ValueError(f"an incident cannot be {line!r:.60}")
-    for name in _DOCUMENTED:
-        if name not in line:
-            raise ValueError(f"an incident lacks {name}")
-    before = line["step"] - 1
-    parts = {
-        "anomaly": _record(Anomaly, {"since": max(before, 0), "evidence": "", **line}),
-        "diagnosis": _record(Diagnosis, {**line, "ranks": []}),  # `ranks` are those of the anomaly
-        "decision": _record(Decision, line),
-        "tried": tuple(map(_arm, line.get("tried", []))),
-    }
-    return _record(Incident, line, **parts)
+    """Return the incident of a line. Raises ValueError if it cannot be read; unknown keys are ignored."""
+    try:
+        return _record(
+            Incident,
+            line,
+            anomaly=_record(Anomaly, line),
+            diagnosis=_record(Diagnosis, {**line, "ranks": []}),  # `ranks` are those of the anomaly
+            decision=_record(Decision, line),
+            tried=tuple(map(_arm, line.get("tried", []))),
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"an incident cannot be read: {error}") from None
 
 
 def _line_of_action(action: Action) -> dict[str, Any]:
@@ -85,10 +111,7 @@ def _record(kind: type[T], line: Mapping[str, Any], **parts: Any) -> T:
     """Build a record from `parts` and, by the types of its other fields, from a line."""
     hints = _hints(kind)  # type: ignore[arg-type]
     names = [one.name for one in dataclasses.fields(kind) if one.name not in parts]  # type: ignore[arg-type]
-    try:
-        return kind(**parts, **{name: _value(hints[name], line[name]) for name in names if name in line})
-    except TypeError as error:  # a field is missing
-        raise ValueError(f"an incident cannot be read: {error}") from None
+    return kind(**parts, **{name: _value(hints[name], line[name]) for name in names if name in line})
 
 
 def _value(kind: Any, value: Any) -> Any:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from resilient_train.files import commit_text, open_to_append, read_plain
-from resilient_train.record.incident_lines import as_line, from_line
-from resilient_train.record.journal import JOURNAL, Entry, Journal
+from resilient_train.record.incident_lines import AGAIN, CLOSED, OPENED, TREATED, Chapter, as_line, recall
+from resilient_train.record.journal import JOURNAL, Journal
 from resilient_train.record.run_history import RunHistory, drill_behind
 from resilient_train.types import (
     Action,
@@ -31,9 +31,6 @@ from resilient_train.types import (
 from resilient_train.wording import describe, describe_outcome, further, log
 
 INCIDENTS = "incidents.jsonl"  # its name in a run directory
-
-OPENED, TREATED, CLOSED = "incident_opened", "incident_treated", "incident_closed"
-AGAIN = "incident_again"  # an update more that an incident counts
 _AGAIN = 64  # updates that one incident counts, as each reading of it and each of its lines has them all
 
 
@@ -47,17 +44,21 @@ class IncidentLog:
         self._journal = None if directory is None else Journal(directory / JOURNAL)
         self.run_history = RunHistory(self._journal)
         self._incidents: dict[int, Incident] = {}  # by their numbers
-        self._of_training: dict[int, Incident] = {}
         self._open: dict[int, Incident] = {}  # those without an outcome
-        self._newest = 0  # the highest number
         self._lines: dict[int, str] = {}  # of incidents.jsonl, in the order of their outcomes
         self._ongoing: set[int] = set()  # incidents that healthy updates do not close
-        treated: set[int] = set()
+        chapters: dict[int, Chapter] = {}
         for entry in self._journal.entries if self._journal else []:
-            self._recall(entry, treated)
-        self.adopt(sorted(self._incidents.values(), key=lambda one: one.id))
+            try:
+                recall(chapters, entry)
+            except ValueError as error:
+                log.warning("entry %d of the journal is left out: %s", entry["n"], error)
+                continue
+            if entry["kind"] == CLOSED:
+                self._add_line(chapters[entry["incident"]["id"]].incident)
+        self.adopt(chapters[number].incident for number in sorted(chapters))
         for one in self.open_incidents:
-            if one.id not in treated:  # the process ended before it did what was decided
+            if chapters[one.id].treated_ms is None:  # the process ended before it did what was decided
                 self._keep(replace(one, decision=replace(one.decision, actions=())))
         self._is_current = True  # incidents.jsonl
         if self._file is not None:
@@ -72,10 +73,14 @@ class IncidentLog:
         return list(self._incidents.values())
 
     def since(self, number: int) -> list[Incident]:
-        return [self._incidents[one] for one in range(number + 1, self.next_id) if one in self._incidents]
+        return [one for one in self._incidents.values() if one.id > number]
 
     def was_accepted(self, number: int) -> bool:
         return number in self._incidents and self._incidents[number].is_accepted
+
+    @property
+    def _of_training(self) -> list[Incident]:
+        return [one for one in self._incidents.values() if one.diagnosis.cause is not Cause.PROCESS]
 
     @property
     def open_incidents(self) -> list[Incident]:
@@ -83,7 +88,7 @@ class IncidentLog:
 
     @property
     def next_id(self) -> int:
-        return self._newest + 1
+        return next(reversed(self._incidents), 0) + 1
 
     def tally(self) -> dict[str, Any]:
         by_cause = Counter(str(one.diagnosis.cause) for one in self.incidents)
@@ -92,7 +97,7 @@ class IncidentLog:
 
     def adopt(self, incidents: Iterable[Incident]) -> None:
         """Replace all incidents: a rank without a journal takes those of rank 0, as all ranks decide by them."""
-        self._incidents, self._of_training, self._open, self._newest = {}, {}, {}, 0
+        self._incidents, self._open = {}, {}
         for one in incidents:
             self._keep(one)
 
@@ -136,8 +141,7 @@ class IncidentLog:
         incident = replace(incident, outcome=outcome or incident.outcome)
         assert incident.outcome is not None, f"incident {incident.id} has no outcome yet"
         self._write(CLOSED, incident)
-        self._lines[incident.id] = line = json.dumps(as_line(incident)) + "\n"
-        self._write_lines(line)
+        self._write_lines(self._add_line(incident))
         # One that recurred is reported by the incident that came after it.
         if incident.outcome in (Outcome.RECOVERED, Outcome.OBSERVED):
             log.info("%s", describe_outcome(incident, healthy_steps))
@@ -165,16 +169,17 @@ class IncidentLog:
         The same operation broke, or nothing is known of either update but the same signal. Other ranks decide alike:
         incidents of a process, which they may not know of, do not come between.
         """
-        last = self._of_training[max(self._of_training)] if self._of_training else None
         is_unknown = diagnosis.cause is Cause.UNKNOWN and not diagnosis.rows and anomaly.signal is not Signal.EXCEPTION
         is_same_kind = diagnosis.culprit is not None or is_unknown
         is_skip = decision.actions == (Action("skip"),) and not anomaly.landed and is_same_kind
-        if last is None or not is_skip or last.outcome is not None or last.decision != decision:
+        if not is_skip or not (earlier := self._of_training):
+            return None
+        last = earlier[-1]
+        if last.outcome is not None or last.decision != decision or len(last.again) >= _AGAIN:
             return None
         drill = drill_behind(self.run_history.fired_drills, anomaly, diagnosis, self.incidents)
-        if len(last.again) >= _AGAIN or drill != last.drill:
-            return None
-        return last if kind_of(last.anomaly, last.diagnosis) == kind_of(anomaly, diagnosis) else None
+        is_same = kind_of(last.anomaly, last.diagnosis) == kind_of(anomaly, diagnosis)
+        return last if is_same and drill == last.drill else None
 
     def count_again(self, incident: Incident, anomaly: Anomaly) -> None:
         """Count an update into the incident that it continues: strikes and budgets count it, also after a restart."""
@@ -193,7 +198,7 @@ class IncidentLog:
         One that was skipped again has recurred, unless all of that was up to step `healthy_since`. Ongoing ones stay
         open until `close_ongoing`.
         """
-        before = {kind_of(one.anomaly, one.diagnosis): one.outcome for one in self._of_training.values() if one.outcome}
+        before = {kind_of(one.anomaly, one.diagnosis): one.outcome for one in self._of_training if one.outcome}
         for one in self.open_incidents:
             reached = one.last_step - (not one.anomaly.landed)
             is_skip = one.decision.actions == (Action("skip"),)
@@ -220,9 +225,6 @@ class IncidentLog:
 
     def _keep(self, incident: Incident) -> None:
         self._incidents[incident.id] = incident
-        self._newest = max(self._newest, incident.id)
-        if incident.diagnosis.cause is not Cause.PROCESS:
-            self._of_training[incident.id] = incident
         if incident.outcome is None:
             self._open[incident.id] = incident
         else:
@@ -233,24 +235,9 @@ class IncidentLog:
         if self._journal is not None:
             self._journal.write(kind, incident=as_line(incident))
 
-    def _recall(self, entry: Entry, treated: set[int]) -> None:
-        kind = entry["kind"]
-        if kind == AGAIN and (known := self._incidents.get(entry["number"])) is not None:
-            tick, step = entry["at_update"]
-            again = (*known.again, (tick, step))
-            self._incidents[known.id] = replace(known, again=again, further=len(again))
-        if kind not in (OPENED, TREATED, CLOSED):
-            return
-        try:
-            incident = from_line(entry.get("incident"))
-        except ValueError as error:
-            log.warning("entry %d of the journal is left out: %s", entry["n"], error)
-            return
-        self._incidents[incident.id] = incident
-        if kind == TREATED:
-            treated.add(incident.id)
-        elif kind == CLOSED:
-            self._lines[incident.id] = json.dumps(as_line(incident)) + "\n"
+    def _add_line(self, incident: Incident) -> str:
+        self._lines[incident.id] = json.dumps(as_line(incident)) + "\n"
+        return self._lines[incident.id]
 
     def _write_lines(self, new: str = "") -> None:
         """Append a line to incidents.jsonl. Without one, or if the file lacks earlier ones, rewrite it."""

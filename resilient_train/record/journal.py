@@ -49,7 +49,7 @@ class Journal:
         """Raises TrainError if it cannot be read: what it holds is unknown, so nothing may be written over it."""
         self.path = path
         try:
-            found = list(entries_after(path))
+            found = list(_readable(path))
             content = read_plain(path) if path.exists() else b""
         except OSError as error:
             why = f"cannot be read ({error.strerror}): make it readable, or move it away to forget it"
@@ -145,23 +145,16 @@ def append_lines(path: Path, lines: Iterable[bytes], start: int, *, sync: bool =
 
 
 def read(path: Path) -> list[Entry]:
-    """Return the complete entries of a journal, which may be in use: nothing is changed."""
-    return [entry for entry, _ in entries_after(path)]
+    """Return the complete entries of a journal, which may be in use. Raises OSError, also if the version differs."""
+    return [entry for entry, _ in _readable(path)]
 
 
-def entries_after(path: Path, offset: int = 0, number: int = 0) -> Iterator[tuple[Entry, int]]:
-    """Yield the complete entries after byte `offset`, which follow entry `number`, each with where it ends.
-
-    Raises OSError, also for an entry of another version. A file that is not there has none.
-    """
-    if not path.exists():
-        return
-    for entry, end in entries(path, offset):
-        if entry is not None and entry["n"] > number:
+def _readable(path: Path) -> Iterator[tuple[Entry, int]]:
+    for entry, end in entries(path) if path.exists() else ():
+        if entry is not None:
             if entry.get("format", _FORMAT) != _FORMAT:
                 what = f"is of format {entry['format']!s:.20}, where this version reads {_FORMAT}"
                 raise OSError(f"{what}: resume the run with the version of resilient_train that wrote it")
-            number = entry["n"]
             yield entry, end
 
 

@@ -8,10 +8,8 @@ from itertools import takewhile
 from typing import Any
 
 from resilient_train.record.journal import Entry, Journal
-from resilient_train.secrets import masked
 from resilient_train.types import Anomaly, Cause, Diagnosis, Incident, Outcome, Signal
 
-REMEDIES, DRILL_FIRED = "remedies_in_force", "drill_fired"  # kinds of entries of the journal
 _LEAVE_DAMAGE = {"loss_spike", "hot_lr", "bit_flip", "bad_moments"}  # drills whose damage may be noticed later
 _NOTICED_WITHIN = 400  # ticks; damage to a weight that nothing depends on is never noticed
 _END_PROCESS = {"crash": Signal.CRASH, "hang": Signal.HANG}
@@ -30,18 +28,16 @@ class RunHistory:
         self.data_sample: Mapping[str, Any] | None = None  # rows of the data set, to notice that it changed
         self.fired_drills: list[FiredDrill] = []
         self._fired: set[int] = set()
-        self._drill_details: dict[int, Mapping[str, Any]] = {}
         # By tick, which no two processes end at: the samples in use when one ended, and whether in its first update.
         self._endings: dict[int, tuple[int, int, bool]] = {}
         for entry in journal.entries if journal else []:
-            self._recall(entry)
+            self.recall(entry)
 
-    def note_remedies(self, remedies: Mapping[str, Any]) -> None:
-        """Note which remedies are active from now on; of the rows and samples, those that are new."""
-        self._note(REMEDIES, remedies=remedies)
-
-    def note_checkpoint(self, step: int, tick: int) -> None:
-        self._note("checkpoint_saved", step=step, tick=tick)
+    def note(self, kind: str, /, **fields: Any) -> None:
+        """Note one of the kinds that `recall` knows."""
+        self.recall({"kind": kind, **fields})
+        if self._journal is not None:
+            self._journal.write(kind, **fields)
 
     def note_process_end(self, tick: int, start: int, stop: int, *, in_first: bool) -> int:
         """Note which samples were in use when a process ended; return how many processes in a row ended at these.
@@ -49,47 +45,26 @@ class RunHistory:
         Return 0 if each of them was `in_first`, the first update after a start: compiling takes long, and a process
         that is killed meanwhile is killed whatever its samples are.
         """
-        self._note("process_ended", tick=tick, start=start, stop=stop, in_first=in_first)
+        self.note("process_ended", tick=tick, start=start, stop=stop, in_first=in_first)
         same = list(takewhile(lambda one: one[:2] == (start, stop), reversed(self._endings.values())))
         return 0 if all(one[2] for one in same) else len(same)
 
-    def note_update_size(self, processes: int, samples: int) -> None:
-        """Note what an update is made of, which stays the same if the run resumes with more or fewer processes."""
-        self._note("began", processes=processes, samples=samples)
-
-    def note_data(self, sample: Mapping[str, Any]) -> None:
-        """Note a sample of the data set, for a process that resumes."""
-        self._note("data_seen", sample=sample)
-
-    def note_source(self, source: str) -> None:
-        """Note that the run was resumed from a path that the user gave."""
-        self._note("taken_up_from", source=masked(source))
-
-    def note_drill_details(self, number: int, details: Mapping[str, Any]) -> None:
-        """Keep what `note_drill_fired` will write about a drill that is about to fire."""
-        self._drill_details[number] = details
-
-    def note_drill_fired(self, number: int, name: str, tick: int) -> None:
+    def note_drill_fired(self, number: int, name: str, tick: int, **details: Any) -> None:
         """Note that a drill is about to fire. Before it does: a crash would fire again after every restart."""
-        self._note(DRILL_FIRED, drill=number, name=name, tick=tick, **self._drill_details.pop(number, {}))
+        self.note("drill_fired", drill=number, name=name, tick=tick, **details)
 
     def has_fired(self, number: int) -> bool:
         return number in self._fired
 
-    def _note(self, kind: str, **fields: Any) -> None:
-        self._recall({"kind": kind, **fields})
-        if self._journal is not None:
-            self._journal.write(kind, **fields)
-
-    def _recall(self, entry: Entry) -> None:
+    def recall(self, entry: Entry) -> None:
         match entry:
-            case {"kind": "remedies_in_force", "remedies": dict(remedies)}:
-                self.remedies = with_earlier(remedies, self.remedies)
+            case {"kind": "remedies_in_force", "remedies": dict(remedies)}:  # of rows and samples, those that are new
+                self.remedies = _with_earlier(remedies, self.remedies)
             case {"kind": "checkpoint_saved"}:
                 self.has_saved = True
             case {"kind": "process_ended", "tick": int(tick), "start": int(start), "stop": int(stop)}:
                 self._endings[tick] = (start, stop, entry.get("in_first") is True)
-            case {"kind": "began", "processes": int(processes), "samples": int(samples)}:
+            case {"kind": "began", "processes": int(processes), "samples": int(samples)}:  # with how many of each
                 self.began_with = (processes, samples)
             case {"kind": "data_seen", "sample": dict(sample)}:
                 self.data_sample = sample
@@ -100,7 +75,7 @@ class RunHistory:
                 self.fired_drills.append(fired_drill(entry))
 
 
-def with_earlier(remedies: Mapping[str, Any], earlier: Mapping[str, Any] | None) -> dict[str, Any]:
+def _with_earlier(remedies: Mapping[str, Any], earlier: Mapping[str, Any] | None) -> dict[str, Any]:
     """Add the rows and samples of `earlier` entries to an entry about remedies, which has only those that are new."""
     whole = dict(remedies)
     for key in ("skipped", "quarantined"):

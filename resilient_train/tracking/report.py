@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from itertools import accumulate
 
+from resilient_train.record.incident_lines import Chapter
 from resilient_train.secrets import masked
 from resilient_train.tracking.review import left, next_start, review, shortened, things_to_do, verdict
-from resilient_train.tracking.story import Chapter, Story
+from resilient_train.tracking.story import Story
 from resilient_train.types import Outcome
 from resilient_train.wording import (
     OUTCOMES,

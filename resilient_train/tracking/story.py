@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from resilient_train.files import read_json
 from resilient_train.record.endings import CHECKPOINTS, Loop, Summary, ending_of, loop_of, resumes, settings_of
-from resilient_train.record.incident_lines import from_line
-from resilient_train.record.incident_log import CLOSED, OPENED, TREATED
-from resilient_train.record.journal import JOURNAL, Entry, entries_after
+from resilient_train.record.incident_lines import Chapter, recall
+from resilient_train.record.journal import JOURNAL, read
 from resilient_train.record.progress import Position, position_of
-from resilient_train.record.run_history import REMEDIES, with_earlier
+from resilient_train.record.run_history import RunHistory
 from resilient_train.types import Cause, Incident, Outcome, kind_of
 from resilient_train.wording import rows_to_look_at
 
@@ -24,14 +24,6 @@ _QUIET = 50  # updates without what came back, after which it is over
 _REPEATS = (Cause.EXPLOSION, Cause.RATE, Cause.OVERFLOW)  # the next run of this configuration meets it, too
 _MOST_ROWS = 8  # that are named
 _VERDICTS = {"recovered", "observed", "unrecovered", "no_progress", "above_best", "gave_up", "preempted", "failed"}
-
-
-@dataclass(frozen=True, slots=True)
-class Chapter:
-    incident: Incident
-    opened_ms: int  # since 1970
-    treated_ms: int | None = None  # None while something is being done about it
-    closed_ms: int | None = None  # None until the outcome is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,15 +87,15 @@ def read_story(run_dir: Path) -> Story:
     run_dir = run_dir.absolute()
     ending = ending_of(run_dir)  # first: then the journal has what the run wrote before its end
     chapters: dict[int, Chapter] = {}
-    remedies: Mapping[str, Any] = {}
-    for entry, _ in entries_after(run_dir / JOURNAL):
-        if entry["kind"] == REMEDIES:
-            remedies = with_earlier(entry["remedies"], remedies)
-        elif entry["kind"] in (OPENED, TREATED, CLOSED):
-            _add(chapters, entry)
+    history = RunHistory(None)
+    for entry in read(run_dir / JOURNAL):
+        history.recall(entry)
+        with suppress(ValueError):  # of another version: the incident log says so when the run resumes
+            recall(chapters, entry)
     found = tuple(chapters[number] for number in sorted(chapters))
     checkpoints, loop, position = checkpoints_of(run_dir), loop_of(run_dir), position_of(run_dir) or Position()
-    step, tick = (ending.summary.get(key, known) for key, known in (("steps", position.step), ("ticks", position.tick)))
+    step, tick = (ending.summary.get(key, here) for key, here in (("steps", position.step), ("ticks", position.tick)))
+    known = [history.remedies or {}, *(one.remedies for one in checkpoints)]  # one of these is newer as knobs relax
     planned = settings_of(run_dir).get("steps") if loop is None else loop.steps
     status = "failed" if ending.state == "killed" else ending.state
     if status != "failed":
@@ -124,8 +116,7 @@ def read_story(run_dir: Path) -> Story:
         last_good=next((one for one in checkpoints if one.is_verified), None),
         newest=next(iter(checkpoints), None),
         best=_best_of(run_dir),
-        # A checkpoint may be newer than the journal, as knobs relax.
-        remedies=max([remedies, *(one.remedies for one in checkpoints)], key=lambda one: one.get("tick", -1)),
+        remedies=max(known, key=lambda one: one.get("tick", -1)),
         loop=loop,
         resumes=resumes(run_dir),
     )
@@ -145,19 +136,6 @@ def story_of(summary: Summary, incidents: Sequence[Incident], remedies: Mapping[
         summary=asdict(summary),
         remedies=remedies or {},
     )
-
-
-def _add(chapters: dict[int, Chapter], entry: Entry) -> None:
-    try:
-        incident = from_line(entry.get("incident"))
-    except ValueError:  # of another version: the incident log says so when the run resumes
-        return
-    chapter = replace(chapters.get(incident.id, Chapter(incident, entry["at"])), incident=incident)
-    if entry["kind"] == TREATED and chapter.treated_ms is None:  # a second entry only adds what is known since
-        chapter = replace(chapter, treated_ms=entry["at"])
-    elif entry["kind"] == CLOSED:
-        chapter = replace(chapter, closed_ms=entry["at"])
-    chapters[incident.id] = chapter
 
 
 def status_by(incidents: Sequence[Incident], summary: Mapping[str, Any] | None = None, *, step: int = 0) -> str:

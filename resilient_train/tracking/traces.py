@@ -12,9 +12,8 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from resilient_train.record.incident_lines import as_line
+from resilient_train.record.incident_lines import Chapter, as_line
 from resilient_train.tracking.connection import cut
-from resilient_train.tracking.story import Chapter
 from resilient_train.types import Incident, Outcome
 from resilient_train.wording import describe_treatment, first_sign, printable
 

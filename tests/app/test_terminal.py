@@ -51,7 +51,7 @@ def write(run_dir: Path, *met: Incident, summary: dict[str, object] | None = Non
     run_dir.mkdir(exist_ok=True)
     (run_dir / "config.yaml").write_text("run: {steps: 300}\n")
     book = IncidentLog(run_dir)
-    book.run_history.note_update_size(1, 32)
+    book.run_history.note("began", processes=1, samples=32)
     for one in met:
         book.add(dataclasses.replace(one, outcome=None))
         book.record_treatment(dataclasses.replace(one, outcome=None))
