@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping
@@ -93,7 +92,6 @@ class Quarantine:
             return
         rows = masked_tree([{"row": row, **asdict(why)} for row, why in self.rows.items()])
         content = {"format": _FORMAT, "data": dict(self._fingerprint()), "rows": rows}
-        content["sha256"] = _digest(content)
         try:
             commit_text(self._file, json.dumps(content, indent=2) + "\n")
         except OSError as error:
@@ -108,38 +106,24 @@ class Foreign(ValueError):
     """A list of rows of another data set."""
 
 
-def _digest(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
 def _read(file: Path, fingerprint: Mapping[str, Any] | None) -> dict[int, Quarantined]:
-    """Read a list of rows of this data set. Raises ValueError if anything in it is not what it should be."""
+    """Read a list of rows of this data set, which a user may have edited. Raises ValueError if it is not one."""
     try:
         content = json.loads(read_plain(file).decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError("is damaged: it is not JSON") from error
-    form = content.get("format") if isinstance(content, dict) else None
-    if type(form) is int and form != _FORMAT:
+        form, data = content["format"], content["data"]
+        listed = content["rows"] if form == _FORMAT else []
+        rows = {one["row"]: Quarantined(one["reason"], one["step"], one["incident"]) for one in listed}
+        are_rows = all(type(row) is int and 0 <= row < data["rows"] for row in rows)
+        other = None if fingerprint is None else _other(data, fingerprint)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError("is damaged: it is not a list of rows in quarantine") from error
+    if form != _FORMAT:
         raise ValueError(f"is of format {form}, where this version reads {_FORMAT}")
-    # A user who edits the list may remove its sha256.
-    if isinstance(content, dict) and "sha256" in content and content.pop("sha256") != _digest(content):
-        raise ValueError("is damaged: it is not what was written (its sha256 is that of another list)")
-    is_list = _fits(content, {"format": int, "data": dict, "rows": list})
-    is_list = is_list and _fits(content["data"], {"dataset": str, "rows": int, "digests": dict})
-    if not is_list or not all(isinstance(one, str | None) for one in content["data"]["digests"].values()):
-        raise ValueError("is damaged: it is not a list of rows in quarantine")
-    types = {"row": int, "reason": str, "step": int, "incident": int}
-    for entry in content["rows"]:
-        if not _fits(entry, types) or not 0 <= entry["row"] < content["data"]["rows"]:
-            raise ValueError(f"is damaged: {json.dumps(entry)[:100]} is not a row in quarantine")
-    if fingerprint is not None and (why := _other(content["data"], fingerprint)):
-        raise Foreign(why)
-    return {entry.pop("row"): Quarantined(**entry) for entry in content["rows"]}
-
-
-def _fits(node: Any, types: Mapping[str, type]) -> bool:
-    """Say whether a node has exactly these keys, with values of exactly these types: a bool is not an int here."""
-    return isinstance(node, dict) and {key: type(value) for key, value in node.items()} == types
+    if not are_rows:
+        raise ValueError("is damaged: it lists what is no row of the data set")
+    if other:
+        raise Foreign(other)
+    return rows
 
 
 def _other(listed: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:

@@ -126,8 +126,6 @@ def vars_of(why: Quarantined) -> dict[str, Any]:
 
 DAMAGE = [
     *("", "[" * 100_000, "null", '{"format": 1}'),
-    damaged(lambda content: content.update(more=1)),
-    damaged(lambda content: content["data"].update(digests={"0": 1})),
     damaged(lambda content: content["rows"].append(3)),
     *[damaged(lambda content, odd=odd: content["rows"][0].update(odd)) for odd in ({"row": True}, {"row": 50})],
 ]
