@@ -130,7 +130,7 @@ class Intended:
             is_about_rows = bool(incident.diagnosis.rows) or incident.diagnosis.cause is Cause.PROCESS
             if incident.anomaly.tick >= self._began_tick and not is_about_rows:
                 decision = replace(incident.decision, actions=(*incident.decision.actions, Action(ACCEPTED)))
-                diagnosis = replace(incident.diagnosis, cause=Cause.UNKNOWN, advice=note)
+                diagnosis = replace(incident.diagnosis, cause=Cause.UNKNOWN, advice=note, suspects=())
                 incident = replace(incident, decision=decision, diagnosis=diagnosis)
                 (self._incident_log.update if incident.outcome is None else self._incident_log.close)(incident)
         log.warning("step %d: %s", self._parts.clock.step, note)

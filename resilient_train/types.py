@@ -155,6 +155,7 @@ class Diagnosis:
     ranks: tuple[int, ...] = ()  # where a replay showed it, if only on some
     # The operation that failed this time, if only because of values from the patched culprit.
     symptom: Culprit | None = None
+    suspects: tuple[int, ...] = ()  # rows without which the batch is ordinary, and none of which is known to be bad
 
     @property
     def broken(self) -> Culprit | None:

@@ -100,7 +100,6 @@ _REMEDIES: dict[str, tuple[str, ...]] = {
     ACCEPTED: ("taken as a change on purpose",),
 }
 _UNSAID = ("by_loss", "lasting", "leapt_to")
-_LOOK_AT = re.compile(r"Look at rows? ([\d, ]*\d)[^:]*: the batch is ordinary without ")
 _SETTING = re.compile(r"\{(\w+) ?(\w*)\}")
 
 
@@ -314,12 +313,6 @@ def _remedy(action: Action, incident: Incident) -> str:
         said = _SETTING.sub(lambda found: counted(settings.pop(found[1]), found[2]), phrase)
     rest = ", ".join(f"{name.replace('_', ' ')} {_amount(value)}" for name, value in settings.items())
     return f"{said} ({rest})" if rest else said
-
-
-def rows_to_look_at(advice: str) -> list[int]:
-    """The rows that an advice names as suspects: none is known to be bad, so they are no `rows` of the diagnosis."""
-    found = _LOOK_AT.match(advice)
-    return [int(row) for row in found[1].split(",")] if found is not None else []
 
 
 def printable(text: str) -> str:

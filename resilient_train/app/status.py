@@ -69,5 +69,5 @@ def known_of(story: Story) -> dict[str, object]:
     }
 
 
-def _state_of(found: Story | Ending) -> str:
+def _state_of(found: Ending) -> str:
     return "refused" if found.refused else "running" if found.process else found.state

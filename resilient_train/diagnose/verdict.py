@@ -309,7 +309,8 @@ def _on_rows_again(rows: tuple[int, ...]) -> Diagnosis:
 
 def _on_ordinary_rows(rows: tuple[int, ...], layer: str = "") -> Diagnosis:
     """Nothing is odd about the rows: the weights may be at fault, so none is quarantined."""
-    return Diagnosis(Cause.UNKNOWN, f"Look at {_rows(rows)}: the batch is ordinary without {_it(rows)}.{layer}")
+    advice = f"Look at {_rows(rows)}: the batch is ordinary without {_it(rows)}.{layer}"
+    return Diagnosis(Cause.UNKNOWN, advice, suspects=rows)
 
 
 def on_operation(culprit: Culprit) -> str:

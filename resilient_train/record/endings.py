@@ -148,10 +148,10 @@ def at_work(run_dir: Path) -> str | None:
     return holder_of(run_dir)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Ending:
-    state: str  # the status in summary.json; without one running, killed, failed, none
-    exit_code: int
+    state: str = "running"  # the status in summary.json; without one running, killed, failed, none
+    exit_code: int = 0
     process: str | None = None  # that is at work: it has not begun yet, or is about to end, if there is a summary
     summary: Mapping[str, Any] = field(default_factory=dict)
     why: str = ""  # it failed or gave up
@@ -166,7 +166,7 @@ def ending_of(run_dir: Path) -> Ending:
         why = str(summary.get("why") or why) if code else ""
         found = Ending(str(summary.get("status")), code, summary=summary, why=why)
     elif process is not None:
-        found = Ending("running", 0)
+        found = Ending()
     elif not is_run(run_dir):
         found = Ending("none", 2)
     else:

@@ -78,6 +78,8 @@ def as_line(incident: Incident) -> dict[str, Any]:
     }
     if incident.is_observed or incident.further:
         line |= {"further": incident.further, "again": incident.again}
+    if diagnosis.suspects:
+        line["suspects"] = diagnosis.suspects
     if incident.tried:
         line["tried"] = [
             {"do": [*map(_line_of_action, one.actions)], "anomalies": one.anomalies, "loss": one.loss, "won": one.won}

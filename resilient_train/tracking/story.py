@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from resilient_train.files import read_json
-from resilient_train.record.endings import CHECKPOINTS, Loop, Summary, ending_of, loop_of, resumes, settings_of
+from resilient_train.record.endings import CHECKPOINTS, Ending, Loop, Summary, ending_of, loop_of, resumes, settings_of
 from resilient_train.record.incident_lines import Chapter, recall
 from resilient_train.record.journal import JOURNAL, read
 from resilient_train.record.progress import Position, position_of
 from resilient_train.record.run_history import RunHistory
 from resilient_train.types import Cause, Incident, Outcome, kind_of
-from resilient_train.wording import rows_to_look_at
 
 _CHECKPOINT = re.compile(r"step-\d{8,18}(\.\d+)?")
 _QUIET = 50  # updates without what came back, after which it is over
@@ -48,20 +47,14 @@ class Advice:
     incidents: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Story:
+@dataclass(frozen=True, kw_only=True)
+class Story(Ending):
     directory: Path | None  # absolute; None if the run writes nothing
     chapters: tuple[Chapter, ...]  # in the order they were met
     status: str  # how it fares: clean, recovering, or one of _VERDICTS
-    state: str = "running"  # the status in summary.json; without one running, killed, failed, none
-    exit_code: int = 0  # of the newest process
-    process: str | None = None  # that is at work
-    refused: str = ""  # why the last start was refused
-    why: str = ""  # why it failed or gave up
     step: int = 0  # accepted updates
     tick: int = 0  # attempted ones
     steps: int | None = None  # planned
-    summary: Mapping[str, Any] = field(default_factory=dict)  # empty while it is at work, or was killed
     last_good: Checkpoint | None = None  # the newest verified one
     newest: Checkpoint | None = None  # that a resume would load: the same, or a later candidate
     best: Checkpoint | None = None  # weights alone
@@ -101,18 +94,13 @@ def read_story(run_dir: Path) -> Story:
     if status != "failed":
         status = status_by([one.incident for one in found], ending.summary, step=step)
     return Story(
+        **vars(ending),
         directory=run_dir,
         chapters=found,
         status=status,
-        state=ending.state,
-        exit_code=ending.exit_code,
-        process=ending.process,
-        refused=ending.refused,
-        why=ending.why,
         step=step,
         tick=max(tick, step),
         steps=planned if type(planned) is int else None,
-        summary=ending.summary,
         last_good=next((one for one in checkpoints if one.is_verified), None),
         newest=next(iter(checkpoints), None),
         best=_best_of(run_dir),
@@ -234,7 +222,7 @@ def _asks_about(incident: Incident) -> object:
     diagnosis = incident.diagnosis
     if (culprit := diagnosis.culprit) is not None:
         return culprit.file, culprit.line, culprit.op
-    if rows_to_look_at(diagnosis.advice):
+    if diagnosis.suspects:
         return "rows to look at"
     return "bad rows" if diagnosis.rows else (diagnosis.cause, incident.anomaly.signal)
 
@@ -265,7 +253,7 @@ def _words(group: Sequence[Incident]) -> str:
     if are_bad and len(rows) > 1 and len(group) > 1:
         named = f"Fix or remove rows {_listed(rows)}: quarantine.json has the reason for each."
         return f"{named} The last: {newest.advice}"
-    if len(rows := {row for one in group for row in rows_to_look_at(one.diagnosis.advice)}) > 1:
+    if len(rows := {row for one in group for row in one.diagnosis.suspects}) > 1:
         return f"Look at rows {_listed(rows)}: the batches are ordinary without them."
     return " ".join(newest.advice.split())
 

@@ -205,7 +205,9 @@ def test_rows_to_look_at_are_one_advice() -> None:
     told = "Look at row {}: the batch is ordinary without it. The gradient of `up` is {} times its usual."
     rows = [(977,), (313,), (1502,), (313,)]
     met = [
-        incident(at, Outcome.RECURRED, further=3, diagnosis=Diagnosis(Cause.UNKNOWN, told.format(*row, at)))
+        incident(
+            at, Outcome.RECURRED, further=3, diagnosis=Diagnosis(Cause.UNKNOWN, told.format(*row, at), suspects=row)
+        )
         for at, row in enumerate(rows, start=1)
     ]
     (said,) = (line for line in review(story(*met, step=160)) if line.startswith("to change: "))
