@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import threading
 import time
 import uuid
@@ -21,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from resilient_train.files import read_plain
 from resilient_train.record.journal import Entry, append_lines, plain, seal, size_of
 
 OUTBOX = "outbox.jsonl"  # its name in a run directory
@@ -29,7 +29,6 @@ OPENED, BEGAN, ENDED, METRICS = "opened", "began", "ended", "metrics"
 MOST_WAITING = 50_000  # entries that a full disk does not take, about 1 KB each: newer ones are dropped
 WRITE_EVERY_S, TRY_AGAIN_S, SYNC_EVERY_S = 0.25, 2.0, 5.0
 _TAIL_BYTES = 2**20
-_CHECKSUM = re.compile(rb'"([0-9a-f]{8})"\}\n\Z')
 
 _log = logging.getLogger("resilient_train")
 
@@ -113,24 +112,6 @@ def _sealed(entry: Entry) -> bytes:
 def _end_of_lines(path: Path) -> int:
     if not (size := size_of(path)):
         return 0
-    start, tail = _tail(path, size)
-    last = tail.rfind(b"\n") + 1
+    start = max(0, size - _TAIL_BYTES)
+    last = read_plain(path, last=_TAIL_BYTES).rfind(b"\n") + 1
     return start + last if last or start == 0 else size  # what is longer than any entry is kept
-
-
-def _tail(path: Path, end: int) -> tuple[int, bytes]:
-    """Return the bytes before `end`, at most those of a long entry, and where they start."""
-    start = max(0, end - _TAIL_BYTES)
-    with open(path, "rb") as file:
-        file.seek(start)
-        return start, file.read(end - start)
-
-
-def seal_before(path: Path, end: int) -> str | None:
-    """Return the checksum of the line that ends at byte `end`; None if no line does."""
-    try:
-        start, lines = _tail(path, end)
-    except OSError:
-        return None
-    found = _CHECKSUM.search(lines) if start + len(lines) == end else None
-    return found[1].decode() if found else None

@@ -7,7 +7,6 @@ import getpass
 import hashlib
 import json
 import logging
-import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,12 +33,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("resilient_train")
 
-MLFLOW_JSON, PLACE = "mlflow.json", ".place"  # their names in a run directory
+MLFLOW_JSON = "mlflow.json"  # its name in a run directory
 DEFAULT_UI = "http://127.0.0.1:5000"  # where `mlflow ui` listens unless told otherwise
-
-_DESTINATION = ("tracking_uri", "experiment")
-_IDENTITY = ("place", "copy", *_DESTINATION)  # what damage must not take: it is in both files
-_TYPES = {"delivered": int, "place": dict}  # of what mlflow.json holds; all else is text
 
 _SQLITE_FILE = re.compile(r"(?P<scheme>sqlite(\+\w+)?):///(?P<path>(?!:memory:)[^?]+)(?P<options>\?.*)?")
 _USER = re.compile(r"://[^/?#]*@")
@@ -60,18 +55,15 @@ class UploadCursor:
     """mlflow.json: where a run is uploaded to, what it is called there, and how much of its outbox has arrived."""
 
     def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self._file, self._second = directory / MLFLOW_JSON, directory / PLACE
+        self.directory, self._file = directory, directory / MLFLOW_JSON
         self._read()
 
     def _read(self) -> None:
-        """Read what another process has noted; what has another type is damage."""
-        known, second = read_json(self._file), read_json(self._second)
-        found = _identity(second) | (known if isinstance(known, dict) else {})
-        self._known = {name: one for name, one in found.items() if type(one) is _TYPES.get(name, str)}
+        known = read_json(self._file)
+        self._known: dict[str, Any] = known if isinstance(known, dict) else {}
 
     def get(self, name: str, otherwise: Any = None) -> Any:
-        """Return what is known: "delivered" is how many bytes of the outbox MLflow has, "seal" their last checksum."""
+        """Return what is known: "delivered" is how many bytes of the outbox MLflow has."""
         return self._known.get(name, otherwise)
 
     @property
@@ -106,7 +98,7 @@ class UploadCursor:
         is_copy = was is not None and was.keys() == here.keys() and _is_copy(was, here, trains=trains)
         if is_copy:
             _log.info("%s is a copy: MLflow shows it as a run of its own", directory)
-            self._known = {name: one for name, one in self._known.items() if name in _DESTINATION}
+            self._known = {name: self._known[name] for name in ("tracking_uri", "experiment") if name in self._known}
             self._known["copy"] = uuid4().hex
         if is_copy or (was != here and (trains or was is None)):
             self.note(place=here)
@@ -114,15 +106,8 @@ class UploadCursor:
     def note(self, **facts: Any) -> None:
         """Write down more; whatever gets lost is looked up in MLflow, or uploaded a second time to the same place."""
         self._known |= facts
-        identity = _identity(self._known)
         with contextlib.suppress(OSError):
             commit_text(self._file, json.dumps(self._known, indent=2) + "\n")
-            if read_json(self._second) != identity:
-                commit_text(self._second, json.dumps(identity, indent=2) + "\n")
-
-
-def _identity(known: Any) -> dict[str, Any]:
-    return {name: known[name] for name in _IDENTITY if name in known} if isinstance(known, dict) else {}
 
 
 def _is_copy(was: dict[str, Any], here: dict[str, Any], *, trains: bool) -> bool:
@@ -244,12 +229,10 @@ class Connection:
             if twin.info.run_id != self.run_id:
                 self.client.delete_run(twin.info.run_id)
 
-    def add_params(self, values: object) -> None:
+    def add_params(self, values: Mapping[str, Any]) -> None:
         """Add parameters; one that is there keeps its first value."""
         from mlflow.entities import Param
 
-        if not isinstance(values, Mapping):  # damaged
-            return
         there = self.client.get_run(self.run_id).data.params
         params = {name(key): cut(value, _PARAM_LENGTH) for key, value in values.items()}
         new = [Param(key, value) for key, value in params.items() if key not in there]
@@ -286,7 +269,7 @@ def connect(store: Store, experiment: str, cursor: UploadCursor) -> Connection:
     else:
         twins = _of_key(client, experiment_id, key)
         run_id = twins[0].info.run_id if twins else _begin(client, experiment_id, key, cursor.directory)
-        cursor.note(run_id=run_id, delivered=0, seal=None)
+        cursor.note(run_id=run_id, delivered=0)
     run = TrackedRun(run_id, where, url(where, experiment_id, run_id))
     cursor.note(url=run.url)
     return Connection(client, store.uri, experiment_id, run, key)
@@ -359,14 +342,9 @@ def root_cause(error: BaseException) -> str:
 
 
 def metrics_of(entry: Entry) -> list[Metric]:
-    """Return an entry's metrics as MLflow accepts them; damaged values are left out."""
     from mlflow.entities import Metric
 
-    values, tick, at = entry.get("values"), entry.get("tick"), entry.get("time_ms")
-    if not isinstance(values, Mapping) or type(tick) is not int:
-        return []
-    at = at if type(at) is int else entry["at"]
-    return [Metric(metric_name(key), _number(value), at, tick) for key, value in values.items()]
+    return [Metric(metric_name(key), float(one), entry["at"], entry["tick"]) for key, one in entry["values"].items()]
 
 
 @lru_cache(maxsize=4096)
@@ -427,10 +405,3 @@ def _create(database: Path) -> None:
 
 def slices(items: Sequence[T], length: int) -> Iterator[Sequence[T]]:
     return (items[start : start + length] for start in range(0, len(items), length))
-
-
-def _number(value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
-        return math.nan  # a curve of NaN is noticed sooner than a missing one

@@ -54,8 +54,8 @@ class Tracker:
     def begin(self) -> None:
         """Say that the first update has landed: from now on tracking may use the CPU."""
 
-    def metrics(self, tick: int, values: Mapping[str, float], time_ms: int | None = None) -> None:
-        """Note what was measured at `tick`, now unless `time_ms` says when."""
+    def metrics(self, tick: int, values: Mapping[str, float]) -> None:
+        """Note what was measured at `tick`."""
 
     def finish(self, status: str) -> TrackedRun | None:
         """Upload the rest within the time configured, and say in the log what is left."""
@@ -88,9 +88,8 @@ class OutboxTracker(Tracker):
             self._outbox.put(BEGAN, **self._about)
             self._has_begun = True
 
-    def metrics(self, tick: int, values: Mapping[str, float], time_ms: int | None = None) -> None:
-        at = {} if time_ms is None else {"time_ms": time_ms}
-        self._outbox.put(METRICS, tick=tick, values=dict(values), **at)
+    def metrics(self, tick: int, values: Mapping[str, float]) -> None:
+        self._outbox.put(METRICS, tick=tick, values=dict(values))
 
     def finish(self, status: str) -> TrackedRun | None:
         self.begin()
@@ -178,7 +177,7 @@ class UploaderProcess:
         self._read = 0  # bytes of its output
         with contextlib.ExitStack() as files:
             self._output, self._errors = files.enter_context(TemporaryFile()), files.enter_context(TemporaryFile())
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 start,
                 bufsize=0,
                 stdin=subprocess.PIPE,
@@ -190,12 +189,8 @@ class UploaderProcess:
             self._files = files.pop_all()
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
     def code(self) -> int | None:
-        return self._process.poll()
+        return self.process.poll()
 
     def read(self) -> list[str]:
         new = os.pread(self._output.fileno(), _MOST_BYTES, self._read)
@@ -210,20 +205,20 @@ class UploaderProcess:
 
     def ask_to_end(self) -> None:
         """Send a line, and not only the end of the pipe: children that the run has forked hold that open, too."""
-        assert self._process.stdin is not None
+        assert self.process.stdin is not None
         with contextlib.suppress(OSError):  # it is gone already
-            self._process.stdin.write(b"end\n")
+            self.process.stdin.write(b"end\n")
 
     def wait(self, within_s: float) -> int | None:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(within_s)
+            self.process.wait(within_s)
         return self.code
 
     def close(self) -> None:
-        self._process.kill()
+        self.process.kill()
         self.wait(_EXIT_WITHIN_S)
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        if self.process.stdin is not None:
+            self.process.stdin.close()
         self._files.close()
 
 

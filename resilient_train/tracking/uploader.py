@@ -11,7 +11,7 @@ from pathlib import Path
 
 from resilient_train.record.endings import ending_of, last_sign_ms
 from resilient_train.record.journal import Entry, entries
-from resilient_train.record.outbox import BEGAN, ENDED, METRICS, OUTBOX, seal_before
+from resilient_train.record.outbox import BEGAN, ENDED, METRICS, OUTBOX
 from resilient_train.tracking.connection import (
     MOST_METRICS,
     Connection,
@@ -92,14 +92,14 @@ class Uploader:
 
     def _upload_entries(self, connection: Connection) -> None:
         end = self.cursor.get("delivered", 0)
-        if self.cursor.get("seal") != seal_before(self.outbox, end):
-            end = 0  # a power cut took the end of it, and other lines took its place
         while portion := list(islice(entries(self.outbox, end), ENTRIES_AT_ONCE)):
             self._send(connection, [entry for entry, _ in portion if entry is not None])
             self.damaged += sum(entry is None for entry, _ in portion)
             self.uploaded += len(portion)
             end = portion[-1][1]
-            self.cursor.note(delivered=end, seal=seal_before(self.outbox, end))
+            assert self._lock is not None
+            os.fsync(self._lock)  # else a power cut could take it, and other lines its place
+            self.cursor.note(delivered=end)
 
     def _send(self, connection: Connection, portion: list[Entry]) -> None:
         metrics = [one for entry in portion if entry["kind"] == METRICS for one in metrics_of(entry)]
@@ -107,7 +107,7 @@ class Uploader:
             self._unless_refused(partial(connection.client.log_batch, connection.run_id, some))
         for entry in portion:
             if entry["kind"] == BEGAN:
-                self._unless_refused(partial(connection.add_params, entry.get("params")))
+                self._unless_refused(partial(connection.add_params, entry["params"]))
                 connection.client.update_run(connection.run_id, status="RUNNING")
             elif entry["kind"] == ENDED:
                 self._end(connection, str(entry.get("status")), entry["at"])

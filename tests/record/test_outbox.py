@@ -11,7 +11,7 @@ import pytest
 from resilient_train import files
 from resilient_train.record import outbox
 from resilient_train.record.journal import entries
-from resilient_train.record.outbox import OUTBOX, Outbox, seal_before
+from resilient_train.record.outbox import OUTBOX, Outbox
 
 
 def read(path: Path, start: int = 0) -> list[tuple[str, object]]:
@@ -97,17 +97,3 @@ def test_a_disk_that_stays_full_bounds_the_memory(tmp_path: Path, monkeypatch: p
         box.put("metrics", tick=tick)
     assert not box.close(30)
     assert box.dropped == 15
-
-
-def test_the_seal_of_a_line_tells_whether_the_file_is_still_the_same(tmp_path: Path) -> None:
-    """A power cut may take the end of a file that a cursor is behind already."""
-    path, box = tmp_path / OUTBOX, Outbox(tmp_path / OUTBOX)
-    for tick in range(50):
-        box.put("metrics", tick=tick)
-    assert box.close(30)
-    ends = [end for _, end in entries(path)]
-    seals = [seal_before(path, end) for end in ends]
-    assert len({*seals} - {None}) == len(ends)
-    assert [seal_before(path, end + 1) for end in ends] == [None] * len(ends)
-    path.write_bytes(path.read_bytes()[: ends[-2]])
-    assert seal_before(path, ends[-1]) != seals[-1]

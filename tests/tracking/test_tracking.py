@@ -79,11 +79,11 @@ def history(run: TrackedRun | None, key: str) -> list[tuple[int, int, float]]:
 
 
 @contextlib.contextmanager
-def outbox(run_dir: Path, params: object = None) -> Iterator[Outbox]:
+def outbox(run_dir: Path, params: dict[str, Any] | None = None) -> Iterator[Outbox]:
     """Note things as a tracker does, in a directory that is made for them."""
     run_dir.mkdir(parents=True)
     box = Outbox(run_dir / OUTBOX)
-    box.put(BEGAN, params=params)
+    box.put(BEGAN, params=params or {})
     yield box
     assert box.close(LONG_S)
 
@@ -140,11 +140,10 @@ def test_what_mlflow_does_not_take_as_it_is_arrives_all_the_same(home: Path, tmp
     with outbox(run_dir, given) as box:
         (run_dir / "train.log").write_text("two")
         box.put(METRICS, tick=1, values={name: float(index) for index, name in enumerate(BENT)})
-        box.put(METRICS, tick=2, values={"nan": math.nan, "inf": math.inf, "odd": "no number"})
+        box.put(METRICS, tick=2, values={"nan": math.nan, "inf": math.inf})
     run = uploaded(run_dir, home)
     values = fetched(run).data.metrics
     assert math.isnan(values.pop("train/nan"))
-    assert math.isnan(values.pop("train/odd"))
     assert values.pop("train/inf") == sys.float_info.max
     assert values == {stored: float(index) for index, stored in enumerate(BENT.values())}
     params = fetched(run).data.params
@@ -154,22 +153,13 @@ def test_what_mlflow_does_not_take_as_it_is_arrives_all_the_same(home: Path, tmp
     assert len([*(home / "mlartifacts").rglob("train.log")]) == 1
 
 
-def test_a_directory_that_somebody_else_wrote_harms_nobody(home: Path, tmp_path: Path) -> None:
-    """Its entries may be anything, and a link in it leads to a file that is not sent."""
+def test_a_link_in_a_directory_that_somebody_else_wrote_is_not_followed(home: Path, tmp_path: Path) -> None:
     secret = tmp_path / "secret.txt"
     secret.write_text("secret")
     with outbox(tmp_path / "odd") as box:
         (tmp_path / "odd/train.log").symlink_to(secret)
-        odd: list[Any] = [None, 7, [1], {"loss": [1]}, {"loss": {}}, {"": None}]
-        for values in odd:
-            box.put(METRICS, tick=1, values=values)
-            box.put(BEGAN, params=values)
-            box.put("unknown", values=values)
-        box.put(METRICS, tick="one", values={"loss": 1.0})
-        box.put(METRICS, tick=2, values={"loss": 1.0}, time_ms="late")
-        box.put(ENDED, status=["completed"])
+        box.put("unknown", values=[None])
     run = uploaded(tmp_path / "odd", home)
-    assert [row[2] for row in history(run, "train/loss")][-1:] == [1.0]
     assert [one.path for one in client_of(run).list_artifacts(run.run_id)] == ["report.txt"]
 
 
