@@ -15,7 +15,7 @@ from typing import Any
 
 from resilient_train.files import commit_text, open_to_append, read_plain
 from resilient_train.record.incident_lines import AGAIN, CLOSED, OPENED, TREATED, Chapter, as_line, recall
-from resilient_train.record.journal import JOURNAL, Journal
+from resilient_train.record.journal import JOURNAL, Journal, WriteAttempts
 from resilient_train.record.run_history import RunHistory, drill_behind
 from resilient_train.types import (
     Action,
@@ -60,7 +60,7 @@ class IncidentLog:
         for one in self.open_incidents:
             if chapters[one.id].treated_ms is None:  # the process ended before it did what was decided
                 self._keep(replace(one, decision=replace(one.decision, actions=())))
-        self._is_current = True  # incidents.jsonl
+        self._attempts = WriteAttempts(self._file, "it will be rewritten from the journal later")
         if self._file is not None:
             there = b""
             with suppress(OSError):
@@ -218,7 +218,7 @@ class IncidentLog:
     # The files.
 
     def close_files(self) -> None:
-        if not self._is_current:
+        if self._attempts.has_failed:
             self._write_lines()
         if self._journal is not None:
             self._journal.close()
@@ -243,18 +243,12 @@ class IncidentLog:
         """Append a line to incidents.jsonl. Without one, or if the file lacks earlier ones, rewrite it."""
         if self._file is None:
             return
-        try:
-            if new and self._is_current:
+        with self._attempts.attempt():
+            if new and not self._attempts.has_failed:
                 with open(open_to_append(self._file), "a", encoding="utf-8") as file:
                     file.write(new)
             else:
                 commit_text(self._file, "".join(self._lines.values()))
-            self._is_current = True
-        except OSError as error:
-            if self._is_current:
-                why = error.strerror or error
-                log.warning("%s cannot be written (%s): it will be rewritten from the journal later", self._file, why)
-            self._is_current = False
 
 
 def _failed(incident: Incident, *, is_off: bool) -> Outcome:

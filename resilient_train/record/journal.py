@@ -19,7 +19,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
@@ -38,8 +38,29 @@ Entry = dict[str, Any]
 _log = logging.getLogger("resilient_train")
 
 _FORMAT = 1
-_OURS = {"n", "at", "kind", "format", "crc"}
 _SEALED = re.compile(rb'(?P<body>\{.*), "crc": "(?P<crc>[0-9a-f]{8})"\}')
+
+
+class WriteAttempts:
+    """Attempts to write a file: a failure is reported once, until one succeeds again."""
+
+    def __init__(self, path: Path | None, meanwhile: str) -> None:
+        """`meanwhile` says what a failure means."""
+        self._path, self._meanwhile = path, meanwhile
+        self.has_failed = False  # the newest
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self.has_failed:
+                _log.warning("%s cannot be written (%s): %s", self._path, error.strerror or error, self._meanwhile)
+            self.has_failed = True
+        else:
+            if self.has_failed:
+                _log.info("%s is written again", self._path)
+            self.has_failed = False
 
 
 class Journal:
@@ -60,7 +81,7 @@ class Journal:
         self._number: int = last["n"]
         self._lines = [seal(json.dumps(entry)) for entry, _ in found]  # all, in case the file is emptied
         self.waiting: list[bytes] = []  # lines that the disk did not take yet
-        self._is_failing = False
+        self._attempts = WriteAttempts(path, "entries are kept in memory and tried again, but a kill would lose them")
         self._lock = threading.Lock()  # a watchdog may write as well
         # Entries after a damaged line are kept: each has its own checksum, and a drill that is forgotten fires again.
         # The damaged line stays in the file; a person may look at it.
@@ -75,18 +96,14 @@ class Journal:
     def entries(self) -> list[Entry]:
         return [entry for line in self._lines if (entry := unseal(line[:-1])) is not None]
 
-    def write(self, kind: str, /, **fields: Any) -> Entry:
+    def write(self, kind: str, /, **fields: Any) -> None:
         """Add an entry. It is on disk when this returns; if the disk does not take it, later writes try again."""
-        assert not _OURS & fields.keys(), f"the journal itself sets {', '.join(sorted(_OURS & fields.keys()))}"
         with self._lock:
             self._number += 1
             head = {"n": self._number, "at": time.time_ns() // 1_000_000, "kind": kind, "format": _FORMAT}
-            text = json.dumps({**head, **masked_tree(plain(fields))})
-            entry: Entry = json.loads(text)  # the same in memory as when it is read back
-            self._lines.append(seal(text))
+            self._lines.append(seal(json.dumps({**head, **masked_tree(plain(fields))})))
             self.waiting.append(self._lines[-1])
             self._flush()
-        return entry
 
     def close(self) -> None:
         with self._lock:
@@ -98,18 +115,8 @@ class Journal:
                 )
 
     def _flush(self) -> None:
-        try:
+        with self._attempts.attempt():
             self._end = self._append()
-        except OSError as error:
-            if not self._is_failing:
-                why = error.strerror or error
-                what = "entries are kept in memory and tried again, but a kill would lose them"
-                _log.warning("%s cannot be written (%s): %s", self.path, why, what)
-            self._is_failing = True
-        else:
-            if self._is_failing:
-                _log.info("%s is written again: %s caught up", self.path, counted(len(self.waiting), "entry"))
-            self._is_failing = False
             self.waiting.clear()
 
     def _append(self) -> int:

@@ -11,7 +11,6 @@ The first one, `opened`, holds a unique key; `began`, with the parameters, and `
 from __future__ import annotations
 
 import json
-import logging
 import threading
 import time
 import uuid
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from resilient_train.files import read_plain
-from resilient_train.record.journal import Entry, append_lines, plain, seal, size_of
+from resilient_train.record.journal import Entry, WriteAttempts, append_lines, plain, seal, size_of
 
 OUTBOX = "outbox.jsonl"  # its name in a run directory
 OPENED, BEGAN, ENDED, METRICS = "opened", "began", "ended", "metrics"
@@ -29,8 +28,6 @@ OPENED, BEGAN, ENDED, METRICS = "opened", "began", "ended", "metrics"
 MOST_WAITING = 50_000  # entries that a full disk does not take, about 1 KB each: newer ones are dropped
 WRITE_EVERY_S, TRY_AGAIN_S, SYNC_EVERY_S = 0.25, 2.0, 5.0
 _TAIL_BYTES = 2**20
-
-_log = logging.getLogger("resilient_train")
 
 
 class Outbox:
@@ -49,7 +46,7 @@ class Outbox:
         self._closing = threading.Event()
         self._end = -1  # where the next line goes; unknown before the file is read
         self._synced_at = 0.0
-        self._is_failing = False
+        self._attempts = WriteAttempts(path, "what MLflow is to show is kept in memory, and a kill would lose it")
         self._thread = threading.Thread(target=self._main, name="outbox", daemon=True)
         self._thread.start()
 
@@ -71,22 +68,12 @@ class Outbox:
     def _main(self) -> None:
         is_last = False
         while not is_last:
-            is_last = self._closing.wait(TRY_AGAIN_S if self._is_failing else WRITE_EVERY_S)
+            is_last = self._closing.wait(TRY_AGAIN_S if self._attempts.has_failed else WRITE_EVERY_S)
             if self._waiting or self._lines:
-                self._flush(is_last)
+                with self._attempts.attempt():
+                    self._write(is_last)
             if not self._closing.is_set():
                 self._also()
-
-    def _flush(self, is_last: bool) -> None:
-        try:
-            self._write(is_last)
-        except OSError as error:
-            if not self._is_failing:
-                what = "what MLflow is to show is kept in memory, and a kill would lose it"
-                _log.warning("%s cannot be written (%s): %s", self.path, error.strerror or error, what)
-            self._is_failing = True
-        else:
-            self._is_failing = False
 
     def _write(self, is_last: bool) -> None:
         if self._end < 0 or size_of(self.path) < self._end:  # not read yet, or it was removed

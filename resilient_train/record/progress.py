@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import struct
 import time
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import TypeVar, get_type_hints
 
 from resilient_train.files import commit_text, read_json, read_plain
+from resilient_train.record.journal import WriteAttempts
 from resilient_train.secrets import masked_tree
 from resilient_train.wording import rank_names
 
@@ -94,7 +94,6 @@ PROGRESS = "progress"  # its name in a run directory
 
 _RECORD = struct.Struct("<6q")  # number, doing, tick, step, start, stop
 _SLOT = 64  # bytes
-_log = logging.getLogger("resilient_train")
 
 
 class Doing(IntEnum):
@@ -124,7 +123,8 @@ class Progress:
             with contextlib.suppress(OSError):
                 self._number, self.last = _read(directory)
         self._position = self.last
-        self._file, self._is_failing = -1, False
+        self._file = -1
+        self._attempts = WriteAttempts(self._path, "a crash would be explained by an older position")
         self._first: int | None = None  # tick of this process
         self._stays = False
 
@@ -160,19 +160,14 @@ class Progress:
         self._number += 1
         record = _RECORD.pack(self._number, position.doing, position.tick, position.step, position.start, position.stop)
         slot = (record + zlib.crc32(record).to_bytes(4, "little")).ljust(_SLOT, b"\0")
-        try:
+        with self._attempts.attempt():
             if self._file >= 0 and not os.fstat(self._file).st_nlink:  # it was removed
                 self.close()
             if self._file < 0:
                 self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
             os.pwrite(self._file, slot, self._number % 2 * _SLOT)
-            self._is_failing = False
             if position.doing is Doing.ENDED:
                 self.close()
-        except OSError as error:
-            if not self._is_failing:
-                _log.warning("%s cannot be written: %s", self._path, error.strerror)
-            self._is_failing = True
 
 
 def position_of(run_dir: Path) -> Position | None:

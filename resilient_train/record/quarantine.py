@@ -13,6 +13,7 @@ from typing import Any
 
 from resilient_train.errors import ConfigError, unusable
 from resilient_train.files import commit_text, read_plain
+from resilient_train.record.journal import WriteAttempts
 from resilient_train.secrets import masked_tree
 
 QUARANTINE = "quarantine.json"  # its name in a run directory
@@ -44,7 +45,7 @@ class Quarantine:
         self._fingerprint = functools.cache(fingerprint)
         self.rows: dict[int, Quarantined] = {}  # by their indices, in the order in which they were added
         self.given: set[int] = set()  # those of them that another run listed
-        self._is_behind = False  # the file, because it could not be written
+        self._attempts = WriteAttempts(self._file, "this is retried with the next row")
         if self._file is not None and self._file.exists():
             self._recall(self._file, data_may_differ=data_may_differ)
 
@@ -56,7 +57,7 @@ class Quarantine:
         """List rows with their reasons, and write the list. A row that is listed already keeps its reason."""
         new = {row: why for row, why in rows.items() if row not in self.rows}
         self.rows |= new
-        if new or self._is_behind:
+        if new or self._attempts.has_failed:
             self._write()
 
     def load(self, path: Path, key: str = "quarantine") -> None:
@@ -92,14 +93,8 @@ class Quarantine:
             return
         rows = masked_tree([{"row": row, **asdict(why)} for row, why in self.rows.items()])
         content = {"format": _FORMAT, "data": dict(self._fingerprint()), "rows": rows}
-        try:
+        with self._attempts.attempt():
             commit_text(self._file, json.dumps(content, indent=2) + "\n")
-        except OSError as error:
-            if not self._is_behind:
-                _log.error("%s could not be written, which is retried with the next row: %s", self._file, error)
-            self._is_behind = True
-        else:
-            self._is_behind = False
 
 
 class Foreign(ValueError):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,6 @@ class Checkpoint:
     tick: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
     remedies: Mapping[str, Any] = field(default_factory=dict)  # active when it was written
-
-    @property
-    def is_verified(self) -> bool:
-        return self.kind == "verified"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +97,7 @@ def read_story(run_dir: Path) -> Story:
         step=step,
         tick=max(tick, step),
         steps=planned if type(planned) is int else None,
-        last_good=next((one for one in checkpoints if one.is_verified), None),
+        last_good=next((one for one in checkpoints if one.kind == "verified"), None),
         newest=next(iter(checkpoints), None),
         best=_best_of(run_dir),
         remedies=max(known, key=lambda one: one.get("tick", -1)),
@@ -171,13 +167,11 @@ def checkpoints_of(run_dir: Path) -> list[Checkpoint]:
 
 def _best_of(run_dir: Path) -> Checkpoint | None:
     path = run_dir / "best"
-    node = read_json(path / "best.json")
-    step = node.get("step") if isinstance(node, dict) else None
-    if type(step) is not int or step < 0 or not (path / "weights.safetensors").is_file():
-        return None
-    numbers = {name: one for name, one in node.items() if name != "step" and type(one) in (int, float)}
-    metrics = {str(name): float(one) for name, one in numbers.items() if math.isfinite(one)}
-    return Checkpoint(step, path, "best", metrics=metrics)
+    match read_json(path / "best.json"):
+        case {"step": int(step), **metrics} if (path / "weights.safetensors").is_file():
+            numbers = {name: one for name, one in metrics.items() if isinstance(one, int | float)}
+            return Checkpoint(step, path, "best", metrics={name: one for name, one in numbers.items() if isfinite(one)})
+    return None
 
 
 def _checkpoint(path: Path) -> Checkpoint | None:

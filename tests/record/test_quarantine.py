@@ -165,13 +165,13 @@ def test_a_full_disk_costs_the_list_not_the_run(
 ) -> None:
     """The rows are in quarantine all the same; the list is written with the next change, and the failure told once."""
     one = Quarantine(tmp_path, same)
-    with monkeypatch.context() as patched, caplog.at_level(logging.ERROR, "resilient_train"):
+    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, "resilient_train"):
         patched.setattr(quarantine, "commit_text", full)
         one.add([3], WHY.reason, WHY.step, WHY.incident)
         one.add([4], "it raises", 5, 6)
     assert list(one.rows) == [3, 4]
     (line,) = caplog.messages
-    assert "quarantine.json could not be written, which is retried with the next row" in line
+    assert "quarantine.json cannot be written (No space left on device): this is retried with the next row" in line
     one.add([4], "it raises", 7, 8)
     assert Quarantine(tmp_path, same).rows == one.rows
 

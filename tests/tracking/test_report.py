@@ -358,7 +358,7 @@ def test_a_story_knows_what_is_left_of_a_run(tmp_path: Path) -> None:
     assert of.last_good is not None
     assert (of.last_good.path, of.last_good.step) == (good, 50)
     assert of.newest is not None
-    assert (of.newest.path, of.newest.is_verified) == (left, False)
+    assert (of.newest.path, of.newest.kind) == (left, "candidate")
     assert of.best == Checkpoint(40, tmp_path / "best", "best", metrics={"loss": 0.5})
     assert of.remedies == {"tick": 80}
     assert f"**Newest checkpoint**: {left} (step 60, not yet verified)".replace("_", r"\_") in note(of, nowhere)
