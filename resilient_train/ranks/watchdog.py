@@ -109,11 +109,8 @@ class Watchdog:
                 continue
             main = frame if number == self._main else main
             stacks.append(f"thread {threads.get(number, number)}\n{''.join(traceback.format_stack(frame))}")
-        frames: list[FrameType] = []
-        while main is not None:
-            frames.insert(0, main)
-            main = main.f_back
-        return Hang(phase, seconds, frames, "\n".join(stacks), stop_asked)
+        frames = [] if main is None else [frame for frame, _ in traceback.walk_stack(main)]
+        return Hang(phase, seconds, frames[::-1], "\n".join(stacks), stop_asked)
 
     def _end(self, hang: Hang) -> None:
         """Exit, even if the report hangs as well. A state that it saves is waited for."""

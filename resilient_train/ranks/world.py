@@ -35,6 +35,7 @@ from torch.utils.checkpoint import checkpoint
 from resilient_train.errors import ConfigError, TrainError, in_one_line, is_plumbing, text_of, unusable
 from resilient_train.ranks import launch
 from resilient_train.reader import AccelerateConfig
+from resilient_train.wording import counted
 
 T = TypeVar("T")
 
@@ -86,8 +87,8 @@ def blocks(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
     if not classes:
         layers = [layer for one in model.modules() if isinstance(one, _ROWS) for layer in one]
         composed = [one for one in layers if not isinstance(one, _ROWS) and len([*one.children()]) > 1]
-        counted = Counter(type(one).__name__ for one in composed if any(True for _ in one.parameters()))
-        classes = {name for name, count in counted.items() if count > 1}
+        counts = Counter(type(one).__name__ for one in composed if any(True for _ in one.parameters()))
+        classes = {name for name, count in counts.items() if count > 1}
     found: dict[nn.Module, None] = {}  # a set in order
 
     def look(module: nn.Module) -> None:
@@ -284,8 +285,7 @@ class World:
     def __str__(self) -> str:
         kind = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
         if self.device.type == "cpu":
-            count = torch.get_num_threads()
-            kind += f", {count} thread{'s' * (count != 1)}"
+            kind += f", {counted(torch.get_num_threads(), 'thread')}"
         processes = f"{self.size} processes, each" if self.size > 1 else "1 process"
         return f"{processes} on {kind}, {self.accelerator.mixed_precision or 'no'} mixed precision"
 

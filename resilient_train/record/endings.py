@@ -176,11 +176,3 @@ def ending_of(run_dir: Path) -> Ending:
     if (refused := read_ending(run_dir, REFUSED)) is not None:
         found = replace(found, exit_code=refused["exit_code"], refused=str(refused.get("why")))
     return found
-
-
-def last_sign_ms(run_dir: Path) -> int | None:
-    """When a run that is over last wrote something, in ms since 1970."""
-    for name in (SUMMARY, "progress"):
-        with suppress(OSError):
-            return (run_dir / name).stat().st_mtime_ns // 1_000_000
-    return None

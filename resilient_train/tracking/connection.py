@@ -68,10 +68,8 @@ class UploadCursor:
 
     @property
     def run(self) -> TrackedRun | None:
-        run_id = self.get("run_id", "")
-        if not re.fullmatch(r"[0-9a-zA-Z_-]{1,64}", run_id):
-            return None
-        return TrackedRun(run_id, self.get("tracking_uri", ""), self.get("url"))
+        run_id = self.get("run_id")
+        return None if run_id is None else TrackedRun(run_id, self.get("tracking_uri", ""), self.get("url"))
 
     def aim(self, tracking_uri: str, experiment: str) -> None:
         """Note where the run is uploaded to; what is known of its run elsewhere is forgotten."""

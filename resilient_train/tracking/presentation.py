@@ -68,13 +68,10 @@ class Presentation:
         return self._trouble
 
     def _describe(self, story: Story) -> None:
-        closed = {one.incident.id for one in story.chapters if one.closed_ms is not None}
-        page = partial(run_page, self._experiment_id, self._run_id)
+        page = run_page(self._experiment_id, self._run_id, "/traces")
 
-        def trace(number: int) -> str | None:
-            if number not in closed:
-                return None
-            return f"{page('/traces')}&selectedEvaluationId={trace_id_of(self._run_id, number)}"
+        def trace(number: int) -> str:
+            return f"{page}&selectedEvaluationId={trace_id_of(self._run_id, number)}"
 
         strip = f"get-artifact?path={_STRIP}&run_uuid={self._run_id}"  # its content, for a page of the same server
         self._connection.show_tags(tags(story.incidents, story.status), note(story, trace, strip))

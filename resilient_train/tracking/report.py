@@ -39,7 +39,7 @@ _MOST_TO_DO, _LONGEST_TO_DO = 3, 300  # things, and characters of each
 _MOST_LEFT, _MOST_INCIDENTS = 260, 200  # characters of a line, and incidents in the report
 _TITLES = ("#", "when", "step", "what", "cause", "remedy", "outcome", "cost")
 
-PageUrl = Callable[[int], str | None]  # the page of an incident, by its number
+PageUrl = Callable[[int], str]  # the page of an incident, by its number
 
 
 # ------------------------------------------------------------------------------------- incidents, for terminal and file
@@ -137,9 +137,9 @@ def _row(chapter: Chapter, trace_url: PageUrl) -> Sequence[str]:
     if (culprit := diagnosis.culprit) is not None:
         file = "/".join(culprit.file.split("/")[-2:])
         blamed = [text(culprit.op, 30), text(f"{file}:{culprit.line}", 100), *blamed]
-    outcome, url = OUTCOMES[incident.outcome], trace_url(incident.id)
+    outcome, has_trace = OUTCOMES[incident.outcome], chapter.closed_ms is not None
     return (
-        f"{incident.id:,}" if url is None else f"[{incident.id:,}]({url})",
+        f"[{incident.id:,}]({trace_url(incident.id)})" if has_trace else f"{incident.id:,}",
         _time(chapter.opened_ms, "%d %b %H:%M"),
         f"{incident.anomaly.step:,}",
         text(seen, 200) + text(drill_suffix(incident), 80),

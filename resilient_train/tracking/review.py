@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import shutil
 import sys
@@ -288,13 +287,9 @@ def command(verb: str, directory: Path) -> str:
 
 
 def program() -> str:
-    """Return our command as the user has started it, or as it works: the script may not be on the PATH."""
-    is_module = Path(sys.argv[0]).name == "__main__.py"
-    next_to_python = Path(sys.executable).with_name(SCRIPT)
-    if shutil.which(SCRIPT) == str(next_to_python) and not is_module:
-        return SCRIPT
-    is_activated = str(next_to_python.parent) in os.environ.get("PATH", "").split(os.pathsep)
-    return f"{'python' if is_activated else shlex.quote(sys.executable)} -m resilient_train"
+    """Return our command as it works: the script may not be on the PATH."""
+    is_found = shutil.which(SCRIPT) == str(Path(sys.executable).with_name(SCRIPT))
+    return SCRIPT if is_found else f"{shlex.quote(sys.executable)} -m resilient_train"
 
 
 def ui_command(tracking_uri: str) -> str:

@@ -157,11 +157,8 @@ def unrecovered(incidents: Sequence[Incident], step: int) -> Incident | None:
 
 def checkpoints_of(run_dir: Path) -> list[Checkpoint]:
     """List what a resume may load, the latest first. Checksums are not verified."""
-    try:
-        names = [path for path in (run_dir / CHECKPOINTS).iterdir() if _CHECKPOINT.fullmatch(path.name)]
-    except OSError:
-        return []
-    found = [one for path in names if (one := _checkpoint(path.absolute())) is not None]
+    paths = [path for path in (run_dir / CHECKPOINTS).glob("step-*") if _CHECKPOINT.fullmatch(path.name)]
+    found = [one for path in paths if (one := _checkpoint(path.absolute())) is not None]
     return sorted(found, key=lambda one: (one.tick, one.step, one.path.name), reverse=True)
 
 

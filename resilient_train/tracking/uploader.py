@@ -9,7 +9,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from resilient_train.record.endings import ending_of, last_sign_ms
+from resilient_train.record.endings import ending_of
 from resilient_train.record.journal import Entry, entries
 from resilient_train.record.outbox import BEGAN, ENDED, METRICS, OUTBOX
 from resilient_train.tracking.connection import (
@@ -70,9 +70,6 @@ class Uploader:
             raise trouble
         if is_last:
             connection.forget_twins()
-            is_over = ending_of(self.run_dir).process is None
-            if is_over and self.outbox.stat().st_size > self.cursor.get("delivered", 0):
-                self.damaged += 1  # its last line is cut off
 
     def close(self) -> None:
         if self._lock is not None:
@@ -110,16 +107,16 @@ class Uploader:
                 self._unless_refused(partial(connection.add_params, entry["params"]))
                 connection.client.update_run(connection.run_id, status="RUNNING")
             elif entry["kind"] == ENDED:
-                self._end(connection, str(entry.get("status")), entry["at"])
+                self._end(connection, str(entry["status"]), entry["at"])
 
     def _show_end(self, connection: Connection) -> None:
         """Show how a run ended that could not say so itself."""
         ending = ending_of(self.run_dir)
         shown = connection.client.get_run(connection.run_id).info.status
         if ending.process is None and ending.state != "none" and shown != self._status(ending.state):
-            self._end(connection, ending.state, last_sign_ms(self.run_dir))
+            self._end(connection, ending.state)
 
-    def _end(self, connection: Connection, ended: str, at_ms: int | None) -> None:
+    def _end(self, connection: Connection, ended: str, at_ms: int | None = None) -> None:
         connection.client.set_terminated(connection.run_id, self._status(ended), at_ms)
 
     def _status(self, ended: str) -> str:

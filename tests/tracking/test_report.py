@@ -33,10 +33,6 @@ def url(number: int) -> str:
     return f"http://127.0.0.1:5000/#/experiments/1/runs/0123456789abcdef/traces?selectedEvaluationId=tr-{number:032x}"
 
 
-def nowhere(number: int) -> None:
-    return None
-
-
 def inline(markdown: str) -> Iterator[Token]:
     """All that stands in the lines, the cells included."""
     for block in READER.parse(markdown):
@@ -86,7 +82,7 @@ def test_words_keep_to_their_room(raw: str, most: int) -> None:
 def test_a_clean_run_gets_a_short_and_pleasant_note() -> None:
     """No table, no list of what to change."""
     summary = {"status": "completed", "exit_code": 0, "seconds": 7800.0, "final_loss": 2.369, "eval": {"loss": 2.327}}
-    said = note(story(step=300, tick=300, summary=summary), nowhere)
+    said = note(story(step=300, tick=300, summary=summary), url)
     assert said.splitlines()[0] == (
         "**All is well.** 300 steps; no incidents. Recent loss 2.369, evaluation loss 2.327."
     )
@@ -118,12 +114,12 @@ def test_the_verdict_comes_first_then_what_to_change_then_the_incidents() -> Non
 
 def test_the_note_says_what_the_same_command_would_do() -> None:
     """While the run is at work, and where the command starts a new run."""
-    said = note(story(incident(1), incident(2, None)), nowhere)
+    said = note(story(incident(1), incident(2, None)), url)
     assert said.startswith("**Recovering")
     assert "is refused while this run is at work" in said
     stopped = story(incident(1), status="preempted", summary={"status": "preempted"}, resumes=False)
     place = str(RUN).replace("_", r"\_")
-    assert f" directory; with run.resume=auto run.dir={place} this one resumes from step 250." in note(stopped, nowhere)
+    assert f" directory; with run.resume=auto run.dir={place} this one resumes from step 250." in note(stopped, url)
 
 
 def test_two_hundred_incidents_fit_as_far_as_they_do_and_the_rest_is_counted() -> None:
@@ -194,7 +190,7 @@ SUSPECT = Diagnosis(
 def test_what_was_not_over_asks_for_its_advice(outcome: Outcome, changed: dict[str, Any]) -> None:
     """In the first line of the page and at the end on the terminal, though it was met only once."""
     met = story(incident(5, outcome, diagnosis=SUSPECT, **changed), incident(3), step=160)
-    first, *_ = note(met, nowhere).splitlines()
+    first, *_ = note(met, url).splitlines()
     assert "look in the forward pass for a logarithm that meets 0" in first
     assert ("**Do:** The batch is finite" in first) == (outcome is not Outcome.RECOVERED)
     assert f"to change: {SUSPECT.advice}" in review(met)
@@ -214,7 +210,7 @@ def test_rows_to_look_at_are_one_advice() -> None:
     assert said.removeprefix("to change: ") == (
         "Look at rows 313, 977, 1502: the batches are ordinary without them. (4 incidents)"
     )
-    assert "**Do:** Look at rows 313, 977, 1502: the batches are ordinary" in note(story(*met, step=160), nowhere)
+    assert "**Do:** Look at rows 313, 977, 1502: the batches are ordinary" in note(story(*met, step=160), url)
 
 
 @pytest.mark.parametrize(
@@ -235,23 +231,23 @@ def test_a_run_that_needs_attention_never_says_that_there_is_nothing_to_change(
     """Where no incident has advice, or where its advice is not about this."""
     for drill in ("", "loss_spike"):
         of = story(incident(1, Outcome.UNRECOVERED, drill=drill, diagnosis=replace(ROOT, advice="")), **changed)
-        first, *_ = note(of, nowhere).splitlines()
+        first, *_ = note(of, url).splitlines()
         assert f"**Do:** {said}" in first
         assert "Nothing to change" not in first
         assert of.status == "failed" or any(line.startswith(f"to do: {said}") for line in review(of))
     assert "**Do:** fix the error that ended it, and start it again. Row 77: " in note(
-        story(incident(2), status="failed", why="ValueError: y"), nowhere
+        story(incident(2), status="failed", why="ValueError: y"), url
     )
 
 
 def test_a_drill_is_named_in_the_first_line_and_asks_for_nothing() -> None:
     """Whatever the faults on purpose were."""
     drilled = [incident(at, drill="bad_row") for at in range(1, 4)]
-    said = note(story(*drilled), nowhere)
+    said = note(story(*drilled), url)
     assert said.startswith("**Recovered so far, 3 of 3 incidents on purpose (drill).** Nothing to change.")
     assert all("on purpose (drill: bad_row)" in row[3] for row in cells(said)[1:])
     assert "Do:" not in said
-    said = note(story(*drilled, incident(4)), nowhere)
+    said = note(story(*drilled, incident(4)), url)
     assert "nothing to change: all incidents are on purpose (drill)" in review(story(*drilled))
     assert "nothing to change" not in " ".join(review(story(*drilled, incident(4))))
     assert said.startswith("**Recovered so far, 3 of 4 incidents on purpose (drill).**")
@@ -361,7 +357,7 @@ def test_a_story_knows_what_is_left_of_a_run(tmp_path: Path) -> None:
     assert (of.newest.path, of.newest.kind) == (left, "candidate")
     assert of.best == Checkpoint(40, tmp_path / "best", "best", metrics={"loss": 0.5})
     assert of.remedies == {"tick": 80}
-    assert f"**Newest checkpoint**: {left} (step 60, not yet verified)".replace("_", r"\_") in note(of, nowhere)
+    assert f"**Newest checkpoint**: {left} (step 60, not yet verified)".replace("_", r"\_") in note(of, url)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "null", "{", '{"step": -1}', '{"kind": "verified", "step": true}', "\0"])
@@ -374,7 +370,7 @@ def test_a_story_of_a_damaged_directory_is_told_all_the_same(content: str, tmp_p
         (tmp_path / folder / name).write_text(content)
     of: Story = read_story(tmp_path)
     assert (of.status, of.last_good, of.newest, of.best) == ("failed", None, None, None)
-    assert note(of, nowhere).startswith("**Killed (no exit message).** **Do:** start it again. At step 0.")
+    assert note(of, url).startswith("**Killed (no exit message).** **Do:** start it again. At step 0.")
 
 
 def test_every_change_of_the_configuration_is_said() -> None:
