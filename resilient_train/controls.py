@@ -299,7 +299,7 @@ class Controls(RunControl):
     def _quarantine_rows(self, rows: Sequence[int], reason: str, incident: int) -> None:
         self._parts.samples.quarantine(rows)
         self._unnoted["quarantined"] += rows
-        self.quarantined.add(rows, reason, self._parts.clock.step, incident)
+        self.quarantined.adopt(dict.fromkeys(rows, Quarantined(reason, self._parts.clock.step, incident)))
 
     def quarantine_after_crash(self, rows: Sequence[int], reason: str, incident: int) -> None:
         """Quarantine rows common to the updates in which the process died, if the budget allows."""

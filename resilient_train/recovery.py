@@ -123,7 +123,8 @@ class Recovery:
 
         # Diagnose.
         known = self._recent.with_new(self.incident_log.since(self._recent.newest), parts.clock.tick)
-        history = [one for one in known if not self.incident_log.was_accepted(one.id)]  # they cost no strike
+        accepted = {one.id for one in self.incident_log.incidents if one.is_accepted}  # they cost no strike
+        history = [one for one in known if one.id not in accepted]
         try:
             reference = checks.rewind_check.reference
             diagnosis, leap = self.explainer.explain(anomaly, update, refused, history, reference, leap)

@@ -104,7 +104,6 @@ _SETTING = re.compile(r"\{(\w+) ?(\w*)\}")
 
 
 def describe(incident: Incident) -> str:
-    """Say in a few lines what was noticed, what was done about it, and what a person can do."""
     diagnosis = incident.diagnosis
     return _indented(
         f"! incident {incident.id:,}, {_sign(incident)}",
@@ -181,7 +180,6 @@ def describe_treatment(incident: Incident) -> str:
 
 
 def final_message(incident: Incident, last_good: Path | None) -> str:
-    """Say at the end of a run that gave up what happened, why it ends, and where the weights are."""
     anomaly = incident.anomaly
     may_be_meant = anomaly.landed and anomaly.signal in _MAY_BE_MEANT
     declared = f"run again with expect=[{anomaly.since + 1}]{'; it resumes there' if last_good else ''}"
@@ -244,7 +242,6 @@ def describe_culprit(culprit: Culprit) -> str:
 
 
 def describe_cost(incident: Incident) -> str:
-    """Say what an incident cost: updates that are repeated, and time."""
     return _lost(incident) + (f", {incident.seconds:,.2f} s" if incident.seconds >= 0.005 else "")
 
 

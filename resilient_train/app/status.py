@@ -65,7 +65,7 @@ def known_of(story: Story) -> dict[str, object]:
         "why": story.refused or story.why or None,
         "onward": f"the same command {next_start(story)}",
         "incidents": len(story.incidents),
-        "to_change": [one.text for one in story.advice],
+        "to_change": [*story.advice],
     }
 
 

@@ -125,11 +125,8 @@ def ignore_requests() -> None:
 
 
 def exit_with_agent() -> None:
-    """Let the kernel end this process as soon as the elastic agent that started it has ended, however it did.
-
-    Only under an agent: other parents may start a run from a thread that ends before it, or may want it to stay.
-    """
-    if _AGENT not in os.environ:
+    """Let the kernel end this process as soon as the elastic agent that started it has ended, however it did."""
+    if _AGENT not in os.environ:  # other parents may start a run from a thread that ends first, or want it to stay
         return
     parent, is_agent = os.getppid(), False
     with suppress(OSError):  # process 1 is the agent in a container; elsewhere the system's, which adopts orphans

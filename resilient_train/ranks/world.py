@@ -76,8 +76,7 @@ def recompute(model: nn.Module, names: Sequence[str] | None) -> str:
 def blocks(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
     """Return the parts that a model repeats, none within another: by default those that are found.
 
-    A model of transformers names them itself. Otherwise they are layers of a ModuleList or Sequential that consist of
-    several modules, and whose class occurs at least twice.
+    A model of transformers names them. Else they are layers of several modules, whose class occurs at least twice.
     """
     named = set(names if names is not None else getattr(model, "_no_split_modules", None) or ())
     kinds = {type(one).__name__ for one in model.modules()}
@@ -258,10 +257,7 @@ class World:
         return result[0]  # type: ignore[no-any-return]
 
     def main_before_others(self, do: Callable[[], None]) -> None:
-        """Do something on rank 0 while the others wait a while, since a launcher ends all soon after the first.
-
-        It uses no collective: the ranks may not agree on what to do. `do` has to log its own failures.
-        """
+        """Do something on rank 0 while the others wait, without a collective: the ranks may not agree on what to do."""
         if self.size == 1:
             return do()
         store = torch.distributed.distributed_c10d._get_default_store()

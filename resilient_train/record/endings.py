@@ -139,12 +139,9 @@ def read_ending(run_dir: Path, name: str) -> dict[str, Any] | None:
 
 
 def at_work(run_dir: Path) -> str | None:
-    """Name the process that holds the lock on a run directory; the kernel releases it with the process.
-
-    None for a loop that the caller wrote once its summary is there: its process may be busy with something else.
-    """
+    """Name the process that holds the lock on a run directory."""
     if (run_dir / LOOP).is_file() and read_ending(run_dir, SUMMARY) is not None:
-        return None
+        return None  # the process of the caller's loop may be busy with something else
     return holder_of(run_dir)
 
 

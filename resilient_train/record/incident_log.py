@@ -8,12 +8,11 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from resilient_train.files import commit_text, open_to_append, read_plain
+from resilient_train.files import commit_text, open_to_append
 from resilient_train.record.incident_lines import AGAIN, CLOSED, OPENED, TREATED, Chapter, as_line, recall
 from resilient_train.record.journal import JOURNAL, Journal, WriteAttempts
 from resilient_train.record.run_history import RunHistory, drill_behind
@@ -61,12 +60,7 @@ class IncidentLog:
             if chapters[one.id].treated_ms is None:  # the process ended before it did what was decided
                 self._keep(replace(one, decision=replace(one.decision, actions=())))
         self._attempts = WriteAttempts(self._file, "it will be rewritten from the journal later")
-        if self._file is not None:
-            there = b""
-            with suppress(OSError):
-                there = read_plain(self._file)
-            if there != "".join(self._lines.values()).encode() or not self._file.exists():
-                self._write_lines()
+        self._write_lines()
 
     @property
     def incidents(self) -> list[Incident]:
@@ -74,9 +68,6 @@ class IncidentLog:
 
     def since(self, number: int) -> list[Incident]:
         return [one for one in self._incidents.values() if one.id > number]
-
-    def was_accepted(self, number: int) -> bool:
-        return number in self._incidents and self._incidents[number].is_accepted
 
     @property
     def _of_training(self) -> list[Incident]:
@@ -106,8 +97,7 @@ class IncidentLog:
     def open(self, anomaly: Anomaly, diagnosis: Diagnosis, decision: Decision, *, is_off: bool = False) -> Incident:
         """Add an incident before anything is done about it; open incidents of the same kind have recurred.
 
-        If the decision is to give up, every open incident has failed, this one included. If then the loss `is_off`
-        its reference, those that left damage are unrecovered. The caller closes this one.
+        If the decision is to give up, all have failed; those that left damage are unrecovered if the loss `is_off`.
         """
         drill = drill_behind(self.run_history.fired_drills, anomaly, diagnosis, self.incidents)
         diagnosis = replace(diagnosis, advice="") if drill else diagnosis  # nothing to change: it was on purpose

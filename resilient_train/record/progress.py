@@ -129,7 +129,6 @@ class Progress:
         self._stays = False
 
     def updating(self, tick: int, step: int, start: int, stop: int) -> None:
-        """Note the update that is about to be attempted, and its samples."""
         self._first = tick if self._first is None else self._first
         self._note(Position(Doing.FIRST if tick == self._first else Doing.UPDATING, tick, step, start, stop))
 

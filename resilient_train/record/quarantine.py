@@ -6,7 +6,7 @@ import contextlib
 import functools
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,7 @@ class Quarantine:
     ) -> None:
         """Read the list of the directory. Raises ConfigError if it is of another data set.
 
-        If `data_may_differ` the rows keep their numbers instead, as far as there are as many. The fingerprint costs
-        fetching some rows, so it is made only if there is something to list.
+        If `data_may_differ` the rows keep their numbers instead. The fingerprint costs fetching some rows.
         """
         self._file = None if directory is None else directory / QUARANTINE
         self._fingerprint = functools.cache(fingerprint)
@@ -48,10 +47,6 @@ class Quarantine:
         self._attempts = WriteAttempts(self._file, "this is retried with the next row")
         if self._file is not None and self._file.exists():
             self._recall(self._file, data_may_differ=data_may_differ)
-
-    def add(self, rows: Iterable[int], reason: str, step: int, incident: int) -> None:
-        """List rows for one reason, and write the list. A row that is listed already keeps its reason."""
-        self.adopt({row: Quarantined(reason, step, incident) for row in rows})
 
     def adopt(self, rows: Mapping[int, Quarantined]) -> None:
         """List rows with their reasons, and write the list. A row that is listed already keeps its reason."""

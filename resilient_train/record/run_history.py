@@ -42,8 +42,7 @@ class RunHistory:
     def note_process_end(self, tick: int, start: int, stop: int, *, in_first: bool) -> int:
         """Note which samples were in use when a process ended; return how many processes in a row ended at these.
 
-        Return 0 if each of them was `in_first`, the first update after a start: compiling takes long, and a process
-        that is killed meanwhile is killed whatever its samples are.
+        Return 0 if each of them was `in_first`, the first update after a start: compiling takes long.
         """
         self.note("process_ended", tick=tick, start=start, stop=stop, in_first=in_first)
         same = list(takewhile(lambda one: one[:2] == (start, stop), reversed(self._endings.values())))

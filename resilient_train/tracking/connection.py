@@ -82,18 +82,14 @@ class UploadCursor:
     def settle(self, *, trains: bool) -> None:
         """Note where the directory is, and whether it is a copy of another one: a copy is a run of its own in MLflow.
 
-        A directory that was moved, that another host has, or that is mounted elsewhere is the same run. One that is the
-        only one to be seen, on another host and on another disk, is a copy once it `trains` there: before, it may have
-        been brought there only to upload it.
+        One that was moved or is mounted elsewhere is the same run. Where the other one is not to be seen, on another
+        host, it is a copy once it `trains` there: before, it may have been brought there only to upload it.
         """
         self._read()
         directory, was = self.directory.absolute(), self.get("place")
-        try:
-            facts = directory.stat()
-        except OSError:
-            return
+        facts = directory.stat()
         here = {"path": str(directory), "host": gethostname(), "device": facts.st_dev, "inode": facts.st_ino}
-        is_copy = was is not None and was.keys() == here.keys() and _is_copy(was, here, trains=trains)
+        is_copy = was is not None and _is_copy(was, here, trains=trains)
         if is_copy:
             _log.info("%s is a copy: MLflow shows it as a run of its own", directory)
             self._known = {name: self._known[name] for name in ("tracking_uri", "experiment") if name in self._known}
@@ -111,7 +107,7 @@ class UploadCursor:
 def _is_copy(was: dict[str, Any], here: dict[str, Any], *, trains: bool) -> bool:
     if was["path"] == here["path"]:
         return False
-    with contextlib.suppress(OSError, TypeError, ValueError):
+    with contextlib.suppress(OSError):
         there = os.stat(was["path"])
         if (there.st_dev, there.st_ino) != (here["device"], here["inode"]) and there.st_ino == was["inode"]:
             return True  # both are there
@@ -284,7 +280,6 @@ def _key(cursor: UploadCursor) -> str:
 
 
 def _begin(client: MlflowClient, experiment: str, key: str, run_dir: Path) -> str:
-    """Create a run, with the name of its directory; a job of a sweep has a tag with the name of the sweep."""
     written = [entry for entry, _ in entries(run_dir / OUTBOX) if entry is not None]
     began = next((one for one in written if one["kind"] == BEGAN), {})
     began_ms = written[0]["at"] if written else None
@@ -374,7 +369,7 @@ def _experiment(client: MlflowClient, name: str, artifacts: str | None) -> str:
 
 
 def _of_key(client: MlflowClient, experiment: str, key: str) -> Sequence[Run]:
-    """Return all runs of the same outbox, the oldest first: one, unless an answer was lost."""
+    # One, unless an answer was lost.
     return list(client.search_runs([experiment], f"tags.`{KEY}` = '{key}'", order_by=["attributes.start_time ASC"]))
 
 

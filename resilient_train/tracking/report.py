@@ -109,11 +109,16 @@ def _left(story: Story) -> str:
 def _newest(story: Story, trace_url: PageUrl, room: int) -> str:
     """Put the newest incidents into a table, as many as fit; MLflow shows it without lines and margins."""
     order = ", the newest first" if len(story.chapters) > 1 else ""
-    lines = [f"**What went wrong, and what was done**{order}", "", _cells(_TITLES), "|---" * len(_TITLES) + "|"]
+    lines = [
+        f"**What went wrong, and what was done**{order}",
+        "",
+        f"| {_GAP.join(_TITLES)} |",
+        "|---" * len(_TITLES) + "|",
+    ]
     room -= sum(map(len, lines)) + _ABOUT_OLDER
     shown = 0
     for chapter in reversed(story.chapters):
-        row = _cells(_row(chapter, trace_url))
+        row = f"| {_GAP.join(_row(chapter, trace_url))} |"
         room -= len(row) + 1
         if room < 0:
             break
@@ -122,10 +127,6 @@ def _newest(story: Story, trace_url: PageUrl, room: int) -> str:
     if older := len(story.chapters) - shown:
         lines += ["", f"And {older:,} before them, in `{REPORT}`."]
     return "\n".join(lines)
-
-
-def _cells(cells: Sequence[str]) -> str:
-    return f"| {_GAP.join(cells)} |"
 
 
 def _row(chapter: Chapter, trace_url: PageUrl) -> Sequence[str]:

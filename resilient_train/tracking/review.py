@@ -175,8 +175,7 @@ def to_change(story: Story) -> list[str]:
 
 def things_to_do(story: Story) -> list[str]:
     """Return what to do, the most important first, each with the number of incidents that ask for it."""
-    counts = [(one.text, len(one.incidents)) for one in story.advice]
-    asked = [words if count == 1 else f"{words} ({count:,} incidents)" for words, count in counts]
+    asked = [words if len(of) == 1 else f"{words} ({len(of):,} incidents)" for words, of in story.advice.items()]
     is_said = bool(asked) and story.status in ("unrecovered", "gave_up")
     what = "start it again" if story.state == "killed" else _TO_DO.get(story.status, "")
     return asked if is_said or not what else [what, *asked]

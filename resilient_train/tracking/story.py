@@ -27,20 +27,12 @@ _VERDICTS = {"recovered", "observed", "unrecovered", "no_progress", "above_best"
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A state, or weights alone, as the JSON file next to the tensors describes it."""
-
     step: int
     path: Path  # absolute
     kind: str  # verified; candidate: not yet verified; best: verified weights with the least evaluation loss
     tick: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
     remedies: Mapping[str, Any] = field(default_factory=dict)  # active when it was written
-
-
-@dataclass(frozen=True, slots=True)
-class Advice:
-    text: str
-    incidents: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +55,8 @@ class Story(Ending):
         return tuple(chapter.incident for chapter in self.chapters)
 
     @property
-    def advice(self) -> tuple[Advice, ...]:
+    def advice(self) -> dict[str, list[int]]:
+        """What to change, the most important first, each with the numbers of the incidents that ask for it."""
         return open_advice(self.incidents)
 
     @property
@@ -166,7 +159,7 @@ def _best_of(run_dir: Path) -> Checkpoint | None:
     path = run_dir / "best"
     match read_json(path / "best.json"):
         case {"step": int(step), **metrics} if (path / "weights.safetensors").is_file():
-            numbers = {name: one for name, one in metrics.items() if isinstance(one, int | float)}
+            numbers = {str(name): one for name, one in metrics.items() if isinstance(one, int | float)}
             return Checkpoint(step, path, "best", metrics={name: one for name, one in numbers.items() if isfinite(one)})
     return None
 
@@ -195,7 +188,7 @@ def _is_there(file: Path, written: Any) -> bool:
 # ------------------------------------------------------------------------------------------------------- what to change
 
 
-def open_advice(incidents: Sequence[Incident]) -> tuple[Advice, ...]:
+def open_advice(incidents: Sequence[Incident]) -> dict[str, list[int]]:
     """Return what a person should change, the most important first: each line, all rows and each setting only once.
 
     What happened once, was over and did not return needs no change, nor does what a drill made.
@@ -206,7 +199,10 @@ def open_advice(incidents: Sequence[Incident]) -> tuple[Advice, ...]:
             groups.setdefault(_asks_about(one), []).append(one)
     urgent = [(urgency, group) for group in groups.values() if (urgency := _urgency(group)) is not None]
     urgent.sort(key=lambda pair: (pair[0], -len(pair[1])))
-    return tuple(Advice(_words(group), tuple(one.id for one in group)) for _, group in urgent)
+    advice: dict[str, list[int]] = {}
+    for _, group in urgent:
+        advice.setdefault(_words(group), []).extend(one.id for one in group)
+    return advice
 
 
 def _asks_about(incident: Incident) -> object:

@@ -6,9 +6,9 @@ to a trace (tags, assessments) stays: a trace that is there is never sent again.
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
+from base64 import b64encode
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -108,8 +108,8 @@ def _span(chapter: Chapter, trace_id: str) -> dict[str, Any]:
         "mlflow.spanOutputs": describe_treatment(incident),
     }
     return {
-        "trace_id": _base64(bytes.fromhex(trace_id.removeprefix("tr-"))),
-        "span_id": _base64(hashlib.sha256(f"{trace_id}/root".encode()).digest()[:8]),
+        "trace_id": b64encode(bytes.fromhex(trace_id.removeprefix("tr-"))).decode(),
+        "span_id": b64encode(hashlib.sha256(f"{trace_id}/root".encode()).digest()[:8]).decode(),
         "parent_span_id": None,
         "name": _name(incident),
         "start_time_unix_nano": began * 1_000_000,
@@ -134,7 +134,3 @@ def _lasted(chapter: Chapter) -> tuple[int, int]:
     """Return when its update was noticed, and when it was treated or closed, in milliseconds since 1970."""
     done = chapter.treated_ms or chapter.closed_ms or chapter.opened_ms
     return chapter.opened_ms, max(chapter.opened_ms, done)
-
-
-def _base64(raw: bytes) -> str:
-    return base64.b64encode(raw).decode()

@@ -48,7 +48,6 @@ class Tracker:
 
     @property
     def run(self) -> TrackedRun | None:
-        """The run on the tracker's side; None until it exists there."""
         return None
 
     def begin(self) -> None:
@@ -117,7 +116,6 @@ class OutboxTracker(Tracker):
         self._outbox.close(_WRITE_WITHIN_S)
 
     def _finish_uploads(self) -> str | None:
-        """Let the process upload the rest, and return what prevented that, if anything did."""
         if self.uploader is None or self.uploader.code is not None:
             self._start_uploader()  # once more
         if self.uploader is None:

@@ -37,10 +37,7 @@ class Busy(Exception):
 
 
 class Uploader:
-    """Uploads one run directory to one store. Whatever goes wrong raises, and the next call continues there.
-
-    Nothing is doubled by that: MLflow keeps one of two equal rows, and all else is set, or replaces what is there.
-    """
+    """Uploads one run directory to one store. Whatever goes wrong raises, and the next call continues there."""
 
     def __init__(self, run_dir: Path, store: Store, experiment: str) -> None:
         self.run_dir, self.outbox = run_dir, run_dir / OUTBOX
@@ -107,17 +104,13 @@ class Uploader:
                 self._unless_refused(partial(connection.add_params, entry["params"]))
                 connection.client.update_run(connection.run_id, status="RUNNING")
             elif entry["kind"] == ENDED:
-                self._end(connection, str(entry["status"]), entry["at"])
+                connection.client.set_terminated(connection.run_id, self._status(entry["status"]), entry["at"])
 
     def _show_end(self, connection: Connection) -> None:
-        """Show how a run ended that could not say so itself."""
         ending = ending_of(self.run_dir)
-        shown = connection.client.get_run(connection.run_id).info.status
-        if ending.process is None and ending.state != "none" and shown != self._status(ending.state):
-            self._end(connection, ending.state)
-
-    def _end(self, connection: Connection, ended: str, at_ms: int | None = None) -> None:
-        connection.client.set_terminated(connection.run_id, self._status(ended), at_ms)
+        shown, status = connection.client.get_run(connection.run_id).info.status, self._status(ending.state)
+        if ending.process is None and ending.state != "none" and shown != status:
+            connection.client.set_terminated(connection.run_id, status)
 
     def _status(self, ended: str) -> str:
         """Return MLflow's word for how a run ended: one that is not back at its level has not succeeded."""

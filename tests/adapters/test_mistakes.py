@@ -142,6 +142,4 @@ def test_an_evaluation_that_is_not_finite_is_not_well(tmp_path: Path, caplog: py
     guard.evaluated({"loss": float("nan")})
     guard.close()
     assert "The evaluation is not finite (loss nan): 5 steps; no incidents." in " ".join(caplog.messages)
-    assert note(read_story(tmp_path / "run"), lambda number: None).startswith(
-        "**The evaluation is not finite (loss nan).**"
-    )
+    assert note(read_story(tmp_path / "run"), str).startswith("**The evaluation is not finite (loss nan).**")

@@ -19,7 +19,7 @@ from resilient_train.data.rows import fingerprint
 from resilient_train.diagnose.verdict import TRANSIENT
 from resilient_train.errors import GaveUp
 from resilient_train.reader import MemoryConfig
-from resilient_train.record.quarantine import QUARANTINE, Quarantine
+from resilient_train.record.quarantine import QUARANTINE, Quarantine, Quarantined
 from resilient_train.state.ring import snapshot_to_drop
 from resilient_train.watch.config import named
 
@@ -192,7 +192,7 @@ def test_a_scale_that_collapses_is_an_incident() -> None:
 def test_rows_of_another_run_are_not_counted_after_a_crash(tmp_path: Path) -> None:
     """The budget of rows is for those that this run finds."""
     data = rows()
-    Quarantine(tmp_path, lambda: fingerprint(data)).add([1, 2], "it raises", 3, 1)
+    Quarantine(tmp_path, lambda: fingerprint(data)).adopt(dict.fromkeys([1, 2], Quarantined("it raises", 3, 1)))
     guard = guarded(adamw, At("none"), quarantine=tmp_path / QUARANTINE, recovery={**SKIP, "budget": {"rows": 1}})
     guard._controls.quarantine_after_crash([5], "the process ended there twice", 1)
     guard._controls.quarantine_after_crash([6], "the process ended there twice", 2)

@@ -167,8 +167,8 @@ def test_the_log_hides_them_from_all_who_listen(caplog: pytest.LogCaptureFixture
 def test_the_journal_hides_them(tmp_path: Path) -> None:
     """In texts and under names, however deep; the entry in memory is the one on disk."""
     journal, secret = Journal(tmp_path / "journal.jsonl"), "http://me:s3cr3tpass@h"
-    entry = journal.write("incident_opened", incident={"evidence": secret, "of": [{"token": "t" * 9}]})
-    assert entry["incident"] == {"evidence": "http://me:***@h", "of": [{"token": MASK}]}
+    journal.write("incident_opened", incident={"evidence": secret, "of": [{"token": "t" * 9}]})
+    assert journal.entries[0]["incident"] == {"evidence": "http://me:***@h", "of": [{"token": MASK}]}
     journal.write("remedies_in_force", remedies={"armor": [{"text": f"f('{secret}')"}]}, source=secret)
     assert "s3cr3tpass" not in journal.path.read_text()
 

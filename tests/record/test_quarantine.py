@@ -30,21 +30,21 @@ def same() -> dict[str, Any]:
 
 def listed(directory: Path, *rows: int) -> Path:
     """Write a list as a run does."""
-    Quarantine(directory, same).add(rows, WHY.reason, WHY.step, WHY.incident)
+    Quarantine(directory, same).adopt(dict.fromkeys(rows, WHY))
     return directory / QUARANTINE
 
 
 def test_what_is_listed_is_there_in_the_next_process(tmp_path: Path) -> None:
     """With its reasons, in its order; what is listed already stays as it is."""
     first = Quarantine(tmp_path, same)
-    first.add([17, 3], WHY.reason, WHY.step, WHY.incident)
-    first.add([3, 49], "it raises", 200, 5)
+    first.adopt(dict.fromkeys([17, 3], WHY))
+    first.adopt(dict.fromkeys([3, 49], Quarantined("it raises", 200, 5)))
     second = Quarantine(tmp_path, same)
     assert list(second.rows.items()) == [(17, WHY), (3, WHY), (49, Quarantined("it raises", 200, 5))]
     other = Quarantine(None, same)  # of another rank, which writes nothing
     other.adopt(second.rows)
     for one in (second, other):
-        one.add([1], "it raises", 300, 6)
+        one.adopt({1: Quarantined("it raises", 300, 6)})
     assert list(Quarantine(tmp_path, same).rows) == list(other.rows) == [17, 3, 49, 1]
     assert [file.name for file in tmp_path.iterdir()] == [QUARANTINE]
 
@@ -57,10 +57,10 @@ def test_a_healthy_run_has_no_list_and_fetches_no_row(tmp_path: Path) -> None:
         return {**DATA, "rows": 49 + next(asked)}
 
     one = Quarantine(tmp_path, counted)
-    one.add([], "nothing", 1, 1)
+    one.adopt({})
     assert list(tmp_path.iterdir()) == []
     for row in range(3):
-        one.add([row], "it raises", 1, 1)
+        one.adopt({row: Quarantined("it raises", 1, 1)})
     assert next(asked) == 2
 
 
@@ -72,12 +72,12 @@ def test_a_later_run_can_be_given_the_list(tmp_path: Path) -> None:
     before = given.read_text()
     for _ in range(2):
         later = Quarantine(tmp_path / "later", same)
-        later.add([4], "it raises", 5, 6)
+        later.adopt({4: Quarantined("it raises", 5, 6)})
         later.load(given)
         assert sorted(later.given) == [3, 17]
     assert dict(Quarantine(tmp_path / "later", same).rows) == {3: WHY, 17: WHY, 4: Quarantined("it raises", 5, 6)}
     later = Quarantine(tmp_path / "own", same)
-    later.add([3], "it raises", 5, 6)
+    later.adopt({3: Quarantined("it raises", 5, 6)})
     later.load(given)
     assert sorted(later.given) == [17], "what it has found itself is its own"
     assert given.read_text() == before
@@ -146,7 +146,7 @@ def test_a_damaged_list_is_told_and_executes_nothing(
     assert dict(own.rows) == {}
     assert "cannot be used and is renamed: is damaged" in caplog.text
     assert (tmp_path / "quarantine.json.damaged").read_text() == text
-    own.add([5], "it raises", 1, 1)
+    own.adopt({5: Quarantined("it raises", 1, 1)})
     assert list(Quarantine(tmp_path, same).rows) == [5]
 
 
@@ -167,12 +167,12 @@ def test_a_full_disk_costs_the_list_not_the_run(
     one = Quarantine(tmp_path, same)
     with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, "resilient_train"):
         patched.setattr(quarantine, "commit_text", full)
-        one.add([3], WHY.reason, WHY.step, WHY.incident)
-        one.add([4], "it raises", 5, 6)
+        one.adopt(dict.fromkeys([3], WHY))
+        one.adopt({4: Quarantined("it raises", 5, 6)})
     assert list(one.rows) == [3, 4]
     (line,) = caplog.messages
     assert "quarantine.json cannot be written (No space left on device): this is retried with the next row" in line
-    one.add([4], "it raises", 7, 8)
+    one.adopt({4: Quarantined("it raises", 7, 8)})
     assert Quarantine(tmp_path, same).rows == one.rows
 
 

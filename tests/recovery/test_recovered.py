@@ -169,7 +169,7 @@ def test_a_leap_is_told_by_the_rate_before_it_and_its_cap_while_it_acts(
     said = caplog.text
     assert "learning rate capped at the configured one and falling with the schedule" in said
     assert "still active at the end: learning rate capped at the configured one" in said
-    first, *_ = note(read_story(tmp_path / "run"), lambda number: None).splitlines()
+    first, *_ = note(read_story(tmp_path / "run"), str).splitlines()
     assert advice in first
     assert "lower the learning rate" not in first
 

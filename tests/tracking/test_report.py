@@ -298,25 +298,24 @@ def test_advice_is_told_once_for_each_line_cause_and_all_rows_the_most_important
         incident(7, None, diagnosis=replace(PASSED, advice="open")),
         incident(8, Outcome.GAVE_UP, diagnosis=replace(PASSED, advice="gave up")),
     ]
-    advice = [(one.text, one.incidents) for one in open_advice(met)]
-    assert advice == [
-        ("gave up", (8,)),
-        ("open", (7,)),
-        (ROOT.advice, (3, 5)),
-        (f"Fix or remove rows 9, 77: quarantine.json has the reason for each. The last: {BAD_ROW.advice}", (2, 6)),
-        (CLIMBED.advice, (1,)),
+    assert [*open_advice(met).items()] == [
+        ("gave up", [8]),
+        ("open", [7]),
+        (ROOT.advice, [3, 5]),
+        (f"Fix or remove rows 9, 77: quarantine.json has the reason for each. The last: {BAD_ROW.advice}", [2, 6]),
+        (CLIMBED.advice, [1]),
     ]
     returned = [incident(1, diagnosis=PASSED), incident(2, diagnosis=PASSED)]
     passed = [replace(one, anomaly=replace(one.anomaly, signal=returned[0].anomaly.signal)) for one in returned]
-    assert [one.text for one in open_advice(passed)] == [PASSED.advice]
-    assert open_advice([incident(4)]) == ()
+    assert [*open_advice(passed)] == [PASSED.advice]
+    assert not open_advice([incident(4)])
 
 
 def test_what_broke_because_of_a_line_asks_for_that_line() -> None:
     """And for nothing more."""
     followed = replace(ROOT, cause=Cause.OVERFLOW, advice="`log` breaks of it: mend that one.", symptom=ROOT.culprit)
     met = [incident(1, diagnosis=ROOT), incident(2, diagnosis=followed)]
-    assert [(one.text, one.incidents) for one in open_advice(met)] == [(ROOT.advice, (1, 2))]
+    assert open_advice(met) == {ROOT.advice: [1, 2]}
 
 
 # --------------------------------------------------------------------------------------------------------------- story
