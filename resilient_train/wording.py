@@ -212,7 +212,6 @@ def _sign(incident: Incident) -> str:
 
 
 def noticed(anomaly: Anomaly, *, by_name: bool = True) -> str:
-    """Say what was noticed, and on which ranks; `by_name` adds the name of the signal."""
     has_place = anomaly.ranks and anomaly.signal is not Signal.RANK_MISMATCH  # whose evidence names the ranks
     where = f" on {rank_names(sorted(anomaly.ranks))}" if has_place else ""
     return f"{_NOTICED[anomaly.signal]}{where}" + (f" ({anomaly.signal})" if by_name else "")

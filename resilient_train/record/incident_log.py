@@ -185,8 +185,7 @@ class IncidentLog:
     def close_all(self, outcome: Outcome, *, healthy_since: int | None = None) -> None:
         """Close open incidents as the training ends: as recovered, or with `outcome` if they left damage.
 
-        One that was skipped again has recurred, unless all of that was up to step `healthy_since`. Ongoing ones stay
-        open until `close_ongoing`.
+        One that was skipped again has recurred, unless all of that was up to step `healthy_since`.
         """
         before = {kind_of(one.anomaly, one.diagnosis): one.outcome for one in self._of_training if one.outcome}
         for one in self.open_incidents:

@@ -59,10 +59,9 @@ class Quarantine:
         """Adopt the list of another run. Raises ConfigError if it is damaged or of another data set."""
         try:
             rows = _read(path, self._fingerprint())
-        except OSError as error:
-            raise ConfigError(key, path, f"cannot be read: {error.strerror}") from error
-        except ValueError as error:
-            raise ConfigError(key, path, str(error)) from error
+        except (OSError, ValueError) as error:
+            why = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
+            raise ConfigError(key, path, why) from error
         self.adopt(rows)
         # After a resume the list of this run has them already, with the same reasons.
         self.given |= {row for row, why in rows.items() if self.rows[row] == why}

@@ -189,8 +189,6 @@ ENVIRONMENT = {
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # the uploader retries; urllib3 would do so for minutes, with warnings
-    "MLFLOW_ENABLE_ASYNC_LOGGING": "false",
-    "MLFLOW_ENABLE_ASYNC_TRACE_LOGGING": "false",
 }
 
 _TAG_LENGTH = 8000  # of MLflow's own limits

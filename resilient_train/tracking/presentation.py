@@ -31,8 +31,7 @@ class Presentation:
         self, connection: Connection, run_dir: Path, unless_refused: Callable[[Callable[[], object]], None]
     ) -> None:
         """What is `unless_refused` raises only what prevents it for now."""
-        self._connection, self._run_dir, self._unless_refused = connection, run_dir, unless_refused
-        self._client, self._experiment_id, self._run_id = connection.client, connection.experiment_id, connection.run_id
+        self._mlflow, self._run_dir, self._unless_refused = connection, run_dir, unless_refused
         self._traces = Traces(connection.client, connection.uri, connection.experiment_id, connection.run_id)
         self._traced: set[int] = set()  # incidents with a trace
         self._seen: object = None
@@ -52,7 +51,7 @@ class Presentation:
         story = read_story(self._run_dir)
         self._attempt(lambda: self._describe(story))
         if story.chapters:
-            self._attempt(lambda: self._client.log_figure(self._run_id, draw_strip(story), _STRIP))
+            self._attempt(lambda: self._mlflow.client.log_figure(self._mlflow.run_id, draw_strip(story), _STRIP))
         if len(story.chapters) > _FEW:
             self._rests_until = time.monotonic() + _REST * (time.monotonic() - began)
         if is_last or self._seen is None:
@@ -63,23 +62,25 @@ class Presentation:
             if is_due and self._attempt(partial(self._traces.upload, chapter)):
                 self._traced.add(chapter.incident.id)
         if is_last:
-            self._attempt(lambda: self._client.log_text(self._run_id, report(story), REPORT))
+            self._attempt(lambda: self._mlflow.client.log_text(self._mlflow.run_id, report(story), REPORT))
         self._seen = state
         return self._trouble
 
     def _describe(self, story: Story) -> None:
-        page = run_page(self._experiment_id, self._run_id, "/traces")
+        page = run_page(self._mlflow.experiment_id, self._mlflow.run_id, "/traces")
 
         def trace(number: int) -> str:
-            return f"{page}&selectedEvaluationId={trace_id_of(self._run_id, number)}"
+            return f"{page}&selectedEvaluationId={trace_id_of(self._mlflow.run_id, number)}"
 
-        strip = f"get-artifact?path={_STRIP}&run_uuid={self._run_id}"  # its content, for a page of the same server
-        self._connection.show_tags(tags(story.incidents, story.status), note(story, trace, strip))
+        strip = (
+            f"get-artifact?path={_STRIP}&run_uuid={self._mlflow.run_id}"  # its content, for a page of the same server
+        )
+        self._mlflow.show_tags(tags(story.incidents, story.status), note(story, trace, strip))
 
     def _attach_as_it_is(self, file: Path) -> None:
         """Attach a file of the run, if it is a plain one: a directory that somebody else made may hold anything."""
         if file.is_file() and not file.is_symlink() and file.stat().st_size <= MOST_BYTES:
-            self._client.log_artifact(self._run_id, str(file))
+            self._mlflow.client.log_artifact(self._mlflow.run_id, str(file))
 
     def _state(self) -> object:
         """Return what differs when something has changed, at the cost of a few looks at files."""

@@ -126,14 +126,12 @@ class Cluster:
         return started.returncode, said
 
     def pod(self, **environment: str) -> subprocess.Popen[str]:
-        """Start what a pod of the manifest would start."""
         own = {one["name"]: one["value"] for one in POD["env"]} | {"RUN_DIR": str(self.run_dir)}
         return self.start(*POD["command"], *POD["args"], **{**own, **environment})
 
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Cluster:
-    """One node, and no real agent."""
     made = Cluster(tmp_path)
     (tmp_path / "bin").mkdir()
     for name, text in {"srun": SRUN, "scontrol": SCONTROL, "python": AGENT}.items():
@@ -157,7 +155,6 @@ def wait_for(holds: Callable[[], bool], started: subprocess.Popen[str]) -> None:
 @pytest.mark.parametrize("text", [SBATCH.read_text(), POD["args"][0]], ids=["slurm.sbatch", "kubernetes.yaml"])
 @pytest.mark.parametrize("judge", [["bash", "-n"], ["shellcheck", "--shell=bash", "-"]], ids=["bash", "shellcheck"])
 def test_the_shells_text_is_sound(judge: list[str], text: str) -> None:
-    """By the shell's own grammar, and by shellcheck."""
     if shutil.which(judge[0]) is None:
         pytest.skip(f"{judge[0]} is not installed")
     done = subprocess.run(judge, input=text, capture_output=True, text=True, check=False)
@@ -165,7 +162,6 @@ def test_the_shells_text_is_sound(judge: list[str], text: str) -> None:
 
 
 def test_the_scripts_know_the_line_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """While it is at work, and once it was killed."""
     (tmp_path / "config.yaml").touch()
     lock, lines = DirectoryLock(tmp_path), []
     for _ in range(2):
@@ -223,7 +219,6 @@ def test_each_node_gets_an_agent_of_the_same_group(cluster: Cluster) -> None:
 
 
 def test_a_new_run_for_every_requeue_is_refused(cluster: Cluster) -> None:
-    """Before anything is started."""
     ended, said = cluster.job("run.resume=never")
     assert (ended, said.count("\n")) == (2, 1)
     assert not (cluster.place / "agents").exists()

@@ -138,7 +138,6 @@ def test_an_engine_of_deepspeed_is_refused() -> None:
 
 
 def test_an_accelerator_for_another_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything else is looked at."""
     accelerator = Accelerator(cpu=True)
     monkeypatch.setattr(type(accelerator), "distributed_type", property(lambda one: _Type()))
     with pytest.raises(ValueError, match="accelerator: Megatron-LM"):

@@ -25,7 +25,6 @@ OWN += ["accelerate.cpu=true", "data.batch_size=3", "run.steps=20", "run.name=ru
 
 
 def launched(folder: Path, processes: int, *overrides: str) -> Done:
-    """Start so many processes as one run, in a folder of its own."""
     return launch(folder, processes, "-m", "resilient_train", *OWN, *overrides)
 
 
@@ -100,7 +99,6 @@ MINE = f"RuntimeError: {WORDS} ({__file__}:"
 
 
 def fails_on_rank_1(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Fail from the sixth update on, on one rank alone, with every batch."""
     fails_on_rank_1.calls += 1  # type: ignore[attr-defined]
     if fails_on_rank_1.calls >= 6 and os.environ["RANK"] == "1":  # type: ignore[attr-defined]
         raise RuntimeError(WORDS)

@@ -44,7 +44,6 @@ def cures(folder: Path) -> list[Any]:
 
 
 def digests(folder: Path) -> list[str]:
-    """What each rank says of its own weights at the end."""
     logs = [folder / "run" / name for name in ("train.log", "train.rank1.log")]
     return [sha for log in logs for sha in re.findall(r"weights_sha256 ([0-9a-f]{64})", log.read_text())]
 

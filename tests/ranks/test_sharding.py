@@ -81,7 +81,6 @@ def test_blocks_are_what_a_model_repeats(model: nn.Module, names: list[str] | No
 
 
 def test_an_unknown_class_of_blocks_is_refused() -> None:
-    """With the key and what is wrong."""
     with pytest.raises(ConfigError, match=r"accelerate\.blocks.*Bock is no class"):
         blocks(Repeats(Block()), ["Bock"])
 
@@ -98,7 +97,6 @@ def test_a_weight_that_is_a_single_number_is_refused() -> None:
 
 
 def launched(folder: Path, processes: int, *overrides: str) -> Done:
-    """Give the command to so many processes of one group."""
     return launch(folder, processes, "-m", "resilient_train", *DIGITS, *OFTEN, *overrides)
 
 

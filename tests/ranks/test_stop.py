@@ -43,11 +43,8 @@ BETWEEN = 2  # two updates, in the file `progress`
 
 
 class TestRequests:
-    """The handlers by themselves."""
-
     @pytest.mark.parametrize("number", SIGNALS)
     def test_in_the_loop_a_request_is_noted(self, number: signal.Signals) -> None:
-        """The loop asks when it can stop."""
         with StopRequests() as requests:
             assert not requests.asked()
             signal.raise_signal(number)
@@ -241,7 +238,6 @@ def test_after_a_candidate_the_first_verified_state_is_written_at_once(nursery: 
 
 
 def kinds(run_dir: Path) -> dict[int, str]:
-    """What the manifests say, by step."""
     found = {}
     for file in (run_dir / "checkpoints").glob("step-*/manifest.json"):
         with contextlib.suppress(FileNotFoundError):  # pruned meanwhile
@@ -284,7 +280,6 @@ def test_hours_are_enough(here: Path, run_command: command, monkeypatch: pytest.
 
 
 def interrupts(model: nn.Module, batch: Any) -> Tensor:
-    """Raise what the second Ctrl-C raises."""
     raise KeyboardInterrupt
 
 

@@ -52,8 +52,6 @@ class Endless:
 
 
 class Poles(Endless):
-    """Pictures, of which one is black."""
-
     def __getitem__(self, index: int) -> Any:
         picture, label = self.rows[index]
         return (picture + 1.0) * (index != 40), label
@@ -74,14 +72,12 @@ def without_value_for_black(model: nn.Module, batch: Any) -> Tensor:
 
 
 def line_of(text: str) -> int:
-    """The number of the line of this file that ends so."""
     lines = Path(__file__).read_text().splitlines()
     (number,) = [n for n, line in enumerate(lines, start=1) if line.endswith(text)]
     return number
 
 
 def hangs(nursery: Nursery, *arguments: str) -> Started:
-    """Start it, and wait until it hangs."""
     mark = nursery.place / MARK
     mark.unlink(missing_ok=True)
     started = nursery.start(*arguments)

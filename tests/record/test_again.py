@@ -20,7 +20,6 @@ def nan(tick: int) -> Anomaly:
 
 
 def met(book: IncidentLog, times: int) -> None:
-    """Let the operation break in so many updates in a row, as a run would count them."""
     first = 1 + sum(len(one.each) for one in book.incidents)
     for tick in range(first, first + times):
         if (before := book.continued(nan(tick), LOG, SKIP)) is not None:
@@ -127,7 +126,6 @@ def test_what_came_back_before_an_earlier_end_is_over_once_a_longer_run_was_heal
 
 
 def test_two_exceptions_are_two_incidents() -> None:
-    """Each has its own words."""
     book = IncidentLog(None)
     first, second = (Anomaly(Signal.EXCEPTION, tick, tick, 0, f"error {tick}", landed=False) for tick in (1, 2))
     book.record_treatment(book.open(first, UNKNOWN, SKIP))

@@ -29,7 +29,6 @@ pytestmark = pytest.mark.usefixtures("careless")
 
 
 def strictly(text: str) -> Any:
-    """Parse as readers do that know no NaN."""
 
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is no JSON")
@@ -39,7 +38,6 @@ def strictly(text: str) -> Any:
 
 @pytest.fixture
 def full(tmp_path: Path) -> tuple[Path, list[dict[str, Any]]]:
-    """A journal of three entries."""
     journal = Journal(tmp_path / "journal.jsonl")
     journal.write("run_started", step=0)
     journal.write("drill_fired", drill=3, name="nan_batch")
@@ -291,7 +289,6 @@ def test_a_newer_line_is_understood_and_nothing_is_made_up_for_what_is_missing()
 
 
 def test_incidents_are_listed_once_their_outcome_is_known(tmp_path: Path) -> None:
-    """The journal has every stage, incidents.jsonl one line for each that is closed, in the order they closed."""
     book = IncidentLog(tmp_path)
     file = tmp_path / "incidents.jsonl"
     assert file.read_text() == ""
@@ -326,7 +323,6 @@ def test_an_open_incident_survives(tmp_path: Path) -> None:
 
 
 def test_the_list_is_made_anew_from_the_journal(tmp_path: Path) -> None:
-    """A torn, emptied or edited incidents.jsonl is put right when the directory is opened."""
     book = IncidentLog(tmp_path)
     book.add(POISON)
     book.close(dataclasses.replace(POISON, outcome=Outcome.RECOVERED))
@@ -443,7 +439,6 @@ def test_every_signal_has_words() -> None:
 
 
 def test_the_farewell_says_what_is_left_and_what_to_do() -> None:
-    """What happened, why it ends, where the last good weights are, what to try next."""
     gave_up = Decision(gave_up="3 incidents within 1,000 ticks")
     last = dataclasses.replace(SPIKE, id=9, decision=gave_up, rewound_to=None)
     assert final_message(last, Path("runs/mine/checkpoints/1177")) == (
@@ -483,7 +478,6 @@ def with_outcome(outcome: Outcome | None) -> Incident:
     ],
 )
 def test_the_status_is_one_word(outcomes: list[Outcome | None], status: str) -> None:
-    """The list of runs is filtered by it."""
     incidents = [with_outcome(outcome) for outcome in outcomes]
     assert status_by(incidents) == status
     if status not in ("clean", "recovering", "gave_up"):  # of a run that has completed

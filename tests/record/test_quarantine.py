@@ -29,7 +29,6 @@ def same() -> dict[str, Any]:
 
 
 def listed(directory: Path, *rows: int) -> Path:
-    """Write a list as a run does."""
     Quarantine(directory, same).adopt(dict.fromkeys(rows, WHY))
     return directory / QUARANTINE
 
@@ -109,7 +108,6 @@ def test_the_list_of_another_data_set_is_refused(tmp_path: Path, here: dict[str,
 
 @pytest.mark.parametrize("digests", [{"0": "aa", "24": "bb", "49": None}, {"0": None, "24": None}, {}])
 def test_rows_that_cannot_be_compared_tell_nothing(tmp_path: Path, digests: dict[str, Any]) -> None:
-    """One that raised then or raises now does not make it another data set."""
     listed(tmp_path, 3)
     assert list(Quarantine(tmp_path, lambda: {**DATA, "digests": digests}).rows) == [3]
 
@@ -184,8 +182,6 @@ def full(path: Path, text: str) -> None:
 
 
 class Rows:
-    """Rows as they are given, with whatever they draw."""
-
     def __init__(self, row: Any, rows: int = 20) -> None:
         self.row, self.rows = row, rows
 
@@ -233,5 +229,4 @@ def test_other_data_is_another_data_set() -> None:
     ],
 )
 def test_a_row_that_raises_or_never_repeats_has_no_digest(row: Any) -> None:
-    """It is no reason to refuse the data set."""
     assert fingerprint(Rows(row))["digests"] == {"0": None}

@@ -167,13 +167,11 @@ def test_what_a_drill_has_made(
     before: list[tuple[Anomaly, Outcome | None]],
     made: str,
 ) -> None:
-    """What it struck, what its damage led to until that is over, and nothing else."""
     met = [Incident(1, one, UNKNOWN, Decision(), drill="bit_flip", outcome=outcome) for one, outcome in before]
     assert run_history.drill_behind([run_history.fired_drill(struck)], anomaly, diagnosis, met) == made
 
 
 def test_what_is_wrong_with_a_directory_is_said(here: Path, run_command: command) -> None:
-    """And not what the system call says that met it."""
     train(run_command, Path("run"), 5)
     (here / "run/config.yaml").unlink()
     outcome = run_command([*SAVING, "run.steps=5", "run.dir=run"])

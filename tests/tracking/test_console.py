@@ -45,8 +45,6 @@ def loss(model, batch):
 
 @dataclass(frozen=True)
 class Shown:
-    """A run that met trouble, on a server."""
-
     run_dir: Path
     address: str
     experiment_id: str
@@ -54,7 +52,6 @@ class Shown:
 
     @property
     def incidents(self) -> list[dict[str, object]]:
-        """What it met, as its directory has it."""
         return [json.loads(line) for line in (self.run_dir / "incidents.jsonl").read_text().splitlines()]
 
 
@@ -81,7 +78,6 @@ def person(shown: Shown) -> Iterator[Console]:
 
 @pytest.fixture(autouse=True)
 def no_complaints(person: Console) -> Iterator[None]:
-    """None of the pages may complain of what it is given."""
     person.errors.clear()
     yield
     assert person.errors == []
@@ -120,7 +116,6 @@ def test_every_incident_is_a_row_in_the_list_of_traces(person: Console, shown: S
 
 
 def test_the_curves_of_the_training_are_the_first_charts(person: Console) -> None:
-    """MLflow sorts the sections by name."""
     person.charts("grad_norm")
     person.alone()
     headings = person.page.get_by_text(re.compile(r"^(train|treatment|validation)$"))

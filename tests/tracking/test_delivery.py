@@ -59,7 +59,6 @@ def door(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
 
 
 def met(book: IncidentLog, number: int) -> None:
-    """Meet an incident, and recover from it."""
     anomaly = Anomaly(Signal.NONFINITE_GRAD, 10 * number, 10 * number, 10 * number - 1, "a NaN", landed=False)
     incident = Incident(number, anomaly, Diagnosis(Cause.TRANSIENT, "Watch it."), Decision((Action("skip"),)))
     book.add(incident)
@@ -123,7 +122,6 @@ def uploader(run_dir: Path, address: str, experiment: str) -> Uploader:
 
 
 def finished(run_dir: Path, address: str, experiment: str) -> Uploader:
-    """Upload all of a run that has ended, as a process that ends then."""
     one = uploader(run_dir, address, experiment)
     with contextlib.closing(one):
         one.upload(is_last=True)
@@ -355,7 +353,6 @@ def test_a_run_is_there_while_it_lasts_and_a_kill_is_made_up_for(
 def test_the_end_of_a_run_waits_no_longer_than_allowed_and_says_what_is_left(
     tmp_path: Path, door: Door, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing of what it started is left, and `sync` has the rest."""
     run_dir, experiment = trained(tmp_path / "run"), "drain"
     door.mood = "hang"
     tracker = build(TrackingConfig("mlflow", door.address, experiment, drain_s=4.0), run_dir, tmp_path)

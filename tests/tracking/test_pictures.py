@@ -29,7 +29,6 @@ def pixels(figure: Any) -> Image.Image:
 
 
 def amount(figure: Any, name: str) -> int:
-    """How many pixels of a colour there are."""
     picture = pixels(figure)
     counted = picture.getcolors(picture.width * picture.height) or []
     return next((count for count, rgb in counted if rgb == colour(name)), 0)

@@ -34,7 +34,6 @@ def url(number: int) -> str:
 
 
 def inline(markdown: str) -> Iterator[Token]:
-    """All that stands in the lines, the cells included."""
     for block in READER.parse(markdown):
         yield block
         yield from block.children or ()
@@ -46,7 +45,6 @@ def shown(raw: str) -> str:
 
 
 def cells(markdown: str) -> list[list[str]]:
-    """The rows of all tables."""
     rows: list[list[str]] = []
     blocks = READER.parse(markdown)
     for at, block in enumerate(blocks):
@@ -80,7 +78,6 @@ def test_words_keep_to_their_room(raw: str, most: int) -> None:
 
 
 def test_a_clean_run_gets_a_short_and_pleasant_note() -> None:
-    """No table, no list of what to change."""
     summary = {"status": "completed", "exit_code": 0, "seconds": 7800.0, "final_loss": 2.369, "eval": {"loss": 2.327}}
     said = note(story(step=300, tick=300, summary=summary), url)
     assert said.splitlines()[0] == (
@@ -113,7 +110,6 @@ def test_the_verdict_comes_first_then_what_to_change_then_the_incidents() -> Non
 
 
 def test_the_note_says_what_the_same_command_would_do() -> None:
-    """While the run is at work, and where the command starts a new run."""
     said = note(story(incident(1), incident(2, None)), url)
     assert said.startswith("**Recovering")
     assert "is refused while this run is at work" in said
@@ -123,7 +119,6 @@ def test_the_note_says_what_the_same_command_would_do() -> None:
 
 
 def test_two_hundred_incidents_fit_as_far_as_they_do_and_the_rest_is_counted() -> None:
-    """As many as there is room for."""
     said = note(story(*map(incident, range(1, 201))), url)
     assert len(said) < LIMIT
     rows = [row for row in cells(said) if len(row) == 8][1:]
@@ -134,7 +129,6 @@ def test_two_hundred_incidents_fit_as_far_as_they_do_and_the_rest_is_counted() -
 
 
 def hostile(one: Incident, words: str) -> Incident:
-    """An incident all of whose words somebody else has chosen."""
     culprit = Culprit("forward", words, words, f"/{words * 20}/{words}.py", 3, ({words: words},))
     diagnosis = replace(ROOT, advice=words, culprit=culprit, rows=tuple(range(30)))
     decision = Decision(one.decision.actions, 0, words if one.outcome is Outcome.GAVE_UP else None)
@@ -228,7 +222,6 @@ def test_rows_to_look_at_are_one_advice() -> None:
 def test_a_run_that_needs_attention_never_says_that_there_is_nothing_to_change(
     changed: dict[str, Any], said: str
 ) -> None:
-    """Where no incident has advice, or where its advice is not about this."""
     for drill in ("", "loss_spike"):
         of = story(incident(1, Outcome.UNRECOVERED, drill=drill, diagnosis=replace(ROOT, advice="")), **changed)
         first, *_ = note(of, url).splitlines()
@@ -241,7 +234,6 @@ def test_a_run_that_needs_attention_never_says_that_there_is_nothing_to_change(
 
 
 def test_a_drill_is_named_in_the_first_line_and_asks_for_nothing() -> None:
-    """Whatever the faults on purpose were."""
     drilled = [incident(at, drill="bad_row") for at in range(1, 4)]
     said = note(story(*drilled), url)
     assert said.startswith("**Recovered so far, 3 of 3 incidents on purpose (drill).** Nothing to change.")
@@ -254,7 +246,6 @@ def test_a_drill_is_named_in_the_first_line_and_asks_for_nothing() -> None:
 
 
 def test_a_thousand_bad_rows_make_a_short_report() -> None:
-    """Its length is bounded."""
     of = story(*(incident(at, diagnosis=replace(BAD_ROW, rows=(at,))) for at in range(1, 1_001)))
     assert len(report(of)) < 200_000
     assert "Fix or remove rows 1, 2, 3, 4, 5, 6, 7, 8 and 992 more" in note(of, url)
@@ -312,7 +303,6 @@ def test_advice_is_told_once_for_each_line_cause_and_all_rows_the_most_important
 
 
 def test_what_broke_because_of_a_line_asks_for_that_line() -> None:
-    """And for nothing more."""
     followed = replace(ROOT, cause=Cause.OVERFLOW, advice="`log` breaks of it: mend that one.", symptom=ROOT.culprit)
     met = [incident(1, diagnosis=ROOT), incident(2, diagnosis=followed)]
     assert open_advice(met) == {ROOT.advice: [1, 2]}
@@ -322,7 +312,6 @@ def test_what_broke_because_of_a_line_asks_for_that_line() -> None:
 
 
 def saved(run_dir: Path, name: str, **said: object) -> Path:
-    """A checkpoint, as far as a story reads it."""
     place = run_dir / "checkpoints" / name
     place.mkdir(parents=True)
     (place / "tree.json").write_text("{}")
@@ -361,7 +350,6 @@ def test_a_story_knows_what_is_left_of_a_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", ["", "[]", "null", "{", '{"step": -1}', '{"kind": "verified", "step": true}', "\0"])
 def test_a_story_of_a_damaged_directory_is_told_all_the_same(content: str, tmp_path: Path) -> None:
-    """Nothing that lies there is taken for granted."""
     for name in ("summary.json", "quarantine.json", "config.yaml", "journal.jsonl", "progress", "train.log"):
         (tmp_path / name).write_text(content)
     for folder, name in (("checkpoints/step-00000001", "manifest.json"), ("best", "best.json")):

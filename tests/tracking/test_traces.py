@@ -53,15 +53,12 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclasses.dataclass
 class Place:
-    """A run in a store."""
-
     uri: str
     client: MlflowClient
     experiment_id: str
     run_id: str
 
     def traces(self) -> Traces:
-        """Fresh objects, as another process has."""
         return Traces(self.client, self.uri, self.experiment_id, self.run_id)
 
     def upload(self, chapter: Chapter) -> str:
@@ -91,7 +88,6 @@ def placed(uri: str) -> Place:
 
 @pytest.fixture
 def place(server: str) -> Place:
-    """A new run, on a server."""
     return placed(server)
 
 
@@ -252,7 +248,6 @@ class Older(http.server.BaseHTTPRequestHandler):
 
 
 def test_a_server_that_takes_no_spans_gets_no_traces() -> None:
-    """Before 3.4."""
     from mlflow import MlflowClient
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Older) as older:

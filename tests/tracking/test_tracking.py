@@ -80,7 +80,6 @@ def history(run: TrackedRun | None, key: str) -> list[tuple[int, int, float]]:
 
 @contextlib.contextmanager
 def outbox(run_dir: Path, params: dict[str, Any] | None = None) -> Iterator[Outbox]:
-    """Note things as a tracker does, in a directory that is made for them."""
     run_dir.mkdir(parents=True)
     box = Outbox(run_dir / OUTBOX)
     box.put(BEGAN, params=params or {})
@@ -273,7 +272,6 @@ def test_the_command_that_opens_a_database_can_be_pasted(monkeypatch: pytest.Mon
 
 
 def test_one_name_for_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The script, if it works from here, else the module."""
     monkeypatch.chdir(tmp_path)
     for where, expected in (
         (f"{Path(sys.executable).parent}:{os.environ['PATH']}", "resilient-train"),
@@ -305,7 +303,6 @@ def test_the_configuration_files_hold_every_field(name: str, tmp_path: Path) -> 
 
 
 def test_no_tracking_takes_every_call_and_has_no_run(caplog: pytest.LogCaptureFixture) -> None:
-    """Callers need no `if`."""
     tracker = build(TrackingConfig("none", None, EXPERIMENT, 0), Path("nothing"), Path())
     assert type(tracker) is Tracker
     with caplog.at_level(logging.DEBUG):
