@@ -20,7 +20,7 @@ from resilient_train.checkpoint.store import CANDIDATE, DEMOTED, Store
 from resilient_train.files import commit_text, is_left_over
 from resilient_train.record.endings import Summary
 from resilient_train.record.journal import Journal, read
-from resilient_train.record.quarantine import Quarantine
+from resilient_train.record.quarantine import Quarantine, Quarantined
 
 FINGERPRINT = {"dataset": "digits", "rows": 100, "digests": {}}
 
@@ -168,8 +168,8 @@ CASES: dict[str, tuple[Act, Act, Act, set[str], str]] = {
         *({"failed", "completed"}, "completed"),
     ),
     "a row in quarantine": (
-        lambda run_dir: Quarantine(run_dir, lambda: FINGERPRINT).add([3], "odd", 1, 1),
-        lambda run_dir: Quarantine(run_dir, lambda: FINGERPRINT).add([7], "odd", 2, 2),
+        lambda run_dir: Quarantine(run_dir, lambda: FINGERPRINT).adopt({3: Quarantined("odd", 1, 1)}),
+        lambda run_dir: Quarantine(run_dir, lambda: FINGERPRINT).adopt({7: Quarantined("odd", 2, 2)}),
         *(listed, {"[3]", "[3, 7]"}, "[3, 7]"),
     ),
 }
