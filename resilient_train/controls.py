@@ -157,17 +157,19 @@ class Controls(RunControl):
             remedy(action).apply(self)
 
     def settings_now(self) -> tuple[Knobs, Any]:
-        """Return what `put_back` restores: the knobs, and which samples are left out."""
-        return copy.copy(self.knobs), self._parts.samples.left_out() if self._parts.samples.rows else None
+        """Return what `put_back` restores: the knobs, and which samples are skipped."""
+        return copy.copy(self.knobs), [*self._parts.samples.skipped.spans]
 
     def put_back(self, settings: tuple[Knobs, Any]) -> None:
-        """Take back what remedies have changed since: rate, clip and epsilon, and the samples that are left out."""
-        knobs, left_out = settings
+        """Take back what remedies have changed since: rate, clip and epsilon, and the samples that are skipped.
+
+        Rows stay in quarantine: each has a reason of its own.
+        """
+        knobs, skipped = settings
         self.knobs, self._in_effect, self._has_put_back = copy.copy(knobs), None, True
         self._unnoted = {"skipped": [], "quarantined": []}
-        if left_out is not None:  # rows stay in quarantine: each has a reason of its own
-            spans, _ = left_out
-            self._parts.samples.leave_out((list(spans), set(self._parts.samples.stream.quarantined)))
+        if self._parts.samples.rows:
+            self._parts.samples.skip_only(skipped)
 
     # What they need to know before.
 

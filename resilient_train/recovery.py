@@ -74,7 +74,7 @@ class Recovery:
     def next_update(self) -> Update:
         """Fetch the samples of the next update. If the storage fails for good, save the newest verified state first."""
         try:
-            return self.parts.samples.next_update(self.parts.beat)
+            return self.parts.samples.next_update()
         except StorageFailed:
             if (snapshot := self.parts.ring.newest_verified()) is not None:
                 self.keeper.save_alone(snapshot)  # another rank may have its data

@@ -267,7 +267,7 @@ class Trials:
         """
         parts, loop, losses = self._parts, self._loop, []
         parts.precision.set(higher=self._knobs.values.higher_precision)
-        update = parts.samples.next_update(parts.beat)
+        update = parts.samples.next_update()
         begun = StartedUpdate(update, parts.clock.tick + 1, parts.clock.step + 1, backup, [])
         loop.seeds.for_update(update.start)
         for batch in update.batches:

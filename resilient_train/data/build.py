@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from resilient_train.data.rows import Collate, RepeatableBatches, Retries, may_pass, no_watchdog
+from resilient_train.data.rows import Collate, Retries, no_watchdog
 from resilient_train.data.samples import MapSamples, Samples, Slicing, loader
 from resilient_train.data.sequential import IterableSamples
 from resilient_train.data.stream import Key, Stream
@@ -28,26 +28,20 @@ class MapEvaluation:
         keys = [Key(seed, 0, row) for row in range(len(dataset))]
         self._plan, self._weights = _split(keys, slicing)
         self._loader = loader(dataset, self._plan, collate, num_workers=num_workers, pin_memory=False)
-        self._here = RepeatableBatches(dataset, collate)
+        self._here: Any = self._loader.dataset
 
     def batches(self, beat: Callable[[], None] = no_watchdog) -> Iterator[Weighted]:
-        """Yield every batch. One that fails for a moment is fetched again, with calls of `beat`."""
+        """Yield every batch. One that fails for a moment is fetched again in this process, with calls of `beat`."""
         batches = iter(self._loader)
         for keys, weight in zip(self._plan, self._weights, strict=True):
-            try:
-                batch = next(batches)
-            except Exception as error:
-                if not may_pass(error):
-                    raise
-                batch = self._fetched_here(keys, Retries(beat))
+            retries = Retries(beat)
+            while True:
+                try:
+                    batch = self._here.collated(keys) if retries.pauses else next(batches)
+                    break
+                except Exception as error:
+                    retries.pause_or_raise(error, f"fetching {len(keys)} rows of an evaluation")
             yield batch, weight
-
-    def _fetched_here(self, keys: Sequence[Key], retries: Retries) -> Any:
-        while True:
-            try:
-                return self._here.collated(keys)
-            except Exception as error:
-                retries.pause_or_raise(error, f"fetching {len(keys)} rows of an evaluation")
 
     def close(self) -> None:
         """Stop worker processes."""

@@ -6,7 +6,6 @@ import logging
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, takewhile
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from resilient_train.data.rows import Collate, RepeatableBatches, no_watchdog
+from resilient_train.data.rows import Collate, RepeatableBatches
 from resilient_train.data.samples import Samples, Slicing, Update
 from resilient_train.data.stream import Key, Stream
 from resilient_train.errors import TrainError
@@ -74,7 +73,7 @@ class FedSamples(Samples):
         self.slicing, self.dataset, self._least = slicing, dataset, least
         self.position, self.keeps_places = updates * slicing.samples, keeps_places
         self.rows = len(dataset) if dataset is not None else 0
-        self._index = Stream(self.rows, 0), RepeatableBatches(dataset, collate or list)
+        self.stream, self._fetcher = Stream(self.rows, 0), RepeatableBatches(dataset, collate or list)
         self.skipped = self.stream.skipped
         self._fed: deque[Fed] = deque()  # that may come again
         most = _MAX_ROWS // (slicing.batch_size * slicing.accumulation)
@@ -84,7 +83,6 @@ class FedSamples(Samples):
         self.newest_stop = self.position  # the end of everything that was fetched
         self.current: Fed | None = None  # the update that was served last
         self._served: Update | None = None  # the same, as it was served
-        self.sees_now = False  # replays see the counts of the trainer as they are
 
     # What the trainer fetches.
 
@@ -191,19 +189,11 @@ class FedSamples(Samples):
 
     # What the engine asks for.
 
-    @contextmanager
-    def as_of_now(self) -> Iterator[None]:
-        self.sees_now = True
-        try:
-            yield
-        finally:
-            self.sees_now = False
-
     @property
     def next_start(self) -> int:
         return next((fed.start for fed in self._ahead()), self.position)
 
-    def next_update(self, beat: Callable[[], None] = no_watchdog) -> Update:
+    def next_update(self) -> Update:
         fed = next(self._ahead(), None)
         if fed is None:
             raise TrainError("the trainer has fetched no batch for the next update")

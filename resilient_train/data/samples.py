@@ -7,7 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 from operator import itemgetter
@@ -96,11 +96,13 @@ class Samples(ABC):
     position: int
     slicing: Slicing
     skipped: Ranges
-    beat: Callable[[], None] = staticmethod(no_watchdog)  # called while it takes long to find a place
+    beat: Callable[[], None] = staticmethod(no_watchdog)  # called while fetches are retried, or a place is looked for
     rows: int = 0
     is_fed: bool = False  # a trainer fetches them, and makes its updates itself
     keeps_places: bool = True  # after a resume the same samples are at a position
-    _index: tuple[Stream, RepeatableBatches]  # the order of the rows, and how they are fetched
+    sees_now: bool = False  # see `as_of_now`
+    stream: Stream  # the order in which rows come, if they have an index
+    _fetcher: RepeatableBatches
     _batches: Iterator[Any] | None = None  # what was fetched ahead, from `position` on
 
     @property
@@ -109,8 +111,8 @@ class Samples(ABC):
         return self.skipped.end_at(self.position)
 
     @abstractmethod
-    def next_update(self, beat: Callable[[], None] = no_watchdog) -> Update:
-        """Fetch the next update's samples and move past them. `beat` is called while fetches are retried."""
+    def next_update(self) -> Update:
+        """Fetch the next update's samples and move past them."""
 
     def go_back(self, update: Update) -> None:
         """Move back to this update, one of the last two."""
@@ -119,6 +121,11 @@ class Samples(ABC):
     def skip(self, start: int, stop: int) -> None:
         """Skip these positions from now on, after rewinds too."""
         self.skipped.add(start, stop)
+        self._batches = None
+
+    def skip_only(self, spans: Iterable[tuple[int, int]]) -> None:
+        """Skip these positions from now on, and no others."""
+        self.skipped.spans = [*spans]
         self._batches = None
 
     def slice_as(self, slicing: Slicing) -> bool:
@@ -141,16 +148,16 @@ class Samples(ABC):
         """Stop worker processes."""
         self._batches = None
 
-    def as_of_now(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def as_of_now(self) -> Iterator[None]:
         """Let replays in a block see the counts of a trainer as they are, not as they were before each update."""
-        return nullcontext()
+        self.sees_now = True
+        try:
+            yield
+        finally:
+            self.sees_now = False
 
     # With an index.
-
-    @property
-    def stream(self) -> Stream:
-        """The order in which rows come."""
-        return self._index[0]
 
     def quarantine(self, rows: Iterable[int]) -> None:
         """Put others in the places of these rows from now on, after rewinds too."""
@@ -180,31 +187,21 @@ class Samples(ABC):
 
     def collated(self, keys: Sequence[Key]) -> Any:
         """Make one micro-batch of these rows as training makes it. Leaves the host's generators in any state."""
-        return self._index[1].collated(keys)
+        return self._fetcher.collated(keys)
 
     def fetched(self, key: Key) -> Any:
         """Fetch one row as it comes from the data set; None if it raises, which is an incident when it is trained on.
 
         Leaves the host's generators in any state.
         """
-        rows = self._index[1]
         try:
-            return rows.fetch(key)
+            return self._fetcher.fetch(key)
         except Exception:
             return None
 
     def others(self, keys: Sequence[Key], draw: int, *, least: int = 1) -> list[Key]:
         """Return as many other healthy rows, or `least`, for comparison: the same ones for the same draw."""
         return self.stream.others([*islice(cycle(keys), max(least, len(keys)))], draw)
-
-    def left_out(self) -> Any:
-        """Return what is skipped and in quarantine now, for `leave_out`."""
-        return list(self.skipped.spans), set(self.stream.quarantined)
-
-    def leave_out(self, left_out: Any) -> None:
-        """Skip and put in quarantine what `left_out` returned, and nothing else."""
-        self.skipped.spans, self.stream.quarantined = left_out
-        self._batches = None
 
 
 class MapSamples(Samples):
@@ -222,15 +219,15 @@ class MapSamples(Samples):
     ) -> None:
         self.dataset, self.slicing, self.collate = dataset, slicing, collate
         self.num_workers, self.pin_memory = num_workers, pin_memory
-        self.rows, self.skipped = stream.rows, stream.skipped
+        self.stream, self.rows, self.skipped = stream, stream.rows, stream.skipped
         self.position = 0
-        self._index = stream, RepeatableBatches(dataset, collate)
+        self._fetcher = RepeatableBatches(dataset, collate)
         self._plan = _Plan(stream, slicing)
         self._loader: DataLoader[Any] | None = None
         self._trouble_until: int | None = None  # the end of the last update that took a second try
         self._failed: dict[int, int] = {}  # rows that the storage failed to return, and the positions of their updates
 
-    def next_update(self, beat: Callable[[], None] = no_watchdog) -> Update:
+    def next_update(self) -> Update:
         """Fetch the next update's samples and move past them. Others replace rows that raise, which are named.
 
         An error from a worker does not say which row raised it: the rows are fetched again in this process.
@@ -252,7 +249,7 @@ class MapSamples(Samples):
             assert planned.start >= self.position
             self.position = planned.stop
             return Update(planned.start, planned.stop, batches, self.slicing.of_this_rank(planned.keys))
-        return self._fetched_here(trouble, Retries(beat), is_of_rows=is_of_rows, lost_worker=lost_worker)
+        return self._fetched_here(trouble, Retries(self.beat), is_of_rows=is_of_rows, lost_worker=lost_worker)
 
     def slice_as(self, slicing: Slicing) -> bool:
         self.slicing = self._plan.slicing = slicing
@@ -269,9 +266,8 @@ class MapSamples(Samples):
             batches = map(self.collated, self._plan)
             return map(pinned, batches) if self.pin_memory else batches
         if self._loader is None:
-            self._loader = loader(
-                *(self.dataset, self._plan, self.collate), num_workers=self.num_workers, pin_memory=self.pin_memory
-            )
+            workers, pins = self.num_workers, self.pin_memory
+            self._loader = loader(self.dataset, self._plan, self.collate, num_workers=workers, pin_memory=pins)
         fetching: Any = iter(self._loader)
         if fetching._worker_pids_set:
             # Otherwise torch raises the death of a worker in a signal handler, wherever the training is at the time,
@@ -286,7 +282,7 @@ class MapSamples(Samples):
         span = self.stream.take(self.position, self.slicing.samples)
         batches, keys, failed = [], [], dict[int, FailedRow]()
         for some in self.slicing.of_this_rank(span.keys):
-            batch, mixed, bad = with_substitutes(some, *self._index, retries)
+            batch, mixed, bad = with_substitutes(some, self.stream, self._fetcher, retries)
             batches.append(batch)
             keys.append(mixed)
             failed |= {row.row: row for row in bad}

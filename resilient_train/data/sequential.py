@@ -120,11 +120,11 @@ class LoaderSamples(FedSamples):
     def next_start(self) -> int:
         return next((fed.start for fed in self._ahead()), self.skipped.end_at(self.newest_stop))
 
-    def next_update(self, beat: Callable[[], None] = no_watchdog) -> Update:
-        self._source.beat = beat
+    def next_update(self) -> Update:
+        self._source.beat = self.beat
         while not self.is_behind:
             self._fetch()
-        return super().next_update(beat)
+        return super().next_update()
 
     def handed_out(self, fed: Fed) -> list[Any]:
         kept, fresh = fed.more.pop("fresh", (None, []))
