@@ -151,13 +151,8 @@ class Backup:
     live: list[torch.Tensor]  # all tensors of the tables, and those of the loss scale
     shapes: list[torch.Size]
     copies: list[torch.Tensor]
-    plain: Tree  # of what is kept, without its tensors
-    of_kept: list[torch.Tensor]  # copies of these
-
-    @property
-    def kept(self) -> dict[str, Tree]:
-        """What is kept, by name, as it was."""
-        return put_together(self.plain, self.of_kept)  # type: ignore[no-any-return]
+    kept: dict[str, Tree]  # what is kept, by name, as it was
+    of_kept: list[torch.Tensor]  # the tensors of that, which are copies
 
 
 Attributes = Sequence[tuple[dict[str, Any], str, Any]]  # of modules: where, name, value
@@ -202,7 +197,7 @@ class Backups:
         plain, kept = taken_apart({name: item.state_dict() for name, item in self.kept.items()})
         of_kept = room(kept, old.of_kept, torch.empty_like)
         copy_into(of_kept, kept)
-        return Backup(tables, live, shapes, copies, plain, of_kept)
+        return Backup(tables, live, shapes, copies, put_together(plain, of_kept), of_kept)
 
     def attributes(self) -> Attributes:
         """Return the attributes that change with the updates, as they are; tensors are not copied."""

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten_with_path, tree_map_with_path
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from resilient_train.errors import in_one_line, unusable
@@ -126,9 +125,7 @@ class RunState:
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         self.model, self.optimizers, self.clock, self.device = model, list(optimizers), clock, device
-        self._names: Any = (
-            WeakTensorKeyDictionary()
-        )  # of each weight, all that it has had: pruning renames, for example
+        self._names: Any = WeakTensorKeyDictionary()  # all that a weight has had: pruning renames, for example
         self.kept: dict[str, Stateful] = {}  # by the user
         self._stateful: dict[str, Stateful] = {"position": samples}
         self._stateful |= {f"schedule.{number}": schedule for number, schedule in enumerate(schedules)}
@@ -207,18 +204,8 @@ class RunState:
         """
         like = self.live()
         for number, optimizer in enumerate(self.optimizers):
-            weights, moments = dict(_places(optimizer)), parts[f"optimizer.{number}"]["moments"]
-            each = {place: dict.fromkeys(values, weights.get(place)) for place, values in moments.items()}
-            like[f"optimizer.{number}"] = {"moments": each}
-        live = dict(tree_flatten_with_path(like)[0])
-
-        def resharded(path: Any, saved: Any) -> Any:
-            if not isinstance(saved, torch.Tensor):
-                return saved
-            here = live.get(path)
-            return reshard(saved, here if getattr(here, "shape", None) == saved.shape else None)
-
-        return tree_map_with_path(resharded, dict(parts), is_leaf=lambda one: type(one) is torch.Size)  # type: ignore[no-any-return]
+            like[f"optimizer.{number}"] = {"moments": dict(_places(optimizer))}
+        return reshard(dict(parts), like)  # type: ignore[no-any-return]
 
     def sha256(self) -> str:
         """Digest of everything that rewinds."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 Tree = Any  # dict, list or tuple of trees; a leaf is a tensor, a numpy array or a plain value
 
@@ -111,13 +111,27 @@ def local_part(tensor: Any) -> torch.Tensor:
         return tensor.detach().to_local()  # type: ignore[no-any-return]
 
 
-def reshard(saved: torch.Tensor, like: Any) -> Any:
-    """Shard a loaded tensor like `like`, a tensor of this run, if that is sharded."""
-    if not is_sharded(like):
-        return saved
-    sharding = sharding_of(like)
-    local = saved[tuple(slice(*span) for span in sharding.box())].clone()
-    return Share(with_home(local, getattr(saved, "home", None)), sharding)
+def reshard(saved: Tree, like: Any) -> Tree:
+    """Shard the tensors of a loaded tree like those of this run at the same places, where these have the same shape.
+
+    If `like` has a tensor where `saved` has a tree, all of that is sharded like this tensor.
+    """
+    if isinstance(saved, torch.Tensor):
+        if not is_sharded(like) or like.shape != saved.shape:
+            return saved
+        sharding = sharding_of(like)
+        local = saved[tuple(slice(*span) for span in sharding.box())].clone()
+        return Share(with_home(local, getattr(saved, "home", None)), sharding)
+    there = dict(enumerate(like)) if isinstance(like, list | tuple) else like
+
+    def resharded(key: Any, value: Tree) -> Tree:
+        return reshard(value, there.get(key) if isinstance(there, Mapping) else there)
+
+    if isinstance(saved, dict):
+        return {key: resharded(key, value) for key, value in saved.items()}
+    if type(saved) in (list, tuple):
+        return type(saved)(resharded(number, value) for number, value in enumerate(saved))
+    return saved
 
 
 def gathered(tree: Tree, *, keep: bool) -> Tree:
@@ -146,12 +160,14 @@ def with_dicts(tree: Any) -> Any:
 
 
 def leaves(tree: Any) -> list[Any]:
-    """Flatten a batch, or a row, of any shape."""
-    parts = list(tree.values()) if type(tree) is dict else tree if type(tree) in (list, tuple) else [tree]
-    if all(type(one) is torch.Tensor for one in parts):  # usually: pytree takes ten times as long
-        return list(parts)
-    found = tree_leaves(tree)
-    return tree_leaves(with_dicts(tree)) if any(isinstance(leaf, Mapping) for leaf in found) else found
+    """Flatten a batch, or a row, of any shape; pytree would take longer."""
+    if type(tree) is torch.Tensor:
+        return [tree]
+    if isinstance(tree, Mapping):
+        tree = tree.values()
+    elif not isinstance(tree, list | tuple):
+        return [tree]
+    return [leaf for part in tree for leaf in leaves(part)]
 
 
 def rebuilt(tree: Any, change: Callable[[Any], Any]) -> Any:
