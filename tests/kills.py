@@ -226,7 +226,7 @@ def _note_writings() -> None:
     from resilient_train.checkpoint.keeper import CheckpointKeeper
     from resilient_train.checkpoint.writer import Writer
 
-    offer, heard = Writer.offer, CheckpointKeeper._note_outcome
+    offer, heard, offered = Writer.offer, CheckpointKeeper._note_outcome, set[Any]()
 
     def note(writer: Any, what: str) -> None:
         run_dir = writer._store.path.parent
@@ -235,11 +235,12 @@ def _note_writings() -> None:
 
     def noting_offer(writer: Any, job: Any) -> None:
         note(writer, f"offered {job.step}")
+        offered.add(job)
         offer(writer, job)
 
     def noting_heard(keeper: Any, job: Any) -> None:
         heard(keeper, job)
-        if job.is_offered:
+        if job in offered:
             note(keeper._writer, f"heard {job.step}")
 
     Writer.offer, CheckpointKeeper._note_outcome = noting_offer, noting_heard  # type: ignore[assignment,method-assign]

@@ -307,7 +307,8 @@ class CheckpointKeeper:
         return world.on_main(lambda: path)
 
     def _write_now(self, job: Job) -> Job:
-        self._note_outcome(self._writer.write_now(job))
+        self._writer.write_now(job)
+        self._read_outcomes()
         return job
 
     def _save_now(self, snapshot: Snapshot) -> Path | None:

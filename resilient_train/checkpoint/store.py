@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -63,7 +64,8 @@ class Manifest:
         """Return the content of the file; its last key is a digest of all before it."""
         body: dict[str, Any] = {"format": _FORMAT, **asdict(self)}
         body["files"] = {name: {"bytes": one.size, "sha256": one.sha256} for name, one in self.files.items()}
-        return json.dumps({**body, "sha256": _digest(body)}, indent=1) + "\n"
+        digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+        return json.dumps({**body, "sha256": digest}, indent=1) + "\n"
 
 
 def read(checkpoint: Path) -> Manifest:
@@ -73,8 +75,16 @@ def read(checkpoint: Path) -> Manifest:
     with _cannot_be_read(MANIFEST):
         content = read_plain(checkpoint / MANIFEST)
     try:
-        manifest = _checked(json.loads(content.decode("utf-8")))
-        if manifest.text().encode() != content:  # the same values in another form, such as 1E9 for 1e9
+        node = json.loads(content.decode("utf-8"))
+        if (format := node.pop("format")) != _FORMAT:
+            raise Damaged(f"{UNKNOWN_FORMAT} {format!s:.20}, where this version reads {_FORMAT}")
+        del node["sha256"]
+        node["files"] = {name: Written(one["bytes"], one["sha256"]) for name, one in node["files"].items()}
+        if node["files"].keys() != {TENSORS, TREE, WEIGHTS}:
+            listed = ", ".join(map(repr, sorted(node["files"])))[:100] or "nothing"
+            raise Damaged(f"{MANIFEST} lists {listed}, not the files of a checkpoint")
+        manifest = Manifest(**node)
+        if manifest.text().encode() != content:  # of another digest, or the same values in another form
             raise Damaged(f"{MANIFEST} is not what was written")
     except Damaged:
         raise
@@ -83,30 +93,16 @@ def read(checkpoint: Path) -> Manifest:
     return manifest
 
 
-def _checked(node: Any) -> Manifest:
-    if node["format"] != _FORMAT:
-        raise Damaged(f"{UNKNOWN_FORMAT} {node['format']!s:.20}, where this version reads {_FORMAT}")
-    if node.pop("sha256", None) != _digest(node):
-        raise Damaged(f"{MANIFEST} is not what was written")
-    del node["format"]
-    node["files"] = {name: Written(one["bytes"], one["sha256"]) for name, one in node["files"].items()}
-    if node["files"].keys() != {TENSORS, TREE, WEIGHTS}:
-        listed = ", ".join(map(repr, sorted(node["files"])))[:100] or "nothing"
-        raise Damaged(f"{MANIFEST} lists {listed}, not the files of a checkpoint")
-    return Manifest(**node)
-
-
 def verify(checkpoint: Path, *, with_digests: bool = True) -> Manifest:
     """Compare the files of a checkpoint with its manifest; without digests, only their sizes. Raises Damaged."""
     manifest = read(checkpoint)
     for name, written in manifest.files.items():
-        with _cannot_be_read(name):
-            size = (checkpoint / name).stat().st_size
-        if size != written.size:
-            raise Damaged(f"{name} is {size:,} bytes long, and {written.size:,} were written")
-    for name, written in manifest.files.items() if with_digests else ():
-        if _sha256(checkpoint / name) != written.sha256:
-            raise Damaged(f"{name} is not what was written")
+        with _cannot_be_read(name), open(checkpoint / name, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != written.size:
+                raise Damaged(f"{name} is {size:,} bytes long, and {written.size:,} were written")
+            if with_digests and hashlib.file_digest(file, "sha256").hexdigest() != written.sha256:
+                raise Damaged(f"{name} is not what was written")
     return manifest
 
 
@@ -116,15 +112,6 @@ def _cannot_be_read(name: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise Damaged(f"{name} cannot be read: {error.strerror}") from error
-
-
-def _sha256(file: Path) -> str:
-    with _cannot_be_read(file.name), open(file, "rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def _digest(body: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

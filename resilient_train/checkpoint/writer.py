@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from resilient_train.checkpoint.store import Damaged, Entry, Store, verify
+from resilient_train.checkpoint.store import Entry, Store
 from resilient_train.errors import in_one_line
 from resilient_train.files import at_disk
 from resilient_train.state.ring import Snapshot
@@ -34,12 +34,13 @@ class Job:
     snapshot: Snapshot | None = None  # that it reads
     entry: Entry | None = None  # the checkpoint that it wrote
     error: Exception | None = None
-    is_offered: bool = False  # it is written in the background
 
     @property
     def trouble(self) -> str:
         """Why it could not be written; empty if it was."""
-        return _reason(self.error) if self.error is not None else ""
+        if isinstance(self.error, OSError) and self.error.strerror:
+            return self.error.strerror
+        return in_one_line(self.error) if self.error is not None else ""
 
     @property
     def is_disk_full(self) -> bool:
@@ -58,7 +59,7 @@ class Writer:
         self._changed = threading.Condition()
         self.writing: Job | None = None
         self.began: float | None = None  # when, on the monotonic clock
-        self.finished: deque[Job] = deque()  # that were offered; whoever reads one removes it
+        self.finished: deque[Job] = deque()  # whoever reads one removes it
         self._pause, self._not_before = 0.0, 0.0
 
     @property
@@ -67,8 +68,7 @@ class Writer:
         return self.writing is None and time.monotonic() >= self._not_before
 
     def offer(self, job: Job) -> None:
-        """Write this in a new thread, so that no thread is left after the run; the job is in `finished` then."""
-        job.is_offered = True
+        """Write this in a new thread, so that no thread is left after the run."""
         with self._changed:
             assert self.writing is None
             self.writing = job
@@ -104,7 +104,7 @@ class Writer:
             job.entry = job.write()
             self._pause = self._not_before = 0.0
             if job.entry is not None:
-                self._prune(job.entry)
+                self._prune()
         except Exception as error:  # whatever goes wrong, training continues
             self._fail(job, error)
         finally:
@@ -119,22 +119,14 @@ class Writer:
     def _end(self, job: Job) -> None:
         if job.snapshot is not None:
             job.snapshot.is_being_written = False
-        if job.is_offered:
-            self.finished.append(job)
+        self.finished.append(job)
         with self._changed:
             self.writing = None
             self._changed.notify_all()
 
-    def _prune(self, entry: Entry) -> None:
-        """Remove old checkpoints once the new one is complete; it was read back before it was committed."""
+    def _prune(self) -> None:
+        """Remove old checkpoints behind a new one, which was read back before it was committed."""
         try:
-            verify(entry.path, with_digests=False)
             self._store.prune(self._keep, self._keep_every, self._reference())
-        except Damaged as why:
-            _log.error("%s %s: older checkpoints are kept", entry.path, why)
         except Exception as error:  # the new one is complete nevertheless
-            _log.error("older checkpoints could not be removed: %s", _reason(error))
-
-
-def _reason(error: Exception) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or in_one_line(error)
+            _log.error("older checkpoints could not be removed: %s", in_one_line(error))

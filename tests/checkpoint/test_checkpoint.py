@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -232,21 +230,6 @@ def test_the_writer_keeps_away_from_a_disk_that_fails(store: Store, monkeypatch:
     assert steps(store) == [1]
     assert one.write_now(job(12, lambda: write(store, 12))).entry is not None
     assert one.is_free
-
-
-def test_nothing_is_pruned_behind_one_that_does_not_verify(store: Store, caplog: pytest.LogCaptureFixture) -> None:
-    """A disk that has taken a checkpoint and gives back another: the older ones are kept, and it is said."""
-    write(store, 1)
-
-    def garbled() -> Entry:
-        entry = write(store, 2)
-        os.truncate(entry.path / WEIGHTS, 10)
-        return entry
-
-    with caplog.at_level(logging.ERROR):
-        Writer(store, keep=1, keep_every=0).write_now(job(2, garbled))
-    assert steps(store) == [2, 1]
-    assert "older checkpoints are kept" in caplog.text
 
 
 # The format.
