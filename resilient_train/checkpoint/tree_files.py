@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load_file
 
 from resilient_train.files import Written, write_file
-from resilient_train.state.tree import as_bytes, original_device, with_home
+from resilient_train.state.tree import Tree, as_bytes, original_device, with_home
 
 TENSORS, TREE = "tensors.safetensors", "tree.json"
 NAMES = {  # of dtypes in safetensors
@@ -64,7 +64,6 @@ def chunks(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
             yield data[start : start + _PIECE]
 
 
-Tree = Any  # dict, list or tuple of trees; a leaf is a tensor, a numpy array or scalar, or a plain value
 Place = tuple[str | int, ...]  # the keys that lead to a node
 
 _PLAIN = (type(None), bool, int, str)

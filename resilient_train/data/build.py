@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from itertools import count, islice
+from itertools import islice
 from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from resilient_train.data.rows import Collate, Retries, no_watchdog
+from resilient_train.data.rows import Collate, Retries, no_watchdog, seeded_rows
 from resilient_train.data.samples import MapSamples, Samples, Slicing, loader
 from resilient_train.data.sequential import IterableSamples
 from resilient_train.data.stream import Key, Stream
@@ -60,7 +60,7 @@ class IterableEvaluation:
         """Yield every batch."""
         if self._pristine is not None:
             self.dataset.load_state_dict(copy.deepcopy(self._pristine))
-        rows = self._seeded()
+        rows = seeded_rows(self.dataset, self.seed)
         number = self.slicing.rank
         while group := list(islice(rows, self.slicing.batch_size * self.slicing.world)):
             for batch, weight in zip(*_split(group, self.slicing), strict=True):
@@ -72,15 +72,6 @@ class IterableEvaluation:
 
     def close(self) -> None:
         """Do nothing: there are no workers."""
-
-    def _seeded(self) -> Iterator[Any]:
-        iterator = iter(self.dataset)
-        for number in count():
-            seed_host(mix(Purpose.ROW, self.seed, 0, number))
-            try:
-                yield next(iterator)
-            except StopIteration:
-                return
 
 
 def _split(items: Sequence[Any], slicing: Slicing) -> tuple[list[Sequence[Any]], list[int]]:

@@ -7,7 +7,7 @@ import logging
 import random
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from typing import Any, NamedTuple
@@ -188,14 +188,13 @@ class RepeatableBatches:
     """Fetches and collates the rows of one micro-batch, each with the random numbers that belong to it.
 
     Seeding three generators for every row costs more than many a row, and most data sets draw no random numbers. So
-    if the first batch draws none, rows are fetched without seeding until a batch draws after all. That batch is
-    fetched again, and from then on every row is seeded. The process's generators are left in any state: each update
-    seeds them afterwards.
+    rows are fetched without seeding until a batch draws some. That batch is fetched again, and from then on every row
+    is seeded. The process's generators are left in any state: each update seeds them afterwards.
     """
 
     def __init__(self, dataset: Any, collate: Collate) -> None:
         self.dataset, self.collate = dataset, collate
-        self._draws: bool | None = None  # unknown before the first batch
+        self._draws = False  # as far as is known
         self._probe: _Probe | None = None
 
     def __getitems__(self, keys: Sequence[Key]) -> list[Any]:
@@ -204,8 +203,6 @@ class RepeatableBatches:
 
     def collated(self, keys: Sequence[Key]) -> Any:
         """Make one micro-batch."""
-        if self._draws is None:
-            return self._first(keys)
         if not self._draws:
             self._probe = self._probe or _Probe(mix(Purpose.PROBE, keys[0].seed))
             seed_host(self._probe.seed)
@@ -220,28 +217,28 @@ class RepeatableBatches:
         seed_host(mix(Purpose.COLLATE, *keys[0]))
         return self.collate(rows)
 
-    def _first(self, keys: Sequence[Key]) -> Any:
-        """Make the first batch with its random numbers, and find out whether it draws any: it is fetched only once."""
-        rows, self._draws = [], False
-        for key in keys:
-            probe = _Probe(mix(Purpose.ROW, *key))
-            seed_host(probe.seed)
-            rows.append(self.dataset[key.row])
-            self._draws |= not probe.is_untouched()
-        probe = _Probe(mix(Purpose.COLLATE, *keys[0]))
-        batch = self.of_rows(rows, keys)
-        self._draws |= not probe.is_untouched()
-        return batch
-
     def fetch(self, key: Key) -> Any:
         """Fetch one row, in the way in which a batch is fetched."""
         seed_host(mix(Purpose.ROW, *key))
-        return self.dataset[key.row] if self._draws is not False else self._plain([key])[0]
+        return self.dataset[key.row] if self._draws else self._plain([key])[0]
 
     def _plain(self, keys: Sequence[Key]) -> list[Any]:
         rows = [key.row for key in keys]
         fetch_many = getattr(self.dataset, "__getitems__", None)
         return list(fetch_many(rows)) if fetch_many else [self.dataset[row] for row in rows]
+
+
+def seeded_rows(dataset: Iterable[Any], seed: int, epoch: int = 0, first: int = 0) -> Iterator[Any]:
+    """Yield the rows of an iterable data set, which stands at the `first`, each with its own random numbers."""
+    seed_host(mix(Purpose.ROW, seed, epoch, first))  # some data sets fetch their first row in iter()
+    rows = iter(dataset)
+    for number in count(first):
+        seed_host(mix(Purpose.ROW, seed, epoch, number))
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        yield row
 
 
 class _Probe:

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from resilient_train.data.fed import Fed, FedSamples
-from resilient_train.data.rows import Collate, Retries, no_watchdog
+from resilient_train.data.rows import Collate, Retries, no_watchdog, seeded_rows
 from resilient_train.data.samples import Slicing, Update
 from resilient_train.errors import StorageFailed, TrainError, in_one_line
 from resilient_train.state.randomness import Purpose, mix, seed_all, seed_host
@@ -228,17 +228,13 @@ class RowStream(LoaderBatches):
 
     def _next_row(self) -> Any:
         assert self._batches is not None
-        while True:
-            seed_host(mix(Purpose.ROW, self.seed, self._epoch, self._row))
-            try:
-                row = next(self._batches)
-            except StopIteration:
-                if self._row == 0:
-                    raise TrainError("data: the iterable data set has no rows any more") from None
-                self._begin(self._epoch + 1, 0, self._pristine)
-            else:
-                self._row += 1
-                return row
+        for row in self._batches:
+            self._row += 1
+            return row
+        if self._row == 0:
+            raise TrainError("data: the iterable data set has no rows any more")
+        self._begin(self._epoch + 1, 0, self._pristine)
+        return self._next_row()
 
     def _begin(self, epoch: int, row: int, state: Any) -> None:
         """Continue at a row, at which the data set has this state."""
@@ -246,8 +242,7 @@ class RowStream(LoaderBatches):
         if hasattr(self.loader, "set_epoch"):
             self.loader.set_epoch(epoch)
         self.loader.load_state_dict(copy.deepcopy(state))
-        seed_host(mix(Purpose.ROW, self.seed, epoch, row))  # some data sets fetch their first row in iter()
-        self._batches = iter(self.loader)
+        self._batches = seeded_rows(self.loader, self.seed, epoch, row)
 
     def _read_to(self, epoch: int, row: int) -> None:
         self._begin(epoch, 0, self._pristine)
@@ -271,16 +266,12 @@ class RowStream(LoaderBatches):
 
     def _require_repetition(self) -> None:
         """Read the first rows twice, each with the random numbers that belong to it."""
-        first: list[list[str]] = []
+        first = []
         for _ in range(2):
             self._begin(0, 0, self._pristine)
-            digests = []
-            for number in range(_COMPARED):  # there may be fewer
-                seed_host(mix(Purpose.ROW, self.seed, 0, number))
-                digests += [sha256(row) for row in islice(self._batches or (), 1)]
-            if not digests:
-                raise ValueError("the iterable data set is empty: it has no rows")
-            first.append(digests)
+            first.append([sha256(row) for row in islice(self._batches or (), _COMPARED)])  # there may be fewer
+        if not first[0]:
+            raise ValueError("the iterable data set is empty: it has no rows")
         self._begin(0, 0, self._pristine)
         if first[0] != first[1]:
             raise ValueError("gives other rows after load_state_dict than before, so a run over it cannot be repeated")

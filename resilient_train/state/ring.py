@@ -181,9 +181,9 @@ class Ring:
         older, newer = (one.parts["weights"] for one in self.snapshots[-2:])
         moved = norm = 0.0
         for name in newer.keys() - self.snapshots[-1].shared.keys() & older.keys():
-            now, before = local_part(newer[name]), local_part(older[name])
-            moved += float(torch.linalg.vector_norm(now - before)) ** 2
-            norm += float(torch.linalg.vector_norm(now)) ** 2
+            now = local_part(newer[name])
+            moved += _square(now - local_part(older[name]))
+            norm += _square(now)
         share = _USUAL_INTERVAL / (self.snapshots[-1].step - self.snapshots[-2].step)
         return self._agree((share * moved / norm) ** 0.5 if norm else math.inf)  # a rank may hold no part of a weight
 
@@ -193,13 +193,12 @@ class Ring:
         Of weights that are sharded, what the rank says whose part shrank least. The host waits; a collective.
         """
         self.copier.wait()
-        now = was = 0.0
+        older, now, was = since.parts["weights"], 0.0, 0.0
         for name, weight in self.snapshots[-1].parts["weights"].items():
-            if (
-                name in since.parts["weights"] and len(weight.shape) > 1 and weight.dtype.is_floating_point
-            ):  # those of norms begin at 1, and matter less
-                now += float(torch.linalg.vector_norm(local_part(weight))) ** 2
-                was += float(torch.linalg.vector_norm(local_part(since.parts["weights"][name]))) ** 2
+            is_matrix = len(weight.shape) > 1 and weight.dtype.is_floating_point  # those of norms begin at 1
+            if name in older and is_matrix:
+                now += _square(local_part(weight))
+                was += _square(local_part(older[name]))
         return -self._agree(-((now / was) ** 0.5) if was else 0.0) or 1.0  # 0: no part of any
 
     def clear(self) -> None:
@@ -317,6 +316,10 @@ def snapshot_to_drop(verified: Sequence[bool], steps: Sequence[int], now: int) -
     kept = (newest, 0) if is_early else (newest,)
     others = [place for place, is_verified in enumerate(verified) if is_verified and place not in kept]
     return min(others, key=distance, default=None)
+
+
+def _square(weight: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(weight)) ** 2
 
 
 def _readable(size: float) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_map
 
-Tree = Any  # dict, list or tuple of trees; a leaf is a tensor, a numpy array or a plain value
+Tree = Any  # dict, list or tuple of trees; a leaf is a tensor, a numpy array or scalar, or a plain value
 
 _PLAIN = frozenset({type(None), bool, int, float, str})
 

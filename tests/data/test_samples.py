@@ -600,23 +600,3 @@ def test_an_exception_with_words_of_its_own_is_no_dead_worker(caplog: pytest.Log
     assert samples.num_workers == 1
     assert len(caplog.messages) == 1
     samples.close()
-
-
-def test_rows_that_draw_numbers_are_fetched_once_each() -> None:
-    """The first batch as well: a row may be slow, or count how often it is fetched."""
-
-    class Noisy(torch.utils.data.Dataset[torch.Tensor]):
-        def __init__(self) -> None:
-            self.fetched: list[int] = []
-
-        def __len__(self) -> int:
-            return 64
-
-        def __getitem__(self, row: int) -> torch.Tensor:
-            self.fetched.append(row)
-            return torch.randn(2)
-
-    dataset = Noisy()
-    samples = over(dataset, Slicing(16))
-    batches(samples, 3)
-    assert len(dataset.fetched) == 48
