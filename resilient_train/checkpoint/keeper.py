@@ -139,7 +139,6 @@ class CheckpointKeeper:
             log.error("checkpoints that may contain damage could not be demoted: %s", error.strerror)
 
     def rewound(self, step: int) -> None:
-        """Note that the run went back to a step."""
         self._read_outcomes()
         self._trusted = [min(one, step) for one in self._trusted]
         self._last_rewind = self._parts.clock.tick, step
@@ -160,10 +159,7 @@ class CheckpointKeeper:
     # When a run ends. The newest verified snapshot is written unless a checkpoint as new is there.
 
     def save(self, snapshot: Snapshot) -> Path | None:
-        """Write a verified snapshot and return its path; None if that failed. All ranks call this.
-
-        They wait for the one that writes: a launcher ends all processes soon after the first.
-        """
+        """Write a verified snapshot; None if that failed. All ranks wait: a launcher ends them soon after the first."""
         self.wait()
         with at_disk():
             found = self._parts.world.on_main(lambda: self._saved(snapshot))
@@ -198,10 +194,7 @@ class CheckpointKeeper:
         return max(0, step - snapshot.step), lambda: self._save_now(snapshot)
 
     def finish(self, remedies: Mapping[str, Any], *, healthy: bool, damaged: bool = False) -> Path | None:
-        """Write the present state, as verified at a healthy end, else as a candidate. All ranks call this.
-
-        One that may hold damage is a candidate, too.
-        """
+        """Write the present state: verified at a healthy end without damage, else a candidate. All ranks call this."""
         parts = self._parts
         self.wait()
 
@@ -323,10 +316,7 @@ class CheckpointKeeper:
             self._writer.offer(job)
 
     def _job(self, snapshot: Snapshot) -> Job | None:
-        """Make a job that writes a snapshot. Whatever takes time is left to the thread that writes.
-
-        All ranks gather a sharded state on rank 0, which alone gets a job.
-        """
+        """Make a job that writes a snapshot, on rank 0 alone. All ranks gather a sharded state for it."""
         parts, store, updates = self._parts, self._store, self._parts.updates.copy()
         snapshot.is_being_written = self._commits  # first: in another thread the loop may drop it meanwhile
         parts.ring.copier.wait()

@@ -27,8 +27,6 @@ _SHAPES = ("model", "optimizer", "data.batch_size", "accelerate")  # keys that d
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """How to resume."""
-
     source: Path | None = None  # a run or checkpoint that the user named, instead of the run's newest checkpoint
     config: str = ""  # digest of the configuration
     changed: tuple[str, ...] = ()  # keys of the configuration with another value than before
@@ -207,7 +205,6 @@ class Resumption:
         run.clock.tick = max(run.clock.tick, manifest.tick)
 
     def _is_own(self, source: Path) -> bool:
-        """Say whether a path is this run's directory, or in it."""
         return self.store.path.parent.absolute() in (source.absolute(), *source.absolute().parents)
 
     def _named(self, *, again: bool) -> Entry | None:

@@ -139,7 +139,6 @@ class Entry:
 
     @property
     def is_usable(self) -> bool:
-        """Say whether a run may resume from it."""
         return self.kind in (VERIFIED, CANDIDATE)
 
     @property
@@ -153,15 +152,11 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """The content of a checkpoint."""
-
     parts: dict[str, Any]  # the state of the run, as a snapshot has it
     memory: dict[str, Any]  # what does not rewind, but has to survive the end of a process
 
 
 class Store:
-    """The directory of a run's checkpoints."""
-
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / CHECKPOINTS
         self.doubtful: set[Path] = set()  # to be demoted, but the disk did not take that yet
@@ -251,7 +246,6 @@ class Store:
 
     @staticmethod
     def mark(entry: Entry, kind: str) -> Entry:
-        """Change the kind of a checkpoint."""
         assert entry.manifest is not None
         manifest = replace(entry.manifest, kind=kind)
         files.commit_text(entry.path / MANIFEST, manifest.text())

@@ -35,7 +35,6 @@ def gathered(model: nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:
 
 
 def save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Commit weights to a file."""
     files.commit(path, chunks(_usual(tensors, path)))
 
 
@@ -96,11 +95,9 @@ class Best:
                 self.step = step if type(step) is int else 0
 
     def is_better(self, metrics: Mapping[str, float]) -> bool:
-        """Say whether an evaluation is better than all before."""
         return metrics["loss"] < min([self._loss, *(one.metrics["loss"] for one in self._pending)])
 
     def take(self, step: int, metrics: Mapping[str, float], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy the weights that were evaluated."""
         copies = {
             name: torch.empty_like(one, device="cpu").copy_(one.detach())
             for name, one in tensors.items()

@@ -44,7 +44,6 @@ class Job:
 
     @property
     def is_disk_full(self) -> bool:
-        """Say whether the disk has no room for it, or is read-only."""
         return isinstance(self.error, OSError) and self.error.errno in _NO_ROOM
 
 
@@ -64,7 +63,6 @@ class Writer:
 
     @property
     def is_free(self) -> bool:
-        """Say whether it accepts a job now."""
         return self.writing is None and time.monotonic() >= self._not_before
 
     def offer(self, job: Job) -> None:
@@ -94,7 +92,6 @@ class Writer:
         return job
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until nothing is being written."""
         with at_disk(), self._changed:
             return self._changed.wait_for(lambda: self.writing is None, seconds)
 

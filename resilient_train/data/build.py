@@ -44,7 +44,6 @@ class MapEvaluation:
             yield batch, weight
 
     def close(self) -> None:
-        """Stop worker processes."""
         del self._loader
 
 
@@ -57,7 +56,6 @@ class IterableEvaluation:
         self._pristine = copy.deepcopy(dataset.state_dict()) if can_rewind else None
 
     def batches(self, beat: Callable[[], None] = no_watchdog) -> Iterator[Weighted]:
-        """Yield every batch."""
         if self._pristine is not None:
             self.dataset.load_state_dict(copy.deepcopy(self._pristine))
         rows = seeded_rows(self.dataset, self.seed)
@@ -93,7 +91,6 @@ def samples(
     seed: int,
     collate: Collate,
 ) -> Samples:
-    """Make the samples of a training set."""
     key, path = "data.train._target_", config.train["_target_"]
     if not _is_map_style(dataset, key, path):
         lacks = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(dataset, name, None))]
@@ -115,7 +112,6 @@ def samples(
 def evaluation(
     dataset: Any, config: DataConfig, slicing: Slicing, *, seed: int, collate: Collate
 ) -> MapEvaluation | IterableEvaluation:
-    """Split an evaluation set over the ranks."""
     assert config.eval is not None
     if not _is_map_style(dataset, "data.eval._target_", config.eval["_target_"]):
         return IterableEvaluation(dataset, slicing, seed=seed, collate=collate)

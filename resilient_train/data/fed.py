@@ -152,7 +152,6 @@ class FedSamples(Samples):
                 old.settings, old.before, old.more = (), None, {}
 
     def at(self, start: int) -> Fed:
-        """Return the update that begins at a position."""
         known = chain(reversed(self._fed), reversed(self._older))
         return next(fed for fed in known if fed.start == start)
 

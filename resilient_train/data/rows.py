@@ -202,7 +202,6 @@ class RepeatableBatches:
         return [self.collated(keys)]
 
     def collated(self, keys: Sequence[Key]) -> Any:
-        """Make one micro-batch."""
         if not self._draws:
             self._probe = self._probe or _Probe(mix(Purpose.PROBE, keys[0].seed))
             seed_host(self._probe.seed)

@@ -88,10 +88,7 @@ class Update:
 
 
 class Samples(ABC):
-    """A cursor over training data.
-
-    Rows may have an index, by which they can be fetched again and put in quarantine. If they have none, `rows` is 0.
-    """
+    """A cursor over training data. `rows` is 0 if rows have no index to fetch them by, or to put them in quarantine."""
 
     position: int
     slicing: Slicing
@@ -107,7 +104,6 @@ class Samples(ABC):
 
     @property
     def next_start(self) -> int:
-        """The position at which the next update begins."""
         return self.skipped.end_at(self.position)
 
     @abstractmethod
@@ -133,11 +129,9 @@ class Samples(ABC):
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, and what else it takes to find it again."""
         return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Move to the position of a state."""
         self.position = state["position"]
         self._batches = None  # what workers have fetched ahead belongs to another position
 
@@ -145,7 +139,6 @@ class Samples(ABC):
         """Drop what is kept for updates before a position to which no rewind goes back."""
 
     def close(self) -> None:
-        """Stop worker processes."""
         self._batches = None
 
     @contextmanager
@@ -175,7 +168,6 @@ class Samples(ABC):
         return not self.is_fed and all(key.epoch > 0 and key.row not in left_out for key in keys)
 
     def keys_at(self, start: int) -> list[Sequence[Key]]:
-        """Return the keys of this rank's micro-batches in the update at this position."""
         return self.slicing.of_this_rank(self.stream.take(start, self.slicing.samples).keys)
 
     def starts(self, after: int, samples: int) -> list[int]:
@@ -190,10 +182,7 @@ class Samples(ABC):
         return self._fetcher.collated(keys)
 
     def fetched(self, key: Key) -> Any:
-        """Fetch one row as it comes from the data set; None if it raises, which is an incident when it is trained on.
-
-        Leaves the host's generators in any state.
-        """
+        """Fetch one row; None if it raises. Leaves the host's generators in any state."""
         try:
             return self._fetcher.fetch(key)
         except Exception:
@@ -228,10 +217,7 @@ class MapSamples(Samples):
         self._failed: dict[int, int] = {}  # rows that the storage failed to return, and the positions of their updates
 
     def next_update(self) -> Update:
-        """Fetch the next update's samples and move past them. Others replace rows that raise, which are named.
-
-        An error from a worker does not say which row raised it: the rows are fetched again in this process.
-        """
+        """An error from a worker does not say which row raised it: the rows are then fetched again in this process."""
         try:
             if self._batches is None:
                 self._batches = self._start()
@@ -314,10 +300,7 @@ class MapSamples(Samples):
 
 
 class _Plan:
-    """The endless list of this rank's micro-batches from `start` on: the sampler of the workers.
-
-    Unlike torch's samplers it draws no random numbers, so it can begin anywhere.
-    """
+    """The endless list of this rank's micro-batches from `start` on, for the workers; it draws no random numbers."""
 
     def __init__(self, stream: Stream, slicing: Slicing) -> None:
         self.stream, self.slicing = stream, slicing

@@ -66,7 +66,6 @@ class LoaderBatches:
             _log.info("data: a loader without a state_dict begins again at its first batch, one that draws continues")
 
     def continue_from(self, behind: int, mark: Any) -> None:
-        """Continue so many batches behind a mark."""
         self.drawn -= behind
         self._marks.append((self.drawn, mark))
         self._stateful.load_state_dict(copy.deepcopy(mark))
@@ -278,10 +277,7 @@ class RowStream(LoaderBatches):
 
 
 class IterableSamples(LoaderSamples):
-    """Samples of an iterable data set that can return its position and go back to it.
-
-    The rows of two updates are kept, which may be repeated; a rewind to before them reads them again.
-    """
+    """Samples of an iterable data set that rewinds. Two updates are kept; a rewind to before them reads rows again."""
 
     def __init__(
         self,

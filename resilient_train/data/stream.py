@@ -37,7 +37,6 @@ def permuted(start: int, stop: int, rows: int, seed: int, epoch: int) -> np.ndar
 
 
 def _once(numbers: np.ndarray, sizes: tuple[np.uint64, np.uint64], keys: np.ndarray) -> np.ndarray:
-    """Permute numbers below the product of both sizes."""
     halves = [numbers % sizes[0], numbers // sizes[0]]
     for index, key in enumerate(keys):
         changed, other = index % 2, 1 - index % 2
@@ -103,15 +102,11 @@ class Ranges:
         return [*found, (at, at + count)] if count else found
 
     def end_at(self, at: int) -> int:
-        """Return the first position from `at` on that is in no range."""
         return self.outside(at, 1)[0][0]
 
 
 class Stream:
-    """Positions 0, 1, 2, ... of an endless stream over `rows` rows.
-
-    Skipped ranges and quarantined rows are remedies, not part of the run's state: they do not rewind.
-    """
+    """An endless stream over `rows` rows. Skipped ranges and quarantined rows are remedies: they do not rewind."""
 
     def __init__(self, rows: int, seed: int, *, shuffle: bool = True) -> None:
         self.rows, self.seed, self.shuffle = rows, seed, shuffle
@@ -172,7 +167,6 @@ class Stream:
         return keys
 
     def _order(self, epoch: int, block: int) -> list[int]:
-        """Return the rows in a block of the places of an epoch."""
         order = self._blocks.get((epoch, block))
         if order is None:
             start, stop = block * _BLOCK, min(self.rows, (block + 1) * _BLOCK)

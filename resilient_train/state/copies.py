@@ -42,7 +42,6 @@ class Copier:
         self._sources: list[torch.Tensor] = []  # being copied on that stream: keeps their memory from being reused
 
     def empty(self, source: torch.Tensor) -> torch.Tensor:
-        """Allocate memory for a copy of one tensor."""
         if self._stream is None or not source.is_cuda:
             return torch.empty_like(source)
         return with_home(torch.empty_like(source, device="cpu", pin_memory=True), source.device)
@@ -94,10 +93,10 @@ class Frozen:
         self._moving: set[str] = set()
 
     def moving(self, weights: Mapping[str, torch.Tensor]) -> set[str]:
-        """Return the names of the frozen weights that change; all others are the same as at the last snapshot.
+        """Return the names of the frozen weights that change; all others are as at the last snapshot.
 
-        The contents decide, not only the version: the usual `target.data.mul_(0.99)` does not increase it. Reading the
-        digests waits for the device, once for each snapshot and only if there are frozen weights that do not change.
+        The contents decide: the usual `target.data.mul_(0.99)` does not increase a version. Reading the digests waits
+        for the device, once for each snapshot, if there are frozen weights that do not change.
         """
         frozen = {name: weight for name, weight in weights.items() if not weight.requires_grad}
         for name, weight in frozen.items():  # sparse tensors, and classes that hide where their bits are: no digest
@@ -129,7 +128,6 @@ class Frozen:
         self.shared = {name: (one, one._version, digest) for name, (one, _, digest) in self.shared.items()}
 
     def clear(self) -> None:
-        """Drop all copies."""
         self.shared, self._copies = {}, {}
 
 
@@ -219,7 +217,6 @@ class Backups:
                 own[name] = value
 
     def _look(self) -> None:
-        """Find the attributes that are not as at the first look."""
         tables = [vars(module) for module in self._modules]
         now = {(id(own), name): (own, one) for own in tables for name, one in own.items() if _is_state(one)}
         if self._looks == 1:
@@ -232,10 +229,7 @@ class Backups:
             self._first.clear()
 
     def put_back(self, backup: Backup, *, with_scale: bool = True, with_kept: bool = True) -> None:
-        """Restore names, tensors and contents: buffers that were added are removed, replaced ones are put back.
-
-        Without `with_scale` the loss scale stays as it is: after an overflow it has to be lower than before.
-        """
+        """Restore names, tensors and contents. Without `with_scale` the loss scale stays, as after an overflow."""
         for name, saved in backup.kept.items() if with_kept else ():
             restore_changed(self.kept[name], saved)
         kept = set() if with_scale else set(map(id, self._scale()))

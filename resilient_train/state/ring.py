@@ -49,18 +49,12 @@ class Snapshot:
 
 
 class Ring:
-    """Takes snapshots into memory that is allocated once, verifies them, and drops old ones so that ages spread out.
-
-    With CUDA the copies are in pinned host memory, and most of the copying happens during the next forward.
-    """
+    """Takes snapshots into memory that is allocated once, verifies them, and drops old ones so that ages spread out."""
 
     def __init__(
         self, state: RunState, config: MemoryConfig, agree: Callable[[float], float] = lambda number: number
     ) -> None:
-        """`agree` returns the least of a number over all ranks, each of which calls it in `take` and in `describe`.
-
-        Free memory differs from rank to rank, and ranks with different snapshots would rewind to different steps.
-        """
+        """`agree` returns the least of a number over all ranks, which with other snapshots would rewind elsewhere."""
         self._state, self._config, self._agree, self.every = state, config, agree, config.every
         self.snapshots: list[Snapshot] = []  # oldest first
         # The best verified snapshot that a rewind went back beyond, kept for the end of the run.
@@ -75,7 +69,6 @@ class Ring:
         self._slots = 0  # the number of snapshots that fit, as of the last `_settle_slots`
 
     def describe(self) -> str:
-        """Say at the start of a run how many snapshots there will be and how much memory they take."""
         if not self.every:
             return "no snapshots in memory (memory.every=0): this run cannot rewind"
         size, allowed = self._settle_slots(nbytes(self._state.live()))
@@ -87,7 +80,6 @@ class Ring:
         return f"keeps {self._slots} snapshots to rewind to, {often} ({_readable(self._slots * size)}{limit})"
 
     def is_due(self, step: int) -> bool:
-        """Say whether to take a snapshot after `step` accepted updates."""
         return bool(self.every) and step % self.every == 0
 
     def take(self, step: int, *, verified: bool = False) -> Snapshot | None:
@@ -111,14 +103,10 @@ class Ring:
         return snapshot
 
     def oldest_position(self, now: int) -> int:
-        """Return the place in the data that the oldest snapshot goes back to; `now` if there is none."""
         return int(self.snapshots[0].plain["position"]["position"]) if self.snapshots else now
 
     def verify(self, *, healthy_until: int, scanned_until: int, after: int, is_back: bool = True) -> None:
-        """Verify the candidates that `after` healthy updates followed, once every scan has seen them or a later state.
-
-        While the loss is not back where it was before an incident, drop them instead.
-        """
+        """Verify candidates that `after` healthy updates and all scans followed; drop them if the loss is not back."""
         ripe = [one for one in self.snapshots if not one.verified and one.checks_state is not None]
         ripe = [one for one in ripe if one.step + after <= healthy_until and one.step <= scanned_until]
         if not is_back:
@@ -166,7 +154,6 @@ class Ring:
         return [one for one in reversed(self.snapshots) if one.verified and one.step <= since]
 
     def newest_verified(self) -> Snapshot | None:
-        """The newest verified snapshot."""
         return next((one for one in reversed(self.snapshots) if one.verified), None)
 
     def travelled(self) -> float:
@@ -188,10 +175,7 @@ class Ring:
         return self._agree((share * moved / norm) ** 0.5 if norm else math.inf)  # a rank may hold no part of a weight
 
     def shrunk_since(self, since: Snapshot) -> float:
-        """Return the norm of the matrices of the newest snapshot, as a share of that of an older one.
-
-        Of weights that are sharded, what the rank says whose part shrank least. The host waits; a collective.
-        """
+        """Return the norm of the matrices as a share of that in an older snapshot: the most of all ranks."""
         self.copier.wait()
         older, now, was = since.parts["weights"], 0.0, 0.0
         for name, weight in self.snapshots[-1].parts["weights"].items():
@@ -238,10 +222,7 @@ class Ring:
 
     @contextmanager
     def aside(self) -> Iterator[Callable[[Snapshot | None], None]]:
-        """Copy the state, outside of all slots, for a trial; yields what goes back to the copy, or to a snapshot.
-
-        At the end of the block the state is that of its beginning, bit for bit, and no slot has changed.
-        """
+        """Copy the state outside of all slots; yields what goes back to it, as the end does, or to a snapshot."""
         plain, sources = taken_apart(self._state.live())
         own = room(sources, [], self.copier.empty)
         self.copier.fill(own, sources, 0)

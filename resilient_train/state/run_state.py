@@ -104,10 +104,7 @@ class Clock:
 
 
 class RunState:
-    """Weights, buffers, optimizers, schedules, scaler, random numbers, position, clock and what the user keeps.
-
-    Copy it only between two updates: accumulated gradients are not part of it.
-    """
+    """All that rewinds. Copy it only between two updates: accumulated gradients are not part of it."""
 
     def __init__(
         self,
@@ -130,11 +127,9 @@ class RunState:
 
     @property
     def is_sharded(self) -> bool:
-        """Say whether this rank holds only a part of the weights."""
         return any(map(is_sharded, self.model.parameters()))
 
     def keep(self, name: str, item: Any) -> None:
-        """Add something that rewinds with the run, such as an average of the weights."""
         is_module = isinstance(item, nn.Module)
         kept = Metrics(item) if is_module and any(hasattr(one, "_update_count") for one in item.modules()) else item
         state = kept.state_dict()
@@ -194,17 +189,13 @@ class RunState:
         return [weight for weight, _ in pairs], [copy for _, copy in pairs]
 
     def reshard(self, parts: Mapping[str, Tree]) -> dict[str, Tree]:
-        """Shard a loaded state, which fits, over the ranks of this run.
-
-        A moment is sharded like its weight, unless it has another shape: a count of steps, a mean of rows.
-        """
+        """Shard a loaded state, which fits, over the ranks of this run; moments are sharded like their weights."""
         like = self.live()
         for number, optimizer in enumerate(self.optimizers):
             like[f"optimizer.{number}"] = {"moments": dict(_places(optimizer))}
         return reshard(dict(parts), like)  # type: ignore[no-any-return]
 
     def sha256(self) -> str:
-        """Digest of everything that rewinds."""
         return sha256(self.live())
 
     def weights_sha256(self) -> str:
@@ -294,7 +285,6 @@ def optimizer_tree(optimizer: Optimizer) -> Tree:
 
 
 def restore_optimizer(optimizer: Optimizer, saved: Tree) -> None:
-    """Restore a copy of what `optimizer_tree` returned, in place."""
     if "own" in saved:
         optimizer.load_state_dict({**optimizer.state_dict(), **to_original_device(saved["own"])})
     for key in [key for key in optimizer.state if not isinstance(key, torch.Tensor)]:

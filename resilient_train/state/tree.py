@@ -20,8 +20,6 @@ _PLAIN = frozenset({type(None), bool, int, float, str})
 
 
 class Sharding(NamedTuple):
-    """How a tensor is distributed over the ranks."""
-
     mesh: Any
     placements: tuple[Any, ...]
     shape: torch.Size
@@ -35,7 +33,6 @@ class Sharding(NamedTuple):
         return tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True))
 
     def joined(self, local: torch.Tensor) -> Any:
-        """Return the DTensor of which `local` is this rank's part."""
         from torch.distributed.tensor import DTensor
 
         return DTensor.from_local(
@@ -83,7 +80,6 @@ def own_class(module: torch.nn.Module) -> type:
 
 
 def sharding_of(tensor: Any) -> Sharding:
-    """How a Share, or a tensor that `is_sharded`, is distributed."""
     if isinstance(tensor, Share):
         return tensor.sharding
     return Sharding(tensor.device_mesh, tuple(tensor.placements), tensor.shape, tuple(tensor.stride()))
@@ -135,10 +131,7 @@ def reshard(saved: Tree, like: Any) -> Tree:
 
 
 def gathered(tree: Tree, *, keep: bool) -> Tree:
-    """Return a tree with full tensors, in the host's memory, in place of sharded ones. All ranks have to call this.
-
-    Ranks that do not `keep` them hold one at a time.
-    """
+    """Return a tree with full tensors, on the host, for sharded ones; None there unless `keep`. All ranks call this."""
 
     def full(local: torch.Tensor, sharding: Sharding) -> torch.Tensor | None:
         home = original_device(local)
@@ -171,10 +164,7 @@ def leaves(tree: Any) -> list[Any]:
 
 
 def rebuilt(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a batch, or a row, in new containers of the same classes, each leaf as `change` returns it.
-
-    Ten times as fast as pytree, and a BatchEncoding stays one.
-    """
+    """Return a tree in new containers of its classes, each leaf as `change` returns it: ten times as fast as pytree."""
     if isinstance(tree, MutableMapping | list):
         twin: Any = copy.copy(tree)
         for key, value in list(tree.items() if isinstance(tree, MutableMapping) else enumerate(tree)):
@@ -196,10 +186,7 @@ def to_original_device(tree: Tree) -> Tree:
 
 
 def taken_apart(tree: Tree) -> tuple[Tree, list[torch.Tensor]]:
-    """Split a tree into a copy of its plain values and the list of its tensors, which are not copied.
-
-    Of a tensor that is sharded over ranks, the list has this rank's part.
-    """
+    """Split a tree into a copy of its plain values and its tensors, not copied; of sharded ones, local parts."""
     tensors: list[torch.Tensor] = []
 
     def visit(node: Tree) -> Tree:  # by hand: pytree takes seven times as long, and this is done for every snapshot
@@ -239,7 +226,6 @@ def put_together(
 
 
 def nbytes(tree: Tree) -> int:
-    """Count the bytes of the tensors of a tree."""
     return sum(tensor.nbytes for tensor in taken_apart(tree)[1])
 
 
@@ -264,10 +250,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sha256(tree: Tree) -> str:
-    """Hash names, types, shapes and bytes of everything in the tree; equal digests mean equal to the last bit.
-
-    All ranks have to call this for sharded tensors, which are gathered one by one.
-    """
+    """Hash names, types, shapes and bytes of everything in a tree. All ranks call this for sharded tensors."""
     digest = hashlib.sha256()
     for path, leaf in sorted_leaves(tree):
         digest.update(f"{path}\0".encode())
