@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import threading
 import time
@@ -16,12 +15,11 @@ from resilient_train.checkpoint.store import Entry, Store
 from resilient_train.errors import in_one_line
 from resilient_train.files import at_disk
 from resilient_train.state.ring import Snapshot
+from resilient_train.wording import log
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 120.0  # between two attempts on a disk that fails
 _NICE = 10  # training has priority
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-
-_log = logging.getLogger("resilient_train")
 
 
 @dataclass(eq=False)
@@ -126,4 +124,4 @@ class Writer:
         try:
             self._store.prune(self._keep, self._keep_every, self._reference())
         except Exception as error:  # the new one is complete nevertheless
-            _log.error("older checkpoints could not be removed: %s", in_one_line(error))
+            log.error("older checkpoints could not be removed: %s", in_one_line(error))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -19,8 +18,7 @@ from resilient_train.data.stream import Key, Stream
 from resilient_train.errors import TrainError
 from resilient_train.state.randomness import preserved
 from resilient_train.state.tree import leaves, rebuilt
-
-_log = logging.getLogger("resilient_train")
+from resilient_train.wording import log
 
 _MAX_BYTES_OF_DEVICE = 2**26  # of kept batches that are not in the memory of the host
 _MAX_BYTES = 2**30  # of kept batches: older ones are fetched again, or left out of a repetition
@@ -130,7 +128,7 @@ class FedSamples(Samples):
             if not self._has_dropped and not self.rows:
                 self._has_dropped = True
                 why = "a rewind leaves the oldest out, unless the loader can continue at their place"
-                _log.info("data: kept batches exceed %d MiB: %s", most >> 20, why)
+                log.info("data: kept batches exceed %d MiB: %s", most >> 20, why)
             self._drop_batches(old)
 
     def healthy(self, batch: Any, rows: Sequence[int]) -> tuple[Any, Sequence[int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import random
 import re
 import time
@@ -19,9 +18,7 @@ from resilient_train.data.stream import Key, Stream
 from resilient_train.errors import StorageFailed, in_one_line
 from resilient_train.state.randomness import Purpose, mix, preserved, seed_host
 from resilient_train.state.tree import sha256
-from resilient_train.wording import counted
-
-_log = logging.getLogger("resilient_train")
+from resilient_train.wording import counted, log
 
 PAUSES_S = (0.1, 0.3, 1.0, 2.0, 4.0)  # before each retry of an update, not of each of its rows
 _BEAT_S = 0.5
@@ -69,7 +66,7 @@ class Retries:
         if self.pauses == len(PAUSES_S) or not may_pass(error):
             return False
         pause = PAUSES_S[self.pauses]
-        _log.warning("data: %s failed (%s): tried again in %g s", what, in_one_line(error), pause)
+        log.warning("data: %s failed (%s): tried again in %g s", what, in_one_line(error), pause)
         until = time.monotonic() + pause
         while (left := until - time.monotonic()) > 0:
             self.beat()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -30,8 +29,7 @@ from resilient_train.data.rows import (
 from resilient_train.data.stream import Key, Ranges, Span, Stream
 from resilient_train.errors import StorageFailed, in_one_line
 from resilient_train.ranks.process_exit import exit_with_parent
-
-_log = logging.getLogger("resilient_train")
+from resilient_train.wording import log
 
 _MOST_SAMPLES = 2**24  # samples of one process in an update
 _STORM_UPDATES, _STORM_ROWS = 16, 8  # if so many rows fail in so few updates, the storage is to blame, not the rows
@@ -211,7 +209,7 @@ class MapSamples(Samples):
         self.stream, self.rows, self.skipped = stream, stream.rows, stream.skipped
         self.position = 0
         self._fetcher = RepeatableBatches(dataset, collate)
-        self._plan = _Plan(stream, slicing)
+        self._ahead: deque[Span] = deque()  # updates planned for the workers, not trained on yet
         self._loader: DataLoader[Any] | None = None
         self._trouble_until: int | None = None  # the end of the last update that took a second try
         self._failed: dict[int, int] = {}  # rows that the storage failed to return, and the positions of their updates
@@ -231,14 +229,24 @@ class MapSamples(Samples):
             lost_worker = self.num_workers > 0 and not is_passed_on
             is_of_rows = may_pass(error) and not lost_worker
         else:
-            planned = self._plan.ahead.popleft()
+            planned = self._ahead.popleft()
             assert planned.start >= self.position
             self.position = planned.stop
             return Update(planned.start, planned.stop, batches, self.slicing.of_this_rank(planned.keys))
-        return self._fetched_here(trouble, Retries(self.beat), is_of_rows=is_of_rows, lost_worker=lost_worker)
+        return self._fetched_here(trouble, is_of_rows=is_of_rows, lost_worker=lost_worker)
+
+    def __iter__(self) -> Iterator[Sequence[Key]]:
+        """Yield the keys of each micro-batch from `position` on, to the workers; it draws no random numbers."""
+        position = self.position
+        self._ahead.clear()
+        while True:
+            span = self.stream.take(position, self.slicing.samples)
+            self._ahead.append(span)
+            yield from self.slicing.of_this_rank(span.keys)
+            position = span.stop
 
     def slice_as(self, slicing: Slicing) -> bool:
-        self.slicing = self._plan.slicing = slicing
+        self.slicing = slicing
         self._batches = None
         return True
 
@@ -246,14 +254,12 @@ class MapSamples(Samples):
         self._batches = self._loader = None
 
     def _start(self) -> Iterator[Any]:
-        self._plan.start = self.position
-        self._plan.ahead.clear()
         if not self.num_workers:  # a loader without workers does the same, and costs 70 us a batch
-            batches = map(self.collated, self._plan)
+            batches = map(self.collated, self)
             return map(pinned, batches) if self.pin_memory else batches
         if self._loader is None:
             workers, pins = self.num_workers, self.pin_memory
-            self._loader = loader(self.dataset, self._plan, self.collate, num_workers=workers, pin_memory=pins)
+            self._loader = loader(self.dataset, self, self.collate, num_workers=workers, pin_memory=pins)
         fetching: Any = iter(self._loader)
         if fetching._worker_pids_set:
             # Otherwise torch raises the death of a worker in a signal handler, wherever the training is at the time,
@@ -262,9 +268,9 @@ class MapSamples(Samples):
             fetching._worker_pids_set = False
         return fetching  # type: ignore[no-any-return]
 
-    def _fetched_here(self, trouble: str, retries: Retries, *, is_of_rows: bool, lost_worker: bool) -> Update:
+    def _fetched_here(self, trouble: str, *, is_of_rows: bool, lost_worker: bool) -> Update:
         """Make the next update in this process, row by row if necessary. Workers start again after it."""
-        self._batches = None
+        self._batches, retries = None, Retries(self.beat)
         span = self.stream.take(self.position, self.slicing.samples)
         batches, keys, failed = [], [], dict[int, FailedRow]()
         for some in self.slicing.of_this_rank(span.keys):
@@ -278,14 +284,14 @@ class MapSamples(Samples):
             # Rows that fail now and then are reported once; the death of a worker costs seconds every time.
             if is_first or retries.pauses or (lost_worker and not is_again):
                 attempt = f"try {retries.pauses + 2}" if retries.pauses else "the second try"
-                _log.warning("data: %s; the same rows arrived at %s, and training continues", trouble, attempt)
+                log.warning("data: %s; the same rows arrived at %s, and training continues", trouble, attempt)
             self._trouble_until = span.stop
             if not is_of_rows:
                 self._loader = None  # a loader that has lost a worker cannot be iterated again
                 if is_again and self.num_workers:
                     self.num_workers = 0
                     why = "workers fail at once, for example because shared memory is missing"
-                    _log.warning("data: %s: rows are fetched without them", why)
+                    log.warning("data: %s: rows are fetched without them", why)
         self.position = span.stop
         return Update(span.start, span.stop, batches, keys, tuple(failed.values()))
 
@@ -297,23 +303,6 @@ class MapSamples(Samples):
         if failed and len(self._failed) >= max(_STORM_ROWS, self.slicing.batch_size * self.slicing.accumulation // 2):
             what = f"{len(self._failed)} rows could not be fetched within {_STORM_UPDATES} updates"
             raise StorageFailed(what, failed[0].error)
-
-
-class _Plan:
-    """The endless list of this rank's micro-batches from `start` on, for the workers; it draws no random numbers."""
-
-    def __init__(self, stream: Stream, slicing: Slicing) -> None:
-        self.stream, self.slicing = stream, slicing
-        self.start = 0
-        self.ahead: deque[Span] = deque()  # updates planned for the workers, not trained on yet
-
-    def __iter__(self) -> Iterator[Sequence[Key]]:
-        position = self.start
-        while True:
-            span = self.stream.take(position, self.slicing.samples)
-            self.ahead.append(span)
-            yield from self.slicing.of_this_rank(span.keys)
-            position = span.stop
 
 
 def loader(dataset: Any, plan: Any, collate: Collate, *, num_workers: int, pin_memory: bool) -> DataLoader[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from inspect import isgeneratorfunction
@@ -20,8 +19,7 @@ from resilient_train.data.samples import Slicing, Update
 from resilient_train.errors import StorageFailed, TrainError, in_one_line
 from resilient_train.state.randomness import Purpose, mix, seed_all, seed_host
 from resilient_train.state.tree import rebuilt, sha256
-
-_log = logging.getLogger("resilient_train")
+from resilient_train.wording import log
 
 _BEAT_EVERY = 1_000  # rows that are only read to find a place
 _COMPARED = 4  # rows that show whether the same place was found again
@@ -63,7 +61,7 @@ class LoaderBatches:
         if place.get("loader"):
             self.continue_from(*place["loader"][0])
         elif self.drawn:
-            _log.info("data: a loader without a state_dict begins again at its first batch, one that draws continues")
+            log.info("data: a loader without a state_dict begins again at its first batch, one that draws continues")
 
     def continue_from(self, behind: int, mark: Any) -> None:
         self.drawn -= behind
@@ -260,7 +258,7 @@ class RowStream(LoaderBatches):
             is_same, why = False, in_one_line(error)
         if not is_same:
             self._is_exact, kind = False, type(self.loader).__name__
-            _log.warning("data: the state of this %s cannot be used (%s): its epoch is read again", kind, why)
+            log.warning("data: the state of this %s cannot be used (%s): its epoch is read again", kind, why)
         return is_same
 
     def _require_repetition(self) -> None:

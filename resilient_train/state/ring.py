@@ -58,7 +58,7 @@ class Ring:
         self._state, self._config, self._agree, self.every = state, config, agree, config.every
         self.snapshots: list[Snapshot] = []  # oldest first
         # The best verified snapshot that a rewind went back beyond, kept for the end of the run.
-        self._set_aside: Snapshot | None = None
+        self._set_aside: list[Snapshot] = []  # one at most
         self.best_step = 0  # the newest step at the best level of the run: the last verified snapshot up to it stays
         self.keeps_reference = False  # until the loss is back where it was before the incident
         self._branch_step = 0  # the lowest step rewound to since `_set_aside` was taken
@@ -118,7 +118,7 @@ class Ring:
 
     def keep_reference(self, since: int) -> None:
         """Keep the newest verified snapshot until `release_reference`: the run is measured against it."""
-        if not self.keeps_reference and self._set_aside is None and (verified := self.verified_until(since)):
+        if not self.keeps_reference and not self._set_aside and (verified := self.verified_until(since)):
             verified[0].is_reference = True
         self.keeps_reference = True
 
@@ -132,7 +132,7 @@ class Ring:
     def _drop_surpassed(self) -> None:
         """Drop the snapshot set aside once a later one is verified, unless the run is measured against it."""
         newest = self.newest_verified()
-        if newest and self._set_aside and newest.step >= self._set_aside.step and not self.keeps_reference:
+        if newest and not self.keeps_reference and all(newest.step >= one.step for one in self._set_aside):
             self._drop_set_aside()
 
     def distrust(self, since: int) -> None:
@@ -146,7 +146,7 @@ class Ring:
 
     def drop(self, *dropped: Snapshot) -> None:
         """Drop snapshots; later ones use their memory."""
-        self._spare += [one.own for one in self.snapshots if one in dropped and not one.is_being_written]
+        self._reuse(*[one for one in self.snapshots if one in dropped])
         self.snapshots = [one for one in self.snapshots if one not in dropped]
 
     def verified_until(self, since: int) -> list[Snapshot]:
@@ -193,8 +193,7 @@ class Ring:
 
     def last_good(self, since: int) -> Snapshot | None:
         """The newest verified state, to end a run with; the run may have rewound to an older one since."""
-        good = self.verified_until(since) + ([self._set_aside] if self._set_aside else [])
-        return max(good, key=lambda one: one.step, default=None)
+        return max(self.verified_until(since) + self._set_aside, key=lambda one: one.step, default=None)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Go back to a snapshot and drop later ones, but set the best of them aside, for the end of the run."""
@@ -203,10 +202,10 @@ class Ring:
         self._frozen.restored()
         newer = [one for one in self.snapshots if one.verified and one.step > snapshot.step]
         best = next((one for one in newer if one.is_reference), newer[-1] if newer else None)
-        is_better = best is not None and (self._set_aside is None or best.step > self._set_aside.step)
-        if best is not None and is_better and self._slots >= _SLOTS_TO_SET_ASIDE:
+        is_best = best is not None and all(best.step > one.step for one in self._set_aside)
+        if best is not None and is_best and self._slots >= _SLOTS_TO_SET_ASIDE:
             self._drop_set_aside()
-            self._set_aside, self._branch_step = best, snapshot.step
+            self._set_aside, self._branch_step = [best], snapshot.step
             self.snapshots.remove(best)
         self._branch_step = min(self._branch_step, snapshot.step)
         self.drop(*[one for one in self.snapshots if one.step > snapshot.step])
@@ -216,8 +215,7 @@ class Ring:
         size = nbytes(self._state.live())
         if self._allowed is None:
             self._settle_slots(size)
-        set_aside = [self._set_aside] if self._set_aside else []
-        kept = sum(one.nbytes for each in (*self.snapshots, *set_aside) for one in each.own)
+        kept = sum(one.nbytes for each in (*self.snapshots, *self._set_aside) for one in each.own)
         return self._agree((self._allowed or 0.0) - kept - size) >= 0
 
     @contextmanager
@@ -264,19 +262,21 @@ class Ring:
 
     def _make_room(self, now: int) -> bool:
         """Drop snapshots until there is a slot for one of step `now`; False if that is not possible."""
-        while len(self.snapshots) + (self._set_aside is not None) >= self._slots:
+        while len(self.snapshots) + len(self._set_aside) >= self._slots:
             best = self.verified_until(self.best_step)[:1] if self._slots > _SLOTS_TO_SET_ASIDE else []
             verified = [one.verified and not one.is_reference and one not in best for one in self.snapshots]
             if (place := snapshot_to_drop(verified, [one.step for one in self.snapshots], now)) is None:
                 return False
             self.drop(self.snapshots[place])
-        del self._spare[self._slots - len(self.snapshots) - (self._set_aside is not None) :]
+        del self._spare[self._slots - len(self.snapshots) - len(self._set_aside) :]
         return True
 
     def _drop_set_aside(self) -> None:
-        if self._set_aside is not None:
-            self._spare += [] if self._set_aside.is_being_written else [self._set_aside.own]
-            self._set_aside = None
+        self._reuse(*self._set_aside)
+        self._set_aside = []
+
+    def _reuse(self, *dropped: Snapshot) -> None:
+        self._spare += [one.own for one in dropped if not one.is_being_written]
 
 
 def snapshot_to_drop(verified: Sequence[bool], steps: Sequence[int], now: int) -> int | None:
