@@ -251,25 +251,24 @@ class Store:
         files.commit_text(entry.path / MANIFEST, manifest.text())
         return Entry(entry.path, manifest)
 
-    def demote(self, since: int | None = None) -> list[Entry]:
+    def demote(self, since: int | None = None) -> None:
         """Mark every checkpoint after `since`, the newest step that can be trusted, and those that could not be before.
 
         Raises OSError after all of them if one could not be marked; to this store it is demoted all the same.
         """
         if since is not None:
             self.doubtful |= {one.path for one in self.usable() if one.step > since}
-        demoted, trouble = list[Entry](), None
+        trouble = None
         for path in sorted(self.doubtful, reverse=True):
             try:
                 if (entry := Entry.of(path)).is_usable:  # else it was removed meanwhile
-                    demoted.append(self.mark(entry, DEMOTED))
+                    self.mark(entry, DEMOTED)
                     log.info("the checkpoint %s is demoted: it is removed once a later one is verified", path.name)
                 self.doubtful.discard(path)
             except OSError as error:
                 trouble = error
         if trouble is not None:
             raise trouble
-        return demoted
 
     def prune(self, keep: int, keep_every: int, reference: int | None = None) -> None:
         """Remove old checkpoints, and others once a newer one is verified; keep the newest until step `reference`."""

@@ -98,11 +98,7 @@ class Best:
         return metrics["loss"] < min([self._loss, *(one.metrics["loss"] for one in self._pending)])
 
     def take(self, step: int, metrics: Mapping[str, float], tensors: Mapping[str, torch.Tensor]) -> None:
-        copies = {
-            name: torch.empty_like(one, device="cpu").copy_(one.detach())
-            for name, one in tensors.items()
-            if one.dtype in NAMES
-        }
+        copies = {name: one.detach().to("cpu", copy=True) for name, one in tensors.items() if one.dtype in NAMES}
         # A better one does not replace the oldest: else none might ever be verified before the next one comes.
         self._pending = [*self._pending[:1], _Pending(step, dict(metrics), copies)]
 

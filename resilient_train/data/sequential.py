@@ -277,17 +277,9 @@ class RowStream(LoaderBatches):
 class IterableSamples(LoaderSamples):
     """Samples of an iterable data set that rewinds. Two updates are kept; a rewind to before them reads rows again."""
 
-    def __init__(
-        self,
-        dataset: Any,
-        slicing: Slicing,
-        *,
-        seed: int,
-        collate: Collate,
-        least: Callable[[float], float] = lambda number: number,
-    ) -> None:
+    def __init__(self, dataset: Any, slicing: Slicing, *, seed: int, collate: Collate, **more: Any) -> None:
         """Raises ValueError if the data set does not repeat itself."""
-        super().__init__(RowStream(dataset, slicing, seed), least=least)
+        super().__init__(RowStream(dataset, slicing, seed), **more)
         self.seed, self.collate = seed, collate
 
     def handed_out(self, fed: Fed) -> list[Any]:

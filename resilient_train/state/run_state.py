@@ -31,6 +31,8 @@ from resilient_train.state.tree import (
     to_original_device,
 )
 
+Pairs = list[tuple[Any, Any]]  # of a tensor of the run, and a copy of it or of this rank's part
+
 
 def explain_mismatch(
     live: Mapping[str, Tree], saved: Mapping[str, Tree], model: nn.Module, optimizers: Sequence[Optimizer]
@@ -144,7 +146,7 @@ class RunState:
 
         What the loop has added since, weights and the buffers of modules with such weights, stays as it is.
         """
-        copy_into(*self._pairs(parts["weights"]))
+        _copy(self._pairs(parts["weights"]))
         for weight in self.model.parameters():
             weight.grad = None
         live = dict(self.model.named_parameters())
@@ -167,26 +169,23 @@ class RunState:
     @contextmanager
     def weights_of(self, parts: Mapping[str, Tree]) -> Iterator[None]:
         """Temporarily use the weights and buffers of another state, and nothing else of it."""
-        live, saved = self._pairs(parts["weights"])
-        for name, buffer in self.model.named_buffers():
-            there = parts["buffers"].get(name)
-            if isinstance(there, torch.Tensor | Share) and fits(local_part(there), local_part(buffer)):
-                live.append(local_part(buffer))
-                saved.append(local_part(there))
-        now = [one.detach().clone() for one in live]
-        copy_into(live, saved)
+        pairs = self._pairs(parts["weights"])
+        buffers = [(buffer, parts["buffers"].get(name)) for name, buffer in self.model.named_buffers()]
+        pairs += [pair for pair in buffers if _is_pair(*pair)]
+        now = [(live, local_part(live).detach().clone()) for live, _ in pairs]
+        _copy(pairs)
         try:
             yield
         finally:
-            copy_into(live, now)
+            _copy(now)
 
-    def _pairs(self, saved: Mapping[str, Tree]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the weights that a state has, and its copies of them: by the names that they had then."""
-        pairs = []
+    def _pairs(self, saved: Mapping[str, Tree]) -> Pairs:
+        """Pair the weights with those of a state, by the names that they had then."""
+        pairs: Pairs = []
         for name, weight in self.model.named_parameters():
             known = [saved[one] for one in (name, *self._names.get(weight, {})) if one in saved]
-            pairs += [(local_part(weight), local_part(one)) for one in known[:1] if one.shape == weight.shape]
-        return [weight for weight, _ in pairs], [copy for _, copy in pairs]
+            pairs += [(weight, one) for one in known[:1] if one.shape == weight.shape]
+        return pairs
 
     def reshard(self, parts: Mapping[str, Tree]) -> dict[str, Tree]:
         """Shard a loaded state, which fits, over the ranks of this run; moments are sharded like their weights."""
@@ -246,24 +245,27 @@ class _LossScale:
 
 def _restore_tables(tables: Iterable[tuple[dict[Any, Any], Mapping[Any, Any]]]) -> None:
     """Restore each table of tensors: in place where the shapes are the same; keys that were added are removed."""
-    targets: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
+    pairs: Pairs = []
     for live, saved in tables:
         for key in live.keys() - saved.keys():
             del live[key]
         for key, value in saved.items():
-            here = live.get(key)
-            if (
-                isinstance(value, torch.Tensor | Share)
-                and isinstance(here, torch.Tensor)
-                and is_sharded(here) is isinstance(value, Share)
-                and fits(local_part(value), local_part(here))
-            ):
-                targets.append(local_part(here))
-                sources.append(local_part(value))
+            if _is_pair(live.get(key), value):
+                pairs.append((live[key], value))
             else:
                 live[key] = to_original_device(value)
-    copy_into(targets, sources)
+    _copy(pairs)
+
+
+def _is_pair(live: Any, saved: Any) -> bool:
+    """Say whether the contents of what was saved can be copied into a tensor of the run."""
+    if not isinstance(live, torch.Tensor) or not isinstance(saved, torch.Tensor | Share):
+        return False
+    return is_sharded(live) is isinstance(saved, Share) and fits(local_part(saved), local_part(live))
+
+
+def _copy(pairs: Pairs) -> None:
+    copy_into([local_part(live) for live, _ in pairs], [local_part(saved) for _, saved in pairs])
 
 
 def optimizer_tree(optimizer: Optimizer) -> Tree:
