@@ -120,8 +120,7 @@ class CheckpointKeeper:
     def distrust(self, since: int) -> None:
         """Demote every checkpoint after `since`, the newest step that can be trusted.
 
-        Waits for the one that is being written if it is newer, or if older ones are to be demoted, which the writer may
-        be about to remove.
+        Waits for the one being written if it is newer, or if older ones are demoted, which the writer may be removing.
         """
         writing = self._writer.writing
         self._read_outcomes()

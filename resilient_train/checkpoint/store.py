@@ -194,9 +194,8 @@ class Store:
         memory: Mapping[str, Any],
         examine: Callable[[Entry], None] = lambda written: None,
     ) -> Entry:
-        """Write a checkpoint, read it back, and commit it; its files are added to the manifest.
+        """Write a checkpoint, read it back, and commit it unless it differs or `examine` raises Damaged.
 
-        Nothing is committed that differs from what was written, or for which `examine` raises Damaged.
         `exported` are the tensors for other programs: weights that are among them are not written twice.
         """
         usual = {name: one for name, one in exported.items() if one.dtype in NAMES}

@@ -44,10 +44,7 @@ _PIECE = 2**22  # bytes that are hashed and written at a time, without Python's 
 
 
 def chunks(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a file: the length of its header, the header, and the tensors, the widest types first.
-
-    The library itself would hold the whole file in memory before writing it.
-    """
+    """Yield the bytes of a file, the widest types first; the library would hold the whole file in memory."""
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -78,11 +75,7 @@ _CPU = torch.device("cpu")
 
 
 def load_tree(directory: Path, device: torch.device = _CPU) -> Tree:
-    """Read what a SerializedTree wrote; ValueError says in one line what is damaged.
-
-    Tensors are read into the host's memory; for those that were on an accelerator, `device` is noted as their home.
-    Tensors that shared memory no longer do.
-    """
+    """Read what a SerializedTree wrote; ValueError says what is damaged. Those of an accelerator belong on `device`."""
     try:
         reading = _Reading(load_file(directory / TENSORS), device)
         tree = reading.node(json.loads((directory / TREE).read_text(encoding="utf-8")))

@@ -62,11 +62,10 @@ class FedSamples(Samples):
         keeps_places: bool = True,
         least: Callable[[float], float] = lambda number: number,
     ) -> None:
-        """`dataset` is map-style, and `collate` makes a batch of its rows; without them rows have no index.
+        """`collate` makes a batch of rows of `dataset`, which is map-style; without them rows have no index.
 
-        The trainer has made so many `updates` in earlier processes, and `keeps_places` if a resume finds its place in
-        the data. `least` returns the least of a number over all ranks, which may have kept different numbers of
-        batches.
+        `updates` were made by earlier processes; with `keeps_places` a resume finds its place in the data. `least` is
+        that of a number over all ranks, which may have kept different numbers of batches.
         """
         self.slicing, self.dataset, self._least = slicing, dataset, least
         self.position, self.keeps_places = updates * slicing.samples, keeps_places

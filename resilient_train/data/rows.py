@@ -40,8 +40,8 @@ def no_watchdog() -> None:
 def may_pass(error: BaseException | None) -> bool:
     """Say whether an error, or its cause, is one of storage or of a connection, and may not come again.
 
-    Libraries have their own exceptions for these, which are recognized by name, and some have the system's error
-    number in their text only. An OSError without a number, as for a truncated picture, is about the content.
+    Libraries have exceptions of their own, known by name, and some have the error number in their text only. An
+    OSError without a number, as for a truncated picture, is about the content.
     """
     while error is not None:
         if any("Timeout" in kind.__name__ or "Connection" in kind.__name__ for kind in type(error).__mro__):
@@ -93,10 +93,7 @@ Made = tuple[Any, Sequence[Key], Sequence[FailedRow]]  # a micro-batch, the keys
 
 
 def with_substitutes(keys: Sequence[Key], stream: Stream, rows: RepeatableBatches, retries: Retries) -> Made:
-    """Make a micro-batch, with other rows in the places of rows that raise. Raises the error if no others help.
-
-    Before rows are blamed, they are fetched again one by one, with pauses if that may help.
-    """
+    """Make a micro-batch, with others for rows that raise when they are fetched again, too; raise if no others help."""
     try:
         return rows.collated(keys), keys, ()
     except Exception:
@@ -255,10 +252,9 @@ _PLAIN_TYPES = (torch.Tensor, bool, int, float, complex, str, bytes, type(None))
 
 
 def fingerprint(dataset: Any, rows: Iterable[int] | None = None) -> dict[str, Any]:
-    """Return the class of a map-style data set, its number of rows, and the digest of one row.
+    """Return the class of a map-style data set, its number of rows, and the digest of the first of `rows`.
 
-    It is the first of `rows`: a run gives those that it has fetched already, since others might end the process, or
-    never return. The digest of a row that raises, or that differs when it is fetched again, is None.
+    The run has fetched these: others might end the process. None if it raises, or differs when it is fetched again.
     """
     row = min(range(len(dataset)) if rows is None else rows, default=None)
     digests = {} if row is None else {str(row): _digest_of(dataset, row)}

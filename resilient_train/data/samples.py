@@ -65,11 +65,7 @@ class Slicing:
         return replace(self, batch_size=mine // accumulation, accumulation=accumulation)
 
     def of_this_rank(self, samples: Sequence[Any]) -> list[Sequence[Any]]:
-        """Slice an update's samples into this rank's micro-batches.
-
-        Ranks take turns, so that two ranks without accumulation and one rank that accumulates twice work on the very
-        same groups of samples.
-        """
+        """Slice samples for this rank. Ranks take turns: two, and one that accumulates twice, have the same groups."""
         starts = range(self.rank * self.batch_size, len(samples), self.world * self.batch_size)
         return [samples[start : start + self.batch_size] for start in starts]
 

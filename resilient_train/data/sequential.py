@@ -101,10 +101,9 @@ class LoaderBatches:
 
 
 class LoaderSamples(FedSamples):
-    """Updates of the caller's loader, kept as long as a rewind may go back to them.
+    """Updates of the caller's loader, kept as copies as long as a rewind may go back to them.
 
-    Positions count samples as if every batch were full. What is kept is a copy: a loop may change its batches, and a
-    loader may use their memory again.
+    Positions count samples as if every batch were full.
     """
 
     is_fed = False
@@ -165,14 +164,11 @@ class LoaderSamples(FedSamples):
 
 
 class RowStream(LoaderBatches):
-    """The rows of an iterable data set, epoch after epoch, each with the random numbers that belong to it.
+    """The rows of an iterable data set, epoch after epoch, each with its own random numbers: the batches of the base.
 
-    Every rank reads all of them and keeps its own share: so a run on 1, 2 or 4 processes sees the same updates. What
-    `LoaderBatches` does with the batches of a loader is done here with rows.
-
-    Some states leave out what a shuffle buffer holds: rows would be missing, without any error. So a place is noted
-    with a state whose next rows were read since, and by them it is seen whether it leads there. If it does not, the
-    epoch is read from its first row.
+    Every rank reads all of them and keeps its share: 1, 2 or 4 processes see the same updates. Some states leave out
+    what a shuffle buffer holds. So a place is noted with a state whose next rows were read since, and these show
+    whether it leads there. If it does not, the epoch is read from its first row.
     """
 
     def __init__(self, dataset: Any, slicing: Slicing, seed: int) -> None:

@@ -30,10 +30,9 @@ def room(
 
 
 class Copier:
-    """Copies the state of a run into the memory of a snapshot, which is pinned host memory if the run uses CUDA.
+    """Copies the state of a run into a snapshot, with CUDA into pinned host memory.
 
-    There, large tensors that only an optimizer changes are copied on a second stream during the next forward. All
-    others, which a forward or the loop may change at any time, are copied first, on the current stream.
+    Large tensors that only an optimizer changes are copied on a second stream in the next forward, all others first.
     """
 
     def __init__(self, device: torch.device) -> None:

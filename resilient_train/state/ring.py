@@ -136,10 +136,7 @@ class Ring:
             self._drop_set_aside()
 
     def distrust(self, since: int) -> None:
-        """Drop every snapshot after `since`, the newest step that can still be trusted.
-
-        The snapshot set aside is from before a rewind. It stays valid unless `since` is before the step of that rewind.
-        """
+        """Drop snapshots after `since`, and the one set aside if `since` is before the step that was rewound to."""
         self.drop(*[one for one in self.snapshots if one.step > since])
         if since < self._branch_step:
             self._drop_set_aside()
@@ -157,10 +154,9 @@ class Ring:
         return next((one for one in reversed(self.snapshots) if one.verified), None)
 
     def travelled(self) -> float:
-        """Return how far the weights moved from one of the two newest snapshots to the other, relative to their norm.
+        """Return how far the weights moved between the two newest snapshots, relative to their norm; 0 without two.
 
-        It is that of 25 updates, by the root of their number, as in a random walk. 0 without two snapshots; of weights
-        that are sharded, what the rank says whose part moved least. The host waits; a collective.
+        Scaled to 25 updates, as in a random walk; the least of all ranks. The host waits; a collective.
         """
         if len(self.snapshots) < 2:
             return 0.0
@@ -237,11 +233,9 @@ class Ring:
             go_back()
 
     def _settle_slots(self, size: int) -> tuple[int, float]:
-        """Agree with all ranks on how many snapshots of `size` bytes fit, and drop those that do not.
+        """Agree with all ranks on how many snapshots of `size` bytes fit, at least two, and drop those that do not.
 
-        Returns the bytes of one snapshot and the bytes allowed for all: by default half of what is available at the
-        first call, divided by the ranks of this machine. A single snapshot would be dropped for the next candidate, so
-        one is not enough.
+        Returns the bytes of one, and those allowed: by default half of what was available at first, over local ranks.
         """
         if self._allowed is None:
             if self._config.max_gib is not None:
