@@ -28,7 +28,6 @@ from resilient_train.errors import ConfigError, in_one_line
 from resilient_train.ranks.world import World, recompute, shard
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.state.randomness import Purpose, mix, seed_all
-from resilient_train.state.tree import own_class
 from resilient_train.update.objective import Measured
 from resilient_train.update.schedule import CurveSchedule, Schedule, ShadowSchedule
 from resilient_train.update.updater import parameter_groups
@@ -70,7 +69,8 @@ class Run:
     def __str__(self) -> str:
         count = sum(weight.numel() for weight in self.bare_model.parameters())
         rows = counted(self.guard.samples.slicing.samples, "row")
-        return f"{own_class(self.bare_model).__name__} with {count:,} weights, {rows} to an update"
+        name = type(self.bare_model).__name__.removeprefix("FSDP")  # which `fully_shard` puts before it
+        return f"{name} with {count:,} weights, {rows} to an update"
 
 
 def assemble(

@@ -58,7 +58,6 @@ class CheckpointKeeper:
         # the run was rewound to since. If they are sharded, all ranks have the same.
         self._trusted: list[int] = []
         self._highest_saved = 0  # the highest step that was written, rewound or not
-        self._last_rewind = (0, 0)  # tick and step
         self.is_verified = True  # the state that the run was resumed from
         self._has_verified = True  # that state, or one that this process has written since
         self._is_failing = False
@@ -113,7 +112,7 @@ class CheckpointKeeper:
         elif not self._commits or not writer.is_free:
             return
         elif self._best is not None and self._best.is_ripe(snapshot.step):
-            writer.offer(Job(snapshot.step, self._parts.clock.tick, self._best.write))
+            writer.offer(Job(snapshot.step, self._best.write))
         elif is_due:
             self._offer(snapshot)
 
@@ -138,9 +137,11 @@ class CheckpointKeeper:
             log.error("checkpoints that may contain damage could not be demoted: %s", error.strerror)
 
     def rewound(self, step: int) -> None:
+        writing = self._writer.writing
         self._read_outcomes()
         self._trusted = [min(one, step) for one in self._trusted]
-        self._last_rewind = self._parts.clock.tick, step
+        if writing is not None:
+            writing.counts_as = min(writing.counts_as, step)
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """Keep the present weights if this evaluation of them is the best so far. All ranks call this."""
@@ -212,7 +213,7 @@ class CheckpointKeeper:
             """Write the best weights; return the checkpoint of this state, if a completed run was started again."""
             best = self._best
             while best is not None and best.is_ripe(parts.clock.step):
-                if self._write_now(Job(parts.clock.step, parts.clock.tick, best.write)).error is not None:
+                if self._write_now(Job(parts.clock.step, best.write)).error is not None:
                     break
             present = VERIFIED, parts.clock.step, parts.clock.tick, json.loads(json.dumps(remedies))
             for one in self._store.usable()[:1]:
@@ -357,7 +358,7 @@ class CheckpointKeeper:
             self._run_history.note("checkpoint_saved", step=step, tick=tick)
             return entry
 
-        return Job(step, tick, write, snapshot)
+        return Job(step, write, snapshot)
 
     def _examine(self, content: Mapping[str, Any], written: Entry) -> None:
         """Raise Damaged if the first checkpoint of a process does not fit the run: read in full, as a resume does."""
@@ -379,8 +380,7 @@ class CheckpointKeeper:
         step = job.step
         if job.error is None:
             if job.entry is not None and not self._is_sharded:  # else that was noted on all ranks
-                rewind_tick, rewind_step = self._last_rewind
-                self._note_saved(step, step if job.tick > rewind_tick else min(step, rewind_step))
+                self._note_saved(step, job.counts_as)
             if self._is_failing:
                 log.info("checkpoints are saved again: step %d", step)
                 self._is_failing = False

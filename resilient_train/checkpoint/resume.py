@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from resilient_train.checkpoint.store import Damaged, Entry, Saved, Store
-from resilient_train.errors import ConfigError, TrainError, in_one_line, unusable
+from resilient_train.checkpoint.store import Damaged, Entry, Manifest, Saved, Store
+from resilient_train.errors import ConfigError, TrainError, unusable
 from resilient_train.record import endings, progress
 from resilient_train.record.progress import Doing, Hung, Progress
 from resilient_train.record.run_history import RunHistory
-from resilient_train.recover.knobs import Knobs
 from resilient_train.run_parts import RunParts
 from resilient_train.secrets import masked
 from resilient_train.state.kept import Stateful
@@ -96,6 +95,7 @@ class Resumption:
             why = "; ".join(f"{one.path.name} {reason}" for one, reason in damaged) or "they are gone"
             what = f"no usable checkpoint in {self.store.path}: {why}"
             raise TrainError(f"cannot resume: {what}. {self.how.fresh} starts a new run")
+        manifest = entry.manifest if entry is not None else None
         step = entry.step if entry else self.parts.clock.step  # 0, or what a trainer has made by its own checkpoint
         found = incidents_of_damage(damaged, step)
         skipped, span = None, last.stop - last.start
@@ -106,12 +106,12 @@ class Resumption:
             times = history.note_process_end(last.tick, last.start, last.stop, in_first=last.doing is Doing.FIRST)
             skipped = (last.start, last.stop) if times >= crashes else None
         if last.tick and not is_explained and (skipped or is_updating or last.doing is Doing.BETWEEN):
-            tick = entry.manifest.tick if entry and entry.manifest else 0
+            tick = manifest.tick if manifest else 0
             # Attempts without a verdict are lost, too; what was refused or undone before is in those incidents.
             counted = sum(one.steps_lost for one in incidents if one.anomaly.tick > tick)
             lost = last.tick - tick - counted if tick or not step else last.step - step
             found.append(self._crash(step, max(0, lost), skipped, hung, incidents))
-        remedies = [entry.manifest.remedies] if entry and entry.manifest else []
+        remedies = [manifest.remedies] if manifest else []
         remedies += [dict(history.remedies)] if history.remedies else []  # last, also where the tick is the same
         return ResumePlan(
             path=entry.path if entry else None,
@@ -120,14 +120,14 @@ class Resumption:
             found=tuple(found),
             incidents=tuple(incidents),
             skipped=skipped,
-            previous_samples_per_update=self._samples_to_keep(entry),
+            previous_samples_per_update=self._samples_to_keep(manifest),
         )
 
-    def _samples_to_keep(self, entry: Entry | None) -> int:
+    def _samples_to_keep(self, manifest: Manifest | None) -> int:
         """The samples of an update in earlier processes, if only the number of processes has changed since; else 0."""
         slicing = self.parts.samples.slicing
-        if entry is not None and entry.manifest is not None:
-            samples, per_process = entry.manifest.samples, entry.manifest.each
+        if manifest is not None:
+            samples, per_process = manifest.samples, manifest.each
         else:
             processes, samples = self.history.began_with or (self.parts.world.size, slicing.samples)
             per_process = samples // processes
@@ -166,12 +166,6 @@ class Resumption:
             raise unusable(changed[0], f"{entry.path} does not fit it as it is now: {why}")
         if why:
             raise Damaged(f"does not fit this run: {why}")
-        try:
-            Knobs().load_state_dict(manifest.remedies["knobs"])
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise Damaged(f"has invalid knobs: {in_one_line(error)}") from error
-        if not {"statistics", "passed", "panel", "remembered"} <= saved.memory.keys():
-            raise Damaged("lacks the state of the checks")
         return saved
 
     def load(self, entry: Entry, *, resuming: bool) -> None:

@@ -27,11 +27,13 @@ class Job:
     """One thing to write, and how that went."""
 
     step: int
-    tick: int
     write: Callable[[], Entry | None]  # None: it was not a checkpoint
     snapshot: Snapshot | None = None  # that it reads
     entry: Entry | None = None  # the checkpoint that it wrote
     error: Exception | None = None
+
+    def __post_init__(self) -> None:
+        self.counts_as = self.step  # an earlier step, if the run was rewound to that meanwhile
 
     @property
     def trouble(self) -> str:

@@ -279,8 +279,7 @@ class MapSamples(Samples):
             is_again, is_first = self._trouble_until == span.start, self._trouble_until is None
             # Rows that fail now and then are reported once; the death of a worker costs seconds every time.
             if is_first or retries.pauses or (lost_worker and not is_again):
-                attempt = f"try {retries.pauses + 2}" if retries.pauses else "the second try"
-                log.warning("data: %s; the same rows arrived at %s, and training continues", trouble, attempt)
+                log.warning("data: %s; the same rows arrived at another try, and training continues", trouble)
             self._trouble_until = span.stop
             if not is_of_rows:
                 self._loader = None  # a loader that has lost a worker cannot be iterated again

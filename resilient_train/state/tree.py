@@ -73,12 +73,6 @@ def is_sharded(tensor: Any) -> bool:
     return hasattr(tensor, "to_local")
 
 
-def own_class(module: torch.nn.Module) -> type:
-    """The class of a module before `fully_shard` gave it a class derived from that one."""
-    made = {one for one in type(module).__mro__ if any(base.__name__ == "FSDPModule" for base in one.__mro__)}
-    return next(one for one in type(module).__mro__ if one not in made)
-
-
 def sharding_of(tensor: Any) -> Sharding:
     if isinstance(tensor, Share):
         return tensor.sharding

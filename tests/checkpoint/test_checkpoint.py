@@ -179,7 +179,7 @@ def test_one_that_cannot_be_demoted_keeps_no_other_from_it(store: Store) -> None
 
 
 def job(step: int, do: Callable[[], Any], snapshot: Snapshot | None = None) -> Job:
-    return Job(step, step, do, snapshot)
+    return Job(step, do, snapshot)
 
 
 def test_the_writer_writes_and_prunes_behind_it(store: Store) -> None:

@@ -521,7 +521,7 @@ def test_a_row_that_raises_once_is_fetched_again(caplog: pytest.LogCaptureFixtur
             assert sha256(new.batches) == sha256(old.batches)
     (line,) = caplog.messages
     assert line.startswith("data: OSError: stale file handle (")
-    assert line.endswith("; the same rows arrived at the second try, and training continues")
+    assert line.endswith("; the same rows arrived at another try, and training continues")
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ MAY_KNOW: dict[str, set[str]] = {
     "watch": {"data", "ranks", "state"},
     "diagnose": {"data", "numerics", "ranks", "recover", "state", "watch"},
     "run_parts": {"data", "diagnose", "ranks", "state", "update", "watch"},
-    "checkpoint": {"record", "recover", "run_parts", "state", "update"},
+    "checkpoint": {"record", "run_parts", "state", "update"},
     "trials": {"computation", "numerics", "recover", "run_parts", "state", "update", "watch"},
     "controls": {"checkpoint", "diagnose", "numerics", "record", "recover", "run_parts", "state", "trials", "watch"},
     "intended": {"controls", "diagnose", "record", "run_parts", "watch"},
