@@ -19,7 +19,7 @@ from resilient_train.state.kept import Stateful
 from resilient_train.state.run_state import explain_mismatch
 from resilient_train.types import Incident, ProcessIncident, Signal
 from resilient_train.update.updater import LR_OF_GUARD
-from resilient_train.wording import log
+from resilient_train.wording import log, rows_named
 
 _SHAPES = ("model", "optimizer", "data.batch_size", "accelerate")  # keys that decide whether a state fits
 
@@ -235,19 +235,15 @@ class Resumption:
         evidence = f"the previous process died {at}"
         if last.doing is not Doing.HUNG:
             evidence += f": {hung}" if hung else " without logging anything"
-        rows: list[int] = []
-        advice = ""
+        rows: Sequence[int] = ()
         if skipped:
             evidence += ", and the one before that at the same samples: they are skipped"
-            rows = list(self.parts.samples.rows_at(*skipped))
+            rows = self.parts.samples.rows_at(*skipped)
             # Each epoch combines other rows to an update: those that were there at every crash are to blame.
             earlier = [one for one in incidents if one.anomaly.signal in (Signal.CRASH, Signal.HANG)]
             common = [sorted({*rows} & {*one.diagnosis.rows}) for one in earlier]
             rows = min([one for one in common if one], key=len, default=rows)
-        if rows:
-            shown = ", ".join(map(str, rows[:8])) + (f" and {len(rows) - 8} more" if len(rows) > 8 else "")
-            word = "row" if len(rows) == 1 else "rows"
-            advice = f"Look at {word} {shown}: the process ended there twice."
+        advice = f"Look at {rows_named(rows)}: the process ended there twice." if rows else ""
         signal = Signal.HANG if last.doing is Doing.HUNG or hung else Signal.CRASH
         remedy = "skip" if skipped else "go_on"
         return ProcessIncident(signal, last.step + 1, step, evidence, remedy, advice, tuple(rows), step, lost)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Sequence
+from functools import lru_cache
 from itertools import repeat
 from operator import itemgetter
 from typing import NamedTuple
@@ -112,7 +113,7 @@ class Stream:
         self.rows, self.seed, self.shuffle = rows, seed, shuffle
         self.skipped = Ranges()
         self.quarantined: set[int] = set()
-        self._blocks: dict[tuple[int, int], list[int]] = {}
+        self._order = lru_cache(maxsize=2)(self._rows_of)  # most updates span at most two blocks
 
     def take(self, position: int, count: int) -> Span:
         """Return the next `count` samples from `position` on, without skipped ranges."""
@@ -166,15 +167,11 @@ class Stream:
             start += len(rows)
         return keys
 
-    def _order(self, epoch: int, block: int) -> list[int]:
-        order = self._blocks.get((epoch, block))
-        if order is None:
-            start, stop = block * _BLOCK, min(self.rows, (block + 1) * _BLOCK)
-            shuffled = permuted(start, stop, self.rows, self.seed, epoch).tolist() if self.shuffle else None
-            order = list(range(start, stop)) if shuffled is None else shuffled
-            while len(self._blocks) > 1:  # most updates span at most two
-                self._blocks.pop(next(iter(self._blocks)))
-            self._blocks[epoch, block] = order
+    def _rows_of(self, epoch: int, block: int) -> list[int]:
+        start, stop = block * _BLOCK, min(self.rows, (block + 1) * _BLOCK)
+        if not self.shuffle:
+            return list(range(start, stop))
+        order: list[int] = permuted(start, stop, self.rows, self.seed, epoch).tolist()
         return order
 
     def _substitute(self, epoch: int, slot: int) -> int:

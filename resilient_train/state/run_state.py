@@ -296,12 +296,13 @@ def restore_optimizer(optimizer: Optimizer, saved: Tree) -> None:
         for key in group.keys() - settings.keys() - {"params"}:  # which the thread of the writer reads
             del group[key]
         group.update(to_original_device(settings))
-    moments = saved["moments"]
+    moments, tables = saved["moments"], []
     for place, weight in _places(optimizer):
-        if place not in moments:  # the snapshot is older than the first update of this weight
+        if place in moments:
+            tables.append((optimizer.state[weight], moments[place]))
+        else:  # the snapshot is older than the first update of this weight
             optimizer.state.pop(weight, None)
-    there = [(place, weight) for place, weight in _places(optimizer) if place in moments]
-    _restore_tables([(optimizer.state[weight], moments[place]) for place, weight in there])
+    _restore_tables(tables)
 
 
 def _places(optimizer: Optimizer) -> list[tuple[int, torch.Tensor]]:
