@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -88,16 +87,6 @@ def test_the_manifest_is_read_back_to_the_byte(store: Store) -> None:
         assert Entry.of(file.parent).manifest is None
     file.write_text(text)
     assert Entry.of(file.parent).manifest is not None
-
-
-@pytest.mark.parametrize("kind", [VERIFIED, CANDIDATE, DEMOTED])
-def test_marking_changes_the_kind_and_nothing_else(store: Store, kind: str) -> None:
-    """It verifies as before, and is usable unless it is demoted."""
-    entry = write(store, 7)
-    assert entry.manifest is not None
-    marked = store.mark(entry, kind)
-    assert manifests.verify(entry.path) == marked.manifest == replace(entry.manifest, kind=kind)
-    assert (newest(store) == 7) == (kind != DEMOTED)
 
 
 def test_sweeping_stays_in_its_directory(store: Store, tmp_path: Path) -> None:

@@ -312,14 +312,6 @@ def test_the_update_after_a_quarantine_is_made_with_substitutes(workers: int) ->
     samples.close()
 
 
-def test_samples_without_an_index_say_so() -> None:
-    """Nobody can fetch one of their rows again, so remedies that need that are passed over."""
-    samples = over(Counting(), Slicing(5))
-    assert samples.rows == 0
-    assert samples.next_update().keys == []
-    assert over(Augmented(29), Slicing(5)).rows == 29
-
-
 # Rows that raise.
 
 

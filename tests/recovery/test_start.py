@@ -111,20 +111,16 @@ def test_what_explodes_for_other_reasons_than_the_rate_is_trained_with_that_rate
 def on_ranks(size: int) -> tuple[list[str], float, float]:
     """Train on every rank, with whole weights on one and sharded ones on two: remedies, last step and loss."""
     net, rows, criterion, optimizer = made(summed)
+    accelerator = Accelerator(cpu=True)
     if size > 1:
-        accelerator = Accelerator(cpu=True)
         fully_shard(net, mesh=init_device_mesh("cpu", (size,)))
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-    else:
-        accelerator = Accelerator(cpu=True)
     guard = Guard(accelerator, net, optimizer, data=rows, batch_size=32 // size, steps=60,
                   objective=lambda model, batch: size * criterion(model(batch[0]), batch[1]))  # fmt: skip
     for batch in guard.batches():
         guard.step(batch)
     remedies = [action.remedy for one in guard.incidents for action in one.decision.actions]
-    points, targets = rows.tensors
-    with torch.no_grad():
-        loss = float(criterion(net(points), targets))
+    loss = loss_of(net, rows, criterion)
     guard.world.leave()
     return remedies, guard.clock.tick, loss
 
