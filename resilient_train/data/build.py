@@ -83,13 +83,7 @@ def _split(items: Sequence[Any], slicing: Slicing) -> tuple[list[Sequence[Any]],
 
 
 def samples(
-    dataset: Any,
-    config: DataConfig,
-    slicing: Slicing,
-    world: World,
-    *,
-    seed: int,
-    collate: Collate,
+    dataset: Any, config: DataConfig, slicing: Slicing, world: World, *, seed: int, collate: Collate
 ) -> Samples:
     key, path = "data.train._target_", config.train["_target_"]
     if not _is_map_style(dataset, key, path):
