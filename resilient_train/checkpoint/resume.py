@@ -48,8 +48,6 @@ class ResumePlan:
 
 @dataclass
 class Resumption:
-    """Finds checkpoints, reads them, and loads them into the run."""
-
     parts: RunParts
     history: RunHistory
     progress: Progress

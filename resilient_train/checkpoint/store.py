@@ -43,8 +43,6 @@ class Damaged(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The state that a checkpoint holds, the run it belongs to, and its files."""
-
     kind: str  # verified; candidate: not verified yet; demoted: an incident began before it
     step: int
     tick: int
@@ -288,7 +286,6 @@ class Store:
                     files.remove(hidden)
 
     def sweep(self) -> None:
-        """Remove the temporary files of processes that were killed."""
         files.sweep(self.path.resolve())  # it may be a link to another disk
         for entry in self.entries():
             files.sweep(entry.path)

@@ -139,7 +139,6 @@ class FedSamples(Samples):
             return self.collated(keys), [key.row for key in keys]
 
     def forget_before(self, position: int) -> None:
-        """Drop batches before a position to which no rewind goes back."""
         while self._fed and self._fed[0].start < position:
             fed = self._fed.popleft()
             self._drop_batches(fed)

@@ -82,8 +82,6 @@ class Retries:
 
 
 class FailedRow(NamedTuple):
-    """A row that could not be fetched or collated."""
-
     row: int
     error: str  # in one line, with the place in the user's code
     may_pass: bool = False  # whether it was an error of the storage or a connection
@@ -206,7 +204,6 @@ class RepeatableBatches:
         return self.of_rows([self.fetch(key) for key in keys], keys)
 
     def of_rows(self, rows: list[Any], keys: Sequence[Key]) -> Any:
-        """Make one micro-batch of rows that were fetched one by one."""
         seed_host(mix(Purpose.COLLATE, *keys[0]))
         return self.collate(rows)
 

@@ -50,7 +50,6 @@ class LoaderBatches:
         return {"drawn": drawn, "loader": [[drawn - at, mark] for at, mark in before]}
 
     def forget_before(self, drawn: int) -> None:
-        """Drop what it takes to continue at a place to which no rewind goes back."""
         while len(self._marks) > 1 and self._marks[1][0] <= drawn:
             self._marks.popleft()
 
@@ -258,7 +257,6 @@ class RowStream(LoaderBatches):
         return is_same
 
     def _require_repetition(self) -> None:
-        """Read the first rows twice, each with the random numbers that belong to it."""
         first = []
         for _ in range(2):
             self._begin(0, 0, self._pristine)

@@ -181,7 +181,6 @@ class Backups:
         self._looks = 0
 
     def take(self) -> Backup:
-        """Copy all of them; nothing if the model has no buffers and nothing is kept."""
         tables = [(module, module._buffers.copy()) for module in self._modules if module._buffers]
         if not tables and self._scaler is None and not self.kept:
             return _NOTHING

@@ -15,11 +15,9 @@ from resilient_train.state.tree import Tree, taken_apart, to_original_device
 class Stateful(Protocol):
     """Anything with a state that can be saved and restored: a schedule, a cursor, an object of the user's."""
 
-    def state_dict(self) -> Any:
-        """Return everything needed to resume from here."""
+    def state_dict(self) -> Any: ...
 
-    def load_state_dict(self, state: Any) -> Any:
-        """Restore a state."""
+    def load_state_dict(self, state: Any) -> Any: ...
 
 
 def restore_item(item: Stateful, saved: Tree) -> None:

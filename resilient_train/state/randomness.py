@@ -91,7 +91,6 @@ class Seeds:
         self._seed, self._rank, self._device = seed, rank, device
 
     def for_update(self, start: int) -> None:
-        """Prepare the generators for the update whose samples begin at this position."""
         seed_all(mix(Purpose.UPDATE, self._seed, start, self._rank), self._device)
 
     def between(self, position: int) -> None:

@@ -42,7 +42,6 @@ class Snapshot:
 
     @cached_property
     def parts(self) -> dict[str, Tree]:
-        """The state, as `RunState.restore` takes it."""
         parts: dict[str, Tree] = put_together(self.plain, self.own)
         parts["weights"] |= parts.pop(_MOVING, {}) | self.shared
         return parts
@@ -123,7 +122,6 @@ class Ring:
         self.keeps_reference = True
 
     def release_reference(self) -> None:
-        """Treat the reference like any other snapshot again: the loss is back where it was."""
         self.keeps_reference = False
         for snapshot in self.snapshots:
             snapshot.is_reference = False
