@@ -37,7 +37,6 @@ class Snapshot:
     checks_state: Any = None  # RunParts.checks_state(); None until its update was accepted
     remedies: Any = None  # that were active after its update
     verified: bool = False
-    is_reference: bool = False  # the run is measured against it: it is not dropped to make room
     is_being_written: bool = False  # to disk: its memory must not be reused
 
     @cached_property
@@ -60,6 +59,7 @@ class Ring:
         self._set_aside: list[Snapshot] = []  # one at most
         self.best_step = 0  # the newest step at the best level of the run: the last verified snapshot up to it stays
         self.keeps_reference = False  # until the loss is back where it was before the incident
+        self._reference: Snapshot | None = None  # it is not dropped to make room
         self._branch_step = 0  # the lowest step rewound to since `_set_aside` was taken
         self._spare: list[list[torch.Tensor]] = []  # memory of dropped snapshots
         self._frozen = Frozen()
@@ -118,13 +118,11 @@ class Ring:
     def keep_reference(self, since: int) -> None:
         """Keep the newest verified snapshot until `release_reference`: the run is measured against it."""
         if not self.keeps_reference and not self._set_aside and (verified := self.verified_until(since)):
-            verified[0].is_reference = True
+            self._reference = verified[0]
         self.keeps_reference = True
 
     def release_reference(self) -> None:
-        self.keeps_reference = False
-        for snapshot in self.snapshots:
-            snapshot.is_reference = False
+        self.keeps_reference, self._reference = False, None
         self._drop_surpassed()
 
     def _drop_surpassed(self) -> None:
@@ -195,7 +193,7 @@ class Ring:
         self._state.restore(snapshot.parts)
         self._frozen.restored()
         newer = [one for one in self.snapshots if one.verified and one.step > snapshot.step]
-        best = next((one for one in newer if one.is_reference), newer[-1] if newer else None)
+        best = next((one for one in newer if one is self._reference), newer[-1] if newer else None)
         is_best = best is not None and all(best.step > one.step for one in self._set_aside)
         if best is not None and is_best and self._slots >= _SLOTS_TO_SET_ASIDE:
             self._drop_set_aside()
@@ -256,7 +254,7 @@ class Ring:
         """Drop snapshots until there is a slot for one of step `now`; False if that is not possible."""
         while len(self.snapshots) + len(self._set_aside) >= self._slots:
             best = self.verified_until(self.best_step)[:1] if self._slots > _SLOTS_TO_SET_ASIDE else []
-            verified = [one.verified and not one.is_reference and one not in best for one in self.snapshots]
+            verified = [one.verified and one not in (self._reference, *best) for one in self.snapshots]
             if (place := snapshot_to_drop(verified, [one.step for one in self.snapshots], now)) is None:
                 return False
             self.drop(self.snapshots[place])
