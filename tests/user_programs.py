@@ -97,12 +97,10 @@ class Counting:
         self.at = state["at"]
 
 
-class Buffered:
+class Buffered(Counting):
     """Shuffles through a buffer, and leaves the buffer out of its state: what it held is lost with it."""
 
-    def __init__(self, rows: int = 23, size: int = 5) -> None:
-        self.rows, self.size = rows, size
-        self.epoch = self.at = 0
+    epoch, size = 0, 5
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -116,12 +114,6 @@ class Buffered:
                 self.at += 1
             index = buffer.pop(numbers.randrange(len(buffer)))
             yield {"x": torch.rand(6), "y": torch.ones(1), "index": index}
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
 
 
 class Unrepeatable(Counting):
@@ -263,23 +255,11 @@ def witnessed(model: Witness, batch: Any) -> tuple[Tensor, dict[str, float]]:
     return loss, model.saw
 
 
-class Lengthy(torch.utils.data.IterableDataset[dict[str, Any]]):
+class Lengthy(Counting, torch.utils.data.IterableDataset[dict[str, Any]]):
     """An iterable of torch's own kind that knows its length."""
 
-    def __init__(self, rows: int = 23) -> None:
-        self.inner = Counting(rows)
-
     def __len__(self) -> int:
-        return self.inner.rows
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return iter(self.inner)
-
-    def state_dict(self) -> dict[str, int]:
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.inner.load_state_dict(state)
+        return self.rows
 
 
 class Caching(Fixed):
