@@ -5,12 +5,11 @@ It reads every file of every checkpoint; it changes nothing in the run directory
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
 
-from resilient_train.app import NO_RUN, parser_of
+from resilient_train.app import no_run, parser_of
 from resilient_train.app.terminal import print_line, print_table
 from resilient_train.checkpoint.store import CANDIDATE, DEMOTED, VERIFIED, Damaged, Entry, Store, verify
 from resilient_train.checkpoint.weights import NotExportable, export_weights
@@ -28,20 +27,19 @@ _EXIT_CODES = """0 if a run can resume or none was written, 1 if no checkpoint i
 of --weights: 1 if nothing was exported"""
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(words: list[str]) -> int:
     """List and verify, or export; return the exit code."""
-    parser = parser_of("checkpoints", _HELP, _EXIT_CODES)
+    parser = parser_of("checkpoints", _HELP, _EXIT_CODES, json="")
     file = "export the weights of the newest verified checkpoint to a new safetensors file"
     parser.add_argument("--weights", type=Path, metavar="FILE", help=file)
-    given = parser.parse_args(arguments)
+    given = parser.parse_args(words)
     run_dir: Path = given.run_dir
     if not (is_run(run_dir) or (run_dir / JOURNAL).exists() or (run_dir / CHECKPOINTS).is_dir()):
-        print(f"{run_dir}: {NO_RUN}", file=sys.stderr)
-        return 2
-    return _export(run_dir, given.weights) if given.weights else _list(run_dir, as_json=given.json)
+        return no_run(run_dir)
+    return _export(run_dir, given.weights) if given.weights else _list(run_dir)
 
 
-def _list(run_dir: Path, *, as_json: bool) -> int:
+def _list(run_dir: Path) -> int:
     found: list[tuple[Entry, str, str]] = []  # kind and damage, after reading all of it
     for entry in Store(run_dir).entries():
         damage = entry.damage
@@ -55,10 +53,6 @@ def _list(run_dir: Path, *, as_json: bool) -> int:
     resume, kind = next(((one.path.name, kind) for one, kind, _ in found if kind in (VERIFIED, CANDIDATE)), (None, ""))
     are_demoted = bool(found) and all(kind == DEMOTED for _, kind, _ in found)
     is_stuck = resume is None and not are_demoted and (bool(found) or _were_written(run_dir))
-    if as_json:
-        checkpoints = [_as_dict(*one) for one in found]
-        print(json.dumps({"run_dir": str(run_dir), "resume": resume, "checkpoints": checkpoints}))
-        return 1 if is_stuck else 0
     print_table([_row(*one) for one in found])
     if resume is not None:
         print_line(f"a resume would load {resume}{', and finish verifying it' if kind == CANDIDATE else ''}")
@@ -73,33 +67,13 @@ def _list(run_dir: Path, *, as_json: bool) -> int:
     return 1 if is_stuck else 0
 
 
-def _as_dict(entry: Entry, kind: str, damage: str) -> dict[str, object]:
-    manifest = entry.manifest
-    fields = ("step", "tick", "position", "world", "samples", "made_by", "at", "mlflow")
-    return {
-        "name": entry.path.name,
-        "path": str(entry.path),
-        "kind": kind,
-        "damage": damage or None,
-        "bytes": _bytes(entry) if manifest else None,
-        **{name: getattr(manifest, name, None) for name in fields},
-    }
-
-
 def _row(entry: Entry, kind: str, damage: str) -> list[str]:
     if (manifest := entry.manifest) is None:
         return [entry.path.name, kind, "", "", "", damage]
-    size, unit = float(_bytes(entry)), 0
-    while size >= 1000:
-        size, unit = size / 1000, unit + 1
+    size = sum(one.size for one in manifest.files.values()) / 1e6
     processes = f"{manifest.world} processes" if manifest.world > 1 else ""
     age = f"{duration(max(0.0, time.time() - manifest.at / 1000))} old"
-    shown = f"{size:.3g} {('bytes', 'kB', 'MB', 'GB', 'TB')[unit]}"
-    return [entry.path.name, kind, f"step {manifest.step:,}", shown, age, damage or processes]
-
-
-def _bytes(entry: Entry) -> int:
-    return sum(one.size for one in entry.manifest.files.values()) if entry.manifest else 0
+    return [entry.path.name, kind, f"step {manifest.step:,}", f"{size:,.2f} MB", age, damage or processes]
 
 
 def _were_written(run_dir: Path) -> bool:
