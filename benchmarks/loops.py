@@ -77,7 +77,8 @@ def _by_command(job: Job, on_step: OnStep, tell: Callable[[Any], None], *changed
                 time.sleep(0.1)  # MLflow's import and its new database belong to the start, not to a step
             on_step(step)
 
-        train(run, settled)
+        run.beat = settled
+        train(run)
         tracker.finish("completed")
         terminal.close()
         if run.guard.incidents:

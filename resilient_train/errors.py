@@ -131,7 +131,7 @@ def short_message(error: BaseException) -> str:
 
 def is_plumbing(filename: str) -> bool:
     """Say whether a file belongs to a library that runs user code, or to this package."""
-    parts = {*filename.replace("\\", "/").split("/")}
+    parts = {*filename.split("/")}
     is_ours = "resilient_train" in parts and "zoo" not in parts
     return is_ours or filename.startswith("<") or bool(_LIBRARIES & parts)
 

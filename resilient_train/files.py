@@ -207,6 +207,14 @@ def read_yaml_text(path: Path) -> str:
     return text
 
 
+def read_yaml(path: Path) -> Any:
+    """Return the content of a YAML file; None if it is missing, damaged, or larger than any of ours."""
+    try:
+        return yaml.safe_load(read_yaml_text(path))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return None
+
+
 def open_to_append(path: Path) -> int:
     """Open a file to append to it; create it if needed. Links are not followed."""
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)

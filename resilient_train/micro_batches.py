@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 
 from resilient_train.errors import TrainError
@@ -12,6 +14,7 @@ from resilient_train.types import ProcessIncident, Signal
 from resilient_train.wording import counted, log
 
 _SMALLER = "use a smaller batch_size with more gradient accumulation, or activation checkpointing"
+_HALVED = "the same command, or a restart by the launcher, resumes with micro-batches of half the rows"
 
 
 class MicroBatchSizer:
@@ -57,14 +60,11 @@ class MicroBatchSizer:
         if halved is None or is_exhausted or not self._samples.slice_as(halved):
             raise TrainError(f"{what}; {_SMALLER}")
         if self._world.size > 1:
-            advice = "the same command, or a restart by the launcher, resumes with micro-batches of half the rows"
-            try:
-                if self._place is None:
-                    advice = _SMALLER
-                else:
+            advice = _SMALLER
+            if self._place is not None:
+                with suppress(OSError):  # this host may not have the directory
                     progress.leave(self._place, OutOfMemory(halved.batch_size * 2, step, self._world.rank, evidence))
-            except OSError as error:
-                advice = f"{_SMALLER} ({self._place} could not take a note: {error.strerror})"
+                    advice = _HALVED
             raise TrainError(f"{what}; {advice}")
 
     def note_smaller(self, step: int, reason: str, ranks: tuple[int, ...] = ()) -> None:

@@ -15,7 +15,7 @@ import types
 import typing
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import yaml
@@ -24,19 +24,18 @@ from resilient_train.errors import ConfigError, in_one_line, unusable
 from resilient_train.files import conf
 
 
-class Unimportable(Exception):
-    """A dotted path cannot be imported; the message says which part of it is missing."""
-
-
 def find_in_working_directory() -> None:
     """Let `resilient-train` find a user's modules where `python -m resilient_train` does."""
     if "" not in sys.path:
         sys.path.insert(0, "")
 
 
-def find(path: str) -> Any:
-    """Import the object at a dotted path. Raises Unimportable with the part that does not exist."""
-    parts = path.split(".")
+def find(key: str, path: Any) -> Any:
+    """Import the object at the dotted path which is the value of `key`, or say which part of it does not exist."""
+    if not isinstance(path, str) or not path or path == "???":
+        why = "give the import path of a class or function, such as my_package.my_module.MyClass"
+        raise ConfigError(key, path, why)
+    parts, failed = path.split("."), "cannot be imported:"
     for count in range(len(parts), 0, -1):
         name = ".".join(parts[:count])
         try:
@@ -44,16 +43,16 @@ def find(path: str) -> Any:
         except ModuleNotFoundError as error:
             if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
                 continue
-            raise Unimportable(f"{name} needs {error.name}, which is not installed") from error
+            raise ConfigError(key, path, f"{failed} {name} needs {error.name}, which is not installed") from error
         except Exception as error:
-            raise Unimportable(in_one_line(error)) from error
+            raise ConfigError(key, path, f"{failed} {in_one_line(error)}") from error
         for attribute in parts[count:]:
             if not hasattr(found, attribute):
-                what = f"{getattr(found, '__name__', found)} has no {attribute}"
-                raise Unimportable(f"{what}{similar(attribute, dir(found))}")
+                what = f"{getattr(found, '__name__', found)} has no {attribute}{similar(attribute, dir(found))}"
+                raise ConfigError(key, path, f"{failed} {what}")
             found = getattr(found, attribute)
         return found
-    raise Unimportable(f"there is no module {parts[0]} on the path")
+    raise ConfigError(key, path, f"{failed} there is no module {parts[0]} on the path")
 
 
 def similar(name: object, known: Iterable[str], then: str = "") -> str:
@@ -74,10 +73,10 @@ class DataConfig:
     """Optional settings have defaults here too, so that a user's own file may leave them out."""
 
     train: dict[str, Any]
-    batch_size: int = field(metadata={"at_least": 1})
+    batch_size: int = limited(at_least=1)
     eval: dict[str, Any] | None = None
     shuffle: bool = True
-    num_workers: int = field(default=0, metadata={"at_least": 0})
+    num_workers: int = limited(0, at_least=0)
     quarantine: str | None = None  # the quarantine.json of another run
     collate: Any = None  # an import path, a node with a _target_, or null
 
@@ -85,33 +84,33 @@ class DataConfig:
 @dataclass
 class AccelerateConfig:
     cpu: bool
-    mixed_precision: str | None = field(metadata={"one_of": ("no", "bf16", "fp16")})
-    gradient_accumulation_steps: int = field(metadata={"at_least": 1})
     compile: bool
     ddp: dict[str, Any]
     fsdp: bool
     activation_checkpointing: bool
     blocks: list[str] | None
+    mixed_precision: str | None = limited(one_of=("no", "bf16", "fp16"))
+    gradient_accumulation_steps: int = limited(at_least=1)
 
 
 @dataclass
 class ClipConfig:
-    max_norm: float | None = field(metadata={"above": 0})
-    max_value: float | None = field(metadata={"above": 0})
+    max_norm: float | None = limited(above=0)
+    max_value: float | None = limited(above=0)
 
 
 @dataclass
 class MemoryConfig:
-    every: int = field(metadata={"at_least": 0})
-    keep: int = field(metadata={"at_least": 2})
-    max_gib: float | None = field(metadata={"at_least": 0})
+    every: int = limited(at_least=0)
+    keep: int = limited(at_least=2)
+    max_gib: float | None = limited(at_least=0)
 
 
 @dataclass
 class DiskConfig:
-    every: int = field(default=0, metadata={"at_least": 0})
-    keep: int = field(default=3, metadata={"at_least": 1})
-    keep_every: int = field(default=0, metadata={"at_least": 0})
+    every: int = limited(0, at_least=0)
+    keep: int = limited(3, at_least=1)
+    keep_every: int = limited(0, at_least=0)
 
 
 T = TypeVar("T")

@@ -26,6 +26,7 @@ from resilient_train.data.samples import Slicing
 from resilient_train.drills import Drill, parse
 from resilient_train.errors import ConfigError, in_one_line
 from resilient_train.ranks.world import World, recompute, shard
+from resilient_train.reader import checked, find
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.state.randomness import Purpose, mix, seed_all
 from resilient_train.update.objective import Measured
@@ -45,7 +46,8 @@ class Run:
     objective: Measured
     guard: Guard
     evaluation: MapEvaluation | IterableEvaluation | None
-    stop: Callable[[], bool] = lambda: False
+    stop: Callable[[], bool]
+    beat: Callable[[], None]  # called whenever the run makes progress
     evaluated_at: int | None = None  # step
 
     def evaluates_at(self, step: int) -> bool:
@@ -139,7 +141,7 @@ def assemble(
         stop=stop,
         beat=beat,
     )
-    run = Run(config, world, prepared, model, objective, guard, evaluation, stop)
+    run = Run(config, world, prepared, model, objective, guard, evaluation, stop, beat)
     guard.remember("run", run)
     return run
 
@@ -158,7 +160,7 @@ def model_of(config: Config) -> nn.Module:
 
 def objective_of(node: dict[str, Any], device: torch.device) -> Any:
     """Build the objective: a callable `(model, batch)`."""
-    if inspect.isclass(compose.find("objective._target_", node.get("_target_"))):
+    if inspect.isclass(find("objective._target_", node.get("_target_"))):
         node = {**node, "_partial_": False}  # an object whose __call__ is the objective
     objective = compose.build("objective", node)
     if not callable(objective):
@@ -182,8 +184,7 @@ def collate_of(node: Any) -> Collate:
     """Build what makes a batch of rows."""
     if node is None:
         return default_collate
-    find = compose.find if isinstance(node, str) else compose.build
-    collate = find("data.collate", node)
+    collate = find("data.collate", node) if isinstance(node, str) else compose.build("data.collate", node)
     if not callable(collate):
         why = f"is a {type(collate).__name__}: expected a callable (rows) -> batch"
         raise ConfigError("data.collate", node, why)
@@ -205,11 +206,9 @@ def _optimizers(node: dict[str, Any], model: nn.Module) -> list[Optimizer]:
 
 
 def _schedule(node: dict[str, Any], optimizer: Optimizer) -> Schedule:
-    warmup_steps = node.get("warmup_steps", 0)
-    if not isinstance(warmup_steps, int) or warmup_steps < 0:
-        raise ConfigError("schedule.warmup_steps", warmup_steps, "must be a whole number of at least 0")
+    warmup_steps = checked("schedule.warmup_steps", node.get("warmup_steps", 0), int, {"at_least": 0})
     key, path = "schedule._target_", node.get("_target_")
-    target = compose.find(key, path)
+    target = find(key, path)
     parameters = list(compose.parameters(target) or ())
     if "warmup_steps" not in parameters:
         node = {key: value for key, value in node.items() if key != "warmup_steps"}

@@ -22,7 +22,7 @@ from resilient_train.app.config import CONF
 from resilient_train.app.config.command_line import VERSION_BASE, explained, parse, typed
 from resilient_train.app.terminal import survive_hangup
 from resilient_train.errors import ConfigError, Stopped, TrainError, unusable
-from resilient_train.files import commit_text, read_plain
+from resilient_train.files import commit_text, read_yaml
 from resilient_train.ranks.launch import launched_rank
 from resilient_train.ranks.process_exit import code_for_agent
 from resilient_train.reader import find_in_working_directory
@@ -102,9 +102,9 @@ def _job(raw: DictConfig) -> float | None:
         learn(dict(word.partition("=")[::2] for word in words))
         print(masked(f"job {hydra_config.job.num} of the sweep: {' '.join(words)}"), flush=True)
         file = Path(hydra_config.sweep.dir) / "multirun.yaml"  # Hydra has written it with the secrets
-        with suppress(OSError, ValueError, yaml.YAMLError):
-            tree = yaml.safe_load(read_plain(file).decode("utf-8"))
-            if (hidden := masked_tree(tree)) != tree:
+        tree = read_yaml(file)
+        if (hidden := masked_tree(tree)) != tree:
+            with suppress(OSError):
                 commit_text(file, yaml.safe_dump(hidden, sort_keys=False))
     try:
         from resilient_train.app.config.compose import from_hydra

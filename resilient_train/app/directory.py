@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from resilient_train.errors import ConfigError, DirectoryInUse
-from resilient_train.files import commit_text, is_left_over, read_json, read_plain, remove, sync_directory
+from resilient_train.files import commit_text, is_left_over, read_plain, remove, sync_directory
 from resilient_train.ranks.lock import LOCK, DirectoryLock
-from resilient_train.record.endings import CHECKPOINTS, CONFIG, SUMMARY
+from resilient_train.record.endings import CHECKPOINTS, CONFIG, SUMMARY, read_ending
 from resilient_train.record.journal import JOURNAL, read
 from resilient_train.secrets import masked
 
@@ -40,12 +40,12 @@ class RunDirectory:
 
 
 def claim(
-    path: Path, *, steps: int, resume: str, is_unchanged: Callable[[Path], bool]
+    path: Path, *, steps: int, resume: str, changes: Callable[[Path], dict[str, str]]
 ) -> tuple[RunDirectory, DirectoryLock]:
     """Lock `path` for a run of `steps` updates. With `resume` never, lock the next sibling that is free.
 
     A directory without any update is reused; with `resume` never, if its start was refused. One that holds the complete
-    run is returned with its summary, and so is one that gave up if its config.yaml `is_unchanged`: it would give up
+    run is returned with its summary, and so is one that gave up without `changes` to its config.yaml: it would give up
     again. Any other run resumes.
     """
     path = path.absolute()
@@ -57,8 +57,7 @@ def claim(
             if resume == "never":
                 continue
             raise
-        node = read_json(directory.path / SUMMARY)
-        summary = node if isinstance(node, dict) else {}
+        summary = read_ending(directory.path, SUMMARY) or {}
         has_no_update = summary.get("ticks") == 0 and not (directory.path / CHECKPOINTS).exists()
         was_refused = summary.get("status") == "failed" and summary.get("exit_code") == 2
         is_free = directory.is_new or (has_no_update and (was_refused or resume != "never"))
@@ -66,9 +65,10 @@ def claim(
             lock.release()
             continue
         if not is_free:
+            directory.changes = changes(directory.config)
             done, status = summary.get("steps"), summary.get("status")
             is_complete = isinstance(done, int) and done >= steps and status == "completed"
-            is_finished = is_complete or (status == "gave_up" and is_unchanged(directory.config))
+            is_finished = is_complete or (status == "gave_up" and not directory.changes)
             if is_finished and (resume == "auto" or (resume != "never" and masked(resume) in _sources(directory.path))):
                 directory.finished = summary
                 return directory, lock

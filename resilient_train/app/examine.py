@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from resilient_train.app import NO_RUN, parser_of
+from resilient_train.app import no_run, parser_of
 from resilient_train.errors import ConfigError, TrainError
 from resilient_train.reader import find_in_working_directory
 from resilient_train.record.endings import SUMMARY, is_run, read_ending
@@ -28,12 +28,14 @@ precision. Give the overrides of the run: no model or data is built from its dir
 _EXIT_CODES = "0 if loss and gradients are finite, 1 if not, 2 if RUN_DIR or the overrides do not fit"
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(words: list[str]) -> int:
     """Examine one batch; return the exit code."""
     parser = parser_of("examine", _HELP, _EXIT_CODES)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="the overrides of the run's own command")
     parser.add_argument("--rows", help="rows of the data set, such as 3,77; default: the first data.batch_size rows")
-    given = parser.parse_intermixed_args(arguments)
+    given = parser.parse_intermixed_args(words)
+    if not is_run(given.run_dir):
+        return no_run(given.run_dir)
     find_in_working_directory()
     try:
         found = _examined(given)
@@ -59,13 +61,11 @@ def _examined(given: argparse.Namespace) -> Any:
 
     run_dir: Path = given.run_dir
     written = run_dir / "config.yaml"
-    if not is_run(run_dir):
-        raise TrainError(f"{run_dir}: {NO_RUN}")
     if not written.is_file():
         why = "has no config.yaml, as the run of a loop: use resilient_train.examine(model, objective, batch)"
         raise ConfigError("RUN_DIR", run_dir, why)
     composed = compose.load(given.overrides)
-    if changes := composed.other_run(written):
+    if changes := compose.other_run(composed.changes(written)):
         why = f"is a run of another configuration ({'; '.join(changes[:3])}): give the overrides of its command"
         raise ConfigError("RUN_DIR", run_dir, why)
     config = composed.config

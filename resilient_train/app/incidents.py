@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from resilient_train.app import NO_RUN, parser_of
+from resilient_train.app import no_run, parser_of
 from resilient_train.app.directory import was_launched
 from resilient_train.app.terminal import print_line
 from resilient_train.errors import TrainError
@@ -31,7 +31,7 @@ _STYLES |= dict.fromkeys(("gave_up", "failed", "unrecovered"), "bold red")
 _OUTCOMES: dict[Outcome | None, str] = {Outcome.RECOVERED: "green", Outcome.UNRECOVERED: "red", Outcome.GAVE_UP: "red"}
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(words: list[str]) -> int:
     """Print the incidents of a run; return the exit code."""
     parser = parser_of(
         "incidents",
@@ -41,15 +41,14 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--follow", action="store_true", help="print new incidents until the run has ended")
     parser.add_argument("--last", type=int, metavar="N", help="only the last N")
-    given = parser.parse_args(arguments)
+    given = parser.parse_args(words)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # an old terminal may lack a character
     run_dir: Path = given.run_dir
     try:
         story = _read(run_dir)
         if story.state == "none" and not (run_dir / JOURNAL).exists():
-            print(f"{run_dir}: {NO_RUN}", file=sys.stderr)
-            return 2
+            return no_run(run_dir)
         shown = _Shown(as_json=given.json, follows=given.follow)
         shown.summary(story, damaged_lines(run_dir / JOURNAL))
         shown.news(story, given.last)

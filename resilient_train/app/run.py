@@ -18,7 +18,7 @@ from resilient_train import __version__
 from resilient_train.adapters.reporter import Place, finish_uploads, print_review, status_and_code, write_summary
 from resilient_train.app import HOME
 from resilient_train.app.build import Run, assemble
-from resilient_train.app.config.compose import Composed, describe_changes, is_fixed
+from resilient_train.app.config.compose import Composed, describe_changes, is_fixed, other_run
 from resilient_train.app.directory import RunDirectory, claim
 from resilient_train.app.terminal import Terminal
 from resilient_train.app.train import train
@@ -84,7 +84,7 @@ def run(composed: Composed) -> Ending:
     try:
         directory = world.on_main(lambda: _open(composed, locks))
         if directory.finished is not None:
-            ending = _already_finished(composed, directory, directory.finished, world)
+            ending = _already_finished(directory, directory.finished, world)
         else:
             terminal.log_to(directory.log(world.rank))
             set_deterministic(config.run.deterministic)
@@ -108,16 +108,14 @@ def run(composed: Composed) -> Ending:
 def _open(composed: Composed, locks: list[DirectoryLock]) -> RunDirectory:
     """Choose and lock the run directory, on rank 0."""
     settings = composed.config.run
-    directory, lock = claim(
-        Path(settings.dir), steps=settings.steps, resume=settings.resume, is_unchanged=composed.is_unchanged
-    )
+    path, changes = Path(settings.dir), composed.changes
+    directory, lock = claim(path, steps=settings.steps, resume=settings.resume, changes=changes)
     locks.append(lock)
     why = ""
     if directory.finished is not None:
-        if changes := composed.other_run(directory.config):
-            why = f"holds a finished run of another configuration ({'; '.join(changes)})"
+        if others := other_run(directory.changes):
+            why = f"holds a finished run of another configuration ({'; '.join(others)})"
     elif directory.resumes:
-        directory.changes = composed.changes(directory.config)
         if refused := [f"{key}: {how}" for key, how in directory.changes.items() if is_fixed(key)]:
             why = f"holds a run that cannot resume with another {'; '.join(refused)}"
     else:
@@ -137,8 +135,7 @@ class _Session:
         self.config, self.started = composed.config, time.monotonic()
         self.tracker: Tracker = Tracker()
         self.incident_log = IncidentLog(None)
-        self.run: Run | None = None
-        self.has_begun = not directory.resumes
+        self.run: Run | None = None  # once it is resumed
 
     def train(self, requests: StopRequests) -> None:
         """Build, resume, train, and write the final state and the weights."""
@@ -163,12 +160,13 @@ class _Session:
         )
         with watchdog:
             home = Place(self.incident_log, tracker=self.tracker)
-            self.run = run = assemble(self.config, world, home, resume, requests.asked, watchdog.beat)
+            run = assemble(self.config, world, home, resume, requests.asked, watchdog.beat)
             log.info("%s", run)
             self._resume(run)
+            self.run = run
             requests.is_in_loop = True
             try:
-                train(run, watchdog.beat)
+                train(run)
                 watchdog.beat(Phase.SAVE)
                 step, left = run.guard.clock.step, run.guard.leave()
                 if run.guard.stopped and left is None:  # the newest verified state may be on disk already
@@ -198,7 +196,6 @@ class _Session:
             log.info("resumes from step %d", run.guard.clock.step)
         elif directory.resumes and self.world.is_main and not self.incident_log.run_history.has_saved:
             log.info("the run there had no checkpoint yet: it begins at step 0 again")
-        self.has_begun = True
         if directory.resumes and self.world.is_main:
             endings.begin(directory.path, is_finished=False)
         if directory.changes and self.world.is_main:
@@ -226,7 +223,7 @@ class _Session:
                 with suppress(OSError):  # this host may not have the directory
                     progress.leave(directory.path, mine)
                 time.sleep(_FOR_OTHERS_S)  # rank 0 would only see that this process ended
-            if run is not None and self.has_begun:
+            if run is not None:
                 run.guard.hung(evidence, in_update=hang.phase is Phase.STEP)
             else:  # it hangs before it has resumed: the file `progress` still is the previous process's
                 last = position_of(directory.path) or Position()
@@ -239,7 +236,7 @@ class _Session:
                 log.error("error: %s", why)
                 evidence = why
             code = 75 if self._save_newest() and not another_failed else 1  # 75: the same command resumes
-            if run is not None and self.has_begun and (why or not another_failed):
+            if run is not None and (why or not another_failed):
                 run.guard.ended()
         if world.is_main:
             summary = self._summary("preempted" if code == 75 else "failed", code)
@@ -279,8 +276,8 @@ class _Session:
         elif is_lost_device(error):
             pass  # that a GPU was lost explains nothing: its samples may be to blame
         elif not is_main and error is not None and status_and_code(error)[0] == "failed":
-            endings.note_failure(directory.path, self.world.rank, short_message(error), in_training=self.has_begun)
-        if run is not None and self.has_begun and not was_lost:  # else the journal still is the previous process's
+            endings.note_failure(directory.path, self.world.rank, short_message(error), in_training=run is not None)
+        if run is not None and not was_lost:  # else the journal still is the previous process's
             run.guard.ended()
         self.incident_log.close_files()
         summary = self._summary(*status_and_code(error))
@@ -292,13 +289,13 @@ class _Session:
         else:
             _print_error(error, directory, self.world)
         if is_main:
-            if self.has_begun or not isinstance(error, ConfigError):
+            if run is not None or not (directory.resumes and isinstance(error, ConfigError)):
                 write_summary(summary, directory.path)  # before the uploads, which take time
             elif "WORLD_SIZE" in os.environ:  # the run is unchanged, but a launcher hides the exit code
                 endings.note_refusal(directory.path, error.exit_code, str(error))
             if (event := _ALERTS.get(summary.verdict or "")) and not isinstance(error, ConfigError):
                 self._alert(event, summary)
-            has_ticks = self.has_begun and summary.ticks > 0
+            has_ticks = run is not None and summary.ticks > 0
             # A start that fails is shown like any other end; a wrong configuration, and what a person ended, is not.
             if has_ticks or (error is not None and not isinstance(error, ConfigError | KeyboardInterrupt | Stopped)):
                 if has_ticks:
@@ -337,14 +334,11 @@ class _Session:
 
     def _summary(self, status: str, exit_code: int) -> Summary:
         seconds = time.monotonic() - self.started
-        if self.run is None or not self.has_begun:  # no update was made: the counts are those of the previous process
-            last, tally = position_of(self.directory.path) or Position(), self.incident_log.tally()
-            seconds = round(seconds, 3)
-            summary = Summary(status, exit_code, steps=last.step, ticks=last.tick, incidents=tally, seconds=seconds)
-            for name, value in (read_ending(self.directory.path, SUMMARY) or {}).items():
-                if name in _KEPT:
-                    setattr(summary, name, value)
-            return summary
+        if self.run is None:  # no update was made: the counts are those of the previous process
+            last, before = position_of(self.directory.path) or Position(), read_ending(self.directory.path, SUMMARY)
+            counts: dict[str, Any] = {"steps": last.step, "ticks": last.tick}
+            counts |= {name: value for name, value in (before or {}).items() if name in _KEPT}
+            return Summary(status, exit_code, incidents=self.incident_log.tally(), seconds=round(seconds, 3), **counts)
         state = self.run.guard.state
         digests = (state.weights_sha256(), state.sha256()) if status == "completed" else None
         return self.run.guard.reporter.summary(status, exit_code, seconds, digests)
@@ -370,14 +364,14 @@ def _place_of(hang: Hang) -> tuple[str, bool]:
     return "no line of yours", False
 
 
-def _already_finished(composed: Composed, directory: RunDirectory, summary: dict[str, Any], world: World) -> Ending:
+def _already_finished(directory: RunDirectory, summary: dict[str, Any], world: World) -> Ending:
     has_given_up = summary["status"] == "gave_up"
     if has_given_up:
         level = logging.ERROR if world.is_main else logging.INFO
         log.log(level, "%s gave up: the end of its train.log says why", directory.path)
     else:
         log.info("%s is complete: %s", directory.path, counted(summary["steps"], "step"))
-    for line in describe_changes(composed.changes(directory.config)):
+    for line in describe_changes(directory.changes):
         log.info("differs from this command: %s", line)
     if world.is_main:
         print_review(directory.path)

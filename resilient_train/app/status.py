@@ -6,9 +6,8 @@ It changes nothing, and needs neither torch nor the run's code. Launchers hide t
 from __future__ import annotations
 
 import json
-import sys
 
-from resilient_train.app import NO_RUN, parser_of
+from resilient_train.app import no_run, parser_of
 from resilient_train.record.endings import Ending, ending_of
 from resilient_train.record.journal import JOURNAL
 from resilient_train.secrets import masked, masked_tree
@@ -17,30 +16,26 @@ from resilient_train.tracking.story import Story, read_story
 from resilient_train.wording import counted, printable
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(words: list[str]) -> int:
     """Print the status of a run; return its exit code."""
     codes = "0 finished, running, or closed by guard.close(); 1 failed, hung, killed, or left without guard.close();\n"
     codes += "2 refused, or no run there; 3 gave up; 75 stopped on request"
     parser = parser_of("status", "Print the status of a run in one line, and end with its exit code.", codes)
-    given = parser.parse_args(arguments)
+    given = parser.parse_args(words)
+    run: Story | Ending
     try:
-        story = read_story(given.run_dir)
+        run = read_story(given.run_dir)
+        known, line = known_of(run), line_of(run)
     except OSError as error:
-        ending = ending_of(given.run_dir)
-        why = f"{JOURNAL} cannot be read: {error.strerror or error}"
-        if given.json:
-            known = {"state": _state_of(ending), "exit_code": ending.exit_code, "why": why}
-            print(json.dumps(masked_tree({"run_dir": str(given.run_dir), **known})))
-        else:
-            print(printable(masked(f"{given.run_dir}: {ending.state}; {why}")))
-        return ending.exit_code
+        run, why = ending_of(given.run_dir), f"{JOURNAL} cannot be read: {error.strerror or error}"
+        known, line = {"state": _state_of(run), "exit_code": run.exit_code, "why": why}, f"{run.state}; {why}"
     if given.json:
-        print(json.dumps(masked_tree({"run_dir": str(given.run_dir), **known_of(story)})))
-    elif story.state == "none":
-        print(f"{given.run_dir}: {NO_RUN}", file=sys.stderr)
+        print(json.dumps(masked_tree({"run_dir": str(given.run_dir), **known})))
+    elif run.state == "none":
+        return no_run(given.run_dir)
     else:
-        print(printable(masked(f"{given.run_dir}: {line_of(story)}")))
-    return story.exit_code
+        print(printable(masked(f"{given.run_dir}: {line}")))
+    return run.exit_code
 
 
 def line_of(story: Story) -> str:

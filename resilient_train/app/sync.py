@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TextIO
 from urllib.parse import urlsplit
 
-from resilient_train.app import NO_RUN, parser_of
+from resilient_train.app import no_run, parser_of
 from resilient_train.errors import TrainError
 from resilient_train.record.endings import at_work, is_run
 from resilient_train.record.outbox import OUTBOX
@@ -43,15 +43,17 @@ _PAUSES_S = (1.0, 3.0, 0.0)  # after each attempt to finish
 _SURVIVES_S = 6.0  # how long an attached process may upload what a killed run has left
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(words: list[str]) -> int:
     """Upload; return 0 if MLflow has everything, 1 if not, 2 if there is nothing to upload or the store is unknown."""
     parser = parser_of("sync", _HELP, "0 if MLflow has everything, 1 if not, 2 if the store is unknown", json="")
     parser.add_argument("--uri", "--tracking-uri", help="another tracking store: sqlite:///file.db, http://host:5000")
     parser.add_argument("--experiment", help="another experiment for the run")
     parser.add_argument("--follow", action="store_true", help="continue to upload until the run has ended")
     parser.add_argument("--attached", action="store_true", help=argparse.SUPPRESS)  # to a run that started it
-    given = parser.parse_args(arguments)
+    given = parser.parse_args(words)
     run_dir = given.run_dir.absolute()
+    if not (given.attached or (run_dir / OUTBOX).exists() or is_run(run_dir)):
+        return no_run(given.run_dir)
     has_ended = _attached() if given.attached else partial(_is_idle_after, run_dir)
     try:
         store, experiment = _destination(run_dir, given.uri, given.experiment, is_attached=given.attached)
@@ -80,8 +82,7 @@ def _destination(
     A process that is attached to a run has got the address from it, with its secrets.
     """
     if not is_attached and not run_dir.joinpath(OUTBOX).exists():
-        why = f"there is no {OUTBOX} to upload, as of a run that was not tracked"
-        raise TrainError(why if is_run(run_dir) else NO_RUN)
+        raise TrainError(f"there is no {OUTBOX} to upload, as of a run that was not tracked")
     cursor, environment = UploadCursor(run_dir), os.environ.get("MLFLOW_TRACKING_URI")
     experiment = experiment or cursor.get("experiment") or os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
     if is_attached:

@@ -17,7 +17,7 @@ from resilient_train.files import open_to_append
 from resilient_train.secrets import masked
 from resilient_train.wording import log, printable
 
-_CODES = {"bold": "1", "dim": "2", "italic": "3", "red": "31", "green": "32", "yellow": "33"}
+_CODES = {"bold": "1", "red": "31", "green": "32", "yellow": "33"}
 
 Words = str | tuple[str, str]  # plain, or with a style: names of _CODES, separated by blanks
 

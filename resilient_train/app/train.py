@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 
@@ -12,19 +11,16 @@ from resilient_train.state.randomness import preserved
 from resilient_train.wording import PROGRESS, duration, log
 
 
-def train(run: Run, beat: Callable[[], None] = lambda: None) -> None:
-    """Make updates until `run.steps` of them are accepted, or a request to stop; evaluate meanwhile and at the end.
-
-    `beat` is called whenever the run makes progress.
-    """
+def train(run: Run) -> None:
+    """Make updates until `run.steps` of them are accepted, or a request to stop; evaluate meanwhile and at the end."""
     settings, guard = run.config.run, run.guard
     run.model.train()
     step = guard.clock.step
     if step > 0 and run.evaluates_at(step) and run.evaluated_at != step:  # the previous process ended before it
-        evaluate_and_report(run, beat)
+        evaluate_and_report(run)
     for batch in guard.batches():
         attempted = guard.step(batch)
-        beat()
+        run.beat()
         if not attempted:
             continue  # gradients accumulate, or an incident dropped the update
         guard.reporter.tracker.begin()  # MLflow may load now; before, it would have delayed the first update
@@ -32,10 +28,10 @@ def train(run: Run, beat: Callable[[], None] = lambda: None) -> None:
             report(run)
         if run.evaluates_at(guard.attempted_step) and guard.settle():
             report(run)
-            evaluate_and_report(run, beat)
+            evaluate_and_report(run)
     report(run)
     if not guard.stopped and run.evaluated_at != guard.clock.step:
-        evaluate_and_report(run, beat)
+        evaluate_and_report(run)
 
 
 def report(run: Run) -> None:
@@ -50,9 +46,9 @@ def report(run: Run) -> None:
     run.guard.reporter.show(newest)
 
 
-def evaluate_and_report(run: Run, beat: Callable[[], None]) -> None:
+def evaluate_and_report(run: Run) -> None:
     """Evaluate, if there is an evaluation set; a request to stop may end it early."""
-    if run.evaluation is None or not (found := evaluate(run, beat)):
+    if run.evaluation is None or not (found := evaluate(run)):
         return
     run.evaluated_at = run.guard.clock.step
     run.guard.evaluated(found)
@@ -61,7 +57,7 @@ def evaluate_and_report(run: Run, beat: Callable[[], None]) -> None:
 
 
 @torch.no_grad()
-def evaluate(run: Run, beat: Callable[[], None] = lambda: None) -> dict[str, float]:
+def evaluate(run: Run) -> dict[str, float]:
     """Return the mean over all rows and ranks of the loss and of the objective's metrics.
 
     It is empty if a request to stop ended it early: the next process evaluates instead. Several processes would each
@@ -72,8 +68,8 @@ def evaluate(run: Run, beat: Callable[[], None] = lambda: None) -> dict[str, flo
     rows: dict[str, int] = {}
     run.model.eval()
     with preserved(run.world.device):  # training continues with the random numbers as if there was no evaluation
-        for batch, weight in run.evaluation.batches(beat):
-            beat()
+        for batch, weight in run.evaluation.batches(run.beat):
+            run.beat()
             if run.world.size == 1 and run.stop():
                 run.model.train()
                 run.guard.stop_now()  # the run is not complete without its evaluation
@@ -81,7 +77,7 @@ def evaluate(run: Run, beat: Callable[[], None] = lambda: None) -> dict[str, flo
             loss, metrics = run.objective(run.model, run.world.on_device(batch))
             for name, value in {"loss": loss, **metrics}.items():
                 part = torch.as_tensor(value, dtype=torch.float32, device=run.world.device) * weight
-                sums[name] = sums[name] + part if name in sums else part
+                sums[name] = sums.get(name, 0) + part
                 rows[name] = rows.get(name, 0) + weight
     run.model.train()
     run.guard.reporter.start_lap()  # the time of a step does not include an evaluation

@@ -13,10 +13,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from resilient_train import files
-from resilient_train.files import commit_text, read_json, read_plain, read_yaml_text
+from resilient_train.files import commit_text, read_json, read_plain, read_yaml
 from resilient_train.ranks.lock import holder_of
 from resilient_train.record.journal import plain
 from resilient_train.secrets import masked, masked_tree
@@ -49,10 +47,7 @@ def loop_of(run_dir: Path) -> Loop | None:
 
 def settings_of(run_dir: Path) -> Mapping[str, Any]:
     """Read the settings of a run of the command, the node `run` of its configuration; none if that is damaged."""
-    try:
-        node = yaml.safe_load(read_yaml_text(run_dir / CONFIG))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
-        return {}
+    node = read_yaml(run_dir / CONFIG)
     run = node.get("run") if isinstance(node, dict) else None
     return run if isinstance(run, dict) else {}
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, Protocol
 
 from resilient_train.errors import ConfigError
-from resilient_train.reader import Unimportable, find
+from resilient_train.reader import find
 from resilient_train.reader import limited as limited  # custom remedies import it from here
 from resilient_train.recover.knobs import Knobs
 from resilient_train.recover.trials import JUDGED, cost_of
@@ -364,10 +364,7 @@ def remedy_class(name: str, key: str) -> type[Remedy]:
     """
     if name in KNOWN:
         return KNOWN[name]
-    try:
-        kind = find(name)
-    except Unimportable as error:
-        raise ConfigError(key, name, f"cannot be imported: {error}") from error.__cause__
+    kind = find(key, name)
     if not isinstance(kind, type) or not issubclass(kind, Remedy) or not is_dataclass(kind):
         what = f"a {type(kind).__name__}" if not isinstance(kind, type) else "another class"
         what = "no dataclass" if isinstance(kind, type) and issubclass(kind, Remedy) else what

@@ -53,7 +53,7 @@ def hf_dataset(
     if isinstance(data, dict):  # DatasetDict and IterableDatasetDict
         raise ValueError(f"the data set has the splits {', '.join(data)}: pass split=... to choose one")
     if transform is not None:
-        data = data.map(find(transform) if isinstance(transform, str) else transform)
+        data = data.map(find("transform", transform) if isinstance(transform, str) else transform)
     if columns is not None:
         data = data.select_columns(list(columns))
     return data.with_format("torch")

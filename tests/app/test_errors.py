@@ -32,7 +32,7 @@ REFUSED = [
     ("data.collate=5 accelerate.ddp=5", "accelerate.ddp=5: must be a mapping"),
     ("optimizer.lr=fast", "optimizer.lr=fast: must be a finite number"),
     ("modl=gpt", "modl=gpt: no such key; did you mean model? There are run, ", ", experiment"),
-    ("optimizer.lr=-1", "error: optimizer.lr=-1: torch.optim.AdamW failed with ", "Invalid learning rate: -1"),
+    ("optimizer.lr=-1", "error: optimizer._target_=torch.optim.AdamW: failed with ", "Invalid learning rate: -1"),
     ("optimizer.betas=[0.9,nan]", "optimizer.betas=[0.9, nan]: must be a list, each a finite number"),
     ("+optimizer.betas=[0.9,0.99,0.9]", "optimizer.betas=[0.9, 0.99, 0.9]: must be a list, ", ", 2 in all"),
     ("optimizer=custom optimizer._target_=torch.optim.Adafactor +optimizer.eps=[null,nan]", "eps=[None, nan]: must be"),
@@ -65,7 +65,7 @@ REFUSED = [
     ("objective._target_=user_programs.with_a_vector", "each", "[32]", "scalar"),
     ("objective._target_=user_programs.with_a_loss", "objective._target_", "named loss"),
     ("objective._target_=user_programs.Weighed", "objective._target_", "weights of its own"),
-    ("objective._target_=resilient_train.zoo.objectives.language_model", "language_model", "integer token ids"),
+    ("objective._target_=resilient_train.zoo.objectives.language_model", "objective: needs integer token ids"),
     ("optimizer=custom optimizer._target_=builtins.list", "optimizer._target_", "Optimizer"),
     ("optimizer=custom optimizer._target_=user_programs.without_a_rate", "schedule._target_", "lr"),
     (f"schedule=custom schedule._target_={LR}.ReduceLROnPlateau", "schedule._target_", "metric"),
@@ -105,7 +105,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "a_file").touch()
     (tmp_path / "crooked" / "train.log").mkdir(parents=True)
     (tmp_path / "crooked" / "config.yaml").touch()
-    (tmp_path / "crooked" / "summary.json").write_text('{"steps": 0, "ticks": 0}')
+    (tmp_path / "crooked" / "summary.json").write_text('{"exit_code": 1, "steps": 0, "ticks": 0}')
     (tmp_path / "occupied").mkdir()
     (tmp_path / "occupied" / "thesis.txt").touch()
     save_file({"something.weight": torch.zeros(3)}, tmp_path / "other.safetensors")

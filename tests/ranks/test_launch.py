@@ -22,7 +22,7 @@ from resilient_train.ranks.world import World
 from resilient_train.reader import AccelerateConfig
 
 OWN = ["model=mlp", "data=digits", "objective=classification", "tracking=none", "run.steps=2", "run.dir=run"]
-PLAIN = AccelerateConfig(False, None, 1, False, {}, False, False, None)
+PLAIN = AccelerateConfig(False, False, {}, False, False, None, None, 1)
 
 
 @pytest.fixture(autouse=True)

@@ -40,7 +40,7 @@ def loss_of(model: Any, batch: Any) -> torch.Tensor:
 
 def the_drill(*faults: Any) -> Drill:
     fired: set[int] = set()
-    return Drill(faults, has_fired=fired.__contains__, fired=lambda number, name, tick: fired.add(number))
+    return Drill(faults, has_fired=fired.__contains__, fired=lambda number, *_, **more: fired.add(number))
 
 
 def parts() -> tuple[Net, torch.optim.Optimizer]:

@@ -222,7 +222,7 @@ def guarded(accelerator: Accelerator, flips: list[BitFlip], every: int) -> Guard
         checks=checks,
         memory=MemoryConfig(every=10, keep=4, max_gib=None),
         verify_after=5,
-        drill=Drill(flips, has_fired=fired.__contains__, fired=lambda number, name, tick: fired.add(number)),
+        drill=Drill(flips, has_fired=fired.__contains__, fired=lambda number, *_, **more: fired.add(number)),
     )
 
 

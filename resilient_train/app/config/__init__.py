@@ -6,42 +6,42 @@ Types and limits of every node are here; the defaults are in `conf/`, with their
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from resilient_train.errors import ConfigError
 from resilient_train.files import conf
-from resilient_train.reader import AccelerateConfig, ClipConfig, DataConfig, DiskConfig, MemoryConfig
+from resilient_train.reader import AccelerateConfig, ClipConfig, DataConfig, DiskConfig, MemoryConfig, limited
 from resilient_train.tracking.tracker import TrackingConfig
 from resilient_train.watch.config import ChecksConfig
 
 CONF = conf()
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RunConfig:
     name: str | None
     dir: str
-    steps: int = field(metadata={"at_least": 1})
-    seed: int = field(metadata={"at_least": 0})
-    log_every: int = field(metadata={"at_least": 1})
-    eval_every: int = field(metadata={"at_least": 0})
+    steps: int = limited(at_least=1)
+    seed: int = limited(at_least=0)
+    log_every: int = limited(at_least=1)
+    eval_every: int = limited(at_least=0)
     resume: str
-    data_changed: str = field(metadata={"one_of": ("refuse", "accept")})
+    data_changed: str = limited(one_of=("refuse", "accept"))
     init_from: str | None
-    max_hours: float | None = field(metadata={"above": 0})
+    max_hours: float | None = limited(above=0)
     deterministic: bool
-    start_timeout: float = field(metadata={"at_least": 0})
-    step_timeout: float = field(metadata={"at_least": 0})
-    save_timeout: float = field(metadata={"at_least": 0})
-    grace: float = field(metadata={"above": 0})
+    start_timeout: float = limited(at_least=0)
+    step_timeout: float = limited(at_least=0)
+    save_timeout: float = limited(at_least=0)
+    grace: float = limited(above=0)
 
 
 @dataclass
 class CheckpointConfig:
     memory: MemoryConfig
     disk: DiskConfig
-    verify_after: int = field(metadata={"at_least": 1})
+    verify_after: int = limited(at_least=1)
 
 
 @dataclass

@@ -7,12 +7,11 @@ import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import instantiate
@@ -23,23 +22,13 @@ from resilient_train import reader
 from resilient_train.app.config import Config
 from resilient_train.app.config.command_line import composed_raw, explained, typed
 from resilient_train.errors import ConfigError, in_one_line, unusable
-from resilient_train.files import read_yaml_text
+from resilient_train.files import read_yaml
+from resilient_train.record.endings import CONFIG
 from resilient_train.secrets import learn, masked_tree
 
 Node = Mapping[str, Any]
 
 _HYDRAS_OWN = {"_target_", "_partial_", "_recursive_", "_convert_", "_args_"}
-
-
-def find(key: str, path: Any) -> Any:
-    """Import what a dotted path names, or say which part of it does not exist."""
-    if not isinstance(path, str) or not path or path == "???":
-        why = "give the import path of a class or function, such as my_package.my_module.MyClass"
-        raise ConfigError(key, path, why)
-    try:
-        return reader.find(path)
-    except reader.Unimportable as error:
-        raise ConfigError(key, path, f"cannot be imported: {error}") from error.__cause__
 
 
 def parameters(target: Any) -> Mapping[str, inspect.Parameter]:
@@ -56,7 +45,7 @@ def check_target(key: str, node: Node, *, given: int = 0) -> Any:
     `given` is the number of positional arguments that the caller passes itself.
     """
     path = node.get("_target_")
-    target = find(f"{key}._target_", path)
+    target = reader.find(f"{key}._target_", path)
     if not callable(target):
         raise ConfigError(f"{key}._target_", path, f"is a {type(target).__name__}, not a class or function")
     known = parameters(target)
@@ -89,11 +78,7 @@ def build(key: str, node: Node, *given: Any) -> Any:
         built = instantiate(OmegaConf.create(dict(node)), *given, _convert_="all")
     except Exception as error:
         cause = error.__cause__ or error
-        # torch repeats the value that it refuses: `Invalid learning rate: -0.001`.
-        blamed = [name for name, value in node.items() if isinstance(cause, ValueError) and _occurs(value, str(cause))]
-        name = blamed[0] if len(blamed) == 1 else "_target_"
-        failed = "failed with" if name == "_target_" else f"{node['_target_']} failed with"
-        raise ConfigError(f"{key}.{name}", node[name], f"{failed} {in_one_line(cause)}") from cause
+        raise ConfigError(f"{key}._target_", node["_target_"], f"failed with {in_one_line(cause)}") from cause
     if node.get("_partial_") and isinstance(built, partial):
         # Hydra's own partial checks a policy at every call: 0.2 ms, twice a step, for the objective and the schedule.
         return partial(built.func, *built.args, **built.keywords)
@@ -105,19 +90,12 @@ def wrong_kind(key: str, node: Node, thing: Any, expected: str) -> ConfigError:
     return ConfigError(f"{key}._target_", node["_target_"], f"returned a {type(thing).__name__}; expected {expected}")
 
 
-def _occurs(value: Any, text: str) -> bool:
-    """Say whether a number, or one in a list, occurs in a text."""
-    if isinstance(value, list):
-        return any(_occurs(one, text) for one in value)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and re.search(rf"(?<![\w.]){re.escape(str(value))}(?!\w|\.\d)", text) is not None
-
-
 # What makes it another run, next to the faults of a drill.
 _IDENTITY = ("model.", "data.", "objective.", "optimizer.", "schedule.", "run.seed")
 # What may not change when a run resumes.
 _FIXED = ("model._target_", "data.train.", "data.shuffle", "optimizer._target_", "run.seed")
 
+_PLACE = ("run.name", "run.dir", "run.resume")  # where the run is
 _FEW, _LONG = 3, 200  # lines, characters
 
 # Parameters for a tracker: what people compare runs by.
@@ -126,12 +104,19 @@ _ALWAYS = (
     *("run.steps", "run.seed", "data.batch_size", "clip.max_norm", "model.", "optimizer.", "schedule."),
     *("accelerate.gradient_accumulation_steps", "accelerate.mixed_precision"),
 )
-_NEVER = ("hydra.", "tracking.", "run.name", "run.dir", "run.resume")  # the place of a run and how it is shown
+_NEVER = ("hydra.", "tracking.", *_PLACE)  # and how it is shown
 
 
 def is_fixed(key: str) -> bool:
     """Say whether a setting may not change when a run resumes."""
     return key in _FIXED or key.startswith("data.train.")
+
+
+def other_run(changes: Mapping[str, str]) -> list[str]:
+    """Describe the changes that make it another run; more steps do not, nor a schedule with them."""
+    parts = (*_IDENTITY, "drill.", "accelerate.gradient_accumulation_steps", CONFIG)
+    same = [key for key, how in changes.items() if key.startswith("schedule.") and how == changes.get("run.steps")]
+    return [f"{key}: {how}" for key, how in changes.items() if key.startswith(parts) and key not in same]
 
 
 def describe_changes(changes: Mapping[str, str]) -> list[str]:
@@ -159,37 +144,33 @@ class Composed:
         run = {**self.resolved["run"], "name": directory.name, "dir": str(directory)}
         return OmegaConf.to_yaml(OmegaConf.create({**self.resolved, "run": run}))
 
-    def is_unchanged(self, written: Path) -> bool:
-        """Say whether a config.yaml holds exactly these settings, wherever the run is."""
-        return _without_place(_read(written)) == _without_place(self.resolved)
-
     def changes(self, written: Path) -> dict[str, str]:
-        """Describe by key how these settings differ from a config.yaml; nothing if that cannot be read."""
-        before = _flat(_without_place(_read(written)))
-        return _differences(before, _flat(_without_place(self.resolved))) if before else {}
+        """Describe by key how these settings differ from a config.yaml, wherever the run is."""
+        tree = read_yaml(written)
+        if not isinstance(tree, dict):
+            return {written.name: "cannot be read"}
+        there, here = _settings(masked_tree(tree)), _settings(self.resolved)
+
+        def shown(settings: Mapping[str, Any], key: str) -> str:
+            value = settings.get(key, "absent")
+            return "null" if value is None else str(value)
+
+        keys = sorted(key for key in there.keys() | here.keys() if there.get(key) != here.get(key))
+        return {key: f"{shown(there, key)} there, {shown(here, key)} here" for key in keys}
 
     @property
     def digest(self) -> str:
-        """A digest of all the settings."""
-        return _digest(_without_place(self.resolved))
-
-    def other_run(self, written: Path) -> list[str]:
-        """Describe what makes a config.yaml another run than this one; more steps do not, nor a schedule with them."""
-        changes = self.changes(written)
-        if not changes and not _read(written):
-            return [f"{written.name}: cannot be read"]
-        parts, steps = (*_IDENTITY, "drill.", "accelerate.gradient_accumulation_steps"), changes.get("run.steps")
-        same = [key for key, how in changes.items() if key.startswith("schedule.") and how == steps]
-        return [f"{key}: {how}" for key, how in changes.items() if key.startswith(parts) and key not in same]
+        return _digest(_settings(self.resolved))
 
 
 def composed(
-    raw: DictConfig, choices: Mapping[str, Any], *, swept: Sequence[str] = (), given: Sequence[str] = ()
+    raw: DictConfig, choices: Mapping[str, Any], *, given: Sequence[str] = (), sweep: str | None = None
 ) -> Composed:
     """Name the run, resolve interpolations, check types and limits.
 
-    `swept` are the overrides of one job of a sweep, `given` those of a command line.
+    `given` are the overrides of a command line, or of a job of the `sweep`.
     """
+    swept = [*given] if sweep else []
     unresolved: Any = OmegaConf.to_container(raw, resolve=False)
     raw = OmegaConf.create(unresolved)  # not read-only
     if not isinstance(raw.data.train, Mapping):  # before other keys refer to its own
@@ -201,10 +182,10 @@ def composed(
             is_custom = choice == "custom" and target
             words.append(re.sub(r"\W+", "_", str(target).rpartition(".")[2]) if is_custom else choice)
         # Masked, as another token makes no other run; unresolved, as `steps: ${run.steps}` of a schedule makes none.
-        digest = _digest([_identity(masked_tree(unresolved)), list(swept)])[:6]
+        digest = _digest([_identity(masked_tree(unresolved)), swept])[:6]
         raw.run.name = "-".join([*words, str(choices.get("recovery", "custom")), digest])
     elif swept:
-        raw.run.name = f"{raw.run.name}-{_digest([list(swept)])[:6]}"
+        raw.run.name = f"{raw.run.name}-{_digest([swept])[:6]}"
     if swept and "${run.name}" not in str(unresolved["run"]["dir"]):
         raw.run.dir = f"{raw.run.dir}/{raw.run.name}"  # each job of a sweep has a directory of its own
     try:
@@ -216,17 +197,15 @@ def composed(
         raise unusable(missing[0], f"has to be given: {missing[0]}=...")
     config = reader.read(Config, resolved, "")
     hidden = masked_tree(resolved)
-    return Composed(config, hidden, _compared(_flat(hidden), choices, [*given, *swept]))
+    return Composed(config, hidden, _compared(_flat(hidden), choices, given), sweep)
 
 
 def from_hydra(raw: DictConfig) -> Composed:
     """Check the configuration that Hydra passes to its job."""
     hydra = HydraConfig.get()
     given = typed(hydra.overrides.task)
-    if hydra.mode != RunMode.MULTIRUN:
-        return composed(raw, hydra.runtime.choices, given=given)
-    made = composed(raw, hydra.runtime.choices, swept=given, given=given)
-    return replace(made, sweep=Path(hydra.sweep.dir).name)
+    sweep = Path(hydra.sweep.dir).name if hydra.mode == RunMode.MULTIRUN else None
+    return composed(raw, hydra.runtime.choices, given=given, sweep=sweep)
 
 
 def load(overrides: Sequence[str] = ()) -> Composed:
@@ -242,31 +221,8 @@ def _identity(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in flat.items() if key.startswith(parts)}
 
 
-def _without_place(tree: Mapping[str, Any]) -> dict[str, Any]:
-    if not isinstance(tree.get("run"), Mapping):
-        return {}
-    run = {name: value for name, value in tree["run"].items() if name not in ("name", "dir", "resume")}
-    return {**tree, "run": run}
-
-
-def _read(file: Path) -> dict[str, Any]:
-    """Read a config.yaml; nothing if it cannot be read."""
-    try:
-        tree = OmegaConf.to_container(OmegaConf.create(read_yaml_text(file)))
-    except (OSError, ValueError, RecursionError, OmegaConfBaseException, yaml.YAMLError):
-        return {}
-    return masked_tree(tree) if isinstance(tree, dict) else {}
-
-
-def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    def shown(value: Any) -> str:
-        return "null" if value is None else str(value)
-
-    return {
-        key: f"{shown(before.get(key, 'absent'))} there, {shown(now.get(key, 'absent'))} here"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key)
-    }
+def _settings(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in _flat(tree).items() if key not in _PLACE}
 
 
 def _flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
