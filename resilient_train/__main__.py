@@ -13,7 +13,6 @@ _EXTRA = ("hydra", "omegaconf", "mlflow", "matplotlib", "sklearn")  # packages o
 
 
 def main() -> None:
-    """Do what the command line says."""
     try:
         _do()
     except ModuleNotFoundError as error:

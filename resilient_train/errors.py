@@ -30,8 +30,6 @@ class TrainError(Exception):
 
 
 class DirectoryInUse(TrainError):
-    """Another live process holds the run directory."""
-
     def __init__(self, directory: object, holder: str, advice: str) -> None:
         super().__init__(str(directory), holder, advice)  # to unpickle it on other ranks
         self.directory, self.holder, self.advice = str(directory), holder, advice
@@ -64,8 +62,6 @@ class Stopped(BaseException):
 
 
 class GaveUp(TrainError):
-    """The recovery policy is exhausted."""
-
     exit_code = 3
 
     def __init__(self, why: str, last_good: Path | None = None) -> None:
@@ -75,8 +71,6 @@ class GaveUp(TrainError):
 
 
 class ConfigError(TrainError, ValueError):
-    """A configuration key has a value that cannot be used."""
-
     exit_code = 2
 
     def __init__(self, key: str, value: Any, why: str) -> None:

@@ -50,11 +50,9 @@ class Disk:
     """All calls that change the disk. Tests replace them to simulate a power cut at each one."""
 
     def create(self, path: Path) -> int:
-        """Open a new file for writing."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
 
     def open(self, path: Path) -> int:
-        """Open a file for reading and writing; create it if needed."""
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
 
     @at_disk()
@@ -86,8 +84,6 @@ disk = Disk()
 
 
 class Written(NamedTuple):
-    """The size and digest of a file that was written."""
-
     size: int
     sha256: str
 
@@ -159,7 +155,6 @@ def remove(path: Path) -> None:
 
 
 def temporary(path: Path) -> Path:
-    """Return the path where a file or directory is written before it is renamed."""
     return path.with_name(f".{path.name}{_TEMPORARY}")
 
 

@@ -39,7 +39,6 @@ class LostDevice:
         self._is_known = False
 
     def begins(self, update: Update) -> None:
-        """Remember an update that is about to be computed."""
         self._begun.append(update)
 
     def __enter__(self) -> None:

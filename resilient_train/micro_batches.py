@@ -68,7 +68,6 @@ class MicroBatchSizer:
             raise TrainError(f"{what}; {advice}")
 
     def note_smaller(self, step: int, reason: str, ranks: tuple[int, ...] = ()) -> None:
-        """Record that micro-batches are smaller, as an incident."""
         self._has_changed()
         rows, recovery = self._samples.slicing.batch_size, self._recovery
         recovery.controls.micro_batch = rows

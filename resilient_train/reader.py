@@ -156,7 +156,6 @@ def check(instance: Any) -> None:
 
 
 def mapping(node: Any, key: str, known: Collection[str], what: str = "key") -> dict[str, Any]:
-    """Return a mapping whose keys are all known."""
     if not isinstance(node, Mapping):
         raise ConfigError(key, node, f"must be a mapping with the keys {', '.join(known)}")
     for name, value in node.items():

@@ -60,7 +60,6 @@ _known: set[str] = set()
 
 
 def masked(text: str) -> str:
-    """Return the text with its secrets masked."""
     for name in os.environ:
         if _is_secret_variable(name):
             _remember(os.environ.get(name, ""))  # for good: a program may remove the variable

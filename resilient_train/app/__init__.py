@@ -16,7 +16,6 @@ def no_run(run_dir: Path) -> int:
 
 
 def parser_of(verb: str, description: str, exit_codes: str, json: str = "print a JSON object") -> ArgumentParser:
-    """Return the parser of a verb, which takes the directory of a run."""
     parser = ArgumentParser(f"resilient-train {verb}", description=description, epilog=f"exit code: {exit_codes}")
     parser.formatter_class = RawDescriptionHelpFormatter
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the directory of the run, such as runs/NAME")

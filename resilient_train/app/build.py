@@ -37,8 +37,6 @@ from resilient_train.wording import counted, log
 
 @dataclass
 class Run:
-    """Everything the loop works with."""
-
     config: Config
     world: World
     model: nn.Module  # as prepared by Accelerate
@@ -46,7 +44,7 @@ class Run:
     objective: Measured
     guard: Guard
     evaluation: MapEvaluation | IterableEvaluation | None
-    stop: Callable[[], bool]
+    stop: Callable[[], bool]  # asked before each update
     beat: Callable[[], None]  # called whenever the run makes progress
     evaluated_at: int | None = None  # step
 
@@ -59,11 +57,9 @@ class Run:
         return {"evaluated": self.guard.reporter.evaluated, "evaluated_at": self.evaluated_at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore it."""
         self.guard.reporter.evaluated, self.evaluated_at = state["evaluated"], state["evaluated_at"]
 
     def close(self) -> None:
-        """End worker processes."""
         self.guard.let_go()
         if self.evaluation is not None:
             self.evaluation.close()
@@ -83,10 +79,7 @@ def assemble(
     stop: Callable[[], bool] = lambda: False,
     beat: Callable[[], None] = lambda: None,
 ) -> Run:
-    """Build everything that a configuration names, for a run that writes to `home`; without one, nothing.
-
-    `stop` is called before each update, `beat` whenever the run makes progress.
-    """
+    """Build everything that a configuration names, for a run that writes to `home`; without one, nothing."""
     home = home or Place(IncidentLog(None))
     seed = config.run.seed
     seed_all(mix(Purpose.INITIAL_WEIGHTS, seed), world.device)
@@ -147,7 +140,6 @@ def assemble(
 
 
 def model_of(config: Config) -> nn.Module:
-    """Build the model, with the weights that `run.init_from` names."""
     model = compose.build("model", config.model)
     if not isinstance(model, nn.Module):
         raise compose.wrong_kind("model", config.model, model, "a torch.nn.Module, or a function that returns one")
@@ -159,7 +151,6 @@ def model_of(config: Config) -> nn.Module:
 
 
 def objective_of(node: dict[str, Any], device: torch.device) -> Any:
-    """Build the objective: a callable `(model, batch)`."""
     if inspect.isclass(find("objective._target_", node.get("_target_"))):
         node = {**node, "_partial_": False}  # an object whose __call__ is the objective
     objective = compose.build("objective", node)
@@ -181,7 +172,6 @@ def objective_of(node: dict[str, Any], device: torch.device) -> Any:
 
 
 def collate_of(node: Any) -> Collate:
-    """Build what makes a batch of rows."""
     if node is None:
         return default_collate
     collate = find("data.collate", node) if isinstance(node, str) else compose.build("data.collate", node)

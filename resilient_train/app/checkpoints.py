@@ -28,7 +28,6 @@ of --weights: 1 if nothing was exported"""
 
 
 def main(words: list[str]) -> int:
-    """List and verify, or export; return the exit code."""
     parser = parser_of("checkpoints", _HELP, _EXIT_CODES, json="")
     file = "export the weights of the newest verified checkpoint to a new safetensors file"
     parser.add_argument("--weights", type=Path, metavar="FILE", help=file)

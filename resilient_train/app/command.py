@@ -77,7 +77,6 @@ def main() -> None:
 
 
 def _answer(given: argparse.Namespace) -> None:
-    """Train, or answer the question that the command line asks."""
     sys.argv[1:] = given.words
     if given.help or given.cfg or given.info or given.shell_completion:
         with redirect_stdout(io.StringIO()) as printed, suppress(SystemExit):

@@ -32,7 +32,6 @@ _OUTCOMES: dict[Outcome | None, str] = {Outcome.RECOVERED: "green", Outcome.UNRE
 
 
 def main(words: list[str]) -> int:
-    """Print the incidents of a run; return the exit code."""
     parser = parser_of(
         "incidents",
         "Print whether a run is all right, and its incidents, the oldest first.",
@@ -122,7 +121,6 @@ class _Shown:
 
 
 def _show_block(chapter: Chapter) -> None:
-    """Show an incident: the facts about it, and its outcome in colour."""
     first, *lines, outcome = block(chapter)
     print_line()
     print_line((first, "bold"))

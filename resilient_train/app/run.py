@@ -67,8 +67,6 @@ _FOR_OTHERS_S = 1.2  # seconds in which the watchdogs of other ranks look at the
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run ended, for the caller."""
-
     exit_code: int
     loss: float | None  # of the evaluation if there was one, else of the training
 
@@ -138,7 +136,6 @@ class _Session:
         self.run: Run | None = None  # once it is resumed
 
     def train(self, requests: StopRequests) -> None:
-        """Build, resume, train, and write the final state and the weights."""
         settings, directory, composed, world = self.config.run, self.directory, self.composed, self.world
         if world.is_main:
             shown = composed.params, composed.sweep
@@ -261,7 +258,6 @@ class _Session:
         return path is not None
 
     def end(self, error: BaseException | None, requests: StopRequests) -> Ending:
-        """Report how the run ended: summary, log, review, uploads."""
         directory, run, is_main = self.directory, self.run, self.world.is_main
         was_lost = False
         if isinstance(error, Stopped):

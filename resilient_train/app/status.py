@@ -17,7 +17,6 @@ from resilient_train.wording import counted, printable
 
 
 def main(words: list[str]) -> int:
-    """Print the status of a run; return its exit code."""
     codes = "0 finished, running, or closed by guard.close(); 1 failed, hung, killed, or left without guard.close();\n"
     codes += "2 refused, or no run there; 3 gave up; 75 stopped on request"
     parser = parser_of("status", "Print the status of a run in one line, and end with its exit code.", codes)
@@ -49,7 +48,6 @@ def line_of(story: Story) -> str:
 
 
 def known_of(story: Story) -> dict[str, object]:
-    """Return the status for programs."""
     return {
         "state": _state_of(story),
         "status": story.status,

@@ -44,7 +44,6 @@ _SURVIVES_S = 6.0  # how long an attached process may upload what a killed run h
 
 
 def main(words: list[str]) -> int:
-    """Upload; return 0 if MLflow has everything, 1 if not, 2 if there is nothing to upload or the store is unknown."""
     parser = parser_of("sync", _HELP, "0 if MLflow has everything, 1 if not, 2 if the store is unknown", json="")
     parser.add_argument("--uri", "--tracking-uri", help="another tracking store: sqlite:///file.db, http://host:5000")
     parser.add_argument("--experiment", help="another experiment for the run")
@@ -77,15 +76,12 @@ def main(words: list[str]) -> int:
 def _destination(
     run_dir: Path, uri: str | None, experiment: str | None, *, is_attached: bool = False
 ) -> tuple[Store, str]:
-    """Return the store and the experiment that the run had last, unless others are given.
-
-    A process that is attached to a run has got the address from it, with its secrets.
-    """
+    """Return the store and the experiment that the run had last, unless others are given."""
     if not is_attached and not run_dir.joinpath(OUTBOX).exists():
         raise TrainError(f"there is no {OUTBOX} to upload, as of a run that was not tracked")
     cursor, environment = UploadCursor(run_dir), os.environ.get("MLFLOW_TRACKING_URI")
     experiment = experiment or cursor.get("experiment") or os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
-    if is_attached:
+    if is_attached:  # the run passes the address, with its secrets
         return locate(environment, run_dir.parent), experiment
     asked = uri or cursor.get("tracking_uri")
     if asked is None and environment is None:
@@ -123,10 +119,8 @@ def _credentials(uri: str) -> list[str]:
 
 
 def _attached() -> Callable[[float], bool]:
-    """Attach this process to the run that started it: a line on the standard input says that the run has ended.
-
-    Requests to stop go to all processes of a run, which still has something to upload then: they are ignored.
-    """
+    """Attach this process to the run that started it: a line on the standard input says that the run has ended."""
+    # Requests to stop go to all processes of a run, which still has something to upload then.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     ended, parent = threading.Event(), os.getppid()
@@ -148,7 +142,6 @@ def _attached() -> Callable[[float], bool]:
 
 
 def _is_idle_after(run_dir: Path, pause_s: float) -> bool:
-    """Pause; say whether no process is training in the run directory."""
     time.sleep(pause_s)
     return at_work(run_dir) is None
 
@@ -166,7 +159,6 @@ def _follow(uploader: Uploader, has_ended: Callable[[float], bool], say: Callabl
 
 
 def _finish(uploader: Uploader) -> str | None:
-    """Upload the rest, and how the run ended; return what prevents that."""
     for pause in _PAUSES_S:
         if (trouble := _attempt(partial(uploader.upload, is_last=True))) is None:
             break
@@ -192,7 +184,6 @@ def _say(line: str | None, file: TextIO) -> None:
 
 
 def _report(uploader: Uploader, trouble: str | None) -> int:
-    """Print what was uploaded, or what prevents it; return the exit code."""
     run_dir, where = uploader.run_dir, masked(uploader.store.uri)
     if trouble is not None:
         left = left_in(run_dir)

@@ -28,21 +28,18 @@ def is_terminal(stream: IO[str] | None) -> bool:
 
 
 def styled(text: str, style: str, stream: IO[str] | None) -> str:
-    """Return a text in colour where that is shown, and wanted."""
     codes = ";".join(_CODES[name] for name in style.split())
     is_shown = codes and text and is_terminal(stream) and not os.environ.get("NO_COLOR")
     return f"\x1b[{codes}m{text}\x1b[0m" if is_shown else text
 
 
 def print_line(*words: Words) -> None:
-    """Print one line to stdout, or an empty one."""
     pairs = [(one, "") if isinstance(one, str) else one for one in words]
     line = "".join(styled(printable(masked(part)), style, sys.stdout) for part, style in pairs)
     print(line.rstrip(), flush=True)
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:
-    """Print rows of cells in columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print_line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)))
@@ -113,8 +110,6 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # the run continues without i
 
 
 class Terminal:
-    """Sends the log to the terminal and to a file."""
-
     def __init__(self, *, is_main: bool) -> None:
         self._before = log.level, log.propagate
         log.setLevel(logging.DEBUG)  # for the file
@@ -125,7 +120,6 @@ class Terminal:
         self._handlers: list[logging.Handler] = [handler]
 
     def log_to(self, path: Path) -> None:
-        """Write everything to a file as well, with the time and with tracebacks."""
         try:
             handler = _ToFile(path, encoding="utf-8")
         except OSError as error:

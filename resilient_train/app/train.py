@@ -35,7 +35,6 @@ def train(run: Run) -> None:
 
 
 def report(run: Run) -> None:
-    """Log the newest vitals that were read back, and the metrics of the objective."""
     if (newest := run.guard.report()) is None:
         return
     vitals, steps = newest.vitals, run.config.run.steps
@@ -58,11 +57,7 @@ def evaluate_and_report(run: Run) -> None:
 
 @torch.no_grad()
 def evaluate(run: Run) -> dict[str, float]:
-    """Return the mean over all rows and ranks of the loss and of the objective's metrics.
-
-    It is empty if a request to stop ended it early: the next process evaluates instead. Several processes would each
-    stop at another batch, and finish it first.
-    """
+    """Return the mean over all rows and ranks of the loss and of the objective's metrics; {} if it was stopped."""
     assert run.evaluation is not None
     sums: dict[str, torch.Tensor] = {}
     rows: dict[str, int] = {}
@@ -70,7 +65,7 @@ def evaluate(run: Run) -> dict[str, float]:
     with preserved(run.world.device):  # training continues with the random numbers as if there was no evaluation
         for batch, weight in run.evaluation.batches(run.beat):
             run.beat()
-            if run.world.size == 1 and run.stop():
+            if run.world.size == 1 and run.stop():  # several processes would each stop at another batch
                 run.model.train()
                 run.guard.stop_now()  # the run is not complete without its evaluation
                 return {}

@@ -44,8 +44,6 @@ _MOST_ROWS = 100_000  # more bad rows than this are not listed in the journal
 
 @dataclass(frozen=True, slots=True)
 class UpdatePlace:
-    """A point in the run."""
-
     tick: int  # the current attempt, from 1: counts attempted updates and never goes back
     step: int  # the accepted updates so far plus the current one; repeats after a rewind
     rank: int
@@ -105,7 +103,6 @@ class Drill:
             fault.spoil(weights)
 
     def rate_factor(self, place: UpdatePlace) -> float:
-        """Return the factor for the learning rate of this update."""
         factor = 1.0
         for index, fault in self._faults.items():
             if isinstance(fault, HotLr) and (began := fault.began(place.tick)) is not None:

@@ -269,7 +269,6 @@ class BadRow(Fault):
             raise unusable("rows", "no row would be bad: name some, such as [17], or a share above 0")
 
     def chosen(self, count: int) -> frozenset[int]:
-        """Return the indices of the bad rows among `count`."""
         if self.rows:
             return frozenset(self.rows)
         bad = min(count, max(1, round(self.share * count)))
@@ -293,8 +292,6 @@ class BadRow(Fault):
 
 
 class WithBadRows:
-    """A data set that wraps another and spoils some of its rows."""
-
     def __init__(self, dataset: Any, fault: BadRow) -> None:
         self.dataset, self.fault = dataset, fault
         self.bad_rows = fault.chosen(len(dataset))
@@ -350,7 +347,6 @@ def _fault(path: str, key: str, name: Any, settings: Mapping[str, Any], steps: i
 
 
 def _ticks(key: str, at: Any, steps: int) -> list[int]:
-    """Turn ticks and fractions of the run into ticks."""
     ticks = set()
     for one in at if is_list(at) else [at]:
         if isinstance(one, float) and 0 < one < 1:

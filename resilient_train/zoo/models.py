@@ -31,8 +31,6 @@ class MLP(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention over a few heads."""
-
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.heads = heads
@@ -50,8 +48,6 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm layer of the decoder: attention, then a perceptron."""
-
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(width)
@@ -118,8 +114,6 @@ class GPT(nn.Module):
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions around a shortcut."""
-
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(channels, width, 3, stride, padding=1, bias=False)

@@ -114,7 +114,6 @@ def _scores(output: Any) -> Tensor:
 
 
 def _misfit(needed: str, got: Any) -> ConfigError:
-    """The user chose model, data and objective: they do not fit together."""
     if isinstance(got, Tensor):
         found = f"{got.dtype} of shape {list(got.shape)}"
     elif isinstance(got, Mapping):

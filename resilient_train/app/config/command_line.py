@@ -41,10 +41,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Parse a command line, with options anywhere among the overrides. Raises ConfigError.
-
-    `words` of the result is the command line as Hydra's main function accepts it: options first.
-    """
+    """Parse a command line. `words` of the result are as Hydra's main function accepts them: options come first."""
     parser = _Parser()
     given, unknown = parser.parse_known_intermixed_args(words)
     if unknown:
@@ -82,10 +79,7 @@ def typed(overrides: Sequence[str]) -> list[str]:
 
 
 def explained(error: Exception, overrides: Sequence[str] = ()) -> TrainError:
-    """Turn an error of Hydra or OmegaConf into one line that names the key, the value and what is allowed.
-
-    Any other error is not about the configuration, and becomes a TrainError with its own message.
-    """
+    """Turn an error of Hydra or OmegaConf into one line that names the key, the value and what is allowed."""
     if isinstance(error, TrainError):
         return error
     if isinstance(error, yaml.YAMLError | RecursionError | UnicodeDecodeError):  # of levels without end, or no text

@@ -40,10 +40,7 @@ def parameters(target: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def check_target(key: str, node: Node, *, given: int = 0) -> Any:
-    """Import a node's target and check the node's keys against its signature.
-
-    `given` is the number of positional arguments that the caller passes itself.
-    """
+    """Import a node's target and check its keys against the signature; the caller passes `given` arguments itself."""
     path = node.get("_target_")
     target = reader.find(f"{key}._target_", path)
     if not callable(target):
@@ -86,7 +83,6 @@ def build(key: str, node: Node, *given: Any) -> Any:
 
 
 def wrong_kind(key: str, node: Node, thing: Any, expected: str) -> ConfigError:
-    """Build the error for a target that returned an object of the wrong kind."""
     return ConfigError(f"{key}._target_", node["_target_"], f"returned a {type(thing).__name__}; expected {expected}")
 
 
@@ -108,7 +104,6 @@ _NEVER = ("hydra.", "tracking.", *_PLACE)  # and how it is shown
 
 
 def is_fixed(key: str) -> bool:
-    """Say whether a setting may not change when a run resumes."""
     return key in _FIXED or key.startswith("data.train.")
 
 
@@ -166,10 +161,7 @@ class Composed:
 def composed(
     raw: DictConfig, choices: Mapping[str, Any], *, given: Sequence[str] = (), sweep: str | None = None
 ) -> Composed:
-    """Name the run, resolve interpolations, check types and limits.
-
-    `given` are the overrides of a command line, or of a job of the `sweep`.
-    """
+    """Name the run, resolve interpolations, check types and limits; `given` are the overrides."""
     swept = [*given] if sweep else []
     unresolved: Any = OmegaConf.to_container(raw, resolve=False)
     raw = OmegaConf.create(unresolved)  # not read-only
@@ -201,7 +193,6 @@ def composed(
 
 
 def from_hydra(raw: DictConfig) -> Composed:
-    """Check the configuration that Hydra passes to its job."""
     hydra = HydraConfig.get()
     given = typed(hydra.overrides.task)
     sweep = Path(hydra.sweep.dir).name if hydra.mode == RunMode.MULTIRUN else None
