@@ -109,13 +109,11 @@ class Console:
         return title.first
 
     def alone(self) -> None:
-        """Shut what else there is on the page."""
         close = self.page.get_by_role("button", name="Close", exact=True)
         if close.count():
             close.first.click()
 
     def picture(self, path: Path) -> None:
-        """Keep what is to be seen."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.page.wait_for_timeout(500)  # until what moves has come to rest
         self.page.screenshot(path=path)

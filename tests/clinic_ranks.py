@@ -76,7 +76,6 @@ def loss(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def learned(fault: str, strategy: str) -> dict[str, Any]:
-    """Train, on a rank."""
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True)
     model = Net()

@@ -15,7 +15,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import compiled  # noqa: F401  # before torch is imported
 import frozen
-import hypothesis
 import pytest
 import slow
 import torch
@@ -32,9 +31,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a process that runs a part of the who
     frozen.freeze("mlflow", "transformers.trainer", "lightning.pytorch", "trl")
 
 from resilient_train import files
-
-hypothesis.settings.register_profile("unhurried", deadline=None)  # a busy machine is no failure
-hypothesis.settings.load_profile("unhurried")
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent

@@ -20,7 +20,6 @@ _FAILS = b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\nConnection
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
@@ -76,7 +75,6 @@ class Door:
 
     @property
     def mood(self) -> Mood:
-        """What becomes of who comes."""
         return self._mood
 
     @mood.setter
@@ -85,7 +83,6 @@ class Door:
         self._cut()
 
     def close(self) -> None:
-        """Shut it for good."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()

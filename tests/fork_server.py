@@ -49,8 +49,6 @@ _context.set_forkserver_preload(
 
 
 class Forked:
-    """A process that calls one function, and then ends."""
-
     def __init__(
         self,
         what: Callable[..., Any],
@@ -77,7 +75,6 @@ class Forked:
         os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Make sure that it is gone."""
         if self._process.exitcode is None:
             self._process.kill()
             self._process.join()

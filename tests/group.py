@@ -70,7 +70,6 @@ class Group:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """None of them is left behind."""
         for rank in self.ranks:
             rank.kill()
         self._open.close()
@@ -85,7 +84,6 @@ class Group:
             time.sleep(0.005)
 
     def wait(self) -> Done:
-        """Wait for their end."""
         ended(self.ranks)
         return self._done()
 
@@ -114,7 +112,6 @@ def met(size: int) -> Iterator[list[dict[str, str]]]:
 
 
 def ended(ranks: list[Forked]) -> list[int]:
-    """Wait for all of them: exit codes."""
     try:
         codes = [rank.ended(LIMIT_S) for rank in ranks]
     finally:

@@ -156,7 +156,6 @@ def trainer(program: str, output: Path, fault: str = "", *, steps: int = 60, **m
 
 @torch.no_grad()
 def evaluation_loss(of: Trainer) -> float:
-    """Return the loss of the model on healthy rows."""
     data = Pictures() if isinstance(of.train_dataset, Pictures) else Sentences()
     rows = [data[row] for row in range(64)]
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}

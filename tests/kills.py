@@ -36,8 +36,6 @@ _RECORD, _SLOT = struct.Struct("<6q"), 64
 
 
 class Stand(NamedTuple):
-    """What the file `progress` says."""
-
     number: int = 0
     doing: int = 0
     tick: int = 0
@@ -103,14 +101,11 @@ def in_journal(run_dir: Path, kind: str) -> list[dict[str, Any]]:
 
 
 class Started:
-    """A process of a run."""
-
     def __init__(self, process: Forked, out: Path) -> None:
         self.pid, self._process, self._out = process.pid, process, out
 
     @property
     def output(self) -> str:
-        """What it has said so far, on both streams."""
         return self._out.read_text(errors="replace")
 
     @property
@@ -168,7 +163,6 @@ class Nursery:
             self._last.kill()
 
     def start(self, *arguments: str, **environment: str) -> Started:
-        """Start `python -m resilient_train ARGUMENTS`."""
         self._end()
         (self.place / HELD).unlink(missing_ok=True)
         self._count += 1
@@ -177,7 +171,6 @@ class Nursery:
         return Started(self._last, out)
 
     def run(self, *arguments: str, **environment: str) -> Started:
-        """Start it and wait for its end."""
         started = self.start(*arguments, **environment)
         started.wait()
         return started
@@ -219,10 +212,7 @@ def _keeping_command(*arguments: str) -> None:
 
 
 def _note_writings() -> None:
-    """Let a run write down at which steps it offers a checkpoint to its writer, and hears that it is written.
-
-    How many updates are made while one is being written is a matter of the disk: only the run itself can tell.
-    """
+    """Let a run write down at which steps it offers a checkpoint to its writer, and hears that it is written."""
     from resilient_train.checkpoint.keeper import CheckpointKeeper
     from resilient_train.checkpoint.writer import Writer
 
@@ -263,7 +253,6 @@ class Struck:
 
     @property
     def lost(self) -> int:
-        """Updates that have to be made again."""
         return max(0, self.stand.step - self.resumed)
 
 
@@ -318,11 +307,7 @@ def killed(
     moments: Iterable[tuple[str, Callable[[int], Moment]]],
     hold: int,
 ) -> Iterator[Struck]:
-    """Start the command again and again, and kill it each time at the next moment, made for the tick it begins at.
-
-    Until then it gets no further than to step `hold`. Behind the last moment the command is started once more, and
-    nobody holds it up: it has to end with 0.
-    """
+    """Start the command again and again, and kill it at each moment, before step `hold`; the last start ends with 0."""
     struck: list[tuple[str, Stand, int, tuple[str, ...], tuple[int, ...], int]] = []
     for name, moment in moments:
         taken_up = len(taken_up_at(run_dir))

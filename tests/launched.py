@@ -23,16 +23,12 @@ _LOOK_S = 0.02
 
 @dataclass(frozen=True)
 class Process:
-    """One that is there now."""
-
     pid: int
     rank: int | None  # None: the agent
     is_worker_of_data: bool  # a child of a rank
 
 
 class Launched:
-    """A launcher and all that it started."""
-
     _count = 0
 
     def __init__(
@@ -61,14 +57,12 @@ class Launched:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Nothing of it is left behind."""
         for process in self.all():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
         self.kill_agent()
 
     def kill_agent(self) -> None:
-        """Kill the launcher alone."""
         self._agent.kill()
         self.ended(30.0)
 
@@ -82,7 +76,6 @@ class Launched:
 
     @property
     def output(self) -> str:
-        """What all its processes have said so far, on both streams."""
         return self._out.read_text(errors="replace")
 
     def all(self) -> list[Process]:
@@ -90,11 +83,9 @@ class Launched:
         return list(_marked(self.mark))
 
     def ranks(self) -> dict[int, int]:
-        """The process of every rank."""
         return {one.rank: one.pid for one in self.all() if one.rank is not None and not one.is_worker_of_data}
 
     def wait(self, seconds: float = 240.0) -> int:
-        """The exit code of the launcher."""
         if (code := self.ended(seconds)) is None:
             raise TimeoutError(f"still there after {seconds:.0f} s:\n{self.output[-3000:]}")
         return code
@@ -142,6 +133,5 @@ def _place(pid: int, mark: str) -> int | None:
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    """State and parent of a process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return fields[0], int(fields[1])

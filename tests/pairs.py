@@ -46,7 +46,6 @@ class Pair:
         return loss
 
     def plain(self, batches: Iterable[Any]) -> None:
-        """Train without a guard."""
         for batch in batches:
             for name in self.names:
                 self.backward(name, batch)

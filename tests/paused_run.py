@@ -37,7 +37,6 @@ def held_at(place: Path, step: int, where: str = "in") -> Iterator[Callable[[], 
 
 
 def is_held(place: Path) -> bool:
-    """Say whether a run in `place` has come to where it waits."""
     return (place / HELD).exists()
 
 
@@ -75,7 +74,6 @@ def _wait(where: str, step: int) -> None:
 
 
 def _asked(where: str) -> float:
-    """The step at which the run is to wait."""
     try:
         file = os.open(HOLD, os.O_RDONLY)
     except FileNotFoundError:

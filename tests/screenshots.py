@@ -23,7 +23,6 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 def main() -> None:
-    """Train if there is nothing to look at yet, and take the pictures."""
     if chromium() is None:
         sys.exit("chromium is not installed")
     IMAGES.mkdir(parents=True, exist_ok=True)
@@ -42,7 +41,6 @@ def main() -> None:
 
 
 def in_mlflow(run_dir: Path, place: Path) -> None:
-    """The first screen of the run, the overview, an incident's trace."""
     known = json.loads((run_dir / "summary.json").read_text())["mlflow"]
     experiment = re.search(r"experiments/(\d+)/", known["url"])
     assert experiment is not None

@@ -35,7 +35,6 @@ _KINDS = (
 
 
 def incident(number: int, outcome: Outcome | None = Outcome.RECOVERED, **changed: Any) -> Incident:
-    """The incident of that number; kinds take turns."""
     signal, diagnosis, actions, back = _KINDS[(number - 1) % len(_KINDS)]
     step = 150 + number
     anomaly = Anomaly(
@@ -46,14 +45,12 @@ def incident(number: int, outcome: Outcome | None = Outcome.RECOVERED, **changed
 
 
 def chapter(told: Incident) -> Chapter:
-    """An incident with its times."""
     at = BEGAN_MS + told.id * 600_000
     closed = None if told.outcome is None else at + 60_000
     return Chapter(told, at, at + 300, closed)
 
 
 def story(*incidents: Incident, **changed: Any) -> Story:
-    """The story of a run that met these and goes on."""
     last_good = Checkpoint(250, RUN / "checkpoints" / "step-00000250", "verified", 300)
     summary = changed.get("summary", {})
     made = Story(

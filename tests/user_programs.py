@@ -128,8 +128,6 @@ class Unrepeatable(Counting):
 
 
 class Forgetful:
-    """An iterable that cannot be rewound."""
-
     def __iter__(self) -> Iterator[Tensor]:
         yield torch.zeros(6)
 
@@ -235,8 +233,6 @@ class CountsItself(torch.optim.SGD):
 
 
 class Witness(Plain):
-    """Remembers under which switches its last forward ran."""
-
     saw: dict[str, float]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -292,15 +288,11 @@ def leaves(model: nn.Module, batch: Any) -> Tensor:
 
 
 class Rotten(Fixed):
-    """No row can be read."""
-
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         raise ValueError(f"row {index} is rotten")
 
 
 class Weighed(nn.Module):
-    """An objective with weights of its own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
@@ -314,8 +306,6 @@ def without_a_rate(params: Any) -> torch.optim.Optimizer:
 
 
 class Given(Fixed):
-    """Is given a token to fetch its rows with."""
-
     def __init__(self, token: str = "") -> None:
         super().__init__()
         self.token = token

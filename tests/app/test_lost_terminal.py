@@ -29,25 +29,6 @@ from resilient_train.wording import PROGRESS, log
 LONG = [*MINE, "run.steps=300", "run.log_every=1", "run.name=run", "checkpoint.disk.every=0"]
 
 
-def its_log(place: Path) -> str:
-    return (place / "runs/run/train.log").read_text()
-
-
-def test_a_run_whose_pipe_is_closed_goes_on_to_its_end(tmp_path: Path) -> None:
-    """As with `| head -3`: train.log has all of it, the exit code is the run's own."""
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    words = ["-m", "resilient_train", *LONG, "objective._target_=user_programs.RaisesLater"]
-    run = Forked(python, *words, place=tmp_path, out=pipe, errors=tmp_path / "errors.txt")
-    with pipe.open() as said:
-        head = [said.readline() for _ in range(3)]
-    assert head[0].startswith("resilient_train ")
-    assert run.ended(240) == 1
-    assert " ERROR error: " in its_log(tmp_path)
-    errors = (tmp_path / "errors.txt").read_text()
-    assert [line.split()[0] for line in errors.splitlines()] == ["update", "error:"]
-
-
 def test_a_run_whose_terminal_is_closed_goes_on_to_its_end(tmp_path: Path) -> None:
     """As when an ssh session ends: both streams are gone, and its shell hangs up."""
     master, slave = pty.openpty()
@@ -63,7 +44,7 @@ def test_a_run_whose_terminal_is_closed_goes_on_to_its_end(tmp_path: Path) -> No
     if run.ended() is None:
         run.strike(signal.SIGHUP)
     assert run.ended(240) == 0
-    told = its_log(tmp_path)
+    told = (tmp_path / "runs/run/train.log").read_text()
     assert "step 300/300" in told
     assert "INFO completed 300 steps in" in told
 
