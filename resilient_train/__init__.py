@@ -30,7 +30,6 @@ _ADAPTERS = ("hf", "lightning")  # of trainers; only that of Lightning imports i
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used."""
     if name in _ADAPTERS:
         return import_module(f"resilient_train.adapters.{name}")
     if name not in _HOMES:

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import yaml
 
 MOST_BYTES, _MOST_JSON, _MOST_YAML = 2**29, 2**26, 2**18  # bytes: no run writes more
-_DEEPEST = 64  # levels of YAML
 _TEMPORARY = ".resilient-tmp"
 _at_disk: dict[int, float] = {}  # by thread: since when it waits for the disk, on the monotonic clock
 
@@ -191,21 +190,15 @@ def read_plain(path: Path, last: int | None = None, most: int = MOST_BYTES) -> b
         return file.read(most)
 
 
-def read_yaml_text(path: Path) -> str:
-    """Read a YAML file if its size and depth are bounded. Raises OSError, ValueError or YAMLError."""
-    text, level = read_plain(path, most=_MOST_YAML).decode("utf-8"), 0
-    for event in yaml.parse(text, yaml.SafeLoader):
-        level += isinstance(event, yaml.CollectionStartEvent)
-        level -= isinstance(event, yaml.CollectionEndEvent)
-        if level > _DEEPEST:
-            raise ValueError(f"it has more than {_DEEPEST} levels")
-    return text
+def load_yaml(path: Path) -> Any:
+    """Read a YAML file of bounded size. Raises OSError, ValueError, RecursionError or YAMLError."""
+    return yaml.safe_load(read_plain(path, most=_MOST_YAML).decode("utf-8"))
 
 
 def read_yaml(path: Path) -> Any:
     """Return the content of a YAML file; None if it is missing, damaged, or larger than any of ours."""
     try:
-        return yaml.safe_load(read_yaml_text(path))
+        return load_yaml(path)
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return None
 

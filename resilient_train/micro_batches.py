@@ -18,8 +18,6 @@ _HALVED = "the same command, or a restart by the launcher, resumes with micro-ba
 
 
 class MicroBatchSizer:
-    """Splits the same samples of an update into smaller micro-batches when memory runs out."""
-
     def __init__(self, recovery: Recovery) -> None:
         self._recovery, self._place = recovery, recovery.incident_log.run_dir
         self._world, self._samples = recovery.parts.world, recovery.parts.samples

@@ -165,19 +165,16 @@ def mapping(node: Any, key: str, known: Collection[str], what: str = "key") -> d
 
 
 def is_list(node: Any) -> bool:
-    """Say whether a node is a list, and not a text."""
     return isinstance(node, Sequence) and not isinstance(node, str)
 
 
 def no_such(what: str, name: Any, known: Iterable[str], *, at: str, value: Any = None, hint: str = "") -> ConfigError:
-    """Build an error that suggests what may have been meant, and lists what there is."""
     names = list(known)
     there = f"there {'is' if len(names) < 2 else 'are'} {', '.join(names) or 'none'}"
     return ConfigError(at, value, f"no such {what}{similar(name, names, there)}{hint and f'; {hint}'}")
 
 
 def checked(key: str, value: Any, kind: Any, limits: Mapping[str, Any]) -> Any:
-    """Return a value as one of the type `kind` and within `limits`, or say what is allowed."""
     if value is None and "null" in limits:
         return limits["null"]
     converted = _converted(value, kind, limits)
@@ -240,7 +237,6 @@ def _converted(value: Any, kind: Any, limits: Mapping[str, Any]) -> Any:
 
 
 def _has_length(origin: Any, inner: tuple[Any, ...]) -> bool:
-    """Say whether a type is that of tuples with a type for each place."""
     return origin is tuple and bool(inner) and ... not in inner
 
 

@@ -10,7 +10,6 @@ VERBS = ("incidents", "checkpoints", "status", "examine", "sync")  # that a comm
 
 
 def no_run(run_dir: Path) -> int:
-    """Print that there is no run; return the exit code."""
     print(f"{run_dir}: no run there; expected the directory of a run, such as runs/NAME", file=sys.stderr)
     return 2
 

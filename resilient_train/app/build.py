@@ -49,7 +49,6 @@ class Run:
     evaluated_at: int | None = None  # step
 
     def evaluates_at(self, step: int) -> bool:
-        """Say whether an evaluation is due after so many steps, before the end of the run."""
         return bool(self.config.run.eval_every) and step % self.config.run.eval_every == 0
 
     def state_dict(self) -> dict[str, Any]:

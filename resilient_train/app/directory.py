@@ -23,8 +23,6 @@ _LAUNCH = ".launch"
 
 @dataclass
 class RunDirectory:
-    """A directory that only one run writes to."""
-
     path: Path
     is_new: bool  # it had no run
     finished: dict[str, Any] | None = None  # the summary of a run that is complete already, or gave up

@@ -88,7 +88,6 @@ class _Shown:
         self.known: dict[int, Outcome | None] = {}  # the outcomes of incidents when they were shown
 
     def summary(self, story: Story, damaged: int = 0) -> None:
-        """Say whether the run is all right, what to change, and what is left of it."""
         if self.as_json:
             return
         words, sentences = verdict(story)

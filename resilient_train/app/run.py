@@ -104,7 +104,6 @@ def run(composed: Composed) -> Ending:
 
 
 def _open(composed: Composed, locks: list[DirectoryLock]) -> RunDirectory:
-    """Choose and lock the run directory, on rank 0."""
     settings = composed.config.run
     path, changes = Path(settings.dir), composed.changes
     directory, lock = claim(path, steps=settings.steps, resume=settings.resume, changes=changes)

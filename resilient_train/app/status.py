@@ -38,7 +38,6 @@ def main(words: list[str]) -> int:
 
 
 def line_of(story: Story) -> str:
-    """Say in one line how a run fares, and how much is left to change."""
     line = ": ".join(verdict(story))
     if story.advice:
         line += f" {counted(len(story.advice), 'thing')} to change."

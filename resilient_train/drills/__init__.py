@@ -52,8 +52,7 @@ class UpdatePlace:
 class Drill:
     """Injects faults into a run: `Drill([NanBatch(at=[100], rank=1)], ...)`.
 
-    A firing is journalled before it acts, and has the same number after a restart. All ranks journal it at the same
-    point, also ranks that the fault does not act on: so `fired` may wait for the other ranks.
+    All ranks journal a firing at the same point, and before it acts: so `fired` may wait for the other ranks.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class Drill:
     ) -> None:
         """`has_fired(number)` covers the whole run, restarts included; `fired(number, name, tick)` journals a firing.
 
-        It is also given `until`, the last tick of a fault, or `rows`, the bad ones, by name.
+        It gets `until`, the last tick of a fault, or `rows`, the bad ones, too.
         """
         self._faults = dict(enumerate(faults))
         self._has_fired, self._fired = has_fired, fired
@@ -120,8 +119,7 @@ class Drill:
         """Yield the faults that act here, after each was journalled.
 
         They act on all micro-batches of an update, and again where it is retried with its tick, but for those of the
-        state, which stay. A fault that finds nothing to spoil is refused at the first call, however much later it would
-        strike.
+        state, which stay. One that finds nothing to spoil is refused at the first call.
         """
         is_first = can_check and what not in self._checked
         if is_first:

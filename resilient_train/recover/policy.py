@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from resilient_train.errors import ConfigError, in_one_line, unusable
-from resilient_train.files import read_yaml_text
+from resilient_train.files import load_yaml
 from resilient_train.reader import is_list, limited, mapping, no_such, option, read
 from resilient_train.recover.remedies import KNOWN, remedy_class
 from resilient_train.types import TRIAL, Action, Cause
@@ -153,7 +153,7 @@ def named(name: str | Path) -> Policy:
     if path.suffix not in (".yaml", ".yml"):
         return parse(option("recovery", str(name), "a custom policy is named by the path of its YAML file"))
     try:
-        tree = yaml.safe_load(read_yaml_text(path))
+        tree = load_yaml(path)
     except OSError as error:
         raise ConfigError("recovery", name, f"cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:

@@ -217,7 +217,6 @@ def _settings(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Return the leaves of a nested mapping under dotted names."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         found |= _flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
