@@ -82,9 +82,9 @@ def assemble(
     home = home or Place(IncidentLog(None))
     seed = config.run.seed
     seed_all(mix(Purpose.INITIAL_WEIGHTS, seed), world.device)
-    objective = Measured(objective_of(config.objective, world.device), config.objective["_target_"])
+    objective = objective_of(config, world.device)
     slicing = Slicing(config.data.batch_size, config.accelerate.gradient_accumulation_steps, world.rank, world.size)
-    collate = collate_of(config.data.collate)
+    collate = collate_of(config)
     rows = compose.build("data.train", config.data.train)
     faults, history = parse(config.drill, steps=config.run.steps), home.incident_log.run_history
     drill = None
@@ -149,7 +149,8 @@ def model_of(config: Config) -> nn.Module:
     return model
 
 
-def objective_of(node: dict[str, Any], device: torch.device) -> Any:
+def objective_of(config: Config, device: torch.device) -> Measured:
+    node = config.objective
     if inspect.isclass(find("objective._target_", node.get("_target_"))):
         node = {**node, "_partial_": False}  # an object whose __call__ is the objective
     objective = compose.build("objective", node)
@@ -167,10 +168,11 @@ def objective_of(node: dict[str, Any], device: torch.device) -> Any:
         raise ConfigError("objective._target_", node["_target_"], why) from error
     except ValueError:
         pass  # some built-ins have no signature
-    return objective
+    return Measured(objective, node["_target_"])
 
 
-def collate_of(node: Any) -> Collate:
+def collate_of(config: Config) -> Collate:
+    node = config.data.collate
     if node is None:
         return default_collate
     collate = find("data.collate", node) if isinstance(node, str) else compose.build("data.collate", node)

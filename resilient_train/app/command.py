@@ -112,8 +112,7 @@ def _job(raw: DictConfig) -> float | None:
         # Here, as it imports torch, which takes seconds: help, completion and most mistakes need none.
         from resilient_train.app.run import run
 
-        ending = run(composed)
-        code, loss = ending.exit_code, ending.loss
+        code, loss = run(composed)
     except Exception as error:
         code, loss = _complain(error, given), None
     _codes.append(code)

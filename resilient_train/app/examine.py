@@ -17,7 +17,7 @@ from typing import Any
 from resilient_train.app import no_run, parser_of
 from resilient_train.errors import ConfigError, TrainError
 from resilient_train.reader import find_in_working_directory
-from resilient_train.record.endings import SUMMARY, is_run, read_ending
+from resilient_train.record.endings import CONFIG, SUMMARY, is_run, read_ending
 from resilient_train.record.journal import plain
 
 _HELP = """\
@@ -48,7 +48,6 @@ def main(words: list[str]) -> int:
 def _examined(given: argparse.Namespace) -> Any:
     # Here, as it imports torch, which takes seconds.
     import torch
-    from torch import nn
 
     from resilient_train.app import build
     from resilient_train.app.config import compose
@@ -56,10 +55,9 @@ def _examined(given: argparse.Namespace) -> Any:
     from resilient_train.checkpoint.store import VERIFIED, WEIGHTS, Store
     from resilient_train.diagnose.examine import examine
     from resilient_train.state.randomness import Purpose, mix, seed_all
-    from resilient_train.update.objective import Measured
 
     run_dir: Path = given.run_dir
-    written = run_dir / "config.yaml"
+    written = run_dir / CONFIG
     if not written.is_file():
         why = "has no config.yaml, as the run of a loop: use resilient_train.examine(model, objective, batch)"
         raise ConfigError("RUN_DIR", run_dir, why)
@@ -69,9 +67,9 @@ def _examined(given: argparse.Namespace) -> Any:
         raise ConfigError("RUN_DIR", run_dir, why)
     config = composed.config
     seed_all(mix(Purpose.INITIAL_WEIGHTS, config.run.seed), torch.device("cpu"))
-    objective = Measured(build.objective_of(config.objective, torch.device("cpu")), config.objective["_target_"])
+    objective = build.objective_of(config, torch.device("cpu"))
     rows = compose.build("data.train", config.data.train)
-    model: nn.Module = build.model_of(config)
+    model = build.model_of(config)
     kept = (one.path for one in Store(run_dir).entries() if one.manifest and one.manifest.kind == VERIFIED)
     done = (read_ending(run_dir, SUMMARY) or {}).get("status") == "completed"  # else its weights are of an earlier end
     weights.load_into(model, run_dir if done and (run_dir / WEIGHTS).exists() else next(kept, run_dir), "RUN_DIR")
@@ -85,6 +83,6 @@ def _examined(given: argparse.Namespace) -> Any:
     else:
         chosen = list(islice(rows, config.data.batch_size))
     model.train()
-    batch = build.collate_of(config.data.collate)(chosen)
+    batch = build.collate_of(config)(chosen)
     mixed = config.accelerate.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no"
     return examine(model, objective, batch, mixed_precision=mixed)

@@ -116,13 +116,9 @@ class _Shown:
             elif is_known:
                 print_line((describe_outcome(incident), _OUTCOMES.get(incident.outcome, "yellow")))
             else:
-                _show_block(chapter)
-
-
-def _show_block(chapter: Chapter) -> None:
-    first, *lines, outcome = block(chapter)
-    print_line()
-    print_line((first, "bold"))
-    for line in lines:
-        print_line(line)
-    print_line((outcome, _OUTCOMES.get(chapter.incident.outcome, "yellow")))
+                first, *lines, outcome = block(chapter)
+                print_line()
+                print_line((first, "bold"))
+                for line in lines:
+                    print_line(line)
+                print_line((outcome, _OUTCOMES.get(incident.outcome, "yellow")))

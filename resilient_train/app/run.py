@@ -10,7 +10,6 @@ import shlex
 import subprocess
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +63,7 @@ _ALERT_S = 30.0
 _LOADER = "torch/utils/data/dataloader.py"
 _FOR_OTHERS_S = 1.2  # seconds in which the watchdogs of other ranks look at their clocks, too
 
-
-@dataclass(frozen=True)
-class Ending:
-    exit_code: int
-    loss: float | None  # of the evaluation if there was one, else of the training
+Ending = tuple[int, float | None]  # exit code; loss of the evaluation if there was one, else of the training
 
 
 def run(composed: Composed) -> Ending:
@@ -86,7 +81,7 @@ def run(composed: Composed) -> Ending:
         else:
             terminal.log_to(directory.log(world.rank))
             set_deterministic(config.run.deterministic)
-            session, error = _Session(composed, world, directory, terminal), None
+            session, error = _Session(composed, world, directory), None
             with StopRequests(config.run.max_hours, is_in_loop=False) as requests:
                 try:
                     session.train(requests)
@@ -94,7 +89,7 @@ def run(composed: Composed) -> Ending:
                     error = caught
                 requests.is_in_loop = True  # the rest is short, and is finished in any case
                 ending = session.end(error, requests)
-        if ending.exit_code == 0:
+        if ending[0] == 0:
             world.leave()
         return ending
     finally:
@@ -127,8 +122,8 @@ def _open(composed: Composed, locks: list[DirectoryLock]) -> RunDirectory:
 class _Session:
     """A run from its start to its end: `end` reports what `train` has built until then."""
 
-    def __init__(self, composed: Composed, world: World, directory: RunDirectory, terminal: Terminal) -> None:
-        self.composed, self.world, self.directory, self.terminal = composed, world, directory, terminal
+    def __init__(self, composed: Composed, world: World, directory: RunDirectory) -> None:
+        self.composed, self.world, self.directory = composed, world, directory
         self.config, self.started = composed.config, time.monotonic()
         self.tracker: Tracker = Tracker()
         self.incident_log = IncidentLog(None)
@@ -305,16 +300,16 @@ class _Session:
         if isinstance(error, KeyboardInterrupt):
             raise error
         loss = summary.eval["loss"] if summary.eval else summary.final_loss
-        return Ending(summary.exit_code, None if error else loss)
+        return summary.exit_code, None if error else loss
 
     def _alert(self, event: str, summary: Summary) -> None:
         """Run the user's command, if there is one, with a line of JSON on its input. A failure is only a warning."""
         if self.config.notify.command is None:
             return
-        fields = ("status", "exit_code", "steps", "final_loss", "incidents", "mlflow")
         message = summary.why or f"completed, with the verdict {summary.verdict}"
-        about: dict[str, Any] = {"event": event, "message": message, "run_dir": str(self.directory.path.absolute())}
-        about |= {"host": platform.node(), **{key: asdict(summary)[key] for key in fields}}
+        about = {"event": event, "message": message, "run_dir": str(self.directory.path), "host": platform.node()}
+        for name in ("status", "exit_code", "steps", "final_loss", "incidents", "mlflow"):
+            about[name] = getattr(summary, name)
         line, words = f"{json.dumps(masked_tree(about))}\n", shlex.split(self.config.notify.command)
         try:
             done = subprocess.run(
@@ -374,9 +369,9 @@ def _already_finished(directory: RunDirectory, summary: dict[str, Any], world: W
             how = command("sync", directory.path)
             log.warning("MLflow lacks %s of it; to upload them:\n  %s", counted(left, "entry"), how)
     if has_given_up:
-        return Ending(GaveUp.exit_code, None)
+        return GaveUp.exit_code, None
     evaluated = summary.get("eval")
-    return Ending(0, evaluated.get("loss") if isinstance(evaluated, dict) else summary.get("final_loss"))
+    return 0, evaluated.get("loss") if isinstance(evaluated, dict) else summary.get("final_loss")
 
 
 def _print_error(error: BaseException, directory: RunDirectory, world: World) -> None:

@@ -116,13 +116,12 @@ def other_run(changes: Mapping[str, str]) -> list[str]:
 
 def describe_changes(changes: Mapping[str, str]) -> list[str]:
     """Describe each change in a line; of a whole policy or set of checks, which has pages, only that it changed."""
-    lines = []
+    lines = [f"{key}: {how}" for key, how in changes.items()]
     for node, what in (("recovery", "another policy"), ("checks", "other checks")):
-        below = {key: how for key, how in changes.items() if key.startswith(f"{node}.")}
-        if len(below) > _FEW or any(len(how) > _LONG for how in below.values()):
-            lines.append(f"{node}: {what}")
-            changes = {key: how for key, how in changes.items() if key not in below}
-    return [f"{key}: {how}" for key, how in changes.items()] + lines
+        below = [line for line in lines if line.startswith(f"{node}.")]
+        if len(below) > _FEW or any(len(line) > _LONG for line in below):
+            lines = [line for line in lines if line not in below] + [f"{node}: {what}"]
+    return lines
 
 
 @dataclass(frozen=True)
