@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,7 +15,6 @@ from pathlib import Path
 
 from fork_server import ENVIRONMENT, Forked, torchrun
 
-_MARK = "RESILIENT_TEST_LAUNCH"  # in the environment of every process of a launch, however it lost its parents
 _LOOK_S = 0.02
 
 
@@ -31,27 +28,16 @@ class Process:
 class Launched:
     _count = 0
 
-    def __init__(
-        self, place: Path, processes: int, *arguments: str, restarts: int = 0, cold: bool = False, **environment: str
-    ) -> None:
-        """Start torchrun with a rendezvous of its own: `cold`, or forked from where everything is imported already."""
+    def __init__(self, place: Path, processes: int, *arguments: str, restarts: int = 0, **environment: str) -> None:
+        """Start torchrun with a rendezvous of its own, forked from where everything is imported already."""
         words = ["--standalone", f"--nproc_per_node={processes}", f"--max-restarts={restarts}", "-m", "resilient_train"]
         words += arguments
         place.mkdir(parents=True, exist_ok=True)
         Launched._count += 1
         self.mark = f"{os.getpid()}-{Launched._count}"
         self._out = place / f"launch-{self.mark}.txt"
-        self._agent: subprocess.Popen[bytes] | Forked
-        if cold:
-            own = ENVIRONMENT | {_MARK: self.mark} | environment
-            with self._out.open("wb") as out:
-                self._agent = subprocess.Popen(
-                    [sys.executable, "-m", "torch.distributed.run", *words], cwd=place, env=own,
-                    stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
-                )  # fmt: skip
-        else:
-            own = ENVIRONMENT | environment
-            self._agent = Forked(torchrun, self.mark, *words, place=place, out=self._out, environment=own)
+        own = ENVIRONMENT | environment
+        self._agent = Forked(torchrun, self.mark, *words, place=place, out=self._out, environment=own)
 
     def __enter__(self) -> Launched:
         return self
@@ -68,11 +54,7 @@ class Launched:
 
     def ended(self, seconds: float = 0.0) -> int | None:
         """The exit code of the launcher, if it has ended or does so in time."""
-        if isinstance(self._agent, Forked):
-            return self._agent.ended(seconds)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._agent.wait(seconds)
-        return self._agent.returncode
+        return self._agent.ended(seconds)
 
     @property
     def output(self) -> str:
@@ -122,14 +104,11 @@ _NOWHERE = -1
 
 
 def _place(pid: int, mark: str) -> int | None:
-    """The rank of a process, None for the agent: by its name if it was forked, else by its environment."""
+    """The rank of a process, None for the agent, by its name."""
     name, _, rank = Path(f"/proc/{pid}/comm").read_text().strip().partition(".")
-    if name == mark:
-        return int(rank) if rank else None
-    words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    if f"{_MARK}={mark}".encode() not in words:
+    if name != mark:
         return _NOWHERE
-    return next((int(word[5:]) for word in words if word.startswith(b"RANK=")), None)
+    return int(rank) if rank else None
 
 
 def _stat(pid: int) -> tuple[str, int]:
