@@ -120,14 +120,14 @@ class Console:
 
 
 @contextmanager
-def console(address: str, experiment_id: str, run_id: str, *, dark: bool = False) -> Iterator[Console]:
+def console(address: str, experiment_id: str, run_id: str) -> Iterator[Console]:
     """Start the browser and open nothing yet."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
         try:
-            page = browser.new_page(viewport=SIZE, color_scheme="dark" if dark else "light")  # type: ignore[arg-type]
+            page = browser.new_page(viewport=SIZE, color_scheme="light")
             yield Console(page, address, experiment_id, run_id)
         finally:
             browser.close()

@@ -41,12 +41,9 @@ _Node = _File | _Directory
 class Power(files.Disk):
     """The disk under `root`. Everything goes to the real one as well, until the call whose turn it is."""
 
-    def __init__(self, root: Path, cut_before: int | None = None, *, is_real: bool = False) -> None:
-        """`cut_before`: the number of the call that is not made any more, from 1; None lets all of them pass.
-
-        Unless it `is_real`, syncs are only remembered: they cost most of the time.
-        """
-        self.root, self.cut_before, self.is_real = root, cut_before, is_real
+    def __init__(self, root: Path, cut_before: int | None = None) -> None:
+        """`cut_before`: the number of the call that is not made any more, from 1; None lets all of them pass."""
+        self.root, self.cut_before = root, cut_before
         self.calls: list[tuple[str, str]] = []  # made: its name, and the file's
         self._top = _found(root)
         assert isinstance(self._top, _Directory)
@@ -80,8 +77,6 @@ class Power(files.Disk):
 
     def sync(self, descriptor: int) -> None:
         self._about_to("sync", path := _path_of(descriptor))
-        if self.is_real:
-            super().sync(descriptor)
         node = self._node(path)
         if isinstance(node, _File):
             node.synced = bytes(node.now)
