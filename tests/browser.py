@@ -127,7 +127,7 @@ def console(address: str, experiment_id: str, run_id: str) -> Iterator[Console]:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
         try:
-            page = browser.new_page(viewport=SIZE, color_scheme="light")
+            page = browser.new_page(viewport=SIZE, color_scheme="light")  # type: ignore[arg-type]
             yield Console(page, address, experiment_id, run_id)
         finally:
             browser.close()

@@ -27,7 +27,6 @@ from resilient_train.drills import Drill, parse
 from resilient_train.errors import ConfigError, in_one_line
 from resilient_train.ranks.world import World, recompute, shard
 from resilient_train.reader import checked, find
-from resilient_train.record.incident_log import IncidentLog
 from resilient_train.state.randomness import Purpose, mix, seed_all
 from resilient_train.update.objective import Measured
 from resilient_train.update.schedule import CurveSchedule, Schedule, ShadowSchedule
@@ -73,13 +72,12 @@ class Run:
 def assemble(
     config: Config,
     world: World,
-    home: Place | None = None,
+    home: Place,
     resume: Resume | None = None,
     stop: Callable[[], bool] = lambda: False,
     beat: Callable[[], None] = lambda: None,
 ) -> Run:
-    """Build everything that a configuration names, for a run that writes to `home`; without one, nothing."""
-    home = home or Place(IncidentLog(None))
+    """Build everything that a configuration names, for a run that writes to `home`."""
     seed = config.run.seed
     seed_all(mix(Purpose.INITIAL_WEIGHTS, seed), world.device)
     objective = objective_of(config, world.device)

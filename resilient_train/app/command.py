@@ -11,15 +11,17 @@ import time
 from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
+from typing import Any
 
 import hydra
 import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from resilient_train.app.config import CONF
-from resilient_train.app.config.command_line import VERSION_BASE, explained, parse, typed
+from resilient_train.app.config.command_line import VERSION_BASE, explained, parse
+from resilient_train.app.config.compose import composed
 from resilient_train.app.terminal import survive_hangup
 from resilient_train.errors import ConfigError, Stopped, TrainError, unusable
 from resilient_train.files import commit_text, read_yaml
@@ -94,7 +96,7 @@ def _answer(given: argparse.Namespace) -> None:
 def _job(raw: DictConfig) -> float | None:
     """Train one run, or one of a sweep: if it fails, the others still run."""
     hydra_config = HydraConfig.get()
-    given = typed(hydra_config.overrides.task)
+    given: Any = OmegaConf.to_container(hydra_config.overrides.task, resolve=False)  # reading one may fail
     is_sweep = hydra_config.mode == RunMode.MULTIRUN
     if is_sweep:
         words = [re.sub(r"\\(.)", r"\1", word) for word in given]  # Hydra has quoted them
@@ -106,13 +108,12 @@ def _job(raw: DictConfig) -> float | None:
             with suppress(OSError):
                 commit_text(file, yaml.safe_dump(hidden, sort_keys=False))
     try:
-        from resilient_train.app.config.compose import from_hydra
-
-        composed = from_hydra(raw)
+        sweep = Path(hydra_config.sweep.dir).name if is_sweep else None
+        made = composed(raw, hydra_config.runtime.choices, given=given, sweep=sweep)
         # Here, as it imports torch, which takes seconds: help, completion and most mistakes need none.
         from resilient_train.app.run import run
 
-        code, loss = run(composed)
+        code, loss = run(made)
     except Exception as error:
         code, loss = _complain(error, given), None
     _codes.append(code)

@@ -17,7 +17,7 @@ from resilient_train import __version__
 from resilient_train.adapters.reporter import Place, finish_uploads, print_review, status_and_code, write_summary
 from resilient_train.app import HOME
 from resilient_train.app.build import Run, assemble
-from resilient_train.app.config.compose import Composed, describe_changes, is_fixed, other_run
+from resilient_train.app.config.compose import FIXED, Composed, describe_changes, other_run
 from resilient_train.app.directory import RunDirectory, claim
 from resilient_train.app.terminal import Terminal
 from resilient_train.app.train import train
@@ -108,7 +108,7 @@ def _open(composed: Composed, locks: list[DirectoryLock]) -> RunDirectory:
         if others := other_run(directory.changes):
             why = f"holds a finished run of another configuration ({'; '.join(others)})"
     elif directory.resumes:
-        if refused := [f"{key}: {how}" for key, how in directory.changes.items() if is_fixed(key)]:
+        if refused := [f"{key}: {how}" for key, how in directory.changes.items() if key.startswith(FIXED)]:
             why = f"holds a run that cannot resume with another {'; '.join(refused)}"
     else:
         commit_text(directory.config, composed.yaml(directory.path))

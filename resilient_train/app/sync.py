@@ -115,9 +115,6 @@ def _credentials(uri: str) -> list[str]:
     return [*(name for name in names if os.environ.get(name)), *([str(file)] if file.exists() else [])]
 
 
-# ------------------------------------------------------------------------------------------------- while the run lasts
-
-
 def _attached() -> Callable[[float], bool]:
     """Attach this process to the run that started it: a line on the standard input says that the run has ended."""
     # Requests to stop go to all processes of a run, which still has something to upload then.

@@ -13,10 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from resilient_train.adapters.reporter import Place
 from resilient_train.app.build import assemble
 from resilient_train.app.config.compose import load
 from resilient_train.app.train import train
 from resilient_train.ranks.world import World
+from resilient_train.record.incident_log import IncidentLog
 from resilient_train.state.run_state import RunState
 from resilient_train.state.tree import sha256
 
@@ -57,7 +59,7 @@ class Program:
         words += ["schedule._target_=torch.optim.lr_scheduler.CosineAnnealingWarmRestarts"]
         words += ["checks=off"]  # a state that is put back behind the guard's back looks like damage
         config = load([*words, *overrides]).config
-        self.run = assemble(config, World.joined(config.accelerate))
+        self.run = assemble(config, World.joined(config.accelerate), Place(IncidentLog(None)))
         self.average = NoisyAverage(self.run.bare_model)
         self.run.guard.state.keep("average", self.average)
         self.batches: list[str] = []

@@ -14,7 +14,7 @@ from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from resilient_train import __version__
@@ -58,9 +58,6 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     return given
 
 
-# ------------------------------------------------------------------------------------------------------------ composing
-
-
 def composed_raw(overrides: Sequence[str]) -> DictConfig:
     """Compose a configuration without a command line; it includes Hydra's own node."""
     GlobalHydra.instance().clear()
@@ -69,13 +66,6 @@ def composed_raw(overrides: Sequence[str]) -> DictConfig:
             return compose("config", overrides=list(overrides), return_hydra_config=True)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, RecursionError, UnicodeDecodeError) as error:
         raise explained(error, overrides) from error
-
-
-def typed(overrides: Sequence[str]) -> list[str]:
-    """Return Hydra's overrides as they were typed: reading one by one would resolve them, which may fail."""
-    found = OmegaConf.to_container(overrides, resolve=False)
-    assert isinstance(found, list)
-    return found
 
 
 def explained(error: Exception, overrides: Sequence[str] = ()) -> TrainError:

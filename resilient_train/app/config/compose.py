@@ -12,15 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from resilient_train import reader
 from resilient_train.app.config import Config
-from resilient_train.app.config.command_line import composed_raw, explained, typed
+from resilient_train.app.config.command_line import composed_raw, explained
 from resilient_train.errors import ConfigError, in_one_line, unusable
 from resilient_train.files import read_yaml
 from resilient_train.record.endings import CONFIG
@@ -89,7 +87,7 @@ def wrong_kind(key: str, node: Node, thing: Any, expected: str) -> ConfigError:
 # What makes it another run, next to the faults of a drill.
 _IDENTITY = ("model.", "data.", "objective.", "optimizer.", "schedule.", "run.seed")
 # What may not change when a run resumes.
-_FIXED = ("model._target_", "data.train.", "data.shuffle", "optimizer._target_", "run.seed")
+FIXED = ("model._target_", "data.train.", "data.shuffle", "optimizer._target_", "run.seed")
 
 _PLACE = ("run.name", "run.dir", "run.resume")  # where the run is
 _FEW, _LONG = 3, 200  # lines, characters
@@ -101,10 +99,6 @@ _ALWAYS = (
     *("accelerate.gradient_accumulation_steps", "accelerate.mixed_precision"),
 )
 _NEVER = ("hydra.", "tracking.", *_PLACE)  # and how it is shown
-
-
-def is_fixed(key: str) -> bool:
-    return key in _FIXED or key.startswith("data.train.")
 
 
 def other_run(changes: Mapping[str, str]) -> list[str]:
@@ -189,13 +183,6 @@ def composed(
     config = reader.read(Config, resolved, "")
     hidden = masked_tree(resolved)
     return Composed(config, hidden, _compared(_flat(hidden), choices, given), sweep)
-
-
-def from_hydra(raw: DictConfig) -> Composed:
-    hydra = HydraConfig.get()
-    given = typed(hydra.overrides.task)
-    sweep = Path(hydra.sweep.dir).name if hydra.mode == RunMode.MULTIRUN else None
-    return composed(raw, hydra.runtime.choices, given=given, sweep=sweep)
 
 
 def load(overrides: Sequence[str] = ()) -> Composed:
