@@ -21,13 +21,12 @@ from resilient_train.secrets import masked
 _LAUNCH = ".launch"
 
 
-@dataclass
+@dataclass(frozen=True)
 class RunDirectory:
     path: Path
-    is_new: bool  # it had no run
-    finished: dict[str, Any] | None = None  # the summary of a run that is complete already, or gave up
     resumes: bool = False  # a run that began there
-    changes: dict[str, str] = field(default_factory=dict)  # of its configuration since then, by key
+    finished: dict[str, Any] | None = None  # the summary of a run that is complete already, or gave up
+    changes: dict[str, str] = field(default_factory=dict)  # of the configuration since that run began, by key
 
     @property
     def config(self) -> Path:
@@ -50,34 +49,35 @@ def claim(
     siblings = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
     for candidate in itertools.chain([path], siblings):
         try:
-            directory, lock = _locked(candidate)
+            is_new, lock = _locked(candidate)
         except DirectoryInUse:
             if resume == "never":
                 continue
             raise
-        summary = read_ending(directory.path, SUMMARY) or {}
-        has_no_update = summary.get("ticks") == 0 and not (directory.path / CHECKPOINTS).exists()
+        summary = read_ending(candidate, SUMMARY) or {}
+        has_no_update = summary.get("ticks") == 0 and not (candidate / CHECKPOINTS).exists()
         was_refused = summary.get("status") == "failed" and summary.get("exit_code") == 2
-        is_free = directory.is_new or (has_no_update and (was_refused or resume != "never"))
-        if resume == "never" and not is_free and not _was_launched_by_this(directory.path):
+        is_free = is_new or (has_no_update and (was_refused or resume != "never"))
+        if resume == "never" and not is_free and not _was_launched_by_this(candidate):
             lock.release()
             continue
+        found = RunDirectory(candidate)
         if not is_free:
-            directory.changes = changes(directory.config)
+            differs = changes(candidate / CONFIG)
             done, status = summary.get("steps"), summary.get("status")
             is_complete = isinstance(done, int) and done >= steps and status == "completed"
-            is_finished = is_complete or (status == "gave_up" and not directory.changes)
-            if is_finished and (resume == "auto" or (resume != "never" and masked(resume) in _sources(directory.path))):
-                directory.finished = summary
-                return directory, lock
-            directory.resumes = True
+            is_finished = is_complete or (status == "gave_up" and not differs)
+            if is_finished and (resume == "auto" or (resume != "never" and masked(resume) in _sources(candidate))):
+                return RunDirectory(candidate, finished=summary, changes=differs), lock
+            found = RunDirectory(candidate, resumes=True, changes=differs)
         if (launch := _launch()) is not None:  # so that its restarts are recognized, and can be waited for
-            commit_text(directory.path / _LAUNCH, launch + "\n")
-        return directory, lock
+            commit_text(candidate / _LAUNCH, launch + "\n")
+        return found, lock
     raise AssertionError("there is always another name")
 
 
-def _locked(path: Path) -> tuple[RunDirectory, DirectoryLock]:
+def _locked(path: Path) -> tuple[bool, DirectoryLock]:
+    """Lock a directory, which is made if needed; return whether it had no run, and the lock."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(OSError):  # so that a power cut does not lose the directory itself
@@ -91,7 +91,7 @@ def _locked(path: Path) -> tuple[RunDirectory, DirectoryLock]:
         for file in path.iterdir():
             if is_left_over(file.name):
                 remove(file)
-        return RunDirectory(path, is_new), lock
+        return is_new, lock
     except OSError as error:
         raise ConfigError("run.dir", path, f"cannot be written: {error.strerror or error}") from error
 
