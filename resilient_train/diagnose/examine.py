@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import isfinite, sqrt
 from typing import Any
 
@@ -90,12 +90,12 @@ def examine(
             raise TypeError("the objective has to return a scalar tensor with a graph, the loss, or (loss, metrics)")
         return loss.reshape(())
 
-    def drop() -> None:
-        for weight in weights:
-            weight.grad = None
-
     replay = Replay(
-        *(model, measured, Tensor.backward, Backups(model), drop),
+        model,
+        measured,
+        Tensor.backward,
+        Backups(model),
+        drop_gradients=model.zero_grad,
         trained=weights,
         over_ranks=lambda grads: torch.tensor(sqrt(sum(float(one.double().square().sum()) for one in grads))),
         seeds=Seeds(0, 0, device),
@@ -111,12 +111,11 @@ def examine(
     if not is_healthy:
         facts = Observations(reproduced=True, batch_is_bad=bool(bad_fields), size=first.norm)
         if origin is not None:
-            facts = replace(facts, culprit=origin.culprit, kind=origin.kind)
-            facts = replace(facts, is_scalar=origin.is_scalar, was_given=origin.was_given)
+            facts = origin.noted(facts)
         raised = first.raised
         diagnosis = verdict.on_error(facts, raised) if raised else verdict.on_nonfinite(facts, 1.0)
     remarks = [f"the batch: {one}" for one in bad_fields]
-    remarks += [one for one in (nonfinite(first.by_layer), rows.out_of_scale([batch])) if one]
+    remarks += [one for one in (nonfinite(first.by_layer), rows.out_of_scale(batch)) if one]
     return Examined(
         *(first.loss, first.norm),
         batch=statistics(floating([leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)])),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
 from operator import attrgetter, itemgetter, truediv
@@ -21,7 +22,7 @@ from resilient_train.diagnose.state import first_nonfinite, of_state
 from resilient_train.ranks.world import World
 from resilient_train.recover.decide import by_rate, by_signal
 from resilient_train.state import randomness
-from resilient_train.state.ring import Ring
+from resilient_train.state.ring import Ring, Snapshot
 from resilient_train.state.run_state import RunState
 from resilient_train.types import SPIKES, Anomaly, Cause, Diagnosis, Incident, Signal, Vitals
 from resilient_train.watch.purpose import LEARNED
@@ -30,8 +31,12 @@ from resilient_train.watch.vitals import FEW, WILD, Leap, PastUpdate, UpdateHist
 
 OF_THE_LOSS = (Signal.LOSS_SPIKE, Signal.DIVERGENCE, Signal.NOT_RECOVERED)
 _OF_THE_RATE = (
-    *(*OF_THE_LOSS, Signal.GRAD_SPIKE, Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD),
-    *(Signal.NONFINITE_WEIGHTS, Signal.NONFINITE_OPTIMIZER),
+    *OF_THE_LOSS,
+    Signal.GRAD_SPIKE,
+    Signal.NONFINITE_LOSS,
+    Signal.NONFINITE_GRAD,
+    Signal.NONFINITE_WEIGHTS,
+    Signal.NONFINITE_OPTIMIZER,
 )
 _MIN_SHARE_OF_UPDATE = 0.5  # of a rise of the loss: samples that cause less of it are not to blame
 _LITTLE = 0.25  # of it: samples that cause less of it are as usual
@@ -53,20 +58,12 @@ class ReferenceInvalid(Exception):
 
 
 class ChangedOnPurpose(ReferenceInvalid):
-    """At verified weights any samples have the raised loss: the loss, the model or the data was changed on purpose."""
+    """The loss, the model, the data or the weights were changed on purpose."""
 
-    def __init__(self, now: float, was: float, *, in_data: bool = False) -> None:
-        which = "all later samples" if in_data else "any samples"
-        super().__init__(f"the loss rose from {was:.4g} to {now:.4g} with {which}, at verified weights too")
-        self.limit = was + LEARNED * (now - was) if in_data else inf
-
-
-class WrittenOnPurpose(ChangedOnPurpose):
-    """The loop wrote to the weights, and the loss is far lower since."""
-
-    def __init__(self, now: float, was: float) -> None:
-        ReferenceInvalid.__init__(self, f"the loss fell from {was:.4g} to {now:.4g} as the loop wrote to the weights")
-        self.limit = was
+    def __init__(self, what: str, limit: float = inf) -> None:
+        """A run whose loss does not come below the `limit` afterwards has not learned what is new."""
+        super().__init__(what)
+        self.limit = limit
 
 
 class Explainer:
@@ -143,7 +140,7 @@ class Explainer:
             return ""
         with randomness.preserved(self._world.device):  # fetching rows changes it
             try:
-                return by_rows.out_of_scale([self._samples.collated(keys)])
+                return by_rows.out_of_scale(self._samples.collated(keys))
             except Exception:  # a row that cannot be fetched is an incident of its own
                 return ""
 
@@ -168,7 +165,7 @@ class Explainer:
         return replace(found, rows=tuple(sorted({*found.rows, *more.rows})), reasons={**more.reasons, **found.reasons})
 
     def _damage(self, anomaly: Anomaly, history: Sequence[Incident]) -> Diagnosis:
-        """What is wrong with weights or moments: the worst that any rank has found. Raises WrittenOnPurpose."""
+        """What is wrong with weights or moments: the worst that any rank has found. Raises ChangedOnPurpose."""
         if anomaly.signal is Signal.WEIGHTS_JUMP and not anomaly.ranks:
             self._require_worse_weights(anomaly)
         verified = self._ring.verified_until(anomaly.since)
@@ -299,13 +296,12 @@ class Explainer:
         trusted = self._updates.around(verified[0].step)[1]
         if not rise > 0 or not trusted:
             return None
-        self._ring.copier.wait()
         loss_at = self._search.loss_at
-        with randomness.preserved(self._world.device), self._state.weights_of(verified[0].parts):
+        with self._weights_of(verified[0]):
             now = [loss_at(one.start) for one in trusted]
             usual, was = median(now), median(one.loss for one in trusted)
             if self._is_changed(trusted, rise):
-                raise ChangedOnPurpose(was + rise, was)
+                raise ChangedOnPurpose(_risen(was, was + rise, "any samples"))
             others = sorted(loss_at(one.start, of_others=True) for one in trusted)
             unlearned, high = others[len(others) // 2], others[max(0, len(others) - 2)]  # one may hold bad rows
             if unlearned - usual > max(_MIN_SHARE_OF_UPDATE * rise, reference.size):
@@ -318,24 +314,31 @@ class Explainer:
             if not median(bad) - usual > _MIN_SHARE_OF_UPDATE * rise or high >= median(bad):
                 return None  # also where the loss is not finite
             live = median(one.loss for one in suspects)  # at the weights that have learned them, or were made for them
-            if live - usual < _MIN_SHARE_OF_UPDATE * (median(bad) - usual):
-                raise ChangedOnPurpose(median(bad), usual, in_data=True)
-            ahead = self._samples.starts(suspects[-1].start, _AHEAD)
-            later = [loss_at(start) for start in ahead[:: max(1, len(ahead) // FEW)]]
-            if later and min(later) - usual > _MIN_SHARE_OF_UPDATE * rise:  # the data is like that from here on
-                raise ChangedOnPurpose(median(bad), usual, in_data=True)
-            return verdict.on_misled(usual, median(bad))
+            is_new = live - usual < _MIN_SHARE_OF_UPDATE * (median(bad) - usual)
+            if not is_new:
+                ahead = self._samples.starts(suspects[-1].start, _AHEAD)
+                later = [loss_at(start) for start in ahead[:: max(1, len(ahead) // FEW)]]
+                is_new = bool(later) and min(later) - usual > _MIN_SHARE_OF_UPDATE * rise
+        if is_new:  # the data is like that from here on
+            what = _risen(usual, median(bad), "all later samples")
+            raise ChangedOnPurpose(what, usual + LEARNED * (median(bad) - usual))
+        return verdict.on_misled(usual, median(bad))
 
     def level_at_first(self, early: Anomaly, times: float) -> float | None:
         """The loss of the newest samples at the first weights, if it is as high there and no rows are the reason."""
         newest, verified = self._updates.around(early.since)[0], self._ring.verified_until(0)
         if self._search is None or not self._samples.rows or not verified or not newest:
             return None
-        self._ring.copier.wait()
-        with randomness.preserved(self._world.device), self._state.weights_of(verified[0].parts):
+        with self._weights_of(verified[0]):
             first = median(self._search.loss_at(one.start) for one in newest)
         is_thrown = median(one.loss for one in newest) - first > (times - 1) * abs(first)
         return None if is_thrown or self._find_outlier_rows([one.start for one in newest]) else first
+
+    @contextmanager
+    def _weights_of(self, snapshot: Snapshot) -> Iterator[None]:
+        self._ring.copier.wait()
+        with randomness.preserved(self._world.device), self._state.weights_of(snapshot.parts):
+            yield
 
     def _is_changed(self, trusted: Sequence[PastUpdate], rise: float) -> bool:
         """Whether samples no longer have the loss that they had at these weights: no update or rate can do that."""
@@ -352,16 +355,20 @@ class Explainer:
             return
         now, was = self._updates.recent_measurements()[0][-1], median(one.loss for one in trusted)
         if now - was > _MIN_SHARE_OF_UPDATE * abs(was):
-            self._ring.copier.wait()
-            with randomness.preserved(self._world.device), self._state.weights_of(verified[0].parts):
+            with self._weights_of(verified[0]):
                 if self._is_changed(trusted, now - was):
-                    raise ChangedOnPurpose(now, was)
+                    raise ChangedOnPurpose(_risen(was, now, "any samples"))
 
     def _require_worse_weights(self, jump: Anomaly) -> None:
-        """Raise WrittenOnPurpose if the loss fell far from one update to the next, as it does by no damage."""
+        """Raise ChangedOnPurpose if the loss fell far from one update to the next, as it does by no damage."""
         newest, before = self._updates.around(jump.since)
         losses = [one.loss for one in (*before, *newest)]
         for place in range(2, len(losses) - 1):
             earlier, later = losses[:place], losses[place:]
             if 0 <= _FAR_LOWER * max(later) < min(earlier):
-                raise WrittenOnPurpose(median(later), median(earlier))
+                fell = f"the loss fell from {median(earlier):.4g} to {median(later):.4g}"
+                raise ChangedOnPurpose(f"{fell} as the loop wrote to the weights", median(earlier))
+
+
+def _risen(was: float, now: float, of: str) -> str:
+    return f"the loss rose from {was:.4g} to {now:.4g} with {of}, at verified weights too"

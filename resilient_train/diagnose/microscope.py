@@ -34,7 +34,7 @@ from resilient_train.diagnose.frames import (
     statistics,
     user_line,
 )
-from resilient_train.diagnose.verdict import is_plain
+from resilient_train.diagnose.verdict import Observations, is_plain
 from resilient_train.numerics.operations import is_in_place, op_name
 from resilient_train.state.tree import leaves
 from resilient_train.types import Culprit
@@ -65,6 +65,12 @@ class Origin:
         """The same as a record without torch."""
         line = self.line or Line("", 0)
         return Culprit(self.phase, self.op, line.module, line.file, line.line, self.inputs)
+
+    def noted(self, facts: Observations) -> Observations:
+        """Add it to what else a replay has shown."""
+        after = self.after.culprit if self.after is not None else None
+        facts = replace(facts, culprit=self.culprit, kind=self.kind, is_scalar=self.is_scalar)
+        return replace(facts, was_given=self.was_given, after=after)
 
 
 @dataclass(slots=True)

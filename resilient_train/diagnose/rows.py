@@ -12,8 +12,7 @@ from torch.utils._pytree import SequenceKey, tree_flatten_with_path
 from resilient_train.state.tree import leaves, with_dicts
 
 MOST_TRIALS = 200  # of a search; a batch of 1,024 with three guilty rows takes 60
-ENOUGH = 16  # other rows, with fewer of which nothing is said of a small number
-_FAR_BELOW = 1e3  # times: what divides by so small a number, or takes its logarithm, is far out
+ENOUGH = 16  # other rows, with fewer of which nothing is said of the range of a number
 _WIDTHS = 4.0  # of the range in which nearly all others are: what is as far from it is no tail
 _NARROW = 2.0  # the ends of that range, one by the other
 _COLUMNS = 1_000  # of a field that is searched column by column
@@ -63,12 +62,12 @@ def nonfinite_fields(row: Any) -> list[str]:
 
 
 def outlying_fields(row: Any, others: Sequence[Any], far: float) -> list[str]:
-    """Name the fields of a row whose values lie `far` times beyond those of other rows, or that are far nearer to 0.
+    """Name the fields of a row whose values lie `far` times beyond those of other rows.
 
-    And those in which others are all alike, as absolute temperatures or years are, but this one is not.
+    Else those in which others are all alike, as absolute temperatures or years are, but this one is not.
     """
     found = []
-    usual, numbers, mine = [_sizes(other) for other in others], [_numbers(other) for other in others], _numbers(row)
+    usual = [_sizes(other) for other in others]
     for field, size in _sizes(row).items():
         theirs = sorted(one[field] for one in usual if field in one and math.isfinite(one[field]))
         if not theirs or not math.isfinite(size):  # nonfinite_fields names what is not finite
@@ -77,14 +76,6 @@ def outlying_fields(row: Any, others: Sequence[Any], far: float) -> list[str]:
         # Where the others are all 0 it may be a rare class, marked with 1, or a count: that it is not 0 says nothing.
         if not size <= far * (max(largest, 2 * middle) or 1.0):
             found.append(f"{_largest_of(row, field)}, where {len(theirs)} other rows stay within ±{largest:.3g}")
-            continue
-        # A single number that is always positive, such as a chance or a deviation: losses divide by those.
-        known = sorted(one[field] for one in numbers if field in one)
-        lowest = known[len(known) // 16] if len(known) >= ENOUGH and known[0] > 0 else 0.0
-        if 0 < mine.get(field, 0.0) * max(far, _FAR_BELOW) < lowest:
-            found.append(
-                f"{_largest_of(row, field)}, where nearly all of {len(known)} other rows have {lowest:.3g} or more"
-            )
     return found or [*_out_of_narrow(row, others, far)]
 
 
@@ -151,14 +142,13 @@ def _at(place: tuple[int, ...]) -> str:
     return f" at {list(place)}" if place else ""  # a single number has no place
 
 
-def out_of_scale(batches: Sequence[Any]) -> str:
+def out_of_scale(batch: Any) -> str:
     """Advise to normalise inputs some of whose columns are far larger than others, or all are large; else empty."""
     large = ""
-    for fields in zip(*([*_fields(one)] for one in batches), strict=False):
-        name, tensors = fields[0][0], [values.flatten(1) for _, values in fields if values.dim() > 1 and len(values)]
-        if not tensors or len({one.shape[1] for one in tensors}) > 1:
+    for name, values in _fields(batch):
+        if values.dim() < 2 or not len(values):
             continue
-        columns = torch.cat([one.abs().nan_to_num(0.0, 0.0, 0.0).double() for one in tensors]).mean(0)
+        columns = values.flatten(1).abs().nan_to_num(0.0, 0.0, 0.0).double().mean(0)
         sizes = columns[columns > 0]
         if len(sizes) < 2:
             continue
@@ -184,12 +174,6 @@ def largest(batches: Sequence[Any]) -> torch.Tensor:
         if all(one.is_floating_point() and one.numel() for one in some)
     ]
     return torch.stack([one.amax() for one in sizes]) if sizes else torch.empty(0)
-
-
-def _numbers(row: Any) -> dict[str, float]:
-    """The fields of a row that are single numbers, and finite."""
-    single = {name: values.item() for name, values in _fields(row) if values.numel() == 1 and not values.is_complex()}
-    return {name: value for name, value in single.items() if math.isfinite(value)}
 
 
 def _sizes(row: Any) -> dict[str, float]:

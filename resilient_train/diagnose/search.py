@@ -27,9 +27,7 @@ from resilient_train.state.copies import Attributes
 from resilient_train.types import SPIKES, Anomaly, Cause, Culprit, Diagnosis, Signal
 
 _CONTROLS = 4  # draws of other rows at most, where the first ones break as well
-_RARE = (
-    100  # rows that pass an operation, for each that does not: then it is not the line; and the most that are blamed
-)
+_RARE = 100  # rows that pass an operation, for each that does not: then it is not the line; and the most to blame
 _FEW, _MOST_DRAWS = 4, 32  # rows of an update, and draws of others, that are tried for that
 _OTHERS = 128  # rows that a row is compared with
 _AGAIN = 3  # places of the data where an ordinary row made the loss or the gradient jump: as many epochs
@@ -91,7 +89,8 @@ class Search:
             found = verdict.on_spike(facts, max(verdict.climbed(one[:-1]) for one in history), climb)
         else:
             found = verdict.on_nonfinite(facts, climb, verdict.climbed(history[0]), landed=landed)
-        return replace(found, ranks=self._some(rank for rank, one in enumerate(by_rank) if one.reproduced))
+        ranks = tuple(rank for rank, one in enumerate(by_rank) if one.reproduced)
+        return replace(found, ranks=ranks if len(ranks) < self._world.size else ())
 
     def breaks_at_any_scale(self, refused: Refused) -> bool:
         """Whether the gradients are not finite where no loss scale can have made them overflow."""
@@ -113,11 +112,6 @@ class Search:
         losses = [one for one in self._world.all_of(None if tried is None else tried.loss) if one is not None]
         return sum(losses) / len(losses) if losses else math.nan
 
-    def _some(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """Name ranks, unless it is all of them."""
-        named = tuple(ranks)
-        return named if len(named) < self._world.size else ()
-
     # The replays. Every rank makes each of them.
 
     @contextmanager
@@ -138,32 +132,29 @@ class Search:
         reproduced = first is not None and refused.would_refuse(first)
         if not any(self._world.all_of(reproduced)):
             return Observations(failure=why)
-        filler, control = self._control(refused)
-        seen = None if is_spike else self._seen(refused)
-        origin = seen.origin if seen is not None else None
+        filler, is_compared = self._control(refused)
         facts = Observations(
             reproduced=reproduced,
-            everywhere=control is not None and filler is None,
-            is_compared=control is not None,
-            batch_is_bad=not is_spike
-            and not refused.nan_is_usual
-            and any(by_rows.nonfinite_fields(one) for one in refused.inputs),
-            size=first.norm if first is not None and not is_spike else 0.0,
-            layer=_grown(first, control) if is_spike and first and control else None,
+            everywhere=is_compared and filler is None,
+            is_compared=is_compared,
             failure=why,
         )
+        origin: Origin | None = None
+        if not is_spike:
+            seen, _ = tried(again, self._replay.under_microscope)
+            origin = seen.origin if seen is not None else None
+            is_bad = not refused.nan_is_usual and any(map(by_rows.nonfinite_fields, refused.inputs))
+            facts = replace(facts, batch_is_bad=is_bad, size=first.norm if first is not None else 0.0)
         if origin is not None:
-            after = origin.after.culprit if origin.after is not None else None
-            facts = replace(facts, culprit=origin.culprit, kind=origin.kind, is_scalar=origin.is_scalar, after=after)
-            tried_before = _where(after or origin.culprit) in self.tried
-            facts = replace(facts, was_given=origin.was_given, is_tried=tried_before)
+            first_broken = origin.after or origin
+            facts = replace(origin.noted(facts), is_tried=_where(first_broken.culprit) in self.tried)
 
         def breaks(batches: Keys) -> bool | None:
             made, _ = tried(partial(self._made, batches) if batches else again)
             return None if made is None else refused.would_refuse(made)
 
         is_sharded = self._replay.is_sharded
-        found = self._guilty(keys, filler if reproduced or is_sharded else None, breaks, together=is_sharded)
+        found = self._guilty(keys, filler if reproduced or is_sharded else None, breaks)
         if is_sharded:  # the gradient is of all ranks' rows: all ranks reproduce it unless some rank's rows are known
             reproduced = bool(found) or origin is not None or (first is not None and not refused.allows_loss(first))
             is_known = any(self._world.all_of(reproduced))
@@ -182,26 +173,22 @@ class Search:
         passed = self._samples.have_passed(found)
         return replace(facts, rows=rows, odd=odd, others=others, have_passed=passed, are_again=are_again)
 
-    def _seen(self, refused: Refused) -> Replayed | None:
-        """Look at the update under the microscope."""
-        make, look = partial(self._batches_of, refused), self._replay.under_microscope
-        return self._tried(refused.update.start, make, look, takes_errors=refused.is_error)[0]
-
-    def _control(self, refused: Refused) -> tuple[Keys | None, Replayed | None]:
-        """Replay other rows at the same weights; return the keys of a healthy draw, and what was measured last."""
+    def _control(self, refused: Refused) -> tuple[Keys | None, bool]:
+        """Replay other rows at the same weights; return the keys of a healthy draw, and whether any was replayed."""
         keys = refused.update.keys
         filler: Keys | None = None
-        measured: Replayed | None = None
+        is_compared = False
         if not any(self._world.all_of(bool(keys))):
-            return None, None
+            return None, False
         for draw in range(_CONTROLS):
             others = [self._samples.others(some, draw) for some in keys]
             tried, _ = self._tried(refused.update.start, partial(self._made, others), takes_errors=refused.is_error)
-            if tried is not None and filler is None:
-                measured, filler = tried, others if not refused.would_refuse(tried) else None
+            is_compared |= tried is not None
+            if tried is not None and filler is None and not refused.would_refuse(tried):
+                filler = others
             if all(self._world.all_of(filler is not None)):
                 break
-        return filler, measured
+        return filler, is_compared
 
     def _alone(
         self, refused: Refused, found: Sequence[Key], origin: Origin | None, filler: Keys | None
@@ -211,15 +198,9 @@ class Search:
         Each has to break that very operation among healthy rows, and a hundred others are tried for each that does.
         """
         keys, tried = refused.update.keys, partial(self._tried, refused.update.start, takes_errors=refused.is_error)
-        where = _where(origin.culprit) if origin is not None and origin.is_of_data and not origin.after else None
-        reached = max((math.prod(one["shape"]) for one in origin.inputs), default=0) if origin is not None else 0
-        can_be = where is not None and where not in self.tried and 0 < len(found) <= _FEW
-        can_be &= reached >= min(map(len, keys), default=0)  # else hardly any row has got to that line
-        if can_be:  # also of rows that are left out already
-            known = {key.row for key in found} | self._samples.stream.quarantined
-            can_be = _RARE * len(known) <= min(self._samples.rows, _RARE * _RARE)
-            can_be &= not self._samples.have_passed(found)
-        left, alone, others, draw = list(found if can_be else ()), [], set[int](), _CONTROLS
+        where = _where(origin.culprit) if origin is not None else None
+        left = list(found) if self._may_be_rare(keys, found, origin) else []
+        alone: list[Key] = []
         while any(self._world.all_of(bool(left))):
             key = left.pop() if left else None
             pairs = [zip(mine, other, strict=True) for mine, other in zip(keys, filler or keys, strict=True)]
@@ -230,7 +211,9 @@ class Search:
             same = [[key._replace(epoch=key.epoch + 1)] * len(some) for some in keys] if key else filler or keys
             made, _ = self._tried(refused.update.start + 1, partial(self._made, same), takes_errors=refused.is_error)
             is_bad = seen is not None and seen.is_of_data and _where(seen.culprit) == where
-            alone += [key] if key and is_bad and made is not None and refused.would_refuse(made) else []
+            if key and is_bad and made is not None and refused.would_refuse(made):
+                alone.append(key)
+        others, draw = set[int](), _CONTROLS
         count, most = len(alone), len(alone) + (2 * sum(map(len, keys)) <= _RARE)  # of a large draw many rows may break
         while any(self._world.all_of(len(others) < _RARE * count <= _RARE * most)) and draw < _MOST_DRAWS:
             draws = [self._samples.others(some, draw) for some in keys]
@@ -239,14 +222,24 @@ class Search:
             others.update(key.row for some in draws for key in some)
         return (alone, len(others)) if alone and len(others) >= _RARE * count and count <= most else ([], 0)
 
-    def _guilty(
-        self, keys: Keys, filler: Keys | None, breaks: Callable[[Keys], bool | None], *, together: bool = False
-    ) -> list[Key]:
+    def _may_be_rare(self, keys: Keys, found: Sequence[Key], origin: Origin | None) -> bool:
+        if origin is None or origin.after or not origin.is_of_data or not 0 < len(found) <= _FEW:
+            return False
+        reached = max((math.prod(one["shape"]) for one in origin.inputs), default=0)
+        if reached < min(map(len, keys), default=0):  # hardly any row has got to that line
+            return False
+        known = {key.row for key in found} | self._samples.stream.quarantined
+        is_few = _RARE * len(known) <= min(self._samples.rows, _RARE * _RARE)
+        is_tried = _where(origin.culprit) in self.tried
+        return is_few and not is_tried and not self._samples.have_passed(found)
+
+    def _guilty(self, keys: Keys, filler: Keys | None, breaks: Callable[[Keys], bool | None]) -> list[Key]:
         """Search a batch for rows each of which breaks a healthy one, the filler; ranks without one replay as well.
 
-        `breaks` is None where a batch cannot be replayed: then no row is to blame. With `together`, where ranks share
-        their weights and a gradient is that of the rows of all of them, these are one batch, searched by all in step.
+        `breaks` is None where a batch cannot be replayed: then no row is to blame. Where ranks share their weights, a
+        gradient is that of the rows of all of them: these are one batch, searched by all in step.
         """
+        together = self._replay.is_sharded
         places = [(number, place) for number, some in enumerate(keys) for place in range(len(some))]
         first, count = 0, len(places) if filler is not None else 0
         if together:
@@ -333,9 +326,3 @@ def _attempted(function: Callable[[], T]) -> tuple[T | None, str]:
         return function(), ""
     except Exception as error:
         return None, f"{type(error).__name__}: {text_of(error)}".splitlines()[0]
-
-
-def _grown(now: Replayed, usual: Replayed) -> tuple[str, float] | None:
-    """The weight whose gradient is farthest above that of a healthy batch."""
-    grown = {name: norm / usual.by_layer[name] for name, norm in now.by_layer.items() if usual.by_layer.get(name)}
-    return max(grown.items(), key=lambda one: one[1], default=None)

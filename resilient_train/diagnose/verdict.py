@@ -94,7 +94,6 @@ class Observations:
     have_passed: bool = False  # the rows were trained on before, in an earlier epoch
     are_again: bool = False  # each of the rows made the loss or the gradient jump in earlier updates
     batch_is_bad: bool = False  # it holds values that are not finite
-    layer: tuple[str, float] | None = None  # whose gradient is farthest above its usual, and how many times
     size: float = 0.0  # of the gradient, measured in doubles
     failure: str = ""  # why a replay was impossible
 
@@ -127,7 +126,6 @@ def together(observed: Sequence[Observations]) -> Observations:
         are_again=all(one.are_again for one in again if one.rows),
         batch_is_bad=any(one.batch_is_bad for one in again),
         size=max(one.size for one in again),
-        layer=max((one.layer for one in again if one.layer), key=lambda one: one[1], default=None),
         failure=failure,
     )
 
@@ -255,23 +253,20 @@ def _on_rare_rows(facts: Observations, culprit: Culprit, error: str = "") -> Dia
 
 def on_spike(facts: Observations, climb: float, jump: float = 1.0) -> Diagnosis:
     """Diagnose a loss or gradient norm `jump` times the usual, which had climbed to `climb` times it before."""
-    layer = ""
-    if facts.layer is not None:
-        layer = f" The gradient of `{facts.layer[0]}` is farthest above its usual, {facts.layer[1]:.3g} times."
     if facts.rows and not facts.everywhere:
         if facts.odd_rows:
             return on_bad_rows(facts.odd_rows)
         is_theirs = facts.are_again and climb < _CLIMB
-        return _on_rows_again(facts.rows) if is_theirs else _on_ordinary_rows(facts.rows, layer)
+        return _on_rows_again(facts.rows) if is_theirs else _on_ordinary_rows(facts.rows)
     if (facts.everywhere and (climb >= _CLIMB or jump >= _LEAP)) or (not facts.is_compared and climb >= _CLIMB):
         times = max(climb, jump) if facts.everywhere else climb
-        return Diagnosis(Cause.EXPLOSION, _CLIMBED.format(times=times) + layer)
+        return Diagnosis(Cause.EXPLOSION, _CLIMBED.format(times=times))
     why = "Only this batch does it, and no row of it alone: if many follow, lower the learning rate."
     if facts.everywhere:
         why = "Other batches do the same: if the task was changed, declare it with expect=[STEP]; else lower the rate."
     elif not facts.is_compared:
         why = "It comes again with this batch; no other rows could be tried."
-    return Diagnosis(Cause.UNKNOWN, why + layer)
+    return Diagnosis(Cause.UNKNOWN, why)
 
 
 def on_bad_rows(*odd: Mapping[int, str]) -> Diagnosis:
@@ -307,9 +302,9 @@ def _on_rows_again(rows: tuple[int, ...]) -> Diagnosis:
     return Diagnosis(Cause.DATA, why, None, rows)
 
 
-def _on_ordinary_rows(rows: tuple[int, ...], layer: str = "") -> Diagnosis:
+def _on_ordinary_rows(rows: tuple[int, ...]) -> Diagnosis:
     """Nothing is odd about the rows: the weights may be at fault, so none is quarantined."""
-    advice = f"Look at {_rows(rows)}: the batch is ordinary without {_it(rows)}.{layer}"
+    advice = f"Look at {_rows(rows)}: the batch is ordinary without {_it(rows)}."
     return Diagnosis(Cause.UNKNOWN, advice, suspects=rows)
 
 
