@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import inf
 from operator import attrgetter, itemgetter, truediv
 from statistics import median
@@ -66,36 +66,33 @@ class ChangedOnPurpose(ReferenceInvalid):
         self.limit = limit
 
 
+@dataclass
 class Explainer:
     """Finds the cause of an anomaly, trying the cheapest way first. Every rank makes each of these calls."""
 
-    def __init__(
-        self,
-        world: World,
-        samples: Samples,
-        state: RunState,
-        ring: Ring,
-        optimizers: Sequence[Optimizer],
-        updates: UpdateHistory,
-        search: Search | None,
-        heartbeat: Callable[[], None],
-    ) -> None:
-        """`search` is None if updates cannot be replayed; `heartbeat` is called when a diagnosis has made progress."""
-        self._world, self._samples, self._state, self._ring = world, samples, state, ring
-        self._optimizers, self._updates, self._search, self._heartbeat = optimizers, updates, search, heartbeat
+    world: World
+    samples: Samples
+    state: RunState
+    ring: Ring
+    optimizers: Sequence[Optimizer]
+    updates: UpdateHistory
+    search: Search | None  # None if updates cannot be replayed
+    beat: Callable[[], None]  # called when a diagnosis has made progress
+
+    def __post_init__(self) -> None:
         self._first_sizes: dict[int, torch.Tensor] = {}  # the largest value of each field of the first updates
         self._of_first_updates: tuple[str, Diagnosis] | None = None  # evidence of that anomaly, and its diagnosis
 
     def since_leap(self, anomaly: Anomaly) -> tuple[Anomaly, Leap | None]:
         """Find out whether the learning rate rose lately. Updates that landed after a leap of it are not trusted."""
-        leap = self._updates.leap(anomaly.since if anomaly.landed else None)
+        leap = self.updates.leap(anomaly.since if anomaly.landed else None)
         if leap is None or not leap.is_sudden or anomaly.signal not in _OF_THE_RATE or leap.step > anomaly.since:
             return anomaly, leap
         return replace(anomaly, since=max(0, leap.step - 1)), leap
 
     def breaks_at_any_scale(self, refused: Refused) -> bool:
         """Whether an update that the loss scale refused breaks without one as well."""
-        return self._search is not None and self._search.breaks_at_any_scale(refused)
+        return self.search is not None and self.search.breaks_at_any_scale(refused)
 
     def explain(
         self,
@@ -115,7 +112,7 @@ class Explainer:
         errors = {one.row: one.error for one in update.failed}  # of rows that could not be fetched
         if first is not None and first[0] == anomaly.evidence:
             found = first[1]
-        elif anomaly.signal is Signal.EXCEPTION and any(failed := self._world.all_of(errors)):
+        elif anomaly.signal is Signal.EXCEPTION and any(failed := self.world.all_of(errors)):
             found = verdict.on_bad_rows(*failed)
         elif not anomaly.landed or anomaly.signal is Signal.NONFINITE_BATCH:
             found = self._of_refused(anomaly, refused) if refused is not None else None
@@ -136,27 +133,27 @@ class Explainer:
     def _out_of_scale(self, update: Update) -> str:
         """Look whether some columns of the inputs are far larger than others, which makes steps too long for them."""
         keys = [key for some in update.keys for key in some][:_OTHERS]
-        if not keys or not self._samples.rows:
+        if not keys or not self.samples.rows:
             return ""
-        with randomness.preserved(self._world.device):  # fetching rows changes it
+        with randomness.preserved(self.world.device):  # fetching rows changes it
             try:
-                return by_rows.out_of_scale(self._samples.collated(keys))
+                return by_rows.out_of_scale(self.samples.collated(keys))
             except Exception:  # a row that cannot be fetched is an incident of its own
                 return ""
 
     def _of_refused(self, anomaly: Anomaly, refused: Refused) -> Diagnosis | None:
-        update, search = refused.update, self._search
+        update, search = refused.update, self.search
         if anomaly.signal in SPIKES:
             self._require_old_losses(anomaly)
         if anomaly.signal is Signal.NONFINITE_BATCH:  # rows whose values are not finite: this takes no replay
             odd = {}
-            with randomness.preserved(self._world.device):  # fetching rows changes it
-                for key in [key for some in update.keys for key in some] if self._samples.rows else []:
-                    if fields := by_rows.nonfinite_fields(self._samples.fetched(key)):
+            with randomness.preserved(self.world.device):  # fetching rows changes it
+                for key in [key for some in update.keys for key in some] if self.samples.rows else []:
+                    if fields := by_rows.nonfinite_fields(self.samples.fetched(key)):
                         odd[key.row] = "; ".join(fields[:3])
-            if any(by_rank := self._world.all_of(odd)):
+            if any(by_rank := self.world.all_of(odd)):
                 return verdict.on_bad_rows(*by_rank)
-        found = search.diagnose(anomaly, refused, self._updates.recent_measurements()) if search is not None else None
+        found = search.diagnose(anomaly, refused, self.updates.recent_measurements()) if search is not None else None
         if anomaly.signal not in SPIKES or (search is not None and (found is None or found.cause is not Cause.DATA)):
             return found
         more = self._find_outlier_rows([update.start])  # those to come as well
@@ -168,14 +165,14 @@ class Explainer:
         """What is wrong with weights or moments: the worst that any rank has found. Raises ChangedOnPurpose."""
         if anomaly.signal is Signal.WEIGHTS_JUMP and not anomaly.ranks:
             self._require_worse_weights(anomaly)
-        verified = self._ring.verified_until(anomaly.since)
+        verified = self.ring.verified_until(anomaly.since)
         before: Mapping[str, Any] = verified[0].parts["weights"] if verified else {}
-        mine = of_state(anomaly, dict(self._state.model.named_parameters()), before, self._optimizers)
-        buffers = dict(self._state.model.named_buffers())
+        mine = of_state(anomaly, dict(self.state.model.named_parameters()), before, self.optimizers)
+        buffers = dict(self.state.model.named_buffers())
         if mine is None and anomaly.signal is Signal.NONFINITE_WEIGHTS and first_nonfinite(buffers) is None:
             mine = 0.0, _OF_KEPT
         # A healthy rank also names the weight that moved most, so keep only the anomaly's ranks.
-        theirs = enumerate(self._world.all_of(mine))
+        theirs = enumerate(self.world.all_of(mine))
         blamed = [one for rank, one in theirs if one is not None and (not anomaly.ranks or rank in anomaly.ranks)]
         found = max(blamed, key=itemgetter(0))[1] if blamed else by_signal(anomaly)
         if anomaly.signal is Signal.RANK_MISMATCH or found.cause is not Cause.CORRUPTION or found == _OF_KEPT:
@@ -193,12 +190,12 @@ class Explainer:
 
         Clipping or normalization hides such rows. Blame them only if updates with them have higher losses or norms.
         """
-        if vitals.step > _FIRST_UPDATES or not vitals.accepted or not self._samples.rows:
+        if vitals.step > _FIRST_UPDATES or not vitals.accepted or not self.samples.rows:
             return None
         self._first_sizes[vitals.start] = by_rows.largest(inputs)  # it stays on the device
         if vitals.step < _FIRST_UPDATES:
             return None
-        wildest, known = self._updates.wildest()
+        wildest, known = self.updates.wildest()
         sizes = {start: one.tolist() for start, one in self._first_sizes.items()}
         self._first_sizes.clear()
         beyond: dict[int, float] = {}  # how far each update is above others, in the field where it is most
@@ -206,7 +203,7 @@ class Explainer:
             least = [min(field) or inf for field in zip(*sizes.values(), strict=True)]
             beyond = {start: max(map(truediv, one, least), default=0.0) for start, one in sizes.items()}
         far = sorted((start for start, times in beyond.items() if times > _FAR_ABOVE), key=beyond.__getitem__)[-FEW:]
-        by_rank = self._world.all_of(far)  # each has values of its own
+        by_rank = self.world.all_of(far)  # each has values of its own
         suspects = dict.fromkeys([*(one.start for one in wildest), *(start for some in by_rank for start in some)])
         found = self._find_outlier_rows([*suspects], [one.start for one in known])
         seen = self._is_worse_with(found, known) if found is not None else None
@@ -222,28 +219,28 @@ class Explainer:
         If there are any, look for more in the updates `also` and in samples ahead, so that they are not met one by one.
         This takes no replay, so the values have to be very large: nothing else can explain them.
         """
-        if not self._samples.rows or not suspects:
+        if not self.samples.rows or not suspects:
             return None
 
         def fetched(key: Key) -> Any:
-            self._heartbeat()
-            return self._samples.fetched(key)
+            self.beat()
+            return self.samples.fetched(key)
 
         def keys_at(starts: Sequence[int]) -> list[Key]:
-            return [key for start in starts for some in self._samples.keys_at(start) for key in some]
+            return [key for start in starts for some in self.samples.keys_at(start) for key in some]
 
         def odd_at(starts: Sequence[int]) -> dict[int, str]:
             found = ((key.row, by_rows.far_above(fetched(key), usual, _FAR_ABOVE)) for key in keys_at(starts))
             return {row: why for row, why in found if why}
 
-        with randomness.preserved(self._world.device):  # fetching rows changes it
-            others = self._samples.others(keys_at(suspects)[:_OTHERS], 0, least=by_rows.ENOUGH)
+        with randomness.preserved(self.world.device):  # fetching rows changes it
+            others = self.samples.others(keys_at(suspects)[:_OTHERS], 0, least=by_rows.ENOUGH)
             usual = by_rows.usual_sizes([fetched(key) for key in others])
             odd = odd_at(suspects)
-            if not any(self._world.all_of(bool(odd))):
+            if not any(self.world.all_of(bool(odd))):
                 return None
-            odd |= odd_at([*also, *self._samples.starts(max(suspects), _AHEAD)])
-        return verdict.on_bad_rows(*self._world.all_of(odd))
+            odd |= odd_at([*also, *self.samples.starts(max(suspects), _AHEAD)])
+        return verdict.on_bad_rows(*self.world.all_of(odd))
 
     def _is_worse_with(self, found: Diagnosis, known: Sequence[PastUpdate]) -> tuple[Signal, str] | None:
         """Whether the updates that hold rows go worse than others, and how that is seen; None where they do not.
@@ -253,7 +250,7 @@ class Explainer:
         """
         in_order = sorted((one for one in known if one.accepted and one.step > 1), key=lambda one: one.step)
         for updates in (in_order, in_order[len(in_order) // 2 :]):
-            holds = [not {*found.rows}.isdisjoint(self._samples.rows_at(one.start, one.stop)) for one in updates]
+            holds = [not {*found.rows}.isdisjoint(self.samples.rows_at(one.start, one.stop)) for one in updates]
             with_them = [one for one, is_one in zip(updates, holds, strict=True) if is_one]
             without = [one for one, is_one in zip(updates, holds, strict=True) if not is_one]
             if not with_them or len(without) < _TO_COMPARE:
@@ -281,22 +278,22 @@ class Explainer:
 
         Raises ReferenceInvalid.
         """
-        suspects = self._updates.around(anomaly.since)[0]
+        suspects = self.updates.around(anomaly.since)[0]
         odd = self._find_outlier_rows([one.start for one in suspects])
-        if odd is not None and (anomaly.since < _YOUNG or self._is_worse_with(odd, self._updates.recent())):
+        if odd is not None and (anomaly.since < _YOUNG or self._is_worse_with(odd, self.updates.recent())):
             return odd
-        verified = self._ring.verified_until(anomaly.since)
+        verified = self.ring.verified_until(anomaly.since)
         if reference is None or not verified or not suspects:
             return None
         first, rise = suspects[0], median(one.loss for one in suspects) - reference.level
         is_first = first.step == verified[0].step + 1  # it was made at the very weights of the verified state
-        if self._search is None or not self._samples.rows:
+        if self.search is None or not self.samples.rows:
             is_high = is_first and first.loss - reference.level > max(rise / 2, reference.size)
             return verdict.on_changed(reference.level, first.loss) if is_high else None
-        trusted = self._updates.around(verified[0].step)[1]
+        trusted = self.updates.around(verified[0].step)[1]
         if not rise > 0 or not trusted:
             return None
-        loss_at = self._search.loss_at
+        loss_at = self.search.loss_at
         with self._weights_of(verified[0]):
             now = [loss_at(one.start) for one in trusted]
             usual, was = median(now), median(one.loss for one in trusted)
@@ -316,7 +313,7 @@ class Explainer:
             live = median(one.loss for one in suspects)  # at the weights that have learned them, or were made for them
             is_new = live - usual < _MIN_SHARE_OF_UPDATE * (median(bad) - usual)
             if not is_new:
-                ahead = self._samples.starts(suspects[-1].start, _AHEAD)
+                ahead = self.samples.starts(suspects[-1].start, _AHEAD)
                 later = [loss_at(start) for start in ahead[:: max(1, len(ahead) // FEW)]]
                 is_new = bool(later) and min(later) - usual > _MIN_SHARE_OF_UPDATE * rise
         if is_new:  # the data is like that from here on
@@ -326,34 +323,34 @@ class Explainer:
 
     def level_at_first(self, early: Anomaly, times: float) -> float | None:
         """The loss of the newest samples at the first weights, if it is as high there and no rows are the reason."""
-        newest, verified = self._updates.around(early.since)[0], self._ring.verified_until(0)
-        if self._search is None or not self._samples.rows or not verified or not newest:
+        newest, verified = self.updates.around(early.since)[0], self.ring.verified_until(0)
+        if self.search is None or not self.samples.rows or not verified or not newest:
             return None
         with self._weights_of(verified[0]):
-            first = median(self._search.loss_at(one.start) for one in newest)
+            first = median(self.search.loss_at(one.start) for one in newest)
         is_thrown = median(one.loss for one in newest) - first > (times - 1) * abs(first)
         return None if is_thrown or self._find_outlier_rows([one.start for one in newest]) else first
 
     @contextmanager
     def _weights_of(self, snapshot: Snapshot) -> Iterator[None]:
-        self._ring.copier.wait()
-        with randomness.preserved(self._world.device), self._state.weights_of(snapshot.parts):
+        self.ring.copier.wait()
+        with randomness.preserved(self.world.device), self.state.weights_of(snapshot.parts):
             yield
 
     def _is_changed(self, trusted: Sequence[PastUpdate], rise: float) -> bool:
         """Whether samples no longer have the loss that they had at these weights: no update or rate can do that."""
-        assert self._search is not None
-        with self._samples.as_of_now():
-            risen = [self._search.loss_at(one.start) - one.loss for one in trusted]
+        assert self.search is not None
+        with self.samples.as_of_now():
+            risen = [self.search.loss_at(one.start) - one.loss for one in trusted]
         return median(risen) > _MIN_SHARE_OF_UPDATE * rise
 
     def _require_old_losses(self, refused: Anomaly) -> None:
         """Raise ChangedOnPurpose if at verified weights a refused update has company: samples from before it."""
-        verified = self._ring.verified_until(refused.since)
-        trusted = self._updates.around(verified[0].step)[1] if verified else []
-        if self._search is None or not self._samples.rows or not trusted:
+        verified = self.ring.verified_until(refused.since)
+        trusted = self.updates.around(verified[0].step)[1] if verified else []
+        if self.search is None or not self.samples.rows or not trusted:
             return
-        now, was = self._updates.recent_measurements()[0][-1], median(one.loss for one in trusted)
+        now, was = self.updates.recent_measurements()[0][-1], median(one.loss for one in trusted)
         if now - was > _MIN_SHARE_OF_UPDATE * abs(was):
             with self._weights_of(verified[0]):
                 if self._is_changed(trusted, now - was):
@@ -361,7 +358,7 @@ class Explainer:
 
     def _require_worse_weights(self, jump: Anomaly) -> None:
         """Raise ChangedOnPurpose if the loss fell far from one update to the next, as it does by no damage."""
-        newest, before = self._updates.around(jump.since)
+        newest, before = self.updates.around(jump.since)
         losses = [one.loss for one in (*before, *newest)]
         for place in range(2, len(losses) - 1):
             earlier, later = losses[:place], losses[place:]

@@ -34,6 +34,7 @@ class Replayed:
     raised: str = ""  # the exception that ended it, in one line; then loss and norm are NaN
 
 
+@dataclass
 class Replay:
     """Runs forward and backward of given batches at the current weights.
 
@@ -41,32 +42,21 @@ class Replay:
     ranks, all of them replay at the same time, and gradients are those of all their batches.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        measure: Callable[[nn.Module, Any], Tensor],
-        backward: Callable[[Tensor], None],
-        backups: Backups,
-        drop_gradients: Callable[[], None],
-        *,
-        trained: Sequence[Tensor],
-        over_ranks: Callable[[list[Tensor]], Tensor],
-        seeds: Seeds,
-        device: torch.device,
-    ) -> None:
-        """`model` as training calls it, without the wrappers of other processes; `measure` returns the loss of a batch.
+    model: nn.Module  # as training calls it, without the wrappers of other processes
+    measure: Callable[[nn.Module, Any], Tensor]  # returns the loss of a batch
+    backward: Callable[[Tensor], None]
+    backups: Backups
+    drop_gradients: Callable[[], None]
+    trained: Sequence[Tensor]  # the weights whose gradients the gate looks at
+    over_ranks: Callable[[list[Tensor]], Tensor]  # the norm of sharded gradients, which every rank calls
+    seeds: Seeds
+    device: torch.device
 
-        `trained` are the weights whose gradients the gate looks at, and `over_ranks` is the norm of sharded gradients,
-        which every rank calls.
-        """
-        self.model, self._measure, self._backward = model, measure, backward
-        self._backups, self._drop_gradients, self._over_ranks = backups, drop_gradients, over_ranks
-        self._seeds, self._device = seeds, device
-        self._bare: nn.Module = getattr(model, "_orig_mod", model)
+    def __post_init__(self) -> None:
+        self._bare: nn.Module = getattr(self.model, "_orig_mod", self.model)
         self.attributes: Attributes = ()  # of the model's modules, to replay with
         self.armored: set[tuple[str, int, str]] = set()  # patched operations, by file, line and name
         self.is_sharded = any(map(is_sharded, self._bare.parameters()))
-        self._trained = trained
         # A forward may update frozen weights (a teacher). Only those that have changed are backed up: all are many.
         frozen = [weight for weight in self._bare.parameters() if not weight.requires_grad]
         self._versions = [(weight, weight._version) for weight in frozen]
@@ -75,17 +65,17 @@ class Replay:
         self, batches: Sequence[Any], start: int, microscope: Microscope | None = None, layers: Layers | None = None
     ) -> Replayed:
         """Replay the update at position `start` of the stream, with these batches in place of its own."""
-        before, gradients = self._backups.take(), [(weight, weight.grad) for weight in self._bare.parameters()]
+        before, gradients = self.backups.take(), [(weight, weight.grad) for weight in self._bare.parameters()]
         moving = [(weight, weight.detach().clone()) for weight, version in self._versions if weight._version != version]
         for weight, _ in gradients:
             weight.grad = None
-        attributes = self._backups.attributes()
-        self._backups.set_attributes(self.attributes)
-        self._backups.set_scale(1.0)  # what is not finite then is no overflow that a lower scale prevents
+        attributes = self.backups.attributes()
+        self.backups.set_attributes(self.attributes)
+        self.backups.set_scale(1.0)  # what is not finite then is no overflow that a lower scale prevents
         may_be_compiled = hasattr(self.model, "_orig_mod") or "torch._dynamo" in sys.modules
         # The microscope cannot look into a fused kernel.
         in_eager = torch.compiler.set_stance("force_eager") if may_be_compiled else nullcontext()
-        with randomness.preserved(self._device), in_eager:
+        with randomness.preserved(self.device), in_eager:
             try:
                 with layers or nullcontext():
                     return self._replayed([_copied(batch) for batch in batches], start, microscope)
@@ -94,10 +84,10 @@ class Replay:
             except Exception as error:
                 return Replayed(math.nan, math.nan, {}, raised=in_one_line(error))
             finally:
-                self._backups.put_back(before)
-                self._backups.let_go(before)
-                self._backups.set_attributes(attributes)
-                self._drop_gradients()
+                self.backups.put_back(before)
+                self.backups.let_go(before)
+                self.backups.set_attributes(attributes)
+                self.drop_gradients()
                 for weight, gradient in gradients:
                     weight.grad = gradient
                 with torch.no_grad():
@@ -118,18 +108,18 @@ class Replay:
         return replace(measured, origin=origin)
 
     def _replayed(self, batches: Sequence[Any], start: int, microscope: Microscope | None) -> Replayed:
-        self._seeds.for_update(start)
+        self.seeds.for_update(start)
         losses = []
         with microscope or nullcontext():
             for batch in batches:
                 if microscope is not None:
                     microscope.knows(batch)
-                loss = self._measure(self.model, batch)
+                loss = self.measure(self.model, batch)
                 if microscope is not None and microscope.of_loss is None:
                     microscope.judge(loss)
-                self._backward(loss)
+                self.backward(loss)
                 losses.append(loss.detach().float().reshape(()))
-        ids = set(map(id, self._trained))
+        ids = set(map(id, self.trained))
         trained = {name: one.grad for name, one in self._bare.named_parameters() if id(one) in ids}
         grads = {
             name: grad.coalesce().values() if grad.is_sparse else grad
@@ -139,7 +129,7 @@ class Replay:
         by_layer = {name: float(torch.linalg.vector_norm(local_part(grad).double())) for name, grad in grads.items()}
         total = math.sqrt(sum(norm**2 for norm in by_layer.values()))
         if self.is_sharded and grads:
-            total = float(self._over_ranks([*grads.values()]))
+            total = float(self.over_ranks([*grads.values()]))
         return Replayed(float(torch.stack(losses).mean()), total, by_layer)
 
 

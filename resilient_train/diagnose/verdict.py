@@ -89,7 +89,7 @@ class Observations:
     after: Culprit | None = None  # the first patched operation whose values were repaired before it broke
     is_tried: bool = False  # that operation is patched and broke again, or cannot be patched
     rows: tuple[int, ...] = ()  # each of them breaks a healthy batch
-    odd: Mapping[int, str] = field(default_factory=dict)  # by row: which of its values are unusual
+    odd: Mapping[int, str] = field(default_factory=dict)  # by row of `rows`: which of its values are unusual
     others: int = 0  # rows that were tried where an operation of data alone breaks on `rows`, and hardly on any other
     have_passed: bool = False  # the rows were trained on before, in an earlier epoch
     are_again: bool = False  # each of the rows made the loss or the gradient jump in earlier updates
@@ -98,14 +98,9 @@ class Observations:
     failure: str = ""  # why a replay was impossible
 
     @property
-    def odd_rows(self) -> Mapping[int, str]:
-        """What is wrong with the guilty rows, where that is known."""
-        return {row: self.odd[row] for row in self.rows if row in self.odd}
-
-    @property
     def blames_rows(self) -> bool:
         """Whether the values of the rows explain it."""
-        return bool(self.odd_rows) and (self.batch_is_bad or len(self.odd_rows) == len(self.rows))
+        return bool(self.odd) and (self.batch_is_bad or len(self.odd) == len(self.rows))
 
 
 def together(observed: Sequence[Observations]) -> Observations:
@@ -154,7 +149,7 @@ def on_nonfinite(facts: Observations, climb: float, leap: float = 1.0, *, landed
     """
     culprit, rows = facts.culprit, facts.rows
     if facts.blames_rows:
-        return on_bad_rows(facts.odd_rows)
+        return on_bad_rows(facts.odd)
     if facts.batch_is_bad and not facts.everywhere:
         why = facts.failure or "none of its rows was seen to hold them when fetched again"
         return Diagnosis(Cause.DATA, f"The batch holds values that are not finite: {why}.")
@@ -214,7 +209,7 @@ def on_error(facts: Observations, error: str, *, landed: int = 0) -> Diagnosis:
     that does not take what the weights make of them.
     """
     if facts.blames_rows:
-        return on_bad_rows(facts.odd_rows)
+        return on_bad_rows(facts.odd)
     if (culprit := facts.culprit) is not None:
         if facts.others and not facts.everywhere and facts.kind == "error":
             return _on_rare_rows(facts, culprit, error)
@@ -254,8 +249,8 @@ def _on_rare_rows(facts: Observations, culprit: Culprit, error: str = "") -> Dia
 def on_spike(facts: Observations, climb: float, jump: float = 1.0) -> Diagnosis:
     """Diagnose a loss or gradient norm `jump` times the usual, which had climbed to `climb` times it before."""
     if facts.rows and not facts.everywhere:
-        if facts.odd_rows:
-            return on_bad_rows(facts.odd_rows)
+        if facts.odd:
+            return on_bad_rows(facts.odd)
         is_theirs = facts.are_again and climb < _CLIMB
         return _on_rows_again(facts.rows) if is_theirs else _on_ordinary_rows(facts.rows)
     if (facts.everywhere and (climb >= _CLIMB or jump >= _LEAP)) or (not facts.is_compared and climb >= _CLIMB):
