@@ -42,7 +42,6 @@ class Examined:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether loss and gradients are finite."""
         return isfinite(self.loss) and isfinite(self.grad_norm)
 
     def __str__(self) -> str:

@@ -91,7 +91,6 @@ class Explainer:
         return replace(anomaly, since=max(0, leap.step - 1)), leap
 
     def breaks_at_any_scale(self, refused: Refused) -> bool:
-        """Whether an update that the loss scale refused breaks without one as well."""
         return self.search is not None and self.search.breaks_at_any_scale(refused)
 
     def explain(
@@ -103,10 +102,7 @@ class Explainer:
         reference: Reference | None,
         leap: Leap | None = None,
     ) -> tuple[Diagnosis, Leap | None]:
-        """Return the cause as far as it can be known, and the leap of the learning rate if that is to blame.
-
-        `reference` is the loss of the run before the trouble. Raises ReferenceInvalid.
-        """
+        """Return the cause, and the leap of the learning rate if that is to blame. Raises ReferenceInvalid."""
         is_sudden, first, self._of_first_updates = leap is not None and leap.is_sudden, self._of_first_updates, None
         found: Diagnosis | None = None
         errors = {one.row: one.error for one in update.failed}  # of rows that could not be fetched
@@ -131,7 +127,6 @@ class Explainer:
         return found, None
 
     def _out_of_scale(self, update: Update) -> str:
-        """Look whether some columns of the inputs are far larger than others, which makes steps too long for them."""
         keys = [key for some in update.keys for key in some][:_OTHERS]
         if not keys or not self.samples.rows:
             return ""
@@ -186,10 +181,7 @@ class Explainer:
     # Rows whose values are far above those of others.
 
     def check_first_updates(self, vitals: Vitals, inputs: Sequence[Any]) -> Anomaly | None:
-        """Look for bad rows, once, where the gradients or the values of the first updates differ wildly.
-
-        Clipping or normalization hides such rows. Blame them only if updates with them have higher losses or norms.
-        """
+        """Look for bad rows, once, where the first updates differ wildly: clipping or normalization hides such rows."""
         if vitals.step > _FIRST_UPDATES or not vitals.accepted or not self.samples.rows:
             return None
         self._first_sizes[vitals.start] = by_rows.largest(inputs)  # it stays on the device
@@ -274,10 +266,7 @@ class Explainer:
     # A loss above where it was, though nothing was refused.
 
     def _samples_behind(self, anomaly: Anomaly, reference: Reference | None) -> Diagnosis | None:
-        """Say whether what was trained on since the last good state explains the loss; None if it may be the weights.
-
-        Raises ReferenceInvalid.
-        """
+        """Say whether samples since the last good state explain the loss; else None. Raises ReferenceInvalid."""
         suspects = self.updates.around(anomaly.since)[0]
         odd = self._find_outlier_rows([one.start for one in suspects])
         if odd is not None and (anomaly.since < _YOUNG or self._is_worse_with(odd, self.updates.recent())):

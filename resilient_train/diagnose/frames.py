@@ -27,7 +27,6 @@ def floating(tree: Any) -> list[Tensor]:
 
 
 def kinds_of(tensor: Tensor) -> set[str]:
-    """What a tensor holds that is not finite: nan, inf."""
     with torch._C.DisableTorchFunction(), torch.no_grad(), _outside_of_transforms():
         values = _values(tensor)
         if values.is_meta or bool(values.isfinite().all()):
@@ -43,7 +42,6 @@ def kinds_of_numbers(tree: Any) -> set[str]:
 
 
 def memory_of(tensor: Tensor) -> int | None:
-    """Identify the memory that a tensor shares with its views."""
     with torch._C.DisableTorchFunction(), _outside_of_transforms():
         try:
             return _values(tensor).untyped_storage().data_ptr() or None
@@ -107,18 +105,13 @@ _USERS, _MODELS, _OTHERS = range(3)  # whose a file is: a user's own, a library'
 
 
 class Line(NamedTuple):
-    """A line of code, and the module whose forward it belongs to."""
-
     file: str
     line: int
     module: str = ""  # its path in the model, empty outside of it
 
 
 def user_line(names: dict[int, str]) -> Line | None:
-    """The innermost line on the stack outside of torch, accelerate and us; `names` of modules by id.
-
-    A line of transformers counts only if there is no other.
-    """
+    """The innermost line on the stack of a user's own, else of transformers; `names` of modules by id."""
     second: Line | None = None
     module: str | None = None
     for frame in _outward(sys._getframe(1)):
@@ -148,7 +141,6 @@ class Raised(NamedTuple):
 
 
 def line_of(error: BaseException, names: dict[int, str]) -> Raised:
-    """Return where an exception came from, by its traceback."""
     line, of_distribution, called, module, refused = None, "", "", "", None
     for frame, number in walk_tb(error.__traceback__):
         owner = frame.f_locals.get("self")
@@ -175,7 +167,6 @@ def line_of(error: BaseException, names: dict[int, str]) -> Raised:
 
 
 def is_users(file: str) -> bool:
-    """Say whether a file is a user's own."""
     return _whose(file) == _USERS
 
 
@@ -205,7 +196,6 @@ def _whose(file: str) -> int:
 
 @cache
 def _homes(*packages: str) -> tuple[str, ...]:
-    """Where packages are installed."""
     found = [importlib.util.find_spec(package) for package in packages]
     places = [place for spec in found if spec for place in spec.submodule_search_locations or ()]
     return tuple(os.path.abspath(place) + os.sep for place in places)

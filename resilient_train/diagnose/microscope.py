@@ -67,7 +67,6 @@ class Origin:
         return Culprit(self.phase, self.op, line.module, line.file, line.line, self.inputs)
 
     def noted(self, facts: Observations) -> Observations:
-        """Add it to what else a replay has shown."""
         after = self.after.culprit if self.after is not None else None
         facts = replace(facts, culprit=self.culprit, kind=self.kind, is_scalar=self.is_scalar)
         return replace(facts, was_given=self.was_given, after=after)
@@ -266,7 +265,6 @@ class Microscope(TorchFunctionMode):
         return min(filter(None, known), key=lambda one: (one.was_given, one.call), default=None)
 
     def _shared(self, tensor: Tensor) -> Origin | None:
-        """The origin of what was written into the same memory, if this is not finite either."""
         origin = self._by_memory.get(memory_of(tensor) or 0)
         return origin if origin is not None and kinds_of(tensor) else None
 
@@ -388,10 +386,7 @@ def _is_custom(node: Any) -> bool:
 
 
 def _call_of(node: Any, *, forward: bool = False) -> _Call:
-    """A node that no call has made as a call: a user's own autograd.Function by its class, others by their name.
-
-    The line is that of its backward (or forward), or where it was made.
-    """
+    """A node that no call has made as a call; of a user's own autograd.Function the line is that of its backward."""
     if not _is_custom(node):
         name = re.sub(r"Backward\d*$", "", node.name()).rpartition("::")[2]
         return _Call(-1, op_name(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()), _made_at(node))

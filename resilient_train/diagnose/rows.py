@@ -62,10 +62,7 @@ def nonfinite_fields(row: Any) -> list[str]:
 
 
 def outlying_fields(row: Any, others: Sequence[Any], far: float) -> list[str]:
-    """Name the fields of a row whose values lie `far` times beyond those of other rows.
-
-    Else those in which others are all alike, as absolute temperatures or years are, but this one is not.
-    """
+    """Name the fields of a row that lie `far` times beyond those of others, else those where others are all alike."""
     found = []
     usual = [_sizes(other) for other in others]
     for field, size in _sizes(row).items():
@@ -177,7 +174,6 @@ def largest(batches: Sequence[Any]) -> torch.Tensor:
 
 
 def _sizes(row: Any) -> dict[str, float]:
-    """The largest absolute value of each field."""
     return {name: float(values.abs().max()) for name, values in _fields(row) if values.numel()}
 
 

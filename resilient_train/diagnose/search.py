@@ -57,7 +57,6 @@ class Refused:
         return -math.inf < one.loss <= self.limits[0]
 
     def would_refuse(self, one: Replayed) -> bool:
-        """Whether the gate would have refused a replay."""
         return not (self.allows_loss(one) and one.norm <= self.limits[1])
 
 
@@ -99,10 +98,7 @@ class Search:
         return any(self._world.all_of(tried is not None and not math.isfinite(tried.norm)))
 
     def loss_at(self, start: int, *, of_others: bool = False) -> float:
-        """The mean loss over ranks of the update at a position, at the current weights.
-
-        Or that of other rows of the data, which the run may not have learned yet.
-        """
+        """The mean loss over ranks of the update at a position, or of rows that the run may not have learned yet."""
 
         def made() -> Sequence[Any]:
             keys = self._samples.keys_at(start)
@@ -193,10 +189,7 @@ class Search:
     def _alone(
         self, refused: Refused, found: Sequence[Key], origin: Origin | None, filler: Keys | None
     ) -> tuple[list[Key], int]:
-        """The rows that break an operation of data alone, and how many others were tried, of which hardly any does.
-
-        Each has to break that very operation among healthy rows, and a hundred others are tried for each that does.
-        """
+        """The rows that break an operation of data alone, and how many others were tried, of which hardly any does."""
         keys, tried = refused.update.keys, partial(self._tried, refused.update.start, takes_errors=refused.is_error)
         where = _where(origin.culprit) if origin is not None else None
         left = list(found) if self._may_be_rare(keys, found, origin) else []
@@ -275,10 +268,7 @@ class Search:
         *,
         takes_errors: bool = False,
     ) -> tuple[Replayed | None, str]:
-        """Make batches and replay them. An error in it must not end the run, and is returned as text.
-
-        With `takes_errors` an exception of the replay is what it measured, as a loss that is not finite is.
-        """
+        """Make batches and replay them. An error is returned as text, or `takes_errors`: as what was measured."""
         measured: Replayed | None = None
         made, why = _attempted(make)
         # Where ranks wait for each other in a forward, all make one, or none does.
@@ -304,7 +294,6 @@ class Search:
         return [self._world.on_device(self._samples.collated(some)) for some in keys]
 
     def _odd(self, guilty: Sequence[Key], filler: Keys, far: float, nan_is_usual: bool) -> dict[int, str]:
-        """What is unusual about guilty rows, compared with healthy ones."""
         known = [key for some in filler for key in some][:_OTHERS]
         known += self._samples.others(guilty, 0, least=by_rows.ENOUGH) if len(known) < by_rows.ENOUGH else []
         others = [self._samples.fetched(key) for key in known]

@@ -20,10 +20,7 @@ def of_state(
     before: Mapping[str, Tensor | Share],
     optimizers: Sequence[Optimizer],
 ) -> tuple[float, Diagnosis] | None:
-    """Say what is wrong with weights or moments on this rank, and how bad it is: another may have found worse.
-
-    `before` are the weights of a verified state, if there is one.
-    """
+    """Say what is wrong on this rank, and how bad it is; `before` are weights of a verified state, if there is one."""
     if anomaly.signal in (Signal.NONFINITE_WEIGHTS, Signal.NONFINITE_OPTIMIZER) and (lost := lost_eps(optimizers)):
         return inf, Diagnosis(Cause.OPTIMIZER, f"{lost}: raise it, or keep weights and moments in float32.")
     where: tuple[float, str] | None = None
@@ -70,7 +67,6 @@ def first_nonfinite(weights: Mapping[str, Tensor]) -> tuple[float, str] | None:
 
 @torch.no_grad()
 def _farthest(weights: Mapping[str, Tensor], before: Mapping[str, Tensor | Share]) -> tuple[float, str] | None:
-    """The element that is farthest from where it was."""
     farthest, found = 0.0, None
     for name, whole in weights.items():
         if (kept := before.get(name)) is None:

@@ -99,7 +99,6 @@ class Observations:
 
     @property
     def blames_rows(self) -> bool:
-        """Whether the values of the rows explain it."""
         return bool(self.odd) and (self.batch_is_bad or len(self.odd) == len(self.rows))
 
 
@@ -143,10 +142,7 @@ _CLIMBED = "Gradients or losses climbed to {times:.3g} times their usual before 
 
 
 def on_nonfinite(facts: Observations, climb: float, leap: float = 1.0, *, landed: int = _FIRST) -> Diagnosis:
-    """Diagnose a loss or gradient that is not finite, also when replayed, after so many updates that `landed`.
-
-    Losses or norms have climbed to `climb` times their usual, losses to `leap` times.
-    """
+    """Losses or norms have climbed to `climb` times their usual, losses to `leap` times; `landed` is the last step."""
     culprit, rows = facts.culprit, facts.rows
     if facts.blames_rows:
         return on_bad_rows(facts.odd)
@@ -304,7 +300,6 @@ def _on_ordinary_rows(rows: tuple[int, ...]) -> Diagnosis:
 
 
 def on_operation(culprit: Culprit) -> str:
-    """What is wrong with a singular operation, and what to do about it."""
     where, inputs, name = _place(culprit), culprit.inputs, _family(culprit.op)
     if name is None:
         of = _reached(inputs) or "what it is given"
@@ -325,7 +320,6 @@ def _on_given(culprit: Culprit) -> str:
 
 
 def _on_overflow(culprit: Culprit) -> str:
-    """What to do about a result beyond the range of its type."""
     inputs = culprit.inputs
     is_one_sided = culprit.op in _EXPONENTIAL and culprit.op not in _EVEN
     highest = max((one["max"] for one in inputs if "max" in one), default=None)
@@ -367,7 +361,6 @@ def _largest(inputs: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _reached(inputs: Sequence[Mapping[str, Any]]) -> str:
-    """The elements of the inputs that are likely to blame."""
     if zeros := sum(one.get("zeros", 0) for one in inputs):
         return "1 element that is 0" if zeros == 1 else f"{zeros:,} elements that are 0"
     smallest = min((one["smallest"] for one in inputs if "smallest" in one), default=1.0)

@@ -51,10 +51,7 @@ class Armor:
     lines: list[PatchedLine] = field(default_factory=list)
 
     def add(self, file: str, line: int, op: str) -> PatchedLine:
-        """Patch an operation at a line, as a traceback names both; with an empty `op` all that is computed there.
-
-        Nothing has changed if this raises CannotArmor.
-        """
+        """Patch an operation, or with an empty `op` all of a line. Nothing has changed if this raises CannotArmor."""
         for known in self.lines:
             if (known.file, known.line, known.op) == (file, line, op):
                 return known
@@ -106,8 +103,6 @@ class _Codes(NamedTuple):
 
 @dataclass(slots=True)
 class _Source:
-    """A file with live functions, and what is patched in it."""
-
     filename: str  # as its code has it
     text: str
     targets: list[Target] = field(default_factory=list)  # one that two Armors patched is there twice
@@ -120,7 +115,6 @@ class _Source:
         return list(_pairs(before, after, ()))
 
     def lines_with(self, function: str, text: str) -> list[int]:
-        """Return the numbers of the lines with that text, in the function of that qualified name."""
         own = [codes.before for codes in self.functions() if codes.before.co_qualname == function]
         spans = [range(code.co_firstlineno, max(_lines(code)) + 1) for code in own]
         return [

@@ -50,10 +50,8 @@ class LineChanged(CannotArmor):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A line and an operation, as `torch` names the function."""
-
     line: int
-    op: str
+    op: str  # as torch names the function
 
 
 def replacement(name: str) -> Callable[..., Any]:
@@ -71,10 +69,7 @@ def patch(tree: ast.Module, targets: set[Target], names: dict[str, Any]) -> None
 
 
 def _guilty(tree: ast.Module, target: Target, names: dict[str, Any]) -> list[Node]:
-    """Return the nodes that may have called an operation at a line.
-
-    Those that name the operation, else all that compute anything: then it was called somewhere within torch.
-    """
+    """Return the nodes of a line that name an operation, else all that compute: it was called within torch then."""
     nodes = [
         node
         for node in ast.walk(tree)
@@ -202,7 +197,6 @@ def _line_in_traceback(node: Node) -> int:
 
 
 def _family(node: Node, names: dict[str, Any]) -> str | None:
-    """The operation that a node calls by name, as a family."""
     if not isinstance(node, ast.Call):
         return _OPERATORS.get(type(node.op))
     if isinstance(node.func, ast.Attribute):

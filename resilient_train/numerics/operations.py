@@ -112,7 +112,6 @@ def is_pointwise(name: str) -> bool:
 
 @_cached
 def is_random(name: str) -> bool:
-    """Say whether an operation draws numbers."""
     return any(torch.Tag.nondeterministic_seeded in form.tags for form in overloads(name))
 
 
@@ -130,7 +129,6 @@ def computes(name: str) -> bool:
 
 @_constant
 def is_torchs_own(kind: type) -> bool:
-    """Say whether a class is torch's."""
     return kind.__module__.startswith("torch.")
 
 

@@ -78,10 +78,7 @@ def led_back(
 
 
 def _is_known_whole(broken: Tensor) -> bool:
-    """Say whether nothing broke, where that takes no more than one pass: on a CPU in eager mode.
-
-    Elsewhere it would wait for the device, and a compiler or transform cannot branch on it.
-    """
+    """Say whether nothing broke, on a CPU: elsewhere it would wait, and a compiler or transform cannot branch on it."""
     if broken.device.type != "cpu" or type(broken) is not Tensor or torch.compiler.is_compiling():
         return False
     return torch._C._functorch.peek_interpreter_stack() is None and not bool(broken.any())
@@ -165,10 +162,7 @@ def _is_number(divisor: Any) -> bool:
 
 
 def _broken_by(leaves: Sequence[Any], pointwise: bool) -> Callable[[Tensor], Tensor]:
-    """Return what says where a result is broken: a NaN that no input had, or an infinity though all inputs were finite.
-
-    In few passes over memory, which are the cost.
-    """
+    """Return what says where a result, but no input, is not finite. In few passes over memory, which are the cost."""
     numbers = [leaf.detach() for leaf in leaves if is_repairable(leaf)]
     constants = [leaf for leaf in leaves if isinstance(leaf, float)]  # `masked_fill(mask, -inf)`
     nan, zeros = [leaf != leaf for leaf in numbers], [leaf - leaf for leaf in numbers]  # NaN, if not of finite ones
@@ -187,7 +181,6 @@ def _broken_by(leaves: Sequence[Any], pointwise: bool) -> Callable[[Tensor], Ten
 
 
 def _largest(sizes: Tensor, bound: float) -> Tensor:
-    """Return the largest of some magnitudes that is finite, within the bound."""
     return torch.nan_to_num(sizes, 0.0, 0.0).amax().clamp(max=bound)
 
 
