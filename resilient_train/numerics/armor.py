@@ -78,19 +78,19 @@ class Armor:
             raise LineChanged(f"{patched.function} in {patched.file} has no such line any more: {patched.text}")
         return self.add(source.filename, lines[patched.count], patched.op)
 
-    def remove(self, first: int = 0) -> None:
-        """Remove all patches, or those from the `first` on. What another Armor has patched as well stays patched."""
-        removed, self.lines[first:] = self.lines[first:], []
-        for file in dict.fromkeys(one.file for one in removed):
+    def remove(self) -> None:
+        """Remove all patches. What another Armor has patched as well stays patched."""
+        for file in {one.file for one in self.lines}:
             functions = _live_functions(file)
             for name in {function.__code__.co_filename for function in functions} & _SOURCES.keys():
                 source = _SOURCES[name]
-                for one in removed:
+                for one in self.lines:
                     if one.file == file:
                         source.targets.remove(Target(one.line, one.op))
                 source.install(functions)
                 if not source.targets:
                     del _SOURCES[name]
+        self.lines.clear()
 
 
 class _Codes(NamedTuple):

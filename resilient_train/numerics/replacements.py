@@ -84,7 +84,7 @@ def widened(value: Any, wider: Any, bare: Any) -> Any:
 def call(called: Operation, /, *args: Any, **kwargs: Any) -> Any:
     """What is called instead of `called(...)`. In code of torch's every operation is armored: no line says which."""
     if isinstance(called, nn.Module):
-        is_torchs = is_torchs_own(type(called)) and all(is_torchs_own(type(part)) for part in called.modules())
+        is_torchs = all(is_torchs_own(type(part)) for part in called.modules())
     elif name := torchs_name(called):
         return _armored(name, called, args, kwargs)
     else:
