@@ -117,7 +117,7 @@ def examine(
     remarks += [one for one in (nonfinite(first.by_layer), rows.out_of_scale(batch)) if one]
     return Examined(
         *(first.loss, first.norm),
-        batch=statistics(floating([leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)])),
+        batch=statistics(floating(leaves(batch))),
         layers=tuple(layers.outputs),
         gradients=tuple(layers.gradients),
         weights=first.by_layer,

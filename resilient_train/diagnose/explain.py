@@ -141,11 +141,9 @@ class Explainer:
         if anomaly.signal in SPIKES:
             self._require_old_losses(anomaly)
         if anomaly.signal is Signal.NONFINITE_BATCH:  # rows whose values are not finite: this takes no replay
-            odd = {}
+            keys = [key for some in update.keys for key in some] if self.samples.rows else []
             with randomness.preserved(self.world.device):  # fetching rows changes it
-                for key in [key for some in update.keys for key in some] if self.samples.rows else []:
-                    if fields := by_rows.nonfinite_fields(self.samples.fetched(key)):
-                        odd[key.row] = "; ".join(fields[:3])
+                odd = self._odd_among(keys, lambda row: "; ".join(by_rows.nonfinite_fields(row)[:3]))
             if any(by_rank := self.world.all_of(odd)):
                 return verdict.on_bad_rows(*by_rank)
         found = search.diagnose(anomaly, refused, self.updates.recent_measurements()) if search is not None else None
@@ -214,25 +212,29 @@ class Explainer:
         if not self.samples.rows or not suspects:
             return None
 
-        def fetched(key: Key) -> Any:
-            self.beat()
-            return self.samples.fetched(key)
-
         def keys_at(starts: Sequence[int]) -> list[Key]:
             return [key for start in starts for some in self.samples.keys_at(start) for key in some]
 
-        def odd_at(starts: Sequence[int]) -> dict[int, str]:
-            found = ((key.row, by_rows.far_above(fetched(key), usual, _FAR_ABOVE)) for key in keys_at(starts))
-            return {row: why for row, why in found if why}
+        def far_above(row: Any) -> str:
+            return by_rows.far_above(row, usual, _FAR_ABOVE)
 
         with randomness.preserved(self.world.device):  # fetching rows changes it
-            others = self.samples.others(keys_at(suspects)[:_OTHERS], 0, least=by_rows.ENOUGH)
-            usual = by_rows.usual_sizes([fetched(key) for key in others])
-            odd = odd_at(suspects)
+            keys = keys_at(suspects)
+            others = self.samples.others(keys[:_OTHERS], 0, least=by_rows.ENOUGH)
+            usual = by_rows.usual_sizes([self._fetched(key) for key in others])
+            odd = self._odd_among(keys, far_above)
             if not any(self.world.all_of(bool(odd))):
                 return None
-            odd |= odd_at([*also, *self.samples.starts(max(suspects), _AHEAD)])
+            odd |= self._odd_among(keys_at([*also, *self.samples.starts(max(suspects), _AHEAD)]), far_above)
         return verdict.on_bad_rows(*self.world.all_of(odd))
+
+    def _fetched(self, key: Key) -> Any:
+        self.beat()
+        return self.samples.fetched(key)
+
+    def _odd_among(self, keys: Sequence[Key], says: Callable[[Any], str]) -> dict[int, str]:
+        found = ((key.row, says(self._fetched(key))) for key in keys)
+        return {row: why for row, why in found if why}
 
     def _is_worse_with(self, found: Diagnosis, known: Sequence[PastUpdate]) -> tuple[Signal, str] | None:
         """Whether the updates that hold rows go worse than others, and how that is seen; None where they do not.

@@ -232,13 +232,12 @@ class Layers:
     def _saw(self, name: str, module: nn.Module, inputs: Any, result: Any) -> None:
         if torch._C._current_graph_task_id() != -1:  # a checkpoint computes it again, in backward
             return
+
+        def note(where: list[Output], tensor: Tensor) -> None:
+            where.append(Output(name, type(module).__name__, statistics([tensor])[0]))
+
         with torch._C.DisableTorchFunction():
             for one in floating(result):
-                self.outputs.append(Output(name, type(module).__name__, statistics([one])[0]))
+                note(self.outputs, one)
                 if one.requires_grad:
-
-                    def arrived(gradient: Tensor) -> None:
-                        with torch._C.DisableTorchFunction():
-                            self.gradients.append(Output(name, type(module).__name__, statistics([gradient])[0]))
-
-                    self._hooks.append(one.register_hook(arrived))  # type: ignore[no-untyped-call]
+                    self._hooks.append(one.register_hook(partial(note, self.gradients)))  # type: ignore[no-untyped-call]

@@ -120,12 +120,10 @@ class Replay:
                 self.backward(loss)
                 losses.append(loss.detach().float().reshape(()))
         ids = set(map(id, self.trained))
-        trained = {name: one.grad for name, one in self._bare.named_parameters() if id(one) in ids}
-        grads = {
-            name: grad.coalesce().values() if grad.is_sparse else grad
-            for name, grad in trained.items()
-            if grad is not None
-        }
+        grads = {}
+        for name, weight in self._bare.named_parameters():
+            if id(weight) in ids and (grad := weight.grad) is not None:
+                grads[name] = grad.coalesce().values() if grad.is_sparse else grad
         by_layer = {name: float(torch.linalg.vector_norm(local_part(grad).double())) for name, grad in grads.items()}
         total = math.sqrt(sum(norm**2 for norm in by_layer.values()))
         if self.is_sharded and grads:

@@ -30,10 +30,11 @@ def of_state(
         where = _farthest(weights, before)
     if where is None:
         return None
-    meant = f"expect=[{anomaly.step}] declares it if it is meant"
-    why = f"which no update can have done: {meant}; if it returns, suspect the hardware"
     size, what = where
-    advice = f"{what}, {why}, or code that writes to weights between updates."
+    advice = (
+        f"{what}, which no update can have done: expect=[{anomaly.step}] declares it if it is meant; if it returns, "
+        "suspect the hardware, or code that writes to weights between updates."
+    )
     return size, Diagnosis(Cause.CORRUPTION, advice)
 
 

@@ -1,20 +1,14 @@
 """What a patched operation does: it computes what it always did, and then repairs what broke.
 
-- Its inputs pass through an identity whose backward puts zero where a gradient is not finite, unless the gradient that
-  came to the operation was broken already: then something else is at fault, or the loss scale is too large, and that
-  has to stay visible.
-- Its result is repaired where it is not finite and no input was: a NaN where no input is NaN, an infinity where none is
-  infinite. Element by element for pointwise operations, else for the call as a whole. So a mask's -inf stays what it
-  is, and a NaN that was made earlier is not hidden.
-- A NaN becomes 0. An infinity becomes, with its sign, the largest magnitude among the operation's other results: as
-  large as it can be without standing out, since a value far beyond its neighbours drowns a sum, a loss, or the
-  gradients of the weights behind it. It is bounded, so that sums and squares of it stay finite. Where no result is
-  finite there is nothing to measure by, and it becomes 0. But a single number, which may be the loss, becomes that
-  bound, so that the checks see that it broke.
-- Where a whole tensor is divided by one zero, such as a temperature that ran out or the width of a column that is
-  constant, nothing is left to measure by, and it stays undivided.
-- The gradient there is zero, or, for pointwise operations, one that leads back (`led_back`). Everything else
-  is as the operation made it, bit for bit.
+- A gradient of its inputs that is not finite becomes zero, unless the one that came to the operation was broken
+  already: then something else is at fault, or the loss scale is too large, and that has to stay visible.
+- Its result is repaired where it is not finite and no input was, element by element for pointwise operations, else for
+  the call as a whole. So a mask's -inf stays what it is, and a NaN that was made earlier is not hidden.
+- A NaN becomes 0. An infinity becomes the largest magnitude among the other results, with its sign: a value far beyond
+  its neighbours drowns a sum, a loss, or the gradients of the weights behind it. Where no result is finite it becomes
+  0. But a single number, which may be the loss, becomes a large one, so that the checks see that it broke.
+- What is divided by one zero, such as a temperature that ran out, stays undivided: nothing is left to measure by.
+- The gradient there is zero, or, for pointwise operations, one that leads back (`led_back`).
 
 Nothing here waits for the device, looks at frames, or keeps anything from one call for the next: a checkpoint that
 computes it a second time gets the same, and a compiler can trace all of it.
@@ -33,16 +27,14 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from resilient_train.numerics.domains import call
+from resilient_train.numerics.domains import Operation, call
 from resilient_train.numerics.operations import family, is_pointwise, op_name
 
 _STEEPEST = 1.0
 _MOST = 2**20  # elements of a result: what is computed here takes several times its memory
 
 
-def led_back(
-    value: Tensor, broken: Tensor, bare: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor:
+def led_back(value: Tensor, broken: Tensor, bare: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Return the value of a pointwise operation with a gradient for what broke in it, unless a step aside breaks it."""
     places = [place for place, one in enumerate(args) if is_repairable(one)]
     if not torch.is_grad_enabled() or not any(args[place].requires_grad for place in places):
@@ -116,8 +108,6 @@ class _LedBack(Function):
             pulls[place] = torch.where(leads_in, pull, 0.0).clamp(-limit, limit).to(dtype)
         return grad, *[None] * len(led), *pulls
 
-
-Operation = Callable[..., Any]
 
 # A square of it, or a sum of billions, is finite; in float16, whose range is small, a sum of sixteen.
 _BOUND = {torch.float16: 2.0**12}
