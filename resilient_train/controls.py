@@ -135,7 +135,7 @@ class Controls(RunControl):
         if where in self._handled_lines:  # it broke again there: all that this line computes
             where = (culprit.file, culprit.line, "")
         self._armor.add(*where)
-        self._note_patched(where)
+        self._handled_lines.add(where)
         self._parts.checks.early_divergence.is_over = True  # its first updates are no measure any more
 
     def raise_zero_eps(self) -> None:
@@ -291,12 +291,7 @@ class Controls(RunControl):
             except CannotArmor as why:
                 log.warning("can no longer patch `%s` at %s:%d: %s", patch.op, patch.file, patch.line, why)
             else:
-                self._note_patched((again.file, again.line, again.op))
-
-    def _note_patched(self, where: tuple[str, int, str]) -> None:
-        self._handled_lines.add(where)
-        if self._parts.search is not None:
-            self._parts.search.armored.add(where)
+                self._handled_lines.add((again.file, again.line, again.op))
 
     def _quarantine_rows(self, rows: Sequence[int], reason: str, incident: int) -> None:
         self._parts.samples.quarantine(rows)

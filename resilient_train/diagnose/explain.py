@@ -49,7 +49,6 @@ _FIRST_UPDATES = 24  # accepted updates that show whether they differ wildly
 _OF_KEPT = Diagnosis(  # it is no reason to change how the run learns
     Cause.CORRUPTION, "Weights and buffers are finite, and something kept is not: look at the code that updates it."
 )
-_OTHERS = 128  # rows that a row is compared with
 _FAR_ABOVE = 100.0  # times what three of four rows do not exceed, or times the least of the first updates
 
 
@@ -127,7 +126,7 @@ class Explainer:
         return found, None
 
     def _out_of_scale(self, update: Update) -> str:
-        keys = [key for some in update.keys for key in some][:_OTHERS]
+        keys = [key for some in update.keys for key in some][:by_rows.OTHERS]
         if not keys or not self.samples.rows:
             return ""
         with randomness.preserved(self.world.device):  # fetching rows changes it
@@ -220,7 +219,7 @@ class Explainer:
 
         with randomness.preserved(self.world.device):  # fetching rows changes it
             keys = keys_at(suspects)
-            others = self.samples.others(keys[:_OTHERS], 0, least=by_rows.ENOUGH)
+            others = self.samples.others(keys[:by_rows.OTHERS], 0, least=by_rows.ENOUGH)
             usual = by_rows.usual_sizes([self._fetched(key) for key in others])
             odd = self._odd_among(keys, far_above)
             if not any(self.world.all_of(bool(odd))):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +35,7 @@ from resilient_train.diagnose.frames import (
     user_line,
 )
 from resilient_train.diagnose.verdict import Observations, is_plain
+from resilient_train.numerics.armor import is_patched
 from resilient_train.numerics.operations import is_in_place, op_name
 from resilient_train.state.tree import leaves
 from resilient_train.types import Culprit
@@ -80,6 +81,10 @@ class _Call:
     is_of_data: bool = False
     of_inputs: Origin | None = None  # of inputs that are not finite
 
+    @property
+    def is_patched(self) -> bool:
+        return self.line is not None and is_patched(self.line.file, self.line.line, self.op)
+
 
 class Microscope(TorchFunctionMode):
     """Enter it around forward and backward; its public attributes are what it saw.
@@ -88,16 +93,12 @@ class Microscope(TorchFunctionMode):
     backward is to blame are looked at in a second replay: `look_at` is its number.
     """
 
-    def __init__(
-        self, model: nn.Module, *, look_at: int | None = None, armored: Collection[tuple[str, int, str]] = ()
-    ) -> None:
-        """`armored` are patched operations by file, line and name: what they break is repaired after them."""
+    def __init__(self, model: nn.Module, *, look_at: int | None = None) -> None:
         super().__init__()
         self.of_loss: Origin | None = None  # of the value that made the loss what it is
         self.backward: Origin | None = None  # the first one in backward
         self.of_error: Origin | None = None  # of the exception that ended forward or backward
         self.inputs: tuple[Mapping[str, Any], ...] = ()  # of the call number `look_at`
-        self._armored = armored
         self._names = {id(module): name for name, module in model.named_modules()}
         self._look_at, self._calls = look_at, 0
         # By id, what is not finite and its origin, None if it came with the batch or the weights. The tensors are
@@ -190,7 +191,7 @@ class Microscope(TorchFunctionMode):
                 if func is torch.autograd.grad and self.backward is not None:
                     origin = self.backward
                 self._note(output, origin)
-                if origin is not None and origin.call == call.number and self._is_armored(call):
+                if origin is not None and origin.call == call.number and call.is_patched:
                     self._remember_repair(origin, inputs)
             if not in_place:
                 origin = self._first(inputs)
@@ -284,10 +285,6 @@ class Microscope(TorchFunctionMode):
 
     # Consequences of patched operations.
 
-    def _is_armored(self, call: _Call) -> bool:
-        line = call.line
-        return line is not None and any((line.file, line.line, op) in self._armored for op in (call.op, ""))
-
     def _remember_repair(self, origin: Origin, inputs: Iterable[Tensor]) -> None:
         """Note what a patch is about to repair: later values may be computed from that line, or from its inputs."""
         assert origin.line is not None
@@ -353,8 +350,6 @@ class Microscope(TorchFunctionMode):
         return call
 
     def _listen(self, node: Any, call: _Call) -> None:
-        is_armored = self._is_armored(call)
-
         def passed(grad_inputs: Sequence[Tensor | None], grad_outputs: Sequence[Tensor | None]) -> None:
             with torch._C.DisableTorchFunction():
                 arrived = [one for one in floating(grad_outputs) if kinds_of(one)]
@@ -364,7 +359,7 @@ class Microscope(TorchFunctionMode):
                         self.backward = replace(made, phase="backward")
                 spoiled = [one for one in floating(grad_inputs) if kinds_of(one)]
                 self._has_spread |= bool(spoiled)
-                if not spoiled or arrived or self.backward is not None or is_armored:
+                if not spoiled or arrived or self.backward is not None or call.is_patched:
                     return
                 if _is_custom(node) and (made := self._first(spoiled)) is not None and not made.was_given:
                     self.backward = replace(made, phase="backward")  # an operation in a backward of the user's

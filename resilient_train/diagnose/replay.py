@@ -55,7 +55,6 @@ class Replay:
     def __post_init__(self) -> None:
         self._bare: nn.Module = getattr(self.model, "_orig_mod", self.model)
         self.attributes: Attributes = ()  # of the model's modules, to replay with
-        self.armored: set[tuple[str, int, str]] = set()  # patched operations, by file, line and name
         self.is_sharded = any(map(is_sharded, self._bare.parameters()))
         # A forward may update frozen weights (a teacher). Only those that have changed are backed up: all are many.
         frozen = [weight for weight in self._bare.parameters() if not weight.requires_grad]
@@ -96,10 +95,10 @@ class Replay:
 
     def under_microscope(self, batches: Sequence[Any], start: int) -> Replayed:
         """Replay under the microscope, and again to look at the inputs of the call whose backward is to blame."""
-        first = Microscope(self._bare, armored=self.armored)
+        first = Microscope(self._bare)
         measured = self.of(batches, start, first)
         call = first.backward.call if first.backward is not None else None
-        second = Microscope(self._bare, look_at=call, armored=self.armored)
+        second = Microscope(self._bare, look_at=call)
         self.of(batches, start, second)  # every rank replays as often
         # Where the loss is not finite no gradient can be, and backward says nothing about the cause.
         origin = first.backward if math.isfinite(measured.loss) else first.of_error or first.of_loss

@@ -12,6 +12,7 @@ from torch.utils._pytree import SequenceKey, tree_flatten_with_path
 from resilient_train.state.tree import leaves, with_dicts
 
 MOST_TRIALS = 200  # of a search; a batch of 1,024 with three guilty rows takes 60
+OTHERS = 128  # rows that a row is compared with
 ENOUGH = 16  # other rows, with fewer of which nothing is said of the range of a number
 _WIDTHS = 4.0  # of the range in which nearly all others are: what is as far from it is no tail
 _NARROW = 2.0  # the ends of that range, one by the other

@@ -29,7 +29,6 @@ from resilient_train.types import SPIKES, Anomaly, Cause, Culprit, Diagnosis, Si
 _CONTROLS = 4  # draws of other rows at most, where the first ones break as well
 _RARE = 100  # rows that pass an operation, for each that does not: then it is not the line; and the most to blame
 _FEW, _MOST_DRAWS = 4, 32  # rows of an update, and draws of others, that are tried for that
-_OTHERS = 128  # rows that a row is compared with
 _AGAIN = 3  # places of the data where an ordinary row made the loss or the gradient jump: as many epochs
 _FAR = 4.0  # times the largest of those: what makes a gradient jump is an outlier
 _ABSURD = 1e4  # the same where an operation broke: one that cannot take a large value is to blame itself
@@ -65,7 +64,6 @@ class Search:
 
     def __init__(self, replay: Replay, samples: Samples, world: World, beat: Callable[[], None]) -> None:
         """`beat` is called after every replay: a search takes longer than the watchdog allows an update."""
-        self.armored = replay.armored
         self.tried: set[tuple[str, int, str]] = set()  # operations that were patched, or cannot be
         self._spiked: dict[int, set[int]] = {}  # rows that made the loss or the gradient jump: starts of those updates
         self._replay, self._samples, self._world, self._beat = replay, samples, world, beat
@@ -294,7 +292,7 @@ class Search:
         return [self._world.on_device(self._samples.collated(some)) for some in keys]
 
     def _odd(self, guilty: Sequence[Key], filler: Keys, far: float, nan_is_usual: bool) -> dict[int, str]:
-        known = [key for some in filler for key in some][:_OTHERS]
+        known = [key for some in filler for key in some][:by_rows.OTHERS]
         known += self._samples.others(guilty, 0, least=by_rows.ENOUGH) if len(known) < by_rows.ENOUGH else []
         others = [self._samples.fetched(key) for key in known]
         found = {}

@@ -25,7 +25,7 @@ import torch
 from resilient_train.numerics.ast_patch import PREFIX, CannotArmor, LineChanged, Target, patch, replacement
 from resilient_train.secrets import MASK, masked
 
-__all__ = ["Armor", "CannotArmor", "LineChanged", "PatchedLine"]
+__all__ = ["Armor", "CannotArmor", "LineChanged", "PatchedLine", "is_patched"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +175,12 @@ class _Source:
 # Of the process, as functions are, whichever Armor patched them.
 _SOURCES: dict[str, _Source] = {}  # by file name: those with targets
 _ORIGINALS: dict[CodeType, CodeType] = {}  # of all code that was ever installed
+
+
+def is_patched(file: str, line: int, op: str) -> bool:
+    """Say whether an operation is patched, by itself or with all of its line; the file as its code names it."""
+    targets = _SOURCES[file].targets if file in _SOURCES else []
+    return any(target.line == line and target.op in (op, "") for target in targets)
 
 
 def _original(code: CodeType) -> CodeType:

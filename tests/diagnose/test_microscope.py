@@ -38,10 +38,10 @@ class Body(nn.Module):
         return self.does(self.layer(inputs))
 
 
-def origin_of(does: Callable[[Tensor], Tensor], **options: Any) -> Origin | None:
+def origin_of(does: Callable[[Tensor], Tensor]) -> Origin | None:
     torch.manual_seed(0)
     model = Body(does)
-    with Microscope(model, **options) as microscope:
+    with Microscope(model) as microscope:
         loss = model(torch.randn(3, 4))
         microscope.judge(loss)
         loss.backward()
@@ -217,7 +217,7 @@ def test_what_breaks_of_made_up_values_is_told_from_what_breaks_of_itself(does: 
     armor = Armor()
     armor.add(*patched)
     try:
-        found = origin_of(does, armored=[patched])
+        found = origin_of(does)
     finally:
         armor.remove()
     assert found is not None
