@@ -126,7 +126,7 @@ class Explainer:
         return found, None
 
     def _out_of_scale(self, update: Update) -> str:
-        keys = [key for some in update.keys for key in some][:by_rows.OTHERS]
+        keys = [key for some in update.keys for key in some][: by_rows.OTHERS]
         if not keys or not self.samples.rows:
             return ""
         with randomness.preserved(self.world.device):  # fetching rows changes it
@@ -203,9 +203,8 @@ class Explainer:
         return Anomaly(signal, vitals.step, vitals.tick, 0, evidence)
 
     def _find_outlier_rows(self, suspects: Sequence[int], also: Sequence[int] = ()) -> Diagnosis | None:
-        """Look for rows whose values are far above those of others, in the updates at these positions.
+        """Look for rows whose values are far above those of others; if there are any, also for those to come.
 
-        If there are any, look for more in the updates `also` and in samples ahead, so that they are not met one by one.
         This takes no replay, so the values have to be very large: nothing else can explain them.
         """
         if not self.samples.rows or not suspects:
@@ -219,7 +218,7 @@ class Explainer:
 
         with randomness.preserved(self.world.device):  # fetching rows changes it
             keys = keys_at(suspects)
-            others = self.samples.others(keys[:by_rows.OTHERS], 0, least=by_rows.ENOUGH)
+            others = self.samples.others(keys[: by_rows.OTHERS], 0, least=by_rows.ENOUGH)
             usual = by_rows.usual_sizes([self._fetched(key) for key in others])
             odd = self._odd_among(keys, far_above)
             if not any(self.world.all_of(bool(odd))):

@@ -292,7 +292,7 @@ class Search:
         return [self._world.on_device(self._samples.collated(some)) for some in keys]
 
     def _odd(self, guilty: Sequence[Key], filler: Keys, far: float, nan_is_usual: bool) -> dict[int, str]:
-        known = [key for some in filler for key in some][:by_rows.OTHERS]
+        known = [key for some in filler for key in some][: by_rows.OTHERS]
         known += self._samples.others(guilty, 0, least=by_rows.ENOUGH) if len(known) < by_rows.ENOUGH else []
         others = [self._samples.fetched(key) for key in known]
         found = {}

@@ -103,7 +103,7 @@ class Observations:
 
 
 def together(observed: Sequence[Observations]) -> Observations:
-    """Combine what all ranks observed: the first one that found an operation names it, and the rows of all count."""
+    """Combine what all ranks observed: the first one that found an operation names it, and rows of all count."""
     again = [one for one in observed if one.reproduced]
     failure = next((one.failure for one in observed if one.failure), "")
     places = {(one.culprit.file, one.culprit.line, one.culprit.op) for one in again if one.culprit}
@@ -198,12 +198,7 @@ def on_nonfinite(facts: Observations, climb: float, leap: float = 1.0, *, landed
 
 
 def on_error(facts: Observations, error: str, *, landed: int = 0) -> Diagnosis:
-    """Diagnose an exception of user code, in most cases one that other batches at the same weights do not raise.
-
-    Rows that are not finite or far from others come first, then weights that the first updates have thrown out of
-    range, then an operation that a patch can give a value, then rows, unless these were trained on before: then a line
-    that does not take what the weights make of them.
-    """
+    """Diagnose an exception of user code, in most cases one that other batches at the same weights do not raise."""
     if facts.blames_rows:
         return on_bad_rows(facts.odd)
     if (culprit := facts.culprit) is not None:

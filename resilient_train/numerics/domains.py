@@ -32,13 +32,8 @@ _TRIED = 4  # distances from the border, each a hundred times the one before
 
 
 def call(bare: Operation, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call an operation; where it does not take its first input, or a number, change that.
-
-    A multiple of the identity is added to a matrix. Of chances to draw from, those that are no chances are 0. A number
-    that the type of the input cannot hold, as the -1e9 of a mask in half precision, is the nearest that it can. A
-    chance beyond 0 or 1 is that: a GPU does not raise there, but fails for good, so it is not called with any.
-    """
-    if op_name(name) == "binary_cross_entropy":
+    """Call an operation; where it does not take its first input, or a number, change that."""
+    if op_name(name) == "binary_cross_entropy":  # a GPU does not raise beyond 0 and 1, but fails for good
         return _of_chances(bare, *args, **kwargs)
     try:
         return bare(*args, **kwargs)
@@ -64,7 +59,7 @@ def has_value(error: BaseException) -> bool:
 
 
 def _held(given: Any, kind: torch.dtype) -> Any:
-    """A number that a type can hold: the nearest. Anything else is left as it is, tuples of sizes as well."""
+    """The nearest number that a type can hold, for a mask's -1e9 in half precision; tuples of sizes stay."""
     most = torch.finfo(kind).max
     return min(max(given, -most), most) if type(given) in (int, float) else given
 

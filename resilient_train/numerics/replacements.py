@@ -70,10 +70,7 @@ def log_i0(owner: Any, *args: Any) -> Tensor:
 
 
 def widened(value: Any, wider: Any, bare: Any) -> Any:
-    """What is called instead of `torch.log(torch.exp(x).sum())`: it is given its value with armor, wider, and bare.
-
-    What armor has changed is what the wider type says, where that is finite; everything else stays, bit for bit.
-    """
+    """What is called instead of `torch.log(torch.exp(x).sum())`: what armor has changed is taken from the wider one."""
     if not all(isinstance(one, Tensor) and one.is_floating_point() for one in (value, wider, bare)):
         return value
     narrow = wider.to(value.dtype)
