@@ -6,13 +6,13 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite
-from typing import Any
+from typing import Any, ClassVar
 
 from resilient_train.types import SPIKES, Anomaly, Signal, Vitals
 from resilient_train.watch.best import BestLevel
 from resilient_train.watch.config import ChecksConfig
 from resilient_train.watch.limit import NO_LIMIT, GradLimit, Refusals, ScaleCollapse, loss_limit
-from resilient_train.watch.loss import Alarm, Creep, Jump, Level, PlainState, load_each
+from resilient_train.watch.loss import Alarm, Creep, Jump, Level, PlainState, load, load_each, plain
 from resilient_train.watch.purpose import PROBE_RATE, Probe
 from resilient_train.watch.rate import EarlyDivergence, NoProgress, RateRise
 from resilient_train.watch.reference import Reference, RewindCheck, Standing
@@ -40,6 +40,9 @@ class Checks:
     What the checks learn from accepted updates rewinds with the run; refusals and declared changes do not. From damage
     on, until the loss is back at its reference, nothing is learned from losses above that.
     """
+
+    persistent = ("is_only_reported", "is_changed", "nan_is_usual", "declared", "probe")
+    records: ClassVar = {"probe": Probe.from_plain}
 
     def __init__(self, config: ChecksConfig) -> None:
         self.config = config
@@ -73,7 +76,7 @@ class Checks:
         self.is_changed = False  # what is usual was learned again: the beginning of the run is no measure any more
         self.nan_is_usual = False  # healthy batches hold values that are not finite, such as masks
         self.knows_usual_batches = False  # the process before has learned that
-        self._declared: set[int] = set()  # steps without alarms
+        self.declared: set[int] = set()  # steps without alarms
         self._repeats = 0  # of the newest update
         self._latest: deque[float] = deque(maxlen=_LATEST)  # losses of attempted updates
         self.probe: Probe | None = None  # whether a rise that was undone comes again
@@ -99,11 +102,11 @@ class Checks:
 
     def expect(self, step: int) -> None:
         """Declare a change on purpose with this step."""
-        self._declared.update(range(step - _AROUND, step + _AROUND + 1))
+        self.declared.update(range(step - _AROUND, step + _AROUND + 1))
 
     def more_is_trained(self, step: int) -> None:
         """Declare that weights were added or unfrozen with this step."""
-        self._declared.update(range(step, step + _AROUND + 1))  # a run that was rewound comes to it again
+        self.declared.update(range(step, step + _AROUND + 1))  # a run that was rewound comes to it again
         self.no_progress.stop()  # the beginning is no measure any more
 
     def require_recovery(self, since: int, step: int, *, is_only_reported: bool = False) -> None:
@@ -123,7 +126,7 @@ class Checks:
     def asks_for_rates(self, step: int, travelled: Callable[[], float]) -> bool:
         """Say whether the loss stands, so that lower learning rates should be tried; not while an incident is open."""
         may_ask, is_suspect = not self.rewind_check.is_open, self.early_divergence.is_suspect
-        return may_ask and step not in self._declared and self.no_progress.asks(step, travelled, is_suspect=is_suspect)
+        return may_ask and step not in self.declared and self.no_progress.asks(step, travelled, is_suspect=is_suspect)
 
     def loss_at(self, step: int) -> float | None:
         """Return the loss of an accepted update, if it was a usual one and not too long ago."""
@@ -206,7 +209,7 @@ class Checks:
         """Update the checks and return the first alarm; None while damage is only reported."""
         step, loss, check = vitals.step, vitals.loss, self.rewind_check
         self.best.see(step, loss)
-        if step in self._declared:
+        if step in self.declared:
             self.start_over()
             return None
         if diverged := self.early_divergence.see(step, _which(vitals), loss, vitals.grad_norm):
@@ -248,7 +251,7 @@ class Checks:
     def _judge_refused(self, vitals: Vitals, signal: Signal) -> Finding:
         """Judge an update above a limit: an outlier, earlier damage, or a new regime, for which the limit is raised."""
         loss, norm, step, which = vitals.loss, vitals.grad_norm, vitals.step + 1, _which(vitals)
-        if step in self._declared:
+        if step in self.declared:
             self.start_over()
             return Finding(repeat=True)
         if diverged := self.early_divergence.see(step, which, loss, norm):
@@ -321,23 +324,17 @@ class Checks:
 
     def persistent_state(self) -> dict[str, Any]:
         """Return the state that does not rewind, for a process that resumes here, as plain data."""
-        own = {"only_reported": self.is_only_reported, "declared": sorted(self._declared)}
-        own |= {"nan_is_usual": self.nan_is_usual, "changed": self.is_changed}
-        own["probe"] = self.probe and self.probe.plain()
-        own["path"] = [[step, *measured] for step, measured in [*self._accepted.items()][-_IN_CHECKPOINT:]]
-        return own | {name: one.persistent_state() for name, one in self._persistent().items()}
+        path = [[step, *measured] for step, measured in [*self._accepted.items()][-_IN_CHECKPOINT:]]
+        parts = {name: one.persistent_state() for name, one in self._persistent().items()}
+        return {**plain(self, self.persistent), "path": path, **parts}
 
     def _persistent(self) -> dict[str, PlainState]:
         return {name: one for name, one in self._checks.items() if one.persistent and one is not self.rewind_check}
 
     def load_persistent_state(self, state: Mapping[str, Any]) -> list[str]:
         """Load it. Returns the checks that start empty, because another version saved other things of them."""
-        self.is_only_reported = state.get("only_reported") is True
-        self.nan_is_usual |= state.get("nan_is_usual") is True
-        self.is_changed |= state.get("changed") is True
+        load(self, [name for name in self.persistent if name in state], state)
         self.knows_usual_batches = "nan_is_usual" in state
-        self.probe = Probe.from_plain(state["probe"]) if state.get("probe") else None
-        self._declared |= set(state.get("declared", ()))
         self._accepted = OrderedDict((step, (loss, norm)) for step, loss, norm in state.get("path", ()))
         lacking = []
         for name, one in self._persistent().items():

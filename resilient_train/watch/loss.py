@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import asdict, is_dataclass
 from math import log
 from statistics import fmean
 from sys import float_info
@@ -40,36 +42,50 @@ class Alarm(NamedTuple):
 class PlainState:
     """Base of the checks: `saved` names the attributes that rewind with the run, `persistent` those that do not.
 
-    Lists are copied, what they hold is not: it is never changed in place.
+    Containers are copied, what they hold is not: it is never changed in place. A set only grows, by a rewind as well.
     """
 
     saved: ClassVar[tuple[str, ...]] = ()
     persistent: ClassVar[tuple[str, ...]] = ()
+    records: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}  # how attributes are made from plain data
 
     def state_dict(self) -> dict[str, Any]:
-        return self._plain(self.saved)
+        return plain(self, self.saved)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._load(self.saved, state)
+        load(self, self.saved, state)
 
     def persistent_state(self) -> dict[str, Any] | None:
-        return self._plain(self.persistent)
+        return plain(self, self.persistent)
 
     def load_persistent_state(self, state: Mapping[str, Any]) -> None:
-        self._load(self.persistent, state)
+        load(self, self.persistent, state)
 
-    def _plain(self, names: Sequence[str]) -> dict[str, Any]:
-        values = ((name, getattr(self, name)) for name in names)
-        return {name: list(value) if isinstance(value, deque | list) else value for name, value in values}
 
-    def _load(self, names: Sequence[str], state: Mapping[str, Any]) -> None:
-        for name in names:
-            mine, value = getattr(self, name), state[name]
-            if isinstance(mine, deque):
-                mine.clear()
-                mine.extend(value)
-            else:
-                setattr(self, name, list(value) if isinstance(value, list) else value)
+def plain(owner: Any, names: Iterable[str]) -> dict[str, Any]:
+    return {name: _plain(getattr(owner, name)) for name in names}
+
+
+def load(owner: Any, names: Iterable[str], state: Mapping[str, Any]) -> None:
+    for name in names:
+        mine, value = getattr(owner, name), state[name]
+        if isinstance(mine, deque):
+            mine.clear()
+            mine.extend(value)
+        elif isinstance(mine, set):
+            mine.update(value)
+        elif name in owner.records and value is not None:
+            setattr(owner, name, owner.records[name](value))
+        else:
+            setattr(owner, name, copy(value))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, set):
+        return sorted(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    return list(value) if isinstance(value, deque | tuple) else copy(value)
 
 
 def load_each(parts: Mapping[str, Any], state: Mapping[str, Any], empty: Mapping[str, Any]) -> list[str]:

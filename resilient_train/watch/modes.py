@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from resilient_train.types import Signal
 from resilient_train.watch.config import NormsConfig
-from resilient_train.watch.weights import Found
+from resilient_train.watch.weights import Found, Scan
 from resilient_train.wording import log
 
 
@@ -63,24 +63,25 @@ _COSTLY = (
 )
 
 
-class NormStatistics:
+class NormStatistics(Scan):
     """Compares the running statistics of normalization layers with the batches that they average.
 
     Only evaluation uses them, so damage to them shows in no training loss. The forward hooks that compare them are on
     the model only while armed, for one update.
     """
 
+    saved = ("clean_step", "usual")
+
     def __init__(self, config: NormsConfig, model: nn.Module, device: torch.device) -> None:
         self.factor, self.device = config.factor, device
         named = [(name, one) for name, one in model.named_modules() if isinstance(one, _BatchNorm)]
         self.modules = [(name, one) for name, one in named if one.track_running_stats]
         is_compiled = any(type(module).__name__ == "OptimizedModule" for module in model.modules())
-        self.every = config.every if self.modules and not is_compiled else 0  # hooks would undo a compilation
-        self.clean_step = 0  # the newest step whose running statistics were in the range of its batches
+        super().__init__(config.every if self.modules and not is_compiled else 0)  # hooks would undo a compilation
         self.is_armed = False
         self._handles: list[RemovableHandle] = []
         self._seen: dict[str, Tensor] = {}
-        self._usual: dict[str, float] = {}  # by layer: how far it was from its batches at most, while healthy
+        self.usual: dict[str, float] = {}  # by layer: how far it was from its batches at most, while healthy
         self._out: set[str] = set()  # layers out of range at the last look; a second look excludes an odd batch
 
     def arm(self) -> None:
@@ -122,10 +123,10 @@ class NormStatistics:
     def judge(self, step: int, values: Mapping[str, float]) -> Found | None:
         """Report a layer that was out of range twice in a row."""
         for name, value in values.items():
-            usual, was_out = self._usual.get(name), name in self._out
+            usual, was_out = self.usual.get(name), name in self._out
             if usual is None or value <= self.factor * max(1.0, usual):
                 self._out.discard(name)
-                self._usual[name] = max(value, usual or 0.0)
+                self.usual[name] = max(value, usual or 0.0)
                 continue
             self._out.add(name)
             if was_out:
@@ -135,10 +136,7 @@ class NormStatistics:
             self.clean_step = step
         return None
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"clean_step": self.clean_step, "usual": dict(self._usual)}
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._disarm()
         self._out.clear()
-        self.clean_step, self._usual = state["clean_step"], dict(state["usual"])
+        super().load_state_dict(state)

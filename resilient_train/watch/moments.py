@@ -9,7 +9,7 @@ from typing import Any
 
 from resilient_train.types import Signal
 from resilient_train.watch.config import ScanConfig
-from resilient_train.watch.weights import Found, nonfinite
+from resilient_train.watch.weights import Found, Scan, nonfinite
 
 # Moments that cannot be negative, by torch's names for them. "fades": an update leaves at least a share of it,
 # `betas[1]` or the like; "never": it cannot shrink; None: it may do either.
@@ -37,27 +37,20 @@ class Moment:
         return self.by_torch and self.key in SQUARES
 
 
-class Moments:
-    """Compares each measurement with the one before and with what the updates in between must have done.
+class Moments(Scan):
+    """An update leaves at least a share `beta2` of a second moment, whatever the gradients are."""
 
-    An update leaves at least a share `beta2` of a second moment, whatever the gradients are.
-    """
+    saved = ("clean_step", "base", "updates", "left", "bounded")
 
     def __init__(self, config: ScanConfig, groups: int) -> None:
-        self.config, self.every = config, config.every
-        self.clean_step = 0
-        self._updates = 0  # since the last measurement
-        self._left = [1.0] * groups  # the least share of each group's second moments that these leave
-        self._bounded: set[str] = set()  # tensors of the user's optimizers that were finite once
-        self._sums: dict[str, float] | None = None  # of second moments, at the last measurement
-
-    def rebase(self) -> None:
-        """Accept the next measurement as it is."""
-        self._sums = None
+        super().__init__(config.every)
+        self.config = config
+        self.updates = 0  # since the last measurement
+        self.left = [1.0] * groups  # the least share of each group's second moments that these leave
 
     def landed(self, settings: Sequence[Mapping[str, Any]]) -> None:
-        self._updates += 1
-        self._left = [left * _share_left(setting) for left, setting in zip(self._left, settings, strict=True)]
+        self.updates += 1
+        self.left = [left * _share_left(setting) for left, setting in zip(self.left, settings, strict=True)]
 
     def judge(
         self,
@@ -77,46 +70,31 @@ class Moments:
             named = {**{moment.name: value for moment, value in plain.items()}, **sums}
             # A user's own optimizer may have an infinity on purpose, such as a best loss.
             free = {moment.name for moment, value in plain.items() if not moment.by_torch and not isnan(value)}
-            found = nonfinite(Signal.NONFINITE_OPTIMIZER, named, free, self._bounded)
-        if found is None and self._sums is not None:
-            found = self._shrunk(self._sums, squares)
-        self._updates, self._left = 0, [1.0] * len(self._left)
-        if found is None:
-            self.clean_step = step
-        if found is None or found.acceptable:
-            self._sums = sums
-        return found
+            found = nonfinite(Signal.NONFINITE_OPTIMIZER, named, free, self.bounded)
+        if found is None and self.base is not None:
+            found = self._shrunk(self.base, squares)
+        self.updates, self.left = 0, [1.0] * len(self.left)
+        return self._concluded(step, found, sums)
 
     def _shrunk(self, old: Mapping[str, float], squares: Mapping[Moment, float]) -> Found | None:
         """Find the second moment that shrank most beyond fading."""
         worst, found = inf, None
         for moment, now in squares.items():
             before, rule = old.get(moment.name, 0.0), SQUARES[moment.key]
-            least = before * (1.0 if rule == "never" else self._left[moment.group])
+            least = before * (1.0 if rule == "never" else self.left[moment.group])
             least /= self.config.margin * (_COARSE_SLACK if moment.coarse else 1.0)
             if rule is not None and now < least and least > _TINY and now / least < worst:
                 worst = now / least
                 evidence = f"second moments shrank: {moment.name} sums to {before:.4g} -> {now:.4g} where "
-                evidence += f"{self._updates} updates leave {least:.4g} at least"
+                evidence += f"{self.updates} updates leave {least:.4g} at least"
                 found = Found(Signal.OPTIMIZER_RANGE, moment.name, evidence)
         return found
 
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "clean_step": self.clean_step,
-            "sums": self._sums,
-            "updates": self._updates,
-            "left": list(self._left),
-            "bounded": sorted(self._bounded),
-        }
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.clean_step = state["clean_step"]
-        self._bounded |= set(state["bounded"])
-        if len(state["left"]) == len(self._left):
-            self._sums, self._updates, self._left = state["sums"], state["updates"], list(state["left"])
-        else:  # it is of a run with other optimizers
-            self._sums, self._updates, self._left = None, 0, [1.0] * len(self._left)
+        groups = len(self.left)
+        super().load_state_dict(state)
+        if len(self.left) != groups:  # it is of a run with other optimizers
+            self.base, self.updates, self.left = None, 0, [1.0] * groups
 
 
 def _share_left(setting: Mapping[str, Any]) -> float:

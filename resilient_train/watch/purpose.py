@@ -65,11 +65,6 @@ class Probe(NamedTuple):
             return was_low and is_alike
         return self.is_near(again.step) and self.covers(step) and again.start != self.rise.start
 
-    def plain(self) -> list[Any]:
-        """Return it as plain data."""
-        return [list(self.rise), *self[1:]]
-
     @classmethod
     def from_plain(cls, plain: Sequence[Any]) -> Probe:
-        """Make it from what `plain` returned."""
-        return cls(Rise(*plain[0][:4]), *plain[1:])
+        return cls(Rise(*plain[0]), *plain[1:])

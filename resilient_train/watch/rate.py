@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 from math import comb, inf, log, sqrt
 from statistics import fmean, median, pstdev, stdev
-from typing import Any
+from typing import ClassVar
 
 from resilient_train.watch.config import NoProgressConfig, OvershootConfig, RateConfig
 from resilient_train.watch.loss import FEW, Alarm, PlainState, without_top
@@ -120,13 +119,14 @@ class RateRise(PlainState):
     jump has to be waited for.
     """
 
-    saved = ("_paces", "_usual", "_since", "_losses", "_seen", "_base", "_lately", "_before")
+    saved = ("_paces", "_usual", "reference", "_since", "_losses", "_seen", "_base", "_lately", "_before")
+    records: ClassVar = {"reference": Reference.from_plain}
 
     def __init__(self, config: RateConfig) -> None:
         self.config = config
         self._paces: deque[float] = deque(maxlen=config.lately)  # recent rates, as multiples of the configured one
         self._usual = 0.0  # the highest rate before those
-        self._reference: Reference | None = None  # the losses before the rate rose; None if it did not
+        self.reference: Reference | None = None  # the losses before the rate rose; None if it did not
         self._since = 0  # the step before the rate rose
         self._losses: deque[float] = deque(maxlen=2 * config.look)
         self._seen = 0  # losses since the rate rose
@@ -143,12 +143,12 @@ class RateRise(PlainState):
         if not config.every or not ratio > 0:
             return None
         alarm = None
-        if self._reference is not None:
+        if self.reference is not None:
             self._losses.append(loss)
             self._seen += 1
             if self._seen >= config.window:  # no harm in all that time: the rate is usual now
                 self._usual = max([self._usual, *self._paces])
-                self._reference = None
+                self.reference = None
             elif self._seen == config.first or not self._seen % config.look:
                 alarm = self._compare(step)
         if len(self._paces) == self._paces.maxlen:
@@ -159,8 +159,8 @@ class RateRise(PlainState):
         self._paces.append(ratio)
         # A warm-up climbs to 1 in small steps.
         is_high = ratio >= config.times * self._usual and (ratio > 1.0 or ratio >= config.times * before)
-        if self._reference is None and is_high and step > config.earlier:
-            self._reference, self._since = reference(step), step - 1
+        if self.reference is None and is_high and step > config.earlier:
+            self.reference, self._since = reference(step), step - 1
             self._base = max(min(before, self._usual), 1e-12)
             self._before = as_of_now([*self._lately, loss])
             self._losses.clear()
@@ -170,7 +170,7 @@ class RateRise(PlainState):
 
     def at_end(self, step: int) -> Alarm | None:
         """Judge a run that ends with few losses, or none, since the rate rose."""
-        if self._reference is None or self._seen >= self.config.look:
+        if self.reference is None or self._seen >= self.config.look:
             return None
         if self._losses:
             return self._compare(step)
@@ -179,28 +179,21 @@ class RateRise(PlainState):
         return Alarm(self._since, evidence) if times >= _ABSURD_RISE else None
 
     def _compare(self, step: int) -> Alarm | None:
-        assert self._reference is not None
+        assert self.reference is not None
         losses = list(self._losses)
         losses = [median(losses)] * len(losses) if len(losses) < FEW else losses  # of few the highest are not left out
-        standing = self._reference.standing(step, losses, sigmas=self.config.sigmas, share=self.config.share)
+        standing = self.reference.standing(step, losses, sigmas=self.config.sigmas, share=self.config.share)
         if standing is not Standing.OFF or (is_noisy(self._before) and not are_higher(self._losses, self._before)):
             return None
         times = max(self._paces) / self._base
         evidence = f"the last losses ({len(losses)}) average {fmean(without_top(losses)):.4g} where "
-        evidence += f"{self._reference.expected(step):.4g} was usual before the learning rate rose x{times:.3g}"
-        self._reference = None
+        evidence += f"{self.reference.expected(step):.4g} was usual before the learning rate rose x{times:.3g}"
+        self.reference = None
         return Alarm(self._since, evidence)
 
     def forget(self) -> None:
-        self._reference = None
+        self.reference = None
         self._losses.clear()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "reference": self._reference and asdict(self._reference)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._reference = state["reference"] and Reference.from_plain(state["reference"])
 
 
 def is_noisy(losses: Sequence[float]) -> bool:

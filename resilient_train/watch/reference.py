@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import astuple, dataclass
 from enum import StrEnum
 from math import inf, isfinite, sqrt
 from statistics import fmean, median, stdev
 from sys import float_info
-from typing import Any
+from typing import Any, ClassVar
 
 from resilient_train.watch.config import RewindCheckConfig
 from resilient_train.watch.loss import FEW, PlainState, without_top
@@ -121,6 +121,7 @@ class RewindCheck(PlainState):
 
     saved = ("_losses",)
     persistent = ("reference", "goal", "reached", "came_from", "stands_on", "ceiling", "was", "took")
+    records: ClassVar = {"reference": Reference.from_plain}
 
     def __init__(self, config: RewindCheckConfig) -> None:
         self.config = config
@@ -251,10 +252,10 @@ class RewindCheck(PlainState):
 
     def persistent_state(self) -> dict[str, Any] | None:
         """Return the state that does not rewind, as plain data; None if there is no reference."""
-        return None if self.reference is None else {**self._plain(self.persistent), "reference": asdict(self.reference)}
+        return super().persistent_state() if self.is_open else None
 
     def load_persistent_state(self, state: Mapping[str, Any] | None) -> None:
         if state is None:
             self.end()
         else:
-            self._load(self.persistent, {**state, "reference": Reference.from_plain(state["reference"])})
+            super().load_persistent_state(state)

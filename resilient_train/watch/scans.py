@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from enum import Enum, auto
+from dataclasses import replace
 from math import inf
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +17,11 @@ from torch.optim import Optimizer
 from resilient_train.state.tree import Tree
 from resilient_train.types import Anomaly, Signal
 from resilient_train.watch.config import ChecksConfig, Every
-from resilient_train.watch.layout import Item, Layout, State, digest
+from resilient_train.watch.layout import Layout, digest
 from resilient_train.watch.loss import load_each
 from resilient_train.watch.modes import NormStatistics
 from resilient_train.watch.moments import Moments
-from resilient_train.watch.weights import KEPT, Found, Weights
+from resilient_train.watch.weights import KEPT, Found, Scan, Weights
 
 Settings = Sequence[Mapping[str, Any]]  # by parameter group of all optimizers
 
@@ -34,23 +33,14 @@ _AROUND = 2  # steps before and after a declared change
 _FIRST = (Signal.OPTIMIZER_RANGE, Signal.NONFINITE_WEIGHTS, Signal.NONFINITE_OPTIMIZER, Signal.WEIGHTS_JUMP)
 
 
-class _Kind(Enum):
-    """How a measured number relates to those of other ranks."""
+class _Row(NamedTuple):
+    """What one scan has measured in one way, of many items. Its numbers arrive later."""
 
-    COPY = auto()  # the same on every rank, unless the model is sharded
-    SUM = auto()  # the same, but of a sharded model each rank has its share of the sum
-    OWN = auto()  # each rank has its own
-
-
-@dataclass
-class _Pending:
-    """A measurement whose numbers have not arrived yet, and what is needed to judge them."""
-
-    step: int
-    buffers: list[str] | None = None  # names of the measured ones; None: weights and buffers were not measured
-    state: State | None = None  # None: the optimizers were not measured
-    has_norms: bool = False
-    kinds: list[_Kind] = field(default_factory=list)  # of each number
+    scan: str
+    items: Sequence[Any]
+    numbers: Tensor
+    is_own: bool = False  # each rank has its own; else they are the same on every rank, unless the model is sharded
+    is_sum: bool = False  # of a sharded model each rank has its share
 
 
 class Scans:
@@ -78,7 +68,7 @@ class Scans:
         self._landed: list[tuple[Settings, float | None]] = []  # updates that were not added up yet
         self._found: list[tuple[int, Found]] = []  # with its step; does not rewind
         self.accepted: tuple[Found, bool] | None = None  # newly taken for intended, and whether that was declared
-        self._pending: _Pending | None = None
+        self._pending: tuple[int, list[_Row]] | None = None  # a measurement that was not judged yet, and its step
         self._lay_out(clean_step=0)
         self._norms = NormStatistics(config.norms, model, self.layout.device)
         self._empty = {name: scan.state_dict() for name, scan in self._by_name().items()}
@@ -134,11 +124,11 @@ class Scans:
 
     def is_due(self, step: int) -> bool:
         """Whether the state after `step` has to be measured."""
-        return self._norms.is_armed or _due(self._weights.every, step) or _due(self._moments.every, step)
+        return self._norms.is_armed or self._weights.is_due(step) or self._moments.is_due(step)
 
     def arm(self, step: int) -> None:
         """Put hooks on the model if the forward after `step` has to be measured."""
-        if _due(self._norms.every, step):
+        if self._norms.is_due(step):
             self._norms.arm()
 
     # Every few updates.
@@ -157,10 +147,10 @@ class Scans:
         if fresh := self.layout.skipped[self._skipped_known :]:
             self._skipped_known = len(self.layout.skipped)
             self._remarks.append(f"not scanned, being sparse or of a type without norms: {', '.join(fresh)}")
-        self._pending = pending = _Pending(step := self._step)
-        rows: list[tuple[_Kind, Tensor]] = []
+        rows: list[_Row] = []
+        self._pending = (step := self._step), rows
         everything = everything or not self.is_due(step)
-        if self._weights.every and (everything or _due(self._weights.every, step)):
+        if self._weights.every and (everything or self._weights.is_due(step)):
             weights, buffers, of_kept = self.layout.weights, self.layout.buffers(), self.layout.kept(kept)
             names, largest = of_kept.items, of_kept.largest()
             if self._has_ranks:  # each of which may keep something else: it is two numbers
@@ -168,28 +158,29 @@ class Scans:
                 is_nan, zero = largest.isnan(), largest.new_zeros(1)
                 others = torch.cat([largest.masked_fill(is_nan, 0.0), zero]).amax(keepdim=True)
                 largest = torch.cat([others, zero.masked_fill(is_nan.any(), inf)])
-            pending.buffers = [*buffers.items, *names]
-            rows += [(_Kind.COPY, weights.lengths()), (_Kind.COPY, weights.largest()), (_Kind.OWN, buffers.largest())]
-            rows.append((_Kind.OWN, largest))
-        if self._moments.every and (everything or _due(self._moments.every, step)):
-            pending.state = state = self.layout.moments()
-            rows += [(_Kind.COPY, state.plain.largest()), (_Kind.SUM, state.squares.sums())]
-            rows.append((_Kind.COPY, state.squares.depths()))
+            of_weights = [weight.name for weight in weights.items]
+            rows.append(_Row("weights", of_weights, weights.lengths()))
+            rows.append(_Row("weights", of_weights, weights.largest()))
+            rows.append(_Row("weights", buffers.items, buffers.largest(), is_own=True))
+            rows.append(_Row("weights", names, largest, is_own=True))
+        if self._moments.every and (everything or self._moments.is_due(step)):
+            plain, squares, _ = self.layout.moments()
+            rows.append(_Row("optimizer", plain.items, plain.largest()))
+            rows.append(_Row("optimizer", squares.items, squares.sums(), is_sum=True))
+            rows.append(_Row("optimizer", squares.items, squares.depths()))
         if self._norms.is_armed:
-            pending.has_norms = True
-            rows.append((_Kind.OWN, self._norms.values()))
-        pending.kinds = [kind for kind, row in rows for _ in range(len(row))]
-        return torch.cat([row for _, row in rows]) if rows else torch.zeros(0, device=self.layout.device)
+            rows.append(_Row("norms", [name for name, _ in self._norms.modules], self._norms.values(), is_own=True))
+        return torch.cat([row.numbers for row in rows]) if rows else torch.zeros(0, device=self.layout.device)
 
     def are_copies(self) -> list[bool]:
         """Return for each measured number whether it is the same on every healthy rank."""
-        kinds = self._pending.kinds if self._pending is not None else []
-        return [self.layout.is_whole and kind is not _Kind.OWN for kind in kinds]
+        rows = self._pending[1] if self._pending is not None else []
+        return [self.layout.is_whole and not row.is_own for row in rows for _ in row.items]
 
     def are_shares(self) -> list[bool]:
         """Return for each measured number whether each rank has a share of it."""
-        kinds = self._pending.kinds if self._pending is not None else []
-        return [not self.layout.is_whole and kind is _Kind.SUM for kind in kinds]
+        rows = self._pending[1] if self._pending is not None else []
+        return [not self.layout.is_whole and row.is_sum for row in rows for _ in row.items]
 
     # An update later.
 
@@ -215,25 +206,19 @@ class Scans:
     def judge(self, step: int, tick: int, values: Sequence[float]) -> Anomaly | None:
         """Judge the numbers of the newest measurement, which was of `step`."""
         pending, numbers = self._pending, iter(values)
-        if pending is None or pending.step != step:
+        if pending is None or pending[0] != step:
             return None
         self._pending = None
-
-        def row(items: Sequence[Item]) -> dict[Item, float]:
-            return dict(zip(items, numbers, strict=False))  # ends with the items
-
-        since = [scan.clean_step for scan in (self._weights, self._moments, self._norms)]
-        found: list[Found | None] = [None, None, None]
-        if pending.buffers is not None:
-            names = [weight.name for weight in self._weights.weights]
-            found[0] = self._weights.judge(step, row(names), row(names), row(pending.buffers))
-        if (state := pending.state) is not None:
-            squares = state.squares.items
-            found[1] = self._moments.judge(step, row(state.plain.items), row(squares), row(squares))
-        if pending.has_norms:
-            found[2] = self._norms.judge(step, row([name for name, _ in self._norms.modules]))
-        both = zip(found, since, strict=True)
-        damage = [(one, clean) for one, clean in both if one and not self._is_on_purpose(step, clean, one)]
+        by_scan: dict[str, list[dict[Any, float]]] = {}
+        for row in pending[1]:
+            measured = dict(zip(row.items, numbers, strict=False))  # ends with the items
+            by_scan.setdefault(row.scan, []).append(measured)
+        damage: list[tuple[Found, int]] = []
+        for name, scan in self._by_name().items():
+            clean = scan.clean_step
+            found = scan.judge(step, *by_scan[name]) if name in by_scan else None
+            if found is not None and not self._is_on_purpose(step, clean, found):
+                damage.append((found, clean))
         if not damage:
             return None
         first, clean = min(damage, key=lambda one: _FIRST.index(one[0].signal))
@@ -268,7 +253,7 @@ class Scans:
         own = {"step": self._step, "shares": self.layout.shares}
         return own | {name: scan.state_dict() for name, scan in self._by_name().items()}
 
-    def _by_name(self) -> dict[str, Weights | Moments | NormStatistics]:  # as in checkpoints
+    def _by_name(self) -> dict[str, Any]:  # as in checkpoints
         return {"weights": self._weights, "optimizer": self._moments, "norms": self._norms}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
@@ -286,7 +271,7 @@ class Scans:
         return lacking
 
 
-class Replicas:
+class Replicas(Scan):
     """Compares weights, and moments of torch's optimizers, between ranks: with the same gradients they stay the same.
 
     A flipped bit that no other scan can see is still a difference. Buffers are left out, since those of BatchNorm
@@ -295,12 +280,8 @@ class Replicas:
 
     def __init__(self, config: Every, unreplicated: Collection[str] | None) -> None:
         """`unreplicated` names the weights that differ between ranks; None: there are no replicas."""
-        self.every = 0 if unreplicated is None else config.every
+        super().__init__(0 if unreplicated is None else config.every)
         self._unreplicated = frozenset(unreplicated or ())
-        self.clean_step = 0
-
-    def is_due(self, step: int) -> bool:
-        return _due(self.every, step)
 
     @torch.no_grad()
     def measure(self, layout: Layout) -> Tensor:
@@ -333,7 +314,3 @@ class Replicas:
                 is_unreplicated = any(moment.name.endswith(f" of {name}") for name in self._unreplicated)
                 if moment.by_torch and not is_unreplicated:
                     yield moment.name, tensor
-
-
-def _due(every: int, step: int) -> bool:
-    return every > 0 and step > 0 and step % every == 0

@@ -10,10 +10,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from functools import lru_cache
 from math import inf, isfinite, sqrt
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from resilient_train.types import Signal
 from resilient_train.watch.config import ScanConfig
+from resilient_train.watch.loss import PlainState
 from resilient_train.wording import counted
 
 _ROUNDING = 1e-4  # relative error of a float32 norm, from one measurement to the next
@@ -49,6 +50,30 @@ def nonfinite(signal: Signal, values: Mapping[str, float], free: Collection[str]
     more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
     evidence = f"not finite: {bad[0]} holds {values[bad[0]]}{more}, of {len(values)} tensors"
     return Found(signal, bad[0], evidence, acceptable=bad[0].startswith(KEPT))
+
+
+class Scan(PlainState):
+    """Base of the scans, each of which has its own interval."""
+
+    def __init__(self, every: int) -> None:
+        self.every = every  # updates; 0: off
+        self.clean_step = 0  # the newest step that it has seen and found clean
+        self.base: Any = None  # the last measurement, with which the next one is compared
+        self.bounded: set[str] = set()  # what was finite once; other tensors have inf or NaN on purpose
+
+    def is_due(self, step: int) -> bool:
+        return self.every > 0 and step > 0 and step % self.every == 0
+
+    def rebase(self) -> None:
+        """Accept the next measurement as it is."""
+        self.base = None
+
+    def _concluded(self, step: int, found: Found | None, seen: Any) -> Found | None:
+        if found is None:
+            self.clean_step = step
+        if found is None or found.acceptable:
+            self.base = seen
+        return found
 
 
 @lru_cache(maxsize=256)
@@ -148,50 +173,45 @@ class _Measured(NamedTuple):
     largest: Mapping[str, float]
 
 
-class Weights:
-    """Compares each measurement with the one before and with what the updates in between can have done.
-
-    A tensor jumped if it moved farther than its optimizer can move it; or, where that is not known, if it dwarfs the
+class Weights(Scan):
+    """A tensor jumped if it moved farther than its optimizer can move it; or, where that is not known, if it dwarfs the
     whole model.
     """
 
+    saved = ("clean_step", "base", "bounded", "unbounded")
+    records: ClassVar = {"base": lambda plain: _Measured(*plain)}
+
     def __init__(self, config: ScanConfig, weights: Sequence[Weight], kinds: Sequence[str]) -> None:
         """`kinds` names the optimizer of each parameter group; an empty name is one that torch does not have."""
-        self.config, self.every, self.weights = config, config.every, list(weights)
+        super().__init__(config.every)
+        self.config, self.weights = config, list(weights)
         self.paths = [Path(kind) for kind in kinds]
-        self.base: _Measured | None = None
-        self.clean_step = 0
-        self._bounded: set[str] = set()  # buffers that were finite once; others have inf or NaN on purpose
         # What is kept and was not finite at first: an infinite minimum is so again when it is reset.
         self.unbounded: set[str] = set()
-
-    def rebase(self) -> None:
-        """Accept the next measurement as it is."""
-        self.base = None
 
     def landed(self, settings: Sequence[Mapping[str, Any]], norm: float | None) -> None:
         for path, setting in zip(self.paths, settings, strict=True):
             path.landed(setting, norm)
 
     def judge(
-        self, step: int, lengths: Mapping[str, float], largest: Mapping[str, float], buffers: Mapping[str, float]
+        self,
+        step: int,
+        lengths: Mapping[str, float],
+        largest: Mapping[str, float],
+        buffers: Mapping[str, float],
+        kept: Mapping[str, float],
     ) -> Found | None:
-        """Judge the L2 norms and the largest absolute values of the weights, and those values of the buffers."""
+        """Judge the L2 norms and the largest absolute values of the weights, and those values of the others."""
         seen = _Measured(step, lengths, largest)
-        odd = {name for name, value in buffers.items() if not isfinite(value) and name.startswith(KEPT)}
-        self.unbounded |= odd - self._bounded
-        buffers = {name: value for name, value in buffers.items() if name not in self.unbounded}
-        free = {weight.name for weight in self.weights if weight.group is None} | buffers.keys()
-        found = nonfinite(Signal.NONFINITE_WEIGHTS, {**largest, **buffers}, free, self._bounded)
+        self.unbounded |= {name for name, value in kept.items() if not isfinite(value)} - self.bounded
+        others = {name: value for name, value in {**buffers, **kept}.items() if name not in self.unbounded}
+        free = {weight.name for weight in self.weights if weight.group is None} | others.keys()
+        found = nonfinite(Signal.NONFINITE_WEIGHTS, {**largest, **others}, free, self.bounded)
         if found is None and self.base is not None:
             found = self._jumped(self.base, seen)
         for path in self.paths:
             path.restart()
-        if found is None:
-            self.clean_step = step
-        if found is None or found.acceptable:
-            self.base = seen
-        return found
+        return self._concluded(step, found, seen)
 
     def _jumped(self, base: _Measured, seen: _Measured) -> Found | None:
         """Find the tensor that moved farthest beyond what is possible."""
@@ -233,21 +253,12 @@ class Weights:
         return 0.0, ""
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "clean_step": self.clean_step,
-            "base": None if self.base is None else list(self.base),
-            "bounded": sorted(self._bounded),
-            "unbounded": sorted(self.unbounded),
-            "paths": [list(astuple(path)) for path in self.paths],
-        }
+        return {**super().state_dict(), "paths": [list(astuple(path)) for path in self.paths]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.clean_step = state["clean_step"]
-        self.unbounded |= set(state["unbounded"])
-        self._bounded |= set(state["bounded"])  # a buffer that was finite once does not become infinite by a rewind
-        self.base = None if state["base"] is None else _Measured(*state["base"])
-        names = {weight.name for weight in self.weights}
-        if len(state["paths"]) == len(self.paths) and (self.base is None or self.base.lengths.keys() == names):
-            self.paths = [Path(*path) for path in state["paths"]]
+        super().load_state_dict(state)
+        paths, names = state["paths"], {weight.name for weight in self.weights}
+        if len(paths) == len(self.paths) and (self.base is None or self.base.lengths.keys() == names):
+            self.paths = [Path(*path) for path in paths]
         else:  # it is of a model with other parameters
             self.base, self.paths = None, [Path(path.kind) for path in self.paths]
