@@ -20,7 +20,8 @@ class Intended:
     """Finds out whether a rise of the loss was on purpose, and lets the run learn again what is usual if it was."""
 
     def __init__(self, parts: RunParts, incidents: IncidentLog, controls: Controls, note: Callable[[], None]) -> None:
-        self._parts, self._incident_log, self._controls, self._note_remedies = parts, incidents, controls, note
+        self._parts, self._checks, self._incident_log = parts, parts.checks, incidents
+        self._controls, self._note_remedies = controls, note
         self._before: Any = None  # what remedies had changed before the incidents of late
         self._began_tick, self._step = 0, -(10**9)  # of the first of them, and of the newest
         self._rose_at = 0  # where the loss rose first: code that keeps no count of steps changes at once after a rewind
@@ -29,7 +30,7 @@ class Intended:
 
     def began_by_chance(self, anomaly: Anomaly, explainer: Explainer) -> bool:
         """Say whether an alarm compares with a first loss that was low by chance, and forget that loss then."""
-        checks = self._parts.checks
+        checks = self._checks
         if not (anomaly.signal is Signal.DIVERGENCE and checks.early_divergence.is_thrown):
             return False
         level = explainer.level_at_first(anomaly, checks.config.overshoot.times)
@@ -44,7 +45,7 @@ class Intended:
             self.accept(anomaly, str(why), why.limit)
         else:
             log.info("note: %s: what is usual is learned again", why)
-            self._parts.checks.start_over()
+            self._checks.start_over()
             self._note_remedies()
 
     def rise(self, anomaly: Anomaly, diagnosis: Diagnosis) -> Rise | None:
@@ -56,9 +57,12 @@ class Intended:
 
     def accepts(self, rise: Rise, anomaly: Anomaly) -> bool:
         """Accept a rise that came again in spite of a rewind."""
-        probe = self._parts.checks.probe
-        was_low = probe is not None and self._was_low_at(probe.rewound_to, rise.height)
-        if probe is None or not probe.confirms(rise, anomaly.step, was_low=was_low):
+        probe = self._checks.probe
+        if probe is None:
+            return False
+        there = self._checks.level_at(probe.rewound_to)  # it may have been as high, at the beginning of the run
+        was_low = there is None or there < self._level + LEARNED * rise.height
+        if not probe.confirms(rise, anomaly.step, was_low=was_low):
             return False
         what = f"the loss rose from {self._level:.4g} to {self._level + rise.height:.4g} at step {rise.step:,}"
         what = f"{what}, after a rewind as before it, with other samples and a tenth of the rate"
@@ -73,25 +77,25 @@ class Intended:
 
     def after_treatment(self, rise: Rise | None, incident: Incident) -> None:
         """Watch whether a rise that was undone comes again."""
-        is_possible = incident.diagnosis.cause is not Cause.RATE and rise is not None and not rise.grows
-        if rise is not None and is_possible and incident.rewound_to is not None:
-            is_jump, noticed = incident.anomaly.signal is Signal.LOSS_SPIKE, incident.anomaly.step
-            before, to = self._parts.checks.probe, incident.rewound_to
-            came_again = before is not None and before.is_near(rise.step)
-            self._parts.checks.probe = Probe.of(rise, noticed, to, is_jump=is_jump, came_again=came_again)
-            self._rose_at = self._rose_at or rise.step
+        to, is_of_rate = incident.rewound_to, incident.diagnosis.cause is Cause.RATE
+        if rise is None or rise.grows or to is None or is_of_rate:
+            return
+        before, is_jump = self._checks.probe, incident.anomaly.signal is Signal.LOSS_SPIKE
+        came_again = before is not None and before.is_near(rise.step)
+        self._checks.probe = Probe.of(rise, incident.anomaly.step, to, is_jump=is_jump, came_again=came_again)
+        self._rose_at = self._rose_at or rise.step
 
     def accept(self, anomaly: Anomaly, what: str, limit: float = inf, step: int = 0) -> None:
         """Take what raised the loss for a change on purpose: learn again, and put back what was done about it.
 
         A run that does not come below the `limit` afterwards has not learned what was new.
         """
-        if self._parts.checks.probe is not None:
+        if self._checks.probe is not None:
             self._put_back(anomaly.step)
         if anomaly.signal is Signal.WEIGHTS_JUMP:
             self._parts.scans.rebase()
         self._note(what, step or anomaly.since + 1)
-        self._parts.checks.start_over(limit)
+        self._checks.start_over(limit)
         self._parts.ring.release_reference()
         self._note_remedies()
 
@@ -109,18 +113,13 @@ class Intended:
         if self._before and self._is_recent(step):
             self._controls.put_back(self._before)
 
-    def _was_low_at(self, step: int, height: float) -> bool:
-        """Whether the loss was at its level at the step of a rewind, and not as at the beginning of the run."""
-        level = self._parts.checks.level_at(step)
-        return level is None or level < self._level + LEARNED * height
-
     def _is_recent(self, step: int) -> bool:
         """Whether a step is near that of the newest incident that was treated, or before it."""
-        return step <= self._step + self._parts.checks.config.limit.regime_of
+        return step <= self._step + self._checks.config.limit.regime_of
 
     @property
     def _level(self) -> float:
-        reference = self._parts.checks.rewind_check.reference
+        reference = self._checks.rewind_check.reference
         return inf if reference is None else reference.level
 
     def _note(self, what: str, step: int) -> None:

@@ -17,8 +17,8 @@ from resilient_train.watch.purpose import PROBE_RATE, Probe
 from resilient_train.watch.rate import EarlyDivergence, NoProgress, RateRise
 from resilient_train.watch.reference import Reference, RewindCheck, Standing
 
-_REMEMBERED = 10_000  # updates: further back than the memory snapshots of a run reach
-_IN_CHECKPOINT = 2048  # updates
+REMEMBERED = 10_000  # updates: further back than the memory snapshots of a run reach
+IN_CHECKPOINT = 2048  # updates
 _LATEST = 3  # losses whose median shows how far the loss is above the reference
 _AROUND = 2  # steps before and after a declared change without alarms
 _MOST_REPEATS = 2  # of one update that a limit refused by mistake
@@ -46,29 +46,18 @@ class Checks:
 
     def __init__(self, config: ChecksConfig) -> None:
         self.config = config
-        self._level = Level(config.jump)
+        self.level = Level(config.jump)
         self.best = BestLevel(config.jump)
-        self._grad_limit = GradLimit(config.limit)
+        self.grad_limit = GradLimit(config.limit)
         self.early_divergence = EarlyDivergence(config.overshoot)
-        self._jump = Jump(config.jump, self._level)
-        self._creep = Creep(config.creep, self._level)
-        self._rate_rise = RateRise(config.rate)
+        self.jump = Jump(config.jump, self.level)
+        self.creep = Creep(config.creep, self.level)
+        self.rate = RateRise(config.rate)
         self.rewind_check = RewindCheck(config.probation)
         self.no_progress = NoProgress(config.no_progress)
         self._scale = ScaleCollapse(config.scale)
-        self._refusals = Refusals(config.limit)
-        self._checks: dict[str, PlainState] = {  # those with a state, by their names in checkpoints
-            "level": self._level,
-            "best": self.best,
-            "grad_limit": self._grad_limit,
-            "overshoot": self.early_divergence,
-            "jump": self._jump,
-            "creep": self._creep,
-            "rate": self._rate_rise,
-            "probation": self.rewind_check,
-            "no_progress": self.no_progress,
-            "refusals": self._refusals,
-        }
+        self.refusals = Refusals(config.limit)
+        self._checks = {name: one for name, one in vars(self).items() if isinstance(one, PlainState)}
         self._empty = self.state_dict()
         # Loss and gradient norm of accepted updates, by step. Of a dict, the first entry is slow to find and remove.
         self._accepted = OrderedDict[int, tuple[float, float]]()
@@ -89,12 +78,12 @@ class Checks:
         """The limits for the loss and the gradient norm, exact in float32."""
         if self.probe is not None and self.probe.is_at(self._step + 1):
             return NO_LIMIT, NO_LIMIT  # to see all of it
-        return loss_limit(self.config.limit, self._level), self._grad_limit.limit
+        return loss_limit(self.config.limit, self.level), self.grad_limit.limit
 
     @property
     def usual_norm(self) -> float | None:
         """The largest of the recent gradient norms; the first one while there are few."""
-        return self._grad_limit.largest if self._grad_limit.is_warm else self.early_divergence.first_norm
+        return self.grad_limit.largest if self.grad_limit.is_warm else self.early_divergence.first_norm
 
     def rate_factor(self, step: int) -> float:
         """Return what the learning rate of an update is multiplied by, to see whether a rise depends on it."""
@@ -117,7 +106,7 @@ class Checks:
             self.is_only_reported = is_only_reported
 
     def _reference(self, until: int) -> Reference | None:
-        return Reference.of({step: loss for step, (loss, _) in self._accepted.items()}, until, self._level.scale)
+        return Reference.of({step: loss for step, (loss, _) in self._accepted.items()}, until, self.level.scale)
 
     @property
     def _is_silent(self) -> bool:
@@ -160,7 +149,7 @@ class Checks:
         self._step = step
         self.rewind_check.rewound(step, {other: loss for other, (loss, _) in self._accepted.items()}, rate)
         if len(self._accepted) >= self.config.limit.warmup:
-            self._grad_limit.bound(max(norm for _, norm in self._accepted.values()))
+            self.grad_limit.bound(max(norm for _, norm in self._accepted.values()))
 
     def stayed(self, step: int, rate: float) -> None:
         """Note that damage was treated at `step` without a rewind, as no state is old enough."""
@@ -194,43 +183,40 @@ class Checks:
                 anomaly = _anomaly(vitals, Signal.NONFINITE_GRAD, evidence, vitals.step, landed=False)
                 return Finding(at_any_scale=anomaly)
             return Finding()
-        if vitals.refused in SPIKES:
-            return self._judge_refused(vitals, vitals.refused)
-        if vitals.refused is not None:
+        loss, norm, step = vitals.loss, vitals.grad_norm, vitals.step + (not vitals.accepted)
+        spike = vitals.refused if vitals.refused in SPIKES else None
+        if vitals.refused is not None and spike is None:
             return Finding(_anomaly(vitals, vitals.refused, _measured(vitals), vitals.step, landed=False))
-        if not vitals.accepted:
-            return Finding()
-        if not (isfinite(vitals.loss) and isfinite(vitals.grad_norm)):
-            signal = Signal.NONFINITE_GRAD if isfinite(vitals.loss) else Signal.NONFINITE_LOSS
-            return Finding(_anomaly(vitals, signal, _measured(vitals), vitals.step - 2))
-        return Finding(self._judge_landed(vitals))
+        if not (isfinite(loss) and isfinite(norm)):
+            signal = Signal.NONFINITE_GRAD if isfinite(loss) else Signal.NONFINITE_LOSS
+            return Finding(_anomaly(vitals, signal, _measured(vitals), step - 2))
+        if spike is None:
+            self.best.see(step, loss)
+        if step in self.declared:
+            self.start_over()
+            return Finding(repeat=spike is not None)
+        if diverged := self.early_divergence.see(step, _which(vitals), loss, norm):
+            return Finding(self._about_loss(vitals, Signal.DIVERGENCE, diverged))
+        return Finding(self._judge_landed(vitals)) if spike is None else self._judge_refused(vitals, spike)
 
     def _judge_landed(self, vitals: Vitals) -> Anomaly | None:
         """Update the checks and return the first alarm; None while damage is only reported."""
         step, loss, check = vitals.step, vitals.loss, self.rewind_check
-        self.best.see(step, loss)
-        if step in self.declared:
-            self.start_over()
-            return None
-        if diverged := self.early_divergence.see(step, _which(vitals), loss, vitals.grad_norm):
-            return self._about_loss(vitals, Signal.DIVERGENCE, diverged)
         outside = self._is_outside(loss)
-        jumped = self._jump.see(step, loss, outside)
+        jumped = self.jump.see(step, loss, outside)
         if check.learns_again(step, self._median_latest()):
             jumped = None
         if not outside:
-            self._level.learn(loss)
+            self.level.learn(loss)
             self._accepted.setdefault(step, (loss, vitals.grad_norm))
-            if len(self._accepted) > _REMEMBERED:
+            if len(self._accepted) > REMEMBERED:
                 self._accepted.popitem(last=False)
         self.no_progress.see(loss)
-        risen = self._rate_rise.see(step, loss, vitals.lr_ratio, self._reference)
+        risen = self.rate.see(step, loss, vitals.lr_ratio, self._reference)
         climbed = None
         if not (outside and check.is_open):
-            self._grad_limit.learn(vitals.grad_norm)
-            climbed = self._creep.see(step, loss)
-        if climbed:
-            self._creep.forget()
+            self.grad_limit.learn(vitals.grad_norm)
+            climbed = self.creep.see(step, loss)
         standing = check.see(step, loss) if check.is_open else Standing.UNDECIDED
         if standing is Standing.BACK:
             check.end()
@@ -246,31 +232,26 @@ class Checks:
         """Whether nothing may be learned from a loss."""
         jump = self.config.jump
         above = bool(jump.every) and self.rewind_check.is_above(loss, jump.sigmas, jump.share)
-        return above or self._jump.is_outside(loss)
+        return above or self.jump.is_outside(loss)
 
     def _judge_refused(self, vitals: Vitals, signal: Signal) -> Finding:
         """Judge an update above a limit: an outlier, earlier damage, or a new regime, for which the limit is raised."""
         loss, norm, step, which = vitals.loss, vitals.grad_norm, vitals.step + 1, _which(vitals)
-        if step in self.declared:
-            self.start_over()
-            return Finding(repeat=True)
-        if diverged := self.early_divergence.see(step, which, loss, norm):
-            return Finding(self._about_loss(vitals, Signal.DIVERGENCE, diverged))
-        outside, evidence = self._is_outside(loss), f"loss {loss:.4g} where {self._level.usual_range}"
-        if which != self._refusals.latest and outside:  # counts for a jump, but is not learned
-            jumped = self._jump.see(step, loss, True, landed=False)
+        outside, evidence = self._is_outside(loss), f"loss {loss:.4g} where {self.level.usual_range}"
+        if which != self.refusals.latest and outside:  # counts for a jump, but is not learned
+            jumped = self.jump.see(step, loss, True, landed=False)
             if jumped and not self._is_silent:
                 return Finding(self._about_loss(vitals, Signal.LOSS_SPIKE, jumped))
-        norms = self._refusals.add(step, which, norm)
+        norms = self.refusals.add(step, which, norm)
         if norms is not None and outside and not self._is_silent:  # a new regime would not raise the loss
             evidence = f"{evidence}; {len(norms)} updates were refused within a few steps"
-            return Finding(self._about_loss(vitals, Signal.DIVERGENCE, Alarm(self._refusals.since, evidence)))
+            return Finding(self._about_loss(vitals, Signal.DIVERGENCE, Alarm(self.refusals.since, evidence)))
         if norms is not None:
-            self._grad_limit.make_room(norms)
-            self._level.has_no_limit = True
+            self.grad_limit.make_room(norms)
+            self.level.has_no_limit = True
             return Finding(remarks=(f"{len(norms)} updates exceeded the limit; raising it",), repeat=True)
         if signal is Signal.GRAD_SPIKE:
-            evidence = f"gradient norm {norm:.4g} where at most {self._grad_limit.largest:.4g} was usual"
+            evidence = f"gradient norm {norm:.4g} where at most {self.grad_limit.largest:.4g} was usual"
         return Finding(_anomaly(vitals, signal, evidence, vitals.step, landed=False))
 
     def _about_loss(self, vitals: Vitals, signal: Signal, alarm: Alarm) -> Anomaly:
@@ -299,7 +280,7 @@ class Checks:
 
     def at_end(self, vitals: Vitals) -> Anomaly | None:
         """Judge a run that ends soon after its learning rate rose, before the next comparison of its losses."""
-        risen = None if self._is_silent else self._rate_rise.at_end(vitals.step)
+        risen = None if self._is_silent else self.rate.at_end(vitals.step)
         return self._about_loss(vitals, Signal.DIVERGENCE, risen) if risen else None
 
     def after_change(self, vitals: Vitals, finding: Finding, losses: Sequence[float]) -> Finding:
@@ -316,7 +297,7 @@ class Checks:
         self.is_changed = True
         self.best.forget(limit)
         self._accepted.clear()
-        for check in (self._level, self._jump, self._rate_rise, self._creep, self.no_progress, self._grad_limit):
+        for check in (self.level, self.jump, self.rate, self.creep, self.no_progress, self.grad_limit):
             check.forget()
         self.rewind_check.end()
         self.probe = None
@@ -324,7 +305,7 @@ class Checks:
 
     def persistent_state(self) -> dict[str, Any]:
         """Return the state that does not rewind, for a process that resumes here, as plain data."""
-        path = [[step, *measured] for step, measured in [*self._accepted.items()][-_IN_CHECKPOINT:]]
+        path = [[step, *measured] for step, measured in [*self._accepted.items()][-IN_CHECKPOINT:]]
         parts = {name: one.persistent_state() for name, one in self._persistent().items()}
         return {**plain(self, self.persistent), "path": path, **parts}
 

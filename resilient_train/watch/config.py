@@ -51,22 +51,19 @@ class CreepConfig(Every):
 
 
 @dataclass
-class RewindCheckConfig(Every):
+class ReferenceConfig(Every):
     window: int = limited(at_least=8)
     share: float = limited(above=0)
     sigmas: float = limited(above=0)
 
 
 @dataclass
-class RateConfig(Every):
+class RateConfig(ReferenceConfig):
     times: float = limited(above=1)
     earlier: int = limited(at_least=1)
     lately: int = limited(at_least=8)
     first: int = limited(at_least=3)
     look: int = limited(at_least=3)
-    window: int = limited(at_least=8)
-    share: float = limited(above=0)
-    sigmas: float = limited(above=0)
 
 
 @dataclass
@@ -98,7 +95,7 @@ class ChecksConfig:
     jump: JumpConfig
     creep: CreepConfig
     rate: RateConfig
-    probation: RewindCheckConfig
+    probation: ReferenceConfig
     no_progress: NoProgressConfig
     scale: ScaleConfig
     weights: ScanConfig

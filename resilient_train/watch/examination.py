@@ -15,7 +15,7 @@ from resilient_train.state.run_state import Clock
 from resilient_train.state.tree import Tree
 from resilient_train.types import Anomaly, Signal
 from resilient_train.watch.checks import Checks
-from resilient_train.watch.layout import by_weight, nonfinite
+from resilient_train.watch.layout import nonfinite
 from resilient_train.watch.scans import Scans
 from resilient_train.watch.vitals import Sent, all_finite
 from resilient_train.wording import rank_names
@@ -139,9 +139,9 @@ class Examination:
         """Say more precisely what is wrong with a bad update, or with the state that a scan has seen. Every rank comes.
 
         In this order: rows that could not be fetched made the loss NaN on purpose; bad weights explain everything
-        that follows from them; exceptions that were `raised` made it NaN as well; a bad batch explains the
-        loss, unless its NaN is usual, such as a mask. `norms` are those of single gradients, and whose they are;
-        `spiked`: the loss of this rank was above the limit.
+        that follows from them; exceptions that were `raised` made it NaN as well; a bad batch explains the loss, unless
+        its NaN is usual, such as a mask. `norms` are those of single gradients, and whose they are: none if gradients
+        are sharded or of several types; `spiked`: the loss of this rank was above the limit.
         """
         if is_scanned and anomaly.signal is not Signal.NONFINITE_WEIGHTS:
             return anomaly
@@ -162,7 +162,8 @@ class Examination:
             return dataclasses.replace(anomaly, ranks=ranks if len(ranks) < self._world.size else ())
         if anomaly.signal not in (Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD):
             return anomaly
-        if names := nonfinite(by_weight(norms)):
+        by_weight = {name: norm for names, row in norms for name, norm in zip(names, row.tolist(), strict=True)}
+        if names := nonfinite(by_weight):
             anomaly = dataclasses.replace(anomaly, evidence=f"{anomaly.evidence}; {names}")
         return self._blame_batch(anomaly, batches)
 

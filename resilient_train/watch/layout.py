@@ -209,14 +209,6 @@ def digest(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     return (row * factors).sum()
 
 
-def by_weight(measured: Sequence[tuple[Sequence[str], Tensor]]) -> dict[str, float]:
-    """Return the norm of each weight's gradient from the names and norms that the clip measured. Waits for the device.
-
-    There are none if gradients are sharded or of several types.
-    """
-    return {name: norm for names, norms in measured for name, norm in zip(names, norms.tolist(), strict=True)}
-
-
 def nonfinite(norms: Mapping[str, float]) -> str:
     """Say which weights have gradients that are not finite, in the order of the model; empty if none has.
 

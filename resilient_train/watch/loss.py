@@ -328,6 +328,7 @@ class Creep(PlainState):
         self._means.append(mean)
         if self._sum <= config.alarm:
             return None
+        self.forget()
         since = max(0, self._since)
         return Alarm(since, f"loss {loss:.4g}, climbing since step {since}; {self.level.usual_range}")
 

@@ -11,7 +11,7 @@ from statistics import fmean, median, stdev
 from sys import float_info
 from typing import Any, ClassVar
 
-from resilient_train.watch.config import RewindCheckConfig
+from resilient_train.watch.config import ReferenceConfig
 from resilient_train.watch.loss import FEW, PlainState, without_top
 
 WINDOW = 48  # losses that make a reference
@@ -123,7 +123,7 @@ class RewindCheck(PlainState):
     persistent = ("reference", "goal", "reached", "came_from", "stands_on", "ceiling", "was", "took")
     records: ClassVar = {"reference": Reference.from_plain}
 
-    def __init__(self, config: RewindCheckConfig) -> None:
+    def __init__(self, config: ReferenceConfig) -> None:
         self.config = config
         self._losses: deque[float] = deque(maxlen=config.window)
         self.end()

@@ -14,10 +14,9 @@ import torch
 from resilient_train.ranks.world import World
 from resilient_train.state.tree import leaves
 from resilient_train.types import Anomaly, Signal, Vitals
+from resilient_train.watch.checks import IN_CHECKPOINT, REMEMBERED
 from resilient_train.watch.purpose import Rise
 
-_KEPT = 10_000  # updates in memory: further back than the memory snapshots of a run reach
-_IN_CHECKPOINT = 2048  # updates
 _TREND = 32  # accepted updates that show a trend of losses and gradient norms
 _RECENT_STEPS = 64  # a rise of the learning rate within these may be the cause of trouble
 _FIRST_PACES = 8  # updates whose rate is the usual one where the run has no older ones
@@ -165,10 +164,6 @@ class PastUpdate(NamedTuple):
     norm: float
     lr_ratio: float = 0.0  # its learning rate as a multiple of the configured one
 
-    @property
-    def has_samples(self) -> bool:  # that are known
-        return self.stop > self.start
-
 
 class Leap(NamedTuple):
     """A learning rate that rose far above what it was."""
@@ -184,7 +179,7 @@ class UpdateHistory:
     """Keeps the latest updates on the run's present course: a rewind removes those after its step."""
 
     def __init__(self) -> None:
-        self._passed: deque[PastUpdate] = deque(maxlen=_KEPT)
+        self._passed: deque[PastUpdate] = deque(maxlen=REMEMBERED)
         self._first: dict[int, PastUpdate] = {}  # the first accepted updates of the run, by step
         self.rewinds = 0
         self.has_turns = False  # several losses were stepped in turn: the loss is their sum
@@ -213,24 +208,28 @@ class UpdateHistory:
         starts = [one.start for one in self._passed if one.step > anomaly.since] if anomaly.landed else []
         return min([*starts, start])
 
+    @property
+    def _known(self) -> list[PastUpdate]:
+        """Those whose samples are known."""
+        return [one for one in self._passed if one.stop > one.start]
+
     def around(self, since: int) -> tuple[list[PastUpdate], list[PastUpdate]]:
         """Return the latest updates after step `since`, and the latest accepted ones up to it, a few of each."""
-        after = [one for one in self._passed if one.step > since and one.has_samples]
-        before = [one for one in self._passed if one.step <= since and one.accepted and one.has_samples]
+        after = [one for one in self._known if one.step > since]
+        before = [one for one in self._known if one.step <= since and one.accepted]
         return after[-FEW:], before[-FEW:]
 
     def next_after(self, step: int) -> PastUpdate | None:
         """Return the update made right after a step, if it was accepted."""
-        updates = (one for one in self._passed if one.step == step + 1 and one.accepted and one.has_samples)
-        return next(updates, None)
+        return next((one for one in self._known if one.step == step + 1 and one.accepted), None)
 
     def recent(self) -> list[PastUpdate]:
         """Return the latest updates, refused ones included."""
-        return [one for one in self._passed if one.has_samples][-_RECENT_STEPS:]
+        return self._known[-_RECENT_STEPS:]
 
     def wildest(self) -> tuple[list[PastUpdate], list[PastUpdate]]:
         """Return the updates with the largest gradients, or none if gradients differ little; and all accepted ones."""
-        known = sorted((one for one in self._passed if one.accepted and one.has_samples), key=lambda one: one.norm)
+        known = sorted((one for one in self._known if one.accepted), key=lambda one: one.norm)
         norms = [one.norm for one in known] or [0.0]
         is_wild = norms[9 * len(norms) // 10] > WILD * norms[len(norms) // 10]
         return (known[-FEW:] if is_wild or norms[-1] > _ALONE * norms[len(norms) // 2] > 0 else []), known
@@ -305,13 +304,13 @@ class UpdateHistory:
         copied._passed, copied._first = self._passed.copy(), self._first.copy()
         return copied
 
-    def state_dict(self, step: int) -> list[list[float]]:
+    def state_dict(self, step: int) -> list[list[Any]]:
         """Return the latest updates up to a step as plain data."""
-        latest = [one for one in self._passed if one.step <= step][-_IN_CHECKPOINT:]
+        latest = [one for one in self._passed if one.step <= step][-IN_CHECKPOINT:]
         first = [one for one in self._first.values() if one.step <= step and one not in latest]
-        return [list(map(float, one)) for one in (*first, *latest)]
+        return [list(one) for one in (*first, *latest)]
 
-    def load_state_dict(self, state: Iterable[Sequence[float]]) -> None:
+    def load_state_dict(self, state: Iterable[Sequence[Any]]) -> None:
         self._passed.clear()
-        for step, start, stop, accepted, *measured in state:
-            self._append(PastUpdate(int(step), int(start), int(stop), bool(accepted), *map(float, measured)))
+        for one in state:
+            self._append(PastUpdate(*one))

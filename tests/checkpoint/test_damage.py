@@ -155,7 +155,7 @@ def test_statistics_that_another_version_did_not_keep_start_empty(copied: Path, 
     statistics = memory["statistics"]["dict"]
     del statistics["panel"]["dict"]["jump"], statistics["scans"]["dict"]["norms"]
     statistics["panel"]["dict"]["creep"]["dict"] = {}
-    statistics["panel"]["dict"]["overshoot"]["dict"]["more"] = 1
+    statistics["panel"]["dict"]["early_divergence"]["dict"]["more"] = 1
     del statistics["scans"]["dict"]["weights"]["dict"]["paths"], memory["panel"]["dict"]["refusals"]
     (newest / TREE).write_text(json.dumps(tree))
     seal(newest)
@@ -164,7 +164,9 @@ def test_statistics_that_another_version_did_not_keep_start_empty(copied: Path, 
     told = f"{newest}, written by resilient_train "
     (line,) = [line for line in outcome.stdout.splitlines() if "no statistics of" in line]
     assert told in line
-    assert line.endswith("has no statistics of overshoot, jump, creep, weights, norms, refusals: these start empty")
+    assert line.endswith(
+        "has no statistics of early_divergence, jump, creep, weights, norms, refusals: these start empty"
+    )
 
 
 def test_without_one_that_verifies_a_run_says_so_and_stops(copied: Path, run_command: command) -> None:
