@@ -40,7 +40,6 @@ class Intended:
         return level is not None
 
     def learn_again(self, anomaly: Anomaly, why: ReferenceInvalid) -> None:
-        """Learn again what is usual, as no loss from before can be compared with."""
         if isinstance(why, ChangedOnPurpose):
             self.accept(anomaly, str(why), why.limit)
         else:
@@ -49,7 +48,7 @@ class Intended:
             self._note_remedies()
 
     def rise(self, anomaly: Anomaly, diagnosis: Diagnosis) -> Rise | None:
-        """Return the rise of the loss that an anomaly is about, if it may be on purpose."""
+        """The rise of the loss that an anomaly is about, if it may be on purpose."""
         may_be = diagnosis.cause in (Cause.EXPLOSION, Cause.RATE, Cause.UNKNOWN)
         may_be |= diagnosis.cause is Cause.DATA and not diagnosis.rows and self._parts.samples.is_fed
         is_rise = anomaly.landed and anomaly.signal in OF_THE_LOSS
@@ -70,13 +69,11 @@ class Intended:
         return True
 
     def before_treatment(self, anomaly: Anomaly) -> None:
-        """Remember what remedies have changed so far, to put it back."""
         if not self._is_recent(anomaly.step):
             self._before, self._began_tick, self._rose_at = self._controls.settings_now(), anomaly.tick, 0
         self._step = anomaly.step
 
     def after_treatment(self, rise: Rise | None, incident: Incident) -> None:
-        """Watch whether a rise that was undone comes again."""
         to, is_of_rate = incident.rewound_to, incident.diagnosis.cause is Cause.RATE
         if rise is None or rise.grows or to is None or is_of_rate:
             return
@@ -86,10 +83,7 @@ class Intended:
         self._rose_at = self._rose_at or rise.step
 
     def accept(self, anomaly: Anomaly, what: str, limit: float = inf, step: int = 0) -> None:
-        """Take what raised the loss for a change on purpose: learn again, and put back what was done about it.
-
-        A run that does not come below the `limit` afterwards has not learned what was new.
-        """
+        """Take what raised the loss for a change on purpose: put back what was done, learn again up to the `limit`."""
         if self._checks.probe is not None:
             self._put_back(anomaly.step)
         if anomaly.signal is Signal.WEIGHTS_JUMP:
@@ -109,12 +103,10 @@ class Intended:
         return accepted is not None
 
     def _put_back(self, step: int) -> None:
-        """Take back what was done about the incidents of late, as what they met was meant."""
         if self._before and self._is_recent(step):
             self._controls.put_back(self._before)
 
     def _is_recent(self, step: int) -> bool:
-        """Whether a step is near that of the newest incident that was treated, or before it."""
         return step <= self._step + self._checks.config.limit.regime_of
 
     @property

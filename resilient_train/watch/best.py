@@ -50,7 +50,6 @@ class BestLevel(PlainState):
         self.has_negative = False
 
     def see(self, step: int, loss: float) -> None:
-        """Take an accepted loss."""
         if not isfinite(loss):  # it was observed only
             return
         self._losses.append(loss)
@@ -68,15 +67,11 @@ class BestLevel(PlainState):
             self.step = step
 
     def until(self, step: int) -> Block | None:
-        """Return the lowest block up to a step."""
         return next((Block(*one) for one in reversed(self._lowest) if one[1] <= step), None)
 
     def is_above(self, mean: float, scatter: float, until: int, share: float) -> bool:
-        """Say whether losses are above the lowest block up to a step, by a share of it and by more than noise.
-
-        Losses below zero measure something else.
-        """
-        best = self.until(until)
+        """Say whether losses are above the lowest block up to a step, by a share of it and by more than noise."""
+        best = self.until(until)  # losses below zero measure something else
         if best is None or self.has_negative or not self.config.every:
             return False
         noise = max(best.scatter, scatter) * sqrt(2 / BLOCK)

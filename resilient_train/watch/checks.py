@@ -86,11 +86,9 @@ class Checks:
         return self.grad_limit.largest if self.grad_limit.is_warm else self.early_divergence.first_norm
 
     def rate_factor(self, step: int) -> float:
-        """Return what the learning rate of an update is multiplied by, to see whether a rise depends on it."""
         return PROBE_RATE if self.probe is not None and self.probe.covers(step) else 1.0
 
     def expect(self, step: int) -> None:
-        """Declare a change on purpose with this step."""
         self.declared.update(range(step - _AROUND, step + _AROUND + 1))
 
     def more_is_trained(self, step: int) -> None:
@@ -113,26 +111,24 @@ class Checks:
         return self.rewind_check.is_open and self.is_only_reported
 
     def asks_for_rates(self, step: int, travelled: Callable[[], float]) -> bool:
-        """Say whether the loss stands, so that lower learning rates should be tried; not while an incident is open."""
+        """Say whether lower learning rates should be tried, as the loss stands; not while an incident is open."""
         may_ask, is_suspect = not self.rewind_check.is_open, self.early_divergence.is_suspect
         return may_ask and step not in self.declared and self.no_progress.asks(step, travelled, is_suspect=is_suspect)
 
     def loss_at(self, step: int) -> float | None:
-        """Return the loss of an accepted update, if it was a usual one and not too long ago."""
         return self._accepted[step][0] if step in self._accepted else None
 
     def level_at(self, step: int) -> float | None:
-        """Return the level of the loss at a step, if it is known."""
         known = self._reference(step) or self._reference(step + 1)
         return known.level if known else None
 
     def loss_excess(self) -> float:
-        """Return how far the loss is above the reference, relative to the size of such losses; 0 if not known."""
+        """How far the loss is above the reference, relative to the size of such losses; 0 if not known."""
         reference = self.rewind_check.reference
         return reference.excess(self._median_latest()) if reference is not None and self._latest else 0.0
 
     def _median_latest(self) -> float:
-        """The median of the latest losses that are finite; inf if none is. NaN has no place among sorted numbers."""
+        """Of those that are finite, as NaN has no place among sorted numbers; inf if none is."""
         finite = sorted(filter(isfinite, self._latest))
         return finite[len(finite) // 2] if finite else inf
 
@@ -152,11 +148,9 @@ class Checks:
             self.grad_limit.bound(max(norm for _, norm in self._accepted.values()))
 
     def stayed(self, step: int, rate: float) -> None:
-        """Note that damage was treated at `step` without a rewind, as no state is old enough."""
         self.rewind_check.stayed(step, self._latest, rate)
 
     def judge(self, vitals: Vitals) -> Finding:
-        """Judge one attempted update."""
         self._step = vitals.step
         if self.probe is not None and vitals.step > self.probe.last + self.config.limit.regime_of:
             self.probe = None
@@ -229,7 +223,6 @@ class Checks:
         return self.not_recovered(vitals) if standing is Standing.OFF else None
 
     def _is_outside(self, loss: float) -> bool:
-        """Whether nothing may be learned from a loss."""
         jump = self.config.jump
         above = bool(jump.every) and self.rewind_check.is_above(loss, jump.sigmas, jump.share)
         return above or self.jump.is_outside(loss)
@@ -255,9 +248,9 @@ class Checks:
         return Finding(_anomaly(vitals, signal, evidence, vitals.step, landed=False))
 
     def _about_loss(self, vitals: Vitals, signal: Signal, alarm: Alarm) -> Anomaly:
-        """Make an anomaly of the loss. Its `since` is never before the verified step that the run was rewound to.
+        """Make an anomaly of the loss, which trusts no step before the verified one that the run was rewound to.
 
-        Nor is it at a step where the loss was far above the best level of the run already.
+        Nor one at which the loss was far above the best level of the run already.
         """
         verified = self.rewind_check.stands_on if self.rewind_check.is_open else None
         then, best = self._reference(alarm.since), self.best.until(alarm.since)
@@ -268,18 +261,16 @@ class Checks:
         return _anomaly(vitals, signal, alarm.evidence, since)
 
     def not_recovered(self, vitals: Vitals) -> Anomaly:
-        """Make the anomaly of a run without alarms that is not back at its reference."""
         evidence, since = self.rewind_check.evidence(vitals.step), self.not_recovered_since(vitals.step)
         return _anomaly(vitals, Signal.NOT_RECOVERED, evidence, since)
 
     def not_recovered_since(self, step: int) -> int:
-        """Return the newest trusted step of such a run: what it did since the rewind does not count."""
+        """The newest trusted step of a run that is not back: what it did since the rewind does not count."""
         reference, stands_on = self.rewind_check.reference, self.rewind_check.stands_on
         assert reference is not None
         return min(reference.step if stands_on is None else stands_on, step)
 
     def at_end(self, vitals: Vitals) -> Anomaly | None:
-        """Judge a run that ends soon after its learning rate rose, before the next comparison of its losses."""
         risen = None if self._is_silent else self.rate.at_end(vitals.step)
         return self._about_loss(vitals, Signal.DIVERGENCE, risen) if risen else None
 
@@ -290,10 +281,7 @@ class Checks:
         return Finding(repeat=is_spike) if vitals.accepted or is_spike else finding
 
     def start_over(self, limit: float = inf) -> None:
-        """Learn from scratch what is usual: it changes on purpose, or was never known.
-
-        A run that does not come below the `limit` afterwards has not learned what is new.
-        """
+        """Learn from scratch what is usual. A run that does not come below the `limit` has not learned what is new."""
         self.is_changed = True
         self.best.forget(limit)
         self._accepted.clear()
@@ -304,7 +292,6 @@ class Checks:
         self.early_divergence.is_over = True
 
     def persistent_state(self) -> dict[str, Any]:
-        """Return the state that does not rewind, for a process that resumes here, as plain data."""
         path = [[step, *measured] for step, measured in [*self._accepted.items()][-IN_CHECKPOINT:]]
         parts = {name: one.persistent_state() for name, one in self._persistent().items()}
         return {**plain(self, self.persistent), "path": path, **parts}
@@ -313,7 +300,7 @@ class Checks:
         return {name: one for name, one in self._checks.items() if one.persistent and one is not self.rewind_check}
 
     def load_persistent_state(self, state: Mapping[str, Any]) -> list[str]:
-        """Load it. Returns the checks that start empty, because another version saved other things of them."""
+        """Load it. Returns the checks that start empty."""
         load(self, [name for name in self.persistent if name in state], state)
         self.knows_usual_batches = "nan_is_usual" in state
         self._accepted = OrderedDict((step, (loss, norm)) for step, loss, norm in state.get("path", ()))
@@ -327,7 +314,6 @@ class Checks:
         return lacking
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that rewinds with the run, as plain data."""
         return {name: one.state_dict() for name, one in self._checks.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
@@ -336,12 +322,11 @@ class Checks:
 
 
 def _which(vitals: Vitals) -> int:
-    """Identify an update, however often it is retried: by the place of its samples, if that is known."""
+    """Identify an update, however often it is retried: by its samples, if they are known."""
     return vitals.start if vitals.stop > vitals.start else vitals.tick
 
 
 def _anomaly(vitals: Vitals, signal: Signal, evidence: str, since: int, *, landed: bool = True) -> Anomaly:
-    """Make an anomaly of an update, or of one that has not landed."""
     step = vitals.step + (not landed)
     return Anomaly(signal, step, vitals.tick, max(0, since), evidence, landed=landed, ranks=vitals.ranks)
 

@@ -42,10 +42,7 @@ class Examination:
         self._comparison: _Launched | None = None  # of replicas
 
     def launch(self, before: Backup) -> None:
-        """Measure what is due. `before` has the buffers as they were before the newest forward.
-
-        They are measured instead of the present ones, because that forward may be part of a bad update.
-        """
+        """Measure what is due, with the buffers of `before`: the newest forward may be part of a bad update."""
         if self._scans.replicas.is_due(self._clock.step):
             self._comparison = self._compare_replicas()
         if not self._scans.is_due(self._clock.step):
@@ -57,7 +54,6 @@ class Examination:
         self._backups.let_go(after)
 
     def verdict(self) -> Anomaly | None:
-        """Judge what was launched."""
         scan, comparison = self._scan, self._comparison
         self._scan = self._comparison = None
         found = None if scan is None else self._judge_scan(scan)
@@ -107,7 +103,6 @@ class Examination:
         return self._scans.judge_each(scan.step, scan.tick, ranks)
 
     def _judge_replicas(self, compared: _Launched) -> Anomaly | None:
-        """Find out which ranks differ, and in which tensors."""
         replicas = self._scans.replicas
         if replicas.judge(compared.step, list(map(int, compared.sent.read()))):
             return None
@@ -138,10 +133,9 @@ class Examination:
     ) -> Anomaly:
         """Say more precisely what is wrong with a bad update, or with the state that a scan has seen. Every rank comes.
 
-        In this order: rows that could not be fetched made the loss NaN on purpose; bad weights explain everything
-        that follows from them; exceptions that were `raised` made it NaN as well; a bad batch explains the loss, unless
-        its NaN is usual, such as a mask. `norms` are those of single gradients, and whose they are: none if gradients
-        are sharded or of several types; `spiked`: the loss of this rank was above the limit.
+        In this order: rows that could not be fetched, which make the loss NaN; bad weights, which explain all that
+        follows from them; exceptions that were `raised`; a bad batch, unless its NaN is usual. `norms` are those of
+        single gradients, by name; `spiked`: the loss of this rank was above the limit.
         """
         if is_scanned and anomaly.signal is not Signal.NONFINITE_WEIGHTS:
             return anomaly

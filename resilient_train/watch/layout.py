@@ -42,7 +42,6 @@ class Gauge(Generic[Item]):
     """Measures a list of tensors, again and again. Each measurement is a vector with one value for each tensor."""
 
     def __init__(self, named: Sequence[tuple[Item, Tensor]], device: torch.device) -> None:
-        """`named` says of each tensor what it is; the vectors are made on `device`."""
         self.items = [item for item, _ in named]
         self.tensors, self.device = [tensor for _, tensor in named], device
         self._are_plain = not any(is_sharded(one) or one.is_complex() or not one.numel() for one in self.tensors)
@@ -87,8 +86,6 @@ def _sum_dtype(tensor: Tensor) -> torch.dtype | None:
 
 
 class State(NamedTuple):
-    """What is measured of the optimizers."""
-
     plain: Gauge[Moment]
     squares: Gauge[Moment]
     found: list[Any]  # everything in the optimizers' states, to notice when it is replaced
@@ -124,7 +121,6 @@ class Layout:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def fits(self) -> bool:
-        """Whether the optimizers still have as many weights as they had."""
         return [len(group["params"]) for group in self.groups()] == self._size
 
     def buffers(self) -> Gauge[str]:
@@ -132,7 +128,6 @@ class Layout:
         return self._gauge((f"buffer {_plain(name)}", one) for name, one in self.model.named_buffers())
 
     def kept(self, states: Mapping[str, Tree]) -> Gauge[str]:
-        """The tensors of what the user keeps."""
         return self._gauge((path.removeprefix("/"), one) for path, one in sorted_leaves(states))
 
     def _gauge(self, named: Iterable[tuple[str, Any]]) -> Gauge[str]:
@@ -149,7 +144,6 @@ class Layout:
         return self._state
 
     def _sorted(self, found: list[Any]) -> State:
-        """Sort the tensors of the optimizers' states by what they can be checked for."""
         plain: list[tuple[Moment, Tensor]] = []
         squares: list[tuple[Moment, Tensor]] = []
         places = [(optimizer, group) for optimizer in self.optimizers for group in optimizer.param_groups]
@@ -212,7 +206,7 @@ def digest(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 def nonfinite(norms: Mapping[str, float]) -> str:
     """Say which weights have gradients that are not finite, in the order of the model; empty if none has.
 
-    Backward meets the layers of most models in reverse: if all weights up to one are affected, it began there.
+    Backward meets layers in reverse: if all weights up to one are affected, it began there.
     """
     flags = [not isfinite(norm) for norm in norms.values()]
     names = [name for name, flag in zip(norms, flags, strict=True) if flag]

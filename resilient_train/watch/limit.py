@@ -19,7 +19,7 @@ _OFTEN, _OFTEN_WITHIN = 3, 64  # overflows, and the updates within which: a heal
 
 
 def as_float32(value: float) -> float:
-    """Round to float32, in which the device compares, and to its largest value if not below that."""
+    """Round to float32, in which the device compares; at most its largest value."""
     if not value < NO_LIMIT:
         return NO_LIMIT
     return float(struct.unpack("f", struct.pack("f", value))[0])
@@ -86,7 +86,6 @@ class GradLimit(PlainState):
             self._refresh()
 
     def make_room(self, norms: list[float]) -> None:
-        """Count refused norms as usual from now on."""
         self.upper_bound = NO_LIMIT
         self._norms.extend(norms)
         self._refresh()
@@ -133,7 +132,6 @@ class Refusals(PlainState):
 
     @property
     def since(self) -> int:
-        """The step before the first of them."""
         return max(0, min((one[1] for one in self._recent), default=1) - 1)
 
 
@@ -164,5 +162,5 @@ class ScaleCollapse:
 
     @property
     def is_frequent(self) -> bool:
-        """Whether there were so many overflows of late that something else may be behind them."""
+        """Whether something else may be behind so many overflows."""
         return len(self._recent) == _OFTEN and self._recent[-1] - self._recent[0] < _OFTEN_WITHIN

@@ -158,7 +158,6 @@ class Level(PlainState):
         self._outliers.extend([self._seen, loss] for loss in losses)
 
     def exceeded(self) -> float:
-        """Return what one loss in a hundred exceeds."""
         while self._outliers and self._outliers[0][0] <= self._seen - (self.losses.maxlen or 0):
             self._outliers.popleft()
         return exceeded(sorted([*self.losses, *(loss for _, loss in self._outliers)]), RARE)
@@ -166,8 +165,8 @@ class Level(PlainState):
     def _drop_descent(self) -> None:
         """Forget the first half of the losses while the second half is clearly lower.
 
-        The descent of a new run says nothing about how far losses stray once it is over. Only a new run: later, a
-        level that falls and rises again may be in the nature of the data.
+        The descent of a new run says nothing about how far losses stray once it is over. Only a new run: later, a level
+        that falls and rises again may be in the nature of the data.
         """
         while len(self.losses) >= self.warmup:
             losses = list(self.losses)
@@ -249,11 +248,7 @@ class Jump(PlainState):
         return is_far and loss > level.exceeded()
 
     def see(self, step: int, loss: float, outside: bool, *, landed: bool = True) -> Alarm | None:
-        """Judge the loss of an update.
-
-        Damage may grow for a while before a loss is outside. So the newest trusted state is the one that produced the
-        last loss below the median.
-        """
+        """Judge the loss. Damage may grow before one is outside: what made the last low loss is trusted."""
         if self._quiet:
             self._quiet -= 1
         if not outside and (loss <= self.level.median or len(self.level.losses) < _YOUNG_LOSSES):

@@ -19,10 +19,7 @@ from resilient_train.wording import log
 
 
 class AnomalyMode:
-    """Turns off the NaN check of autograd's anomaly mode during an update.
-
-    The check would end a run at a NaN that the gate refuses and that a replay explains.
-    """
+    """Turns off the NaN check of autograd: it would end a run at a NaN that the gate refuses and a replay explains."""
 
     def __init__(self, backward: Callable[[Tensor], None]) -> None:
         self._backward, self._has_warned = backward, False
@@ -121,7 +118,6 @@ class NormStatistics(Scan):
         return torch.stack([self._seen.pop(name, nothing).float() for name, _ in self.modules])
 
     def judge(self, step: int, values: Mapping[str, float]) -> Found | None:
-        """Report a layer that was out of range twice in a row."""
         for name, value in values.items():
             usual, was_out = self.usual.get(name), name in self._out
             if usual is None or value <= self.factor * max(1.0, usual):

@@ -24,8 +24,6 @@ _TINY = 1e-30  # smaller sums of float32 have lost their precision
 
 @dataclass(frozen=True)
 class Moment:
-    """What has to be known of one tensor of an optimizer's state to judge it."""
-
     name: str  # "exp_avg_sq of block.2.fc.weight"
     group: int
     key: str
@@ -77,7 +75,6 @@ class Moments(Scan):
         return self._concluded(step, found, sums)
 
     def _shrunk(self, old: Mapping[str, float], squares: Mapping[Moment, float]) -> Found | None:
-        """Find the second moment that shrank most beyond fading."""
         worst, found = inf, None
         for moment, now in squares.items():
             before, rule = old.get(moment.name, 0.0), SQUARES[moment.key]

@@ -37,7 +37,7 @@ class Probe(NamedTuple):
 
     @classmethod
     def of(cls, rise: Rise, noticed: int, rewound_to: int, *, is_jump: bool, came_again: bool = False) -> Probe:
-        """Make it for a jump, or for a climb that was `noticed` at a step: then most of the way from the rewind."""
+        """Of a climb most of the way from the rewind is made at the lower rate."""
         first = rise.step - _BEFORE if is_jump else max(rewound_to, noticed - _LONGEST)
         return cls(rise, rewound_to, first, (rise.step if is_jump else noticed) + _AFTER, came_again)
 
@@ -45,11 +45,9 @@ class Probe(NamedTuple):
         return self.first <= step <= self.last
 
     def is_at(self, step: int) -> bool:
-        """Say whether the rise may come again at a step."""
         return self.is_near(step) or step == self.rewound_to + 1
 
     def is_near(self, step: int) -> bool:
-        """Say whether a step is that of the rise."""
         near = max(_NEAR, round(_NEAR_SHARE * (self.rise.step - self.rewound_to)))
         return abs(step - self.rise.step) <= near
 

@@ -79,7 +79,6 @@ class EarlyDivergence(PlainState):
         self._first[0], self.is_suspect = loss, False
 
     def _thrown(self) -> str | None:
-        """Loss far above the first one, with a gradient far above or far below the first one."""
         if len(self._norms) < self.config.updates:
             return None
         (first, first_norm), times = self._first, self.config.times
@@ -135,10 +134,7 @@ class RateRise(PlainState):
         self._before: list[float] = []  # those before it rose
 
     def see(self, step: int, loss: float, ratio: float, reference: Callable[[int], Reference | None]) -> Alarm | None:
-        """Judge an accepted update. `ratio` is the rate that it was made with, after its loss was measured.
-
-        `reference` makes the reference of the losses up to a step.
-        """
+        """Judge an accepted update. `ratio` is its rate, `reference` makes the reference of the losses up to a step."""
         config = self.config
         if not config.every or not ratio > 0:
             return None
@@ -243,7 +239,6 @@ class NoProgress(PlainState):
         self._seen = 0
 
     def see(self, loss: float) -> None:
-        """Take the loss of an accepted update."""
         self._seen += 1
         if self._seen <= _FIRST_LOSSES:  # the very first one was measured before any update: others may be far above
             self._mean += (loss - self._mean) / self._seen
@@ -251,12 +246,10 @@ class NoProgress(PlainState):
         self._losses.append(loss)
 
     def asks(self, step: int, travelled: Callable[[], float], *, is_suspect: bool = False) -> bool:
-        """Say whether lower learning rates should be tried after `step` accepted updates.
+        """Say whether to try lower learning rates; at the first look also where the first updates threw the loss up.
 
-        At the first look they are where the run `is_suspect`: its first updates threw the loss up.
-
-        `travelled` is called at few steps, on all ranks alike. It returns how far the weights moved lately, relative to
-        their norm.
+        `travelled` is called at few steps, on all ranks alike: how far the weights moved lately, relative to their
+        norm.
         """
         if not self.config.every or step < self.next_look:
             return False
@@ -282,12 +275,11 @@ class NoProgress(PlainState):
         return False
 
     def tried(self, step: int, *, is_tried: bool) -> None:
-        """Note what became of a trial that it asked for: where none could be made, it asks again before long."""
+        """Note what became of a trial: where none could be made, it asks again before long."""
         if self.next_look < _NEVER:
             self.next_look = 2 * step if is_tried else step + self.config.every
 
     def stop(self) -> None:
-        """Never ask again."""
         self.next_look = _NEVER
 
     def forget(self) -> None:

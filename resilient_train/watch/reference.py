@@ -25,8 +25,6 @@ _LONGEST_WAY = 2.0  # times as many steps as before; a lower learning rate allow
 
 
 class Standing(StrEnum):
-    """Where losses are, compared with the reference."""
-
     BACK = "back"
     OFF = "off"
     UNDECIDED = "undecided"  # there are no losses yet, or they are above it and fall
@@ -163,10 +161,7 @@ class RewindCheck(PlainState):
         self._losses.clear()
 
     def rewound(self, step: int, way: Mapping[int, float], rate: float = 1.0) -> None:
-        """Note a rewind to `step`. `way` has the trusted losses by step.
-
-        The way back takes longer by as much as the learning rate is multiplied by less than 1, within bounds.
-        """
+        """Note a rewind to `step`. `way` has the trusted losses by step; with a lower learning rate it takes longer."""
         if self.is_open:
             goal = round(step + max(0, self.reached - step) * min(_LONGEST_WAY, 1 / rate))
             self.goal = max(goal, self.reached)
@@ -174,9 +169,9 @@ class RewindCheck(PlainState):
             self._losses.clear()
 
     def stayed(self, step: int, losses: Sequence[float], rate: float = 1.0) -> None:
-        """Note a treatment that could not rewind: what was lost is learned again, which takes as long as losing it.
+        """Note a treatment that could not rewind: to learn again what was lost takes as long as losing it.
 
-        `losses` are those before it: until then a run that stays below them is on its way.
+        Until then a run that stays below `losses`, those before the treatment, is on its way.
         """
         if self.reference is not None:
             self.took = self.took or max(0, self.reached - self.reference.step)
@@ -185,7 +180,7 @@ class RewindCheck(PlainState):
             self._losses.clear()
 
     def learns_again(self, step: int, loss: float) -> bool:
-        """Whether a run that could not be rewound still has time to come back, and is no worse than it was."""
+        """Whether a run that could not be rewound may still come back, and is no worse than it was."""
         return self.is_open and self.was is not None and step < self.goal and loss <= self.was
 
     def resumed(self, step: int) -> None:
@@ -251,7 +246,6 @@ class RewindCheck(PlainState):
         return Standing.UNDECIDED if standing is Standing.OFF and falls(losses) else standing
 
     def persistent_state(self) -> dict[str, Any] | None:
-        """Return the state that does not rewind, as plain data; None if there is no reference."""
         return super().persistent_state() if self.is_open else None
 
     def load_persistent_state(self, state: Mapping[str, Any] | None) -> None:

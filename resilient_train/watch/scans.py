@@ -88,7 +88,6 @@ class Scans:
         return min((scan.clean_step for scan in scans if scan.every), default=self._step)
 
     def remarks(self) -> list[str]:
-        """Return new lines for the log."""
         remarks, self._remarks = self._remarks, []
         return remarks
 
@@ -101,10 +100,7 @@ class Scans:
     # Every update.
 
     def landed(self, step: int, groups: Settings, clipped_norm: float | None, times: int = 1) -> None:
-        """Note an accepted update: the settings it was made with, and the norm of the clipped gradients if known.
-
-        `times` is how often an optimizer has stepped in it.
-        """
+        """Note an accepted update, in which an optimizer stepped so many `times`; its clipped norm if that is known."""
         self._step = step
         self._landed += [(groups, clipped_norm)] * times  # adding it up takes ten times as long
         if len(self._landed) >= _ADD_UP_AFTER:
@@ -123,11 +119,9 @@ class Scans:
                 self._moments.landed(settings)
 
     def is_due(self, step: int) -> bool:
-        """Whether the state after `step` has to be measured."""
         return self._norms.is_armed or self._weights.is_due(step) or self._moments.is_due(step)
 
     def arm(self, step: int) -> None:
-        """Put hooks on the model if the forward after `step` has to be measured."""
         if self._norms.is_due(step):
             self._norms.arm()
 
@@ -173,12 +167,10 @@ class Scans:
         return torch.cat([row.numbers for row in rows]) if rows else torch.zeros(0, device=self.layout.device)
 
     def are_copies(self) -> list[bool]:
-        """Return for each measured number whether it is the same on every healthy rank."""
         rows = self._pending[1] if self._pending is not None else []
         return [self.layout.is_whole and not row.is_own for row in rows for _ in row.items]
 
     def are_shares(self) -> list[bool]:
-        """Return for each measured number whether each rank has a share of it."""
         rows = self._pending[1] if self._pending is not None else []
         return [not self.layout.is_whole and row.is_sum for row in rows for _ in row.items]
 
@@ -204,7 +196,6 @@ class Scans:
         return replace(anomaly, ranks=tuple(sorted(guilty)))
 
     def judge(self, step: int, tick: int, values: Sequence[float]) -> Anomaly | None:
-        """Judge the numbers of the newest measurement, which was of `step`."""
         pending, numbers = self._pending, iter(values)
         if pending is None or pending[0] != step:
             return None
@@ -248,7 +239,6 @@ class Scans:
     # What rewinds.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is compared against, as plain data."""
         self._add_up()
         own = {"step": self._step, "shares": self.layout.shares}
         return own | {name: scan.state_dict() for name, scan in self._by_name().items()}
@@ -257,7 +247,7 @@ class Scans:
         return {"weights": self._weights, "optimizer": self._moments, "norms": self._norms}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
-        """Load it. Returns the scans that start empty, because another version saved other things of them."""
+        """Returns the scans that start empty, because another version saved other things of them."""
         self._pending = None
         self._landed.clear()
         self._step = state["step"]
@@ -279,7 +269,6 @@ class Replicas(Scan):
     """
 
     def __init__(self, config: Every, unreplicated: Collection[str] | None) -> None:
-        """`unreplicated` names the weights that differ between ranks; None: there are no replicas."""
         super().__init__(0 if unreplicated is None else config.every)
         self._unreplicated = frozenset(unreplicated or ())
 
@@ -290,7 +279,6 @@ class Replicas(Scan):
         return torch.stack([found, ~found])
 
     def judge(self, step: int, largest: Sequence[int]) -> bool:
-        """Whether all ranks were equal at `step`."""
         is_equal = largest[0] == ~largest[1]
         if is_equal:
             self.clean_step = step

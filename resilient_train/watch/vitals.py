@@ -71,9 +71,9 @@ def read_vitals(
 ) -> Vitals:
     """Make the vitals of an update; `step` updates were accepted before it.
 
-    The numbers are its loss, its gradient norm and the loss scale if there is one; with several ranks also whether one
-    asks to stop, and the largest and the least of their digests. `by_rank` is called after trouble only, and returns a
-    row for each rank, which begins with its loss and gradient norm.
+    The numbers are its loss, its gradient norm, the loss scale if there is one; with several ranks also whether one
+    asks to stop, and the largest and the least of their digests. `by_rank`, called after trouble only, returns a row
+    for each rank, which begins with its loss and gradient norm.
     """
     loss, grad_norm, *rest = numbers
     scale = rest.pop(0) if has_scale else None
@@ -99,21 +99,15 @@ def read_vitals(
 
 
 def landed(vitals: Vitals) -> Vitals:
-    """Return the vitals of an update that a limit would have refused, and that has landed through the open gate.
-
-    With a loss scale it has not, if its gradients are not finite.
-    """
+    """Return the vitals as of an open gate: no limit has refused the update, only a loss scale may have."""
     if vitals.accepted or (vitals.loss_scale is not None and not isfinite(vitals.grad_norm)):
         return vitals
     return vitals._replace(step=vitals.step + 1, accepted=True, refused=None)
 
 
 def _where_not_finite(by_rank: Sequence[Sequence[float]]) -> tuple[int, ...]:
-    """Return the ranks on which trouble began, without those that only received it; none if that does not show.
-
-    The loss is looked at first, since a gradient with NaN is on every rank once gradients were averaged.
-    """
-    for place in (0, 1):
+    """Return the ranks on which trouble began, without those that only received it; none if that does not show."""
+    for place in (0, 1):  # the loss first: averaged gradients have their NaN on every rank
         bad = tuple(rank for rank, row in enumerate(by_rank) if not isfinite(row[place]))
         if 0 < len(bad) < len(by_rank):
             return bad
@@ -132,13 +126,12 @@ def versions(batch: Any) -> list[int]:
 
 
 def mean(values: Sequence[torch.Tensor | float]) -> torch.Tensor:
-    """Average over micro-batches."""
     device = next((value.device for value in values if isinstance(value, torch.Tensor)), None)
     return torch.stack([torch.as_tensor(value, dtype=torch.float32, device=device) for value in values]).mean()
 
 
 def mean_metrics(reported: Sequence[Mapping[str, torch.Tensor | float]]) -> Mapping[str, torch.Tensor | float]:
-    """Average the metrics of the micro-batches of an update, each over those that reported it."""
+    """Average the metrics of micro-batches, each over those that reported it."""
     if len(reported) < 2:
         return reported[0] if reported else {}
     names = sorted({name for one in reported for name in one})
@@ -194,23 +187,17 @@ class UpdateHistory:
             self._first[update.step] = update
 
     def rewound(self, step: int) -> None:
-        """Forget the updates after a step."""
         self.rewinds += 1
         while self._passed and self._passed[-1].step > step:
             self._passed.pop()
 
     def first_to_blame(self, anomaly: Anomaly, start: int) -> int:
-        """Return the first of the samples that may be the cause.
-
-        For a refused update these are its own, which begin at `start`; for damage that landed, those of all updates
-        since the newest trusted step.
-        """
+        """Return the first sample that may be the cause; of damage that landed, the first since the trusted step."""
         starts = [one.start for one in self._passed if one.step > anomaly.since] if anomaly.landed else []
         return min([*starts, start])
 
     @property
-    def _known(self) -> list[PastUpdate]:
-        """Those whose samples are known."""
+    def _known(self) -> list[PastUpdate]:  # whose samples are known
         return [one for one in self._passed if one.stop > one.start]
 
     def around(self, since: int) -> tuple[list[PastUpdate], list[PastUpdate]]:
@@ -220,7 +207,6 @@ class UpdateHistory:
         return after[-FEW:], before[-FEW:]
 
     def next_after(self, step: int) -> PastUpdate | None:
-        """Return the update made right after a step, if it was accepted."""
         return next((one for one in self._known if one.step == step + 1 and one.accepted), None)
 
     def recent(self) -> list[PastUpdate]:
@@ -240,10 +226,7 @@ class UpdateHistory:
         return [one.loss for one in recent], [one.norm for one in recent]
 
     def leap(self, since: int | None = None) -> Leap | None:
-        """Find a rise of the learning rate in the recent steps: sudden, or slow and beyond the configured rate.
-
-        A slow one may have begun earlier: after step `since`, from which on things went wrong.
-        """
+        """Find a rise of the learning rate: sudden; or slow and beyond the configured rate, maybe from `since` on."""
         known = [one for one in self._passed if one.lr_ratio > _LEAST_PACE]
         if len(known) <= _LEAP_AFTER:
             return None
@@ -305,7 +288,6 @@ class UpdateHistory:
         return copied
 
     def state_dict(self, step: int) -> list[list[Any]]:
-        """Return the latest updates up to a step as plain data."""
         latest = [one for one in self._passed if one.step <= step][-IN_CHECKPOINT:]
         first = [one for one in self._first.values() if one.step <= step and one not in latest]
         return [list(one) for one in (*first, *latest)]

@@ -25,8 +25,6 @@ _LOUD = 100.0  # times the largest weight of the model
 
 
 class Found(NamedTuple):
-    """What a scan found wrong."""
-
     signal: Signal
     subject: str  # the name of a tensor, mostly
     evidence: str
@@ -144,10 +142,7 @@ class Path:
         self.decay += lr * abs(setting["weight_decay"]) * decay
 
     def reach(self, *, length: float, largest: float, root: float) -> tuple[float, float] | None:
-        """Return how far the L2 norm of a tensor, and its largest element, can have moved; None if that is not known.
-
-        `length` and `largest` are these before the path, `root` is the square root of the number of elements.
-        """
+        """How far the norm of a tensor and its largest element can have moved; None if that is not known."""
         if self.unknown:
             return None
         whole, element = self.whole + root * self.element, self.whole + self.element
@@ -157,8 +152,6 @@ class Path:
 
 @dataclass(frozen=True)
 class Weight:
-    """What has to be known of one tensor of weights to judge it."""
-
     name: str
     group: int | None  # the parameter group that updates it, counted over all optimizers
     root: float  # the square root of the number of its elements
@@ -166,8 +159,6 @@ class Weight:
 
 
 class _Measured(NamedTuple):
-    """One measurement of all weights, by name."""
-
     step: int
     lengths: Mapping[str, float]  # L2 norms
     largest: Mapping[str, float]
@@ -201,7 +192,7 @@ class Weights(Scan):
         buffers: Mapping[str, float],
         kept: Mapping[str, float],
     ) -> Found | None:
-        """Judge the L2 norms and the largest absolute values of the weights, and those values of the others."""
+        """`lengths` are the L2 norms of the weights, all others the largest absolute values."""
         seen = _Measured(step, lengths, largest)
         self.unbounded |= {name for name, value in kept.items() if not isfinite(value)} - self.bounded
         others = {name: value for name, value in {**buffers, **kept}.items() if name not in self.unbounded}
