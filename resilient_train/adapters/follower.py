@@ -1,13 +1,14 @@
 """Takes the loop of somebody else's trainer through the engine.
 
 The trainer fetches batches, runs forward and backward, and calls its optimizer, whose `step` is replaced by
-`Follower.step`: it lands the update or treats it, and then retries what a rewind undid. So when it returns, the
+`Follower.land`: it lands the update or treats it, and then retries what a rewind undid. So when it returns, the
 state is that after the newest batch, and the trainer's counters and its place in the data never go back.
 """
 
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ import torch
 
 from resilient_train.adapters import arguments
 from resilient_train.adapters.guard import Guard
+from resilient_train.adapters.rows_of_loader import number_rows, without_numbers
 from resilient_train.data.fed import Fed, FedSamples
+from resilient_train.data.samples import Slicing
 from resilient_train.errors import TrainError
 from resilient_train.state.copies import Backup
 from resilient_train.state.randomness import RecordedStates
@@ -27,21 +30,18 @@ from resilient_train.wording import log
 OLDEST = {"transformers": "5.22", "lightning": "2.5"}  # the versions that are tested, with the newest ones
 _SCHEDULED = ("lr", "momentum", "betas", "weight_decay")  # what a trainer's schedule may set in a parameter group
 
-OPTIONS = frozenset(  # of Guard, where a trainer has the rest
-    (
-        "recovery",
-        "checks",
-        "expect",
-        "memory",
-        "verify_after",
-        "quarantine",
-        "data_changed",
-        "tracking",
-        "drill",
-        "seed",
-    )
-)
-MakeAgain = Callable[[Any, int, Fed], torch.Tensor]
+OPTIONS = {  # of Guard, where a trainer has the rest
+    "recovery",
+    "checks",
+    "expect",
+    "memory",
+    "verify_after",
+    "quarantine",
+    "data_changed",
+    "tracking",
+    "drill",
+    "seed",
+}
 
 
 def refuse_bad_options(who: str, options: Mapping[str, Any]) -> None:
@@ -63,50 +63,104 @@ class TrainersSettings(Schedule):
         return self.now
 
 
-class Follower:
-    """One loop of a trainer."""
+class Follower(ABC):
+    """One loop of a trainer, from its first batch to its end; how the trainer runs a batch is in a subclass."""
 
-    fed: Fed  # the newest update
+    guard: Guard  # from `follow` on
+    samples: FedSamples
+    fed: Fed  # the newest update; its `before` has a place for each micro-batch
     _before: Backup  # the buffers before it, if it is left out
 
-    def __init__(
+    def __init__(self) -> None:
+        self.is_following = False  # from `follow` to `close`
+        self.taken = 0  # of the batches of the newest update
+        self.is_left_out = False  # an earlier process skipped the newest update
+        self.norm: torch.Tensor | None = None  # of its gradients, before they were clipped
+        self.number = 0  # of the micro-batch that is run or replayed, in its update
+        self._replay = 0  # which replay it is
+        self._is_open = False  # the trainer has fetched the newest update, and made no step yet
+        self._loss: torch.Tensor | None = None  # of the newest micro-batch, until the next one begins
+        self._saved: list[tuple[int, Path]] = []  # accepted updates, and checkpoints of the trainer after them
+        self._loaders: list[Any] = []  # whose batches carry the indices of their rows
+        self._dataset: Any = None  # of these, and how a batch is made of its rows
+        self._collate: Callable[[list[Any]], Any] | None = None
+
+    def number_rows(self, loader: Any) -> None:
+        """Let the batches of the trainer's loader carry the indices of their rows, if they have any."""
+        if (numbered := number_rows(loader)) is not None:
+            self._dataset, self._collate = numbered
+            self._loaders.append(loader)
+
+    def restore_loaders(self) -> None:
+        while self._loaders:
+            without_numbers(self._loaders.pop())
+
+    def follow(
         self,
-        guard: Guard,
-        samples: FedSamples,
-        make_again: MakeAgain,
-        measure_norm: Callable[[], torch.Tensor | None],
+        accelerator: Any,
+        model: Any,
+        optimizers: Sequence[Any],
         *,
-        forget: Callable[[int], None] = lambda since: None,
-        is_saver: bool,
+        batch_size: int,
+        accumulation: int,
         made: int,
         planned: float,
+        keeps_places: bool,
+        is_saver: bool,
+        **options: Any,
     ) -> None:
-        """The schedules of `guard` are `TrainersSettings`, one for each optimizer.
+        """Make the guard: everything is prepared. `options` are those of `Guard`.
 
-        `make_again` runs forward and backward of a batch of an update, which is its number among them. `measure_norm`
-        clips the gradients as the trainer does, and returns their norm before. `forget` is called with the last step
-        before damage; checkpoints since then are renamed by `is_saver`, which has written them. The trainer has `made`
-        so many updates before, in other processes, of those that are `planned`, which is -1 or very large if it has no
-        end.
+        The trainer has `made` so many updates before, in other processes, of those that are `planned`, which is -1 or
+        very large if it has no end. It `keeps_places` if a resume finds its place in the data. Damaged checkpoints are
+        renamed by `is_saver`, which has written them.
         """
-        self.guard, self.samples = guard, samples
+        world = arguments.world(accelerator)
+        self.samples = FedSamples(
+            Slicing(batch_size, accumulation, world.rank, world.size),
+            dataset=self._dataset,
+            collate=self._collate,
+            updates=made,
+            keeps_places=keeps_places,
+            least=world.least,
+        )
+        self.guard = guard = Guard(
+            *(accelerator, model, optimizers),
+            data=self.samples,
+            batch_size=batch_size,
+            schedule=[TrainersSettings() for _ in optimizers],
+            **options,
+        )
         guard.clock.step = guard.clock.tick = made
-        self._make_again, self._measure_norm = make_again, measure_norm
-        self._forget, self._is_saver = forget, is_saver
-        self._updater = guard._updater
+        self._is_saver, self._updater = is_saver, guard._updater
         self._updater.trainer_clips = True
         assert isinstance(guard.seeds, RecordedStates)
         self._seeds = guard.seeds
-        self._replay, self._replayed = 0, 0  # which replay it is, and how many of its batches were looked at
         steps = int(planned) if 0 < planned < sys.maxsize else None
         self._batches: Iterator[Any] = guard.batches_until(sys.maxsize, steps)
-        self.taken = 0  # of the batches of the newest update
-        self.is_left_out = False  # an earlier process skipped the newest update
-        self._is_open = False  # the trainer has fetched it, and made no step yet
-        self._loss: torch.Tensor | None = None  # of the newest micro-batch, until the next one begins
-        self.norm: torch.Tensor | None = None  # of its gradients, before they were clipped
-        self._saved: list[tuple[int, Path]] = []  # accepted updates, and checkpoints of the trainer after them
         self._seen = len(guard.incidents)
+        self.is_following = True
+
+    # What a trainer does in its own way.
+
+    @abstractmethod
+    def _place(self) -> Any:
+        """Return what a loss may read, and what a forward counts, besides weights."""
+
+    @abstractmethod
+    def _return_to(self, place: Any) -> None: ...
+
+    @abstractmethod
+    def _retry(self, batch: Any, number: int, fed: Fed) -> torch.Tensor:
+        """Run forward and backward of a micro-batch that a rewind has undone, which is its number in its update."""
+
+    @abstractmethod
+    def _loss_of(self, model: Any, batch: Any, fed: Fed) -> torch.Tensor:
+        """Run the forward of a micro-batch for a replay."""
+
+    @abstractmethod
+    def _measure_norm(self) -> torch.Tensor | None:
+        """Clip the gradients as the trainer does, and return their norm before."""
 
     # What the trainer's calls become.
 
@@ -143,9 +197,9 @@ class Follower:
 
     def was_made(self, loss: torch.Tensor) -> bool:
         """Say whether the newest update has landed with this loss: one that was left out has NaN."""
-        return bool(loss.isfinite()) or (self.guard.observes and not self.is_left_out)
+        return bool(loss.isfinite()) or (self.guard._recovery.observes and not self.is_left_out)
 
-    def step(self) -> torch.Tensor | None:
+    def land(self) -> torch.Tensor | None:
         """Land the newest update. Returns its loss if it was retried; NaN if it was left out at last."""
         try:
             loss = self._land()
@@ -153,10 +207,11 @@ class Follower:
             self._rename_damaged()
             raise
         self._rename_damaged()
+        self._is_open = False
         return loss
 
     def _land(self) -> torch.Tensor | None:
-        fed, self._is_open = self.fed, False
+        fed = self.fed
         if self.is_left_out:
             self._updater.drop_gradients()
             self.guard._backups.put_back(self._before)
@@ -173,12 +228,16 @@ class Follower:
         """The update that is being made or replayed."""
         return self.fed if self.is_left_out else self.samples.at(self._seeds.start)
 
-    def replayed(self) -> tuple[Fed, int]:
-        """Return the update that is being replayed, and which of its micro-batches it is."""
-        if self._replay != self._seeds.times:
-            self._replay, self._replayed = self._seeds.times, 0
-        self._replayed += 1
-        return self.at_hand, self._replayed - 1
+    def _measured(self, model: Any, batch: Any) -> torch.Tensor:
+        """Return the loss of a batch for a replay, which leaves what the trainer counts as it is."""
+        self.number = self.number + 1 if self._replay == self._seeds.times else 0
+        self._replay, fed, place = self._seeds.times, self.at_hand, self._place()
+        if fed.before and not self.samples.sees_now:
+            self._return_to(fed.before[min(self.number, len(fed.before) - 1)])
+        try:
+            return self._loss_of(model, batch, fed)
+        finally:
+            self._return_to(place)
 
     def catch_up(self) -> torch.Tensor:
         """Make again what was undone, until the newest update has landed or is left out; return its loss, or NaN."""
@@ -190,7 +249,7 @@ class Follower:
                 if losses:
                     self.guard.update(losses[-1])
                 batch = next(self._batches) if number else first
-                losses.append(self._make_again(batch, number, fed).detach())
+                losses.append(self._retry(batch, number, fed).detach())
             self.norm = self._measure_norm()
             if self._landed(fed, losses[-1]) and fed is self.fed:
                 result = torch.stack([loss.float().reshape(()) for loss in losses]).mean()
@@ -210,15 +269,21 @@ class Follower:
         self.samples.skip(self.fed.start, self.fed.stop)
 
     def examine(self, *, is_end: bool = False) -> None:
-        """Scan the whole state, and repeat what a rewind undoes."""
-        settings = self._scheduled()  # those of the next update, if the schedule has advanced
+        """Scan the whole state before the trainer evaluates or saves it, or ends, and repeat what a rewind undoes."""
+        if not self.is_following:
+            return
+        settings, place = self._scheduled(), self._place()  # of the next update, if the schedule has advanced
         while not self.guard.examine(is_end=is_end):
             self.catch_up()
             self._put_back(settings)
         self._rename_damaged()
+        self._return_to(place)
 
     def close(self) -> None:
         """End the loop: its last state was examined, or an error ended it."""
+        if not self.is_following:
+            return
+        self.is_following = False
         try:
             self.guard.close()
         finally:
@@ -232,19 +297,18 @@ class Follower:
         """Note a checkpoint of the trainer, in case that its state turns out to be bad."""
         self._saved.append((self.guard.clock.step, path))
 
-    def _rename_damaged(self) -> None:
-        """Rename checkpoints that were saved after damage had begun, so that nothing resumes from them."""
+    def _rename_damaged(self) -> int | None:
+        """Rename checkpoints from after new damage, so that nothing resumes from them; return the last step before."""
         incidents = self.guard.incidents
         since = min((one.anomaly.since for one in incidents[self._seen :] if one.anomaly.reached_weights), default=None)
         self._seen = len(incidents)
-        if since is None:
-            return
-        damaged = [path for step, path in self._saved if step > since]
-        self._saved = [one for one in self._saved if one[0] <= since]
-        for path in damaged:
-            if self._is_saver and path.exists():
-                _rename(path)
-        self._forget(since)
+        if since is not None:
+            damaged = [path for step, path in self._saved if step > since]
+            self._saved = [one for one in self._saved if one[0] <= since]
+            for path in damaged:
+                if self._is_saver and path.exists():
+                    _rename(path)
+        return since
 
     # Inside.
 
@@ -270,41 +334,6 @@ class Follower:
         for optimizer, some in zip(self._updater.optimizers, settings, strict=True):
             for group, setting in zip(optimizer.param_groups, some, strict=False):
                 group.update(setting)
-
-
-class StepFollower(Follower):
-    """One loop of a trainer whose user steps any optimizers in a batch, any number of times: that is one update."""
-
-    def __init__(self, *given: Any, **more: Any) -> None:
-        super().__init__(*given, **more)
-        self._updater.turns.is_open_ended = True
-        self.has_stepped = False  # an optimizer, since the newest update was complete
-
-    def step(self) -> torch.Tensor | None:
-        loss = super().step()
-        self.has_stepped = False
-        return loss
-
-    def step_one(self, optimizer: Any, loss: torch.Tensor) -> None:
-        """Take the place of the step of one optimizer; `loss` is what its gradients are those of."""
-        self.has_stepped = True
-        if not self.is_left_out and any(
-            one.grad is not None for group in optimizer.param_groups for one in group["params"]
-        ):
-            settings = self._scheduled()
-            self._set(settings)
-            self.guard._losses.clear()  # `loss` has those of the micro-batches before
-            self.guard.update(loss, optimizer=optimizer)
-            self._put_back(settings)
-
-    def _landed(self, fed: Fed, loss: torch.Tensor) -> bool:
-        """End the update, whose steps were made."""
-        self.has_stepped = False
-        if self.guard.end_turn():
-            return self.guard.settle()
-        self.guard._put_back_batch()  # no optimizer had a gradient
-        self.samples.skip(fed.start, fed.stop)
-        return True
 
 
 def run_dir_of(usual: Path, name: str) -> Path:

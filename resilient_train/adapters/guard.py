@@ -313,11 +313,6 @@ class Guard(guard.EngineGuard):
         return self._recovery.incident_log.incidents
 
     @property
-    def observes(self) -> bool:
-        """Whether the policy reports incidents only, and lets every update land."""
-        return self._recovery.observes
-
-    @property
     def recent_loss(self) -> float | None:
         """The median of the last 50 accepted losses."""
         return self._parts.updates.recent_loss

@@ -21,11 +21,9 @@ import torch
 from accelerate.utils import send_to_device
 
 from resilient_train.adapters import arguments
-from resilient_train.adapters.follower import OLDEST, Follower, TrainersSettings, refuse_bad_options, run_dir_of
-from resilient_train.adapters.guard import Guard
-from resilient_train.adapters.rows_of_loader import NumberedBatch, number_rows, without_numbers
-from resilient_train.data.fed import Fed, FedSamples
-from resilient_train.data.samples import Slicing
+from resilient_train.adapters.follower import OLDEST, Follower, refuse_bad_options, run_dir_of
+from resilient_train.adapters.rows_of_loader import NumberedBatch
+from resilient_train.data.fed import Fed
 from resilient_train.errors import TrainError, named_type
 from resilient_train.state import randomness
 from resilient_train.update.objective import Measured
@@ -76,18 +74,15 @@ class _Place(NamedTuple):
     noted: dict[str, Any]
 
 
-class Guarding:
+class Guarding(Follower):
     """What a guarded trainer needs during one call of `train`."""
 
     def __init__(self, trainer: Any, options: dict[str, Any], resumes_from: Any = None) -> None:
+        super().__init__()
         self.trainer, self.options = trainer, options
         self.is_training = False
-        self.follower: Follower | None = None  # from the first batch on
-        self.dataset: Any = None  # map-style, and how a batch is made of its rows
-        self.collate: Any = None
-        self.loaders: list[Any] = []  # whose batches carry the indices of their rows
         self.rows: list[Any] = []  # of the batches that are being fetched
-        self.is_replay, self.number = False, 0  # which of an update's micro-batches it is
+        self.is_replay = False
         self.loss_before: torch.Tensor | None = None  # the trainer's sum of losses before the newest update
         self._resumes_from = Path(resumes_from) if resumes_from else None  # a checkpoint of the trainer
         self._backward: Any = None  # Accelerate's
@@ -96,55 +91,41 @@ class Guarding:
         self._logged: tuple[Any, Any] = 0.0, None  # the loss and the norm of the newest update that was made
         self.evaluated = dict[int | None, int]()  # by the trainer's steps: the accepted updates at each evaluation
 
-    def begin(self) -> Follower:
+    def begin(self) -> None:
         """Make the guard when everything is prepared, before the first batch."""
         trainer, args, accelerator = self.trainer, self.trainer.args, self.trainer.accelerator
-        world, made = arguments.world(accelerator), trainer.state.global_step
-        batch_size = args.per_device_train_batch_size
-        slicing = Slicing(batch_size, args.gradient_accumulation_steps, world.rank, world.size)
-        how = {"updates": made, "keeps_places": not args.ignore_data_skip, "least": world.least}
-        samples = FedSamples(slicing, dataset=self.dataset, collate=self.collate, **how)
         options = {"seed": args.seed, **self.options}
         if self._resumes_from is not None and (note := self._resumes_from / _NOTE).exists():
             options["run_dir"] = run_dir_of(Path(options["run_dir"]), note.read_text())
-        guard = Guard(
-            *(accelerator, trainer.model_wrapped, trainer.optimizer),
-            data=samples,
-            batch_size=batch_size,
-            schedule=TrainersSettings(),
+        self.follow(
+            accelerator,
+            trainer.model_wrapped,
+            [trainer.optimizer],
+            batch_size=args.per_device_train_batch_size,
+            accumulation=args.gradient_accumulation_steps,
+            made=trainer.state.global_step,
+            planned=trainer.state.max_steps,
+            keeps_places=not args.ignore_data_skip,
+            is_saver=args.should_save,
             objective=Measured(self._measured, "the trainer's loss", key="trainer"),
             clip=args.max_grad_norm if args.max_grad_norm > 0 else None,
             resume=self._resumes_from is not None,
             **options,
         )
-        planned = trainer.state.max_steps
-        self.follower = Follower(
-            guard,
-            samples,
-            self._make_again,
-            self._measure_norm,
-            forget=self._forget,
-            is_saver=args.should_save,
-            made=made,
-            planned=planned,
-        )
         kinds = {kind for one in trainer.callback_handler.callbacks for kind in type(one).__mro__}
         with_hook = [kind for kind in kinds if "on_pre_optimizer_step" in vars(kind)]  # one of them is the base class
-        guard._updater.changes_after_norm = len(with_hook) > 1
+        self._updater.changes_after_norm = len(with_hook) > 1
         self._backward, accelerator.backward = accelerator.backward, self._run_backward
         self._optimizer_step, trainer.optimizer.step = trainer.optimizer.step, self._step
         trainer.optimizer._opt_called = True  # without this mark, torch's schedulers warn that no step was made
-        return self.follower
 
     def end(self) -> None:
         self.is_training = False
-        while self.loaders:
-            without_numbers(self.loaders.pop())
-        follower, self.follower = self.follower, None
-        if follower is not None:
+        self.restore_loaders()
+        if self.is_following:
             self.trainer.accelerator.__dict__.pop("backward", None)
             self.trainer.optimizer.step = self._optimizer_step
-            follower.close()
+            self.close()
 
     @property
     def generates(self) -> bool:
@@ -157,7 +138,7 @@ class Guarding:
             if not isinstance(batch, NumberedBatch):
                 self.rows.append(())
             else:
-                healthy, rows = self._following.samples.healthy(batch.batch, batch.rows)
+                healthy, rows = self.samples.healthy(batch.batch, batch.rows)
                 self.rows.append(rows)
                 batch = healthy if rows is batch.rows else send_to_device(healthy, self.trainer.args.device)
             yield batch
@@ -166,12 +147,12 @@ class Guarding:
 
     def _step(self, closure: Any = None) -> None:
         """Take the place of the optimizer's step."""
-        follower, place, norm = self._following, self._place(), self._following.norm
-        if (loss := follower.step()) is not None:
-            is_made = follower.was_made(loss)
-            self._return_to(place._replace(noted=self._noted() if is_made else follower.fed.before.noted))
+        place, norm = self._place(), self.norm
+        if (loss := self.land()) is not None:
+            is_made = self.was_made(loss)
+            self._return_to(place._replace(noted=self._noted() if is_made else self.fed.before[0].noted))
         self._log_as_made(loss, norm)
-        newest = follower.guard.newest  # after an overflow in fp16 the trainer's schedule waits
+        newest = self.guard.newest  # after an overflow in fp16 the trainer's schedule waits
         self.trainer.optimizer._is_overflow = newest is not None and newest.overflowed
 
     _step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # another mark that they look for
@@ -181,24 +162,23 @@ class Guarding:
 
         In the place of an update that was left out it logs the one before.
         """
-        trainer, follower, before = self.trainer, self._following, self.loss_before
+        trainer, before = self.trainer, self.loss_before
         assert before is not None
         if retried is None:
-            self._logged = trainer._tr_loss - before, follower.norm
+            self._logged = trainer._tr_loss - before, self.norm
             return
-        if follower.was_made(retried):
-            self._logged = retried.to(before.device), follower.norm
+        if self.was_made(retried):
+            self._logged = retried.to(before.device), self.norm
         loss_of_made, norm_of_made = self._logged
         trainer._tr_loss.copy_(before + loss_of_made)
         if norm is not None and norm_of_made is not None:
             norm.copy_(norm_of_made)
 
-    def _make_again(self, batch: Any, number: int, fed: Fed) -> torch.Tensor:
-        """Run forward and backward of a micro-batch that a rewind has undone."""
+    def _retry(self, batch: Any, number: int, fed: Fed) -> torch.Tensor:
         trainer, model, batches, self.number = self.trainer, self.trainer.model_wrapped, fed.batches or [], number
         is_last, all_alike = number == len(batches) - 1, [len(batches)] * len(batches)
         if number == 0:
-            self._return_to(fed.before)
+            self._return_to(fed.before[0])
             if fed.more.setdefault("shares", all_alike) == all_alike:
                 # Some of its rows may be others now, perhaps on another rank only: all ranks count again together.
                 fed.more["items"] = [trainer._get_num_items_in_batch(batches, trainer.args.device)] * len(batches)
@@ -212,20 +192,15 @@ class Guarding:
         trainer = self.trainer
         norm = trainer._clip_grad_norm(trainer.model_wrapped) if trainer.args.max_grad_norm > 0 else None
         trainer._get_grad_norm(trainer.model_wrapped, grad_norm=norm)
-        return self._following.norm
+        return self.norm
 
-    def _measured(self, model: Any, batch: Any) -> torch.Tensor:
-        """Return the loss of a batch, before its backward, for a replay."""
-        fed, self.number = self._following.replayed()
-        place, self.is_replay, self._replayed = self._place(), True, None
-        if not self._following.samples.sees_now and fed.before is not None:
-            self._return_to(fed.before)
+    def _loss_of(self, model: Any, batch: Any, fed: Fed) -> torch.Tensor:
+        self.is_replay, self._replayed = True, None
         try:
             items = fed.more.get("items") or [None]
             loss = self._plain_step(model, batch, items[min(self.number, len(items) - 1)])
         finally:
             self.is_replay = False
-            self._return_to(place)
         return self._replayed if self._replayed is not None else loss
 
     def _run_backward(self, loss: torch.Tensor, **more: Any) -> None:
@@ -237,11 +212,6 @@ class Guarding:
     def _plain_step(self, model: Any, batch: Any, items: Any) -> torch.Tensor:
         loss: torch.Tensor = super(_Guarded, self.trainer).training_step(model, batch, items)  # type: ignore[misc]
         return loss
-
-    @property
-    def _following(self) -> Follower:
-        assert self.follower is not None
-        return self.follower
 
     def _noted(self) -> dict[str, Any]:
         """Copy what TRL's trainers count."""
@@ -257,20 +227,11 @@ class Guarding:
         if place.batches is not None:
             self.trainer._step = place.batches
 
-    # The trainer's evaluations and checkpoints.
-
-    def examine(self, *, is_end: bool = False) -> None:
-        """Look at the whole state before the trainer evaluates it, saves it, or reports its end."""
-        if self.follower is not None:
-            place = self._place()
-            self.follower.examine(is_end=is_end)
-            self._return_to(place)
-
-    def _forget(self, since: int) -> None:
-        """Let the trainer forget its best state if that came after this step: the next evaluations decide."""
-        state = self.trainer.state
-        if self.evaluated.get(state.best_global_step, 0) > since:
+    def _rename_damaged(self) -> int | None:
+        state, since = self.trainer.state, super()._rename_damaged()
+        if since is not None and self.evaluated.get(state.best_global_step, 0) > since:  # the next evaluations decide
             state.best_metric = state.best_global_step = state.best_model_checkpoint = None
+        return since
 
 
 def _copied(noted: Any) -> Any:
@@ -302,19 +263,20 @@ class _Guarded(_Trainer):  # type: ignore[misc]
     def get_train_dataloader(self) -> Any:
         """Let the batches carry the indices of their rows, unless these are only prompts."""
         loader, here = super().get_train_dataloader(), self._resilient
-        if here.is_training and not here.generates and (found := number_rows(loader)) is not None:
-            here.dataset, here.collate = found
-            here.loaders.append(loader)
+        if here.is_training and not here.generates:
+            here.number_rows(loader)
         return loader
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """Take what the trainer fetches for one update; its losses are divided by the number of `items`."""
         here = self._resilient
-        follower, here.rows = here.follower or here.begin(), []
+        if not here.is_following:
+            here.begin()
+        here.rows = []
         batches, items = super().get_batch_samples(here.healthy(epoch_iterator), num_batches, device)
         if batches:
-            fed = follower.feed(batches, here.rows)
-            fed.before = fed.before or here._place()
+            fed = here.feed(batches, here.rows)
+            fed.before = [fed.before[0] if fed.before else here._place()] * len(fed.batches or ())
             fed.more = fed.more or {"items": [], "shares": []}
             fed.more["items"] += [items] * len(batches)
             fed.more["shares"] += [len(batches)] * len(batches)
@@ -322,54 +284,55 @@ class _Guarded(_Trainer):  # type: ignore[misc]
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Run forward and backward of a micro-batch, in the trainer's own way."""
-        here, follower = self._resilient, self._resilient.follower
-        if follower is None or here.is_replay:
+        here = self._resilient
+        if not here.is_following or here.is_replay:
             return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]
-        if not follower.taken:
+        if not here.taken:
             here.loss_before = self._tr_loss.clone()
-        here.number = follower.taken
-        loss: torch.Tensor = super().training_step(model, follower.next_batch(), num_items_in_batch)
-        follower.note(loss * self.current_gradient_accumulation_steps)  # of which it is a share
+        here.number = here.taken
+        loss: torch.Tensor = super().training_step(model, here.next_batch(), num_items_in_batch)
+        here.note(loss * self.current_gradient_accumulation_steps)  # of which it is a share
         return loss
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Prepare inputs, but generate them only once: what is repeated gets what was generated for it."""
-        here, follower = self._resilient, self._resilient.follower
-        if follower is None or not here.generates or not self.model.training:
+        here = self._resilient
+        if not (here.is_following and here.generates and self.model.training):
             return super()._prepare_inputs(inputs)
-        fed, device = follower.at_hand, self.args.device
+        fed, device = here.at_hand, self.args.device
         if here.number >= len(fed.prepared):
             fed.prepared.append((super()._prepare_inputs(inputs), randomness.capture(device)))
-            follower.samples.keep(fed, fed.prepared[-1][0])
+            here.samples.keep(fed, fed.prepared[-1][0])
         made, after = fed.prepared[here.number]
         randomness.restore(after, device)  # generation has drawn from it
         return dict(made)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        norm, follower = super()._get_grad_norm(model, grad_norm=grad_norm), self._resilient.follower
-        if follower is None:
+        norm, here = super()._get_grad_norm(model, grad_norm=grad_norm), self._resilient
+        if not here.is_following:
             return norm
         full = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        follower.norm = torch.as_tensor(full, dtype=torch.float32)
-        return follower.norm if isinstance(norm, torch.Tensor) else norm
+        here.norm = torch.as_tensor(full, dtype=torch.float32)
+        return here.norm if isinstance(norm, torch.Tensor) else norm
 
     def _evaluate(self, *args: Any, **more: Any) -> Any:
         here = self._resilient
         here.examine()
-        if here.follower is not None:
-            here.evaluated[self.state.global_step] = here.follower.guard.clock.step
+        if here.is_following:
+            here.evaluated[self.state.global_step] = here.guard.clock.step
         found = super()._evaluate(*args, **more)
-        if here.follower is not None and isinstance(loss := found.get("eval_loss"), float):
-            here.follower.guard.reporter.note_evaluation({"loss": loss})
+        if here.is_following and isinstance(loss := found.get("eval_loss"), float):
+            here.guard.reporter.note_evaluation({"loss": loss})
         return found
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        self._resilient.examine()
+        here = self._resilient
+        here.examine()
         super()._save_checkpoint(model, trial)
-        if (follower := self._resilient.follower) is not None:
+        if here.is_following:
             folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
-            follower.saved(folder)
-            run_dir = follower.guard.reporter.place.directory
+            here.saved(folder)
+            run_dir = here.guard.reporter.place.directory
             if run_dir is not None and self.args.should_save:
                 (folder / _NOTE).write_text(run_dir.name)
 

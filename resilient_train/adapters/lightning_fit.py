@@ -17,13 +17,11 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 from torchmetrics import Metric
 
-from resilient_train.adapters.arguments import PlacedAccelerator, world
-from resilient_train.adapters.follower import Follower, TrainersSettings
-from resilient_train.adapters.guard import Guard
+from resilient_train.adapters.arguments import PlacedAccelerator
+from resilient_train.adapters.follower import Follower
 from resilient_train.adapters.lightning_state import Average, Logged
-from resilient_train.adapters.rows_of_loader import NumberedBatch, number_rows, without_numbers
-from resilient_train.data.fed import Fed, FedSamples
-from resilient_train.data.samples import Slicing
+from resilient_train.adapters.rows_of_loader import NumberedBatch
+from resilient_train.data.fed import Fed
 from resilient_train.update.objective import Measured
 
 _ABSENT = object()
@@ -38,27 +36,22 @@ class Place(NamedTuple):
     settings: list[list[dict[str, Any]]]  # of all parameter groups, which they set
 
 
-class Fit:
+class Fit(Follower):
     """What a guarded trainer needs during one call of `fit`, with automatic optimization."""
 
-    _kind: type[Follower] = Follower
-
     def __init__(self, trainer: Any, module: Any) -> None:
+        super().__init__()
         self._trainer, self._module = trainer, module
         self._strategy, self._plugin = trainer.strategy, trainer.precision_plugin
         self._loop = loop = trainer.fit_loop.epoch_loop
         self._inner = loop.automatic_optimization if module.automatic_optimization else loop.manual_optimization
-        self._training: Follower | None = None  # None before the training begins, and after its end
         self._replaced: list[tuple[Any, str, Any]] = []  # what there was in each instance
-        self._numbered: tuple[Any, Any] | None = None  # the data set whose rows have an index, and how to collate them
-        self._loaders: list[Any] = []  # that were changed for this
         self._averages: list[Average] = []
         self._rows: list[int] = []  # of the newest batch
-        self._is_open = False  # an update has begun, and made no step yet
-        self._has_gradients = False  # one of its micro-batches ran backward
+        self._has_gradients = False  # a micro-batch of the newest update ran backward
         self._is_quiet = False  # nothing is logged
         self._logged: Logged | None = None  # before the newest update
-        self._output: dict[str, Any] | None = None  # of its last batch, if it was retried
+        self._output: dict[str, Any] | None = None  # of the last batch of the newest update, if it was retried
         self._examined = -1  # updates until the newest examination
         self._metrics: list[Metric] = []
         self._wrap()
@@ -89,7 +82,7 @@ class Fit:
         """Leave what is run before as it is, such as a search of the learning rate."""
 
         def replaced(plain: Callable[..., Any], *given: Any, **more: Any) -> Any:
-            return plain(*given, **more) if self._training is None else method(plain, *given, **more)
+            return method(plain, *given, **more) if self.is_following else plain(*given, **more)
 
         return replaced
 
@@ -100,71 +93,45 @@ class Fit:
         """
         trainer, optimizers = self._trainer, self._trainer.optimizers
         self._metrics = [metric for metric in self._module.modules() if isinstance(metric, Metric)]
-        made = trainer.global_step if made is None else made
         if isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
             raise ValueError("Guarded: training_step(dataloader_iter) is not supported yet: take a batch")
         if not optimizers:
             raise ValueError("Guarded: configure_optimizers returned no optimizer: there is nothing to guard")
-        loaders = trainer.fit_loop._combined_loader.flattened
-        size = int(getattr(getattr(loaders[0], "batch_sampler", loaders[0]), "batch_size", None) or 1)
-        slicing = Slicing(size, trainer.accumulate_grad_batches, trainer.global_rank, trainer.world_size)
-        dataset, collate = self._numbered or (None, None)
-        as_fetched = None if collate is None else lambda rows: self._transferred(collate(rows))
-        if trainer.world_size > 1:  # Lightning's own launcher leaves some of these out
-            places = {"RANK": trainer.global_rank, "LOCAL_RANK": trainer.local_rank, "WORLD_SIZE": trainer.world_size}
-            places |= {"LOCAL_WORLD_SIZE": trainer.num_devices, "OMP_NUM_THREADS": torch.get_num_threads()}
-            for name, value in places.items():
-                os.environ.setdefault(name, str(value))
-        processes = PlacedAccelerator(self._strategy.root_device, trainer.accumulate_grad_batches)
-        samples = FedSamples(
-            slicing,
-            dataset=dataset,
-            collate=as_fetched,
-            updates=made,
-            # Others begin again. Without a length Lightning fetches a batch ahead, and loses it in a resume.
-            keeps_places=all(isinstance(one, _Stateful) and sized_len(one) is not None for one in loaders),
-            least=world(processes).least,
-        )
-        by_norm = trainer.gradient_clip_algorithm != "value"
-        guard = Guard(
-            *(processes, self._strategy.model, optimizers),
-            data=samples,
-            batch_size=size,
-            schedule=[TrainersSettings() for _ in optimizers],
-            objective=Measured(self._measured, "training_step", key="module"),
-            clip=(trainer.gradient_clip_val or None) if by_norm else None,
-            resume=bool(trainer.ckpt_path),
-            **options,
-        )
         averaging = [one for one in trainer.callbacks if getattr(one, "_average_model", None) is not None]
         for one in averaging:
             if isinstance(one, StochasticWeightAveraging):  # it takes the weights at the start of an epoch
                 self._replace(one, "on_train_epoch_start", self._average_epoch)
             else:
                 self._averages.append(Average(one, trainer, self._module))
-        guard.keep(**{f"average_{number}": one for number, one in enumerate(self._averages)})
-        planned = trainer.estimated_stepping_batches
-        self._training = self._kind(
-            guard,
-            samples,
-            self._retry,
-            self._measure_norm,
+        if (collate := self._collate) is not None:
+            self._collate = lambda rows: self._transferred(collate(rows))
+        if trainer.world_size > 1:  # which Lightning's own launcher leaves out
+            os.environ.setdefault("LOCAL_WORLD_SIZE", str(trainer.num_devices))
+        loaders = trainer.fit_loop._combined_loader.flattened
+        by_norm = trainer.gradient_clip_algorithm != "value"
+        self.follow(
+            PlacedAccelerator(self._strategy.root_device, trainer.accumulate_grad_batches),
+            self._strategy.model,
+            optimizers,
+            batch_size=int(getattr(getattr(loaders[0], "batch_sampler", loaders[0]), "batch_size", None) or 1),
+            accumulation=trainer.accumulate_grad_batches,
+            made=trainer.global_step if made is None else made,
+            planned=trainer.estimated_stepping_batches,
+            # Others begin again. Without a length Lightning fetches a batch ahead, and loses it in a resume.
+            keeps_places=all(isinstance(one, _Stateful) and sized_len(one) is not None for one in loaders),
             is_saver=trainer.is_global_zero,
-            made=made,
-            planned=planned,
+            objective=Measured(self._measured, "training_step", key="module"),
+            clip=(trainer.gradient_clip_val or None) if by_norm else None,
+            resume=bool(trainer.ckpt_path),
+            **options,
         )
-
-    @property
-    def _follower(self) -> Follower:
-        assert self._training is not None
-        return self._training
+        self.guard.keep(**{f"average_{number}": one for number, one in enumerate(self._averages)})
 
     def place_of_run(self) -> tuple[Path, int] | None:
         """Return the run directory, and how many updates are complete, those that were left out included."""
-        if self._training is None or (directory := self._training.guard.reporter.place.directory) is None:
+        if not self.is_following or (directory := self.guard.reporter.place.directory) is None:
             return None
-        samples = self._training.samples
-        return directory, samples.newest_stop // samples.slicing.samples - self._is_open
+        return directory, self.samples.newest_stop // self.samples.slicing.samples - self._is_open
 
     def _end(self, plain: Callable[[], None]) -> None:
         """End the guard before a callback takes over in `on_train_end`, for example with averages of the weights."""
@@ -172,19 +139,13 @@ class Fit:
         self.close()
         plain()
 
-    def close(self) -> None:
-        follower, self._training = self._training, None
-        if follower is not None:
-            follower.close()
-
     def restore(self) -> None:
         for owner, name, before in reversed(self._replaced):
             if before is _ABSENT:
                 vars(owner).pop(name, None)
             else:
                 vars(owner)[name] = before
-        for loader in self._loaders:
-            without_numbers(loader)
+        self.restore_loaders()
 
     # Batches.
 
@@ -193,8 +154,7 @@ class Fit:
         combined = self._trainer.fit_loop._combined_loader
         is_alone = len(combined.flattened) == 1 and combined.iterables is combined.flattened[0]
         if is_alone and not self._trainer.reload_dataloaders_every_n_epochs:
-            self._loaders = combined.flattened[:]
-            self._numbered = number_rows(*self._loaders)
+            self.number_rows(combined.flattened[0])
         plain()
 
     def _unnumbered(self, batch: Any) -> Any:
@@ -215,59 +175,56 @@ class Fit:
         """Run a micro-batch; the last one of an update with the optimizer's step."""
         optimizer, index, kwargs = given
         if self._is_open and index % self._trainer.accumulate_grad_batches == 0:
-            self._leave_out()  # the rest of its epoch was skipped
+            self.leave_out()  # the rest of its epoch was skipped
         output = plain(optimizer, index, self._fed(index, kwargs))
         if self._is_open and not self._trainer.fit_loop._should_accumulate():
-            self._leave_out()  # the module made no step
+            self.leave_out()  # the module made no step
         return output if self._output is None else self._output
 
     def _fed(self, index: int, kwargs: Any) -> Any:
         """Take a batch that the trainer has fetched; return what `training_step` gets."""
-        follower = self._follower
-        batch, rows = follower.samples.healthy(kwargs["batch"], self._rows)
-        if self._is_open:
-            follower.samples.feed_more(follower.fed, batch, rows)
-            follower.fed.before.append(self._place())
-        else:
-            fed = follower.feed([batch], [rows] if rows else [])
-            fed.number, fed.before = index, [self._place()]
-            self._is_open, self._has_gradients, self._output = True, False, None
+        batch, rows = self.samples.healthy(kwargs["batch"], self._rows)
+        is_first = not self._is_open
+        fed = self.feed([batch], [rows] if rows else [])
+        if is_first:
+            fed.number, fed.before = index, []
+            self._has_gradients, self._output = False, None
             self._logged = Logged(self._trainer, self._metrics)
-        kwargs = OrderedDict(kwargs, batch=follower.next_batch())
-        follower.note(self._zero())  # for a training_step without a loss
+        fed.before.append(self._place())
+        kwargs = OrderedDict(kwargs, batch=self.next_batch())
+        self.note(self._zero())  # for a training_step without a loss
         return kwargs
 
     def _backward(self, plain: Callable[..., Any], loss: torch.Tensor, *given: Any, **more: Any) -> Any:
         result = plain(loss, *given, **more)
         self._has_gradients = True
-        self._follower.note(loss * self._trainer.accumulate_grad_batches)  # of which it is a share
+        self.note(loss * self._trainer.accumulate_grad_batches)  # of which it is a share
         return result
 
     def _step(self, plain: Any, optimizer: Any, model: Any, closure: Callable[[], Any], **more: Any) -> Any:
         """Take the place of the optimizer's step."""
-        self._follower.norm = None
+        self.norm = None
         result = self._plugin._wrap_closure(model, optimizer, closure)
         if self._has_gradients:
             self._end_update()
         else:
-            self._leave_out()  # as training_step returned None
+            self.leave_out()  # as training_step returned None
         return result
 
     def _end_update(self) -> None:
         """Land the newest update, or treat it."""
-        follower, place = self._follower, self._place()
-        loss = follower.step()
-        if loss is not None:
+        place = self._place()
+        if (loss := self.land()) is not None:
             self._return_to(place)
-        if loss is not None and not follower.was_made(loss):
-            assert self._logged is not None
-            self._logged.restore()
-            self._output = {}
-        self._is_open, self._is_quiet, self._logged = False, False, None
+            if not self.was_made(loss):
+                assert self._logged is not None
+                self._logged.restore()
+                self._output = {}
+        self._is_quiet, self._logged = False, None
 
-    def _leave_out(self) -> None:
-        self._follower.leave_out()
-        self._is_open, self._logged = False, None
+    def leave_out(self) -> None:
+        super().leave_out()
+        self._logged = None
 
     def _log(self, plain: Callable[..., None], *given: Any, **more: Any) -> None:
         if not self._is_quiet:
@@ -275,14 +232,12 @@ class Fit:
 
     def _clip(self, plain: Any, optimizer: Any, clip_val: float) -> None:
         norm = torch.nn.utils.clip_grad_norm_(self._plugin.main_params(optimizer), clip_val)
-        if self._training is not None:
-            self._training.norm = norm.float()
+        self.norm = norm.float()
 
     def _retry(self, batch: Any, number: int, fed: Fed) -> torch.Tensor:
-        """Run forward and backward of a micro-batch that a rewind has undone."""
         assert fed.batches is not None
         is_last = number == len(fed.batches) - 1
-        logged = self._logged if fed is self._follower.fed else None  # of the others Lightning has written it
+        logged = self._logged if fed is self.fed else None  # of the others Lightning has written it
         self._is_quiet = logged is None
         self._return_to(fed.before[number])
         if number == 0:
@@ -318,26 +273,24 @@ class Fit:
         return result.loss * shares, result.asdict()
 
     def _measure_norm(self) -> torch.Tensor | None:
-        self._follower.norm = None
+        self.norm = None
         self._plugin._after_closure(self._module, self._trainer.optimizers[0])
-        return self._follower.norm
+        return self.norm
 
-    def _measured(self, model: Any, batch: Any) -> Any:
-        fed, number = self._follower.replayed()
-        kwargs = self._loop._build_kwargs(OrderedDict(), batch, fed.number + number)
-        before, was_quiet, self._is_quiet = Logged(self._trainer, self._metrics), self._is_quiet, True
-        place = self._place()
-        if fed.before is not None and not self._follower.samples.sees_now:
-            self._return_to(fed.before[number])
+    def _measured(self, model: Any, batch: Any) -> torch.Tensor:
+        logged, was_quiet, self._is_quiet = Logged(self._trainer, self._metrics), self._is_quiet, True
         try:
-            with self._plugin.train_step_context():
-                return self._loss_of(model, kwargs)
+            return super()._measured(model, batch)
         finally:
-            self._return_to(place)
             self._is_quiet = was_quiet
-            before.restore()
+            logged.restore()
 
-    def _loss_of(self, model: Any, kwargs: Any) -> Any:
+    def _loss_of(self, model: Any, batch: Any, fed: Fed) -> Any:
+        kwargs = self._loop._build_kwargs(OrderedDict(), batch, fed.number + self.number)
+        with self._plugin.train_step_context():
+            return self._loss_of_step(model, kwargs)
+
+    def _loss_of_step(self, model: Any, kwargs: Any) -> Any:
         return ClosureResult.from_training_step_output(model.training_step(*kwargs.values())).closure_loss
 
     # What a batch moves on.
@@ -359,24 +312,21 @@ class Fit:
 
     def examine(self, *, is_end: bool = False) -> None:
         """Look at the whole state between two updates, unless that was done since the last one."""
-        follower = self._training
-        if follower is None or not self._trainer.training:
+        if not (self.is_following and self._trainer.training):
             return
         if self._is_open:
             if not is_end:
                 return
-            self._leave_out()
-        if self._examined == follower.guard.clock.tick and not is_end:
+            self.leave_out()
+        if self._examined == self.guard.clock.tick and not is_end:
             return
-        before, place = Logged(self._trainer, self._metrics), self._place()
-        is_averaged = any(one.has_newest for one in self._averages)
-        follower.examine(is_end=is_end)
+        logged, is_averaged = Logged(self._trainer, self._metrics), any(one.has_newest for one in self._averages)
+        super().examine(is_end=is_end)
         self._is_quiet = False
-        before.restore()
-        self._return_to(place)
+        logged.restore()
         if is_averaged:  # else Lightning does it after this
             self._average()
-        self._examined = follower.guard.clock.tick
+        self._examined = self.guard.clock.tick
 
     def _validate(self, plain: Callable[[], Any]) -> Any:
         """Examine the state before an epoch of validation: afterwards the model is not in training mode."""
@@ -390,5 +340,5 @@ class Fit:
         """Examine the state before it is saved, and note the file, in case that its state turns out to be bad."""
         self.examine()
         plain(filepath, *given, **more)
-        if self._training is not None:
-            self._training.saved(Path(filepath))
+        if self.is_following:
+            self.saved(Path(filepath))

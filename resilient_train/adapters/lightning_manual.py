@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from resilient_train.adapters.follower import Follower, StepFollower
 from resilient_train.adapters.lightning_fit import Fit, Place
 from resilient_train.data.fed import Fed
 
@@ -31,34 +30,32 @@ class _Replayed:
 class ManualFit(Fit):
     """One call of `fit` with manual optimization."""
 
-    _kind: type[Follower] = StepFollower
-
     def __init__(self, trainer: Any, module: Any) -> None:
         self._run_plain = trainer.fit_loop.epoch_loop.manual_optimization.run
-        self._loss: torch.Tensor | None = None  # of all backwards of the update since its last step
+        self._sum: torch.Tensor | None = None  # of the losses of the update since its last step
         self._losses: list[torch.Tensor] = []  # of all backwards of a call
         self._norms: dict[int, torch.Tensor] = {}  # of clipped gradients, by the id of their optimizer
         self._replayed: _Replayed | None = None
         self._is_early = False  # a call is repeated that is not the last one of its update
+        self._has_stepped = False  # an optimizer, in the newest call
         super().__init__(trainer, module)
 
-    @property
-    def _followed(self) -> StepFollower:
-        assert isinstance(self._follower, StepFollower)
-        return self._follower
+    def begin(self, options: dict[str, Any], made: int | None) -> None:
+        super().begin(options, made)
+        self._updater.turns.is_open_ended = True
 
     # One update.
 
     def _run(self, plain: Callable[..., Any], *given: Any) -> Any:
         """Run `training_step`, and end the update if it has stepped an optimizer."""
-        self._loss = self._loss if self._is_open else None
-        kwargs, follower = self._fed(self._loop.batch_idx, *given), self._followed
+        self._sum = self._sum if self._is_open else None
+        kwargs, self._has_stepped = self._fed(self._loop.batch_idx, *given), False
         loss, output = self._called(plain, kwargs)
-        follower.note(loss)
-        if follower.has_stepped:
+        self.note(loss)
+        if self._has_stepped:
             self._end_update()
         elif not self._has_gradients:
-            self._leave_out()
+            self.leave_out()
         return output if self._output is None else self._output
 
     def _called(self, plain: Callable[..., Any], kwargs: Any) -> tuple[torch.Tensor, Any]:
@@ -70,12 +67,12 @@ class ManualFit(Fit):
     def _backward(self, plain: Callable[..., Any], loss: torch.Tensor, *given: Any, **more: Any) -> Any:
         if self._replayed is not None:
             self._replayed.loss = self._replayed.loss + loss.detach()
-            with self._followed.guard._loop.anomaly_mode.without_nan_check():
+            with self.guard._loop.anomaly_mode.without_nan_check():
                 return self._module.backward(loss, *given[1:], **more)
         result = plain(loss, *given, **more)
         self._has_gradients = True
         self._losses.append(loss.detach())
-        self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
+        self._sum = loss.detach() if self._sum is None else self._sum + loss.detach()
         return result
 
     def _step(self, plain: Any, optimizer: Any, model: Any, closure: Callable[[], Any], **more: Any) -> Any:
@@ -88,18 +85,37 @@ class ManualFit(Fit):
         result = self._plugin._wrap_closure(model, optimizer, closure)
         if self._is_early:
             return result
-        loss, self._loss = self._loss, None
-        self._followed.norm = self._norms.pop(id(optimizer), None)
-        self._followed.step_one(optimizer, self._zero() if loss is None else loss)  # None: it ran backward itself
+        loss, self._sum = self._sum, None
+        self.norm = self._norms.pop(id(optimizer), None)
+        self._step_one(optimizer, self._zero() if loss is None else loss)  # None: it ran backward itself
         return result
+
+    def _step_one(self, optimizer: Any, loss: torch.Tensor) -> None:
+        """Step an optimizer through the gate; `loss` is what its gradients are those of."""
+        self._has_stepped = True
+        weights = (weight for group in optimizer.param_groups for weight in group["params"])
+        if not self.is_left_out and any(weight.grad is not None for weight in weights):
+            settings = self._scheduled()
+            self._set(settings)
+            self.guard._losses.clear()  # `loss` has those of the micro-batches before
+            self.guard.update(loss, optimizer=optimizer)
+            self._put_back(settings)
+
+    def _landed(self, fed: Fed, loss: torch.Tensor) -> bool:
+        """End the update, whose steps were made."""
+        if self.guard.end_turn():
+            return self.guard.settle()
+        self.guard._put_back_batch()  # no optimizer had a gradient
+        self.samples.skip(fed.start, fed.stop)
+        return True
 
     def _clip(self, plain: Any, optimizer: Any, clip_val: float) -> None:
         super()._clip(plain, optimizer, clip_val)
-        if self._replayed is None and self._followed.norm is not None:
-            self._norms[id(getattr(optimizer, "_optimizer", optimizer))] = self._followed.norm
+        if self._replayed is None and self.norm is not None:
+            self._norms[id(getattr(optimizer, "_optimizer", optimizer))] = self.norm
 
     def _run_again(self, kwargs: Any, fed: Fed, number: int, *, is_last: bool) -> tuple[torch.Tensor, dict[str, Any]]:
-        self._loss = None if number == 0 else self._loss
+        self._sum = None if number == 0 else self._sum
         self._is_early = not is_last  # in the first run it made no step
         try:
             return self._called(self._run_plain, kwargs)
@@ -109,7 +125,7 @@ class ManualFit(Fit):
     def _measure_norm(self) -> torch.Tensor | None:
         return None
 
-    def _loss_of(self, model: Any, kwargs: Any) -> Any:
+    def _loss_of_step(self, model: Any, kwargs: Any) -> Any:
         parameters = [*self._module.parameters()]
         flags = [one.requires_grad for one in parameters]
         self._replayed = replayed = _Replayed(self._zero())
@@ -127,10 +143,10 @@ class ManualFit(Fit):
 
     def _place(self) -> Place:
         schedulers = [copy.deepcopy(one.scheduler.state_dict()) for one in self._trainer.lr_scheduler_configs]
-        return super()._place()._replace(schedulers=schedulers, settings=self._followed._scheduled())
+        return super()._place()._replace(schedulers=schedulers, settings=self._scheduled())
 
     def _return_to(self, place: Place) -> None:
         super()._return_to(place)
         for one, state in zip(self._trainer.lr_scheduler_configs, place.schedulers, strict=True):
             one.scheduler.load_state_dict(copy.deepcopy(state))
-        self._followed._put_back(place.settings)
+        self._put_back(place.settings)
