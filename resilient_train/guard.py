@@ -30,7 +30,7 @@ from resilient_train.run_parts import RunParts
 from resilient_train.types import Anomaly, Signal, UpdateResult, Vitals
 from resilient_train.update.gate import DIGEST
 from resilient_train.update.objective import Metrics, scalar
-from resilient_train.update.turns import TWICE, TWO_GUARDS, warn_of_scalers, why_no_gradient
+from resilient_train.update.turns import TWICE, TWO_GUARDS, why_no_gradient
 from resilient_train.watch.examination import Examination
 from resilient_train.watch.vitals import landed, mean, mean_metrics, versions
 from resilient_train.wording import log
@@ -378,8 +378,6 @@ class EngineGuard:
         keeper.verified()
         recovery.note_saves()
         if is_first and step == 1:
-            if self.objective is None:
-                warn_of_scalers(self._updater.scaler)
             log.info("%s", self._ring.describe())  # its size is known now that the optimizer has its moments
 
     def _treat(self, anomaly: Anomaly, update: Update, refused: Refused | None = None) -> None:

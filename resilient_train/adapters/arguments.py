@@ -7,7 +7,6 @@ import functools
 import inspect
 import math
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -102,12 +101,12 @@ def accelerator(given: Any, model: Any, accumulate: int = 1, scaler: Any = None)
     if not isinstance(given, Accelerator | None):
         expected = "expected an accelerate.Accelerator, or None for a loop of plain PyTorch"
         raise TypeError(f"accelerator: {expected}, got {named_type(given)}; {TRAINERS}")
-    if given is not None and (accumulate > 1 or scaler is not None):
-        name = "accumulate" if accumulate > 1 else "scaler"
-        raise unusable(name, "is for a loop of plain PyTorch: the Accelerator has its own")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {named_type(model)}; {TRAINERS}")
     if given is not None:
+        if accumulate > 1 or scaler is not None:
+            name = "accumulate" if accumulate > 1 else "scaler"
+            raise unusable(name, "is for a loop of plain PyTorch: the Accelerator has its own")
         return given
     weights = sorted(model.parameters(), key=lambda one: not one.requires_grad)  # frozen ones may be on another device
     made = PlacedAccelerator(weights[0].device if weights else torch.device("cpu"), accumulate)
@@ -223,12 +222,11 @@ def optimizers(given: Any, model: nn.Module) -> list[Optimizer]:
     return unwrapped
 
 
-def settings(optimizers: Iterable[Optimizer], **more: Any) -> dict[str, Any]:
+def settings(optimizer: Optimizer, **more: Any) -> dict[str, Any]:
     """Return what a person compares loops by: the plain ones of the settings."""
-    first = next(iter(optimizers))
-    group: dict[str, Any] = first.param_groups[0] if first.param_groups else {}
-    rate = group.get("initial_lr", group.get("lr"))
-    every = {"optimizer": type(first).__name__, "lr": rate if rate is None else float(rate), **more}
+    group = optimizer.param_groups[0]
+    rate = group.get("initial_lr", group["lr"])
+    every = {"optimizer": type(optimizer).__name__, "lr": None if rate is None else float(rate), **more}
     plain = {name: one for name, one in every.items() if isinstance(one, str | int | float | Path)}
     return {name: str(one) if isinstance(one, Path) else one for name, one in plain.items()}
 
@@ -326,9 +324,7 @@ def _schedule(given: Any, optimizer: Optimizer) -> Schedule:
             raise ValueError(f"schedule: this {type(given).__name__} was made for another optimizer; {several}")
         if isinstance(given, ReduceLROnPlateau):
             return PlateauSchedule.of(given, optimizer)
-        made = _Watched.of(given, optimizer)
-        made.stride = stride
-        return made
+        return ShadowSchedule.of(given, optimizer, stride)
     if hasattr(given, "settings") and hasattr(given, "state_dict"):
         return given  # type: ignore[no-any-return]
     if given is None:
@@ -342,30 +338,6 @@ def _schedule(given: Any, optimizer: Optimizer) -> Schedule:
         expected = "expected a torch scheduler or a callable (step) -> factor of the configured rate"
         raise TypeError(f"schedule: {expected}, got {given!r:.80}")
     return CurveSchedule(rates, curve, 0)
-
-
-class _Watched(ShadowSchedule):
-    """Notices if the loop still steps its scheduler; takes several steps an update where Accelerate's would."""
-
-    stride = 1  # steps for an update: Accelerate's schedulers make one for each process
-    _left_at: list[Any] | None = None  # counts of the scheduler when the guard had stepped it
-
-    def advance(self, step: int) -> None:
-        if self._left_at is not None and self._left_at != self._counts():
-            why = "remove scheduler.step(), the guard does it when an update is accepted"
-            raise TrainError(f"the loop stepped the scheduler itself: {why}")
-        # With several processes no farther than a one-cycle schedule was made for: it would raise.
-        last = getattr(self.scheduler, "total_steps", sys.maxsize) if self.stride > 1 else sys.maxsize
-        super().advance(min(step * self.stride, last))
-        self._left_at = self._counts()
-
-    def load_state_dict(self, state: Any) -> None:
-        super().load_state_dict(state)
-        self._left_at = self._counts()
-
-    def _counts(self) -> list[Any]:
-        several = [self.scheduler, *getattr(self.scheduler, "_schedulers", [])]
-        return [getattr(one, "last_epoch", None) for one in several]
 
 
 def disk(given: DiskConfig | int | None, *, resumes: bool) -> DiskConfig:

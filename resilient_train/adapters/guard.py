@@ -131,7 +131,7 @@ class Guard(guard.EngineGuard):
         samples.beat = beat  # a resume may have to read an epoch
         seeds = RecordedStates(device) if samples.is_fed else Seeds(seed, world.rank, device)
         more = {"recovery": recovery, "checks": checks, "clip": clip, "batch_size": batch_size, "seed": seed}
-        self._settings = arguments.settings(optimizers, **more)
+        self._settings = arguments.settings(optimizers[0], **more)
         disk = arguments.disk(disk, resumes=run_dir is not None and resume is True and not samples.is_fed)
         checks, policy = arguments.checks(checks, expect), arguments.policy(recovery)
         state = RunState(bare, optimizers, rates, samples, clock, device=device, scaler=scaler)
@@ -193,7 +193,7 @@ class Guard(guard.EngineGuard):
             self.is_looping = False  # a loop of the caller iterates over this now
             self._handled = sys.exc_info()[1]  # an error that the caller handles with this loop
             waits = synchronous(updater.optimizers) if device.type != "cpu" else []
-            self._cautions = [*loops.cautions(samples, waits, has_objective=measured is not None)]
+            loops.log_cautions(samples, waits, has_objective=measured is not None)
             self._loop_clips = LoopClipCheck()
             self._sees_clips = is_own_loop and world.is_main and measured is None and not samples.is_fed
         except BaseException:
@@ -389,8 +389,6 @@ class Guard(guard.EngineGuard):
     def _start(self) -> None:
         """Resume, if that is asked for, and verify the first state."""
         self._handled = sys.exc_info()[1]
-        for line in self._cautions if not self._has_begun else ():
-            log.info("%s", line)
         if self._owes_resume and self.resume():
             log.info("resumed from step %d", self.clock.step)
         if not self._has_begun:

@@ -54,12 +54,6 @@ class Fit(Follower):
         self._output: dict[str, Any] | None = None  # of the last batch of the newest update, if it was retried
         self._examined = -1  # updates until the newest examination
         self._metrics: list[Metric] = []
-        self._wrap()
-
-    # Beginning and end.
-
-    def _wrap(self) -> None:
-        trainer, fit_loop = self._trainer, self._trainer.fit_loop
         self._replace(self._inner, "run", self._in_training(self._run))
         self._replace(self._strategy, "backward", self._in_training(self._backward))
         self._replace(self._plugin, "optimizer_step", self._in_training(self._step))
@@ -68,8 +62,10 @@ class Fit(Follower):
         self._replace(self._module, "log", self._log)
         self._replace(self._loop.val_loop, "run", self._validate)
         self._replace(trainer, "save_checkpoint", self._save)
-        self._replace(fit_loop, "on_run_end", self._end)
-        self._replace(fit_loop, "_load_combined_loader_states", self._number_rows)
+        self._replace(trainer.fit_loop, "on_run_end", self._end)
+        self._replace(trainer.fit_loop, "_load_combined_loader_states", self._number_rows)
+
+    # Beginning and end.
 
     def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
         """Let `method` take the place of one of an instance, which it gets as its first argument."""
@@ -97,11 +93,10 @@ class Fit(Follower):
             raise ValueError("Guarded: training_step(dataloader_iter) is not supported yet: take a batch")
         if not optimizers:
             raise ValueError("Guarded: configure_optimizers returned no optimizer: there is nothing to guard")
-        averaging = [one for one in trainer.callbacks if getattr(one, "_average_model", None) is not None]
-        for one in averaging:
+        for one in trainer.callbacks:
             if isinstance(one, StochasticWeightAveraging):  # it takes the weights at the start of an epoch
                 self._replace(one, "on_train_epoch_start", self._average_epoch)
-            else:
+            elif getattr(one, "_average_model", None) is not None:
                 self._averages.append(Average(one, trainer, self._module))
         if (collate := self._collate) is not None:
             self._collate = lambda rows: self._transferred(collate(rows))

@@ -51,14 +51,14 @@ def close_older(directory: Path) -> bool:
     return True
 
 
-def cautions(samples: Samples, waits: Iterable[str], *, has_objective: bool) -> Iterator[str]:
+def log_cautions(samples: Samples, waits: Iterable[str], *, has_objective: bool) -> None:
     """Say what is missing in a loop. `waits` are optimizers that the gate has to wait for."""
     if isinstance(samples, LoaderSamples) and not samples.rows:
-        yield "data: bad rows have no names here: the update that has them is skipped"
+        log.info("data: bad rows have no names here: the update that has them is skipped")
     if waiting := " and ".join(waits):
-        yield f"{waiting}: not fused, so each step waits for the device; use fused=True if it is available"
+        log.info("%s: not fused, so each step waits for the device; use fused=True if it is available", waiting)
     if not has_objective:
-        yield "lines of code cannot be named without objective=: what guard.update takes cannot be replayed"
+        log.info("lines of code cannot be named without objective=: what guard.update takes cannot be replayed")
 
 
 def log_to_stderr(world: World) -> None:

@@ -70,9 +70,6 @@ class _NumberedRows:
         """Change the data set: a callback may do so through its loader."""
         setattr(self.dataset, name, value) if name != "dataset" else super().__setattr__(name, value)
 
-    def __delattr__(self, name: str) -> None:
-        delattr(self.dataset, name)
-
 
 class _NumberedCollate:
     def __init__(self, collate: Callable[[list[Any]], Any], count: int) -> None:

@@ -24,21 +24,15 @@ def clip(
     max_norm: float | None = None,
     max_value: float | None = None,
     over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    note: Callable[[torch.Tensor], None] | None = None,
+    each: list[torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Clip the gradients in place, by norm and then by value. Returns the norm from before.
 
-    `over_ranks` sums over the ranks where gradients are sharded; where they are not, `note` is called with the norms of
-    the single ones.
+    `over_ranks` sums over the ranks where gradients are sharded; where they are not, and are alike, a tensor with the
+    norms of the single ones is added to `each`.
     """
-    grads: list[torch.Tensor] = []
-    for weight in weights:
-        if (grad := weight.grad) is not None:
-            if grad.is_sparse:
-                weight.grad = grad = grad.coalesce()  # adds up rows that occur twice
-                grad = grad._values()  # shared: the public method copies
-            grads.append(grad)
-    is_plain, norm = _is_plain(grads), _norm(grads, over_ranks, note)
+    grads = _gradients(weights)
+    is_plain, norm = _is_plain(grads), _norm(grads, over_ranks, each)
     if over_ranks is not None:
         grads = [local_part(grad) for grad in grads]
     if max_norm is not None:
@@ -46,8 +40,7 @@ def clip(
         if is_plain and factor.dtype is grads[0].dtype:
             torch._foreach_mul_(grads, factor)
         else:
-            for grad in grads:
-                grad.mul_(factor.to(grad.device))
+            _scale(grads, factor)
     if max_value is not None and grads:
         torch._foreach_clamp_min_(grads, -max_value)
         torch._foreach_clamp_max_(grads, max_value)
@@ -61,10 +54,7 @@ def clip_further(
     if limit is None or limit == max_norm:
         return
     clipped = norm if max_norm is None else norm.clamp(max=max_norm)
-    factor = (limit / (clipped + 1e-6)).clamp_(max=1.0)
-    for weight in weights:
-        if weight.grad is not None:
-            weight.grad.mul_(factor.to(weight.grad.device))
+    _scale(_gradients(weights), (limit / (clipped + 1e-6)).clamp_(max=1.0))
 
 
 def norm_limit(configured: float | None, tightened: float, usual: float | None, most: float) -> float | None:
@@ -90,11 +80,26 @@ def clip_to_share(
     weights = [weight for group in trained for weight in group["params"] if weight.grad is not None]
     if not weights:
         return
-    grads = [weight.grad._values() if weight.grad.is_sparse else weight.grad for weight in weights]
+    grads = _gradients(weights)
     norm, of_weights = _norm(grads, over_ranks), _norm([weight.detach() for weight in weights], over_ranks)
     of_weights = of_weights.float().clamp(min=_SMALL_WEIGHT * math.sqrt(sum(one.numel() for one in weights)))
     pace = max(group["lr"] / (1 - min(group.get("momentum", 0.0), _MOST_MOMENTUM)) for group in trained)
-    factor = (share * of_weights / (pace * norm.float() + 1e-30)).clamp(max=1.0)
+    _scale(grads, (share * of_weights / (pace * norm.float() + 1e-30)).clamp(max=1.0))
+
+
+def _gradients(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the gradients: of sparse ones the values, after rows that occur twice were added up."""
+    grads: list[torch.Tensor] = []
+    for weight in weights:
+        if (grad := weight.grad) is not None:
+            if grad.is_sparse:
+                weight.grad = grad = grad.coalesce()
+                grad = grad._values()  # shared: the public method copies
+            grads.append(grad)
+    return grads
+
+
+def _scale(grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     for grad in grads:
         local_part(grad).mul_(factor.to(grad.device))
 
@@ -102,11 +107,11 @@ def clip_to_share(
 def _norm(
     tensors: list[torch.Tensor],
     over_ranks: Callable[[torch.Tensor], torch.Tensor] | None,
-    note: Callable[[torch.Tensor], None] | None = None,
+    each: list[torch.Tensor] | None = None,
 ) -> torch.Tensor:
     if over_ranks is not None:
         return norm_over_ranks(tensors, over_ranks)
-    return total_norm(tensors, note) if _is_plain(tensors) else get_total_norm(tensors)
+    return _total_norm(tensors, each) if _is_plain(tensors) else get_total_norm(tensors)
 
 
 def _is_plain(tensors: Sequence[torch.Tensor]) -> bool:
@@ -117,7 +122,7 @@ def _is_plain(tensors: Sequence[torch.Tensor]) -> bool:
     )
 
 
-def total_norm(grads: list[torch.Tensor], note: Callable[[torch.Tensor], None] | None = None) -> torch.Tensor:
+def _total_norm(grads: list[torch.Tensor], each: list[torch.Tensor] | None) -> torch.Tensor:
     """Return the norm of dense gradients of one type on one device. Torch's function would sort them at the same cost.
 
     It is infinite where a gradient is. On a GPU it is finite where only a square is too large for float32: doubles cost
@@ -131,8 +136,8 @@ def total_norm(grads: list[torch.Tensor], note: Callable[[torch.Tensor], None] |
         doubles = None if first.device.type == "mps" else torch.float64
         norms = torch.stack(torch._foreach_norm(grads, 2, dtype=doubles))
         total = torch.linalg.vector_norm(norms)
-    if note is not None:
-        note(norms)
+    if each is not None:
+        each.append(norms)
     return total.to(torch.float32 if first.dtype in _COARSE else first.dtype)
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+
+from resilient_train.errors import TrainError
 
 _MOST_CHANGES = 1000  # of the rate by the loop: of more, every other one of the older half is forgotten
 
@@ -124,16 +127,20 @@ class ShadowSchedule(Schedule):
     sets the rate there; on a shadow they see nothing but themselves.
     """
 
-    def __init__(self, optimizer: Optimizer, build: Callable[[Optimizer], LRScheduler], warmup_steps: int) -> None:
+    def __init__(
+        self, optimizer: Optimizer, build: Callable[[Optimizer], LRScheduler], warmup_steps: int, stride: int = 1
+    ) -> None:
+        """`stride` is how often it is stepped for an update: Accelerate's are, once for each process."""
         self.shadow = _Shadow(optimizer)
         self._original = copy.deepcopy(self._groups())
         self.scheduler = build(self.shadow)
-        self.warmup_steps = warmup_steps
+        self.warmup_steps, self._stride = warmup_steps, stride
         self._advanced = 0  # how often the scheduler was stepped
+        self._left_at: list[Any] | None = None  # counts of the scheduler when this had stepped it
         self._moving = {"lr"}  # the settings that it changes: one that returns to where it began does so in the groups
 
     @classmethod
-    def of(cls, scheduler: LRScheduler, optimizer: Optimizer) -> Self:
+    def of(cls, scheduler: LRScheduler, optimizer: Optimizer, stride: int = 1) -> Self:
         """Move a scheduler that was made for `optimizer` to a shadow of it."""
 
         def moved(shadow: Optimizer) -> LRScheduler:
@@ -141,16 +148,22 @@ class ShadowSchedule(Schedule):
                 one.optimizer = shadow
             return scheduler
 
-        return cls(optimizer, moved, warmup_steps=0)
+        return cls(optimizer, moved, 0, stride)
 
     def add_group(self, group: dict[str, Any]) -> None:
         self.shadow.add_param_group(_shadowed(group))
         self._original.append(copy.deepcopy(self._groups()[-1]))
 
     def advance(self, step: int) -> None:
-        while self._advanced < step - self.warmup_steps:
+        if self._left_at not in (None, self._counts()):
+            why = "remove scheduler.step(), the guard does it when an update is accepted"
+            raise TrainError(f"the loop stepped the scheduler itself: {why}")
+        # With several processes no farther than a one-cycle schedule was made for: it would raise.
+        last = getattr(self.scheduler, "total_steps", sys.maxsize) if self._stride > 1 else sys.maxsize
+        while self._advanced < min((step - self.warmup_steps) * self._stride, last):
             self.scheduler.step()
             self._advanced += 1
+        self._left_at = self._counts()
 
     def settings(self, step: int) -> Sequence[dict[str, Any]]:
         """Return the rate of each group, and what else the scheduler has changed."""
@@ -175,6 +188,10 @@ class ShadowSchedule(Schedule):
         for group, saved in zip(self.shadow.param_groups, groups, strict=True):
             group.update(copy.deepcopy(saved))
         self._advanced = state["advanced"]
+        self._left_at = self._counts()
+
+    def _counts(self) -> list[Any]:
+        return [getattr(one, "last_epoch", None) for one in _with_chained(self.scheduler)]
 
     def _groups(self) -> list[dict[str, Any]]:
         return [{key: value for key, value in group.items() if key != "params"} for group in self.shadow.param_groups]

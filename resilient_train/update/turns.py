@@ -8,7 +8,6 @@ loss is refused, all of them are restored.
 from __future__ import annotations
 
 import functools
-import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
@@ -16,7 +15,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from resilient_train.errors import TrainError, named_type
@@ -70,16 +68,6 @@ class DirectStepCheck:
         # A scheduler of torch's that is made later would wrap a step of its class, to set that mark, and fails on this.
         watched._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         return watched
-
-
-def warn_of_scalers(ours: GradScaler | None) -> None:
-    """Warn if a loss scaler is in use that the guard does not know. Visits all objects of the process: call it once."""
-    found = (one for one in gc.get_objects() if issubclass(type(one), GradScaler) and one is not ours)
-    if any(one.is_enabled() and one._scale is not None for one in found):
-        log.warning(
-            "a GradScaler of the program is in use: if it scales this loop's loss, the guard sees gradients many times "
-            "too large; give it as Guard(scaler=...), or use the one of Accelerator(mixed_precision='fp16')"
-        )
 
 
 _HOW = "for losses that are stepped in turn, as in a GAN, call guard.update(loss, optimizer=...) for each optimizer"

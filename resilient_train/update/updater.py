@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -54,13 +54,6 @@ class Attempt:
     def rows_by_rank(self) -> list[list[float]]:
         """Return what each rank measured. The host waits for the device."""
         return [] if self.by_rank is None else self.by_rank.tolist()
-
-
-class _SetRates(NamedTuple):
-    settings: Settings
-    before: Settings  # the settings of the groups before it
-    lr_ratio: float  # to the configured rate, in the group where that is highest
-    asked_ratio: float  # without the limit of the knobs
 
 
 class Updater:
@@ -134,13 +127,12 @@ class Updater:
         weights = self.weights if one is None else turns.weights
         max_norm = norm_limit(self.clipping.max_norm, knobs.clip, self.usual_norm, knobs.norm)
         if not self.trainer_clips:
-
-            def note(norms: torch.Tensor) -> None:
-                names = [self._names.get(id(one), "?") for one in weights if one.grad is not None]
-                self._norms.append((names, norms))
-
+            each = list[torch.Tensor]()
             max_value = None if self.clipping.max_value is None else self.clipping.max_value * knobs.clip
-            grad_norm = clip(weights, max_norm, max_value, self._over_ranks, note)
+            grad_norm = clip(weights, max_norm, max_value, self._over_ranks, each)
+            for of_each in each:
+                names = [self._names.get(id(weight), "?") for weight in weights if weight.grad is not None]
+                self._norms.append((names, of_each))
         else:
             if (norm := self.trainers_norm) is None:
                 norm = clip(weights, over_ranks=self._over_ranks)
@@ -152,17 +144,17 @@ class Updater:
             clip_further(weights, norm, self.clipping.max_norm, max_norm)
             grad_norm = norm
         rate_factor = rates[0] * rates[1]
-        set_rates = self._set(step, knobs.lr * rate_factor, knobs)
+        settings, before, ratio, asked_ratio = self._set(step, knobs.lr * rate_factor, knobs)
         if knobs.share:
             # At a lower rate, by a remedy or by the schedule, updates are shorter, too; 0: not known on the host.
-            share = knobs.share * min(1.0, set_rates.lr_ratio or knobs.lr)
+            share = knobs.share * min(1.0, ratio or knobs.lr)
             clip_to_share(self._groups() if one is None else one.param_groups, share, self._over_ranks)
         grad_norm = grad_norm if grad_norm.dtype is torch.float32 else grad_norm.float()
         if not self.agreement.is_alone:
-            digest ^= _digest_of_rates(set_rates.settings)
+            digest ^= _digest_of_rates(settings)
         if one is not None:
             loss, grad_norm = turns.add(loss, grad_norm)
-            turns.save(self._groups(), set_rates.before)
+            turns.save(self._groups(), before)
         measured, by_rank = self.agreement.reduce(torch.stack([loss, grad_norm, *scale]), digest)
         scaled = None
         if self._own_rates:
@@ -173,7 +165,7 @@ class Updater:
         trains_more = is_end and self._has_new_weights
         self._has_new_weights &= not is_end
         numbers = self.gate.step(measured, one, is_whole=turns.is_last_step, scaled=scaled)
-        self.note_rates(set_rates.settings)
+        self.note_rates(settings)
         if self.scaler is not None and turns.is_complete:
             self.scaler.update()
         norms = self._norms
@@ -186,10 +178,10 @@ class Updater:
             measured=measured,
             by_rank=by_rank,
             numbers=numbers,
-            settings=turns.fastest(set_rates.settings) if turns.is_open_ended else set_rates.settings,
-            before=set_rates.before if one is None else turns.before,
-            is_limited=set_rates.lr_ratio < set_rates.asked_ratio,
-            lr_ratio=set_rates.lr_ratio / rates[0],
+            settings=turns.fastest(settings) if turns.is_open_ended else settings,
+            before=before if one is None else turns.before,
+            is_limited=ratio < asked_ratio,
+            lr_ratio=ratio / rates[0],
             trains_more=trains_more,
             max_norm=max_norm,
             has_share=knobs.share > 0,
@@ -260,8 +252,12 @@ class Updater:
                 self._own_rates.add(id(group["params"]))
             group[LR_OF_GUARD] = group["lr"]
 
-    def _set(self, step: int, factor: float, knobs: KnobValues) -> _SetRates:
-        """Derive the settings of all groups from the configured ones, and set them; `factor` is that of the rates."""
+    def _set(self, step: int, factor: float, knobs: KnobValues) -> tuple[Settings, Settings, float, float]:
+        """Derive the settings of all groups from the configured ones, and set them; `factor` is that of the rates.
+
+        Returns them, those before, and the ratio to the configured rate in the group where that is highest, as set and
+        as asked for without the limit of the knobs.
+        """
         self._take_over_rates(step)
         settings, before, paces = [], [], [(0.0, 0.0)]
         planned = [setting for schedule in self.schedules for setting in schedule.settings(step)]
@@ -287,7 +283,8 @@ class Updater:
             settings.append(setting)
             before.append(old)
             paces.append((allowed, asked))
-        return _SetRates(settings, before, *map(max, zip(*paces, strict=True)))
+        ratio, asked_ratio = map(max, zip(*paces, strict=True))
+        return settings, before, ratio, asked_ratio
 
     def _take_over_rates(self, step: int) -> None:
         """Follow a loop that gave no schedule and sets a rate itself, later in the run: it may be at night.
