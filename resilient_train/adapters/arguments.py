@@ -136,7 +136,6 @@ class PlacedAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no
 
 
 def world(accelerator: Any) -> World:
-    """Return the processes that the caller's Accelerator has joined."""
     if (engine := str(accelerator.distributed_type.value)) in _ENGINES:
         raise ValueError(f"accelerator: {_ENGINES[engine]}")
     if engine == "FSDP" and getattr(accelerator.state.fsdp_plugin, "fsdp_version", 1) == 1:
@@ -193,7 +192,6 @@ def own_weights(model: nn.Module) -> frozenset[str] | None:
 
 
 def objective(given: Any) -> Measured | None:
-    """Convert a callable `(model, batch) -> loss`; None if the loop computes the loss."""
     if given is None or isinstance(given, Measured):
         return given
     if not callable(given):
@@ -223,7 +221,7 @@ def optimizers(given: Any, model: nn.Module) -> list[Optimizer]:
 
 
 def settings(optimizer: Optimizer, **more: Any) -> dict[str, Any]:
-    """Return what a person compares loops by: the plain ones of the settings."""
+    """Return the plain ones of a loop's settings, which a person compares loops by."""
     group = optimizer.param_groups[0]
     rate = group.get("initial_lr", group["lr"])
     every = {"optimizer": type(optimizer).__name__, "lr": None if rate is None else float(rate), **more}
@@ -232,7 +230,6 @@ def settings(optimizer: Optimizer, **more: Any) -> dict[str, Any]:
 
 
 def batch_size(given: int | None, data: Any, world: World) -> int:
-    """Return the number of rows in a batch; loaders have their own."""
     own = None
     if is_loader(data):
         over_all = getattr(data, "total_batch_size", None)  # of a loader that Accelerate has prepared
@@ -247,7 +244,6 @@ def batch_size(given: int | None, data: Any, world: World) -> int:
 
 
 def is_loader(data: Any) -> bool:
-    """Say whether these are the batches of a loader rather than the rows of a data set."""
     if hasattr(data, "next_update"):
         return False
     return isinstance(data, DataLoader) or not (hasattr(data, "__getitem__") or hasattr(data, "state_dict"))
@@ -262,7 +258,6 @@ def samples(
     num_workers: int,
     collate: Collate | None,
 ) -> Samples:
-    """Convert a data set, a loader or a function that draws batches."""
     if hasattr(given, "next_update"):
         return given  # type: ignore[no-any-return]
     is_iterable = isinstance(given, Iterable) or inspect.isgeneratorfunction(given) or not is_loader(given)
@@ -291,7 +286,6 @@ def _drawn(function: Callable[[], Any]) -> Iterator[Any]:
 
 
 def steps_per_epoch(samples: Samples) -> int:
-    """Return how many updates it takes to see all the data once."""
     counts_batches = isinstance(samples, LoaderSamples) and not isinstance(samples, IterableSamples)
     counted: Any = getattr(samples, "loader", getattr(samples, "dataset", ()))
     try:
@@ -341,10 +335,7 @@ def _schedule(given: Any, optimizer: Optimizer) -> Schedule:
 
 
 def disk(given: DiskConfig | int | None, *, resumes: bool) -> DiskConfig:
-    """Convert a number of updates between two checkpoints; with None or 0 there is one at the end.
-
-    A loop that `resumes` from its own has to say how often they are written: a kill would begin it again at step 0.
-    """
+    """A run that resumes has to say how often its state is written: a kill would begin it again at step 0."""
     if given is None and resumes:
         raise unusable("resume", "needs disk=, such as disk=200: a checkpoint every 200 updates (0: only at the end)")
     made = given if isinstance(given, DiskConfig) else DiskConfig(every=given or 0)
@@ -360,10 +351,7 @@ def quarantine(
     world: World,
     is_own_loop: bool,
 ) -> Quarantine:
-    """Read the rows that the run has in quarantine, add those of another list, and leave them out of the data.
-
-    Raises ConfigError if the data set changed since the run began, unless `data_changed` accepts that.
-    """
+    """Leave out the rows in quarantine, and those of another list. Raises ConfigError if the data set changed."""
     keys = ("quarantine", "data_changed") if is_own_loop else ("data.quarantine", "run.data_changed")
     if data_changed not in ("refuse", "accept"):
         raise ConfigError(keys[1], data_changed, "is not refuse or accept")
@@ -397,7 +385,6 @@ def quarantine(
 
 
 def policy(given: Policy | Mapping[str, Any] | str | Path) -> Policy:
-    """Convert the tree of a policy, the name of one in the package, or a YAML file."""
     if isinstance(given, Policy):
         return given
     return policies.parse(given) if isinstance(given, Mapping) else policies.named(str(given))

@@ -86,7 +86,6 @@ class Follower(ABC):
         self._collate: Callable[[list[Any]], Any] | None = None
 
     def number_rows(self, loader: Any) -> None:
-        """Let the batches of the trainer's loader carry the indices of their rows, if they have any."""
         if (numbered := number_rows(loader)) is not None:
             self._dataset, self._collate = numbered
             self._loaders.append(loader)
@@ -152,7 +151,7 @@ class Follower(ABC):
 
     @abstractmethod
     def _retry(self, batch: Any, number: int, fed: Fed) -> torch.Tensor:
-        """Run forward and backward of a micro-batch that a rewind has undone, which is its number in its update."""
+        """Run forward and backward of a micro-batch that a rewind has undone."""
 
     @abstractmethod
     def _loss_of(self, model: Any, batch: Any, fed: Fed) -> torch.Tensor:
@@ -165,10 +164,7 @@ class Follower(ABC):
     # What the trainer's calls become.
 
     def feed(self, batches: list[Any], rows: Sequence[Sequence[int]] = ()) -> Fed:
-        """Take the micro-batches of the next update, or the first of them.
-
-        If the trainer has made no step with those before, such as the last ones of an epoch, these belong to them.
-        """
+        """Take the micro-batches of the next update, or more of one for which the trainer has made no step yet."""
         if self._is_open:
             self.samples.cut(self.fed, self.taken)  # a callback may have ended the epoch
             for number, batch in enumerate(batches):
@@ -183,7 +179,6 @@ class Follower(ABC):
         return self.fed
 
     def next_batch(self) -> Any:
-        """Begin the forward of a micro-batch, which this returns."""
         self.taken += 1
         if self.is_left_out:
             return (self.fed.batches or [])[self.taken - 1]
@@ -256,10 +251,7 @@ class Follower(ABC):
         return result
 
     def leave_out(self) -> None:
-        """Leave out the newest update, for which the trainer makes no step: its buffers stay, as without the guard.
-
-        They are restored if they are not finite now. The host waits for the device.
-        """
+        """Leave out the newest update: its buffers stay if they are finite, for which the host waits for the device."""
         self._is_open, backups = False, self.guard._backups
         forward = backups.take()
         self.guard._put_back_batch()
@@ -280,7 +272,6 @@ class Follower(ABC):
         self._return_to(place)
 
     def close(self) -> None:
-        """End the loop: its last state was examined, or an error ended it."""
         if not self.is_following:
             return
         self.is_following = False
@@ -294,7 +285,6 @@ class Follower(ABC):
     # The trainer's checkpoints.
 
     def saved(self, path: Path) -> None:
-        """Note a checkpoint of the trainer, in case that its state turns out to be bad."""
         self._saved.append((self.guard.clock.step, path))
 
     def _rename_damaged(self) -> int | None:

@@ -320,7 +320,6 @@ class Guard(guard.EngineGuard):
     # For the command.
 
     def stop_now(self) -> None:
-        """End the loop before its next update."""
         self.stopped = True
 
     def let_go(self) -> None:
@@ -333,10 +332,7 @@ class Guard(guard.EngineGuard):
         self._keeper.progress.close()
 
     def report(self) -> Report | None:
-        """Collect the numbers of the newest update with a verdict; None if they were reported already.
-
-        Waits for the device, and for the other ranks: all of them have to call it.
-        """
+        """Return the numbers of the newest update; None if they were reported. All ranks call it, and wait."""
         factors = {name: getattr(self._controls.knobs.values, name) for name in ("lr", "clip", "eps")}
         read = partial(mean_over_ranks, self.world, self.metrics)
         return self.reporter.report(self.newest, read, self.samples.slicing.samples, factors)
@@ -351,10 +347,7 @@ class Guard(guard.EngineGuard):
         self._recovery.process_ends()
 
     def leave_newest(self) -> tuple[int, Path | None]:
-        """Write the newest verified state without waiting for the loop, from another thread.
-
-        Returns the step that the run resumes from, and the path of its state; None if that is not the newest verified.
-        """
+        """Write the newest verified state, from another thread; a path of None: the step is that of an older one."""
         left = self._keeper.save_newest()
         self._recovery.note_saves()
         return left
@@ -387,7 +380,6 @@ class Guard(guard.EngineGuard):
             self.is_looping = False
 
     def _start(self) -> None:
-        """Resume, if that is asked for, and verify the first state."""
         self._handled = sys.exc_info()[1]
         if self._owes_resume and self.resume():
             log.info("resumed from step %d", self.clock.step)

@@ -92,7 +92,6 @@ class Guarding(Follower):
         self.evaluated = dict[int | None, int]()  # by the trainer's steps: the accepted updates at each evaluation
 
     def begin(self) -> None:
-        """Make the guard when everything is prepared, before the first batch."""
         trainer, args, accelerator = self.trainer, self.trainer.args, self.trainer.accelerator
         options = {"seed": args.seed, **self.options}
         if self._resumes_from is not None and (note := self._resumes_from / _NOTE).exists():
@@ -146,7 +145,6 @@ class Guarding(Follower):
     # One update.
 
     def _step(self, closure: Any = None) -> None:
-        """Take the place of the optimizer's step."""
         place, norm = self._place(), self.norm
         if (loss := self.land()) is not None:
             is_made = self.was_made(loss)
@@ -158,10 +156,7 @@ class Guarding(Follower):
     _step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # another mark that they look for
 
     def _log_as_made(self, retried: torch.Tensor | None, norm: torch.Tensor | None) -> None:
-        """Let the trainer log the loss and the norm of an update that was retried; `norm` is what it has measured.
-
-        In the place of an update that was left out it logs the one before.
-        """
+        """Let the trainer log an update as it was retried, or the one before where it was left out."""
         trainer, before = self.trainer, self.loss_before
         assert before is not None
         if retried is None:
@@ -214,7 +209,6 @@ class Guarding(Follower):
         return loss
 
     def _noted(self) -> dict[str, Any]:
-        """Copy what TRL's trainers count."""
         return {name: _copied(vars(self.trainer)[name]) for name in _NOTED if name in vars(self.trainer)}
 
     def _place(self) -> _Place:
@@ -283,7 +277,6 @@ class _Guarded(_Trainer):  # type: ignore[misc]
         return batches, items
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Run forward and backward of a micro-batch, in the trainer's own way."""
         here = self._resilient
         if not here.is_following or here.is_replay:
             return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]

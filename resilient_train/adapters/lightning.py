@@ -77,7 +77,6 @@ class Guarded(Callback):  # type: ignore[misc]  # mypy skips Lightning
 
 
 def refuse(trainer: Any, module: Any) -> None:
-    """Raise if this trainer cannot be guarded."""
     is_ours = isinstance(trainer, Trainer)  # not of the package pytorch_lightning, whose classes are others
     if not is_ours:
         raise TypeError(f"Guarded: expected a lightning.pytorch.Trainer, got one of {type(trainer).__module__}")

@@ -83,10 +83,7 @@ class Fit(Follower):
         return replaced
 
     def begin(self, options: dict[str, Any], made: int | None) -> None:
-        """Make the guard: the model is on its device, and optimizers and loader are made.
-
-        A checkpoint from which the trainer resumes says how many updates were `made`; None if there is none.
-        """
+        """Make the guard. `made` updates were complete in the checkpoint that is resumed; None if it does not say."""
         trainer, optimizers = self._trainer, self._trainer.optimizers
         self._metrics = [metric for metric in self._module.modules() if isinstance(metric, Metric)]
         if isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
@@ -145,7 +142,6 @@ class Fit(Follower):
     # Batches.
 
     def _number_rows(self, plain: Callable[[], None]) -> None:
-        """Let the batches of the one loader carry the indices of their rows, before it is iterated."""
         combined = self._trainer.fit_loop._combined_loader
         is_alone = len(combined.flattened) == 1 and combined.iterables is combined.flattened[0]
         if is_alone and not self._trainer.reload_dataloaders_every_n_epochs:
@@ -167,7 +163,6 @@ class Fit(Follower):
     # One update.
 
     def _run(self, plain: Callable[..., Any], *given: Any) -> Any:
-        """Run a micro-batch; the last one of an update with the optimizer's step."""
         optimizer, index, kwargs = given
         if self._is_open and index % self._trainer.accumulate_grad_batches == 0:
             self.leave_out()  # the rest of its epoch was skipped
@@ -177,7 +172,6 @@ class Fit(Follower):
         return output if self._output is None else self._output
 
     def _fed(self, index: int, kwargs: Any) -> Any:
-        """Take a batch that the trainer has fetched; return what `training_step` gets."""
         batch, rows = self.samples.healthy(kwargs["batch"], self._rows)
         is_first = not self._is_open
         fed = self.feed([batch], [rows] if rows else [])
@@ -197,7 +191,6 @@ class Fit(Follower):
         return result
 
     def _step(self, plain: Any, optimizer: Any, model: Any, closure: Callable[[], Any], **more: Any) -> Any:
-        """Take the place of the optimizer's step."""
         self.norm = None
         result = self._plugin._wrap_closure(model, optimizer, closure)
         if self._has_gradients:
@@ -207,7 +200,6 @@ class Fit(Follower):
         return result
 
     def _end_update(self) -> None:
-        """Land the newest update, or treat it."""
         place = self._place()
         if (loss := self.land()) is not None:
             self._return_to(place)
@@ -332,7 +324,6 @@ class Fit(Follower):
         return plain()
 
     def _save(self, plain: Callable[..., None], filepath: Any, *given: Any, **more: Any) -> None:
-        """Examine the state before it is saved, and note the file, in case that its state turns out to be bad."""
         self.examine()
         plain(filepath, *given, **more)
         if self.is_following:

@@ -47,7 +47,6 @@ class ManualFit(Fit):
     # One update.
 
     def _run(self, plain: Callable[..., Any], *given: Any) -> Any:
-        """Run `training_step`, and end the update if it has stepped an optimizer."""
         self._sum = self._sum if self._is_open else None
         kwargs, self._has_stepped = self._fed(self._loop.batch_idx, *given), False
         loss, output = self._called(plain, kwargs)
@@ -76,7 +75,6 @@ class ManualFit(Fit):
         return result
 
     def _step(self, plain: Any, optimizer: Any, model: Any, closure: Callable[[], Any], **more: Any) -> Any:
-        """Take the place of the step of one optimizer."""
         if (replayed := self._replayed) is not None:
             result, replayed.has_stepped = closure(), True
             for weight in (one for group in optimizer.param_groups for one in group["params"] if one.grad is not None):
@@ -102,7 +100,6 @@ class ManualFit(Fit):
             self._put_back(settings)
 
     def _landed(self, fed: Fed, loss: torch.Tensor) -> bool:
-        """End the update, whose steps were made."""
         if self.guard.end_turn():
             return self.guard.settle()
         self.guard._put_back_batch()  # no optimizer had a gradient

@@ -33,10 +33,7 @@ class Epoch:
 
 
 def close_older(directory: Path) -> bool:
-    """Close the guard of this process that has a run directory, unless its loop runs: a notebook runs a cell again.
-
-    False: there is none, or it runs, or an error has left the loop, whose traceback keeps it.
-    """
+    """Close the guard of a directory, where a cell is run again. False: its loop runs, or an error has left it."""
     if directory not in holders:
         return False
     reporter, guard = holders[directory][0], holders[directory][1]()

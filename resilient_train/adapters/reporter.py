@@ -74,10 +74,7 @@ class Place:
 
 
 def place(run_dir: str | Path | None, world: World, resumes: bool, tracking: Any, disk: DiskConfig) -> Place:
-    """Begin a journal in a run directory: the named one, or a sibling if that holds a run already.
-
-    With `resumes` it is the named one in any case. No other process may be at work in it.
-    """
+    """Begin a journal in the named directory, or in a sibling if it holds a run that is not to be resumed."""
     if run_dir is None:
         for name, is_given in (("resume", resumes), ("tracking", tracking), ("disk", disk.every)):
             if is_given:
@@ -98,7 +95,6 @@ def place(run_dir: str | Path | None, world: World, resumes: bool, tracking: Any
 
 
 def _tracking(given: str | bool | None, run_dir: Path) -> TrackingConfig | None:
-    """Convert an address of MLflow, or True: the one of the environment, else a database next to the run."""
     if given is None or given is False:
         return None
     if given is not True and not isinstance(given, str):
@@ -139,7 +135,6 @@ def _claim(named: Path, locks: list[DirectoryLock], *, resumes: bool) -> Path:
 
 
 def status_and_code(error: BaseException | None) -> tuple[str, int]:
-    """Return the status and the exit code of a run that ends with this error, or with none."""
     if error is None:
         return "completed", 0
     status = {GaveUp: "gave_up", Stopped: "preempted"}.get(type(error), "failed")
@@ -153,10 +148,7 @@ def verdict_of(
     ends: tuple[float | None, float | None],
     best: Sequence[float] | None = None,
 ) -> str:
-    """Say in a word whether a run is all right; its `ends` are the losses: the first one and the recent one.
-
-    `best` is where the loss was far lower than at the end.
-    """
+    """`ends` are the first and the recent loss; `best` is where it was far lower than at the end."""
     if status != "completed":
         return status
     fared = status_by(incidents, step=steps)
@@ -178,7 +170,6 @@ def write_summary(summary: Summary, run_dir: Path) -> None:
 
 
 def print_review(run_dir: Path) -> None:
-    """Print the review at the end of a run, from its files."""
     if not run_dir.is_dir():
         log.error("the run directory is gone: %s", run_dir)
         return
@@ -250,14 +241,10 @@ class RunReporter:
             self.tracker = tracking.build(self.place.tracking, self.place.directory, home, settings)
 
     def start_lap(self) -> None:
-        """Begin to time the steps that follow."""
         self._lap_started = time.perf_counter()
 
     def _lap(self) -> float:
-        """Return the mean seconds of the updates since the last lap; 0.0 if there were none.
-
-        Between two readings the host runs ahead of a GPU; only at a reading do their clocks agree.
-        """
+        """Return the mean seconds of the updates since the last lap: only there the clocks of host and GPU agree."""
         ticks, began = self.clock.tick - self._lap_tick, self._lap_started
         self._lap_tick = self.clock.tick
         self.start_lap()
@@ -269,10 +256,7 @@ class RunReporter:
     def report(
         self, newest: Vitals | None, read: Callable[[], dict[str, float]], samples: int, knobs: Mapping[str, float]
     ) -> Report | None:
-        """Collect the numbers of the newest update, of `samples` samples; None if they were reported already.
-
-        `read` reads the metrics of the objective.
-        """
+        """Return the numbers of the newest update, of `samples` samples; None if they were reported already."""
         if newest is None or newest.tick == self._reported_tick:
             return None
         self._reported_tick, metrics = newest.tick, read()
@@ -301,7 +285,6 @@ class RunReporter:
     # At the end.
 
     def summary(self, status: str, exit_code: int, seconds: float, digests: tuple[str, str] | None = None) -> Summary:
-        """Return the summary of an end; `digests` are those of the weights and of the whole state."""
         had_incidents = any(one.diagnosis.cause is not Cause.PROCESS for one in self.place.incident_log.incidents)
         losses = self.updates.first_at_most, self.updates.recent_loss
         if self.updates.has_turns or self.checks.is_changed or self.checks.best.has_negative:

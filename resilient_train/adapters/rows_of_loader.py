@@ -18,10 +18,7 @@ from resilient_train.data.sequential import LoaderBatches, LoaderSamples
 
 
 class NumberedBatch:
-    """A batch and the indices of its rows; it passes through pinned memory and to a device as the batch would.
-
-    A callback that takes one from the loader itself can read it as the batch.
-    """
+    """A batch and the indices of its rows, which a callback that takes it from the loader can read as the batch."""
 
     def __init__(self, batch: Any, rows: Sequence[int]) -> None:
         self.batch, self.rows = batch, rows
@@ -107,7 +104,6 @@ def number_rows(loader: Any) -> tuple[Any, Callable[[list[Any]], Any]] | None:
 
 
 def without_numbers(loader: Any) -> None:
-    """Undo `number_rows`."""
     base = getattr(loader, "base_dataloader", loader)
     if isinstance(dataset := getattr(base, "dataset", None), _NumberedRows):
         base.__dict__["dataset"] = dataset.dataset

@@ -58,10 +58,7 @@ def clip_further(
 
 
 def norm_limit(configured: float | None, tightened: float, usual: float | None, most: float) -> float | None:
-    """Return the norm to clip to: a share of what is configured, or of the `usual` one where nothing is.
-
-    `most` is not exceeded in any case; 0: there is none.
-    """
+    """Return the norm to clip to: a share of the configured, else of the `usual` one, and at most `most` if not 0."""
     begins = usual if configured is None and tightened < 1 else configured
     limits = [] if begins is None else [begins * tightened]
     return min([*limits, most] if most else limits, default=None)
@@ -115,7 +112,6 @@ def _norm(
 
 
 def _is_plain(tensors: Sequence[torch.Tensor]) -> bool:
-    """Say whether there are tensors, all dense, of one type and on one device."""
     return bool(tensors) and all(
         type(one) is torch.Tensor and one.dtype is tensors[0].dtype and one.device == tensors[0].device
         for one in tensors
@@ -159,17 +155,13 @@ def norm_over_ranks(grads: list[torch.Tensor], over_ranks: Callable[[torch.Tenso
 
 
 class LoopClipCheck:
-    """Notices in the first updates that the loop clips gradients: several norms are the same round number, none above.
-
-    The gate then never sees a norm that is too large.
-    """
+    """Notices that the loop clips, so that the gate sees no large norm: several are the same round number."""
 
     def __init__(self) -> None:
         self._norms: deque[float] = deque(maxlen=16)
         self._left = 64  # updates to look at
 
     def see(self, norm: float) -> None:
-        """Take the norm of an accepted update, and warn once."""
         if not self._left or not math.isfinite(norm):
             return
         self._left -= 1

@@ -13,10 +13,7 @@ DIGESTS = 2**24  # digests are below this number: float32 represents such intege
 
 
 class Agreement:
-    """The only collective that the checks of an update cost.
-
-    The host reads a result of the same size for any number of ranks. It reads the rows only after an incident.
-    """
+    """The only collective that the checks of an update cost; its rows are read only after an incident."""
 
     def __init__(self, gather: Callable[[torch.Tensor], torch.Tensor | None] | None, device: torch.device) -> None:
         """`gather` collects a vector from every rank; None if there is only one."""
@@ -26,7 +23,6 @@ class Agreement:
         self._stop, self._digest = self._own.unbind()
 
     def ask_to_stop(self) -> None:
-        """Tell all ranks, with the next update, that this one was asked to stop."""
         self._stop.fill_(1.0)
 
     def reduce(self, measured: torch.Tensor, digest: int) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -47,7 +47,6 @@ class Measured:
         return loss, metrics
 
     def for_training(self, model: Any, batch: Any) -> tuple[torch.Tensor, Metrics]:
-        """Call the objective, and require that the loss can be differentiated."""
         loss, metrics = self(model, batch)
         if not loss.requires_grad:
             why = "something between the weights and the loss detaches it (.detach(), .item(), no_grad, argmax)"

@@ -64,8 +64,6 @@ class Schedule:
 
 
 class CurveSchedule(Schedule):
-    """A pure function of the step."""
-
     def __init__(self, rates: Sequence[float | None], curve: Curve, warmup_steps: int) -> None:
         """A rate is None where the optimizer finds its own, as Adafactor does."""
         self.rates, self.curve, self.warmup_steps = list(rates), curve, warmup_steps
@@ -79,10 +77,7 @@ class CurveSchedule(Schedule):
 
 
 class LoopSchedule(Schedule):
-    """The rates that the groups have, and those that the loop sets itself later, by step.
-
-    After a rewind each step has its rate again, although the loop does not repeat what it has done.
-    """
+    """The rates that the loop sets itself, by step: after a rewind each step has its rate again."""
 
     def __init__(self, rates: Sequence[float | None]) -> None:
         self._rates: dict[int, list[float | None]] = {0: list(rates)}  # from that step on, in order
@@ -92,7 +87,6 @@ class LoopSchedule(Schedule):
             rates.append(group["lr"])
 
     def take_over(self, step: int, group: int, rate: Any) -> None:
-        """Note what the loop has set for a group, for the update after `step` and later ones."""
         while next(reversed(self._rates)) > step:
             self._rates.popitem()
         self._rates[step] = [*self._at(step)]

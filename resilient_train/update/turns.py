@@ -36,7 +36,6 @@ class DirectStepCheck:
 
     @contextmanager
     def running(self, who: Literal["loop", "guard"]) -> Iterator[None]:
-        """Note who runs: the loop, with a batch, or the guard."""
         before, self._running = self._running, who
         try:
             yield
@@ -76,7 +75,6 @@ TWO_GUARDS = f"two guards are at work in turn, which would not rewind together: 
 
 
 def why_no_gradient(loss: torch.Tensor, weights: Sequence[torch.Tensor]) -> str:
-    """Say which mistake is likely if a loss was handed over and no weight has a gradient."""
     if not any(one.requires_grad for one in weights):
         return "no weight has a gradient: all that the optimizer trains are frozen (requires_grad=False)"
     graph, left = set[Any](), [loss.grad_fn]
@@ -150,12 +148,11 @@ class Turns:
 
     @property
     def times(self) -> int:
-        """Return how often an optimizer has stepped, the one that did so most often."""
+        """How often the optimizer that stepped most often has stepped."""
         return max((sum(one is two for two in self._taken) for one in self._optimizers), default=0) or 1
 
     @property
     def missing(self) -> str:
-        """Say what the loop has not handed over."""
         if not self._taken:
             return "a batch was not handed back: call guard.step(batch), or guard.update(loss)"
         left = [self._name(one) for one in self._optimizers if not any(one is taken for taken in self._taken)]
@@ -204,7 +201,6 @@ class Turns:
     # The verdict.
 
     def land(self) -> None:
-        """The newest turn was accepted: its copies may be overwritten."""
         self._saved.clear()
 
     def undo(self) -> bool:
@@ -233,10 +229,7 @@ class Turns:
         return torch.autograd._unsafe_preserve_version_counter(kept)  # type: ignore[attr-defined]
 
     def drop(self, backups: Backups) -> None:
-        """Note that the update was undone, which the loop may not know.
-
-        The loop computes the other losses of a turn, and updates what is kept, such as an average of the weights.
-        """
+        """Note that the update was undone; the loop may still compute the other losses, and update what is kept."""
         if self.current is not None or backups.kept:
             self._dropped = backups.take()
 

@@ -205,7 +205,6 @@ class Updater:
                     self._has_new_weights = True
 
     def accept(self, step: int) -> None:
-        """Advance the schedules: `step` updates were accepted."""
         for schedule in self.schedules:
             schedule.advance(step)
 
@@ -367,7 +366,6 @@ class Precision:
         self._is_higher = False
 
     def set(self, *, higher: bool) -> None:
-        """Run the forward in full precision from now on, or as prepared."""
         if self.is_mixed and higher != self._is_higher:
             self._is_higher = higher
             self._model.forward = self._plain if higher else self._prepared
