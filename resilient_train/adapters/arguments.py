@@ -97,7 +97,7 @@ def check_settings(**given: Any) -> None:
 
 
 def accelerator(given: Any, model: Any, accumulate: int = 1, scaler: Any = None) -> Any:
-    """Return the caller's Accelerator; for a loop of plain PyTorch make one, for the device of its model."""
+    """None is a loop of plain PyTorch, on the device of its model."""
     if not isinstance(given, Accelerator | None):
         expected = "expected an accelerate.Accelerator, or None for a loop of plain PyTorch"
         raise TypeError(f"accelerator: {expected}, got {named_type(given)}; {TRAINERS}")
@@ -298,7 +298,7 @@ def steps_per_epoch(samples: Samples) -> int:
 
 
 def schedules(given: Any, optimizers: list[Optimizer]) -> list[Schedule]:
-    """Convert a schedule, or a list with one for each optimizer: None, a function `step -> factor`, or a scheduler."""
+    """`given` is one for all or a list: None, a function `step -> factor`, or a torch scheduler."""
     several = list(given) if isinstance(given, list | tuple) else [given] * len(optimizers)
     if len(several) != len(optimizers):
         raise ValueError(f"schedule: {len(several)} schedules for {len(optimizers)} optimizers")

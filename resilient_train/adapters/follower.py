@@ -45,7 +45,6 @@ OPTIONS = {  # of Guard, where a trainer has the rest
 
 
 def refuse_bad_options(who: str, options: Mapping[str, Any]) -> None:
-    """Raise if these are no options of Guard that a trainer leaves open; data sets are looked at when it begins."""
     if unknown := options.keys() - OPTIONS:
         raise TypeError(f"{who} got an unknown option {min(unknown)!r}; there are {', '.join(sorted(OPTIONS))}")
     arguments.policy(options.get("recovery", "balanced"))
@@ -332,7 +331,6 @@ def run_dir_of(usual: Path, name: str) -> Path:
 
 
 def _rename(path: Path) -> None:
-    """Rename a damaged checkpoint; one of an earlier incident may have the name already."""
     names = (f"unverified{number}-{path.name}" for number in ("", *(f"-{one}" for one in range(2, 100))))
     to = next((path.with_name(name) for name in names if not path.with_name(name).exists()), path)
     try:

@@ -75,8 +75,6 @@ class _Place(NamedTuple):
 
 
 class Guarding(Follower):
-    """What a guarded trainer needs during one call of `train`."""
-
     def __init__(self, trainer: Any, options: dict[str, Any], resumes_from: Any = None) -> None:
         super().__init__()
         self.trainer, self.options = trainer, options

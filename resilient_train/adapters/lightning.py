@@ -28,11 +28,7 @@ class Guarded(Callback):  # type: ignore[misc]  # mypy skips Lightning
     """Makes a Trainer's `fit` refuse, diagnose, rewind and cure."""
 
     def __init__(self, *, run_dir: str | Path | None = None, **options: Any) -> None:
-        """`run_dir` is where incidents are written, by default a folder in the trainer's `default_root_dir`.
-
-        `options` are those of `resilient_train.Guard`: recovery, checks, expect, memory, verify_after,
-        quarantine, data_changed, tracking, drill, seed.
-        """
+        """`options` are those of `Guard` in `follower.OPTIONS`; `run_dir` is usually a folder in `default_root_dir`."""
         refuse_bad_options("Guarded", options)
         self._run_dir, self._options = run_dir, options
         self._fit: Fit | None = None

@@ -28,8 +28,6 @@ class _Replayed:
 
 
 class ManualFit(Fit):
-    """One call of `fit` with manual optimization."""
-
     def __init__(self, trainer: Any, module: Any) -> None:
         self._run_plain = trainer.fit_loop.epoch_loop.manual_optimization.run
         self._sum: torch.Tensor | None = None  # of the losses of the update since its last step
@@ -58,7 +56,7 @@ class ManualFit(Fit):
         return output if self._output is None else self._output
 
     def _called(self, plain: Callable[..., Any], kwargs: Any) -> tuple[torch.Tensor, Any]:
-        """Run `training_step`; return the sum of its losses, and its output."""
+        """Return the sum of the losses of `training_step`, and its output."""
         self._losses = []
         output = plain(kwargs)
         return sum(self._losses, self._zero()), output

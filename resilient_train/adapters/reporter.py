@@ -62,8 +62,6 @@ _unreported: set[RunReporter] = set()  # of loops whose end is not reported yet
 
 @dataclass(frozen=True)
 class Place:
-    """Where a guard writes to."""
-
     incident_log: IncidentLog
     directory: Path | None = None  # None on every rank of a loop without a run directory
     lock: DirectoryLock | None = None  # of rank 0
@@ -193,8 +191,6 @@ def finish_uploads(tracker: Tracker, summary: Summary, run_dir: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The numbers of one update."""
-
     vitals: Vitals
     metrics: Mapping[str, float]  # of the objective
     values: dict[str, float]  # all of them, for a tracker
@@ -345,7 +341,6 @@ class RunReporter:
         self.conclude()
 
     def conclude(self) -> None:
-        """Print the review of the caller's loop, and upload the rest."""
         if self.place.lock is None or self._ending is None or self._is_over:
             return
         self._is_over = True
@@ -401,7 +396,7 @@ class RunReporter:
 
 @atexit.register
 def _at_exit() -> None:
-    """Report loops that ended without a report: the interpreter has an error that was not caught."""
+    """The interpreter has an error that was not caught."""
     error = None if hasattr(sys, "ps1") else getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     for one in list(_unreported):
         try:

@@ -138,7 +138,7 @@ class _Order:
 
 
 class _NumberedLoader(LoaderBatches):
-    """A loader whose batches have numbered rows. It continues at any batch without fetching those before it."""
+    """It continues at any batch without fetching those before it."""
 
     def __init__(self, loader: Any, *more: Any) -> None:
         super().__init__(loader, *more)

@@ -71,7 +71,6 @@ class Gate:
         self.limits = (loss, grad_norm)
 
     def admits(self, loss: float, grad_norm: float, *, is_whole: bool = True) -> bool:
-        """Decide on the host, as the device does."""
         return -math.inf < loss <= (self.limits[0] if is_whole else NO_LIMIT) and grad_norm <= self.limits[1]
 
     @torch.no_grad()

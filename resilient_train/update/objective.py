@@ -60,7 +60,6 @@ class Measured:
 
 
 def scalar(loss: Any) -> torch.Tensor:
-    """Return a loss that the loop hands over as a detached number in float32."""
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         what = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"type {type(loss).__name__}"
         raise TypeError(f"guard.update takes the loss as a scalar tensor, not one of {what}")

@@ -135,8 +135,6 @@ class ShadowSchedule(Schedule):
 
     @classmethod
     def of(cls, scheduler: LRScheduler, optimizer: Optimizer, stride: int = 1) -> Self:
-        """Move a scheduler that was made for `optimizer` to a shadow of it."""
-
         def moved(shadow: Optimizer) -> LRScheduler:
             for one in _with_chained(scheduler):
                 one.optimizer = shadow

@@ -141,7 +141,7 @@ class Turns:
 
     @property
     def is_last_step(self) -> bool:
-        """Say whether no other step is expected: an open-ended turn may still have more steps than any before."""
+        """An open-ended turn may still have more steps than any before."""
         if not self.is_open_ended:
             return self.is_complete
         return len(self._taken) == self._most and len(set(map(id, self._taken))) == len(self._optimizers)
@@ -166,7 +166,7 @@ class Turns:
 
     @property
     def weights(self) -> list[torch.Tensor]:
-        """The weights of the current optimizer."""
+        """Those of the current optimizer; empty if it is all."""
         groups = self.current.param_groups if self.current is not None else []
         return [weight for group in groups for weight in group["params"]]
 

@@ -34,8 +34,6 @@ Settings = Sequence[Mapping[str, Any]]  # by parameter group of all optimizers
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """An update that was sent to the gate."""
-
     loss: torch.Tensor  # of this rank
     measured: torch.Tensor  # loss, gradient norm, loss scale if there is one; with ranks, as `Agreement.reduce` says
     by_rank: torch.Tensor | None  # a row for each rank; None if there is only one
@@ -209,7 +207,6 @@ class Updater:
             schedule.advance(step)
 
     def undo(self, attempt: Attempt) -> None:
-        """Restore the settings of the groups from before a refused attempt, unless groups were added since."""
         if len(groups := self._groups()) == len(attempt.before):
             for group, setting in zip(groups, attempt.before, strict=True):
                 group.update(setting)
@@ -372,11 +369,7 @@ class Precision:
 
 
 def parameter_groups(model: nn.Module, *, no_decay: Sequence[str]) -> list[dict[str, Any]]:
-    """Split the trainable weights into those that decay and those that do not.
-
-    `no_decay` names the latter: `1d` stands for every weight with fewer than two dimensions (biases, norms); anything
-    else is a pattern over qualified names, such as `*.embedding.weight`.
-    """
+    """`no_decay` has patterns of names; `1d` stands for biases and norms, which have fewer than two dimensions."""
     groups: list[dict[str, Any]] = [{"params": []}, {"params": [], "weight_decay": 0.0}]
     for name, weight in model.named_parameters():
         if weight.requires_grad:
