@@ -250,13 +250,7 @@ def is_loader(data: Any) -> bool:
 
 
 def samples(
-    given: Any,
-    slicing: Slicing,
-    world: World,
-    seed: int,
-    shuffle: bool,
-    num_workers: int,
-    collate: Collate | None,
+    given: Any, slicing: Slicing, world: World, seed: int, shuffle: bool, num_workers: int, collate: Collate | None
 ) -> Samples:
     if hasattr(given, "next_update"):
         return given  # type: ignore[no-any-return]

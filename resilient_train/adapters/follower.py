@@ -281,8 +281,6 @@ class Follower(ABC):
             for group in self._updater._groups():
                 group.pop(LR_OF_GUARD, None)
 
-    # The trainer's checkpoints.
-
     def saved(self, path: Path) -> None:
         self._saved.append((self.guard.clock.step, path))
 

@@ -66,8 +66,6 @@ def guard(trainer: T, *, run_dir: str | Path | None = None, **options: Any) -> T
 
 
 class _Place(NamedTuple):
-    """What a loss may read, and what a forward counts, besides weights."""
-
     step: int
     epoch: float | None
     batches: int | None  # GRPO's count
@@ -139,8 +137,6 @@ class Guarding(Follower):
                 self.rows.append(rows)
                 batch = healthy if rows is batch.rows else send_to_device(healthy, self.trainer.args.device)
             yield batch
-
-    # One update.
 
     def _step(self, closure: Any = None) -> None:
         place, norm = self._place(), self.norm
@@ -239,8 +235,6 @@ _Trainer: Any = object  # the class of the trainer that is guarded
 
 
 class _Guarded(_Trainer):  # type: ignore[misc]
-    """What a guarded trainer does in another way."""
-
     _resilient: Guarding
 
     def _inner_training_loop(self, *args: Any, **more: Any) -> Any:

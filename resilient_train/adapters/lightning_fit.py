@@ -27,8 +27,6 @@ _ABSENT = object()
 
 
 class Place(NamedTuple):
-    """Where the forward of a batch begins, besides weights: what a loss may read."""
-
     progress: list[dict[str, Any]]  # counts of steps, which are `global_step`, of batches and of epochs
     accumulation: int  # batches of an update, which a GradientAccumulationScheduler changes
     schedulers: list[dict[str, Any]]  # with manual optimization, where the module steps them
@@ -90,8 +88,6 @@ class Average:
 
 
 class Fit(Follower):
-    """What a guarded trainer needs during one call of `fit`, with automatic optimization."""
-
     def __init__(self, trainer: Any, module: Any) -> None:
         super().__init__()
         self._trainer, self._module = trainer, module
@@ -117,8 +113,6 @@ class Fit(Follower):
         self._replace(trainer, "save_checkpoint", self._save)
         self._replace(trainer.fit_loop, "on_run_end", self._end)
         self._replace(trainer.fit_loop, "_load_combined_loader_states", self._number_rows)
-
-    # Beginning and end.
 
     def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
         """Let `method` take the place of one of an instance, which it gets as its first argument."""
@@ -191,8 +185,6 @@ class Fit(Follower):
             else:
                 vars(owner)[name] = before
         self.restore_loaders()
-
-    # Batches.
 
     def _number_rows(self, plain: Callable[[], None]) -> None:
         combined = self._trainer.fit_loop._combined_loader
@@ -333,8 +325,6 @@ class Fit(Follower):
     def _loss_of_step(self, model: Any, kwargs: Any) -> Any:
         return ClosureResult.from_training_step_output(model.training_step(*kwargs.values())).closure_loss
 
-    # What a batch moves on.
-
     def _place(self) -> Place:
         return Place([one.state_dict() for one in self._counts], self._trainer.accumulate_grad_batches, [], [])
 
@@ -347,8 +337,6 @@ class Fit(Follower):
         for one, state in zip(self._counts, place.progress, strict=True):
             one.load_state_dict(state)
         self._trainer.accumulate_grad_batches = place.accumulation
-
-    # Lightning's checkpoints.
 
     def examine(self, *, is_end: bool = False) -> None:
         """Look at the whole state between two updates, unless that was done since the last one."""

@@ -42,8 +42,6 @@ class ManualFit(Fit):
         super().begin(options, made)
         self._updater.turns.is_open_ended = True
 
-    # One update.
-
     def _run(self, plain: Callable[..., Any], *given: Any) -> Any:
         self._sum = self._sum if self._is_open else None
         kwargs, self._has_stepped = self._fed(self._loop.batch_idx, *given), False
@@ -133,8 +131,6 @@ class ManualFit(Fit):
         for one in parameters if replayed.has_stepped else ():
             one.grad = replayed.gradients.get(one)
         return replayed.loss.requires_grad_()  # its backward was made
-
-    # What a call moves on.
 
     def _place(self) -> Place:
         schedulers = [copy.deepcopy(one.scheduler.state_dict()) for one in self._trainer.lr_scheduler_configs]

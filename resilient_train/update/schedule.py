@@ -46,7 +46,6 @@ class Schedule:
     """Sets the groups of an optimizer for the update after `step` accepted ones."""
 
     def settings(self, step: int) -> Sequence[dict[str, Any]]:
-        """Return the settings of each parameter group."""
         raise NotImplementedError
 
     def add_group(self, group: dict[str, Any]) -> None:
@@ -158,7 +157,6 @@ class ShadowSchedule(Schedule):
         self._left_at = self._counts()
 
     def settings(self, step: int) -> Sequence[dict[str, Any]]:
-        """Return the rate of each group, and what else the scheduler has changed."""
         self.advance(step)
         factor = _warmup_factor(step, self.warmup_steps)
         groups = self._groups()
@@ -207,8 +205,6 @@ def _with_chained(scheduler: Any) -> Iterator[Any]:
 
 
 class _Shadow(Optimizer):
-    """An optimizer with the settings of another one and nothing to optimize."""
-
     def __init__(self, original: Optimizer) -> None:
         super().__init__(list(map(_shadowed, original.param_groups)), copy.deepcopy(original.defaults))
 

@@ -29,8 +29,7 @@ class DirectStepCheck:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._running: Literal["loop", "guard"] | None = None
-        self.is_over = False  # the guard is closed: steps after it are on purpose
-        self.count = 0  # of steps outside of the guard
+        self.is_over = False  # the guard is closed: steps after it are on purpose; or one was warned of
         for optimizer in optimizers:
             optimizer.step = self._watched(optimizer, optimizer.step)  # type: ignore[method-assign]
 
@@ -53,13 +52,12 @@ class DirectStepCheck:
                     "guard.step and guard.update do it"
                 )
             if self._running is None and not self.is_over:
-                self.count += 1
-                if self.count == 1:
-                    log.warning(
-                        "optimizer.step() was called outside of guard.batches(): such updates are not protected, and a "
-                        "rewind does not know of them; a trainer is guarded by resilient_train.hf.guard(trainer), or "
-                        "callbacks=[resilient_train.lightning.Guarded()]"
-                    )
+                self.is_over = True
+                log.warning(
+                    "optimizer.step() was called outside of guard.batches(): such updates are not protected, and a "
+                    "rewind does not know of them; a trainer is guarded by resilient_train.hf.guard(trainer), or "
+                    "callbacks=[resilient_train.lightning.Guarded()]"
+                )
             optimizer._opt_called = True
             return plain(*args, **kwargs)
 

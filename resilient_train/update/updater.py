@@ -249,11 +249,7 @@ class Updater:
             group[LR_OF_GUARD] = group["lr"]
 
     def _set(self, step: int, factor: float, knobs: KnobValues) -> tuple[Settings, Settings, float, float]:
-        """Derive the settings of all groups from the configured ones, and set them; `factor` is that of the rates.
-
-        Returns them, those before, and the ratio to the configured rate in the group where that is highest, as set and
-        as asked for without the limit of the knobs.
-        """
+        """Return the settings as set, those before, and the highest ratio to a configured rate, as set and as asked."""
         self._take_over_rates(step)
         settings, before, paces = [], [], [(0.0, 0.0)]
         planned = [setting for schedule in self.schedules for setting in schedule.settings(step)]
@@ -353,8 +349,6 @@ def _digest_of_rates(settings: Settings) -> int:
 
 
 class Precision:
-    """Takes a model's forward out of Accelerate's autocast and puts it back."""
-
     def __init__(self, model: nn.Module, mixed: str | None) -> None:
         self._model: Any = model
         self._prepared = model.forward

@@ -32,8 +32,6 @@ QUIET: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_
 
 
 class Rows(Dataset[Any]):
-    """Rows whose values a callback scales."""
-
     scale = 1.0
 
     def __init__(self, *, is_named: bool, bad: int | None = None) -> None:
@@ -179,7 +177,6 @@ class Averaging(TrainerCallback):  # type: ignore[misc]
 
 
 def averaged(output: Path, quarantine: Path | None = None) -> list[float]:
-    """Train, and return the weights and their average."""
     model = Net()
     callback = Averaging(model)
     args = TrainingArguments(
@@ -203,8 +200,6 @@ def test_a_nan_row_leaves_no_trace_in_an_average(tmp_path: Path) -> None:
 
 
 class Flips(lightning.Callback):  # type: ignore[misc]
-    """A bit of a weight flips, once."""
-
     is_due = True
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, number: int) -> None:

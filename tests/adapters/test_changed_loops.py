@@ -55,7 +55,6 @@ CHANGES = [prunes, parametrizes, adds_a_group, unfreezes]
 
 
 def made(change: Callable[..., None], **settings: Any) -> tuple[Guard, Any]:
-    """Train with a change at step `AT`, and with a first layer that is spoiled at `STRUCK`."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
     model[0].requires_grad_(change in (prunes, parametrizes))
@@ -95,7 +94,6 @@ def test_a_rewind_passes_over_a_change_of_the_loop(change: Callable[..., None]) 
 
 @pytest.mark.parametrize("change", [prunes, adds_a_group])
 def test_a_loop_that_changes_itself_is_only_observed(change: Callable[..., None]) -> None:
-    """With `observe` no change ends the run."""
     guard, _ = made(change, recovery="observe")
     assert guard.clock.step == STEPS
 

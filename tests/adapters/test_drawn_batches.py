@@ -26,8 +26,6 @@ def get_batch() -> Batch:
 
 
 class Loop:
-    """The loop of a program that draws its batches, with a fault in one of its updates if there is one."""
-
     def __init__(self, *, scaler: torch.amp.GradScaler | None = None, **more: Any) -> None:
         torch.manual_seed(0)
         self.model = Net()
@@ -105,7 +103,6 @@ def test_the_scaler_of_the_loop_is_the_one_that_the_guard_uses() -> None:
 
 
 def test_what_cannot_be_used_is_refused() -> None:
-    """In one line that names the argument."""
     with pytest.raises(TrainError, match="data: the function gives an iterator: call it"):
         Loop(data=lambda: iter([1])).train()
     with pytest.raises(TypeError, match="data: expected a data set, a loader or a function, got type"):

@@ -47,8 +47,6 @@ OFTEN = MemoryConfig(every=5, keep=4, max_gib=None)
 
 
 class Net(nn.Module):
-    """BatchNorm and dropout: a forward changes buffers and draws random numbers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 1))
@@ -94,7 +92,6 @@ class Loops:
         return Guard(self.accelerator, self.model, self.optimizer, **given)
 
     def run(self, form: str, steps: int, **given: Any) -> Guard:
-        """Train: the guard makes forward and backward, or the loop does and hands over the loss."""
         guard = self.guard(objective=mse if form == "objective" else None, steps=steps, **given)
         guard.keep(average=self.average)
         for batch in guard.batches():
@@ -162,7 +159,6 @@ def loaders(kind: str, accelerator: Accelerator) -> Any:
 
 @pytest.mark.parametrize("kind", ["data set", "loader", "prepared loader", "iterable with state"])
 def test_any_data_will_do(kind: str) -> None:
-    """All of it goes back."""
     loops = Loops(spoiled=23)
     size = None if "loader" in kind else 16
     guard = loops.guard(
@@ -176,7 +172,6 @@ def test_any_data_will_do(kind: str) -> None:
 
 
 def served(loader: Any) -> Any:
-    """Its batches, one in an update."""
     return samples_of(loader, float, Slicing(1), 0, torch.device("cpu"))
 
 
@@ -208,7 +203,6 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 
 
 def rates_of(optimizer: Any, scheduler: Any) -> list[float]:
-    """The rates of twelve updates as torch makes them."""
     rates = []
     for _ in range(12):
         rates.append(optimizer.param_groups[0]["lr"])
@@ -218,7 +212,6 @@ def rates_of(optimizer: Any, scheduler: Any) -> list[float]:
 
 
 def guarded_rates(loops: Loops, schedule: Any, **given: Any) -> list[float]:
-    """The rates of the same updates under a guard, as they were when their step was last made."""
     guard = loops.guard(objective=mse, schedule=schedule, **given)
     rates = {}
     for batch in guard.batches(12):
@@ -229,7 +222,6 @@ def guarded_rates(loops: Loops, schedule: Any, **given: Any) -> list[float]:
 
 @pytest.mark.parametrize(("name", "prepared"), [("sequential", True), ("chained", False), ("one cycle", True)])
 def test_a_schedule_is_the_one_it_would_be_without_a_guard(name: str, prepared: bool) -> None:
-    """Through an incident and a rewind, too."""
     plain = torch.optim.AdamW(Net().parameters(), lr=1e-2)
     expected = rates_of(plain, SCHEDULES[name](plain))
     loops = Loops(spoiled=9, prepared=False)
@@ -360,7 +352,6 @@ MISTAKES: list[tuple[Callable[[Loops, Guard, Any], Any], type[Exception], str]] 
 
 @pytest.mark.parametrize(("body", "kind", "line"), MISTAKES)
 def test_a_mistake_in_the_loop_is_told(body: Callable[..., Any], kind: type[Exception], line: str) -> None:
-    """Clearly, and where it is made."""
     loops = Loops()
     guard = loops.guard()
     with pytest.raises(kind, match=line):
@@ -368,7 +359,6 @@ def test_a_mistake_in_the_loop_is_told(body: Callable[..., Any], kind: type[Exce
 
 
 def test_a_bad_objective_is_named_as_it_was_given() -> None:
-    """There is no configuration here."""
     guard = Loops().guard(objective=lambda model, batch: model(batch[0]))
     with pytest.raises(ConfigError, match=r"^objective=.*returned a loss of shape"):
         every_batch(guard, guard.step)
@@ -393,14 +383,12 @@ def test_two_guards_in_turn_are_refused() -> None:
 
 
 def test_update_outside_of_the_loop_is_refused() -> None:
-    """There is no batch that it could be about."""
     guard = Loops().guard(objective=mse)
     with pytest.raises(TrainError, match=r"iterate over guard.batches\(\)"):
         guard.step([torch.zeros(16, 6), torch.zeros(16, 1)])
 
 
 def test_after_the_loop_everybody_may_step() -> None:
-    """The watch over the optimizer ends with it."""
     loops = Loops()
     loops.run("objective", 3)
     loops.accelerator.backward(mse(loops.model, rows()[:16]))
@@ -555,7 +543,6 @@ def test_the_accelerate_example_shows_what_it_says(tmp_path: Path, monkeypatch: 
 
 
 def test_the_gan_example_shows_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In turn and together, each trains."""
     gan = example("gan")
     monkeypatch.setattr(gan, "STEPS", 100)
     torch.manual_seed(0)

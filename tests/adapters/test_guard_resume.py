@@ -30,8 +30,6 @@ NEVER = 10**9
 
 
 class Rows(Dataset[Any]):
-    """Rows of numbers, one of which may end the process that reads it."""
-
     def __init__(self, killer: int | None = None) -> None:
         self.inputs = torch.randn(ROWS, 5, generator=torch.Generator().manual_seed(1))
         self.killer = killer
@@ -57,7 +55,6 @@ def die_with_checkpoint(run_dir: Path) -> None:
 
 
 def loop(run_dir: Path, killed_at: int = NEVER, asked_at: int = NEVER, killer: int | None = None) -> dict[str, Any]:
-    """The whole program: no line of it knows whether it is the first start."""
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True)
     model = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 1))
@@ -94,7 +91,6 @@ def loop(run_dir: Path, killed_at: int = NEVER, asked_at: int = NEVER, killer: i
 
 
 def manifests(run_dir: Path) -> dict[str, str]:
-    """The checkpoints of a run, by name."""
     return {one.parent.name: one.read_text() for one in run_dir.glob("checkpoints/*/manifest.json")}
 
 
@@ -154,7 +150,6 @@ TWICE = {"ladders": {"default": [["skip"], ["rewind", "skip"]]}, "strikes": 1}  
 
 
 def ranks(run_dir: Path, killed_at: int) -> list[Any]:
-    """One rank of a run whose gradients are spoiled twice, with what it decided."""
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(5, 1)

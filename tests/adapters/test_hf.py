@@ -31,7 +31,6 @@ def weights(trainer: Any) -> str:
 
 
 def rows(trainer: Any) -> list[dict[str, float]]:
-    """What the trainer logged, without times."""
     return [
         {name: value for name, value in row.items() if "runtime" not in name and "per_second" not in name}
         for row in trainer.state.log_history
@@ -52,8 +51,6 @@ def trained(program: str, output: Path, fault: str = "", *, guarded: bool = True
 
 
 class Ended(NamedTuple):
-    """What is left of a trainer that has trained."""
-
     weights: str
     rows: list[dict[str, float]]
 
@@ -88,10 +85,7 @@ def test_a_healthy_trainer_ends_with_the_same_bits_and_logs(
 
 @pytest.mark.parametrize(
     ("fault", "signal", "cause"),
-    [
-        ("nan_batch", "nonfinite_loss", "transient"),
-        ("bit_flip", "weights_jump", "corruption"),
-    ],
+    [("nan_batch", "nonfinite_loss", "transient"), ("bit_flip", "weights_jump", "corruption")],
 )
 def test_what_strikes_once_leaves_no_trace(
     fault: str, signal: str, cause: str, tmp_path: Path, unguarded: Callable[..., Ended]

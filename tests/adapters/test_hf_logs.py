@@ -32,8 +32,6 @@ def evaluations(trainer: Any) -> list[float]:
 
 
 class Flip(TrainerCallback):  # type: ignore[misc]  # mypy runs without transformers
-    """A value of the weights changes after a step."""
-
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **more: Any) -> None:
         if state.global_step == programs.AT:
             with torch.no_grad():
@@ -96,8 +94,6 @@ def test_an_update_that_is_left_out_is_logged_as_the_one_before(tmp_path: Path) 
 
 
 class Norms(TrainerCallback):  # type: ignore[misc]
-    """Reads the gradients before the step."""
-
     def __init__(self) -> None:
         self.read: list[float] = []
 
@@ -121,8 +117,6 @@ def test_a_callback_before_the_step_reads_the_gradients(tmp_path: Path) -> None:
 
 
 class Counted(programs.Struck):
-    """A trainer whose loss depends on where the run is."""
-
     def compute_loss(self, *given: Any, **more: Any) -> torch.Tensor:
         loss: torch.Tensor = Trainer.compute_loss(self, *given, **more)
         loss *= 1 + 0.01 * self.state.global_step + self.state.epoch

@@ -53,8 +53,6 @@ def test_a_healthy_run_is_that_without_the_guard(tmp_path: Path, name: str) -> N
 
 
 class Copies(Callback):  # type: ignore[misc]
-    """What a user's hook sees of each batch."""
-
     def __init__(self) -> None:
         self.losses: list[float] = []
 
@@ -256,7 +254,6 @@ for fault in ("plain", "bit_flip", "rows"):
 
 
 def _agent(*words: str) -> None:
-    """Fork ranks that have what this module imports."""
     torchrun("lightning", "--standalone", "--nproc_per_node=2", *words)
 
 

@@ -24,7 +24,7 @@ def fit(place: Path, how: str, fault: str = "", *, guarded: bool = True, schedul
     L.seed_everything(1, verbose=False)
     ckpt_path, trainer = more.pop("ckpt_path", None), trainer_of(place, guarded=guarded, **more)
     module = Manual(how, fault, schedule=schedule)
-    trainer.fit(module, loader((17, 99) if fault == "rows" else ()), ckpt_path=ckpt_path)
+    trainer.fit(module, loader(), ckpt_path=ckpt_path)
     return Fitted(trainer, module, trainer.logger.rows, place)
 
 
@@ -34,7 +34,6 @@ def decayed(optimizer: Any) -> ExponentialLR:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Runs that are not guarded, by how they step."""
     known: dict[str, Fitted] = {}
 
     def run(how: str) -> Fitted:
@@ -64,12 +63,7 @@ STRIKES = {
 
 @pytest.mark.parametrize(
     ("how", "fault"),
-    [
-        ("in turn", "nan_batch"),
-        ("critic", "nan_second"),
-        ("closure", "bit_flip"),
-        ("accumulated", "bit_flip"),
-    ],
+    [("in turn", "nan_batch"), ("critic", "nan_second"), ("closure", "bit_flip"), ("accumulated", "bit_flip")],
 )
 def test_what_strikes_once_leaves_no_trace(tmp_path: Path, how: str, fault: str, plain: Any) -> None:
     """No network keeps half an update, a rewind restores both, and schedules and counts are those of a plain run."""
@@ -83,8 +77,6 @@ def test_what_strikes_once_leaves_no_trace(tmp_path: Path, how: str, fault: str,
 
 
 class Longer(Manual):
-    """A module that steps twice in one of its calls, and once in the others."""
-
     def step_alone(self, x: torch.Tensor, y: torch.Tensor, batch_idx: int) -> torch.Tensor:
         super().step_alone(x, y, batch_idx)
         if self.total == AT:
@@ -107,15 +99,7 @@ def test_a_call_with_more_steps_than_any_before_is_undone_as_a_whole(tmp_path: P
     assert run.weights == ended("").weights
 
 
-def test_bad_rows_are_named_and_left_out(tmp_path: Path) -> None:
-    """By their index, and none of the other rows of their batch."""
-    run = fit(tmp_path, "accumulated", "rows")
-    assert sorted(row for incident in run.incidents for row in incident["rows"]) == [17, 99]
-    assert all(math.isfinite(value) for weights in run.weights for value in weights)
-
-
 def test_a_broken_operation_is_named_by_its_line(tmp_path: Path) -> None:
-    """The line of the user's loss that breaks its gradient is named and patched."""
     run = fit(tmp_path, "in turn", "operation", max_epochs=6)
     first = run.incidents[0]
     source = Path(str(lightning_programs.__file__)).read_text().splitlines()

@@ -89,8 +89,6 @@ def test_a_loader_that_begins_again_leaves_out_no_others(tmp_path: Path) -> None
 
 
 class Counted(Net):
-    """A module whose loss depends on where the run is."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         output, loop = super().training_step(batch, batch_idx), self.trainer.fit_loop.epoch_loop
         output["loss"] *= 1 + 0.01 * self.trainer.global_step + self.current_epoch + 0.001 * loop.total_batch_idx

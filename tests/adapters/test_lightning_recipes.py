@@ -10,12 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
-    EarlyStopping,
-    LearningRateFinder,
-    StochasticWeightAveraging,
-)
+from lightning.pytorch.callbacks import BackboneFinetuning, EarlyStopping, LearningRateFinder, StochasticWeightAveraging
 from lightning_programs import WARNINGS
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR

@@ -93,7 +93,6 @@ def place(tmp_path: Path) -> Path:
 
 
 def guard_of(run_dir: Path, rows: torch.Tensor | None = None, **more: Any) -> Guard:
-    """A guard in the process of the test."""
     torch.manual_seed(0)
     model = torch.nn.Linear(2, 1)
     return Guard(
@@ -107,7 +106,6 @@ def guard_of(run_dir: Path, rows: torch.Tensor | None = None, **more: Any) -> Gu
 
 
 def said(capsys: pytest.CaptureFixture[str], place: Path) -> tuple[int, str]:
-    """What `status` answers."""
     capsys.readouterr()
     code = status.main([str(place / "mine")])
     return code, capsys.readouterr().out.strip().removeprefix(f"{place / 'mine'}: ")
@@ -247,8 +245,6 @@ def shown(place: Path, database: str) -> dict[str, Any]:
 
 
 class TestLive:
-    """A loop that asks for it is shown while it lasts."""
-
     pytestmark = MLFLOW
 
     @pytest.fixture(autouse=True)

@@ -29,7 +29,6 @@ def rows() -> list[tuple[Tensor, Tensor]]:
 
 
 def batches() -> Iterator[tuple[Tensor, ...]]:
-    """In order, again and again."""
     data = rows()
     while True:
         for at in range(0, len(data), BATCH):
@@ -167,7 +166,6 @@ def test_a_run_without_its_directory_is_not_called_well(tmp_path: Path, caplog: 
 
 
 def test_a_loop_that_runs_keeps_its_directory(tmp_path: Path) -> None:
-    """A second guard inside of it is refused."""
     model, optimizer = built()
     more: dict[str, Any] = {"run_dir": tmp_path, "disk": 5, "resume": True}
     guard = Guard(None, model, optimizer, data=rows(), batch_size=BATCH, steps=10, **more)

@@ -55,7 +55,6 @@ def steps_of(guard: Guard, batches: Any) -> int:
 
 
 def test_an_epoch_loop_trains_all_its_epochs(tmp_path: Path) -> None:
-    """As everybody writes it: so many updates, again and again."""
     guard = guard_of(tmp_path / "run")
     assert [steps_of(guard, guard.batches(20)) for _ in range(3)] == [20, 20, 20]
     guard.close()
@@ -81,8 +80,6 @@ def test_what_has_no_plan_cannot_ask_for_its_rest() -> None:
 
 
 class Stream(IterableDataset[Any]):
-    """Rows one after the other, which have a number."""
-
     at = 0
 
     def __len__(self) -> int:
@@ -103,7 +100,6 @@ class Stream(IterableDataset[Any]):
 
 @pytest.mark.parametrize("kind", ["data set", "loader", "stream"])
 def test_epochs_are_as_long_as_the_data(kind: str) -> None:
-    """Each has its number, and its micro-batches are those of the whole data."""
     given: dict[str, Any] = {
         "loader": {"data": DataLoader(rows(), BATCH), "batch_size": None},
         "stream": {"data": Stream()},
@@ -140,8 +136,6 @@ def test_epochs_that_are_made_already_yield_nothing(caplog: pytest.LogCaptureFix
 
 
 class Endless(IterableDataset[Any]):
-    """A stream without a length."""
-
     def __iter__(self) -> Any:
         return iter(rows())
 
@@ -159,7 +153,6 @@ def test_data_without_a_length_has_no_epochs(kind: str) -> None:
 
 
 def epochs(run_dir: Path, killed_at: int = -1) -> Any:
-    """Three epochs; killed after some update of the whole run."""
     memory = MemoryConfig(every=2, keep=4, max_gib=None)
     guard, made = guard_of(run_dir, disk=2, memory=memory, verify_after=1, resume=True), []
     for epoch in guard.epochs(3):
@@ -239,37 +232,27 @@ model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 x, how = torch.ones(64, 2), sys.argv[1]
 guard = Guard(accelerator, model, optimizer, data=torch.utils.data.TensorDataset(x), batch_size=8, run_dir="here")
-scaler = torch.amp.GradScaler("cpu", init_scale=1.0, enabled=how == "scaler")
 if how == "behind":
     for _ in range(3):
         model(x).mean().backward()
         optimizer.step()
-if how in ("scaler", "well"):
+if how == "well":
     for batch, in guard.batches(5):
         loss = model(batch).square().mean()
-        scaler.scale(loss).backward()
+        loss.backward()
         guard.update(loss)
     guard.close()
     optimizer.step()
 """
 
 
-@pytest.mark.parametrize(
-    ("how", "told"),
-    [
-        ("behind", "optimizer.step() was called outside of guard.batches()"),
-        ("scaler", "a GradScaler of the program is in use"),
-        ("well", ""),
-    ],
-)
-def test_a_loop_that_is_not_protected_is_told(how: str, told: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["behind", "well"])
+def test_a_loop_that_is_not_protected_is_told(how: str, tmp_path: Path) -> None:
     """Once, and nothing is written that would say how it went."""
     (tmp_path / "place").mkdir()
     (tmp_path / "place/own.py").write_text(UNPROTECTED)
     done = launch(tmp_path / "place", 1, "own.py", how)
     assert done.is_well
-    warnings = ("outside of guard.batches", "a GradScaler")
-    assert sum(done.stderr.count(one) for one in warnings) == bool(told)
-    assert told in done.stderr
+    assert done.stderr.count("optimizer.step() was called outside of guard.batches()") == (how == "behind")
     assert ("resilient_train.hf.guard(trainer)" in done.stderr) == (how == "behind")
-    assert (tmp_path / "place/here/summary.json").exists() == (how in ("scaler", "well"))
+    assert (tmp_path / "place/here/summary.json").exists() == (how == "well")

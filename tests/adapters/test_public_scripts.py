@@ -30,7 +30,6 @@ WORDS = (
 
 
 def test_the_page_counts_its_lines() -> None:
-    """The table has the lines that each diff adds and removes."""
     assert SFT in DIFFS
     for name, diff in DIFFS.items():
         lines = diff.splitlines()[2:]

@@ -44,8 +44,6 @@ def reward(completions: list[str], **_: Any) -> list[float]:
 
 
 class Struck(GRPOTrainer):  # type: ignore[misc]  # mypy runs without TRL
-    """A gradient becomes NaN once."""
-
     strikes = False
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:

@@ -75,7 +75,6 @@ def test_one_verdict_of_all_ranks(rows: list[list[float]], loss: float, norm: fl
 
 @pytest.mark.parametrize("stops", [[False, False, False], [False, True, False], [False, False, True]])
 def test_when_one_rank_is_asked_to_stop_all_hear_it(stops: list[bool]) -> None:
-    """With the vitals of the update."""
     vitals, _ = heard([[1, 1]] * 3, stops=stops)
     assert vitals.stop_asked == any(stops)
 
@@ -91,7 +90,6 @@ def test_when_one_rank_is_asked_to_stop_all_hear_it(stops: list[bool]) -> None:
     ],
 )
 def test_digests_are_compared_to_the_last_bit(digests: list[int], alike: bool) -> None:
-    """The largest and the least of them tell."""
     assert heard([[1, 1]] * 3, digests=digests)[0].ranks_agree is alike
 
 
@@ -188,7 +186,6 @@ def test_any_flipped_bit_shows_in_the_digest(dtype: torch.dtype, size: int) -> N
     ],
 )
 def test_what_differs_though_its_sum_does_not(some: list[torch.Tensor], others: list[torch.Tensor]) -> None:
-    """Places count, and so do the smallest differences."""
     assert digest(some, CPU) != digest(others, CPU)
 
 

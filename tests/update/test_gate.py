@@ -80,7 +80,6 @@ def test_a_refused_first_step_of_a_weight_that_thaws_makes_no_state(name: str) -
     gate = Gate([optimizer], torch.device("cpu"))
 
     def step(weight: nn.Parameter, loss: float) -> bool:
-        """Say whether the host had to wait."""
         frozen.grad = thawed.grad = None
         weight.grad = torch.ones(2)
         return gate.step(torch.tensor([loss, 1.0])) is not None

@@ -17,14 +17,7 @@ from resilient_train.errors import TrainError
 from resilient_train.reader import ClipConfig
 from resilient_train.recover.knobs import KnobValues
 from resilient_train.update.clip import clip, clip_further, clip_to_share, norm_limit
-from resilient_train.update.schedule import (
-    CurveSchedule,
-    LoopSchedule,
-    ShadowSchedule,
-    constant,
-    cosine,
-    linear,
-)
+from resilient_train.update.schedule import CurveSchedule, LoopSchedule, ShadowSchedule, constant, cosine, linear
 from resilient_train.update.updater import Attempt, Updater, parameter_groups
 
 CPU = torch.device("cpu")
@@ -51,7 +44,6 @@ def rates(curve: Any, warmup_steps: int, steps: range) -> list[float]:
     ],
 )
 def test_rates_by_step(curve: Any, warmup_steps: int, expected: list[float]) -> None:
-    """The rate of the update after 0, 1, 2, ... accepted ones."""
     assert rates(curve, warmup_steps, range(6)) == expected
 
 
@@ -261,7 +253,6 @@ def constant_updater(optimizer: torch.optim.Optimizer, gather: Any = None) -> Up
 
 
 def update(updater: Updater, step: int, lr: float = 1.0) -> Attempt:
-    """Make an update in which every gradient is 1."""
     for weight in updater.weights:
         weight.grad = torch.ones_like(weight)
     return updater.apply(step, torch.zeros(()), KnobValues(lr=lr))
@@ -278,7 +269,6 @@ def test_rates_are_derived_and_never_compound() -> None:
 
 
 def digest_of(lr: float) -> float:
-    """The digest that a rank with this rate sends to the others."""
     sent: list[torch.Tensor] = []
 
     def gather(mine: torch.Tensor) -> torch.Tensor:
@@ -299,7 +289,6 @@ def test_ranks_whose_rates_differ_in_the_last_digit_are_alike(rate: float) -> No
 
 @pytest.mark.parametrize(("decay", "is_fast"), [(0.1, False), (0.3, True)])
 def test_what_a_weight_decay_may_do(decay: float, is_fast: bool) -> None:
-    """In one group of several."""
     groups = [{"params": [nn.Parameter(torch.zeros(()))], "weight_decay": one} for one in (0.0, decay)]
     assert constant_updater(torch.optim.SGD(groups, lr=1e-3)).decays_fast() is is_fast
 
@@ -415,8 +404,6 @@ def test_an_overflow_skips_all_optimizers_and_is_not_accepted(fused: bool) -> No
 
 
 class Own(torch.optim.SGD):
-    """Sets its rate in its step, as the schedule of "Attention is all you need" is often written."""
-
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["lr"] = 0.5
@@ -424,8 +411,6 @@ class Own(torch.optim.SGD):
 
 
 class Decays(torch.optim.SGD):
-    """Changes the rate after its step, from the one that it finds."""
-
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step()
         for group in self.param_groups:
