@@ -16,6 +16,7 @@ from resilient_train.diagnose.state import lost_eps
 from resilient_train.errors import TrainError, in_one_line
 from resilient_train.numerics.armor import Armor, CannotArmor, LineChanged, PatchedLine
 from resilient_train.record.quarantine import Quarantine, Quarantined
+from resilient_train.record.run_history import RunHistory
 from resilient_train.recover.decide import update_digest
 from resilient_train.recover.knobs import Knobs
 from resilient_train.recover.policy import Policy
@@ -24,7 +25,7 @@ from resilient_train.run_parts import RunParts
 from resilient_train.secrets import masked_tree
 from resilient_train.state.ring import Snapshot
 from resilient_train.trials import Trials
-from resilient_train.types import Action, Anomaly, Diagnosis, Incident
+from resilient_train.types import Action, Anomaly, Culprit, Diagnosis, Incident
 from resilient_train.watch.vitals import Leap
 from resilient_train.wording import log
 
@@ -37,10 +38,19 @@ class Controls(RunControl):
     An effect that lasts has to be in `state_dict`, `load_state_dict` and `digest`: else a restart loses it.
     """
 
+    _incident: Incident  # the one that is being treated, and what was done so far
+    _suspects: tuple[int, int]  # the samples that it may come from
+
     def __init__(
-        self, parts: RunParts, policy: Policy, quarantined: Quarantine, keeper: CheckpointKeeper, trials: Trials
+        self,
+        parts: RunParts,
+        policy: Policy,
+        quarantined: Quarantine,
+        keeper: CheckpointKeeper,
+        history: RunHistory,
+        trials: Trials,
     ) -> None:
-        self._parts, self._policy, self._keeper = parts, policy, keeper
+        self._parts, self._policy, self._keeper, self._history = parts, policy, keeper, history
         self.quarantined = quarantined
         self.knobs = Knobs(relax_after=policy.relax_after)
         self.micro_batch: int | None = None  # rows of a micro-batch that fit into memory, where it was made smaller
@@ -48,8 +58,6 @@ class Controls(RunControl):
         self.changed_lines: list[PatchedLine] = []  # that an earlier process had patched
         # Lines that were patched, or cannot be: file, line, operation; an empty one is all that a line computes.
         self._handled_lines: set[tuple[str, int, str]] = parts.search.tried if parts.search is not None else set()
-        self._incident: Incident | None = None  # the one that is being treated, and what was done so far
-        self._suspects = (0, 0)  # the samples that it may come from
         self._decided = 0  # a checksum of what was done about incidents in this process
         self._in_effect: int | None = None  # the same with what is left out and patched; None: it may have changed
         self._unnoted: dict[str, list[Any]] = {"skipped": [], "quarantined": []}  # since the journal's last entry
@@ -76,13 +84,13 @@ class Controls(RunControl):
             checks.stayed(clock.step, self.knobs.lr)
         done, self._in_effect = (self._incident.decision, self._incident.rewound_to), None
         self._decided = crc32(repr(done).encode(), self._decided)
+        self.note()  # first, so that an incident that was treated has them in effect
         seconds = time.perf_counter() - started
         return replace(self._incident, steps_lost=step_before - clock.step + was_refused, seconds=seconds)
 
     # The methods that remedies call; see `RunControl`.
 
     def rewind(self, older: int = 0, steps: int = 0) -> None:
-        assert self._incident is not None
         parts, anomaly = self._parts, self._incident.anomaly
         with parts.buffers.across_rewind():
             if verified := parts.ring.verified_until(anomaly.since):
@@ -101,7 +109,6 @@ class Controls(RunControl):
         parts.updates.rewound(step)
 
     def skip(self, updates: int | None = None) -> None:
-        assert self._incident is not None
         samples, (start, stop) = self._parts.samples, self._suspects
         if updates is not None:
             start = start if self._incident.rewound_to is None else samples.position
@@ -115,7 +122,6 @@ class Controls(RunControl):
 
     def quarantine(self) -> None:
         incident = self._incident
-        assert incident is not None
         diagnosis, step = incident.diagnosis, incident.anomaly.step
         self._parts.samples.quarantine(diagnosis.rows)
         self._unnoted["quarantined"] += diagnosis.rows
@@ -128,18 +134,12 @@ class Controls(RunControl):
         self._parts.scans.rebase()
 
     def patch_line(self) -> None:
-        assert self._incident is not None
         culprit = self._incident.diagnosis.broken
         assert culprit is not None
-        where = (culprit.file, culprit.line, culprit.op)
-        if where in self._handled_lines:  # it broke again there: all that this line computes
-            where = (culprit.file, culprit.line, "")
+        where = self._to_patch(culprit)
         self._armor.add(*where)
         self._handled_lines.add(where)
         self._parts.checks.early_divergence.is_over = True  # its first updates are no measure any more
-
-    def raise_zero_eps(self) -> None:
-        self._parts.updater.mends_eps = True
 
     def lower_loss_scale(self, factor: float) -> None:
         scaler = self._parts.updater.scaler
@@ -147,7 +147,6 @@ class Controls(RunControl):
             scaler.update(scaler.get_scale() * factor)
 
     def try_arms(self, arms: Sequence[Sequence[Action]], steps: int) -> None:
-        assert self._incident is not None
         (start, stop), each = self._suspects, self._parts.samples.slicing.samples
         best, tried = self.trials.best_of(arms, steps, self.knobs, max(stop - start, 0) + steps * each)
         decision = self._incident.decision
@@ -156,20 +155,16 @@ class Controls(RunControl):
         for action in best:
             remedy(action).apply(self)
 
-    def settings_now(self) -> tuple[Knobs, Any]:
-        """Return what `put_back` restores: the knobs, and which samples are skipped."""
-        return copy.copy(self.knobs), [*self._parts.samples.skipped.spans]
+    def settings_now(self) -> tuple[Knobs, list[tuple[int, int]]]:
+        """Return what `put_back` restores: the knobs, and the samples that are skipped."""
+        return copy.copy(self.knobs), list(self._parts.samples.skipped.spans)
 
-    def put_back(self, settings: tuple[Knobs, Any]) -> None:
-        """Take back what remedies have changed since: rate, clip and epsilon, and the samples that are skipped.
-
-        Rows stay in quarantine: each has a reason of its own.
-        """
+    def put_back(self, settings: tuple[Knobs, list[tuple[int, int]]]) -> None:
+        """Take back what remedies have changed since. Rows stay in quarantine: each has a reason of its own."""
         knobs, skipped = settings
         self.knobs, self._in_effect, self._has_put_back = copy.copy(knobs), None, True
-        self._unnoted = {"skipped": [], "quarantined": []}
         if self._parts.samples.rows:
-            self._parts.samples.skip_only(skipped)
+            self._parts.samples.skip_only(list(skipped))
 
     # What they need to know before.
 
@@ -191,7 +186,7 @@ class Controls(RunControl):
             armor=not anomaly.landed and all(parts.world.all_of(self._can_patch(diagnosis))),
             share=self.knobs.values.share,
             sgd=all(isinstance(one, torch.optim.SGD) for one in parts.updater.optimizers),
-            lost_eps=lost_eps(parts.updater.optimizers) is not None and not parts.updater.mends_eps,
+            lost_eps=lost_eps(parts.updater.optimizers) is not None and not self.knobs.mends_eps,
             loss_excess=parts.checks.loss_excess(),
             trial_updates=self.trials.left(),
             usual_rate=leap.usual if leap else 0.0,
@@ -206,10 +201,8 @@ class Controls(RunControl):
         culprit = diagnosis.broken
         if culprit is None or not culprit.line or not diagnosis.patchable:
             return False
-        where = (culprit.file, culprit.line, culprit.op)
+        where = self._to_patch(culprit)
         is_used = any(one.remedy == "armor" for rung in self._policy.ladder(diagnosis.cause) for one in rung.do)
-        if where in self._handled_lines:
-            where = (culprit.file, culprit.line, "")
         if not is_used or where in self._handled_lines:
             return False
         try:
@@ -220,6 +213,11 @@ class Controls(RunControl):
             log.warning("cannot patch `%s` at %s:%d: %s", culprit.op, culprit.file, culprit.line, why)
             return False
         return True
+
+    def _to_patch(self, culprit: Culprit) -> tuple[str, int, str]:
+        """Return the operation in its line, or if that was patched already all that the line computes."""
+        where = culprit.file, culprit.line, culprit.op
+        return where if where not in self._handled_lines else (culprit.file, culprit.line, "")
 
     # What outlives a rewind, and the process.
 
@@ -235,13 +233,12 @@ class Controls(RunControl):
         skipped = [list(span) for span in self._parts.samples.skipped.spans]
         return {**self._settings(), "skipped": skipped, "quarantined": [*self.quarantined.rows]}
 
-    def to_note(self) -> dict[str, Any]:
-        """Return the same for the journal: of skipped samples and of rows, those that the last call did not return."""
-        if self._has_put_back:
-            self._has_put_back = False
-            return {**self.state_dict(), "is_whole": True}
+    def note(self) -> None:
+        """Write the same into the journal: of skipped samples and of rows, those that are new."""
         new, self._unnoted = self._unnoted, {"skipped": [], "quarantined": []}
-        return {**self._settings(), **new}
+        remedies = {**self.state_dict(), "is_whole": True} if self._has_put_back else {**self._settings(), **new}
+        self._has_put_back = False
+        self._history.note("remedies_in_force", remedies=remedies)
 
     def _settings(self) -> dict[str, Any]:
         updater = self._parts.updater
@@ -250,7 +247,6 @@ class Controls(RunControl):
             "knobs": self.knobs.state_dict(),
             "armor": [asdict(patch) for patch in self._armor.lines],
             "armored": sorted(map(list, self._handled_lines)),
-            "mends_eps": updater.mends_eps,
             "micro_batch": self.micro_batch,
             "usual_norm": updater.usual_norm,
             "reference": self._parts.checks.rewind_check.persistent_state(),
@@ -272,7 +268,6 @@ class Controls(RunControl):
             self.trials.updates = max(self.trials.updates, int(state.get("trial_updates", 0)))
             self.trials.raced_in_vain |= state.get("raced_in_vain") is True
             self.micro_batch = None if micro is None else int(micro)
-            updater.mends_eps = state["mends_eps"] is True
             updater.usual_norm = None if usual is None else float(usual)
             rows = {row for row in map(int, state["quarantined"]) if row < samples.rows}  # the data set may be smaller
             if lost := sorted(rows - self.quarantined.rows.keys()):
@@ -313,8 +308,7 @@ class Controls(RunControl):
         parts = self._parts
         if self._in_effect is None:
             patches = [(patch.function, patch.text, patch.count, patch.op) for patch in self._armor.lines]
-            left_out = parts.samples.skipped.spans, sorted(self.quarantined.rows)
-            in_effect = (*left_out, patches, parts.updater.mends_eps)
+            in_effect = parts.samples.skipped.spans, sorted(self.quarantined.rows), patches
             self._in_effect = crc32(repr(in_effect).encode(), self._decided)
         step, tick, samples = parts.clock.step, parts.clock.tick, parts.samples.slicing.samples
         return update_digest(self._in_effect, step, tick, start, samples, self.knobs.values)

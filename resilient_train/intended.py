@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -19,9 +18,8 @@ from resilient_train.wording import log
 class Intended:
     """Finds out whether a rise of the loss was on purpose, and lets the run learn again what is usual if it was."""
 
-    def __init__(self, parts: RunParts, incidents: IncidentLog, controls: Controls, note: Callable[[], None]) -> None:
-        self._parts, self._checks, self._incident_log = parts, parts.checks, incidents
-        self._controls, self._note_remedies = controls, note
+    def __init__(self, parts: RunParts, incidents: IncidentLog, controls: Controls) -> None:
+        self._parts, self._checks, self._incident_log, self._controls = parts, parts.checks, incidents, controls
         self._before: Any = None  # what remedies had changed before the incidents of late
         self._began_tick, self._step = 0, -(10**9)  # of the first of them, and of the newest
         self._rose_at = 0  # where the loss rose first: code that keeps no count of steps changes at once after a rewind
@@ -45,7 +43,7 @@ class Intended:
         else:
             log.info("note: %s: what is usual is learned again", why)
             self._checks.start_over()
-            self._note_remedies()
+            self._controls.note()
 
     def rise(self, anomaly: Anomaly, diagnosis: Diagnosis) -> Rise | None:
         """The rise of the loss that an anomaly is about, if it may be on purpose."""
@@ -91,14 +89,14 @@ class Intended:
         self._note(what, step or anomaly.since + 1)
         self._checks.start_over(limit)
         self._parts.ring.release_reference()
-        self._note_remedies()
+        self._controls.note()
 
     def accept_written(self) -> bool:
         """Say whether weights that the loop wrote were just taken for intended, and end the incidents about them."""
         accepted, self._parts.scans.accepted = self._parts.scans.accepted, None
         if accepted and not accepted[1]:
             self._put_back(self._parts.clock.step)
-            self._note_remedies()
+            self._controls.note()
             self._note(accepted[0].evidence, self._parts.clock.step)
         return accepted is not None
 

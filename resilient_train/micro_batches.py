@@ -72,7 +72,7 @@ class MicroBatchSizer:
         what = f"{reason}; micro-batches of {counted(rows, 'row')} from now on"
         found = ProcessIncident(Signal.OUT_OF_MEMORY, step, step - 1, what, "smaller_batch", ranks=ranks)
         recovery.note_process_incident(found)
-        recovery.note_remedies()
+        recovery.controls.note()
 
     def _fit_into(self, rows: int) -> bool:
         """Halve micro-batches to at most so many rows, as far as possible; say whether they are smaller now."""

@@ -61,7 +61,7 @@ class Recovery:
             *(parts.updates, parts.search, parts.beat),
         )
         self._recovered_after = recovered_after
-        self.intended = Intended(parts, incidents, controls, self.note_remedies)
+        self.intended = Intended(parts, incidents, controls)
         self._recent = RecentIncidents(policy)
         self.observes = policy.observe  # incidents are reported, and every update lands
         self._observed: int | None = None  # number of the incident that further anomalies count into
@@ -94,7 +94,7 @@ class Recovery:
             if self.parts.ring.keeps_reference:
                 self.parts.ring.release_reference()
             if had_reference:
-                self.note_remedies()
+                self.controls.note()
         if self.incident_log.directory is not None and history.data_sample is None and update.keys:
             # Once, what the data set looks like, so that a resume notices when it has changed.
             rows = [key.row for keys in update.keys for key in keys]
@@ -157,7 +157,6 @@ class Recovery:
         self.intended.before_treatment(anomaly)
         incident = controls.apply(incident, suspects, started, was_refused=refused is not None)
         self.intended.after_treatment(rise, incident)
-        self.note_remedies()  # first, so that an incident that was treated has them in effect
         if before is not None:
             self.incident_log.count_again(before, anomaly)
             self._recent.with_new([replace(before, anomaly=anomaly, again=())], anomaly.tick)
@@ -178,7 +177,7 @@ class Recovery:
                 tried = f"lower rates were tried, and the current one is fine: {trials.nearest}; that took {took}"
                 log.debug("step %d: %s; %s, not part of the run's", step, check.evidence, tried)
             if made:
-                self.note_remedies()
+                self.controls.note()
             return
         parts.checks.require_recovery(step, step)
         if parts.checks.rewind_check.is_open:
@@ -192,7 +191,6 @@ class Recovery:
         incident = self.incident_log.open(anomaly, diagnosis, decision, is_off=is_off)
         incident = replace(incident, tried=found.tried)
         incident = self.controls.apply(incident, (0, 0), started, was_refused=False)
-        self.note_remedies()
         self.incident_log.record_treatment(incident)
         parts.updater.gate.limit(*parts.checks.limits)
 
@@ -353,7 +351,7 @@ class Recovery:
         if plan.skipped is not None:
             controls.skip_samples(*plan.skipped)
         if plan.skipped is not None or controls.changed_lines:
-            self.note_remedies()
+            self.controls.note()
         for found in plan.found:
             number = self.note_process_incident(found)
             if found.remedy == "skip" and 0 < len(found.rows) < parts.samples.slicing.samples // 2:
@@ -372,7 +370,7 @@ class Recovery:
         self.incident_log.close_all(outcome, healthy_since=self.parts.clock.step - self._recovered_after)
         if is_back and check.is_open:
             check.end()
-            self.note_remedies()
+            self.controls.note()
 
     def _is_back(self) -> bool:
         """Say whether the loss is back at its level before the last damage, as far as the losses since then show."""
@@ -396,10 +394,6 @@ class Recovery:
             return GaveUp("not recovered, and there is no verified state to return to", None)
         why = f"the loss did not come back to {reference.level:.4g}, where it was at step {reference.step:,}"
         return GaveUp(f"not recovered: {why}; the run returned to step {clock.step:,}", path)
-
-    def note_remedies(self) -> None:
-        """Write the remedies in effect into the journal."""
-        self.incident_log.run_history.note("remedies_in_force", remedies=self.controls.to_note())
 
 
 def _reached(anomaly: Anomaly) -> int:

@@ -182,7 +182,8 @@ class Guard(guard.EngineGuard):
             treats = any(policy.ladders.values()) and not policy.observe
             looped = parts, model, unwrapped, measured, anomaly_mode, direct_steps, backups, seeds, stop
             loop = Loop(*looped, treats=treats)
-            controls = Controls(parts, policy, quarantined, keeper, Trials(parts, loop, policy, lambda: self.steps))
+            trials = Trials(parts, loop, policy, lambda: self.steps)
+            controls = Controls(parts, policy, quarantined, keeper, incidents.run_history, trials)
             recovered_after = max(verify_after, _RECOVERED_AFTER)
             treating = Recovery(parts, policy, incidents, controls, keeper, recovered_after=recovered_after)
             parts.checks.early_divergence.can_compare = search is not None and samples.rows > 0

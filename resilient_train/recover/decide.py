@@ -280,8 +280,9 @@ def _refused_in_a_row(anomaly: Anomaly, history: Sequence[Incident]) -> int:
 
 
 def update_digest(decisions: int, step: int, tick: int, start: int, samples: int, knobs: KnobValues) -> int:
-    """Digest the inputs of an update. It is computed for every update, so it is cheap."""
-    # Factors rounded to float32: their last digit may differ between machines, without effect.
-    factors = (knobs.lr, knobs.clip, knobs.eps, knobs.ceiling, knobs.leapt_to, knobs.share, knobs.decay, knobs.norm)
-    whole = crc32(pack("<5q8f?", decisions, step, tick, start, samples, *factors, knobs.higher_precision))
+    """Digest the inputs of an update. It is computed for every update, so it is cheap.
+
+    Knobs are rounded to float32: their last digit may differ between machines, without effect.
+    """
+    whole = crc32(pack(f"<5q{len(knobs)}f", decisions, step, tick, start, samples, *knobs))
     return (whole ^ (whole >> DIGEST_BITS)) & ((1 << DIGEST_BITS) - 1)

@@ -40,6 +40,7 @@ class KnobValues(NamedTuple):
     share: float = 0.0  # of the norm of the weights, by which SGD may change them; 0: no limit
     decay: float = 1.0  # factor of the configured weight decay
     norm: float = 0.0  # that gradients are clipped to at most, whatever is configured; 0: no such limit
+    mends_eps: bool = False  # an epsilon that rounds to 0 in the type of its weights is raised
 
 
 AS_CONFIGURED = KnobValues()
@@ -61,6 +62,7 @@ class Knobs:
     limited: int = 0  # healthy updates since it was set
     decay: float = 1.0
     norm: float = 0.0
+    mends_eps: bool = False
     higher_precision: int = 0  # steps left in it
     warmed: int = 0  # steps done of the present re-warming, ...
     warms_for: int = 0  # ... and all of its steps
@@ -81,6 +83,7 @@ class Knobs:
             share=self.share * max(_LEAST_SHARE, math.sqrt(_FALLS / (_FALLS + self.limited))),
             decay=self.decay,
             norm=self.norm,
+            mends_eps=self.mends_eps,
         )
 
     def turn_lr(self, factor: float, rewarm: int = 0, regain: float = 0.0, *, lasting: bool = False) -> None:
@@ -119,6 +122,10 @@ class Knobs:
     def turn_eps(self, factor: float) -> None:
         """Multiply epsilon."""
         self.eps = _bounded("eps", self.eps * factor)
+
+    def raise_zero_eps(self) -> None:
+        """Raise an epsilon to what its type can hold, for the rest of the run."""
+        self.mends_eps = True
 
     def turn_decay(self, factor: float) -> None:
         """Multiply the weight decay, for the rest of the run."""

@@ -63,8 +63,6 @@ class RunControl(Protocol):
     def reset_moments(self) -> None: ...
     # Patch the line of the operation that broke, for the rest of the run.
     def patch_line(self) -> None: ...
-    # Raise an optimizer's epsilon to what its type can hold, for the rest of the run.
-    def raise_zero_eps(self) -> None: ...
     # Multiply the loss scale.
     def lower_loss_scale(self, factor: float) -> None: ...
     # Make `steps` updates with each of several remedies, on the same samples, and apply those that did best.
@@ -260,7 +258,7 @@ class MendEps(Remedy):
         return case.facts.lost_eps
 
     def apply(self, run: RunControl) -> None:
-        run.raise_zero_eps()
+        run.knobs.raise_zero_eps()
 
 
 @dataclass(frozen=True)

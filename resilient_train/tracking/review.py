@@ -43,8 +43,12 @@ _TO_DO = {
 }
 
 _FACTORS = {"lr": "learning rate", "clip": "gradient clip", "eps": "epsilon", "decay": "weight decay"}
-_LIMITS = {"share": "updates of at most {:.3g} of the weights", "norm": "gradients clipped to a norm of {:.3g}"}
-_LIMITS["higher_precision"] = "full precision for {} steps"
+_LIMITS = {
+    "share": "updates of at most {:.3g} of the weights",
+    "norm": "gradients clipped to a norm of {:.3g}",
+    "higher_precision": "full precision for {} steps",
+    "mends_eps": "an epsilon that was lost in its type is raised",
+}
 
 
 def near(path: Path) -> str:
@@ -229,8 +233,6 @@ def active_remedies(remedies: Mapping[str, Any]) -> list[str]:
     lines += [f"patched: `{one['op']}`, `{one['file']}:{one['line']}`" for one in remedies.get("armor", [])]
     if rows := sorted({*remedies.get("quarantined", [])}):
         lines.append(f"{rows_named(rows)} in quarantine")
-    if remedies.get("mends_eps"):
-        lines.append("an epsilon that was lost in its type is raised")
     if micro := remedies.get("micro_batch"):
         lines.append(f"micro-batches of {counted(micro, 'row')}")
     return lines

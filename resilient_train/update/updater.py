@@ -80,7 +80,6 @@ class Updater:
         self.optimizers, self.schedules = list(optimizers), list(schedules)
         self.clipping, self.scaler = clipping, scaler
         self.agreement = Agreement(gather, device)
-        self.mends_eps = False  # raise an epsilon that underflows in the dtype of its weights
         self.usual_norm: float | None = None  # of recent gradients, for a tightened clip where none is configured
         self.trainer_clips = False  # a trainer, before it steps
         self.trainers_norm: torch.Tensor | None = None  # as it measured that before; None if it did not
@@ -264,7 +263,7 @@ class Updater:
                 setting = {**setting, "lr": usual * allowed if allowed < asked else lr * times}
             if isinstance(eps, int | float):  # Adafactor's is a pair, for which a factor makes no sense
                 # The least keeps an update small where a second moment has underflowed to zero.
-                weights = group["params"] if self.mends_eps else ()
+                weights = group["params"] if knobs.mends_eps else ()
                 kinds = [torch.finfo(one.dtype) for one in weights if one.is_floating_point()]
                 setting["eps"] = max([eps * knobs.eps, *(math.sqrt(one.smallest_normal * one.eps) for one in kinds)])
             if knobs.decay < 1 and isinstance(decay, int | float):

@@ -591,9 +591,6 @@ class Run:
     def patch_line(self) -> None:
         self.done.append("armor")
 
-    def raise_zero_eps(self) -> None:
-        self.done.append("mend_eps")
-
     def lower_loss_scale(self, factor: float) -> None:
         self.done.append("lower_loss_scale")
 

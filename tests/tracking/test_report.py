@@ -361,8 +361,9 @@ def test_a_story_of_a_damaged_directory_is_told_all_the_same(content: str, tmp_p
 
 
 def test_every_change_of_the_configuration_is_said() -> None:
-    knobs = Knobs(lr=0.5, clip=0.25, eps=100.0, share=0.01, decay=0.0, norm=1.0, higher_precision=3).state_dict()
-    assert active_remedies({"knobs": knobs, "quarantined": [7, 3, 7], "mends_eps": True, "micro_batch": 8}) == [
+    knobs = Knobs(lr=0.5, clip=0.25, eps=100.0, share=0.01, decay=0.0, norm=1.0, higher_precision=3, mends_eps=True)
+    remedies = {"knobs": knobs.state_dict(), "quarantined": [7, 3, 7], "micro_batch": 8}
+    assert active_remedies(remedies) == [
         "learning rate x0.5",
         "gradient clip x0.25",
         "epsilon x100",
@@ -370,8 +371,8 @@ def test_every_change_of_the_configuration_is_said() -> None:
         "updates of at most 0.01 of the weights",
         "gradients clipped to a norm of 1",
         "full precision for 3 steps",
-        "rows 3 and 7 in quarantine",
         "an epsilon that was lost in its type is raised",
+        "rows 3 and 7 in quarantine",
         "micro-batches of 8 rows",
     ]
     for nothing in ({}, {"knobs": Knobs().state_dict()}):
