@@ -44,7 +44,7 @@ class EngineGuard:
     def __init__(
         self, parts: RunParts, recovery: Recovery, loop: Loop, *, verify_after: int, drill: Drill | None
     ) -> None:
-        self.model, self.objective, self.seeds, self.drill = loop.model, loop.objective, loop.seeds, drill
+        self.model, self.objective, self.seeds, self.drill = loop.model, loop.objective, loop.seeds, drill or Drill(())
         self.world, self.clock, self.samples, self.state = parts.world, parts.clock, parts.samples, parts.state
         self.stopped = False  # if True, the loop ends before its next update
         self.newest: Vitals | None = None  # the newest update whose verdict is known
@@ -73,7 +73,7 @@ class EngineGuard:
         """
         progress = self._keeper.progress
         while self._continues(last, is_plan=last == plan):
-            if self.drill is not None and self.drill.strikes_at(self.clock.tick + 1) and not self.settle():
+            if self.drill.strikes_at(self.clock.tick + 1) and not self.settle():
                 continue  # a drill fires once: wait for the pending verdict, which could drop the update
             step, tries_rates = self.clock.step, self._controls.trials.tries_rates
             if tries_rates and self._checks.asks_for_rates(step, self._ring.travelled) and self.settle():
@@ -144,17 +144,16 @@ class EngineGuard:
         self._begun = self._newest_begun = begun
         self._lost_device.begins(update)
         EngineGuard._newest = id(begun)
-        if self.drill is not None:
+        if self.drill.strikes_at(tick):
             self._ring.copier.before_change()  # a device may still be copying what it spoils
-            self.drill.between_updates(self._place(), self.state.model, self._updater.optimizers)
+        self.drill.between_updates(self._place(), self.state.model, self._updater.optimizers)
         self._scans.arm(self.attempted_step)
         self.seeds.for_update(update.start)
 
     def _hand_out(self, batch: Any, *, is_last: bool) -> Iterator[Any]:
         """Yield one micro-batch to the loop; with the last one gradients are reduced over the ranks."""
         assert self._begun is not None
-        if self.drill is not None:
-            batch = self.drill.on_batch(self._place(), batch)
+        batch = self.drill.on_batch(self._place(), batch)
         self._begun.versions.append(versions(batch))
         self._begun.inputs.append(batch)  # the host batch: a device batch would occupy memory for two updates
         with self._lost_device:
@@ -176,7 +175,7 @@ class EngineGuard:
             begun.inputs[-1] = batch  # the loop has changed it
         begun.versions[-1] = versions(begun.inputs[-1])
         begun.attributes = begun.attributes if self._losses else self._backups.attributes()
-        spoil = partial(self.drill.on_loss, self._place()) if self.drill is not None else lambda loss: loss
+        spoil = partial(self.drill.on_loss, self._place())
         with self._lost_device:
             computed = self._loop.compute(batch, begun, self._in_flight, spoil)
         if not isinstance(computed, str):
@@ -241,10 +240,8 @@ class EngineGuard:
             if not is_clear or self.stopped:
                 self._turns.drop(self._backups)
                 return UpdateResult("refused")
-        if self.drill is not None:
-            self.drill.on_gradients(self._place(), self._turns.weights or self._updater.weights)
-        drilled = 1.0 if self.drill is None else self.drill.rate_factor(self._place())
-        rates = self._checks.rate_factor(self.attempted_step + 1), drilled
+        self.drill.on_gradients(self._place(), self._turns.weights or self._updater.weights)
+        rates = self._checks.rate_factor(self.attempted_step + 1), self.drill.rate_factor(self._place())
         self._ring.copier.before_change()
         agreement, knobs = self._updater.agreement, self._controls.knobs.values
         digest = 0 if agreement.is_alone else self._controls.digest(begun.update.start)

@@ -38,7 +38,7 @@ from resilient_train.types import (
     ProcessIncident,
     Signal,
 )
-from resilient_train.wording import counted, final_message, log, rank_names
+from resilient_train.wording import final_message, log, rank_names
 
 
 class Recovery:
@@ -141,7 +141,7 @@ class Recovery:
         if rise is not None and self.intended.accepts(rise, anomaly):
             return
         circumstances = controls.circumstances(anomaly, diagnosis, leap)
-        decision = decide(self.policy, anomaly, diagnosis, history, parts.clock.tick, circumstances)
+        decision = decide(self.policy, anomaly, diagnosis, history, circumstances)
         self._set_reference(anomaly, diagnosis, decision)
         before = self.incident_log.continued(anomaly, diagnosis, decision)
         incident = before or self.incident_log.open(anomaly, diagnosis, decision, is_off=checks.rewind_check.is_open)
@@ -167,16 +167,11 @@ class Recovery:
         """Try lower learning rates, as the loss stands; continue with one that overtakes the run."""
         parts, trials, check = self.parts, self.controls.trials, self.parts.checks.no_progress
         step, started, before = parts.clock.step, time.perf_counter(), trials.updates
-        found, is_whole = trials.race(self.controls.knobs)
-        made = trials.updates - before
-        check.tried(step, is_tried=made > 0 or found is not None)
+        found = trials.race(self.controls.knobs)
+        was_tried = trials.updates > before
+        check.tried(step, is_tried=was_tried or found is not None)
         if found is None:
-            if is_whole:
-                trials.raced_in_vain = True
-                took = f"{counted(made, 'update')} and {time.perf_counter() - started:.2f} s"
-                tried = f"lower rates were tried, and the current one is fine: {trials.nearest}; that took {took}"
-                log.debug("step %d: %s; %s, not part of the run's", step, check.evidence, tried)
-            if made:
+            if was_tried:
                 self.controls.note()
             return
         parts.checks.require_recovery(step, step)

@@ -37,7 +37,7 @@ from resilient_train.state.ring import Snapshot
 from resilient_train.types import Action, Tried
 from resilient_train.update.objective import scalar
 from resilient_train.watch.vitals import mean
-from resilient_train.wording import log
+from resilient_train.wording import counted, log
 
 _FAILED, _ENDS = 1, 2  # what ranks tell each other: this arm failed, or the trial has to end
 _LONGEST_RACE = 48  # updates of an arm in a short run
@@ -47,12 +47,6 @@ NO_LIMITS = torch.finfo(torch.float32).max, torch.finfo(torch.float32).max
 
 class TrialStopped(Exception):
     """A trial cannot take place, or not be completed: then nothing has happened."""
-
-
-class OnlyKnobs(NamedTuple):
-    """All of a run that remedies may change in a trial."""
-
-    knobs: Knobs
 
 
 class Faster(NamedTuple):
@@ -75,7 +69,6 @@ class Trials:
         self._parts, self._loop, self._policy, self._planned = parts, loop, policy, planned
         self.updates = 0  # made in trials since the beginning of the run
         self.raced_in_vain = False  # no lower rate did better where the loss stood
-        self.nearest = ""  # which lower rate came nearest to that in the last race
         # Not where updates cannot be made without the loop, or their samples not be found again.
         self._is_possible = loop.objective is not None and parts.samples.rows > 0 and not parts.samples.is_fed
         self.tries_rates = self._is_possible and bool(policy.rates) and not policy.observe
@@ -103,50 +96,49 @@ class Trials:
             return arms[best], tuple(one.tried(won=place == best) for place, one in enumerate(results))
         return arms[0], ()
 
-    def race(self, knobs: Knobs) -> tuple[Faster | None, bool]:
+    def race(self, knobs: Knobs) -> Faster | None:
         """Try lower rates from the oldest verified state: does one overtake the run, with half its updates or fewer?
 
-        Returns it, and whether all was tried that was to be. Cut at the present state, a rate looks better for a while
-        even where it was right; in this comparison it looks worse. The winner also has to beat the present rate from
-        that state: some losses grow with training, whatever the rate. If it does not by more than age explains, it is
-        made as old as the run, and has to be far below it.
+        Cut at the present state, a rate looks better for a while even where it was right; in this comparison it looks
+        worse. The winner also has to beat the present rate from that state: some losses grow with training, whatever
+        the rate. If it does not by more than age explains, it is made as old as the run, and has to be far below it.
         """
         parts, step, first = self._parts, self._parts.clock.step, self._parts.checks.no_progress.first
         left, verified = self.left(in_vain=self.raced_in_vain), parts.ring.verified_until(step)
         steps = min(step // 2, max(_LONGEST_RACE, left // 6))  # in a long run all rates may be tried for longer
         each = cost_of(steps, JUDGED)
         if not verified or verified[-1].step > step // 4 or left < 2 * each + cost_of(1, JUDGED):
-            return None, False
+            return None
         since, made = verified[-1], parts.updates.next_after(verified[-1].step)
         left_of_weights = parts.ring.shrunk_since(since) if parts.updater.decays_fast() else 1.0
         if left_of_weights < _VANISHED:
-            return Faster(since.step, Action("lower_decay", {"factor": 0.0}), left=left_of_weights), True
+            return Faster(since.step, Action("lower_decay", {"factor": 0.0}), left=left_of_weights)
         recorded = made.loss if made is not None else parts.checks.loss_at(since.step + 1)  # of an earlier process
         if recorded is None:
-            return None, False
+            return None
         with suppress(TrialStopped), self._trial(knobs, lifts_limits=True):
             if not self._reproduces(recorded, since):
-                why = "the data or the program changes with each call (does __getitem__ change rows in place?)"
                 log.debug(
-                    "no lower rates are tried: the loss of update %d cannot be reproduced: %s",
+                    "no lower rates are tried: the loss of update %d cannot be reproduced: the data or the program "
+                    "changes with each call (does __getitem__ change rows in place?)",
                     since.step + 1,
-                    why,
                 )
                 parts.checks.no_progress.stop()
-                return None, False
+                return None
             arms = [self._run((), 0)]  # as it is
             rates = [Action("lower_lr", {"factor": rate, "lasting": True}) for rate in self._policy.rates]
             while rates and not fastest(arms) and left - self._cost >= 2 * each and may_win(arms, first):
                 arms.append(self._run((rates.pop(0),), steps, since))
             best, slow, longer = fastest(arms), on_its_way(arms, first), min(step // 2, 2 * steps)
-            lowest = min(arms[1:], key=lambda arm: arm.loss, default=arms[0])
-            self.nearest = f"x{lowest.cut:.3g} came to {lowest.loss:.4g}, where the run is at {arms[0].loss:.4g}"
             if not best and slow and longer > steps and left - self._cost >= 2 * cost_of(longer, JUDGED):
                 steps, each = longer, cost_of(longer, JUDGED)
                 arms[slow] = self._run(arms[slow].actions, steps, since)
                 best = fastest(arms)
-            if not best:  # arms that were as short as the run is young have not shown all: look again later
-                return None, steps >= _LONGEST_RACE or (learns(arms[0], first) and not slow)
+            if not best:
+                # Arms that were as short as the run is young have not shown all: look again later.
+                if steps >= _LONGEST_RACE or (learns(arms[0], first) and not slow):
+                    self._end_in_vain(arms)
+                return None
             control_arm = self._run((), steps, since)
             if is_held := holds(arms[best], control_arm, arms[0], first):
                 while rates and left - self._cost >= each:
@@ -158,11 +150,23 @@ class Trials:
                 grown = self._run(arms[best].actions, step - since.step, since)
                 is_held, arms[best] = is_ahead(grown, arms[0], first), grown
             if not is_held:
-                return None, True
+                self._end_in_vain(arms)
+                return None
             arms.append(replace(control_arm, actions=(Action("rewind"),)))
             tried = tuple(one.tried(won=place == best) for place, one in enumerate(arms))
-            return Faster(since.step, arms[best].actions[0], tried), True
-        return None, False  # it was stopped
+            return Faster(since.step, arms[best].actions[0], tried)
+        return None  # it was stopped
+
+    def _end_in_vain(self, arms: Sequence[Arm]) -> None:
+        """Note that no lower rate did better; the first of the arms is the run as it is."""
+        self.raced_in_vain = True
+        lowest = min(arms[1:], key=lambda arm: arm.loss)
+        log.debug(
+            "%s; lower rates were tried, and the current one is fine: x%.3g came to %.4g, where the run is at %.4g; "
+            "that took %s, not part of the run's",
+            *(self._parts.checks.no_progress.evidence, lowest.cut, lowest.loss, arms[0].loss),
+            counted(self._cost, "update"),
+        )
 
     @contextmanager
     def _trial(self, knobs: Knobs, passed: int = 0, *, lifts_limits: bool = False) -> Iterator[None]:
@@ -173,7 +177,7 @@ class Trials:
         updater, backups, ring = self._parts.updater, self._loop.backups, self._parts.ring
         gate = updater.gate
         limits, self._attributes = gate.limits, backups.attributes()
-        self._given, self._knobs, self._passed = knobs, knobs, passed
+        self._given, self.knobs, self._passed = knobs, knobs, passed
         self._judged: list[tuple[int, list[Any]]] = []  # start and batches of the later updates
         self._made = self._forwards = 0  # updates made so far, and forwards of updates that are judged
         if not ring.has_room_aside():
@@ -221,9 +225,9 @@ class Trials:
             self._fetch_judged()
         self._go_back(since)
         self._loop.backups.set_attributes(self._attributes)
-        self._knobs = copy.copy(self._given)
+        self.knobs = copy.copy(self._given)
         for action in actions:
-            remedy(action).apply(cast(RunControl, OnlyKnobs(self._knobs)))
+            remedy(action).apply(cast(RunControl, self))  # in a trial they change knobs only
         try:
             anomalies = sum(not self._update() for _ in range(steps))
             losses = self._losses()
@@ -266,7 +270,7 @@ class Trials:
         Returns whether something raised, of which the other ranks learn by a loss of NaN, and the loss.
         """
         parts, loop, losses = self._parts, self._loop, []
-        parts.precision.set(higher=self._knobs.values.higher_precision)
+        parts.precision.set(higher=self.knobs.values.higher_precision)
         update = parts.samples.next_update()
         begun = StartedUpdate(update, parts.clock.tick + 1, parts.clock.step + 1, backup, [])
         loop.seeds.for_update(update.start)
@@ -280,7 +284,7 @@ class Trials:
 
     def _update(self) -> bool:
         """Make one update as training makes it; say whether it landed."""
-        parts, loop, knobs = self._parts, self._loop, self._knobs
+        parts, loop, knobs = self._parts, self._loop, self.knobs
         updater, world = parts.updater, parts.world
         if loop.stop():
             updater.agreement.ask_to_stop()

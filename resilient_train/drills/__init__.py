@@ -59,8 +59,8 @@ class Drill:
         self,
         faults: Sequence[Fault],
         *,
-        has_fired: Callable[[int], bool],
-        fired: Callable[..., None],
+        has_fired: Callable[[int], bool] = lambda number: False,
+        fired: Callable[..., None] = lambda number, name, tick, **more: None,
     ) -> None:
         """`has_fired(number)` covers the whole run, restarts included; `fired(number, name, tick)` journals a firing.
 

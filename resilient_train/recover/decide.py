@@ -101,7 +101,6 @@ def decide(
     anomaly: Anomaly,
     diagnosis: Diagnosis,
     history: Sequence[Incident],
-    tick: int,
     circumstances: Circumstances,
 ) -> Decision:
     """Take the first rung of the cause's ladder that applies and has strikes left, if the budget allows it.
@@ -124,12 +123,12 @@ def decide(
         actions = _applicable(rung, case)
         if not actions or (rung.landed and not anomaly.landed):
             continue
-        strikes = _strikes(policy, rung, place, case, relevant, tick)
+        strikes = _strikes(policy, rung, place, case, relevant)
         if rung.at_start and not (circumstances.at_start or strikes):
             continue
         if strikes >= (policy.strikes if rung.strikes is None else rung.strikes):
             exhausted += 1
-        elif why := _over_budget(policy, actions, case, tick, relevant, history):
+        elif why := _over_budget(policy, actions, case, relevant, history):
             return Decision(rung=place, gave_up=why)
         elif why := _over_rows(policy, actions, case):
             if cause is not Cause.DATA or case.diagnosis.patchable:
@@ -169,7 +168,7 @@ def _relevant(history: Sequence[Incident], anomaly: Anomaly) -> list[Incident]:
     return relevant[::-1]
 
 
-def _strikes(policy: Policy, rung: Rung, place: int, case: Case, relevant: Sequence[Incident], tick: int) -> int:
+def _strikes(policy: Policy, rung: Rung, place: int, case: Case, relevant: Sequence[Incident]) -> int:
     """Count the incidents that a rung has met: within its ticks, or else since the cause was last forgiven.
 
     A cause is forgiven when the run gets well beyond the farthest step of its incidents. Incidents that mild lower
@@ -178,7 +177,7 @@ def _strikes(policy: Policy, rung: Rung, place: int, case: Case, relevant: Seque
     """
     same_cause = [one for one in relevant if one.diagnosis.cause == case.diagnosis.cause]
     if rung.within is not None:
-        oldest = tick - rung.within
+        oldest = case.anomaly.tick - rung.within
         return sum(one.decision.rung == place and one.anomaly.tick >= oldest for one in same_cause)
     count, reached = 0, None
     for incident in same_cause:
@@ -193,19 +192,14 @@ def _strikes(policy: Policy, rung: Rung, place: int, case: Case, relevant: Seque
 
 
 def _over_budget(
-    policy: Policy,
-    actions: Sequence[Action],
-    case: Case,
-    tick: int,
-    relevant: Sequence[Incident],
-    history: Sequence[Incident],
+    policy: Policy, actions: Sequence[Action], case: Case, relevant: Sequence[Incident], history: Sequence[Incident]
 ) -> str | None:
     """Name the budget that is used up, if one is.
 
     Reporting what landed costs nothing, nor does what helped: only what came again counts.
     """
     budget, within = policy.budget, f"within {counted(policy.budget.window, 'update')}"
-    recent = [one for one in _came_again(relevant, case) if one.anomaly.tick >= tick - budget.window]
+    recent = [one for one in _came_again(relevant, case) if one.anomaly.tick >= case.anomaly.tick - budget.window]
     if is_mild(actions):
         refused = sum(not one.anomaly.landed and is_mild(one.decision.actions) for one in recent)
         if not case.anomaly.landed and refused >= budget.refused:

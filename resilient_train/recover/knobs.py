@@ -73,17 +73,12 @@ class Knobs:
     @property
     def values(self) -> KnobValues:
         """What the next update uses."""
-        return KnobValues(
+        values = {name: getattr(self, name) for name in KnobValues._fields}
+        return KnobValues(**values)._replace(
             lr=max(MIN_LR, self.lr * ((self.warmed + 1) / self.warms_for if self.warms_for else 1.0)),
-            clip=self.clip,
-            eps=self.eps,
             ceiling=self.ceiling or math.inf,
-            leapt_to=self.leapt_to,
             higher_precision=self.higher_precision > 0,
             share=self.share * max(_LEAST_SHARE, math.sqrt(_FALLS / (_FALLS + self.limited))),
-            decay=self.decay,
-            norm=self.norm,
-            mends_eps=self.mends_eps,
         )
 
     def turn_lr(self, factor: float, rewarm: int = 0, regain: float = 0.0, *, lasting: bool = False) -> None:

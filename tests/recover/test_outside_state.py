@@ -52,7 +52,7 @@ def test_a_trial_that_finds_nothing_leaves_no_trace(caplog: pytest.LogCaptureFix
     assert with_trial.state.sha256() == without.state.sha256()
     assert len(calls) > with_trial.clock.tick  # docs/policies.md says so
     assert (without._controls.trials.updates, with_trial.incidents) == (0, [])
-    cost = r".*; lower rates were tried, and the current one is fine: .*; that took [\d,]+ updates .*"
+    cost = r".*; lower rates were tried, and the current one is fine: .*; that took [\d,]+ updates, .*"
     (noted,) = (one for one in caplog.records if re.fullmatch(cost, one.getMessage()))
     assert noted.levelno == logging.DEBUG
     assert not any("tried" in one.getMessage() for one in caplog.records if one.levelno > logging.DEBUG)

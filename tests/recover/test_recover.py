@@ -59,7 +59,7 @@ def decisions(
     """What is decided about each of a series, until it is given up."""
     history: list[Incident] = []
     for anomaly in anomalies:
-        decision = decide(policy, anomaly, diagnose(anomaly), tuple(history), anomaly.tick, can)
+        decision = decide(policy, anomaly, diagnose(anomaly), tuple(history), can)
         history.append(Incident(len(history) + 1, anomaly, diagnose(anomaly), decision))
         if decision.gave_up is not None:
             break
@@ -185,7 +185,7 @@ def test_a_rung_for_the_start_of_a_run(steps: list[int], expected: list[int]) ->
     history: list[Incident] = []
     for number, step in enumerate(steps, start=1):
         can, anomaly = dataclasses.replace(ALL_APPLICABLE, at_start=step < 100), landed(step)
-        decision = decide(policy, anomaly, unknown(anomaly), tuple(history), step, can)
+        decision = decide(policy, anomaly, unknown(anomaly), tuple(history), can)
         history.append(Incident(number, anomaly, unknown(anomaly), decision))
     assert [one.decision.rung for one in history] == expected
 
@@ -358,7 +358,7 @@ def test_a_run_taken_up_again_has_a_clean_slate() -> None:
         for n, (anomaly, one) in enumerate(zip(before, made, strict=True), start=1)
     ]
     assert history[-1].decision.gave_up is not None
-    again = decide(policy, refused(7, 11), unknown(refused(7)), history, 11, ALL_APPLICABLE)
+    again = decide(policy, refused(7, 11), unknown(refused(7)), history, ALL_APPLICABLE)
     assert again == Decision((Action("skip"),), 0)
 
 
@@ -615,7 +615,7 @@ def trained(policy: Policy, fault: Fault, steps: int = 600, most_ticks: int = 6_
             history.update_accepted(run.step, recovered_after=50, loss_is_off=False)
             continue
         run.anomaly, run.rewound_to = anomaly, None
-        decision = decide(policy, anomaly, by_signal(anomaly), history.incidents, run.tick, ALL_APPLICABLE)
+        decision = decide(policy, anomaly, by_signal(anomaly), history.incidents, ALL_APPLICABLE)
         incident = history.open(anomaly, by_signal(anomaly), decision)
         if decision.gave_up is not None:
             return run, history
@@ -840,7 +840,7 @@ def test_updates_that_are_limited_already_are_limited_further(left: float, share
     """The incident says by how much; never to more than the policy says."""
     can = dataclasses.replace(ALL_APPLICABLE, sgd=True, share=left)
     policy = parse({"ladders": {"default": [["rewind", "limit_update"]]}})
-    found = decide(policy, landed(9), unknown(landed(9)), (), 9, can)
+    found = decide(policy, landed(9), unknown(landed(9)), (), can)
     assert [dict(one.settings) for one in found.actions if one.remedy == "limit_update"] == [{"share": share}]
 
 

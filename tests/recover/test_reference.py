@@ -428,7 +428,7 @@ def test_corruption_now_and_then_never_exhausts_the_ladder(times: int, completes
 def decided(cause: Cause, history: Sequence[Incident] = (), *, policy: str = "balanced", **can: Any) -> Decision:
     anomaly = landed(200 + len(history), 200 + 50 * len(history))
     able: Circumstances = dataclasses.replace(ALL_APPLICABLE, **can)
-    return decide(policy_named(policy), anomaly, Diagnosis(cause, ""), tuple(history), anomaly.tick, able)
+    return decide(policy_named(policy), anomaly, Diagnosis(cause, ""), tuple(history), able)
 
 
 def attempts(cause: Cause, *rungs: int) -> list[Incident]:
