@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,14 +48,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in text_of(error) for words in _ON_THE_HOST)
 
 
-def memory_evidence(error: BaseException, device: torch.device) -> str:
-    """Return the message of an out-of-memory error in one line, on a GPU with the memory in use."""
-    said = " ".join(text_of(error).split()).split(" Of the allocated memory")[0][:200] or type(error).__name__
-    if device.type != "cuda":
-        return said
-    free, total = (size / 2**30 for size in torch.cuda.mem_get_info(device))
-    held = torch.cuda.max_memory_allocated(device) / 2**30
-    return f"{said}; at most {held:.2f} GiB were in use, {free:.2f} of {total:.2f} GiB are free"
+def memory_evidence(error: BaseException) -> str:
+    """Return the message of an out-of-memory error in one line."""
+    return " ".join(text_of(error).split()).split(" Of the allocated memory")[0][:200] or type(error).__name__
 
 
 @dataclass
@@ -152,21 +148,17 @@ class Loop:
             return self._computed(batch, spoil)
         except Exception as error:
             if is_out_of_memory(error):
-                return memory_evidence(error, self.parts.world.device)
+                return memory_evidence(error)
             if not stands_in or not self._may_be_of_batch(error):
                 raise
             tried = 0
             for other in self._others(begun, before):
                 try:
-                    if self._forwards is not None:
-                        self._forwards.again()
-                    computed = self._computed(self.parts.world.on_device(other))
+                    with self._forwards.again() if self._forwards is not None else nullcontext():
+                        computed = self._computed(self.parts.world.on_device(other))
                 except Exception:
                     tried += 1
                     continue
-                finally:
-                    if self._forwards is not None:
-                        self._forwards.end()
                 self._note(begun, error)
                 return computed
             if tried and self._may_be_patched(error, begun.tick):
@@ -253,12 +245,14 @@ class _Forwards:
         self._made = self._synced = 0
         self._syncs_first = self._model.require_forward_param_sync
 
-    def again(self) -> None:
+    @contextmanager
+    def again(self) -> Iterator[None]:
         self._synced, self._made, self._is_again = max(self._synced, self._made), 0, True
         self._model.require_forward_param_sync = self._syncs_first
-
-    def end(self) -> None:
-        self._is_again = False
+        try:
+            yield
+        finally:
+            self._is_again = False
 
     def _count(self, model: nn.Module, args: Sequence[Any]) -> None:
         self._made += 1

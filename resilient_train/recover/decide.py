@@ -223,16 +223,14 @@ def _came_again(incidents: Sequence[Incident], case: Case) -> list[Incident]:
 
 def _over_rows(policy: Policy, actions: Sequence[Action], case: Case) -> str | None:
     """Say that the rows to put in quarantine are more than the budget allows, if they are."""
-    guilty, rows = case.facts.quarantined + len(set(case.diagnosis.rows)), case.facts.rows
     if all(action.remedy != "quarantine" for action in actions):
         return None
-    if guilty > (allowed := policy.budget.rows_of(rows)):
-        share = f"{guilty:,} of its {counted(rows, 'row')} {'is' if guilty == 1 else 'are'} guilty"
-        return f"the data set is broken: {share}, and the budget allows for {allowed:,}"
-    if guilty + case.facts.given >= rows:
-        share = f"all of its {rows:,} rows are guilty"
-        return f"the data set is broken: {share}, {case.facts.given:,} of them in another run"
-    return None
+    guilty, rows = case.facts.quarantined + len(set(case.diagnosis.rows)), case.facts.rows
+    allowed = min(policy.budget.rows_of(rows), rows - case.facts.given - 1)  # one has to be left to train on
+    if guilty <= allowed:
+        return None
+    share = f"{guilty:,} of its {counted(rows, 'row')} {'is' if guilty == 1 else 'are'} guilty"
+    return f"the data set is broken: {share}, and the budget allows for {allowed:,}"
 
 
 class RecentIncidents:

@@ -71,8 +71,6 @@ def _actions(key: str, nodes: Any) -> tuple[Action, ...]:
     for place, name in enumerate(names):
         if name in names[:place]:
             raise unusable(f"{key}[{place}]", f"{name} is named twice in one rung")
-    if "repeat" in names and (others := sorted({"rewind", "skip"} & set(names))):
-        raise unusable(f"{key}[{names.index('repeat')}]", f"repeat makes no sense next to {' and '.join(others)}")
     return tuple(sorted(actions, key=lambda one: [*KNOWN, one.remedy].index(one.remedy)))
 
 

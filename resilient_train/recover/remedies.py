@@ -364,10 +364,8 @@ def remedy_class(name: str, key: str) -> type[Remedy]:
         return KNOWN[name]
     kind = find(key, name)
     if not isinstance(kind, type) or not issubclass(kind, Remedy) or not is_dataclass(kind):
-        what = f"a {type(kind).__name__}" if not isinstance(kind, type) else "another class"
-        what = "no dataclass" if isinstance(kind, type) and issubclass(kind, Remedy) else what
         how = f"write a dataclass that inherits from {Remedy.__module__}.Remedy"
-        raise ConfigError(key, name, f"is not a remedy: it is {what}; {how}")
+        raise ConfigError(key, name, f"is not a remedy: {how}")
     return kind
 
 

@@ -118,15 +118,9 @@ def test_where_halving_ends_the_run_ends(batch_size: int, room: int, policy: str
     assert len(guard.incidents) == (named(policy).halvings if batch_size == 32 else 0)
 
 
-def test_on_a_gpu_the_memory_in_use_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torch's message says of its own allocator is left out."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**29, 2**33))
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**31)
+def test_what_torch_says_of_its_own_allocator_is_left_out() -> None:
     error = torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB. Of the allocated memory 6 GiB is")
-    said = "CUDA out of memory. Tried to allocate 2 GiB."
-    assert memory_evidence(error, torch.device("cpu")) == said
-    used = "; at most 6.00 GiB were in use, 0.50 of 8.00 GiB are free"
-    assert memory_evidence(error, torch.device("cuda")) == said + used
+    assert memory_evidence(error) == "CUDA out of memory. Tried to allocate 2 GiB."
 
 
 def part(run_dir: Path, steps: int) -> Any:
