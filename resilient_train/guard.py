@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
@@ -21,7 +21,7 @@ from resilient_train.computation import InFlight, Loop, StartedUpdate
 from resilient_train.data.samples import Update
 from resilient_train.diagnose.search import Refused
 from resilient_train.drills import Drill, UpdatePlace
-from resilient_train.errors import GaveUp, RanksDiffer, StorageFailed, TrainError
+from resilient_train.errors import TrainError
 from resilient_train.lost_device import LostDevice
 from resilient_train.micro_batches import MicroBatchSizer
 from resilient_train.record.progress import Doing
@@ -88,8 +88,7 @@ class EngineGuard:
             start = self.samples.next_start  # noted before they are fetched: a data set may hang
             stop = start + self.samples.slicing.samples
             progress.updating(self.clock.tick + 1, self.clock.step, start, stop)
-            with self._reporting_failure():
-                update = self._recovery.next_update()
+            update = self._recovery.next_update()
             if (update.start, update.stop) != (start, stop):  # samples before them are left out
                 progress.updating(self.clock.tick + 1, self.clock.step, update.start, update.stop)
             self._begin(update)
@@ -113,8 +112,7 @@ class EngineGuard:
         if self.attempted_step >= last and self.settle() and self.clock.step >= last:
             self.examine(is_end=is_plan)
             if is_plan and self.attempted_step >= last and self._recovery.is_unrecovered():  # treated, not rewound
-                with self._reporting_failure():
-                    raise self._recovery.end_unrecovered()
+                self._recovery.end(self._recovery.end_unrecovered())
         return self.attempted_step < last
 
     def examine(self, *, is_end: bool = False) -> bool:
@@ -287,9 +285,7 @@ class EngineGuard:
         update, inputs, attempt = flight.begun.update, flight.begun.inputs, flight.attempt
         vitals = flight.read(self.clock.step, has_scale=self._updater.scaler is not None)
         if not vitals.ranks_agree:
-            with self._reporting_failure():
-                digests = [row[DIGEST] for row in attempt.rows_by_rank()]
-                self._recovery.ranks_differ(digests)
+            self._recovery.ranks_differ([row[DIGEST] for row in attempt.rows_by_rank()])
         finding = self._checks.judge(vitals)
         if flight.is_open:  # the checks learn nothing from it, as if it was refused
             vitals = landed(vitals)
@@ -378,8 +374,7 @@ class EngineGuard:
             log.info("%s", self._ring.describe())  # its size is known now that the optimizer has its moments
 
     def _treat(self, anomaly: Anomaly, update: Update, refused: Refused | None = None) -> None:
-        with self._reporting_failure():
-            self._recovery.treat(anomaly, update, refused)
+        self._recovery.treat(anomaly, update, refused)
         self._updater.gate.limit(*self._checks.limits)
 
     def _roll_back(self, begun: StartedUpdate) -> None:
@@ -418,14 +413,3 @@ class EngineGuard:
 
     def _on_accepted(self) -> None:
         """Called after each healthy update: it has to be cheap most of the time."""
-
-    def _on_failure(self, error: TrainError) -> None:
-        """Called with an error that ends the run, before it is raised."""
-
-    @contextmanager
-    def _reporting_failure(self) -> Iterator[None]:
-        try:
-            yield
-        except (GaveUp, RanksDiffer, StorageFailed) as error:
-            self._on_failure(error)
-            raise

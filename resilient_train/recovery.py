@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -51,11 +51,12 @@ class Recovery:
         incidents: IncidentLog,
         controls: Controls,
         keeper: CheckpointKeeper,
+        report: Callable[[TrainError], None],
         *,
         recovered_after: int,
     ) -> None:
         self.parts, self.policy, self.incident_log = parts, policy, incidents
-        self.controls, self.keeper = controls, keeper
+        self.controls, self.keeper, self._report = controls, keeper, report
         self.explainer = Explainer(
             *(parts.world, parts.samples, parts.state, parts.ring, parts.updater.optimizers),
             *(parts.updates, parts.search, parts.beat),
@@ -75,12 +76,12 @@ class Recovery:
         """Fetch the samples of the next update. If the storage fails for good, save the newest verified state first."""
         try:
             return self.parts.samples.next_update()
-        except StorageFailed:
+        except StorageFailed as error:
             if (snapshot := self.parts.ring.newest_verified()) is not None:
                 self.keeper.save_alone(snapshot)  # another rank may have its data
                 self.note_saves()
             self.process_ends()
-            raise
+            self.end(error)
 
     def update_accepted(self, update: Update, *, was_limited: bool) -> None:
         """Count a healthy update. `was_limited`: a remedy kept its learning rate below the schedule's."""
@@ -241,7 +242,12 @@ class Recovery:
         path, _ = self._restore_best(incident.anomaly.since)
         if self.parts.world.is_main:  # the other ranks do not know where the state was written
             log.error("%s", final_message(incident, path))
-        raise GaveUp(f"gave up at step {incident.anomaly.step}: {incident.decision.gave_up}", path)
+        self.end(GaveUp(f"gave up at step {incident.anomaly.step}: {incident.decision.gave_up}", path))
+
+    def end(self, error: TrainError) -> NoReturn:
+        """Report an error that ends the run, and raise it."""
+        self._report(error)
+        raise error
 
     def _restore_best(self, since: int) -> tuple[Path | None, bool]:
         """Restore the best verified state and leave it on disk; return its path, and whether there was such a state."""
@@ -280,7 +286,7 @@ class Recovery:
 
         self.parts.world.main_before_others(leave)
         what = f"{evidence} in update {since + 1}: the run ends before weights drift apart"
-        raise RanksDiffer(f"{what}; the same command resumes from the newest verified state")
+        self.end(RanksDiffer(f"{what}; the same command resumes from the newest verified state"))
 
     # Incidents of the process, not of the training: the remedy was applied already.
 

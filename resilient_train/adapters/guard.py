@@ -185,9 +185,10 @@ class Guard(guard.EngineGuard):
             trials = Trials(parts, loop, policy, lambda: self.steps)
             controls = Controls(parts, policy, quarantined, keeper, incidents.run_history, trials)
             recovered_after = max(verify_after, _RECOVERED_AFTER)
-            treating = Recovery(parts, policy, incidents, controls, keeper, recovered_after=recovered_after)
-            parts.checks.early_divergence.can_compare = search is not None and samples.rows > 0
             self.reporter = RunReporter(clock, parts.updates, parts.checks, home, keeper.progress)
+            treated = parts, policy, incidents, controls, keeper, self.reporter.fail
+            treating = Recovery(*treated, recovered_after=recovered_after)
+            parts.checks.early_divergence.can_compare = search is not None and samples.rows > 0
             super().__init__(parts, treating, loop, verify_after=verify_after, drill=drill)
             self._owes_resume = bool(resume)
             self._left: Path | None = None  # the state at the end of the loop
@@ -418,6 +419,3 @@ class Guard(guard.EngineGuard):
         home = self.reporter.place
         if home.directory is not None and self.clock.step % REPORT_EVERY == 0:
             self.reporter.show(self.report() if home.tracking is not None else None)
-
-    def _on_failure(self, error: TrainError) -> None:
-        self.reporter.fail(error)
