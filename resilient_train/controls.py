@@ -53,7 +53,7 @@ class Controls(RunControl):
         self._parts, self._policy, self._keeper, self._history = parts, policy, keeper, history
         self.quarantined = quarantined
         self.knobs = Knobs(relax_after=policy.relax_after)
-        self.micro_batch: int | None = None  # rows of a micro-batch that fit into memory, where it was made smaller
+        self.micro_batch = 0  # rows of a micro-batch that fit into memory, where it was made smaller
         self._armor = Armor()
         self.changed_lines: list[PatchedLine] = []  # that an earlier process had patched
         # Lines that were patched, or cannot be: file, line, operation; an empty one is all that a line computes.
@@ -246,7 +246,6 @@ class Controls(RunControl):
             "tick": self._parts.clock.tick,
             "knobs": self.knobs.state_dict(),
             "armor": [asdict(patch) for patch in self._armor.lines],
-            "armored": sorted(map(list, self._handled_lines)),
             "micro_batch": self.micro_batch,
             "usual_norm": updater.usual_norm,
             "reference": self._parts.checks.rewind_check.persistent_state(),
@@ -263,12 +262,10 @@ class Controls(RunControl):
             for start, stop in state["skipped"] if samples.keeps_places else ():
                 samples.skip(int(start), int(stop))
             patches = [PatchedLine(**patch) for patch in state["armor"]]
-            self._handled_lines |= {(str(file), int(line), str(op)) for file, line, op in state["armored"]}
-            usual, micro = state["usual_norm"], state["micro_batch"]
             self.trials.updates = max(self.trials.updates, int(state.get("trial_updates", 0)))
             self.trials.raced_in_vain |= state.get("raced_in_vain") is True
-            self.micro_batch = None if micro is None else int(micro)
-            updater.usual_norm = None if usual is None else float(usual)
+            self.micro_batch = int(state["micro_batch"] or 0)
+            updater.usual_norm = float(state["usual_norm"] or 0.0) or None
             rows = {row for row in map(int, state["quarantined"]) if row < samples.rows}  # the data set may be smaller
             if lost := sorted(rows - self.quarantined.rows.keys()):
                 self._quarantine_rows(lost, "quarantine.json was lost; restored from a checkpoint or the journal", 0)
@@ -282,7 +279,6 @@ class Controls(RunControl):
                 if patch not in self.changed_lines:  # the journal and a checkpoint may both have it
                     log.info("%s:%d was changed since: its patch is removed", patch.file, patch.line)
                 self.changed_lines.append(patch)
-                self._handled_lines -= {(patch.file, patch.line, op) for op in (patch.op, "")}
             except CannotArmor as why:
                 log.warning("can no longer patch `%s` at %s:%d: %s", patch.op, patch.file, patch.line, why)
             else:
