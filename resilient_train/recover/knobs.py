@@ -58,7 +58,8 @@ class Knobs:
     ceiling: float = 0.0  # 0: there is none
     ceiling_met: bool = False  # the schedule went beyond it since it was set
     leapt_to: float = 0.0
-    share: float = 0.0  # at first
+    # At first: it falls with the updates. Where all of them are as long as they may be, no loss comes to rest.
+    share: float = 0.0
     limited: int = 0  # healthy updates since it was set
     decay: float = 1.0
     norm: float = 0.0
@@ -102,13 +103,6 @@ class Knobs:
         self.ceiling, self.leapt_to = _bounded("ceiling", ceiling), leapt_to
         self.patience = max(self.patience, _LONG_PATIENCE)
 
-    def limit_update(self, share: float) -> None:
-        """Let SGD change the weights by no more than this share of their norm, and by less from here, down to a tenth.
-
-        Where every update is as long as it may be, no loss comes to rest before they become shorter.
-        """
-        self.share, self.limited = share, 0
-
     def turn_clip(self, factor: float, to: float = 0.0) -> None:
         """Multiply the limits of the clip; with `to`, clip to that norm at most, for the rest of the run."""
         self.clip = _bounded("clip", self.clip * factor)
@@ -117,18 +111,6 @@ class Knobs:
     def turn_eps(self, factor: float) -> None:
         """Multiply epsilon."""
         self.eps = _bounded("eps", self.eps * factor)
-
-    def raise_zero_eps(self) -> None:
-        """Raise an epsilon to what its type can hold, for the rest of the run."""
-        self.mends_eps = True
-
-    def turn_decay(self, factor: float) -> None:
-        """Multiply the weight decay, for the rest of the run."""
-        self.decay = _bounded("decay", self.decay * factor)
-
-    def turn_precision(self, steps: int) -> None:
-        """Stay in higher precision for at least so many steps."""
-        self.higher_precision = max(self.higher_precision, steps)
 
     def advance(self, *, was_limited: bool = False, may_relax: bool = True) -> None:
         """Count an accepted and healthy update, and relax after enough of them.

@@ -224,7 +224,7 @@ class LimitUpdate(Remedy):
         return case.facts.sgd
 
     def apply(self, run: RunControl) -> None:
-        run.knobs.limit_update(self.share)
+        run.knobs.share, run.knobs.limited = self.share, 0
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ class LowerDecay(Remedy):
     factor: float = limited(0.0, at_least=0, at_most=1)
 
     def apply(self, run: RunControl) -> None:
-        run.knobs.turn_decay(self.factor)
+        run.knobs.decay *= self.factor
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ class MendEps(Remedy):
         return case.facts.lost_eps
 
     def apply(self, run: RunControl) -> None:
-        run.knobs.raise_zero_eps()
+        run.knobs.mends_eps = True
 
 
 @dataclass(frozen=True)
@@ -296,7 +296,7 @@ class HigherPrecision(Remedy):
         return case.facts.mixed_precision
 
     def apply(self, run: RunControl) -> None:
-        run.knobs.turn_precision(self.steps)
+        run.knobs.higher_precision = max(run.knobs.higher_precision, self.steps)
 
 
 @dataclass(frozen=True)

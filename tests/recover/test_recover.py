@@ -24,7 +24,7 @@ from resilient_train.record.incident_log import IncidentLog
 from resilient_train.recover.decide import by_signal, decide
 from resilient_train.recover.knobs import MAX_EPS, MIN_CLIP, MIN_LR, Knobs, KnobValues
 from resilient_train.recover.policy import Policy, named, parse
-from resilient_train.recover.remedies import KNOWN, Case, Circumstances, is_mild, remedy
+from resilient_train.recover.remedies import KNOWN, Case, Circumstances, HigherPrecision, is_mild, remedy
 from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
 
 policy_named = functools.cache(named)  # reading YAML takes longer than most of these tests
@@ -580,20 +580,8 @@ class Run:
         self.position += 1 if updates is None else updates
         self.done.append("skip")
 
-    def quarantine(self) -> None:
-        self.done.append("quarantine")
-
-    def reset_moments(self) -> None:
-        self.done.append("reset_moments")
-
-    def patch_line(self) -> None:
-        self.done.append("armor")
-
-    def lower_loss_scale(self, factor: float) -> None:
-        self.done.append("lower_loss_scale")
-
-    def try_arms(self, arms: Sequence[Sequence[Action]], steps: int) -> None:
-        self.done.append("trial")
+    def __getattr__(self, name: str) -> Any:
+        return lambda *given: self.done.append(name)
 
 
 Fault = Callable[[Run], Anomaly | None]
@@ -821,8 +809,7 @@ def test_knobs_climb_back_to_a_share_of_what_was() -> None:
 
 def test_a_limit_of_updates_falls_with_their_root() -> None:
     """Down to a tenth; a resume has it as it was."""
-    knobs, shares = Knobs(), []
-    knobs.limit_update(0.1)
+    knobs, shares = Knobs(share=0.1), []
     for _ in range(9000):
         knobs.advance()
         shares.append(knobs.values.share)
@@ -875,13 +862,12 @@ def test_steps_of_relaxing() -> None:
 
 def test_higher_precision_is_for_a_stretch() -> None:
     """It ends after so many accepted updates; a shorter stretch does not cut a longer one."""
-    knobs = Knobs()
-    knobs.turn_precision(3)
-    knobs.turn_precision(2)
-    seen = []
+    run, seen = Run(), []
+    HigherPrecision(3).apply(run)
+    HigherPrecision(2).apply(run)
     for _ in range(5):
-        seen.append(knobs.values.higher_precision)
-        knobs.advance()
+        seen.append(run.knobs.values.higher_precision)
+        run.knobs.advance()
     assert seen == [True, True, True, False, False]
 
 
@@ -949,7 +935,6 @@ turns = st.lists(
         st.tuples(st.just("turn_lr"), factors, st.integers(0, 9)),
         st.tuples(st.just("turn_clip"), factors),
         st.tuples(st.just("turn_eps"), st.floats(1.0, 1e6)),
-        st.tuples(st.just("turn_precision"), st.integers(0, 9)),
         st.tuples(st.just("limit_lr"), st.floats(1e-9, 10.0)),
         st.tuples(st.just("trouble")),
         st.tuples(st.just("advance")),
