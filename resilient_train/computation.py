@@ -42,14 +42,12 @@ _ON_THE_HOST = ("can't allocate memory", "not enough memory", "std::bad_alloc")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Say whether the memory of a device, or of the host, is used up."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in text_of(error) for words in _ON_THE_HOST)
 
 
 def memory_evidence(error: BaseException) -> str:
-    """Return the message of an out-of-memory error in one line."""
     return " ".join(text_of(error).split()).split(" Of the allocated memory")[0][:200] or type(error).__name__
 
 

@@ -65,10 +65,7 @@ class Controls(RunControl):
         self.trials = trials
 
     def apply(self, incident: Incident, suspects: tuple[int, int], started: float, *, was_refused: bool) -> Incident:
-        """Apply the remedies of an incident; return it with what was done. All ranks do this together.
-
-        It may come from the samples at positions [start, stop) of `suspects`, and its treatment `started` before.
-        """
+        """Apply the remedies of an incident, which may come from [start, stop) of the samples; return what was done."""
         checks, clock, actions = self._parts.checks, self._parts.clock, incident.decision.actions
         step_before, is_mildly_treated = clock.step, is_mild(actions)
         self._incident = replace(incident, rewound_to=None)
@@ -116,7 +113,6 @@ class Controls(RunControl):
         self.skip_samples(start, stop)
 
     def skip_samples(self, start: int, stop: int) -> None:
-        """Skip these positions of the stream from now on."""
         self._parts.samples.skip(start, stop)
         self._unnoted["skipped"].append([start, stop])
 
@@ -194,10 +190,7 @@ class Controls(RunControl):
         )
 
     def _can_patch(self, diagnosis: Diagnosis) -> bool:
-        """Say whether the guilty line can be patched and was not tried before.
-
-        Looked up only where the policy may use it, since that takes a pass over all objects.
-        """
+        """Say whether the guilty line can be patched and was not; looked up only if needed: it visits all objects."""
         culprit = diagnosis.broken
         if culprit is None or not culprit.line or not diagnosis.patchable:
             return False
@@ -222,7 +215,6 @@ class Controls(RunControl):
     # What outlives a rewind, and the process.
 
     def snapshot(self, step: int, *, verified: bool = False) -> Snapshot | None:
-        """Take a snapshot, with the state of the checks and the remedies in effect."""
         snapshot = self._parts.ring.take(step, verified=verified)
         if snapshot is not None:
             snapshot.checks_state, snapshot.remedies = self._parts.checks_state(), self.state_dict()

@@ -116,10 +116,7 @@ class EngineGuard:
         return self.attempted_step < last
 
     def examine(self, *, is_end: bool = False) -> bool:
-        """Scan everything now, and at the end look at the loss as a whole. False: an anomaly was found and treated.
-
-        One that is only observed leaves nothing to repeat.
-        """
+        """Scan everything now, at the end also the whole loss. False: an anomaly was treated, not only observed."""
         anomaly = self._examination.examine_now()
         if anomaly is None and self.newest is not None and is_end:
             anomaly = self._checks.at_end(self.newest)
@@ -213,7 +210,6 @@ class EngineGuard:
         return result
 
     def _require_batch(self, verb: str) -> StartedUpdate:
-        """Return the update whose batch the loop hands back; raise if there is none."""
         if not self._has_begun:
             raise TrainError(f"guard.{verb} before the loop: iterate over guard.batches(), which makes the batches")
         if self._begun is None or len(self._losses) >= len(self._begun.inputs):
@@ -352,7 +348,6 @@ class EngineGuard:
         return self._recovery.observes and vitals.accepted and begun is None  # then nothing was undone
 
     def _after_accepted(self, flight: InFlight, vitals: Vitals) -> None:
-        """Verify the snapshots that have been healthy for long enough, and save those that are due."""
         step, recovery, keeper = self.clock.step, self._recovery, self._keeper
         recovery.update_accepted(flight.begun.update, was_limited=flight.attempt.is_limited)
         self._on_accepted()

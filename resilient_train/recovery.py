@@ -104,10 +104,7 @@ class Recovery:
     # One incident.
 
     def treat(self, anomaly: Anomaly, update: Update, refused: Refused | None = None) -> None:
-        """Apply what the policy prescribes. `update` is the newest one.
-
-        All ranks call it together. Raises GaveUp when the policy has nothing left.
-        """
+        """Apply what the policy prescribes, or raise GaveUp; `update` is the newest one. All ranks call it together."""
         parts, controls, checks = self.parts, self.controls, self.parts.checks
         started = time.perf_counter()
         if self.intended.began_by_chance(anomaly, self.explainer):
@@ -191,10 +188,7 @@ class Recovery:
         parts.updater.gate.limit(*parts.checks.limits)
 
     def counts(self, anomaly: Anomaly) -> bool:
-        """Say whether an anomaly belongs to the incident that is observed, and count it. It is not diagnosed.
-
-        Neither weights with NaN nor a run that has diverged make an incident of every update.
-        """
+        """Count an anomaly into the incident that is observed, as NaN makes only one; False if there is none."""
         if self._observed is None:
             return False
         parts, step = self.parts, self.parts.clock.step
@@ -237,7 +231,6 @@ class Recovery:
                 self.parts.ring.keep_reference(anomaly.since)
 
     def _give_up(self, incident: Incident) -> NoReturn:
-        """End the run on its best verified state, and leave that on disk."""
         self.incident_log.close(incident)
         path, _ = self._restore_best(incident.anomaly.since)
         if self.parts.world.is_main:  # the other ranks do not know where the state was written
@@ -266,10 +259,7 @@ class Recovery:
         return path, snapshot is not None or path is not None
 
     def ranks_differ(self, digests: Sequence[float]) -> NoReturn:
-        """End the run on all ranks, because they decided differently: another collective might wait forever.
-
-        `digests` are those of all ranks with the update in flight. What landed before it was the same on every rank.
-        """
+        """End the run on all ranks, as a collective might wait forever. What landed before was the same on all."""
         odd, since = odd_ones(digests), self.parts.clock.step
         evidence = f"{rank_names(odd)} decided differently"
         anomaly = Anomaly(Signal.RANK_MISMATCH, since + 1, self.parts.clock.tick, since, evidence, ranks=odd)
@@ -291,7 +281,6 @@ class Recovery:
     # Incidents of the process, not of the training: the remedy was applied already.
 
     def note_process_incident(self, seen: ProcessIncident, *, ongoing: bool = False) -> int:
-        """Write one down and return its number."""
         tick = self.parts.clock.tick
         anomaly = Anomaly(seen.signal, seen.step, tick, seen.since, seen.evidence, ranks=seen.ranks)
         known = by_signal(anomaly)
@@ -302,10 +291,7 @@ class Recovery:
         return incident.id
 
     def note_saves(self, *, is_complete: bool = False) -> None:
-        """Write down whether checkpoints can be saved: an incident begins with a failure and lasts until a success.
-
-        If the run `is_complete` such an incident is closed.
-        """
+        """Write down whether checkpoints can be saved: an incident lasts from a failure to a success, or to the end."""
         while self.keeper.save_events:
             found = self.keeper.save_events.popleft()
             if found is not None and found.signal is Signal.CHECKPOINT_DAMAGED:
@@ -374,7 +360,6 @@ class Recovery:
             self.controls.note()
 
     def _is_back(self) -> bool:
-        """Say whether the loss is back at its level before the last damage, as far as the losses since then show."""
         check = self.parts.checks.rewind_check
         return not check.is_open or check.ends_back(self.parts.clock.step)
 

@@ -37,7 +37,6 @@ class RunParts:
     beat: Callable[[], None]  # called during long work, to show the watchdog its progress
 
     def checks_state(self) -> dict[str, Any]:
-        """Return what checks and scans have learned, for a snapshot."""
         return {"panel": self.checks.state_dict(), "scans": self.scans.state_dict()}
 
     def restore_checks_state(self, state: Mapping[str, Any]) -> list[str]:

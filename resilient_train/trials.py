@@ -59,10 +59,7 @@ class Faster(NamedTuple):
 
 
 class Trials:
-    """Tries remedies in a run whose updates can be made without its loop.
-
-    All arms of a trial are judged on the same later samples, on which none of them was trained.
-    """
+    """Tries remedies in a run whose updates can be made without its loop."""
 
     def __init__(self, parts: RunParts, loop: Loop, policy: Policy, planned: Callable[[], int | None]) -> None:
         """`planned` returns the steps that the run plans, if that is known."""
@@ -82,10 +79,7 @@ class Trials:
     def best_of(
         self, arms: Sequence[Sequence[Action]], steps: int, knobs: Knobs, passed: int
     ) -> tuple[Sequence[Action], tuple[Tried, ...]]:
-        """Make `steps` updates with each arm; return the best, and how all went. Without a trial that is the first.
-
-        They are judged on what follows the next `passed` samples.
-        """
+        """Make `steps` updates with each arm; return the best or the first, and how all went after `passed` samples."""
         with suppress(TrialStopped), self._trial(knobs, passed):
             before, again = self._run((), 0), self._run((), 0)
             if not before.equals(again):
@@ -198,10 +192,7 @@ class Trials:
         return cost_of(self._made, self._forwards)
 
     def _reproduces(self, loss: float, since: Snapshot) -> bool:
-        """Say whether the update after a snapshot has the very `loss` again that it had in training.
-
-        If not, the program keeps state outside of the run, which a trial changes and cannot put back.
-        """
+        """Say whether the update after a snapshot has its `loss` again: else the program keeps state of its own."""
         parts = self._parts
         self._go_back(since)
         try:
@@ -243,10 +234,7 @@ class Trials:
         return Arm(tuple(actions), anomalies, losses)
 
     def _fetch_judged(self) -> None:
-        """Fetch the samples that all arms are judged on: later than all that any of them is trained on.
-
-        Updates with rows that cannot be fetched are left out.
-        """
+        """Fetch the samples that judge all arms, after all that train any; leave out updates that cannot be fetched."""
         samples = self._parts.samples
         each = samples.slicing.samples
         after = max(samples.next_start, samples.position) + self._passed + each
@@ -265,10 +253,7 @@ class Trials:
             raise TrialStopped
 
     def _computed(self, backup: Any) -> tuple[bool, torch.Tensor]:
-        """Run forward and backward of the next update as training runs them.
-
-        Returns whether something raised, of which the other ranks learn by a loss of NaN, and the loss.
-        """
+        """Run forward and backward of the next update as in training; return whether something raised, and the loss."""
         parts, loop, losses = self._parts, self._loop, []
         parts.precision.set(higher=self.knobs.values.higher_precision)
         update = parts.samples.next_update()

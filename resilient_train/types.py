@@ -82,8 +82,6 @@ class Cause(StrEnum):
 
 
 class Outcome(StrEnum):
-    """How an incident ended."""
-
     RECOVERED = "recovered"
     RECURRED = "recurred"
     UNRECOVERED = "unrecovered"  # the loss did not come back, or saving failed until the end
@@ -235,10 +233,7 @@ class Incident:
 
     @property
     def left_damage(self) -> bool:
-        """Say whether it is over only when the loss is back, because bad updates landed.
-
-        Damage from outside of an update is undone by a rewind.
-        """
+        """Say whether it is over only when the loss is back: bad updates landed, which no rewind has undone exactly."""
         if self.diagnosis.cause is Cause.PROCESS:
             return False
         if self.diagnosis.cause is Cause.CORRUPTION and self.rewound_to is not None:
@@ -263,10 +258,7 @@ class ProcessIncident:
 
 
 def kind_of(anomaly: Anomaly, diagnosis: Diagnosis) -> tuple[object, ...]:
-    """Return what two incidents of the same kind share: the cause, and the line or the rows.
-
-    If the cause is unknown, transient or the process, also the signal.
-    """
+    """Return what incidents of a kind share: cause, and line or rows; where the cause says little, also the signal."""
     culprit = diagnosis.culprit
     line = culprit and (culprit.phase, culprit.op, culprit.module, culprit.file, culprit.line)
     needs_signal = diagnosis.cause in (Cause.UNKNOWN, Cause.PROCESS, Cause.TRANSIENT)

@@ -1,7 +1,4 @@
-"""Decides what is done about an incident: pure functions, with the same result on every rank.
-
-Ranks compare the digests of their decisions to notice when they decided differently.
-"""
+"""Decides what is done about an incident: pure functions, with the same result on every rank."""
 
 from __future__ import annotations
 
@@ -77,7 +74,6 @@ _SPIKE_LANDED = Diagnosis(
 
 
 def by_rate(times: float, step: int, *, is_sudden: bool) -> Diagnosis:
-    """Return the diagnosis of an anomaly that followed a rise of the learning rate."""
     rose = f"x{times:,.0f}" if times >= 100 else f"x{times:.3g}"
     rose = f"jumped {rose} from step {step - 1:,} to" if is_sudden else f"rose {rose} since step"
     look = "look at the schedule, and at what else sets it there; the samples are not to blame"
@@ -85,7 +81,6 @@ def by_rate(times: float, step: int, *, is_sudden: bool) -> Diagnosis:
 
 
 def by_signal(anomaly: Anomaly) -> Diagnosis:
-    """Return the diagnosis that a signal suggests by itself."""
     is_landed_spike = anomaly.signal is Signal.LOSS_SPIKE and anomaly.landed
     return _SPIKE_LANDED if is_landed_spike else _DIAGNOSES[anomaly.signal]
 
@@ -142,10 +137,7 @@ def decide(
 
 
 def _applicable(rung: Rung, case: Case) -> tuple[Action, ...]:
-    """Select the actions of a rung that apply.
-
-    None without the one that it is for, or if a warm-up is all that is left of it without its rewind.
-    """
+    """Select what applies; nothing without its main remedy, or if a warm-up is left alone, without the rewind."""
     rewind = next((remedy(action) for action in rung.do if action.remedy == "rewind"), None)
     rewinds = rewind is not None and rewind.applies(case)
     actions = applicable(rung.do, replace(case, rewinds=rewinds))
@@ -155,10 +147,7 @@ def _applicable(rung: Rung, case: Case) -> tuple[Action, ...]:
 
 
 def _relevant(history: Sequence[Incident], anomaly: Anomaly) -> list[Incident]:
-    """Drop incidents not caused by the training that a rewind undid and that the run has since passed.
-
-    The run was healthy beyond their step, so the next incident of that kind is a new one.
-    """
+    """Drop faults from outside that a rewind undid and the run has passed since: the next one of that kind is new."""
     relevant, healthy_until = [], anomaly.since
     for one in reversed(history):
         is_undone = one.diagnosis.cause in _FROM_OUTSIDE and not is_mild(one.decision.actions)
@@ -194,10 +183,7 @@ def _strikes(policy: Policy, rung: Rung, place: int, case: Case, relevant: Seque
 def _over_budget(
     policy: Policy, actions: Sequence[Action], case: Case, relevant: Sequence[Incident], history: Sequence[Incident]
 ) -> str | None:
-    """Name the budget that is used up, if one is.
-
-    Reporting what landed costs nothing, nor does what helped: only what came again counts.
-    """
+    """Name the budget that is used up, if one is. What helped costs nothing, nor does reporting what landed."""
     budget, within = policy.budget, f"within {counted(policy.budget.window, 'update')}"
     recent = [one for one in _came_again(relevant, case) if one.anomaly.tick >= case.anomaly.tick - budget.window]
     if is_mild(actions):

@@ -73,7 +73,6 @@ class Knobs:
 
     @property
     def values(self) -> KnobValues:
-        """What the next update uses."""
         values = {name: getattr(self, name) for name in KnobValues._fields}
         return KnobValues(**values)._replace(
             lr=max(MIN_LR, self.lr * ((self.warmed + 1) / self.warms_for if self.warms_for else 1.0)),
@@ -109,7 +108,6 @@ class Knobs:
         self.norm = min(to, self.norm or to) if to else self.norm
 
     def turn_eps(self, factor: float) -> None:
-        """Multiply epsilon."""
         self.eps = _bounded("eps", self.eps * factor)
 
     def advance(self, *, was_limited: bool = False, may_relax: bool = True) -> None:
@@ -135,10 +133,7 @@ class Knobs:
                 self._relax()
 
     def trouble(self) -> None:
-        """Note an incident that took more than skipping an update.
-
-        One that comes while relaxing shows that this was too early: the next time waits twice as long.
-        """
+        """Note an incident that took more than a skip; while relaxing, the next wait is twice as long."""
         if self.relaxing:
             self.patience = min(2 * self.patience, _MAX_PATIENCE)
         self.healthy, self.relaxing = 0, False
@@ -157,7 +152,6 @@ class Knobs:
         self.lr, self.relaxing = _bounded("lr", self.lr * _RELAX_FACTOR), True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything as plain data."""
         return {name: value for name, value in asdict(self).items() if name != "relax_after"}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

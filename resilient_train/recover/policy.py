@@ -22,7 +22,6 @@ _TRIED = ("tighten_clip", "limit_update", "raise_eps")  # not lower_lr, which ne
 
 
 def _each(read_one: Callable[[str, Any], Any], key: str, nodes: Any, what: str, least: int = 0) -> tuple[Any, ...]:
-    """Read the entries of a list."""
     if not is_list(nodes) or len(nodes) < least:
         raise ConfigError(key, nodes, what)
     return tuple(read_one(f"{key}[{place}]", node) for place, node in enumerate(nodes))
@@ -54,7 +53,6 @@ def _action(key: str, node: Any) -> Action:
 
 
 def _arm(key: str, nodes: Any) -> tuple[Action, ...]:
-    """Read an arm of a trial: a list of remedies like a rung."""
     actions = _actions(key, nodes)
     if odd := sorted({action.remedy for action in actions} - {*_TRIED}):
         raise unusable(key, f"{odd[0]} cannot be tried: what can is {', '.join(_TRIED)}")
@@ -119,10 +117,7 @@ class Budget:
         return min(self.rows, share, count - 1)
 
     def trial_updates(self, steps: int, *, in_vain: bool = False) -> int:
-        """Return how many updates trials may make in a run of so many steps; 0 turns them off.
-
-        After a race of rates `in_vain` a short run makes no other: only the share counts then.
-        """
+        """Return how many updates trials may make in so many steps; after a race `in_vain` only the share counts."""
         return max(int(self.trials * steps), 0 if in_vain else self.trials_at_least) if self.trials else 0
 
 
@@ -141,12 +136,10 @@ class Policy:
     observe: bool = False  # report only, and let every update land: ladders and budget do not matter
 
     def ladder(self, cause: Cause) -> tuple[Rung, ...]:
-        """Return the rungs for a cause."""
         return self.ladders.get(cause, self.ladders["default"])
 
 
 def named(name: str | Path) -> Policy:
-    """Read one of the policies that come with the package, or a YAML file."""
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
         return parse(option("recovery", str(name), "a custom policy is named by the path of its YAML file"))

@@ -208,11 +208,7 @@ class TightenClip(Remedy):
 
 @dataclass(frozen=True)
 class LimitUpdate(Remedy):
-    """Clip the gradient so that an update of SGD, with its momentum, changes the weights by a share of their norm.
-
-    It stays for the rest of the run, and falls with the root of the updates, down to a tenth. With the right learning
-    rate and first weights, updates are far smaller.
-    """
+    """Clip the gradient so that an update of SGD changes the weights by at most a share of their norm, which falls."""
 
     share: float = limited(0.1, above=0, at_most=1)
 
@@ -311,7 +307,6 @@ class Trial(Remedy):
         return {"of": tuple(arm for arm in (applicable(arm, case) for arm in self.of) if arm)}
 
     def applies(self, case: Case) -> bool:
-        """Say whether there are two arms to compare, and updates left for both."""
         arms = self.settings_for(case)["of"]
         cost = cost_of(len(arms) * self.steps, (len(arms) + 2) * JUDGED)  # twice before the arms
         return len(arms) > 1 and cost <= case.facts.trial_updates

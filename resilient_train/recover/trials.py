@@ -22,8 +22,6 @@ _LEAST_GAIN = 0.01  # of the loss: less is no reason to change anything
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """What became of one arm."""
-
     actions: tuple[Action, ...]
     anomalies: int  # updates that did not land
     losses: tuple[float, ...]  # of the later updates that all arms are judged on, after it
@@ -51,10 +49,7 @@ class Arm:
 
 
 def best_arm(arms: Sequence[Arm]) -> int:
-    """Return the place of the arm with the fewest anomalies, then the lowest loss; the mildest, where they are equal.
-
-    The mildest come first.
-    """
+    """Return the place of the arm with the fewest anomalies, then the lowest loss; of equals the first, the mildest."""
     least = min(one.anomalies for one in arms)
     left = [place for place, one in enumerate(arms) if one.anomalies == least]
     return next((one for one in left if not any(is_lower(arms[place], arms[one]) for place in left)), left[0])
@@ -95,10 +90,7 @@ def is_ahead(arm: Arm, now: Arm, first: float) -> bool:
 
 
 def learns(arm: Arm, first: float) -> bool:
-    """Say whether an arm is well below the loss that the run began with.
-
-    The loss of a GAN does not fall at any rate, and a lower one only keeps it near where it began.
-    """
+    """Say whether an arm is well below the `first` loss, which that of a GAN only stays near, at a low rate."""
     return first - arm.loss > _LEARNED * abs(first)
 
 
