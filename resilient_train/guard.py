@@ -40,6 +40,7 @@ class EngineGuard:
     """Runs updates through the gate and passes every anomaly to Recovery."""
 
     _newest: ClassVar[int] = 0  # id of the update that any guard of this process began last
+    _place: UpdatePlace  # of the newest update, for drills
 
     def __init__(
         self, parts: RunParts, recovery: Recovery, loop: Loop, *, verify_after: int, drill: Drill | None
@@ -57,7 +58,7 @@ class EngineGuard:
         self._sizer, self._direct_steps, self._verify_after = MicroBatchSizer(recovery), loop.direct_steps, verify_after
         self._examination = Examination(self.world, self.clock, self._checks, self._scans, loop.backups)
         self._begun: StartedUpdate | None = None
-        self._newest_begun: StartedUpdate | None = None
+        self._newest_update: Update | None = None  # the newest that was begun
         self._in_flight: InFlight | None = None
         self._handed_out: Any = None  # the batch that the loop has now
         self._losses: list[torch.Tensor] = []  # of the micro-batches so far
@@ -123,9 +124,8 @@ class EngineGuard:
             if anomaly is None and self._recovery.is_unrecovered():
                 anomaly = self._checks.not_recovered(self.newest)
         if anomaly is not None and not self._recovery.counts(anomaly):
-            newest, place = self._newest_begun, self.samples.position
-            update = newest.update if newest else Update(place, place, [])
-            self._treat(anomaly, update)
+            place = self.samples.position
+            self._treat(anomaly, self._newest_update or Update(place, place, []))
         return anomaly is None or self._recovery.observes
 
     def _begin(self, update: Update) -> None:
@@ -136,19 +136,20 @@ class EngineGuard:
         self._parts.precision.set(higher=knobs.higher_precision)
         tick, backup = self.clock.tick + 1, self._backups.take()
         begun = StartedUpdate(update, tick, self.attempted_step + 1, backup, [])
-        self._begun = self._newest_begun = begun
+        self._begun, self._newest_update = begun, update
+        self._place = UpdatePlace(tick, begun.step, self.world.rank)
         self._lost_device.begins(update)
         EngineGuard._newest = id(begun)
         if self.drill.strikes_at(tick):
             self._ring.copier.before_change()  # a device may still be copying what it spoils
-        self.drill.between_updates(self._place(), self.state.model, self._updater.optimizers)
+        self.drill.between_updates(self._place, self.state.model, self._updater.optimizers)
         self._scans.arm(self.attempted_step)
         self.seeds.for_update(update.start)
 
     def _hand_out(self, batch: Any, *, is_last: bool) -> Iterator[Any]:
         """Yield one micro-batch to the loop; with the last one gradients are reduced over the ranks."""
         assert self._begun is not None
-        batch = self.drill.on_batch(self._place(), batch)
+        batch = self.drill.on_batch(self._place, batch)
         self._begun.versions.append(versions(batch))
         self._begun.inputs.append(batch)  # the host batch: a device batch would occupy memory for two updates
         with self._lost_device:
@@ -170,7 +171,7 @@ class EngineGuard:
             begun.inputs[-1] = batch  # the loop has changed it
         begun.versions[-1] = versions(begun.inputs[-1])
         begun.attributes = begun.attributes if self._losses else self._backups.attributes()
-        spoil = partial(self.drill.on_loss, self._place())
+        spoil = partial(self.drill.on_loss, self._place)
         with self._lost_device:
             computed = self._loop.compute(batch, begun, self._in_flight, spoil)
         if not isinstance(computed, str):
@@ -199,8 +200,9 @@ class EngineGuard:
             self._losses.append(loss)
             if len(self._losses) < len(begun.update.batches):
                 return UpdateResult("accumulating")
-        if all(weight.grad is None for weight in self._turns.weights or self._updater.weights):
-            raise TrainError(why_no_gradient(given, self._turns.weights or self._updater.weights))
+        weights = self._turns.weights or self._updater.weights
+        if all(weight.grad is None for weight in weights):
+            raise TrainError(why_no_gradient(given, weights))
         with self._direct_steps.running("guard"), self._lost_device:
             result = self._send_to_gate(begun, loss if len(self._losses) < 2 else mean(self._losses))
             if self._waits and self._in_flight is not None:  # the loop's code for what it keeps sees no refused update
@@ -234,8 +236,8 @@ class EngineGuard:
             if not is_clear or self.stopped:
                 self._turns.drop(self._backups)
                 return UpdateResult("refused")
-        self.drill.on_gradients(self._place(), self._turns.weights or self._updater.weights)
-        rates = self._checks.rate_factor(self.attempted_step + 1), self.drill.rate_factor(self._place())
+        self.drill.on_gradients(self._place, self._turns.weights or self._updater.weights)
+        rates = self._checks.rate_factor(self.attempted_step + 1), self.drill.rate_factor(self._place)
         self._ring.copier.before_change()
         agreement, knobs = self._updater.agreement, self._controls.knobs.values
         digest = 0 if agreement.is_alone else self._controls.digest(begun.update.start)
@@ -393,11 +395,6 @@ class EngineGuard:
         if self._turns.end_dropped(self._backups):
             self._updater.drop_gradients()
             self.seeds.between(self.samples.position)
-
-    def _place(self) -> UpdatePlace:
-        begun = self._newest_begun
-        assert begun is not None
-        return UpdatePlace(begun.tick, begun.step, self.world.rank)
 
     @property
     def attempted_step(self) -> int:

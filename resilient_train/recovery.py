@@ -248,12 +248,11 @@ class Recovery:
         snapshot = ring.last_good(since) or ring.newest_verified()  # a newer one was verified at the reference's level
         if snapshot is not None:
             ring.restore(snapshot)
-            self.parts.updates.rewound(snapshot.step)
             path = self.keeper.save(snapshot)
         else:  # the run was resumed a moment ago, or memory is short
             path = self.keeper.restore(since)
             ring.clear()
-            self.parts.updates.rewound(self.parts.clock.step)
+        self.parts.updates.rewound(self.parts.clock.step)
         self.note_saves()
         self.parts.checks.rewind_check.end()
         return path, snapshot is not None or path is not None

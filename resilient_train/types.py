@@ -234,11 +234,9 @@ class Incident:
     @property
     def left_damage(self) -> bool:
         """Say whether it is over only when the loss is back: bad updates landed, which no rewind has undone exactly."""
-        if self.diagnosis.cause is Cause.PROCESS:
-            return False
-        if self.diagnosis.cause is Cause.CORRUPTION and self.rewound_to is not None:
-            return False
-        return self.anomaly.reached_weights
+        cause = self.diagnosis.cause
+        is_undone = cause is Cause.CORRUPTION and self.rewound_to is not None
+        return self.anomaly.reached_weights and cause is not Cause.PROCESS and not is_undone
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,8 +116,6 @@ class Knobs:
         `was_limited`: the schedule asked for more than the ceiling. `may_relax`: the loss is back at the level before
         the trouble; until then nothing is relaxed.
         """
-        if self.patience == 1 and not self.relaxing and not self.warms_for and self.values == AS_CONFIGURED:
-            return  # nothing is turned
         self.ceiling_met |= was_limited
         self.higher_precision = max(0, self.higher_precision - 1)
         self.limited += self.share > 0
