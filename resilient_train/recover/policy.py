@@ -112,9 +112,8 @@ class Budget:
     trials_at_least: int = limited(200, at_least=0)  # the same, where that share is less, until a race was in vain
 
     def rows_of(self, count: int) -> int:
-        """Return how many of `count` rows may be in quarantine; one has to be left to train on."""
-        share = max(int(self.share * count), 1) if self.share else 0
-        return min(self.rows, share, count - 1)
+        """Return how many of `count` rows may be in quarantine."""
+        return min(self.rows, max(int(self.share * count), 1) if self.share else 0)
 
     def trial_updates(self, steps: int, *, in_vain: bool = False) -> int:
         """Return how many updates trials may make in so many steps; after a race `in_vain` only the share counts."""

@@ -26,7 +26,7 @@ class Circumstances:
     rows: int = 0  # rows of the data set that have an index; 0: none has one
     quarantined: int = 0  # of these, already in quarantine, except for `given`
     given: int = 0  # of these, in quarantine because another run listed them: the budget does not count them
-    armor: bool = False  # the guilty line is known and not patched yet
+    armor: bool = False  # the line that broke is known and not patched yet; after updates that landed it is not
     at_start: bool = False  # the only verified state is the one that the run began with
     share: float = 0.0  # of the norm of the weights, that updates are limited to; 0: they are not
     sgd: bool = False  # every optimizer is torch's SGD, whose updates are as large as the gradients
@@ -262,8 +262,7 @@ class PatchOperation(Remedy):
     """Patch the operation that broke, in its own line only, for the rest of the run; healthy elements stay as is."""
 
     def applies(self, case: Case) -> bool:
-        """The line is known and not patched yet; after updates that landed, it is not the line that broke."""
-        return case.facts.armor and not case.anomaly.landed and case.diagnosis.culprit is not None
+        return case.facts.armor
 
     def apply(self, run: RunControl) -> None:
         run.patch_line()
