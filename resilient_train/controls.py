@@ -20,7 +20,7 @@ from resilient_train.record.run_history import RunHistory
 from resilient_train.recover.decide import update_digest
 from resilient_train.recover.knobs import Knobs
 from resilient_train.recover.policy import Policy
-from resilient_train.recover.remedies import Circumstances, RunControl, is_mild, remedy
+from resilient_train.recover.remedies import Case, RunControl, is_mild, remedy
 from resilient_train.run_parts import RunParts
 from resilient_train.secrets import masked_tree
 from resilient_train.state.ring import Snapshot
@@ -164,11 +164,13 @@ class Controls(RunControl):
 
     # What they need to know before.
 
-    def circumstances(self, anomaly: Anomaly, diagnosis: Diagnosis, leap: Leap | None) -> Circumstances:
+    def case(self, anomaly: Anomaly, diagnosis: Diagnosis, leap: Leap | None) -> Case:
         """Collect what decides which remedies apply. It is a collective: all ranks call it together."""
         parts = self._parts
         verified, reference = parts.ring.verified_until(anomaly.since), parts.checks.rewind_check.reference
-        return Circumstances(
+        return Case(
+            anomaly,
+            diagnosis,
             snapshots=len(verified) or int(self._keeper.has_verified(anomaly.since)),
             # Not after a line was patched: an early failure then does not indicate a wrong learning rate.
             at_start=max(anomaly.since, reference.step if reference else 0) < _EARLY_STEPS

@@ -138,8 +138,7 @@ class Recovery:
         rise = self.intended.rise(anomaly, diagnosis)
         if rise is not None and self.intended.accepts(rise, anomaly):
             return
-        circumstances = controls.circumstances(anomaly, diagnosis, leap)
-        decision = decide(self.policy, anomaly, diagnosis, history, circumstances)
+        decision = decide(self.policy, controls.case(anomaly, diagnosis, leap), history)
         self._set_reference(anomaly, diagnosis, decision)
         before = self.incident_log.continued(anomaly, diagnosis, decision)
         incident = before or self.incident_log.open(anomaly, diagnosis, decision, is_off=checks.rewind_check.is_open)

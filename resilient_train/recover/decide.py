@@ -9,7 +9,7 @@ from zlib import crc32
 
 from resilient_train.recover.knobs import KnobValues
 from resilient_train.recover.policy import Policy, Rung
-from resilient_train.recover.remedies import Case, Circumstances, applicable, is_mild, remedy
+from resilient_train.recover.remedies import Case, applicable, is_mild, remedy
 from resilient_train.types import OBSERVE, TRIAL, Action, Anomaly, Cause, Decision, Diagnosis, Incident, Signal, kind_of
 from resilient_train.wording import counted
 
@@ -91,13 +91,7 @@ _FROM_OUTSIDE = (Cause.CORRUPTION, Cause.DATA)  # not caused by the training: th
 _MAIN = {TRIAL, "limit_update"}  # without these a rung that names them is pointless
 
 
-def decide(
-    policy: Policy,
-    anomaly: Anomaly,
-    diagnosis: Diagnosis,
-    history: Sequence[Incident],
-    circumstances: Circumstances,
-) -> Decision:
+def decide(policy: Policy, case: Case, history: Sequence[Incident]) -> Decision:
     """Take the first rung of the cause's ladder that applies and has strikes left, if the budget allows it.
 
     `history` holds the earlier incidents; those up to the last one that ended the run no longer count, so a run that is
@@ -105,7 +99,8 @@ def decide(
     """
     if policy.observe:
         return Decision((Action(OBSERVE),))
-    cause, ladder = diagnosis.cause, policy.ladder(diagnosis.cause)
+    anomaly, cause = case.anomaly, case.diagnosis.cause
+    ladder = policy.ladder(cause)
     if not ladder:
         return Decision(gave_up=f"the policy has no remedy for {cause}")
     ends = [place for place, one in enumerate(history, start=1) if one.decision.gave_up is not None]
@@ -113,13 +108,13 @@ def decide(
     if _refused_in_a_row(anomaly, history) >= policy.budget.in_a_row:
         limit = counted(policy.budget.in_a_row, "update")
         return Decision(gave_up=f"the budget of {limit} in a row that did not land is used up")
-    case, relevant, exhausted = Case(anomaly, diagnosis, circumstances, rewinds=False), _relevant(history, anomaly), 0
+    relevant, exhausted = _relevant(history, anomaly), 0
     for place, rung in enumerate(ladder):
         actions = _applicable(rung, case)
         if not actions or (rung.landed and not anomaly.landed):
             continue
         strikes = _strikes(policy, rung, place, case, relevant)
-        if rung.at_start and not (circumstances.at_start or strikes):
+        if rung.at_start and not (case.at_start or strikes):
             continue
         if strikes >= (policy.strikes if rung.strikes is None else rung.strikes):
             exhausted += 1
@@ -211,8 +206,8 @@ def _over_rows(policy: Policy, actions: Sequence[Action], case: Case) -> str | N
     """Say that the rows to put in quarantine are more than the budget allows, if they are."""
     if all(action.remedy != "quarantine" for action in actions):
         return None
-    guilty, rows = case.facts.quarantined + len(set(case.diagnosis.rows)), case.facts.rows
-    allowed = min(policy.budget.rows_of(rows), rows - case.facts.given - 1)  # one has to be left to train on
+    guilty, rows = case.quarantined + len(set(case.diagnosis.rows)), case.rows
+    allowed = min(policy.budget.rows_of(rows), rows - case.given - 1)  # one has to be left to train on
     if guilty <= allowed:
         return None
     share = f"{guilty:,} of its {counted(rows, 'row')} {'is' if guilty == 1 else 'are'} guilty"

@@ -17,9 +17,12 @@ _MIN_CUT = 0.01  # the least that one remedy multiplies the learning rate by
 
 
 @dataclass(frozen=True, slots=True)
-class Circumstances:
-    """What remedies need to know about a run at this moment; the same on every rank."""
+class Case:
+    """An incident, and what remedies need to know about the run at this moment; the same on every rank."""
 
+    anomaly: Anomaly
+    diagnosis: Diagnosis
+    rewinds: bool = False  # another remedy of the same rung rewinds to a verified state
     snapshots: int = 1  # verified states that can be restored and are not newer than the anomaly's `since`
     mixed_precision: bool = False
     loss_scaler: bool = False
@@ -35,16 +38,6 @@ class Circumstances:
     trial_updates: int = 0  # that trials may still make; 0: none can be made here
     usual_rate: float = 0.0  # highest learning rate before it rose, as a multiple of the configured one; 0: it did not
     leapt_to: float = 0.0  # what it rose to in one step; 0: not in one step
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """What a remedy may know when it says whether it applies."""
-
-    anomaly: Anomaly
-    diagnosis: Diagnosis
-    facts: Circumstances
-    rewinds: bool  # another remedy of the same rung rewinds to a verified state
 
 
 class RunControl(Protocol):
@@ -92,7 +85,7 @@ class Rewind(Remedy):
     steps: int = limited(0, at_least=0)  # at least so many steps back
 
     def applies(self, case: Case) -> bool:
-        return case.facts.snapshots > 0
+        return case.snapshots > 0
 
     def apply(self, run: RunControl) -> None:
         run.rewind(self.older, self.steps)
@@ -108,7 +101,7 @@ class Skip(Remedy):
         """Samples that landed are behind the run unless it rewinds; then known bad rows go into quarantine instead."""
         if self.updates is not None or not case.anomaly.landed:
             return True
-        return case.rewinds and not (case.diagnosis.rows and case.facts.rows)
+        return case.rewinds and not (case.diagnosis.rows and case.rows)
 
     def apply(self, run: RunControl) -> None:
         run.skip(self.updates)
@@ -120,7 +113,7 @@ class Quarantine(Remedy):
 
     def applies(self, case: Case) -> bool:
         """Rows must be known by an index; updates with them that landed must be undone as well."""
-        return bool(case.diagnosis.rows) and case.facts.rows > 0 and (not case.anomaly.landed or case.rewinds)
+        return bool(case.diagnosis.rows) and case.rows > 0 and (not case.anomaly.landed or case.rewinds)
 
     def apply(self, run: RunControl) -> None:
         run.quarantine()
@@ -161,7 +154,7 @@ class LowerLr(Remedy):
     by_loss: bool = False  # the farther the loss is above its earlier level, the deeper; `factor` is the mildest
 
     def settings_for(self, case: Case) -> dict[str, float]:
-        return {"factor": cut(self.factor, case.facts.loss_excess)} if self.by_loss else {}
+        return {"factor": cut(self.factor, case.loss_excess)} if self.by_loss else {}
 
     def apply(self, run: RunControl) -> None:
         """Turn the knob; with `by_loss` several cuts together are no deeper than the deepest single one."""
@@ -186,10 +179,10 @@ class LimitLr(Remedy):
     leapt_to: float = limited(0.0, at_least=0)  # what the rate rose to in one step; as that falls, so does the limit
 
     def settings_for(self, case: Case) -> dict[str, float]:
-        return {} if self.to else {"to": case.facts.usual_rate, "leapt_to": case.facts.leapt_to}
+        return {} if self.to else {"to": case.usual_rate, "leapt_to": case.leapt_to}
 
     def applies(self, case: Case) -> bool:
-        return self.to > 0 or case.facts.usual_rate > 0
+        return self.to > 0 or case.usual_rate > 0
 
     def apply(self, run: RunControl) -> None:
         run.knobs.limit_lr(self.to, self.leapt_to)
@@ -214,10 +207,10 @@ class LimitUpdate(Remedy):
 
     def settings_for(self, case: Case) -> dict[str, float]:
         """Where updates are limited already, begin with a third of what is left of that."""
-        return {"share": min(self.share, float(f"{case.facts.share / 3:.2g}"))} if case.facts.share else {}
+        return {"share": min(self.share, float(f"{case.share / 3:.2g}"))} if case.share else {}
 
     def applies(self, case: Case) -> bool:
-        return case.facts.sgd
+        return case.sgd
 
     def apply(self, run: RunControl) -> None:
         run.knobs.share, run.knobs.limited = self.share, 0
@@ -240,7 +233,7 @@ class RaiseEps(Remedy):
     factor: float = limited(100.0, at_least=1)
 
     def applies(self, case: Case) -> bool:
-        return not case.facts.sgd
+        return not case.sgd
 
     def apply(self, run: RunControl) -> None:
         run.knobs.turn_eps(self.factor)
@@ -251,7 +244,7 @@ class MendEps(Remedy):
     """Raise an optimizer's epsilon that its type rounds to 0, as half precision does with 1e-8."""
 
     def applies(self, case: Case) -> bool:
-        return case.facts.lost_eps
+        return case.lost_eps
 
     def apply(self, run: RunControl) -> None:
         run.knobs.mends_eps = True
@@ -262,7 +255,7 @@ class PatchOperation(Remedy):
     """Patch the operation that broke, in its own line only, for the rest of the run; healthy elements stay as is."""
 
     def applies(self, case: Case) -> bool:
-        return case.facts.armor
+        return case.armor
 
     def apply(self, run: RunControl) -> None:
         run.patch_line()
@@ -275,7 +268,7 @@ class LowerLossScale(Remedy):
     factor: float = limited(0.0625, above=0, at_most=1)
 
     def applies(self, case: Case) -> bool:
-        return case.facts.loss_scaler
+        return case.loss_scaler
 
     def apply(self, run: RunControl) -> None:
         run.lower_loss_scale(self.factor)
@@ -288,7 +281,7 @@ class HigherPrecision(Remedy):
     steps: int = limited(50, at_least=1)
 
     def applies(self, case: Case) -> bool:
-        return case.facts.mixed_precision
+        return case.mixed_precision
 
     def apply(self, run: RunControl) -> None:
         run.knobs.higher_precision = max(run.knobs.higher_precision, self.steps)
@@ -308,7 +301,7 @@ class Trial(Remedy):
     def applies(self, case: Case) -> bool:
         arms = self.settings_for(case)["of"]
         cost = cost_of(len(arms) * self.steps, (len(arms) + 2) * JUDGED)  # twice before the arms
-        return len(arms) > 1 and cost <= case.facts.trial_updates
+        return len(arms) > 1 and cost <= case.trial_updates
 
     def apply(self, run: RunControl) -> None:
         run.try_arms(self.of, self.steps)

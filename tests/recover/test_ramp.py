@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import inf
 
 import pytest
-from test_recover import ALL_APPLICABLE, landed, policy_named
+from test_recover import ANY, case_of, landed, policy_named
 
 from resilient_train.recover.decide import decide
 from resilient_train.types import Cause, Diagnosis, Vitals
@@ -30,8 +30,8 @@ def test_a_slow_rise_is_looked_for_since_things_went_wrong(since: int | None, us
 @pytest.mark.parametrize(("snapshots", "rung"), [(4, 3), (0, 4)])
 def test_a_warm_up_without_its_rewind_is_no_treatment(snapshots: int, rung: int) -> None:
     """With no state to go back to, the next rung of `balanced` follows at once."""
-    can = replace(ALL_APPLICABLE, snapshots=snapshots)
-    found = decide(policy_named("balanced"), landed(700), Diagnosis(Cause.EXPLOSION, ""), (), can)
+    can = replace(ANY, snapshots=snapshots)
+    found = decide(policy_named("balanced"), case_of(landed(700), Diagnosis(Cause.EXPLOSION, ""), can), ())
     assert found.rung == rung
 
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_recover import ALL_APPLICABLE, Fault, Run, landed, policy_named, refused, trained
+from test_recover import ANY, Fault, Run, case_of, landed, policy_named, refused, trained
 
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.recover.decide import decide
-from resilient_train.recover.remedies import Circumstances, cut
+from resilient_train.recover.remedies import cut
 from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, Vitals
 from resilient_train.watch.config import named
 from resilient_train.watch.loss import without_top
@@ -427,8 +427,8 @@ def test_corruption_now_and_then_never_exhausts_the_ladder(times: int, completes
 
 def decided(cause: Cause, history: Sequence[Incident] = (), *, policy: str = "balanced", **can: Any) -> Decision:
     anomaly = landed(200 + len(history), 200 + 50 * len(history))
-    able: Circumstances = dataclasses.replace(ALL_APPLICABLE, **can)
-    return decide(policy_named(policy), anomaly, Diagnosis(cause, ""), tuple(history), able)
+    case = case_of(anomaly, Diagnosis(cause, ""), dataclasses.replace(ANY, **can))
+    return decide(policy_named(policy), case, tuple(history))
 
 
 def attempts(cause: Cause, *rungs: int) -> list[Incident]:
