@@ -185,10 +185,7 @@ class EngineGuard:
         return UpdateResult("refused")
 
     def update(self, loss: torch.Tensor, *, optimizer: Any = None) -> UpdateResult:
-        """Continue after the loop's own forward and backward of a batch; returns the same as `step`.
-
-        With `optimizer` the loss is that of one optimizer, which steps now: the update ends with the last of them.
-        """
+        """Continue after the loop's own forward and backward; with `optimizer` the loss is its own, and it steps."""
         loss, given = self._parts.buffers.spoil(scalar(loss)), loss
         if not self._turns.take(optimizer, self.samples.slicing.accumulation, self.objective):
             self._updater.drop_gradients()

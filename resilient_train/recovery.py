@@ -1,7 +1,4 @@
-"""One incident: diagnose its cause, decide what to do, apply the remedies, write it down.
-
-`treat` does this in order. `note_process_incident` only records faults of the process or its files.
-"""
+"""One incident: diagnose its cause, decide what to do, apply the remedies, write it down."""
 
 from __future__ import annotations
 
@@ -317,10 +314,7 @@ class Recovery:
     # The beginning of a process, and the end of a run.
 
     def resume(self, *, is_explained: bool) -> bool:
-        """Resume from the newest checkpoint that verifies; False if there is none. All ranks call it together.
-
-        `is_explained`: it is known why the previous process ended, and no samples are to blame.
-        """
+        """Resume from the newest checkpoint that verifies; False if there is none. `is_explained`: by no samples."""
         parts, controls, incident_log = self.parts, self.controls, self.incident_log
         before, make_plan = (incident_log.incidents, self.policy.crashes), self.keeper.resumption.plan
         plan = parts.world.on_main(lambda: make_plan(*before, is_explained=is_explained))

@@ -295,10 +295,7 @@ class Trials:
         return is_landed or (updater.scaler is not None and math.isfinite(reduced))
 
     def _losses(self) -> tuple[float, ...]:
-        """Measure the losses of the later updates, without training on them; averaged over the ranks.
-
-        Each micro-batch frees its graph before the next, as in training. An objective may need one: it differentiates.
-        """
+        """Measure the losses of the later updates, averaged over the ranks. Each micro-batch frees its graph."""
         parts, loop, losses = self._parts, self._loop, []
         is_sharded = parts.state.is_sharded  # before a forward, which may leave no weight sharded
         assert loop.objective is not None

@@ -215,11 +215,7 @@ def _over_rows(policy: Policy, actions: Sequence[Action], case: Case) -> str | N
 
 
 class RecentIncidents:
-    """The incidents that may matter for the next decision, which must not cost more with each of them.
-
-    Those that only skipped, repeated, reported or put rows in quarantine matter within the windows of the policy. The
-    budget for a whole run limits the others.
-    """
+    """Those that may matter, so that no decision costs more with each: mild ones of a window; budgets limit others."""
 
     def __init__(self, policy: Policy) -> None:
         budget, rungs = policy.budget, [rung for ladder in policy.ladders.values() for rung in ladder]
@@ -253,9 +249,6 @@ def _refused_in_a_row(anomaly: Anomaly, history: Sequence[Incident]) -> int:
 
 
 def update_digest(decisions: int, step: int, tick: int, start: int, samples: int, knobs: KnobValues) -> int:
-    """Digest the inputs of an update. It is computed for every update, so it is cheap.
-
-    Knobs are rounded to float32: their last digit may differ between machines, without effect.
-    """
+    """Digest the inputs of an update, cheaply; knobs as float32, as their last digit may differ between machines."""
     whole = crc32(pack(f"<5q{len(knobs)}f", decisions, step, tick, start, samples, *knobs))
     return (whole ^ (whole >> DIGEST_BITS)) & ((1 << DIGEST_BITS) - 1)

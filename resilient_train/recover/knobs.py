@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 MIN_LR = MIN_CLIP = 1e-6
@@ -21,10 +21,6 @@ _BOUNDS = {
     "lr": (MIN_LR, 1.0),
     "clip": (MIN_CLIP, 1.0),
     "eps": (1.0, MAX_EPS),
-    "regain": (0.0, 1.0),
-    "share": (0.0, 1.0),
-    "decay": (0.0, 1.0),
-    "patience": (1, _MAX_PATIENCE),
 }
 
 
@@ -94,10 +90,7 @@ class Knobs:
             self.warmed, self.warms_for = 0, rewarm
 
     def limit_lr(self, ceiling: float, leapt_to: float = 0.0) -> None:
-        """Keep the rate below `ceiling` times the configured one, until the schedule comes down by itself.
-
-        `leapt_to` is what the schedule rose to in one step: as it falls from there, so does the limit.
-        """
+        """Keep the rate below `ceiling` times the configured one, which falls as the schedule does from `leapt_to`."""
         ceiling = max(MIN_LR, min(self.ceiling or math.inf, ceiling))
         self.ceiling, self.leapt_to = _bounded("ceiling", ceiling), leapt_to
         self.patience = max(self.patience, _LONG_PATIENCE)
@@ -111,11 +104,7 @@ class Knobs:
         self.eps = _bounded("eps", self.eps * factor)
 
     def advance(self, *, was_limited: bool = False, may_relax: bool = True) -> None:
-        """Count an accepted and healthy update, and relax after enough of them.
-
-        `was_limited`: the schedule asked for more than the ceiling. `may_relax`: the loss is back at the level before
-        the trouble; until then nothing is relaxed.
-        """
+        """Count a healthy update; relax after enough. `was_limited`: by the ceiling. `may_relax`: the loss is back."""
         self.ceiling_met |= was_limited
         self.higher_precision = max(0, self.higher_precision - 1)
         self.limited += self.share > 0
@@ -153,17 +142,11 @@ class Knobs:
         return {name: value for name, value in asdict(self).items() if name != "relax_after"}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned; values beyond the bounds are clipped to them.
-
-        Raises ValueError where one is below 0 or not finite, and KeyError where one is missing.
-        """
-        for one in fields(self)[1:]:
-            value, now = state[one.name], getattr(self, one.name)
-            if not 0 <= float(value) < math.inf:
-                raise ValueError(f"the knob {one.name} is {value!s:.20}, not a number from 0 up")
-            setattr(self, one.name, type(now)(_bounded(one.name, float(value))))
-        if self.warmed >= self.warms_for:
-            self.warmed = self.warms_for = 0
+        """Raises ValueError where a value is below 0 or not finite, and KeyError where one is missing."""
+        for name, now in self.state_dict().items():
+            if not 0 <= float(state[name]) < math.inf:
+                raise ValueError(f"the knob {name} is {state[name]!s:.20}, not a number from 0 up")
+            setattr(self, name, type(now)(state[name]))
 
 
 def _bounded(name: str, value: float) -> float:

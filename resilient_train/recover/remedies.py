@@ -170,10 +170,7 @@ def cut(mildest: float, loss_excess: float) -> float:
 
 @dataclass(frozen=True)
 class LimitLr(Remedy):
-    """Keep the learning rate at the highest before it rose, for as long as the schedule asks for more.
-
-    Not at the last one before: after the rewind, perhaps a farther one later, the schedule itself asks for more.
-    """
+    """Keep the learning rate at the highest before it rose. The last one before would be lower than the schedule's."""
 
     to: float = limited(0.0, at_least=0)  # a multiple of the configured rate; 0: the highest that it had
     leapt_to: float = limited(0.0, at_least=0)  # what the rate rose to in one step; as that falls, so does the limit
@@ -343,10 +340,7 @@ def applicable(actions: Sequence[Action], case: Case) -> tuple[Action, ...]:
 
 
 def remedy_class(name: str, key: str) -> type[Remedy]:
-    """Return a known remedy, or import the one at a dotted path; `key` is its position in the policy.
-
-    Anything else at that path, such as `os.system`, is refused here, before it is called.
-    """
+    """Return a known remedy, or import the one at a dotted path; anything else there is refused, and not called."""
     if name in KNOWN:
         return KNOWN[name]
     kind = find(key, name)

@@ -56,10 +56,7 @@ def best_arm(arms: Sequence[Arm]) -> int:
 
 
 def fastest(arms: Sequence[Arm]) -> int:
-    """Return the place of the rate to continue with; 0, that of the arm that was left as it is, if none overtook it.
-
-    It is the one with the lowest loss; of those that are equal within noise, the highest.
-    """
+    """Return the place of the lowest loss, of equals the highest rate; 0, the arm left as it is, if none is ahead."""
     least = min(one.anomalies for one in arms)
     ahead = [place for place, one in enumerate(arms) if one.anomalies == least and is_lower(one, arms[0])]
     best = min(ahead, key=lambda place: arms[place].loss, default=0)
