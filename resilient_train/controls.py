@@ -100,7 +100,6 @@ class Controls(RunControl):
                 self.snapshot(parts.clock.step, verified=True)
             else:
                 raise TrainError(f"no verified state from before step {anomaly.since + 1} can still be read")
-        parts.updater.gate.limit(*parts.checks.limits)  # as they were then, for a trial from here
         step = parts.clock.step
         self._incident = replace(self._incident, rewound_to=step)
         parts.updates.rewound(step)

@@ -27,7 +27,7 @@ from resilient_train.micro_batches import MicroBatchSizer
 from resilient_train.record.progress import Doing
 from resilient_train.recovery import Recovery
 from resilient_train.run_parts import RunParts
-from resilient_train.types import Anomaly, Signal, UpdateResult, Vitals
+from resilient_train.types import Signal, UpdateResult, Vitals
 from resilient_train.update.gate import DIGEST
 from resilient_train.update.objective import Metrics, scalar
 from resilient_train.update.turns import TWICE, TWO_GUARDS, why_no_gradient
@@ -125,7 +125,7 @@ class EngineGuard:
                 anomaly = self._checks.not_recovered(self.newest)
         if anomaly is not None and not self._recovery.counts(anomaly):
             place = self.samples.position
-            self._treat(anomaly, self._newest_update or Update(place, place, []))
+            self._recovery.treat(anomaly, self._newest_update or Update(place, place, []))
         return anomaly is None or self._recovery.observes
 
     def _begin(self, update: Update) -> None:
@@ -240,6 +240,7 @@ class EngineGuard:
         digest = 0 if agreement.is_alone else self._controls.digest(begun.update.start)
         self._begun = begun if self._turns.current is not None else None  # to undo, if the loop is left in a turn
         self._parts.updates.has_turns |= self._turns.current is not None
+        self._updater.gate.limit(*self._checks.limits)
         self._updater.apply(self.clock.step, loss, knobs, rates=rates, digest=digest)
         return self._end_update(begun) if self._turns.is_complete else UpdateResult("accumulating")
 
@@ -294,7 +295,6 @@ class EngineGuard:
         if self._recovery.intended.accept_written():
             losses = self._parts.updates.recent_measurements()[0]
             finding = self._checks.after_change(vitals, finding, losses)
-        self._updater.gate.limit(*self._checks.limits)
         # The gate has accepted it on the device; only now the host knows.
         was_half = not vitals.accepted and self._turns.undo()
         if vitals.accepted:
@@ -307,8 +307,8 @@ class EngineGuard:
                 flight.snapshot.checks_state = self._parts.checks_state()
         elif flight.snapshot is not None:
             self._ring.drop(flight.snapshot)
-        explainer, before = self._recovery.explainer, flight.begun.attributes
-        refused = partial(Refused, update, inputs, flight.limits, before)
+        explainer = self._recovery.explainer
+        refused = partial(Refused, update, inputs, flight.limits, flight.begun.attributes)
         anomaly = scanned or finding.anomaly or explainer.check_first_updates(vitals, inputs)
         if anomaly is None and finding.at_any_scale and explainer.breaks_at_any_scale(refused(flight.was_modified)):
             anomaly = finding.at_any_scale
@@ -326,7 +326,7 @@ class EngineGuard:
                 return begun is None
             self._backups.let_go(flight.begun.backup)
             if vitals.accepted:
-                self._after_accepted(flight, vitals)
+                self._after_accepted(flight)
             return True
         # Trouble. Undo the refused update and the next one, then treat it.
         if not vitals.accepted:
@@ -343,10 +343,10 @@ class EngineGuard:
             refined = self._examination.refine_signal(anomaly, *what, spiked=spiked, is_scanned=scanned is not None)
             usual, is_error = self._checks.nan_is_usual, refined.signal is Signal.EXCEPTION
             attempted = None if vitals.accepted else refused(flight.was_modified, usual, is_error)
-            self._treat(refined, update, attempted)
+            self._recovery.treat(refined, update, attempted)
         return self._recovery.observes and vitals.accepted and begun is None  # then nothing was undone
 
-    def _after_accepted(self, flight: InFlight, vitals: Vitals) -> None:
+    def _after_accepted(self, flight: InFlight) -> None:
         step, recovery, keeper = self.clock.step, self._recovery, self._keeper
         recovery.update_accepted(flight.begun.update, was_limited=flight.attempt.is_limited)
         self._on_accepted()
@@ -366,10 +366,6 @@ class EngineGuard:
         recovery.note_saves()
         if is_first and step == 1:
             log.info("%s", self._ring.describe())  # its size is known now that the optimizer has its moments
-
-    def _treat(self, anomaly: Anomaly, update: Update, refused: Refused | None = None) -> None:
-        self._recovery.treat(anomaly, update, refused)
-        self._updater.gate.limit(*self._checks.limits)
 
     def _roll_back(self, begun: StartedUpdate) -> None:
         """Undo an update: its gradients and first steps, its changes to buffers, and the place in the data."""

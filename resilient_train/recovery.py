@@ -181,7 +181,6 @@ class Recovery:
         incident = replace(incident, tried=found.tried)
         incident = self.controls.apply(incident, (0, 0), started, was_refused=False)
         self.incident_log.record_treatment(incident)
-        parts.updater.gate.limit(*parts.checks.limits)
 
     def counts(self, anomaly: Anomaly) -> bool:
         """Count an anomaly into the incident that is observed, as NaN makes only one; False if there is none."""

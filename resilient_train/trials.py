@@ -168,9 +168,8 @@ class Trials:
 
         `lifts_limits`: the limits of the gate were learned on the way that the trial leaves.
         """
-        updater, backups, ring = self._parts.updater, self._loop.backups, self._parts.ring
-        gate = updater.gate
-        limits, self._attributes = gate.limits, backups.attributes()
+        parts, backups, ring = self._parts, self._loop.backups, self._parts.ring
+        self._attributes = backups.attributes()
         self._given, self.knobs, self._passed = knobs, knobs, passed
         self._judged: list[tuple[int, list[Any]]] = []  # start and batches of the later updates
         self._made = self._forwards = 0  # updates made so far, and forwards of updates that are judged
@@ -178,13 +177,11 @@ class Trials:
             log.debug("no trial: a further copy of the state exceeds the memory that snapshots may take")
             raise TrialStopped
         with ring.aside() as self._go_back, self._loop.direct_steps.running("guard"):
-            if lifts_limits:
-                gate.limit(*NO_LIMITS)
+            parts.updater.gate.limit(*(NO_LIMITS if lifts_limits else parts.checks.limits))
             try:
                 yield
             finally:
                 self.updates += self._cost
-                gate.limit(*limits)
                 backups.set_attributes(self._attributes)
 
     @property

@@ -225,7 +225,6 @@ class Guard(guard.EngineGuard):
         resumed = self._recovery.resume(is_explained=self._sizer.previous_ran_out())
         self._sizer.as_before(self._keeper.previous_samples_per_update)
         self._checks.rewind_check.resumed(self.clock.step)
-        self._updater.gate.limit(*self._checks.limits)
         self.seeds.between(self.samples.position)
         return resumed
 
