@@ -318,7 +318,7 @@ class EngineGuard:
             return True
         if anomaly is None and (flight.is_open or not finding.repeat):
             is_overflow = vitals.overflowed and not self._recovery.observes
-            if was_half or (is_overflow and (flight.begun.backup.tables or flight.begun.backup.plain)):
+            if was_half or (is_overflow and (flight.begun.backup.tables or flight.begun.backup.kept)):
                 # Buffers may be NaN since its forward, and the next one has used them, or half an update: repeat that.
                 if begun is not None:
                     self._roll_back(begun)

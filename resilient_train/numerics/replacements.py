@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from resilient_train.numerics.domains import call_distribution, is_distribution
+from resilient_train.numerics.domains import Operation, call_distribution, is_distribution
 from resilient_train.numerics.operations import (
     computes,
     is_torchs_code,
@@ -23,7 +23,7 @@ from resilient_train.numerics.operations import (
     overloads,
     torchs_name,
 )
-from resilient_train.numerics.repair import Operation, call_and_repair, guarded, is_lost, is_repairable
+from resilient_train.numerics.repair import call_and_repair, guarded, is_lost, is_repairable
 
 _MOST_TO_WIDEN = 2**20  # elements of a tensor: on most GPUs doubles take long
 
