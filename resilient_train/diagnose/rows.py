@@ -13,7 +13,8 @@ from resilient_train.state.tree import leaves, with_dicts
 
 MOST_TRIALS = 200  # of a search; a batch of 1,024 with three guilty rows takes 60
 OTHERS = 128  # rows that a row is compared with
-ENOUGH = 16  # other rows, with fewer of which nothing is said of the range of a number
+ENOUGH = 16  # other rows, with fewer of which nothing is said of a small number
+_FAR_BELOW = 1e3  # times: what divides by so small a number, or takes its logarithm, is far out
 _WIDTHS = 4.0  # of the range in which nearly all others are: what is as far from it is no tail
 _NARROW = 2.0  # the ends of that range, one by the other
 _COLUMNS = 1_000  # of a field that is searched column by column
@@ -63,9 +64,9 @@ def nonfinite_fields(row: Any) -> list[str]:
 
 
 def outlying_fields(row: Any, others: Sequence[Any], far: float) -> list[str]:
-    """Name the fields of a row that lie `far` times beyond those of others, else those where others are all alike."""
+    """Name fields of a row that lie `far` times beyond those of others, far nearer to 0, or out of a narrow range."""
     found = []
-    usual = [_sizes(other) for other in others]
+    usual, numbers, mine = [_sizes(other) for other in others], [_numbers(other) for other in others], _numbers(row)
     for field, size in _sizes(row).items():
         theirs = sorted(one[field] for one in usual if field in one and math.isfinite(one[field]))
         if not theirs or not math.isfinite(size):  # nonfinite_fields names what is not finite
@@ -74,6 +75,14 @@ def outlying_fields(row: Any, others: Sequence[Any], far: float) -> list[str]:
         # Where the others are all 0 it may be a rare class, marked with 1, or a count: that it is not 0 says nothing.
         if not size <= far * (max(largest, 2 * middle) or 1.0):
             found.append(f"{_largest_of(row, field)}, where {len(theirs)} other rows stay within ±{largest:.3g}")
+            continue
+        # A single number that is always positive, such as a chance or a deviation: losses divide by those.
+        known = sorted(one[field] for one in numbers if field in one)
+        lowest = known[len(known) // 16] if len(known) >= ENOUGH and known[0] > 0 else 0.0
+        if 0 < mine.get(field, 0.0) * max(far, _FAR_BELOW) < lowest:
+            found.append(
+                f"{_largest_of(row, field)}, where nearly all of {len(known)} other rows have {lowest:.3g} or more"
+            )
     return found or [*_out_of_narrow(row, others, far)]
 
 
@@ -172,6 +181,12 @@ def largest(batches: Sequence[Any]) -> torch.Tensor:
         if all(one.is_floating_point() and one.numel() for one in some)
     ]
     return torch.stack([one.amax() for one in sizes]) if sizes else torch.empty(0)
+
+
+def _numbers(row: Any) -> dict[str, float]:
+    """The fields of a row that are single numbers, and finite."""
+    single = {name: values.item() for name, values in _fields(row) if values.numel() == 1 and not values.is_complex()}
+    return {name: value for name, value in single.items() if math.isfinite(value)}
 
 
 def _sizes(row: Any) -> dict[str, float]:

@@ -289,6 +289,27 @@ def test_what_is_odd_about_a_row() -> None:
     assert len(outlying_fields((torch.randn(8), 1e6), common, 4.0)) == 1
 
 
+@pytest.mark.parametrize(
+    ("value", "others", "said"),
+    [
+        (1e-6, [0.05 + n / 100 for n in range(64)], "1e-06"),
+        (1e-6, [1e-6, *(0.05 + n / 100 for n in range(63))], "1e-06"),  # one of the others is as bad
+        (1e-3, [0.05 + n / 100 for n in range(64)], ""),
+        (1e-6, [n / 100 for n in range(64)], ""),  # some are 0: it is no field that has to be positive
+        (1e-6, [n - 32.0 for n in range(64)], ""),
+        (0.0, [0.05 + n / 100 for n in range(64)], ""),
+        (0.0005, [0.9, 0.8], ""),  # two rows show nothing
+        (1e-6, [math.nan, *(n - 32.0 for n in range(64))], ""),
+    ],
+)
+def test_a_value_far_below_all_others_is_odd(value: float, others: list[float], said: str) -> None:
+    """Of a field that is always positive: the chance or the deviation that a loss is divided by."""
+    rows = [{"weight": one} for one in others]
+    (told,) = outlying_fields({"weight": value}, rows, 4.0) or [""]
+    assert bool(told) is bool(said)
+    assert said in told
+
+
 KELVIN = [280.0 + n for n in range(40)]
 
 
