@@ -28,6 +28,7 @@ from resilient_train.update.updater import LR_OF_GUARD
 from resilient_train.wording import log
 
 OLDEST = {"transformers": "5.22", "lightning": "2.5"}  # the versions that are tested, with the newest ones
+_ABSENT = object()
 _SCHEDULED = ("lr", "momentum", "betas", "weight_decay")  # what a trainer's schedule may set in a parameter group
 
 OPTIONS = {  # of Guard, where a trainer has the rest
@@ -80,6 +81,7 @@ class Follower(ABC):
         self._is_open = False  # the trainer has fetched the newest update, and made no step yet
         self._loss: torch.Tensor | None = None  # of the newest micro-batch, until the next one begins
         self._saved: list[tuple[int, Path]] = []  # accepted updates, and checkpoints of the trainer after them
+        self._replaced: list[tuple[Any, str, Any]] = []  # what there was in each instance
         self._loaders: list[Any] = []  # whose batches carry the indices of their rows
         self._dataset: Any = None  # of these, and how a batch is made of its rows
         self._collate: Callable[[list[Any]], Any] | None = None
@@ -89,9 +91,32 @@ class Follower(ABC):
             self._dataset, self._collate = numbered
             self._loaders.append(loader)
 
-    def restore_loaders(self) -> None:
+    def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
+        """Let `method` take the place of one of an instance, which it gets as its first argument."""
+        plain = getattr(owner, name)
+        self._replaced.append((owner, name, vars(owner).get(name, _ABSENT)))
+        # A plain function: a copy of the owner must not copy what is here.
+        vars(owner)[name] = lambda *given, **more: method(plain, *given, **more)
+
+    def _while_following(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Leave what is run before as it is, such as a search of the learning rate."""
+
+        def replaced(plain: Callable[..., Any], *given: Any, **more: Any) -> Any:
+            return method(plain, *given, **more) if self.is_following else plain(*given, **more)
+
+        return replaced
+
+    def end(self) -> None:
+        """Let the trainer and its loaders be what they were, and close the guard."""
+        while self._replaced:
+            owner, name, before = self._replaced.pop()
+            if before is _ABSENT:
+                vars(owner).pop(name, None)
+            else:
+                vars(owner)[name] = before
         while self._loaders:
             without_numbers(self._loaders.pop())
+        self.close()
 
     def follow(
         self,

@@ -3,9 +3,8 @@
     trainer = resilient_train.hf.guard(SFTTrainer(...), recovery="balanced")
     trainer.train()
 
-The trainer stays what it is: its class is extended by one that overrides the places where it fetches batches, makes a
-step, clips and saves. What a rewind undoes is retried inside of the optimizer's step, so `global_step` and the place
-in the data never go back.
+Until `train` ends, the methods are replaced in which it fetches batches, makes a step, clips and saves. What a rewind
+undoes is retried inside of the optimizer's step, so `global_step` and the place in the data never go back.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def guard(trainer: T, *, run_dir: str | Path | None = None, **options: Any) -> T
         raise TypeError(f"trainer: expected a transformers.Trainer, {OLDEST['transformers']} or newer, {what}")
     refuse_bad_options("guard", options)
     given: Any = trainer
-    if isinstance(given, _Guarded):
+    if hasattr(given, "_resilient"):
         raise TrainError("this trainer is guarded already")
     arguments.world(given.accelerator)  # which refuses what cannot be guarded
     if given.args.n_gpu > 1:
@@ -59,9 +58,16 @@ def guard(trainer: T, *, run_dir: str | Path | None = None, **options: Any) -> T
     output = Path(given.args.output_dir)
     usual = output.with_name(f"{output.name}_incidents") if given.args.push_to_hub else output / "resilient_train"
     options["run_dir"] = usual if run_dir is None else run_dir
-    kind = type(given)
-    given._resilient = Guarding(given, options)
-    given.__class__ = type(kind.__name__, (_Guarded, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    plain, given._resilient = given._inner_training_loop, options
+
+    def guarded(*args: Any, **more: Any) -> Any:
+        here = Guarding(given, options, more.get("resume_from_checkpoint", args[2] if len(args) > 2 else None))
+        try:
+            return plain(*args, **more)
+        finally:
+            here.end()
+
+    given._inner_training_loop = guarded
     return trainer
 
 
@@ -73,19 +79,22 @@ class _Place(NamedTuple):
 
 
 class Guarding(Follower):
-    def __init__(self, trainer: Any, options: dict[str, Any], resumes_from: Any = None) -> None:
+    def __init__(self, trainer: Any, options: dict[str, Any], resumes_from: Any) -> None:
         super().__init__()
         self.trainer, self.options = trainer, options
-        self.is_training = False
         self.rows: list[Any] = []  # of the batches that are being fetched
-        self.is_replay = False
         self.loss_before: torch.Tensor | None = None  # the trainer's sum of losses before the newest update
         self._resumes_from = Path(resumes_from) if resumes_from else None  # a checkpoint of the trainer
-        self._backward: Any = None  # Accelerate's
-        self._optimizer_step: Any = None
-        self._replayed: torch.Tensor | None = None  # the loss whose backward a replay makes itself
+        self._plain_step = trainer.training_step
+        self._replayed: list[torch.Tensor] | None = None  # in a replay, the loss whose backward it makes itself
         self._logged: tuple[Any, Any] = 0.0, None  # the loss and the norm of the newest update that was made
         self.evaluated = dict[int | None, int]()  # by the trainer's steps: the accepted updates at each evaluation
+        self._replace(trainer, "get_train_dataloader", self._get_train_dataloader)
+        self._replace(trainer, "get_batch_samples", self._get_batch_samples)
+        self._replace(trainer, "training_step", self._training_step)
+        self._replace(trainer, "_finalize_training", self._finalize_training)
+        for name in ("_prepare_inputs", "_get_grad_norm", "_evaluate", "_save_checkpoint"):
+            self._replace(trainer, name, self._while_following(getattr(self, name)))
 
     def begin(self) -> None:
         trainer, args, accelerator = self.trainer, self.trainer.args, self.trainer.accelerator
@@ -110,17 +119,10 @@ class Guarding(Follower):
         kinds = {kind for one in trainer.callback_handler.callbacks for kind in type(one).__mro__}
         with_hook = [kind for kind in kinds if "on_pre_optimizer_step" in vars(kind)]  # one of them is the base class
         self._updater.changes_after_norm = len(with_hook) > 1
-        self._backward, accelerator.backward = accelerator.backward, self._run_backward
-        self._optimizer_step, trainer.optimizer.step = trainer.optimizer.step, self._step
-        trainer.optimizer._opt_called = True  # without this mark, torch's schedulers warn that no step was made
-
-    def end(self) -> None:
-        self.is_training = False
-        self.restore_loaders()
-        if self.is_following:
-            self.trainer.accelerator.__dict__.pop("backward", None)
-            self.trainer.optimizer.step = self._optimizer_step
-            self.close()
+        self._replace(accelerator, "backward", self._backward)
+        self._replace(trainer.optimizer, "step", self._step)
+        # Without these marks, torch's schedulers warn that no step was made.
+        trainer.optimizer.step._wrapped_by_lr_sched = trainer.optimizer._opt_called = True
 
     @property
     def generates(self) -> bool:
@@ -138,7 +140,7 @@ class Guarding(Follower):
                 batch = healthy if rows is batch.rows else send_to_device(healthy, self.trainer.args.device)
             yield batch
 
-    def _step(self, closure: Any = None) -> None:
+    def _step(self, plain: Any, closure: Any = None) -> None:
         place, norm = self._place(), self.norm
         if (loss := self.land()) is not None:
             is_made = self.was_made(loss)
@@ -146,8 +148,6 @@ class Guarding(Follower):
         self._log_as_made(loss, norm)
         newest = self.guard.newest  # after an overflow in fp16 the trainer's schedule waits
         self.trainer.optimizer._is_overflow = newest is not None and newest.overflowed
-
-    _step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # another mark that they look for
 
     def _log_as_made(self, retried: torch.Tensor | None, norm: torch.Tensor | None) -> None:
         """Let the trainer log an update as it was retried, or the one before where it was left out."""
@@ -184,23 +184,19 @@ class Guarding(Follower):
         return self.norm
 
     def _loss_of(self, model: Any, batch: Any, fed: Fed) -> torch.Tensor:
-        self.is_replay, self._replayed = True, None
+        self._replayed = replayed = list[torch.Tensor]()
+        items = fed.more.get("items") or [None]
         try:
-            items = fed.more.get("items") or [None]
-            loss = self._plain_step(model, batch, items[min(self.number, len(items) - 1)])
+            loss: torch.Tensor = self._plain_step(model, batch, items[min(self.number, len(items) - 1)])
         finally:
-            self.is_replay = False
-        return self._replayed if self._replayed is not None else loss
+            self._replayed = None
+        return replayed[-1] if replayed else loss
 
-    def _run_backward(self, loss: torch.Tensor, **more: Any) -> None:
-        if self.is_replay:
-            self._replayed = loss
+    def _backward(self, plain: Any, loss: torch.Tensor, **more: Any) -> None:
+        if self._replayed is None:
+            plain(loss, **more)
         else:
-            self._backward(loss, **more)
-
-    def _plain_step(self, model: Any, batch: Any, items: Any) -> torch.Tensor:
-        loss: torch.Tensor = super(_Guarded, self.trainer).training_step(model, batch, items)  # type: ignore[misc]
-        return loss
+            self._replayed.append(loss)
 
     def _noted(self) -> dict[str, Any]:
         return {name: _copied(vars(self.trainer)[name]) for name in _NOTED if name in vars(self.trainer)}
@@ -221,6 +217,77 @@ class Guarding(Follower):
             state.best_metric = state.best_global_step = state.best_model_checkpoint = None
         return since
 
+    # What the trainer's methods become.
+
+    def _get_train_dataloader(self, plain: Any) -> Any:
+        """Let the batches carry the indices of their rows, unless these are only prompts."""
+        loader = plain()
+        if not self.generates:
+            self.number_rows(loader)
+        return loader
+
+    def _get_batch_samples(self, plain: Any, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        """Take what the trainer fetches for one update; its losses are divided by the number of `items`."""
+        if not self.is_following:
+            self.begin()
+        self.rows = []
+        batches, items = plain(self.healthy(epoch_iterator), num_batches, device)
+        if batches:
+            fed = self.feed(batches, self.rows)
+            fed.before = [fed.before[0] if fed.before else self._place()] * len(fed.batches or ())
+            fed.more = fed.more or {"items": [], "shares": []}
+            fed.more["items"] += [items] * len(batches)
+            fed.more["shares"] += [len(batches)] * len(batches)
+        return batches, items
+
+    def _training_step(self, plain: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        if not self.taken:
+            self.loss_before = self.trainer._tr_loss.clone()
+        self.number = self.taken
+        loss: torch.Tensor = plain(model, self.next_batch(), num_items_in_batch)
+        self.note(loss * self.trainer.current_gradient_accumulation_steps)  # of which it is a share
+        return loss
+
+    def _prepare_inputs(self, plain: Any, inputs: Any) -> Any:
+        """Prepare inputs, but generate them only once: what is repeated gets what was generated for it."""
+        if not (self.generates and self.trainer.model.training):
+            return plain(inputs)
+        fed, device = self.at_hand, self.trainer.args.device
+        if self.number >= len(fed.prepared):
+            fed.prepared.append((plain(inputs), randomness.capture(device)))
+            self.samples.keep(fed, fed.prepared[-1][0])
+        made, after = fed.prepared[self.number]
+        randomness.restore(after, device)  # generation has drawn from it
+        return dict(made)
+
+    def _get_grad_norm(self, plain: Any, model: Any, grad_norm: Any = None) -> Any:
+        norm = plain(model, grad_norm=grad_norm)
+        full = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        self.norm = torch.as_tensor(full, dtype=torch.float32)
+        return self.norm if isinstance(norm, torch.Tensor) else norm
+
+    def _evaluate(self, plain: Any, *args: Any, **more: Any) -> Any:
+        self.examine()
+        self.evaluated[self.trainer.state.global_step] = self.guard.clock.step
+        found = plain(*args, **more)
+        if isinstance(loss := found.get("eval_loss"), float):
+            self.guard.reporter.note_evaluation({"loss": loss})
+        return found
+
+    def _save_checkpoint(self, plain: Any, model: Any, trial: Any) -> None:
+        self.examine()
+        plain(model, trial)
+        folder = Path(self.trainer._get_output_dir(trial)) / f"checkpoint-{self.trainer.state.global_step}"
+        self.saved(folder)
+        run_dir = self.guard.reporter.place.directory
+        if run_dir is not None and self.trainer.args.should_save:
+            (folder / _NOTE).write_text(run_dir.name)
+
+    def _finalize_training(self, plain: Any, *args: Any, **more: Any) -> Any:
+        self.examine(is_end=True)
+        self.end()  # first: the trainer may load its best weights
+        return plain(*args, **more)
+
 
 def _copied(noted: Any) -> Any:
     """Copy containers, but not the numbers and texts in them, of which there may be many."""
@@ -229,99 +296,3 @@ def _copied(noted: Any) -> Any:
     result = copy.copy(noted)  # of its kind, such as a defaultdict
     result.update({name: _copied(one) for name, one in noted.items()})
     return result
-
-
-_Trainer: Any = object  # the class of the trainer that is guarded
-
-
-class _Guarded(_Trainer):  # type: ignore[misc]
-    _resilient: Guarding
-
-    def _inner_training_loop(self, *args: Any, **more: Any) -> Any:
-        resumes_from = more.get("resume_from_checkpoint", args[2] if len(args) > 2 else None)
-        here = self._resilient = Guarding(self, self._resilient.options, resumes_from)
-        here.is_training = True
-        try:
-            return super()._inner_training_loop(*args, **more)
-        finally:
-            here.end()
-
-    def get_train_dataloader(self) -> Any:
-        """Let the batches carry the indices of their rows, unless these are only prompts."""
-        loader, here = super().get_train_dataloader(), self._resilient
-        if here.is_training and not here.generates:
-            here.number_rows(loader)
-        return loader
-
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """Take what the trainer fetches for one update; its losses are divided by the number of `items`."""
-        here = self._resilient
-        if not here.is_following:
-            here.begin()
-        here.rows = []
-        batches, items = super().get_batch_samples(here.healthy(epoch_iterator), num_batches, device)
-        if batches:
-            fed = here.feed(batches, here.rows)
-            fed.before = [fed.before[0] if fed.before else here._place()] * len(fed.batches or ())
-            fed.more = fed.more or {"items": [], "shares": []}
-            fed.more["items"] += [items] * len(batches)
-            fed.more["shares"] += [len(batches)] * len(batches)
-        return batches, items
-
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        here = self._resilient
-        if not here.is_following or here.is_replay:
-            return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]
-        if not here.taken:
-            here.loss_before = self._tr_loss.clone()
-        here.number = here.taken
-        loss: torch.Tensor = super().training_step(model, here.next_batch(), num_items_in_batch)
-        here.note(loss * self.current_gradient_accumulation_steps)  # of which it is a share
-        return loss
-
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        """Prepare inputs, but generate them only once: what is repeated gets what was generated for it."""
-        here = self._resilient
-        if not (here.is_following and here.generates and self.model.training):
-            return super()._prepare_inputs(inputs)
-        fed, device = here.at_hand, self.args.device
-        if here.number >= len(fed.prepared):
-            fed.prepared.append((super()._prepare_inputs(inputs), randomness.capture(device)))
-            here.samples.keep(fed, fed.prepared[-1][0])
-        made, after = fed.prepared[here.number]
-        randomness.restore(after, device)  # generation has drawn from it
-        return dict(made)
-
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        norm, here = super()._get_grad_norm(model, grad_norm=grad_norm), self._resilient
-        if not here.is_following:
-            return norm
-        full = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        here.norm = torch.as_tensor(full, dtype=torch.float32)
-        return here.norm if isinstance(norm, torch.Tensor) else norm
-
-    def _evaluate(self, *args: Any, **more: Any) -> Any:
-        here = self._resilient
-        here.examine()
-        if here.is_following:
-            here.evaluated[self.state.global_step] = here.guard.clock.step
-        found = super()._evaluate(*args, **more)
-        if here.is_following and isinstance(loss := found.get("eval_loss"), float):
-            here.guard.reporter.note_evaluation({"loss": loss})
-        return found
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        here = self._resilient
-        here.examine()
-        super()._save_checkpoint(model, trial)
-        if here.is_following:
-            folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
-            here.saved(folder)
-            run_dir = here.guard.reporter.place.directory
-            if run_dir is not None and self.args.should_save:
-                (folder / _NOTE).write_text(run_dir.name)
-
-    def _finalize_training(self, *args: Any, **more: Any) -> Any:
-        self._resilient.examine(is_end=True)
-        self._resilient.end()  # first: the trainer may load its best weights
-        return super()._finalize_training(*args, **more)

@@ -68,8 +68,7 @@ class Guarded(Callback):  # type: ignore[misc]  # mypy skips Lightning
     def _end(self) -> None:
         fit, self._fit = self._fit, None
         if fit is not None:
-            fit.restore()
-            fit.close()
+            fit.end()
 
 
 def refuse(trainer: Any, module: Any) -> None:

@@ -23,8 +23,6 @@ from resilient_train.adapters.rows_of_loader import NumberedBatch
 from resilient_train.data.fed import Fed
 from resilient_train.update.objective import Measured
 
-_ABSENT = object()
-
 
 class Place(NamedTuple):
     progress: list[dict[str, Any]]  # counts of steps, which are `global_step`, of batches and of epochs
@@ -94,7 +92,6 @@ class Fit(Follower):
         self._strategy, self._plugin = trainer.strategy, trainer.precision_plugin
         self._loop = loop = trainer.fit_loop.epoch_loop
         self._inner = loop.automatic_optimization if module.automatic_optimization else loop.manual_optimization
-        self._replaced: list[tuple[Any, str, Any]] = []  # what there was in each instance
         self._averages: list[Average] = []
         self._rows: list[int] = []  # of the newest batch
         self._has_gradients = False  # a micro-batch of the newest update ran backward
@@ -103,9 +100,9 @@ class Fit(Follower):
         self._output: dict[str, Any] | None = None  # of the last batch of the newest update, if it was retried
         self._examined = -1  # updates until the newest examination
         self._metrics: list[Metric] = []
-        self._replace(self._inner, "run", self._in_training(self._run))
-        self._replace(self._strategy, "backward", self._in_training(self._backward))
-        self._replace(self._plugin, "optimizer_step", self._in_training(self._step))
+        self._replace(self._inner, "run", self._while_following(self._run))
+        self._replace(self._strategy, "backward", self._while_following(self._backward))
+        self._replace(self._plugin, "optimizer_step", self._while_following(self._step))
         self._replace(self._plugin, "clip_grad_by_norm", self._clip)
         self._replace(self._plugin, "convert_input", lambda plain, batch: plain(self._unnumbered(batch)))
         self._replace(self._module, "log", self._log)
@@ -113,21 +110,6 @@ class Fit(Follower):
         self._replace(trainer, "save_checkpoint", self._save)
         self._replace(trainer.fit_loop, "on_run_end", self._end)
         self._replace(trainer.fit_loop, "_load_combined_loader_states", self._number_rows)
-
-    def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
-        """Let `method` take the place of one of an instance, which it gets as its first argument."""
-        plain = getattr(owner, name)
-        self._replaced.append((owner, name, vars(owner).get(name, _ABSENT)))
-        # A plain function: a copy of the module or of a callback must not copy what is here.
-        vars(owner)[name] = lambda *given, **more: method(plain, *given, **more)
-
-    def _in_training(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Leave what is run before as it is, such as a search of the learning rate."""
-
-        def replaced(plain: Callable[..., Any], *given: Any, **more: Any) -> Any:
-            return method(plain, *given, **more) if self.is_following else plain(*given, **more)
-
-        return replaced
 
     def begin(self, options: dict[str, Any], made: int | None) -> None:
         """Make the guard. `made` updates were complete in the checkpoint that is resumed; None if it does not say."""
@@ -177,14 +159,6 @@ class Fit(Follower):
         self.examine(is_end=True)
         self.close()
         plain()
-
-    def restore(self) -> None:
-        for owner, name, before in reversed(self._replaced):
-            if before is _ABSENT:
-                vars(owner).pop(name, None)
-            else:
-                vars(owner)[name] = before
-        self.restore_loaders()
 
     def _number_rows(self, plain: Callable[[], None]) -> None:
         combined = self._trainer.fit_loop._combined_loader

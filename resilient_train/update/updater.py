@@ -122,6 +122,7 @@ class Updater:
         turns, one = self.turns, self.turns.current
         scale = self._unscale(self.optimizers if one is None else [one])
         weights = self.weights if one is None else turns.weights
+        groups = self._groups() if one is None else one.param_groups
         max_norm = norm_limit(self.clipping.max_norm, knobs.clip, self.usual_norm, knobs.norm)
         if not self.trainer_clips:
             each = list[torch.Tensor]()
@@ -145,7 +146,7 @@ class Updater:
         if knobs.share:
             # At a lower rate, by a remedy or by the schedule, updates are shorter, too; 0: not known on the host.
             share = knobs.share * min(1.0, ratio or knobs.lr)
-            clip_to_share(self._groups() if one is None else one.param_groups, share, self._over_ranks)
+            clip_to_share(groups, share, self._over_ranks)
         grad_norm = grad_norm if grad_norm.dtype is torch.float32 else grad_norm.float()
         if not self.agreement.is_alone:
             digest ^= _digest_of_rates(settings)
@@ -155,7 +156,6 @@ class Updater:
         measured, by_rank = self.agreement.reduce(torch.stack([loss, grad_norm, *scale]), digest)
         scaled = None
         if self._own_rates:
-            groups = self._groups() if one is None else one.param_groups
             moving = [weight for group in groups if self._has_own_rate(group) for weight in group["params"]]
             scaled = moving, knobs.lr * rate_factor
         is_end = turns.is_complete or turns.is_open_ended

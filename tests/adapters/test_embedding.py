@@ -501,7 +501,7 @@ def test_who_sets_up_logging_decides(
     caplog.set_level(logging.NOTSET, "resilient_train")  # puts the level back at the end
     monkeypatch.setattr(log, "handlers", [])
     monkeypatch.setattr(root, "handlers", [])  # pytest's own
-    Loops().guard()
+    Loops().guard(objective=mse)
     log.info("only once")
     assert capsys.readouterr().err == "resilient_train: only once\n"
     monkeypatch.setattr(root, "handlers", [logging.StreamHandler()])

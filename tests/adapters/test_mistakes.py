@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from test_plan import rows, squared
 from torch import nn
-from torch.utils.data import TensorDataset
 
 from resilient_train.adapters.guard import Guard
 from resilient_train.errors import ConfigError, TrainError
@@ -18,17 +18,8 @@ from resilient_train.reader import DiskConfig, MemoryConfig
 from resilient_train.tracking.report import note
 from resilient_train.tracking.story import read_story
 
-ROWS, WIDTH = 64, 4
+WIDTH = 4
 KEY_OF_THE_COMMAND = re.compile(r"\b(accelerate|checkpoint|checks|data|run|tracking)\.[a-z_]+")
-
-
-def rows() -> TensorDataset:
-    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
-    return TensorDataset(x, x.sum(1, keepdim=True))
-
-
-def squared(model: Any, batch: Any) -> torch.Tensor:
-    return nn.functional.mse_loss(model(batch[0]), batch[1])
 
 
 def guard_of(model: nn.Module | None = None, build: Any = torch.optim.AdamW, **more: Any) -> Guard:
