@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 
 from resilient_train.app import no_run, parser_of
+from resilient_train.app.terminal import print_line
 from resilient_train.record.endings import Ending, ending_of
 from resilient_train.record.journal import JOURNAL
-from resilient_train.secrets import masked, masked_tree
+from resilient_train.secrets import masked_tree
 from resilient_train.tracking.review import next_start, verdict
 from resilient_train.tracking.story import Story, read_story
-from resilient_train.wording import counted, printable
+from resilient_train.wording import counted
 
 
 def main(words: list[str]) -> int:
@@ -33,7 +34,7 @@ def main(words: list[str]) -> int:
     elif run.state == "none":
         return no_run(given.run_dir)
     else:
-        print(printable(masked(f"{given.run_dir}: {line}")))
+        print_line(f"{given.run_dir}: {line}")
     return run.exit_code
 
 
