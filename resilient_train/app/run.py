@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import platform
-import shlex
 import subprocess
 import time
 from contextlib import suppress
@@ -304,13 +303,13 @@ class _Session:
 
     def _alert(self, event: str, summary: Summary) -> None:
         """Run the user's command, if there is one, with a line of JSON on its input. A failure is only a warning."""
-        if self.config.notify.command is None:
+        if not (words := self.config.notify.command):
             return
         message = summary.why or f"completed, with the verdict {summary.verdict}"
         about = {"event": event, "message": message, "run_dir": str(self.directory.path), "host": platform.node()}
         for name in ("status", "exit_code", "steps", "final_loss", "incidents", "mlflow"):
             about[name] = getattr(summary, name)
-        line, words = f"{json.dumps(masked_tree(about))}\n", shlex.split(self.config.notify.command)
+        line = f"{json.dumps(masked_tree(about))}\n"
         try:
             done = subprocess.run(
                 words, input=line, text=True, errors="replace", capture_output=True, timeout=_ALERT_S, check=False

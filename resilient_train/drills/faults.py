@@ -317,8 +317,6 @@ FAULTS: dict[str, type[Fault]] = {
 def parse(node: Mapping[str, Any], *, steps: int) -> list[Fault]:
     """Read `{fault: nan_batch, at: [100]}`, or `{faults: [{nan_batch: {at: [0.1]}}, hot_lr]}` in shares of `steps`."""
     if "fault" in node:
-        if "faults" in node:
-            raise unusable("drill.faults", "give either drill.fault, for one, or drill.faults, for several")
         settings = {key: value for key, value in node.items() if key != "fault"}
         return [_fault("drill", "drill.fault", node["fault"], settings, steps)]
     entries = mapping(node, "drill", ("fault", "faults", "seed")).get("faults") or []

@@ -393,7 +393,7 @@ def test_a_drill_is_read_as_it_is_written(node: Mapping[str, Any], faults: list[
         ({"fault": "nan_bach"}, "drill.fault=nan_bach: no such fault; did you mean nan_batch? There are bad"),
         ({"fault": "hot_lr", "facto": 3}, "drill.facto=3: no such key; did you mean factor? There are seed"),
         ({"fualts": []}, "drill.fualts=[]: no such key; did you mean faults? There are fault, faults, seed"),
-        ({"fault": "nan_grad", "faults": []}, "drill.faults: give either drill.fault, for one, or drill.faults"),
+        ({"fault": "nan_grad", "faults": []}, "drill.faults=[]: no such key; there are seed"),
         ({"faults": "nan_grad"}, "drill.faults=nan_grad: must be a list, such as [{nan_batch: {at: [50]}}]"),
         ({"faults": [["nan_grad"]]}, "drill.faults[0]=['nan_grad']: must be one fault with its settings, such as"),
         ({"faults": ["nan_grad", "x"]}, "drill.faults[1]=x: no such fault; there are bad_moments"),

@@ -6,12 +6,12 @@ Types and limits of every node are here; the defaults are in `conf/`, with their
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from resilient_train.errors import ConfigError
 from resilient_train.files import conf
-from resilient_train.reader import AccelerateConfig, ClipConfig, DataConfig, DiskConfig, MemoryConfig, limited
+from resilient_train.reader import AccelerateConfig, ClipConfig, DataConfig, DiskConfig, MemoryConfig, checked, limited
 from resilient_train.tracking.tracker import TrackingConfig
 from resilient_train.watch.config import ChecksConfig
 
@@ -44,17 +44,17 @@ class CheckpointConfig:
     verify_after: int = limited(at_least=1)
 
 
+def _words(key: str, value: Any) -> list[str]:
+    text = checked(key, value, str | None, {}) or ""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(key, value, f"cannot be split into words: {error}") from error
+
+
 @dataclass
 class NotifyConfig:
-    command: str | None
-
-    def __post_init__(self) -> None:
-        try:
-            words = shlex.split(self.command or "")
-        except ValueError as error:
-            raise ConfigError("command", self.command, f"cannot be split into words: {error}") from error
-        if self.command is not None and not words:
-            raise ConfigError("command", self.command, "is empty; expected a command, or null")
+    command: list[str] = field(metadata={"read": _words})  # empty: none
 
 
 @dataclass
