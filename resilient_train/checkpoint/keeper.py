@@ -107,7 +107,8 @@ class CheckpointKeeper:
         is_due = self._config.every and snapshot.step - self._last_saved >= every
         if self._is_sharded and is_due:
             if self._parts.world.on_main(lambda: writer.is_free):
-                self._note_saved(snapshot.step)  # even if that fails: the ranks would try again at different times
+                # Even if that fails: the ranks would try again at different times.
+                self._note_saved(snapshot.step, snapshot.step)
                 self._offer(snapshot)
         elif not self._commits or not writer.is_free:
             return
@@ -278,10 +279,10 @@ class CheckpointKeeper:
     def _last_saved(self) -> int:
         return self._trusted[-1] if self._trusted else 0
 
-    def _note_saved(self, step: int, counts_as: int | None = None) -> None:
+    def _note_saved(self, step: int, counts_as: int) -> None:
         self._highest_saved, self._has_verified = max(self._highest_saved, step), True
-        newest = max(self._last_saved, step if counts_as is None else counts_as)
-        self._trusted = [*self._trusted, newest][-max(self._config.keep, 1) :]  # older ones are pruned
+        newest = max(self._last_saved, counts_as)
+        self._trusted = [*self._trusted, newest][-self._config.keep :]  # older ones are pruned
 
     def _unsaved(self) -> Snapshot | None:
         """The newest verified snapshot, if no checkpoint is as new."""
@@ -306,7 +307,7 @@ class CheckpointKeeper:
 
     def _save_now(self, snapshot: Snapshot) -> Path | None:
         if self._is_sharded:
-            self._note_saved(snapshot.step)
+            self._note_saved(snapshot.step, snapshot.step)
         job = self._job(snapshot) if self._writes else None
         entry = self._write_now(job).entry if job is not None else None
         return entry.path if entry is not None else None
