@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -21,7 +22,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from command import Outcome, command
 from filelock import FileLock
-from flaky_mlflow import mlflow_server
+from flaky_mlflow import started_server
 from hydra.core.global_hydra import GlobalHydra
 from hypothesis import settings
 from kills import Nursery
@@ -40,14 +41,13 @@ sys.path += [str(folder) for folder in HERE.iterdir() if folder.is_dir()]  # for
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that only `scripts/test --all` runs, and put files with many of them first: none is left alone."""
-    names = slow.listed()
-    count = Counter[Path]()
+    """Mark the tests that only `scripts/test --all` runs, and start with the files that take longest."""
+    names = dict.fromkeys(slow.listed())
+    order = {path: place for place, path in enumerate(dict.fromkeys(map(slow.file_of, names)))}
     for item in items:
-        if slow.is_slow(item.nodeid, names):
+        if slow.is_slow(item.nodeid, names) or "server" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.slow)
-            count[item.path] += 1
-    items.sort(key=lambda item: -count[item.path])
+    items.sort(key=lambda item: order.get(slow.file_of(item.nodeid), len(order)))
 
 
 @pytest.fixture(scope="session")
@@ -99,11 +99,25 @@ def empty_store(shared_tmp: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Iterator[str]:
-    """The address of a real MLflow server, one for all tests of this process: each has an experiment of its own."""
-    place = tmp_path_factory.mktemp("server")
-    with mlflow_server(place, f"sqlite:///{shutil.copy(empty_store, place)}") as address:
-        yield address
+def server(shared_tmp: Path, empty_store: Path) -> Iterator[str]:
+    """The address of a real MLflow server: who needs it first starts it, who needs it last stops it.
+
+    Each test has an experiment of its own there.
+    """
+    place, lock = shared_tmp / "server", FileLock(shared_tmp / "server.lock")
+    me, known = place / f"{os.getpid()}.user", place / "server.json"
+    with lock:
+        place.mkdir(exist_ok=True)
+        me.touch()
+        if not known.exists():
+            known.write_text(json.dumps(started_server(place, f"sqlite:///{shutil.copy(empty_store, place)}")))
+        pid, address = json.loads(known.read_text())
+    yield address
+    with lock:
+        me.unlink()
+        if not list(place.glob("*.user")):
+            known.unlink()
+            os.killpg(pid, signal.SIGKILL)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 Mood = Literal["pass", "hang", "fail", "swallow"]
+_started: list[subprocess.Popen[bytes]] = []  # Python complains of one that is forgotten before it has ended
 _FAILS = b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
@@ -25,32 +27,32 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-@contextmanager
-def mlflow_server(place: Path, store: str | None = None) -> Iterator[str]:
-    """Run a server on the loopback until it is not needed any more; yield its address."""
+def started_server(place: Path, store: str) -> tuple[int, str]:
+    """Start a server on the loopback, in a process group of its own; return its process and its address."""
     port = free_port()
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    command += ["--backend-store-uri", store or f"sqlite:///{place}/server.db"]
-    command += ["--artifacts-destination", str(place / "artifacts")]
+    command += ["--backend-store-uri", store, "--artifacts-destination", str(place / "artifacts")]
     quiet = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true", "OMP_NUM_THREADS": "1"}
     with (place / "server.log").open("w") as log:
         process = subprocess.Popen(
             command, cwd=place, env=os.environ | quiet, stdout=log, stderr=log, start_new_session=True
         )
+    _started.append(process)
+    address = f"http://127.0.0.1:{port}"
+    while not _answers(f"{address}/health"):
+        assert process.poll() is None, (place / "server.log").read_text()
+        time.sleep(0.1)
+    return process.pid, address
+
+
+@contextmanager
+def mlflow_server(place: Path, store: str) -> Iterator[str]:
+    """Run a server until it is not needed any more; yield its address."""
+    pid, address = started_server(place, store)
     try:
-        address = f"http://127.0.0.1:{port}"
-        while not _answers(f"{address}/health"):
-            assert process.poll() is None, (place / "server.log").read_text()
-            time.sleep(0.1)
         yield address
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, 15)
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            process.wait()
+        os.killpg(pid, signal.SIGKILL)
 
 
 def _answers(address: str) -> bool:

@@ -1,14 +1,22 @@
-"""Imports large packages and hides their objects from the garbage collector, as they stay until the process ends.
+"""What a process does once for all tests that it runs, and for the processes that are forked from it.
 
-A full collection would visit them all each time, 300,000 and more. Armor does not find functions that are hidden: so
-this comes before the modules of any test, and imports nothing that a test patches.
+It imports large packages and hides their objects from the garbage collector, as they stay until the process ends. A
+full collection would visit them all each time, 300,000 and more. Armor does not find functions that are hidden: so this
+comes before the modules of any test, and imports nothing that a test patches.
 """
 
 from __future__ import annotations
 
 import gc
 from contextlib import suppress
+from copy import deepcopy
 from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+CONF = str(Path(__file__).resolve().parents[1] / "conf")
 
 
 def freeze(*packages: str) -> None:
@@ -20,4 +28,16 @@ def freeze(*packages: str) -> None:
     gc.freeze()
 
 
+def parsed(stream: Any, Loader: Any) -> Any:
+    """Parse YAML, and each file of conf/ once: a command reads twenty of them, twice."""
+    name = getattr(stream, "name", None)
+    if not isinstance(name, str) or not name.startswith(CONF):
+        return _load(stream, Loader)
+    if name not in _trees:
+        _trees[name] = _load(stream, Loader)
+    return deepcopy(_trees[name])
+
+
+_load, _trees = yaml.load, dict[str, Any]()
+yaml.load = parsed
 freeze("torch._dynamo", "accelerate", "hydra")

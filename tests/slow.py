@@ -1,4 +1,4 @@
-"""Which tests only `scripts/test --all` runs: those of slow.txt, which this writes from the durations of a whole run.
+"""Which tests only `scripts/test --all` runs, and which files it begins with: slow.txt, written from a run's durations.
 
     scripts/test -n 2 --dist loadfile --no-loadscope-reorder --durations=0 --durations-min=0.05 tests | tee run.log
     python tests/slow.py run.log
@@ -10,21 +10,26 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 
 LIST = Path(__file__).with_name("slow.txt")
-_SHARE = 0.05  # of the time of the tests that the log lists; thousands of fast ones take most of the short suite
-_LEAST_S = 0.3  # a test this fast is always in the short suite
-_SETUP_S = 20.0  # in the set-up of a file, such as a server: then all of it is left out
+_SHARE = 0.3  # of the time of the tests that the log lists
+_SETUP_S = 5.0  # in the set-up of a file, such as ranks that are trained first: then all of it is left out
 
 
-def listed() -> set[str]:
+def listed() -> list[str]:
     """Return the files of the list, and the functions, as `tests/FOLDER/test_x.py::test_name`."""
-    return {line for line in LIST.read_text().splitlines() if line and not line.startswith("#")}
+    return [line for line in LIST.read_text().splitlines() if not line.startswith("#")]
 
 
-def is_slow(node: str, names: set[str]) -> bool:
-    return function_of(node) in names or node.partition("::")[0] in names
+def is_slow(node: str, names: Collection[str]) -> bool:
+    return function_of(node) in names or file_of(node) in names
+
+
+def file_of(node: str) -> str:
+    return node.partition("::")[0]
 
 
 def function_of(node: str) -> str:
@@ -33,7 +38,10 @@ def function_of(node: str) -> str:
 
 
 def slow_ones(log: str) -> list[str]:
-    """Return the files and functions that do not fit into the share of the short suite."""
+    """Return the files and functions that do not fit into the share of the short suite, by the time of their files.
+
+    Those of the file that takes longest come first, as it has to begin first: at the end no process works alone.
+    """
     seconds, cases, setups = dict[str, float](), dict[str, set[str]](), dict[str, float]()
     for took, path in re.findall(r"^([\d.]+)s setup +(tests/[^:\s]+)", log, re.MULTILINE):
         setups[path] = setups.get(path, 0.0) + float(took)
@@ -43,12 +51,15 @@ def slow_ones(log: str) -> list[str]:
     left = _SHARE * sum(seconds.values())
     slow = [path for path, took in setups.items() if took > _SETUP_S]
     for name in sorted(seconds, key=lambda name: seconds[name] / len(cases[name])):
-        if name.partition("::")[0] in slow:
+        if file_of(name) in slow:
             continue
         left -= seconds[name]
-        if left < 0 and seconds[name] / len(cases[name]) > _LEAST_S:
+        if left < 0:
             slow.append(name)
-    return sorted(slow)
+    of_files = Counter[str]()
+    for name, took in seconds.items():
+        of_files[file_of(name)] += took
+    return sorted(slow, key=lambda name: (-of_files[file_of(name)], name))
 
 
 def is_there(name: str) -> bool:
