@@ -1,7 +1,4 @@
-"""Runs of several processes under torchrun, whose processes a signal strikes: for tests, benchmark and two hosts.
-
-All that is looked at is what any other program could look at: /proc, the file `progress`, the journal.
-"""
+"""Runs of several processes under torchrun, whose processes a signal strikes."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ class Launched:
         words += arguments
         place.mkdir(parents=True, exist_ok=True)
         Launched._count += 1
-        self.mark = f"{os.getpid()}-{Launched._count}"
+        self.mark = f"{os.getpid()}-{Launched._count}"  # the name of its processes, however they lost their parents
         self._out = place / f"launch-{self.mark}.txt"
         own = ENVIRONMENT | environment
         self._agent = Forked(torchrun, self.mark, *words, place=place, out=self._out, environment=own)
