@@ -39,6 +39,21 @@ SETS = (
     "twelfth",
 )
 
+SMOKE = (  # of several sets and causes, a second each at seed 0: what the tests of the repository run
+    "first.outlier_inputs",
+    "first.where_branch",
+    "second.gaussian_process_repeated_runs",
+    "second.half_precision_adam",
+    "second.linear_flow_determinant",
+    "third.lars_by_hand",
+    "fourth.muon_rare_market",
+    "fifth.tensor_factors_of_scans",
+    "seventh.species_counts_zero_truncated",
+    "eighth.arrhenius_cells_in_celsius",
+    "eighth.galaxy_clusters_by_deep_sets",
+    "twelfth.pose_refined_from_identity",
+)
+
 
 @dataclass(frozen=True)
 class Guilty:

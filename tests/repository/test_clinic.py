@@ -1,4 +1,4 @@
-"""How the clinic judges: a mistake here would be published."""
+"""How the clinic judges, where a mistake would be published, and a few of its programs: the guard cures them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from clinic.runs import statement
+from clinic.program import SMOKE
+from clinic.runs import carried_out, statement
 from clinic.score import HALF, RIGHT, TWIN, UNKNOWN, WRONG, Expected, Figures, Run, Said, by_case, summary
 
 FILE = "/cases/one.py"
@@ -99,3 +100,17 @@ def forward(x):
 def test_a_guilty_line_stands_for_its_whole_statement(marked: int, lines: list[int]) -> None:
     """Python gives a call over several lines the number of any of them; of a loop it is the head, not the body."""
     assert list(statement(SOURCE, marked)) == lines
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+@pytest.mark.parametrize("program", SMOKE)
+def test_a_program_is_cured_and_what_broke_it_is_named(program: str) -> None:
+    """The cause, and the line or the rows where some are to blame; no innocent line is accused."""
+    of, _, case = program.partition(".")
+    guarded, twin = (carried_out(Run(of, case, 0, arm, "digest")) for arm in ("ours", TWIN))
+    expected = guarded.expected
+    assert Figures.of([guarded, twin]).is_cured(guarded), guarded
+    assert expected is not None
+    assert (guarded.cause, guarded.accuses_another) == (RIGHT, False)
+    assert guarded.culprit == (RIGHT if expected.ops else UNKNOWN)
+    assert guarded.rows == (RIGHT if expected.rows else UNKNOWN)
