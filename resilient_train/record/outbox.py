@@ -25,7 +25,7 @@ from resilient_train.record.journal import Entry, WriteAttempts, append_lines, p
 OUTBOX = "outbox.jsonl"  # its name in a run directory
 OPENED, BEGAN, ENDED, METRICS = "opened", "began", "ended", "metrics"
 
-WRITE_EVERY_S, TRY_AGAIN_S, SYNC_EVERY_S = 0.25, 2.0, 5.0
+WRITE_EVERY_S, TRY_AGAIN_S = 0.25, 2.0
 _TAIL_BYTES = 2**20
 
 
@@ -43,7 +43,6 @@ class Outbox:
         self._lines: list[bytes] = []  # entries that are sealed and not on disk yet
         self._closing = threading.Event()
         self._end = -1  # where the next line goes; unknown before the file is read
-        self._synced_at = 0.0
         self._attempts = WriteAttempts(path, "what MLflow is to show is kept in memory, and a kill would lose it")
         self._thread = threading.Thread(target=self._main, name="outbox", daemon=True)
         self._thread.start()
@@ -79,12 +78,8 @@ class Outbox:
         # One by one: the training thread may add to them meanwhile. Each is sealed once, however full the disk is.
         for _ in range(len(self._waiting)):
             self._lines.append(_sealed(self._waiting.popleft()))
-        now = time.monotonic()
-        has_to_sync = is_last or now - self._synced_at > SYNC_EVERY_S
-        self._end = append_lines(self.path, self._lines, self._end, sync=has_to_sync)
+        self._end = append_lines(self.path, self._lines, self._end, sync=is_last)  # before, whoever uploads them syncs
         self._lines.clear()
-        if has_to_sync:
-            self._synced_at = now
 
 
 def _sealed(entry: Entry) -> bytes:

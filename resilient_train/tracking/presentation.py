@@ -72,9 +72,8 @@ class Presentation:
         def trace(number: int) -> str:
             return f"{page}&selectedEvaluationId={trace_id_of(self._mlflow.run_id, number)}"
 
-        strip = (
-            f"get-artifact?path={_STRIP}&run_uuid={self._mlflow.run_id}"  # its content, for a page of the same server
-        )
+        # The content of an artifact, for a page of the same server.
+        strip = f"get-artifact?path={_STRIP}&run_uuid={self._mlflow.run_id}"
         self._mlflow.show_tags(tags(story.incidents, story.status), note(story, trace, strip))
 
     def _attach_as_it_is(self, file: Path) -> None:
