@@ -217,19 +217,16 @@ def _asks_about(incident: Incident) -> object:
 def _urgency(group: Sequence[Incident]) -> int | None:
     """Return the place in the order of what some incidents ask for; None if they ask for nothing."""
     last, outcomes = group[-1], {one.outcome for one in group}
-    if Outcome.GAVE_UP in outcomes:
-        return 0
-    if Outcome.UNRECOVERED in outcomes or last.outcome is Outcome.RECURRED:
-        return 1
-    if outcomes & {None, Outcome.OBSERVED}:
-        return 2
-    if last.diagnosis.culprit is not None:
-        return 3
-    if last.diagnosis.rows:
-        return 4
-    if last.diagnosis.cause in _REPEATS:
-        return 5
-    return 6 if len(group) > 1 or last.further else None
+    reasons = [
+        Outcome.GAVE_UP in outcomes,
+        Outcome.UNRECOVERED in outcomes or last.outcome is Outcome.RECURRED,
+        bool(outcomes & {None, Outcome.OBSERVED}),
+        last.diagnosis.culprit is not None,
+        bool(last.diagnosis.rows),
+        last.diagnosis.cause in _REPEATS,
+        len(group) > 1 or last.further > 0,
+    ]
+    return reasons.index(True) if any(reasons) else None
 
 
 def _words(group: Sequence[Incident]) -> str:
