@@ -106,7 +106,6 @@ class _FailSafe:
 
 
 _PROGRESS_EVERY_S = 5.0  # on a terminal, where a fast run would print a screen of such lines a second
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # the run continues without its log file
 
 
 class Terminal:
@@ -120,13 +119,7 @@ class Terminal:
         self._handlers: list[logging.Handler] = [handler]
 
     def log_to(self, path: Path) -> None:
-        try:
-            handler = _ToFile(path, encoding="utf-8")
-        except OSError as error:
-            if error.errno not in _FULL:
-                raise
-            log.error("%s cannot be written: %s", path, error.strerror or error)
-            return
+        handler = _ToFile(path, encoding="utf-8")
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         log.addHandler(handler)
         self._handlers.append(handler)
