@@ -20,7 +20,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from resilient_train.app.config import CONF
-from resilient_train.app.config.command_line import VERSION_BASE, explained, parse
+from resilient_train.app.config.command_line import VERSION_BASE, explained, parse, values_of
 from resilient_train.app.config.compose import composed
 from resilient_train.app.terminal import survive_hangup
 from resilient_train.errors import ConfigError, Stopped, TrainError, unusable
@@ -56,7 +56,7 @@ def main() -> None:
     global _main_process
     _main_process = os.getpid()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises its errors instead of printing them
-    learn(dict(word.partition("=")[::2] for word in words))
+    learn(values_of(words))
     _codes.clear()
     code = 0
     with survive_hangup():
@@ -100,7 +100,7 @@ def _job(raw: DictConfig) -> float | None:
     is_sweep = hydra_config.mode == RunMode.MULTIRUN
     if is_sweep:
         words = [re.sub(r"\\(.)", r"\1", word) for word in given]  # Hydra has quoted them
-        learn(dict(word.partition("=")[::2] for word in words))
+        learn(values_of(words))
         print(masked(f"job {hydra_config.job.num} of the sweep: {' '.join(words)}"), flush=True)
         file = Path(hydra_config.sweep.dir) / "multirun.yaml"  # Hydra has written it with the secrets
         tree = read_yaml(file)
@@ -132,7 +132,7 @@ def _complain(error: Exception, overrides: Sequence[str] = ()) -> int:
     if (rank := launched_rank()) == 0 or is_own or os.environ.get("LOCAL_RANK") == "0":
         print(f"error{f' on rank {rank}' if rank else ''}: {masked(str(ended))}", file=sys.stderr)
     if rank == 0:
-        settings = dict(word.partition("=")[::2] for word in overrides)
+        settings = values_of(overrides)
         name = settings.get("run.name")
         directory = settings.get("run.dir") or (f"runs/{name}" if name else None)
         if isinstance(ended, ConfigError) and ended.key == "run.dir":

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import version
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -84,7 +84,7 @@ def explained(error: Exception, overrides: Sequence[str] = ()) -> TrainError:
         return unusable(error.override, why)
     if isinstance(error, InterpolationResolutionError):
         key = str(error.full_key)
-        return ConfigError(key, _given(key, overrides), f"cannot be resolved: {text.splitlines()[0]}")
+        return ConfigError(key, values_of(overrides).get(key, ...), f"cannot be resolved: {text.splitlines()[0]}")
     no_option = r"Could not find '([^']+)'\s*(?:Available options in '[^']+':\s*(.*?))?(?:Config search path|$)"
     if missing := re.search(no_option, text, re.DOTALL):
         group, _, option = missing[1].rpartition("/")
@@ -94,16 +94,16 @@ def explained(error: Exception, overrides: Sequence[str] = ()) -> TrainError:
     return unusable("configuration", " ".join(text.split()))
 
 
-def _given(key: str, overrides: Sequence[str]) -> Any:
-    """Return the value that an override gives a key; if none does, what a ConfigError does not show."""
+def values_of(overrides: Sequence[str]) -> dict[str, str]:
+    """Return the values that overrides give, by key."""
     pairs = (one.lstrip("+~").partition("=") for one in overrides)
-    return next((value for name, equals, value in pairs if equals and name.partition("@")[0] == key), ...)
+    return {name.partition("@")[0]: value for name, equals, value in pairs if equals}
 
 
 def _unknown_key(key: str, overrides: Sequence[str]) -> ConfigError:
     """Suggest what a misspelt key may mean, among the keys of the options that the command line chooses."""
     chosen = [one for one in overrides if (CONF / one.partition("=")[0]).is_dir() and one.partition("=")[0] != key]
-    node, parent, value = DictConfig({}), "", _given(key, overrides)
+    node, parent, value = DictConfig({}), "", values_of(overrides).get(key, ...)
     with suppress(TrainError):  # without them only a hint is missing
         node = composed_raw(chosen)
     for name in key.split("."):

@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from resilient_train import reader
 from resilient_train.app.config import Config
-from resilient_train.app.config.command_line import composed_raw, explained
+from resilient_train.app.config.command_line import composed_raw, explained, values_of
 from resilient_train.errors import ConfigError, in_one_line, unusable
 from resilient_train.files import read_yaml
 from resilient_train.record.endings import CONFIG
@@ -216,10 +216,10 @@ def _digest(things: Any) -> str:
 def _compared(settings: Mapping[str, Any], choices: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """Choose from `settings`, the leaves of a configuration. What a command line or a sweep gave is always included."""
     chosen = {name: choices[name] for name in _GROUPS if choices.get(name) is not None}
-    given = [word.lstrip("+~").partition("=")[0].partition("@")[0] for word in overrides]
+    given = [f"{key}." for key in values_of(overrides) if "." in key]
     found = {}
     for key, value in sorted(settings.items()):
-        is_given = not key.startswith(_NEVER) and any(f"{key}.".startswith(f"{one}.") for one in given if "." in one)
+        is_given = not key.startswith(_NEVER) and f"{key}.".startswith(tuple(given))
         if is_given or (key.startswith(_ALWAYS) and not key.endswith("._target_")):  # which the option implies
             found[key] = value
     return chosen | found
