@@ -86,6 +86,8 @@ def _locked(path: Path) -> tuple[bool, DirectoryLock]:
         names = sorted(one.name for one in path.iterdir()) if is_new else []
         if unexpected := [name for name in names if name != LOCK and not is_left_over(name)]:
             why = f"holds files that are not a run ({', '.join(unexpected[:3])}): choose another directory"
+            if JOURNAL in unexpected:
+                why = f"holds a run whose {CONFIG} is missing: put it back, or choose another directory"
             raise ConfigError("run.dir", path, why)
         lock = DirectoryLock(path)
         for file in path.iterdir():
