@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map
 
 Tree = Any  # dict, list or tuple of trees; a leaf is a tensor, a numpy array or scalar, or a plain value
 
@@ -141,20 +140,9 @@ class _Hole(NamedTuple):
     sharding: Sharding | None
 
 
-def with_dicts(tree: Any) -> Any:
-    """Replace each mapping that pytree takes for a leaf, such as a UserDict, by a dict: batches of transformers are."""
-    return tree_map(lambda leaf: with_dicts(dict(leaf)) if isinstance(leaf, Mapping) else leaf, tree)
-
-
 def leaves(tree: Any) -> list[Any]:
-    """Flatten a batch, or a row, of any shape; pytree would take longer."""
-    if type(tree) is torch.Tensor:
-        return [tree]
-    if isinstance(tree, Mapping):
-        tree = tree.values()
-    elif not isinstance(tree, list | tuple):
-        return [tree]
-    return [leaf for part in tree for leaf in leaves(part)]
+    """Flatten a batch, or a row, of any shape: pytree takes a UserDict, as those of transformers are, for a leaf."""
+    return [leaf for _, leaf in sorted_leaves(tree)]
 
 
 def rebuilt(tree: Any, change: Callable[[Any], Any]) -> Any:
