@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -88,11 +87,8 @@ class Best:
             files.disk.unlink(self.path)
         files.sweep(self.path)
         match files.read_json(self.path / _BEST_METRICS):
-            case dict(saved):
-                loss, step = saved.get("loss"), saved.get("step")
-                if isinstance(loss, int | float) and abs(loss) < sys.float_info.max:
-                    self._loss = float(loss)
-                self.step = step if type(step) is int else 0
+            case {"loss": float(loss), "step": int(step)} if math.isfinite(loss):
+                self._loss, self.step = loss, step
 
     def is_better(self, metrics: Mapping[str, float]) -> bool:
         return metrics["loss"] < min([self._loss, *(one.metrics["loss"] for one in self._pending)])
