@@ -4,7 +4,7 @@
 booleans, integers, finite floats, text and lists as themselves, and all else as an object with one of these keys:
 
     {"dict": {"lr": 0.1}}   {"items": [[0, ...], ["a", ...]]}   {"tuple": [...]}   {"float": "nan"}   {"bytes": "AAE="}
-    {"complex": [0, 1]}   {"size": [10, 64]}
+    {"size": [10, 64]}
     {"tensor": "weights/head.bias", "dtype": "float32", "shape": [10]}   {"array": "random", ...}
 """
 
@@ -109,8 +109,6 @@ class SerializedTree:
             return node if math.isfinite(node) else {"float": repr(node)}
         if type(node) is bytes:
             return {"bytes": base64.b64encode(node).decode("ascii")}
-        if type(node) is complex:
-            return {"complex": [self._node(part, path) for part in (node.real, node.imag)]}
         if type(node) is torch.Size:
             return {"size": [*node]}
         if type(node) in (list, tuple):
@@ -174,8 +172,6 @@ class _Reading:
                 return {key: self.node(value) for key, value in items}
             case {"tuple": list(values)}:
                 return tuple(self.node(value) for value in values)
-            case {"complex": [real, imaginary]}:
-                return complex(self.node(real), self.node(imaginary))
             case {"size": list(sizes)}:
                 return torch.Size(sizes)
             case {"float": word}:

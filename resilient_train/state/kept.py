@@ -57,8 +57,10 @@ class Metrics:
         self._metrics = {path: one for path, one in module.named_modules() if hasattr(one, "_update_count")}
 
     def state_dict(self) -> dict[str, Any]:
-        names = {path: (*one._defaults, "_update_count", "_computed") for path, one in self._metrics.items()}
-        counted = {path: {name: getattr(one, name) for name in names[path]} for path, one in self._metrics.items()}
+        counted = {
+            path: {name: getattr(one, name) for name in (*one._defaults, "_update_count", "_computed")}
+            for path, one in self._metrics.items()
+        }
         return {"module": self._module.state_dict(), "counted": counted}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
