@@ -351,9 +351,8 @@ class CheckpointKeeper:
                 groups=self.resumption.configured,
                 files={},
             )
-            buffers = {name: one for name, one in content["buffers"].items() if one is not None}
-            lasting = {name: one for name, one in buffers.items() if name in self._persistent_names}
-            exported = {**content["weights"], **lasting}
+            lasting = {name: one for name, one in content["buffers"].items() if name in self._persistent_names}
+            exported = {**content["weights"], **{name: one for name, one in lasting.items() if one is not None}}
             entry = store.write(manifest, content, exported, persistent, partial(self._examine, content))
             self._has_read_back = True
             self._run_history.note("checkpoint_saved", step=step, tick=tick)

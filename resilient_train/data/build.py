@@ -99,8 +99,8 @@ def samples(
         except ValueError as error:
             raise ConfigError(key, path, str(error)) from error
     stream = Stream(len(dataset), seed, shuffle=config.shuffle)
-    pins, workers = world.device.type == "cuda", config.num_workers
-    return MapSamples(dataset, stream, slicing, collate=collate, num_workers=workers, pin_memory=pins)
+    pins = world.device.type == "cuda"
+    return MapSamples(dataset, stream, slicing, collate=collate, num_workers=config.num_workers, pin_memory=pins)
 
 
 def evaluation(

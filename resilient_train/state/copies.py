@@ -126,9 +126,6 @@ class Frozen:
         """Note that the weights were restored from a snapshot: they have new versions and the same contents."""
         self.shared = {name: (one, one._version, digest) for name, (one, _, digest) in self.shared.items()}
 
-    def clear(self) -> None:
-        self.shared, self._copies = {}, {}
-
 
 def _digest(weight: torch.Tensor) -> torch.Tensor:
     """Sum the bits of a tensor as integers of eight bytes, ten times faster than of four, and the bytes left over."""

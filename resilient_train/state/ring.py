@@ -247,7 +247,7 @@ class Ring:
         if not self._slots:
             self.snapshots.clear()
             self._spare.clear()
-            self._frozen.clear()
+            self._frozen = Frozen()
         return size, self._allowed
 
     def _make_room(self, now: int) -> bool:
