@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from resilient_train.files import commit_text, open_to_append
+from resilient_train.files import commit_text, open_to_append, read_plain
 from resilient_train.record.incident_lines import AGAIN, CLOSED, OPENED, TREATED, Chapter, as_line, recall
 from resilient_train.record.journal import JOURNAL, Journal, WriteAttempts
 from resilient_train.record.run_history import RunHistory, drill_behind
@@ -60,7 +61,11 @@ class IncidentLog:
             if chapters[one.id].treated_ms is None:  # the process ended before it did what was decided
                 self._keep(replace(one, decision=replace(one.decision, actions=())))
         self._attempts = WriteAttempts(self._file, "it will be rewritten from the journal later")
-        self._write_lines()
+        there: bytes | None = None
+        with suppress(OSError):
+            there = None if self._file is None else read_plain(self._file)
+        if there != "".join(self._lines.values()).encode():  # else somebody may follow the file as it is
+            self._write_lines()
 
     @property
     def incidents(self) -> list[Incident]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -92,7 +93,8 @@ class Uploader:
             self.uploaded += len(portion)
             end = portion[-1][1]
             assert self._lock is not None
-            os.fsync(self._lock)  # else a power cut could take it, and other lines its place
+            with suppress(OSError):  # else a power cut could take it, and other lines its place
+                os.fsync(self._lock)
             self.cursor.note(delivered=end)
 
     def _send(self, connection: Connection, portion: list[Entry]) -> None:
