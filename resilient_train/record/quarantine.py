@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping
@@ -87,6 +88,7 @@ class Quarantine:
             return
         rows = masked_tree([{"row": row, **asdict(why)} for row, why in self.rows.items()])
         content = {"format": _FORMAT, "data": dict(self._fingerprint()), "rows": rows}
+        content["sha256"] = _digest(content)
         with self._attempts.attempt():
             commit_text(self._file, json.dumps(content, indent=2) + "\n")
 
@@ -95,13 +97,18 @@ class Foreign(ValueError):
     """A list of rows of another data set."""
 
 
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
 def _read(file: Path, fingerprint: Mapping[str, Any] | None) -> dict[int, Quarantined]:
-    """Read a list of rows of this data set, which a user may have edited. Raises ValueError if it is not one."""
+    """Read a list of rows of this data set. Raises ValueError if it is not one."""
     try:
         content = json.loads(read_plain(file).decode("utf-8"))
-        form, data = content["format"], content["data"]
+        form, data, written = content["format"], content["data"], content.pop("sha256", None)
         listed = content["rows"] if form == _FORMAT else []
         rows = {one["row"]: Quarantined(one["reason"], one["step"], one["incident"]) for one in listed}
+        is_as_written = written in (None, _digest(content))  # a user who edits the list removes its sha256
         are_rows = all(type(row) is int and 0 <= row < data["rows"] for row in rows)
         other = None if fingerprint is None else _other(data, fingerprint)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -110,6 +117,8 @@ def _read(file: Path, fingerprint: Mapping[str, Any] | None) -> dict[int, Quaran
         raise ValueError(f"is of format {form}, where this version reads {_FORMAT}")
     if not are_rows:
         raise ValueError("is damaged: it lists what is no row of the data set")
+    if not is_as_written:
+        raise ValueError("is damaged: it is not what was written (its sha256 is that of another list)")
     if other:
         raise Foreign(other)
     return rows
