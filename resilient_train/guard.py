@@ -363,7 +363,6 @@ class EngineGuard:
         self._ring.verify(healthy_until=step, scanned_until=scanned, after=after, is_back=is_back)
         self.samples.forget_before(self._ring.oldest_position(flight.begun.update.start))
         keeper.verified()
-        recovery.note_saves()
         if is_first and step == 1:
             log.info("%s", self._ring.describe())  # its size is known now that the optimizer has its moments
 

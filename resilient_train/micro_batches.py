@@ -71,7 +71,7 @@ class MicroBatchSizer:
         recovery.controls.micro_batch = rows
         what = f"{reason}; micro-batches of {counted(rows, 'row')} from now on"
         found = ProcessIncident(Signal.OUT_OF_MEMORY, step, step - 1, what, "smaller_batch", ranks=ranks)
-        recovery.note_process_incident(found)
+        recovery.keeper.note_incident(found)
         recovery.controls.note()
 
     def _fit_into(self, rows: int) -> bool:

@@ -65,7 +65,6 @@ class Recovery:
         self._observed: int | None = None  # number of the incident that further anomalies count into
         self._anomalous_step = 0  # the newest of them
         self._ended_damaged = False  # the loop ended before it was healthy again
-        self._saving_incident: int | None = None  # number of the newest one about checkpoints that cannot be saved
 
     # With every update.
 
@@ -76,7 +75,6 @@ class Recovery:
         except StorageFailed as error:
             if (snapshot := self.parts.ring.newest_verified()) is not None:
                 self.keeper.save_alone(snapshot)  # another rank may have its data
-                self.note_saves()
             self.process_ends()
             self.end(error)
 
@@ -113,7 +111,6 @@ class Recovery:
         parts.ring.distrust(anomaly.since)
         if anomaly.reached_weights:
             self.keeper.distrust(anomaly.since)
-            self.note_saves()
         parts.updater.usual_norm = checks.usual_norm or parts.updater.usual_norm
 
         # Diagnose.
@@ -248,7 +245,6 @@ class Recovery:
             path = self.keeper.restore(since)
             ring.clear()
         self.parts.updates.rewound(self.parts.clock.step)
-        self.note_saves()
         self.parts.checks.rewind_check.end()
         return path, snapshot is not None or path is not None
 
@@ -266,36 +262,10 @@ class Recovery:
             self.keeper.distrust(since)
             if snapshot is not None:
                 self.keeper.save_alone(snapshot)
-            self.note_saves()
 
         self.parts.world.main_before_others(leave)
         what = f"{evidence} in update {since + 1}: the run ends before weights drift apart"
         self.end(RanksDiffer(f"{what}; the same command resumes from the newest verified state"))
-
-    # Incidents of the process, not of the training: the remedy was applied already.
-
-    def note_process_incident(self, seen: ProcessIncident, *, ongoing: bool = False) -> int:
-        tick = self.parts.clock.tick
-        anomaly = Anomaly(seen.signal, seen.step, tick, seen.since, seen.evidence, ranks=seen.ranks)
-        known = by_signal(anomaly)
-        diagnosis = replace(known, advice=seen.advice or known.advice, rows=seen.rows)
-        incident = self.incident_log.open(anomaly, diagnosis, Decision((Action(seen.remedy),)))
-        incident = replace(incident, rewound_to=seen.rewound_to, steps_lost=seen.steps_lost)
-        self.incident_log.record_treatment(incident, ongoing=ongoing)
-        return incident.id
-
-    def note_saves(self, *, is_complete: bool = False) -> None:
-        """Write down whether checkpoints can be saved: an incident lasts from a failure to a success, or to the end."""
-        while self.keeper.save_events:
-            found = self.keeper.save_events.popleft()
-            if found is not None and found.signal is Signal.CHECKPOINT_DAMAGED:
-                self.note_process_incident(found)
-            elif found is not None:
-                self._saving_incident = self.note_process_incident(found, ongoing=True)
-            elif self._saving_incident is not None:
-                self.incident_log.clear_ongoing(self._saving_incident)
-        if is_complete and self._saving_incident is not None:
-            self.incident_log.close_ongoing(self._saving_incident)
 
     def process_ends(self) -> None:
         """Record an orderly exit, perhaps with an error, so that a resume does not blame the current samples."""
@@ -307,7 +277,7 @@ class Recovery:
         progress.turned_to(Doing.HUNG if in_update and progress.is_updating else Doing.ENDED)
         lost, write = self.keeper.rescue()
         found = ProcessIncident(Signal.HANG, step + 1, step, evidence, "end", steps_lost=lost)
-        self.note_process_incident(found)
+        self.keeper.note_incident(found)
         write()
 
     # The beginning of a process, and the end of a run.
@@ -331,7 +301,7 @@ class Recovery:
         if plan.skipped is not None or controls.changed_lines:
             self.controls.note()
         for found in plan.found:
-            number = self.note_process_incident(found)
+            number = self.keeper.note_incident(found)
             if found.remedy == "skip" and 0 < len(found.rows) < parts.samples.slicing.samples // 2:
                 # Few rows were in both updates that ended the process.
                 controls.quarantine_after_crash(found.rows, found.advice, number)

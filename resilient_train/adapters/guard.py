@@ -177,7 +177,7 @@ class Guard(guard.EngineGuard):
         try:
             quarantined = arguments.quarantine(quarantine, data_changed, samples, incidents, world, is_own_loop)
             how = resume if isinstance(resume, Resume) else Resume()
-            keeper = CheckpointKeeper(disk, parts, incidents.directory, incidents.run_history, how)
+            keeper = CheckpointKeeper(disk, parts, incidents, how)
             direct_steps = DirectStepCheck(optimizers)
             treats = any(policy.ladders.values()) and not policy.observe
             looped = parts, model, unwrapped, measured, anomaly_mode, direct_steps, backups, seeds, stop
@@ -287,7 +287,7 @@ class Guard(guard.EngineGuard):
                         self._recovery.finish()
                         if self.steps is None and not self.stopped and self._left is None:
                             self._complete()
-                    self._recovery.note_saves(is_complete=True)
+                    self._keeper.run_completed()
             if all_close:  # else the reporter knows whether another process was killed
                 self._recovery.process_ends()
         except BaseException as raised:  # the last update may be one too many for the policy
@@ -329,7 +329,6 @@ class Guard(guard.EngineGuard):
         self._direct_steps.is_over = True
         self.samples.close()
         self._keeper.wait()
-        self._recovery.note_saves()
         self._keeper.progress.close()
 
     def report(self) -> Report | None:
@@ -349,9 +348,7 @@ class Guard(guard.EngineGuard):
 
     def leave_newest(self) -> tuple[int, Path | None]:
         """Write the newest verified state, from another thread; a path of None: the step is that of an older one."""
-        left = self._keeper.save_newest()
-        self._recovery.note_saves()
-        return left
+        return self._keeper.save_newest()
 
     def hung(self, evidence: str, *, in_update: bool) -> None:
         """Record that the loop hangs, and write the newest verified state if possible, from another thread."""
@@ -408,7 +405,8 @@ class Guard(guard.EngineGuard):
 
     def _finish_saving(self, *, healthy: bool) -> Path | None:
         left = self._keeper.finish(self._controls.state_dict(), healthy=healthy, damaged=self._recovery.is_damaged)
-        self._recovery.note_saves(is_complete=healthy)
+        if healthy:
+            self._keeper.run_completed()
         self._recovery.process_ends()
         return left
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,24 +24,23 @@ from resilient_train.checkpoint.writer import Job, Writer
 from resilient_train.errors import in_one_line, unusable
 from resilient_train.files import at_disk
 from resilient_train.reader import DiskConfig
+from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.progress import Progress
-from resilient_train.record.run_history import RunHistory
+from resilient_train.recover.decide import by_signal
 from resilient_train.run_parts import RunParts
 from resilient_train.state.ring import Snapshot
 from resilient_train.state.run_state import explain_mismatch
 from resilient_train.state.tree import gathered, put_together, sha256, taken_apart
-from resilient_train.types import ProcessIncident, Signal
+from resilient_train.types import Action, Anomaly, Decision, ProcessIncident, Signal
 from resilient_train.wording import IN_FILE_ONLY, log
 
 
 class CheckpointKeeper:
     """Decides when a state is written, hands it to the writer, and loads checkpoints."""
 
-    def __init__(
-        self, config: DiskConfig, parts: RunParts, directory: Path | None, history: RunHistory, how: Resume
-    ) -> None:
-        """`directory` is None on all ranks but 0, and if nothing is written."""
-        self._config, self._parts, self._run_history, self._how = config, parts, history, how
+    def __init__(self, config: DiskConfig, parts: RunParts, incidents: IncidentLog, how: Resume) -> None:
+        directory, history = incidents.directory, incidents.run_history
+        self._config, self._parts, self._incident_log, self._how = config, parts, incidents, how
         self.progress = Progress(directory)
         self._commits = directory is not None  # this rank writes checkpoints
         self._best = Best(directory) if directory is not None else None
@@ -62,9 +61,7 @@ class CheckpointKeeper:
         self._has_verified = True  # that state, or one that this process has written since
         self._is_failing = False
         self._has_read_back = False  # a checkpoint of this process, in full
-        # For whoever takes them out: an incident if saving began to fail, None if it works again, and after a rewind to
-        # disk an incident for each checkpoint that was damaged.
-        self.save_events: deque[ProcessIncident | None] = deque()
+        self._saving_incident: int | None = None  # number of the newest one about checkpoints that cannot be saved
         if self._commits and history.began_with is None:
             history.note("began", processes=parts.world.size, samples=parts.samples.slicing.samples)
 
@@ -156,6 +153,22 @@ class CheckpointKeeper:
             tensors = weights.gathered(self._parts.state.model, keep=best is not None)
             if best is not None:
                 best.take(self._parts.clock.step, metrics, tensors)
+
+    def note_incident(self, seen: ProcessIncident, *, ongoing: bool = False) -> int:
+        """Write down an incident of the process, not of the training, about which something was done already."""
+        tick = self._parts.clock.tick
+        anomaly = Anomaly(seen.signal, seen.step, tick, seen.since, seen.evidence, ranks=seen.ranks)
+        known = by_signal(anomaly)
+        diagnosis = replace(known, advice=seen.advice or known.advice, rows=seen.rows)
+        incident = self._incident_log.open(anomaly, diagnosis, Decision((Action(seen.remedy),)))
+        incident = replace(incident, rewound_to=seen.rewound_to, steps_lost=seen.steps_lost)
+        self._incident_log.record_treatment(incident, ongoing=ongoing)
+        return incident.id
+
+    def run_completed(self) -> None:
+        """Close the incident about checkpoints that cannot be saved: otherwise a success does."""
+        if self._saving_incident is not None:
+            self._incident_log.close_ongoing(self._saving_incident)
 
     # When a run ends. The newest verified snapshot is written unless a checkpoint as new is there.
 
@@ -251,7 +264,8 @@ class CheckpointKeeper:
             log.error("the checkpoint %s cannot be restored: it %s", one.path.name, why)
         if entry is not None:
             self._load(entry, resuming=False)
-            self.save_events += incidents_of_damage(damaged, entry.step)
+            for found in incidents_of_damage(damaged, entry.step):
+                self.note_incident(found)
         return entry.path if entry is not None else None
 
     def has_verified(self, since: int) -> bool:
@@ -355,7 +369,7 @@ class CheckpointKeeper:
             exported = {**content["weights"], **{name: one for name, one in lasting.items() if one is not None}}
             entry = store.write(manifest, content, exported, persistent, partial(self._examine, content))
             self._has_read_back = True
-            self._run_history.note("checkpoint_saved", step=step, tick=tick)
+            self._incident_log.run_history.note("checkpoint_saved", step=step, tick=tick)
             return entry
 
         return Job(step, write, snapshot)
@@ -384,11 +398,13 @@ class CheckpointKeeper:
             if self._is_failing:
                 log.info("checkpoints are saved again: step %d", step)
                 self._is_failing = False
-                self.save_events.append(None)
+                if self._saving_incident is not None:
+                    self._incident_log.clear_ongoing(self._saving_incident)
         elif not self._is_failing:
             self._is_failing = True
             what = f"the checkpoint of step {step:,} could not be written: {job.trouble}"
             signal = Signal.DISK_FULL if job.is_disk_full else Signal.CHECKPOINT_FAILED
-            self.save_events.append(ProcessIncident(signal, step, step, what, "try_again"))
+            found = ProcessIncident(signal, step, step, what, "try_again")
+            self._saving_incident = self.note_incident(found, ongoing=True)
             if not job.is_disk_full:
                 log.info("the writer of checkpoints failed", exc_info=job.error, extra=IN_FILE_ONLY)
