@@ -16,7 +16,6 @@ from resilient_train.diagnose.state import lost_eps
 from resilient_train.errors import TrainError, in_one_line
 from resilient_train.numerics.armor import Armor, CannotArmor, LineChanged, PatchedLine
 from resilient_train.record.quarantine import Quarantine, Quarantined
-from resilient_train.record.run_history import RunHistory
 from resilient_train.recover.decide import update_digest
 from resilient_train.recover.knobs import Knobs
 from resilient_train.recover.policy import Policy
@@ -42,15 +41,9 @@ class Controls(RunControl):
     _suspects: tuple[int, int]  # the samples that it may come from
 
     def __init__(
-        self,
-        parts: RunParts,
-        policy: Policy,
-        quarantined: Quarantine,
-        keeper: CheckpointKeeper,
-        history: RunHistory,
-        trials: Trials,
+        self, parts: RunParts, policy: Policy, quarantined: Quarantine, keeper: CheckpointKeeper, trials: Trials
     ) -> None:
-        self._parts, self._policy, self._keeper, self._history = parts, policy, keeper, history
+        self._parts, self._policy, self._keeper = parts, policy, keeper
         self.quarantined = quarantined
         self.knobs = Knobs(relax_after=policy.relax_after)
         self.micro_batch = 0  # rows of a micro-batch that fit into memory, where it was made smaller
@@ -116,13 +109,10 @@ class Controls(RunControl):
         self._unnoted["skipped"].append([start, stop])
 
     def quarantine(self) -> None:
-        incident = self._incident
-        diagnosis, step = incident.diagnosis, incident.anomaly.step
-        self._parts.samples.quarantine(diagnosis.rows)
-        self._unnoted["quarantined"] += diagnosis.rows
+        incident, diagnosis = self._incident, self._incident.diagnosis
         reasons = {row: diagnosis.reasons.get(row, diagnosis.advice) for row in diagnosis.rows}
         reasons |= dict.fromkeys(reasons, "bad on purpose: a drill") if incident.drill else {}
-        self.quarantined.adopt({row: Quarantined(why, step, incident.id) for row, why in reasons.items()})
+        self._quarantine(reasons, incident.anomaly.step, incident.id)
 
     def reset_moments(self) -> None:
         self._parts.updater.reset_moments()
@@ -231,7 +221,7 @@ class Controls(RunControl):
         new, self._unnoted = self._unnoted, {"skipped": [], "quarantined": []}
         remedies = {**self.state_dict(), "is_whole": True} if self._has_put_back else {**self._settings(), **new}
         self._has_put_back = False
-        self._history.note("remedies_in_force", remedies=remedies)
+        self._keeper.incident_log.run_history.note("remedies_in_force", remedies=remedies)
 
     def _settings(self) -> dict[str, Any]:
         updater = self._parts.updater
@@ -261,7 +251,8 @@ class Controls(RunControl):
             updater.usual_norm = float(state["usual_norm"] or 0.0) or None
             rows = {row for row in map(int, state["quarantined"]) if row < samples.rows}  # the data set may be smaller
             if lost := sorted(rows - self.quarantined.rows.keys()):
-                self._quarantine_rows(lost, "quarantine.json was lost; restored from a checkpoint or the journal", 0)
+                why = "quarantine.json was lost; restored from a checkpoint or the journal"
+                self._quarantine(dict.fromkeys(lost, why), self._parts.clock.step, 0)
             self._parts.checks.rewind_check.load_persistent_state(state.get("reference"))
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ValueError(f"the remedies in effect cannot be read: {in_one_line(error)}") from error
@@ -277,16 +268,16 @@ class Controls(RunControl):
             else:
                 self._handled_lines.add((again.file, again.line, again.op))
 
-    def _quarantine_rows(self, rows: Sequence[int], reason: str, incident: int) -> None:
-        self._parts.samples.quarantine(rows)
-        self._unnoted["quarantined"] += rows
-        self.quarantined.adopt(dict.fromkeys(rows, Quarantined(reason, self._parts.clock.step, incident)))
+    def _quarantine(self, reasons: Mapping[int, str], step: int, incident: int) -> None:
+        self._parts.samples.quarantine(reasons)
+        self._unnoted["quarantined"] += reasons
+        self.quarantined.adopt({row: Quarantined(why, step, incident) for row, why in reasons.items()})
 
     def quarantine_after_crash(self, rows: Sequence[int], reason: str, incident: int) -> None:
         """Quarantine rows common to the updates in which the process died, if the budget allows."""
         count, listed = self._parts.samples.rows, {*rows} | self.quarantined.rows.keys()
         if len(listed - self.quarantined.given) <= self._policy.budget.rows_of(count) and len(listed) < count:
-            self._quarantine_rows(rows, reason, incident)
+            self._quarantine(dict.fromkeys(rows, reason), self._parts.clock.step, incident)
 
     def unpatch(self) -> None:
         """Restore the patched lines of the user's code: another run of this process has to find its own faults."""

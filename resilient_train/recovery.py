@@ -17,7 +17,6 @@ from resilient_train.diagnose.search import Refused
 from resilient_train.errors import GaveUp, RanksDiffer, StorageFailed, TrainError
 from resilient_train.intended import Intended
 from resilient_train.ranks.world import odd_ones
-from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.progress import Doing
 from resilient_train.recover.decide import BY_DECAY, RecentIncidents, by_signal, decide
 from resilient_train.recover.policy import Policy
@@ -45,21 +44,20 @@ class Recovery:
         self,
         parts: RunParts,
         policy: Policy,
-        incidents: IncidentLog,
         controls: Controls,
         keeper: CheckpointKeeper,
         report: Callable[[TrainError], None],
         *,
         recovered_after: int,
     ) -> None:
-        self.parts, self.policy, self.incident_log = parts, policy, incidents
+        self.parts, self.policy, self.incident_log = parts, policy, keeper.incident_log
         self.controls, self.keeper, self._report = controls, keeper, report
         self.explainer = Explainer(
             *(parts.world, parts.samples, parts.state, parts.ring, parts.updater.optimizers),
             *(parts.updates, parts.search, parts.beat),
         )
         self._recovered_after = recovered_after
-        self.intended = Intended(parts, incidents, controls)
+        self.intended = Intended(parts, self.incident_log, controls)
         self._recent = RecentIncidents(policy)
         self.observes = policy.observe  # incidents are reported, and every update lands
         self._observed: int | None = None  # number of the incident that further anomalies count into

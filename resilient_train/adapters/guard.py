@@ -183,11 +183,10 @@ class Guard(guard.EngineGuard):
             looped = parts, model, unwrapped, measured, anomaly_mode, direct_steps, backups, seeds, stop
             loop = Loop(*looped, treats=treats)
             trials = Trials(parts, loop, policy, lambda: self.steps)
-            controls = Controls(parts, policy, quarantined, keeper, incidents.run_history, trials)
+            controls = Controls(parts, policy, quarantined, keeper, trials)
             recovered_after = max(verify_after, _RECOVERED_AFTER)
             self.reporter = RunReporter(clock, parts.updates, parts.checks, home, keeper.progress)
-            treated = parts, policy, incidents, controls, keeper, self.reporter.fail
-            treating = Recovery(*treated, recovered_after=recovered_after)
+            treating = Recovery(parts, policy, controls, keeper, self.reporter.fail, recovered_after=recovered_after)
             parts.checks.early_divergence.can_compare = search is not None and samples.rows > 0
             super().__init__(parts, treating, loop, verify_after=verify_after, drill=drill)
             self._owes_resume = bool(resume)

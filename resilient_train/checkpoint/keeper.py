@@ -40,7 +40,7 @@ class CheckpointKeeper:
 
     def __init__(self, config: DiskConfig, parts: RunParts, incidents: IncidentLog, how: Resume) -> None:
         directory, history = incidents.directory, incidents.run_history
-        self._config, self._parts, self._incident_log, self._how = config, parts, incidents, how
+        self._config, self._parts, self.incident_log, self._how = config, parts, incidents, how
         self.progress = Progress(directory)
         self._commits = directory is not None  # this rank writes checkpoints
         self._best = Best(directory) if directory is not None else None
@@ -160,15 +160,15 @@ class CheckpointKeeper:
         anomaly = Anomaly(seen.signal, seen.step, tick, seen.since, seen.evidence, ranks=seen.ranks)
         known = by_signal(anomaly)
         diagnosis = replace(known, advice=seen.advice or known.advice, rows=seen.rows)
-        incident = self._incident_log.open(anomaly, diagnosis, Decision((Action(seen.remedy),)))
+        incident = self.incident_log.open(anomaly, diagnosis, Decision((Action(seen.remedy),)))
         incident = replace(incident, rewound_to=seen.rewound_to, steps_lost=seen.steps_lost)
-        self._incident_log.record_treatment(incident, ongoing=ongoing)
+        self.incident_log.record_treatment(incident, ongoing=ongoing)
         return incident.id
 
     def run_completed(self) -> None:
         """Close the incident about checkpoints that cannot be saved: otherwise a success does."""
         if self._saving_incident is not None:
-            self._incident_log.close_ongoing(self._saving_incident)
+            self.incident_log.close_ongoing(self._saving_incident)
 
     # When a run ends. The newest verified snapshot is written unless a checkpoint as new is there.
 
@@ -369,7 +369,7 @@ class CheckpointKeeper:
             exported = {**content["weights"], **{name: one for name, one in lasting.items() if one is not None}}
             entry = store.write(manifest, content, exported, persistent, partial(self._examine, content))
             self._has_read_back = True
-            self._incident_log.run_history.note("checkpoint_saved", step=step, tick=tick)
+            self.incident_log.run_history.note("checkpoint_saved", step=step, tick=tick)
             return entry
 
         return Job(step, write, snapshot)
@@ -399,7 +399,7 @@ class CheckpointKeeper:
                 log.info("checkpoints are saved again: step %d", step)
                 self._is_failing = False
                 if self._saving_incident is not None:
-                    self._incident_log.clear_ongoing(self._saving_incident)
+                    self.incident_log.clear_ongoing(self._saving_incident)
         elif not self._is_failing:
             self._is_failing = True
             what = f"the checkpoint of step {step:,} could not be written: {job.trouble}"
