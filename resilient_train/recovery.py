@@ -170,12 +170,9 @@ class Recovery:
         anomaly = Anomaly(Signal.NO_PROGRESS, step, parts.clock.tick, found.since, check.evidence + fell)
         self.keeper.distrust(found.since)
         decision = Decision((Action("rewind"), found.cut), rung=OUTSIDE)
-        is_off = parts.checks.rewind_check.is_open
         diagnosis = by_signal(anomaly) if found.left == 1 else BY_DECAY
-        incident = self.incident_log.open(anomaly, diagnosis, decision, is_off=is_off)
-        incident = replace(incident, tried=found.tried)
-        incident = self.controls.apply(incident, (0, 0), started, was_refused=False)
-        self.incident_log.record_treatment(incident)
+        incident = replace(self.incident_log.open(anomaly, diagnosis, decision), tried=found.tried)
+        self.incident_log.record_treatment(self.controls.apply(incident, (0, 0), started, was_refused=False))
 
     def counts(self, anomaly: Anomaly) -> bool:
         """Count an anomaly into the incident that is observed, as NaN makes only one; False if there is none."""
