@@ -18,7 +18,7 @@ from resilient_train.errors import GaveUp, RanksDiffer, StorageFailed, TrainErro
 from resilient_train.intended import Intended
 from resilient_train.ranks.world import odd_ones
 from resilient_train.record.progress import Doing
-from resilient_train.recover.decide import BY_DECAY, RecentIncidents, by_signal, decide
+from resilient_train.recover.decide import BY_DECAY, by_signal, decide, recent
 from resilient_train.recover.policy import Policy
 from resilient_train.recover.remedies import is_mild
 from resilient_train.run_parts import RunParts
@@ -58,7 +58,6 @@ class Recovery:
         )
         self._recovered_after = recovered_after
         self.intended = Intended(parts, self.incident_log, controls)
-        self._recent = RecentIncidents(policy)
         self.observes = policy.observe  # incidents are reported, and every update lands
         self._observed: int | None = None  # number of the incident that further anomalies count into
         self._anomalous_step = 0  # the newest of them
@@ -112,9 +111,7 @@ class Recovery:
         parts.updater.usual_norm = checks.usual_norm or parts.updater.usual_norm
 
         # Diagnose.
-        known = self._recent.with_new(self.incident_log.since(self._recent.newest), parts.clock.tick)
-        accepted = {one.id for one in self.incident_log.incidents if one.is_accepted}  # they cost no strike
-        history = [one for one in known if one.id not in accepted]
+        history = recent(self.policy, self.incident_log.incidents, parts.clock.tick)
         try:
             reference = checks.rewind_check.reference
             diagnosis, leap = self.explainer.explain(anomaly, update, refused, history, reference, leap)
@@ -148,9 +145,8 @@ class Recovery:
         self.intended.after_treatment(rise, incident)
         if before is not None:
             self.incident_log.count_again(before, anomaly)
-            self._recent.with_new([replace(before, anomaly=anomaly, again=())], anomaly.tick)
-            return
-        self.incident_log.record_treatment(incident)
+        else:
+            self.incident_log.record_treatment(incident)
 
     def try_rates(self) -> None:
         """Try lower learning rates, as the loss stands; continue with one that overtakes the run."""

@@ -71,9 +71,6 @@ class IncidentLog:
     def incidents(self) -> list[Incident]:
         return list(self._incidents.values())
 
-    def since(self, number: int) -> list[Incident]:
-        return [one for one in self._incidents.values() if one.id > number]
-
     @property
     def _of_training(self) -> list[Incident]:
         return [one for one in self._incidents.values() if one.diagnosis.cause is not Cause.PROCESS]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from struct import pack
 from zlib import crc32
@@ -214,25 +214,20 @@ def _over_rows(policy: Policy, actions: Sequence[Action], case: Case) -> str | N
     return f"the data set is broken: {share}, and the budget allows for {allowed:,}"
 
 
-class RecentIncidents:
-    """Those that may matter, so that no decision costs more with each: mild ones of a window; budgets limit others."""
+def recent(policy: Policy, incidents: Iterable[Incident], tick: int) -> list[Incident]:
+    """Return the incidents that may matter: of mild ones those in the windows of the policy; a budget limits others.
 
-    def __init__(self, policy: Policy) -> None:
-        budget, rungs = policy.budget, [rung for ladder in policy.ladders.values() for rung in ladder]
-        self._window = max(budget.window, budget.in_a_row, policy.forgive_after, *(rung.within or 0 for rung in rungs))
-        self._kept: list[Incident] = []
-        self.newest = 0  # its number
-
-    def with_new(self, incidents: Sequence[Incident], tick: int) -> list[Incident]:
-        """Add those that came since the last call, and return all that still matter."""
-        new = [each for one in incidents if one.diagnosis.cause is not Cause.PROCESS for each in one.each]
-        self.newest = max([self.newest, *(one.id for one in incidents)])
-        self._kept = [one for one in self._kept + new if self._matters(one, tick)]
-        return self._kept
-
-    def _matters(self, incident: Incident, tick: int) -> bool:
-        is_passed_over = incident.decision.gave_up is None and is_mild(incident.decision.actions)
-        return not is_passed_over or incident.anomaly.tick >= tick - self._window
+    A change on purpose costs no strike.
+    """
+    budget, rungs = policy.budget, [rung for ladder in policy.ladders.values() for rung in ladder]
+    oldest = tick - max(budget.window, budget.in_a_row, policy.forgive_after, *(rung.within or 0 for rung in rungs))
+    return [
+        each
+        for one in incidents
+        if one.diagnosis.cause is not Cause.PROCESS and not one.is_accepted
+        for each in one.each
+        if each.anomaly.tick >= oldest or each.decision.gave_up is not None or not is_mild(each.decision.actions)
+    ]
 
 
 def _refused_in_a_row(anomaly: Anomaly, history: Sequence[Incident]) -> int:
