@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Collection
 from pathlib import Path
 
@@ -56,7 +56,7 @@ def slow_ones(log: str) -> list[str]:
         left -= seconds[name]
         if left < 0:
             slow.append(name)
-    of_files = Counter[str]()
+    of_files = defaultdict[str, float](float)
     for name, took in seconds.items():
         of_files[file_of(name)] += took
     return sorted(slow, key=lambda name: (-of_files[file_of(name)], name))
