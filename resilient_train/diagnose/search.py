@@ -59,14 +59,18 @@ class Refused:
         return not (self.allows_loss(one) and one.norm <= self.limits[1])
 
 
+@dataclass
 class Search:
     """Finds the culprit of an update that was refused. Every rank gets the same answer."""
 
-    def __init__(self, replay: Replay, samples: Samples, world: World, beat: Callable[[], None]) -> None:
-        """`beat` is called after every replay: a search takes longer than the watchdog allows an update."""
+    replay: Replay
+    samples: Samples
+    world: World
+    beat: Callable[[], None]  # called after every replay: a search takes longer than the watchdog allows an update
+
+    def __post_init__(self) -> None:
         self.tried: set[tuple[str, int, str]] = set()  # operations that were patched, or cannot be
         self._spiked: dict[int, set[int]] = {}  # rows that made the loss or the gradient jump: starts of those updates
-        self._replay, self._samples, self._world, self._beat = replay, samples, world, beat
 
     def diagnose(self, anomaly: Anomaly, refused: Refused, history: History) -> Diagnosis | None:
         """Find the cause; None where nothing is known beyond the signal."""
@@ -74,7 +78,7 @@ class Search:
             return None
         is_spike = anomaly.signal in SPIKES
         with self._before(refused):
-            by_rank = self._world.all_of(self._observe(refused, is_spike))
+            by_rank = self.world.all_of(self._observe(refused, is_spike))
         facts = verdict.together(by_rank)
         if not facts.reproduced:
             why = f"The update could not be replayed: {facts.failure}."
@@ -87,23 +91,23 @@ class Search:
         else:
             found = verdict.on_nonfinite(facts, climb, verdict.climbed(history[0]), landed=landed)
         ranks = tuple(rank for rank, one in enumerate(by_rank) if one.reproduced)
-        return replace(found, ranks=ranks if len(ranks) < self._world.size else ())
+        return replace(found, ranks=ranks if len(ranks) < self.world.size else ())
 
     def breaks_at_any_scale(self, refused: Refused) -> bool:
         """Whether the gradients are not finite where no loss scale can have made them overflow."""
         with self._before(refused):
             tried, _ = self._tried(refused.update.start, partial(self._batches_of, refused))
-        return any(self._world.all_of(tried is not None and not math.isfinite(tried.norm)))
+        return any(self.world.all_of(tried is not None and not math.isfinite(tried.norm)))
 
     def loss_at(self, start: int, *, of_others: bool = False) -> float:
         """The mean loss over ranks of the update at a position, or of rows that the run may not have learned yet."""
 
         def made() -> Sequence[Any]:
-            keys = self._samples.keys_at(start)
-            return self._made([self._samples.others(some, 0) for some in keys] if of_others else keys)
+            keys = self.samples.keys_at(start)
+            return self._made([self.samples.others(some, 0) for some in keys] if of_others else keys)
 
         tried, _ = self._tried(start, made)
-        losses = [one for one in self._world.all_of(None if tried is None else tried.loss) if one is not None]
+        losses = [one for one in self.world.all_of(None if tried is None else tried.loss) if one is not None]
         return sum(losses) / len(losses) if losses else math.nan
 
     # The replays. Every rank makes each of them.
@@ -111,12 +115,12 @@ class Search:
     @contextmanager
     def _before(self, refused: Refused) -> Iterator[None]:
         """Replay what the model was before an update; fetching rows changes random numbers, which are put back."""
-        self._replay.attributes = refused.attributes
+        self.replay.attributes = refused.attributes
         try:
-            with randomness.preserved(self._world.device):
+            with randomness.preserved(self.world.device):
                 yield
         finally:
-            self._replay.attributes = ()
+            self.replay.attributes = ()
 
     def _observe(self, refused: Refused, is_spike: bool) -> Observations:
         keys, start = refused.update.keys, refused.update.start
@@ -124,7 +128,7 @@ class Search:
         tried = partial(self._tried, start, takes_errors=refused.is_error)
         first, why = tried(again)
         reproduced = first is not None and refused.would_refuse(first)
-        if not any(self._world.all_of(reproduced)):
+        if not any(self.world.all_of(reproduced)):
             return Observations(failure=why)
         filler, is_compared = self._control(refused)
         facts = Observations(
@@ -135,7 +139,7 @@ class Search:
         )
         origin: Origin | None = None
         if not is_spike:
-            seen, _ = tried(again, self._replay.under_microscope)
+            seen, _ = tried(again, self.replay.under_microscope)
             origin = seen.origin if seen is not None else None
             is_bad = not refused.nan_is_usual and any(map(by_rows.nonfinite_fields, refused.inputs))
             facts = replace(facts, batch_is_bad=is_bad, size=first.norm if first is not None else 0.0)
@@ -147,11 +151,11 @@ class Search:
             made, _ = tried(partial(self._made, batches) if batches else again)
             return None if made is None else refused.would_refuse(made)
 
-        is_sharded = self._replay.is_sharded
+        is_sharded = self.replay.is_sharded
         found = self._guilty(keys, filler if reproduced or is_sharded else None, breaks)
         if is_sharded:  # the gradient is of all ranks' rows: all ranks reproduce it unless some rank's rows are known
             reproduced = bool(found) or origin is not None or (first is not None and not refused.allows_loss(first))
-            is_known = any(self._world.all_of(reproduced))
+            is_known = any(self.world.all_of(reproduced))
             facts = replace(facts, reproduced=reproduced or not is_known)
         alone, others = self._alone(refused, found, origin, filler)
         found = alone or found
@@ -164,7 +168,7 @@ class Search:
         for row in rows if is_spike else ():
             self._spiked.setdefault(row, set()).add(refused.update.start)
         are_again = all(len(self._spiked.get(row, ())) >= _AGAIN for row in rows)
-        passed = self._samples.have_passed(found)
+        passed = self.samples.have_passed(found)
         return replace(facts, rows=rows, odd=odd, others=others, have_passed=passed, are_again=are_again)
 
     def _control(self, refused: Refused) -> tuple[Keys | None, bool]:
@@ -172,15 +176,15 @@ class Search:
         keys = refused.update.keys
         filler: Keys | None = None
         is_compared = False
-        if not any(self._world.all_of(bool(keys))):
+        if not any(self.world.all_of(bool(keys))):
             return None, False
         for draw in range(_CONTROLS):
-            others = [self._samples.others(some, draw) for some in keys]
+            others = [self.samples.others(some, draw) for some in keys]
             tried, _ = self._tried(refused.update.start, partial(self._made, others), takes_errors=refused.is_error)
             is_compared |= tried is not None
             if tried is not None and filler is None and not refused.would_refuse(tried):
                 filler = others
-            if all(self._world.all_of(filler is not None)):
+            if all(self.world.all_of(filler is not None)):
                 break
         return filler, is_compared
 
@@ -192,11 +196,11 @@ class Search:
         where = _where(origin.culprit) if origin is not None else None
         left = list(found) if self._may_be_rare(keys, found, origin) else []
         alone: list[Key] = []
-        while any(self._world.all_of(bool(left))):
+        while any(self.world.all_of(bool(left))):
             key = left.pop() if left else None
             pairs = [zip(mine, other, strict=True) for mine, other in zip(keys, filler or keys, strict=True)]
             batches = [[one if one is key else other for one, other in pair] for pair in pairs]
-            made, _ = tried(partial(self._made, batches), self._replay.under_microscope)
+            made, _ = tried(partial(self._made, batches), self.replay.under_microscope)
             seen = made.origin if made is not None else None
             # In all places too, fetched again and with other random numbers: not where it only does not fit the others.
             same = [[key._replace(epoch=key.epoch + 1)] * len(some) for some in keys] if key else filler or keys
@@ -206,8 +210,8 @@ class Search:
                 alone.append(key)
         others, draw = set[int](), _CONTROLS
         count, most = len(alone), len(alone) + (2 * sum(map(len, keys)) <= _RARE)  # of a large draw many rows may break
-        while any(self._world.all_of(len(others) < _RARE * count <= _RARE * most)) and draw < _MOST_DRAWS:
-            draws = [self._samples.others(some, draw) for some in keys]
+        while any(self.world.all_of(len(others) < _RARE * count <= _RARE * most)) and draw < _MOST_DRAWS:
+            draws = [self.samples.others(some, draw) for some in keys]
             made, _ = tried(partial(self._made, draws))
             count, draw = count + (bool(alone) and (made is None or refused.would_refuse(made))), draw + 1
             others.update(key.row for some in draws for key in some)
@@ -219,10 +223,10 @@ class Search:
         reached = max((math.prod(one["shape"]) for one in origin.inputs), default=0)
         if reached < min(map(len, keys), default=0):  # hardly any row has got to that line
             return False
-        known = {key.row for key in found} | self._samples.stream.quarantined
-        is_few = _RARE * len(known) <= min(self._samples.rows, _RARE * _RARE)
+        known = {key.row for key in found} | self.samples.stream.quarantined
+        is_few = _RARE * len(known) <= min(self.samples.rows, _RARE * _RARE)
         is_tried = _where(origin.culprit) in self.tried
-        return is_few and not is_tried and not self._samples.have_passed(found)
+        return is_few and not is_tried and not self.samples.have_passed(found)
 
     def _guilty(self, keys: Keys, filler: Keys | None, breaks: Callable[[Keys], bool | None]) -> list[Key]:
         """Search a batch for rows each of which breaks a healthy one, the filler; ranks without one replay as well.
@@ -230,12 +234,12 @@ class Search:
         `breaks` is None where a batch cannot be replayed: then no row is to blame. Where ranks share their weights, a
         gradient is that of the rows of all of them: these are one batch, searched by all in step.
         """
-        together = self._replay.is_sharded
+        together = self.replay.is_sharded
         places = [(number, place) for number, some in enumerate(keys) for place in range(len(some))]
         first, count = 0, len(places) if filler is not None else 0
         if together:
-            counts = self._world.all_of(count)
-            first, count = sum(counts[: self._world.rank]), sum(counts) if all(counts) else 0
+            counts = self.world.all_of(count)
+            first, count = sum(counts[: self.world.rank]), sum(counts) if all(counts) else 0
         search = by_rows.guilty(count)
         asked = next(search, None) if count else None
         found: Sequence[int] = ()
@@ -243,13 +247,13 @@ class Search:
         def mine(chosen: Iterable[int]) -> list[tuple[int, int]]:
             return [places[one - first] for one in chosen if 0 <= one - first < len(places)]
 
-        while any(self._world.all_of(asked is not None)):
+        while any(self.world.all_of(asked is not None)):
             batches = [list(some) for some in filler or ()]
             for number, place in mine(asked or ()):
                 batches[number][place] = keys[number][place]
             is_broken = breaks(batches)
             if together:
-                is_broken = any(self._world.all_of(is_broken))
+                is_broken = any(self.world.all_of(is_broken))
             if asked is None:
                 continue
             try:
@@ -270,34 +274,34 @@ class Search:
         measured: Replayed | None = None
         made, why = _attempted(make)
         # Where ranks wait for each other in a forward, all make one, or none does.
-        if self._replay.is_sharded and not all(self._world.all_of(made is not None)):
+        if self.replay.is_sharded and not all(self.world.all_of(made is not None)):
             made, why = None, why or "another rank could not make its batches"
         if made is not None:
-            measured, why = _attempted(partial(replay or self._replay.of, made, start))
+            measured, why = _attempted(partial(replay or self.replay.of, made, start))
             if measured is not None and measured.raised and not takes_errors:
                 why, measured = measured.raised, None
-        self._beat()
+        self.beat()
         return measured, why
 
     # Batches and rows.
 
     def _batches_of(self, refused: Refused) -> Sequence[Any]:
         if not refused.was_modified:
-            return [self._world.on_device(batch) for batch in refused.inputs]
+            return [self.world.on_device(batch) for batch in refused.inputs]
         if not refused.update.keys:
             raise RuntimeError("the batch was changed in place during its update, and it cannot be fetched again")
         return self._made(refused.update.keys)
 
     def _made(self, keys: Keys) -> Sequence[Any]:
-        return [self._world.on_device(self._samples.collated(some)) for some in keys]
+        return [self.world.on_device(self.samples.collated(some)) for some in keys]
 
     def _odd(self, guilty: Sequence[Key], filler: Keys, far: float, nan_is_usual: bool) -> dict[int, str]:
         known = [key for some in filler for key in some][: by_rows.OTHERS]
-        known += self._samples.others(guilty, 0, least=by_rows.ENOUGH) if len(known) < by_rows.ENOUGH else []
-        others = [self._samples.fetched(key) for key in known]
+        known += self.samples.others(guilty, 0, least=by_rows.ENOUGH) if len(known) < by_rows.ENOUGH else []
+        others = [self.samples.fetched(key) for key in known]
         found = {}
         for key in guilty:
-            row = self._samples.fetched(key)
+            row = self.samples.fetched(key)
             odd = [] if nan_is_usual else by_rows.nonfinite_fields(row)
             if odd := odd or by_rows.outlying_fields(row, others, far):
                 found[key.row] = "; ".join(odd[:3])
