@@ -99,12 +99,15 @@ class Checks:
     def require_recovery(self, since: int, step: int, *, is_only_reported: bool = False) -> None:
         """Compare the run with its losses up to `since`: damage came after that and was noticed at `step`."""
         if self.config.probation.every:
-            # The loss of step `since + 1` was computed with the weights of `since`: use it if there is no earlier loss.
-            self.rewind_check.begin(self._reference(since) or self._reference(since + 1), step, since)
+            self.rewind_check.begin(self._reference_at(since), step, since)
             self.is_only_reported = is_only_reported
 
     def _reference(self, until: int) -> Reference | None:
         return Reference.of({step: loss for step, (loss, _) in self._accepted.items()}, until, self.level.scale)
+
+    def _reference_at(self, step: int) -> Reference | None:
+        # The loss of the next step was computed with the weights of this one: use it if there is no earlier loss.
+        return self._reference(step) or self._reference(step + 1)
 
     @property
     def _is_silent(self) -> bool:
@@ -119,7 +122,7 @@ class Checks:
         return self._accepted[step][0] if step in self._accepted else None
 
     def level_at(self, step: int) -> float | None:
-        known = self._reference(step) or self._reference(step + 1)
+        known = self._reference_at(step)
         return known.level if known else None
 
     def loss_excess(self) -> float:

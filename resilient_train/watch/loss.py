@@ -111,7 +111,7 @@ class Level(PlainState):
     """
 
     saved = (
-        *("losses", "ready", "median", "spread", "scale", "low", "high", "first", "best", "has_no_limit"),
+        *("losses", "ready", "median", "spread", "scale", "first", "best", "has_no_limit"),
         *("rare", "_outliers", "_seen", "_fresh"),
     )
 
@@ -122,7 +122,6 @@ class Level(PlainState):
         self._outliers: deque[Any] = deque(maxlen=config.window)  # after how many losses each came, and what it was
         self.ready = False  # enough losses were seen to know the range
         self.median = self.spread = self.scale = 0.0
-        self.low = self.high = 0.0  # the 5th and the 95th percentile
         self.rare = LOWEST  # what one loss in a hundred exceeds
         self.first = 0.0  # the mean of the first losses of the run
         self.best: float | None = None  # the lowest median so far
@@ -131,10 +130,9 @@ class Level(PlainState):
 
     @property
     def usual_range(self) -> str:
-        low, high = self.low, self.high
-        if self.losses and not self.ready:
-            low, high = min(self.losses), max(self.losses)
-        return f"{low:.4g} to {high:.4g} was usual"
+        ranked = sorted(self.losses) or [0.0]
+        tail = len(ranked) // 20 if self.ready else 0
+        return f"{ranked[tail]:.4g} to {ranked[-1 - tail]:.4g} was usual"
 
     def learn(self, loss: float) -> None:
         self.losses.append(loss)
@@ -187,13 +185,12 @@ class Level(PlainState):
         if not count:
             return
         self.median = median = ranked[count // 2]
-        self.low, self.high = ranked[count // 20], ranked[int(0.95 * (count - 1))]
         self.rare = self.exceeded()
         self.best = median if self.best is None else min(self.best, median)
         self.scale = max(abs(median), _SHARE_OF_DESCENT * (self.first - self.best))
         self.spread = max(
             _MAD_TO_SIGMA * deviation(ranked, median),
-            (self.high - median) / _Q95_SIGMAS,
+            (ranked[int(0.95 * (count - 1))] - median) / _Q95_SIGMAS,
             (ranked[-1] - median) / _MAX_SIGMAS,
             _LEAST_SPREAD * abs(median),
         )

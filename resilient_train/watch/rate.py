@@ -119,7 +119,7 @@ class RateRise(PlainState):
     """
 
     saved = ("_paces", "_usual", "reference", "_since", "_losses", "_seen", "_base", "_lately", "_before")
-    records: ClassVar = {"reference": Reference.from_plain}
+    records: ClassVar = {"reference": lambda plain: Reference(**plain)}
 
     def __init__(self, config: RateConfig) -> None:
         self.config = config

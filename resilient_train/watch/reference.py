@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from math import inf, isfinite, sqrt
 from statistics import fmean, median, stdev
@@ -62,14 +62,6 @@ class Reference:
         scatter = max(residual, line(everything)[2])  # of all losses, the highest included
         return cls(steps[-1], level, scatter, max(0.0, slope), size, len(values))
 
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> Reference:
-        """Make it from what `asdict` returned. Raises ValueError if that makes no reference."""
-        one = cls(**plain)
-        if not (one.count > 0 and one.scatter >= 0 and one.size >= 0 and all(map(isfinite, astuple(one)))):
-            raise ValueError(f"a reference cannot be {dict(plain)}")
-        return one
-
     def expected(self, step: int) -> float:
         """Return the loss at a later step of a run that is back: the level, or where its trend leads."""
         return self.level + self.slope * max(0, step - self.step)
@@ -119,7 +111,7 @@ class RewindCheck(PlainState):
 
     saved = ("_losses",)
     persistent = ("reference", "goal", "reached", "came_from", "stands_on", "ceiling", "was", "took")
-    records: ClassVar = {"reference": Reference.from_plain}
+    records: ClassVar = {"reference": lambda plain: Reference(**plain)}
 
     def __init__(self, config: ReferenceConfig) -> None:
         self.config = config

@@ -19,7 +19,7 @@ from resilient_train.watch.best import BLOCK, BestLevel
 from resilient_train.watch.checks import Checks
 from resilient_train.watch.config import named
 from resilient_train.watch.limit import NO_LIMIT
-from resilient_train.watch.loss import LOWEST, RARE, Jump, Level, exceeded
+from resilient_train.watch.loss import Jump, Level
 from resilient_train.watch.purpose import Probe, Rise
 
 JUMP = named("default").jump
@@ -69,15 +69,6 @@ def test_a_state_from_far_above_the_best_level_is_not_trusted() -> None:
     assert not best.is_above(2.0, 0.2, BLOCK - 1, JUMP.share), "there was no block before that step"
 
 
-def test_it_rewinds_with_the_run() -> None:
-    best, other = seen(noisy(2.0, 120)), BestLevel(JUMP)
-    other.load_state_dict(json.loads(json.dumps(best.state_dict())))
-    for step, loss in enumerate(noisy(0.5, 100), 121):
-        best.see(step, loss)
-        other.see(step, loss)
-    assert best.state_dict() == other.state_dict()
-
-
 def test_a_new_regime_is_compared_with_the_old_one_until_it_has_learned() -> None:
     best = seen(noisy(0.5, 100))
     best.forget(limit=1.0)
@@ -103,11 +94,6 @@ LIGHT: dict[str, Draw] = {
     "waiting": lambda dice: dice.expovariate(1.0),
     "errors": lambda dice: dice.gauss(0, 1) ** 2,
 }
-
-
-@pytest.mark.parametrize("values", [[], [1.0], [1.0, 2.0, 3.0], [-1.0] * 20, [0.0] * 20])
-def test_where_no_tail_shows_there_is_no_limit_by_it(values: list[float]) -> None:
-    assert exceeded(values, RARE) == LOWEST
 
 
 def alarms(losses: list[float]) -> list[int]:
