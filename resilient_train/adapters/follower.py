@@ -91,20 +91,18 @@ class Follower(ABC):
             self._dataset, self._collate = numbered
             self._loaders.append(loader)
 
-    def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
-        """Let `method` take the place of one of an instance, which it gets as its first argument."""
+    def _replace(self, owner: Any, name: str, method: Callable[..., Any], *, always: bool = False) -> None:
+        """Let `method` take the place of one of an instance, which it gets as its first argument.
+
+        Unless `always`, that is while this follows: what is run before stays, such as a search of the learning rate.
+        """
         plain = getattr(owner, name)
+
+        def replaced(*given: Any, **more: Any) -> Any:  # no method: a copy of the owner must not copy what is here
+            return method(plain, *given, **more) if always or self.is_following else plain(*given, **more)
+
         self._replaced.append((owner, name, vars(owner).get(name, _ABSENT)))
-        # A plain function: a copy of the owner must not copy what is here.
-        vars(owner)[name] = lambda *given, **more: method(plain, *given, **more)
-
-    def _while_following(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Leave what is run before as it is, such as a search of the learning rate."""
-
-        def replaced(plain: Callable[..., Any], *given: Any, **more: Any) -> Any:
-            return method(plain, *given, **more) if self.is_following else plain(*given, **more)
-
-        return replaced
+        vars(owner)[name] = replaced
 
     def end(self) -> None:
         """Let the trainer and its loaders be what they were, and close the guard."""
@@ -286,8 +284,6 @@ class Follower(ABC):
 
     def examine(self, *, is_end: bool = False) -> None:
         """Scan the whole state before the trainer evaluates or saves it, or ends, and repeat what a rewind undoes."""
-        if not self.is_following:
-            return
         settings, place = self._scheduled(), self._place()  # of the next update, if the schedule has advanced
         while not self.guard.examine(is_end=is_end):
             self.catch_up()

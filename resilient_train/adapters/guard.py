@@ -15,7 +15,7 @@ from torch import nn
 
 from resilient_train import guard
 from resilient_train.adapters import arguments, loops
-from resilient_train.adapters.reporter import REPORT_EVERY, Place, Report, RunReporter, place
+from resilient_train.adapters.reporter import REPORT_EVERY, Place, Report, RunReporter, holders, place
 from resilient_train.checkpoint.keeper import CheckpointKeeper
 from resilient_train.checkpoint.resume import Resume
 from resilient_train.computation import Loop
@@ -202,7 +202,7 @@ class Guard(guard.EngineGuard):
                 home.lock.release()  # a notebook keeps the error, and with it the lock, when its cell is run again
             raise
         if home.directory is not None:
-            loops.holders[home.directory] = self.reporter, weakref.ref(self)
+            holders[home.directory] = self.reporter, weakref.ref(self)
 
     def keep(self, **items: Stateful) -> None:
         """Let objects with state_dict and load_state_dict rewind with the run, such as an average of the weights."""

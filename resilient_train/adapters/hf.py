@@ -89,12 +89,11 @@ class Guarding(Follower):
         self._replayed: list[torch.Tensor] | None = None  # in a replay, the loss whose backward it makes itself
         self._logged: tuple[Any, Any] = 0.0, None  # the loss and the norm of the newest update that was made
         self.evaluated = dict[int | None, int]()  # by the trainer's steps: the accepted updates at each evaluation
-        self._replace(trainer, "get_train_dataloader", self._get_train_dataloader)
-        self._replace(trainer, "get_batch_samples", self._get_batch_samples)
+        self._replace(trainer, "get_train_dataloader", self._get_train_dataloader, always=True)
+        self._replace(trainer, "get_batch_samples", self._get_batch_samples, always=True)
         self._replace(trainer, "training_step", self._training_step)
-        self._replace(trainer, "_finalize_training", self._finalize_training)
-        for name in ("_prepare_inputs", "_get_grad_norm", "_evaluate", "_save_checkpoint"):
-            self._replace(trainer, name, self._while_following(getattr(self, name)))
+        for name in ("_prepare_inputs", "_get_grad_norm", "_evaluate", "_save_checkpoint", "_finalize_training"):
+            self._replace(trainer, name, getattr(self, name))
 
     def begin(self) -> None:
         trainer, args, accelerator = self.trainer, self.trainer.args, self.trainer.accelerator

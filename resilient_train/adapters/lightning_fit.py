@@ -100,16 +100,16 @@ class Fit(Follower):
         self._output: dict[str, Any] | None = None  # of the last batch of the newest update, if it was retried
         self._examined = -1  # updates until the newest examination
         self._metrics: list[Metric] = []
-        self._replace(self._inner, "run", self._while_following(self._run))
-        self._replace(self._strategy, "backward", self._while_following(self._backward))
-        self._replace(self._plugin, "optimizer_step", self._while_following(self._step))
+        self._replace(self._inner, "run", self._run)
+        self._replace(self._strategy, "backward", self._backward)
+        self._replace(self._plugin, "optimizer_step", self._step)
         self._replace(self._plugin, "clip_grad_by_norm", self._clip)
-        self._replace(self._plugin, "convert_input", lambda plain, batch: plain(self._unnumbered(batch)))
+        self._replace(self._plugin, "convert_input", lambda plain, batch: plain(self._unnumbered(batch)), always=True)
         self._replace(self._module, "log", self._log)
         self._replace(self._loop.val_loop, "run", self._validate)
         self._replace(trainer, "save_checkpoint", self._save)
         self._replace(trainer.fit_loop, "on_run_end", self._end)
-        self._replace(trainer.fit_loop, "_load_combined_loader_states", self._number_rows)
+        self._replace(trainer.fit_loop, "_load_combined_loader_states", self._number_rows, always=True)
 
     def begin(self, options: dict[str, Any], made: int | None) -> None:
         """Make the guard. `made` updates were complete in the checkpoint that is resumed; None if it does not say."""
@@ -154,13 +154,13 @@ class Fit(Follower):
             return None
         return directory, self.samples.newest_stop // self.samples.slicing.samples - self._is_open
 
-    def _end(self, plain: Callable[[], None]) -> None:
+    def _end(self, plain: Any) -> None:
         """End the guard before a callback takes over in `on_train_end`, for example with averages of the weights."""
         self.examine(is_end=True)
         self.close()
         plain()
 
-    def _number_rows(self, plain: Callable[[], None]) -> None:
+    def _number_rows(self, plain: Any) -> None:
         combined = self._trainer.fit_loop._combined_loader
         is_alone = len(combined.flattened) == 1 and combined.iterables is combined.flattened[0]
         if is_alone and not self._trainer.reload_dataloaders_every_n_epochs:
@@ -181,7 +181,7 @@ class Fit(Follower):
 
     # One update.
 
-    def _run(self, plain: Callable[..., Any], *given: Any) -> Any:
+    def _run(self, plain: Any, *given: Any) -> Any:
         optimizer, index, kwargs = given
         if self._is_open and index % self._trainer.accumulate_grad_batches == 0:
             self.leave_out()  # the rest of its epoch was skipped
@@ -203,7 +203,7 @@ class Fit(Follower):
         self.note(self._zero())  # for a training_step without a loss
         return kwargs
 
-    def _backward(self, plain: Callable[..., Any], loss: torch.Tensor, *given: Any, **more: Any) -> Any:
+    def _backward(self, plain: Any, loss: torch.Tensor, *given: Any, **more: Any) -> Any:
         result = plain(loss, *given, **more)
         self._has_gradients = True
         self.note(loss * self._trainer.accumulate_grad_batches)  # of which it is a share
@@ -232,7 +232,7 @@ class Fit(Follower):
         super().leave_out()
         self._logged = None
 
-    def _log(self, plain: Callable[..., None], *given: Any, **more: Any) -> None:
+    def _log(self, plain: Any, *given: Any, **more: Any) -> None:
         if not self._is_quiet:
             plain(*given, **more)
 
@@ -261,7 +261,7 @@ class Fit(Follower):
     def _zero(self) -> torch.Tensor:
         return torch.zeros((), device=self._strategy.root_device)
 
-    def _average_epoch(self, plain: Callable[..., None], *given: Any) -> None:
+    def _average_epoch(self, plain: Any, *given: Any) -> None:
         self.examine()
         plain(*given)
 
@@ -314,14 +314,11 @@ class Fit(Follower):
 
     def examine(self, *, is_end: bool = False) -> None:
         """Look at the whole state between two updates, unless that was done since the last one."""
-        if not (self.is_following and self._trainer.training):
+        can_wait = self._is_open or self._examined == self.guard.clock.tick
+        if not self._trainer.training or (can_wait and not is_end):
             return
         if self._is_open:
-            if not is_end:
-                return
             self.leave_out()
-        if self._examined == self.guard.clock.tick and not is_end:
-            return
         logged, is_averaged = Logged(self._trainer, self._metrics), any(one.has_newest for one in self._averages)
         super().examine(is_end=is_end)
         self._is_quiet = False
@@ -330,7 +327,7 @@ class Fit(Follower):
             self._average()
         self._examined = self.guard.clock.tick
 
-    def _validate(self, plain: Callable[[], Any]) -> Any:
+    def _validate(self, plain: Any) -> Any:
         """Examine the state before an epoch of validation: afterwards the model is not in training mode."""
         if self._trainer.validating:  # not in the sanity check before training
             self._trainer.training = True
@@ -338,8 +335,7 @@ class Fit(Follower):
             self._trainer.validating = True
         return plain()
 
-    def _save(self, plain: Callable[..., None], filepath: Any, *given: Any, **more: Any) -> None:
+    def _save(self, plain: Any, filepath: Any, *given: Any, **more: Any) -> None:
         self.examine()
         plain(filepath, *given, **more)
-        if self.is_following:
-            self.saved(Path(filepath))
+        self.saved(Path(filepath))

@@ -42,7 +42,7 @@ class ManualFit(Fit):
         super().begin(options, made)
         self._updater.turns.is_open_ended = True
 
-    def _run(self, plain: Callable[..., Any], *given: Any) -> Any:
+    def _run(self, plain: Any, *given: Any) -> Any:
         self._sum = self._sum if self._is_open else None
         kwargs, self._has_stepped = self._fed(self._loop.batch_idx, *given), False
         loss, output = self._called(plain, kwargs)
@@ -53,13 +53,13 @@ class ManualFit(Fit):
             self.leave_out()
         return output if self._output is None else self._output
 
-    def _called(self, plain: Callable[..., Any], kwargs: Any) -> tuple[torch.Tensor, Any]:
+    def _called(self, plain: Any, kwargs: Any) -> tuple[torch.Tensor, Any]:
         """Return the sum of the losses of `training_step`, and its output."""
         self._losses = []
         output = plain(kwargs)
         return sum(self._losses, self._zero()), output
 
-    def _backward(self, plain: Callable[..., Any], loss: torch.Tensor, *given: Any, **more: Any) -> Any:
+    def _backward(self, plain: Any, loss: torch.Tensor, *given: Any, **more: Any) -> Any:
         if self._replayed is not None:
             self._replayed.loss = self._replayed.loss + loss.detach()
             with self.guard._loop.anomaly_mode.without_nan_check():
@@ -79,21 +79,16 @@ class ManualFit(Fit):
         result = self._plugin._wrap_closure(model, optimizer, closure)
         if self._is_early:
             return result
-        loss, self._sum = self._sum, None
+        loss, self._sum, self._has_stepped = self._sum, None, True
         self.norm = self._norms.pop(id(optimizer), None)
-        self._step_one(optimizer, self._zero() if loss is None else loss)  # None: it ran backward itself
-        return result
-
-    def _step_one(self, optimizer: Any, loss: torch.Tensor) -> None:
-        """Step an optimizer through the gate; `loss` is what its gradients are those of."""
-        self._has_stepped = True
         weights = (weight for group in optimizer.param_groups for weight in group["params"])
         if not self.is_left_out and any(weight.grad is not None for weight in weights):
             settings = self._scheduled()
             self._set(settings)
             self.guard._losses.clear()  # `loss` has those of the micro-batches before
-            self.guard.update(loss, optimizer=optimizer)
+            self.guard.update(self._zero() if loss is None else loss, optimizer=optimizer)  # it ran backward itself
             self._put_back(settings)
+        return result
 
     def _landed(self, fed: Fed, loss: torch.Tensor) -> bool:
         if self.guard.end_turn():

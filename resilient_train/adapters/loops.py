@@ -1,24 +1,17 @@
-"""The caller's loops: an epoch to iterate over, what is said of a loop, and the guards of this process."""
+"""The caller's loops: an epoch to iterate over, and what is said of a loop."""
 
 from __future__ import annotations
 
 import logging
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from resilient_train.data.samples import Samples
 from resilient_train.data.sequential import LoaderSamples
-from resilient_train.errors import TrainError
 from resilient_train.ranks.world import World
 from resilient_train.wording import log
-
-# By run directory, of this process: who reports the run, and the guard, which may be gone.
-holders: dict[Path, tuple[Any, weakref.ref[Any]]] = {}
 
 
 @dataclass(frozen=True)
@@ -30,22 +23,6 @@ class Epoch:
 
     def __iter__(self) -> Iterator[Any]:
         return self.batches()
-
-
-def close_older(directory: Path) -> bool:
-    """Close the guard of a directory, where a cell is run again. False: its loop runs, or an error has left it."""
-    if directory not in holders:
-        return False
-    reporter, guard = holders[directory][0], holders[directory][1]()
-    if guard is not None and (guard.is_looping or guard.world.size > 1):
-        return False
-    log.info("%s is taken over from a guard of this process whose loop was left", directory)
-    if guard is not None:
-        guard.stop_now()
-        with suppress(TrainError):
-            guard.close()
-    reporter.closed(None, sys.maxsize)
-    return True
 
 
 def log_cautions(samples: Samples, waits: Iterable[str], *, has_objective: bool) -> None:

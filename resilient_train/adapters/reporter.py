@@ -11,6 +11,7 @@ import itertools
 import os
 import sys
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,7 +20,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from resilient_train.adapters.loops import close_older
 from resilient_train.errors import (
     ConfigError,
     DirectoryInUse,
@@ -58,6 +58,8 @@ _TIMED = 10_000  # laps from which the median step time is taken
 _DRAIN_S = 30.0  # how long the end of a loop waits for MLflow at most
 
 _unreported: set[RunReporter] = set()  # of loops whose end is not reported yet
+# By run directory, of this process: who reports the run, and the guard, which may be gone.
+holders: dict[Path, tuple[RunReporter, weakref.ref[Any]]] = {}
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ def _claim(named: Path, locks: list[DirectoryLock], *, resumes: bool) -> Path:
                 return path
         except DirectoryInUse as error:
             if error.holder.startswith(f"process {os.getpid()} "):
-                if close_older(path):
+                if _close_older(path):
                     return _claim(named, locks, resumes=resumes)
                 raise DirectoryInUse(path, "another guard of this process", "call its close() first") from None
             raise DirectoryInUse(path, error.holder, "wait for it to end, or choose another run_dir") from None
@@ -130,6 +132,22 @@ def _claim(named: Path, locks: list[DirectoryLock], *, resumes: bool) -> Path:
             raise ConfigError("run_dir", named, f"cannot be written: {error.strerror}") from None
         path = named.with_name(f"{named.name}-{number}")
     raise AssertionError
+
+
+def _close_older(directory: Path) -> bool:
+    """Close the guard of a directory, where a cell is run again. False: its loop runs, or an error has left it."""
+    if directory not in holders:
+        return False
+    reporter, guard = holders[directory][0], holders[directory][1]()
+    if guard is not None and (guard.is_looping or guard.world.size > 1):
+        return False
+    log.info("%s is taken over from a guard of this process whose loop was left", directory)
+    if guard is not None:
+        guard.stop_now()
+        with suppress(TrainError):
+            guard.close()
+    reporter.closed(None, sys.maxsize)
+    return True
 
 
 def status_and_code(error: BaseException | None) -> tuple[str, int]:
@@ -281,7 +299,9 @@ class RunReporter:
     # At the end.
 
     def summary(self, status: str, exit_code: int, seconds: float, digests: tuple[str, str] | None = None) -> Summary:
-        had_incidents = any(one.diagnosis.cause is not Cause.PROCESS for one in self.place.incident_log.incidents)
+        incident_log, (weights, state) = self.place.incident_log, digests or (None, None)
+        incidents = incident_log.incidents
+        had_incidents = any(one.diagnosis.cause is not Cause.PROCESS for one in incidents)
         losses = self.updates.first_at_most, self.updates.recent_loss
         if self.updates.has_turns or self.checks.is_changed or self.checks.best.has_negative:
             losses = None, None  # the sum of opposed losses does not fall, nor need a reward's, nor another one
@@ -292,17 +312,17 @@ class RunReporter:
             steps=self.clock.step,
             ticks=self.clock.tick,
             steps_lost=self.clock.tick - self.clock.step,
-            trial_updates=int((self.place.incident_log.run_history.remedies or {}).get("trial_updates", 0)),
+            trial_updates=int((incident_log.run_history.remedies or {}).get("trial_updates", 0)),
             final_loss=self.updates.recent_loss,
             first_loss=self.updates.first_loss,
-            verdict=verdict_of(status, self.place.incident_log.incidents, self.clock.step, losses, best),
+            verdict=verdict_of(status, incidents, self.clock.step, losses, best),
             best_level=None if best is None else {"from": best.start, "to": best.stop, "loss": best.level},
             eval=self.evaluated,
-            incidents=self.place.incident_log.tally(),
+            incidents=incident_log.tally(),
             seconds=round(seconds, 3),
             step_ms=1e3 * median(self._step_seconds) if self._step_seconds else None,
-            weights_sha256=digests[0] if digests else None,
-            state_sha256=digests[1] if digests else None,
+            weights_sha256=weights,
+            state_sha256=state,
         )
 
     def end(

@@ -108,8 +108,9 @@ class Gate:
                 for weight, old in zip(weights if before else (), before, strict=True):
                     weight.copy_(old.lerp(weight, factor))
             return numbers
-        heads = measured if measured.numel() == 2 else measured[:2]
-        heads = heads.nan_to_num(nan=math.inf, neginf=math.inf)  # a loss of -inf is below every limit, but no loss
+        heads = measured[:2].nan_to_num(
+            nan=math.inf, neginf=math.inf
+        )  # a loss of -inf is below every limit, but no loss
         limits = self._on_device
         if not is_whole:
             limits = limits.clone()

@@ -8,6 +8,7 @@ loss is refused, all of them are restored.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
@@ -97,8 +98,8 @@ class Turns:
         self._loss = self._norm = torch.zeros(())  # of the turn so far
         self._groups: Sequence[dict[str, Any]] = ()  # of all optimizers
         self.before: Sequence[Mapping[str, Any]] = ()  # the settings of the groups before the turn
-        self._saved: list[tuple[Optimizer, Tree, list[torch.Tensor]]] = []  # as they and their weights were before
-        self._memory: dict[int, list[torch.Tensor]] = {}  # of the copies, by the id of the optimizer
+        self._saved: dict[Optimizer, tuple[Tree, list[torch.Tensor]]] = {}  # as they and their weights were before
+        self._memory: dict[Optimizer, list[torch.Tensor]] = {}  # of the copies
         self._dropped: Backup | None = None  # the buffers when the turn was dropped, whose other losses still come
         self.is_open_ended = False  # a trainer steps any optimizers, any number of times, and says when the turn ends
         self.is_clipped = False  # in such turns gradients are clipped, to norms that are not known here
@@ -122,7 +123,7 @@ class Turns:
         if not known:
             what = f"the guard does not know this optimizer, {named_type(optimizer)}"
             raise TrainError(f"guard.update: {what}: give Guard a list of all optimizers")
-        if any(one is known[0] for one in self._taken) and not self.is_open_ended:
+        if known[0] in self._taken and not self.is_open_ended:
             raise TrainError(f"guard.update was called twice in a turn for {self._name(known[0])}: each steps once")
         if accumulation > 1:
             raise TrainError("losses in turn cannot accumulate gradients: set gradient_accumulation_steps to 1")
@@ -142,22 +143,22 @@ class Turns:
         """An open-ended turn may still have more steps than any before."""
         if not self.is_open_ended:
             return self.is_complete
-        return len(self._taken) == self._most and len(set(map(id, self._taken))) == len(self._optimizers)
+        return len(self._taken) == self._most and len(set(self._taken)) == len(self._optimizers)
 
     @property
     def times(self) -> int:
         """How often the optimizer that stepped most often has stepped."""
-        return max((sum(one is two for two in self._taken) for one in self._optimizers), default=0) or 1
+        return max(Counter(self._taken).values(), default=1)
 
     @property
     def missing(self) -> str:
         if not self._taken:
             return "a batch was not handed back: call guard.step(batch), or guard.update(loss)"
-        left = [self._name(one) for one in self._optimizers if not any(one is taken for taken in self._taken)]
+        left = [self._name(one) for one in self._optimizers if one not in self._taken]
         return f"a turn is not complete, {' and '.join(left)} did not step: {_HOW}"
 
     def _name(self, optimizer: Optimizer) -> str:
-        place = next(number for number, one in enumerate(self._optimizers, start=1) if one is optimizer)
+        place = self._optimizers.index(optimizer) + 1
         return f"{type(optimizer).__name__}, number {place} of {len(self._optimizers)}"
 
     # What the updater asks.
@@ -188,13 +189,13 @@ class Turns:
         """
         if not self.has_stepped:
             self.has_stepped, self._groups, self.before = True, groups, before
-        if self.current is None or self.is_complete or any(one is self.current for one, *_ in self._saved):
+        if self.current is None or self.is_complete or self.current in self._saved:
             return
         plain, sources = taken_apart({"weights": self.weights, "optimizer": optimizer_tree(self.current)})
-        copies = room(sources, self._memory.get(id(self.current), []), torch.empty_like)
+        copies = room(sources, self._memory.get(self.current, []), torch.empty_like)
         copy_into(copies, sources)
-        self._memory[id(self.current)] = copies
-        self._saved.append((self.current, plain, copies))
+        self._memory[self.current] = copies
+        self._saved[self.current] = plain, copies
 
     # The verdict.
 
@@ -203,8 +204,8 @@ class Turns:
 
     def undo(self) -> bool:
         """Restore the optimizers that have stepped in a turn which was not accepted; say whether there are any."""
-        saved, self._saved = self._saved, []
-        for optimizer, plain, tensors in saved:
+        saved, self._saved = self._saved, {}
+        for optimizer, (plain, tensors) in saved.items():
             parts = put_together(plain, tensors)
             weights = [weight for group in optimizer.param_groups for weight in group["params"]]
             copy_into(list(map(local_part, weights)), list(map(local_part, parts["weights"])))

@@ -299,7 +299,9 @@ class Updater:
                     log.warning(
                         "step %d: %s, which is followed; a loop that starts again after a resume counts from 0, so "
                         "give it to the guard %s",
-                        *(step, found, how),
+                        step,
+                        found,
+                        how,
                     )
                 self._follows_loop = True
 

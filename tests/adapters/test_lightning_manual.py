@@ -121,21 +121,3 @@ def test_a_run_resumes_from_a_checkpoint_of_lightning(tmp_path: Path, plain: Any
     assert [one["step"] for one in run.incidents] == [AT]
     assert run.trainer.global_step == 192
     assert run.rows[-1][1].keys() == plain("in turn").rows[-1][1].keys()
-
-
-class Failing(Manual):
-    def step_pair(self, x: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        self.calls += 1
-        if self.calls == 5:
-            self.calls, loss = 0, super().step_pair(x, batch_idx)
-            raise ZeroDivisionError(float(loss.detach()))
-        return super().step_pair(x, batch_idx)
-
-
-def test_an_error_of_the_user_is_that_error_and_nothing_stays_replaced(tmp_path: Path) -> None:
-    """The same module trains again afterwards, without a guard."""
-    module = Failing("in turn")
-    with pytest.raises(ZeroDivisionError):
-        trainer_of(tmp_path / "guarded", guarded=True).fit(module, loader())
-    trainer_of(tmp_path / "plain", guarded=False, max_steps=4).fit(module, loader())
-    assert all(one.requires_grad for one in module.parameters())

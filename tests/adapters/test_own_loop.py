@@ -263,7 +263,6 @@ class TestLive:
         summary = json.loads((place / "mine/summary.json").read_text())
         assert summary["mlflow"]["tracking_uri"] == f"sqlite:///{place}/live.db"
         assert done.stderr.count("to see it, start") == 1
-        (place / "mine/mlflow.json").unlink()
         assert sync.main([str(place / "mine")]) == 0
         assert shown(place, "live.db") == found
 

@@ -182,20 +182,6 @@ def test_a_kill_in_the_second_epoch_resumes_there(tmp_path: Path) -> None:
     assert again == weights
 
 
-def more_and_more(run_dir: Path) -> None:
-    """The same without a plan, which only a close can complete."""
-    guard = guard_of(run_dir)
-    for number in range(3):
-        steps_of(guard, guard.batches(20))
-        if number == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_without_a_plan_nothing_is_complete_before_it_is_closed(tmp_path: Path) -> None:
-    alone(more_and_more, tmp_path / "run")
-    assert read_story(tmp_path / "run").state == "killed"
-
-
 def test_closed_before_the_end_of_its_plan(tmp_path: Path) -> None:
     """That is not completed, but the program says that it is over: no failure either."""
     guard = guard_of(tmp_path / "run", steps=50)

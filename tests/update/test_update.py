@@ -381,28 +381,6 @@ def test_a_rate_that_is_set_back_is_no_mistake_of_the_loop() -> None:
         assert update(updater, 1, 0.5).settings[0]["lr"] == 0.5
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_an_overflow_skips_all_optimizers_and_is_not_accepted(fused: bool) -> None:
-    """One scaler, two optimizers: both step on unscaled gradients, or neither does and the scale falls."""
-    weights = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
-    optimizers = [torch.optim.SGD([weight], lr=1.0, fused=fused) for weight in weights]
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    schedules = [CurveSchedule([1.0], constant, 0) for _ in optimizers]
-    updater = Updater(optimizers, schedules, ClipConfig(None, None), device=CPU, scaler=scaler)
-
-    def update(*factors: float) -> bool:
-        for weight, factor in zip(weights, factors, strict=True):
-            scaler.scale((weight * factor).sum()).backward()  # type: ignore[no-untyped-call]
-        return bool(updater.apply(0, torch.zeros(())).measured[1].isfinite())
-
-    assert update(1.0, 1.0)
-    assert [weight.tolist() for weight in weights] == [[-1, -1], [-1, -1]]
-    assert not update(1.0, math.inf)
-    assert [weight.tolist() for weight in weights] == [[-1, -1], [-1, -1]]
-    assert scaler.get_scale() == 512
-    assert all(weight.grad is None for weight in weights)
-
-
 class Own(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
