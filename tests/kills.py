@@ -271,10 +271,7 @@ def at_tick(run_dir: Path, tick: int, delay_s: float = 0.0) -> Moment:
 
 
 def at_save(run_dir: Path, begun: int, number: int, delay_s: float) -> Moment:
-    """So long after a start, which begins behind tick `begun`, begins to write its checkpoint of this number.
-
-    Or where the run is held, should nobody have had the time to see it.
-    """
+    """So long after a start behind tick `begun` begins to write its checkpoint of this number, or where it is held."""
 
     def waits(started: Started) -> bool:
         saving, place = run_dir / SAVING, run_dir.parent

@@ -127,10 +127,7 @@ class Fault:
 
 
 def train(pair: Pair, guard: Guard, fault: Fault | None = None, *, settles: bool = False) -> list[Any]:
-    """Train to the end of the plan; return the batches.
-
-    With `settles` the verdict on the bad turn is read at once, and the networks are compared with those before it.
-    """
+    """Train to the end of the plan; return the batches. With `settles` the verdict on the bad turn is read at once."""
     batches = []
     for turn, batch in enumerate(guard.batches(), start=1):
         batches.append(batch)

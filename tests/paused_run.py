@@ -41,10 +41,7 @@ def is_held(place: Path) -> bool:
 
 
 def install() -> None:
-    """Let the run of this process be held: it looks for the file whenever it begins an update.
-
-    Who is asked to stop waits no longer.
-    """
+    """Let the run of this process be held: it looks for the file whenever it begins an update."""
     if Progress.updating is not _updating:
         return
 

@@ -27,7 +27,6 @@ FIELDS |= {"step_ms", "trial_updates", "weights_sha256", "state_sha256", "mlflow
 
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty folder as working directory."""
     monkeypatch.chdir(tmp_path)
     yield tmp_path
     torch.use_deterministic_algorithms(False)
@@ -38,7 +37,6 @@ def runs() -> list[str]:
 
 
 def test_a_run_leaves_its_configuration_log_weights_and_summary(run_command: command) -> None:
-    """Everything is in one directory, and the summary has the fields that scripts rely on."""
     outcome = run_command([*MINE, "run.steps=30", "run.name=first", "data.eval._target_=user_programs.Fixed", RMSE])
     assert outcome.code == 0
     assert "completed 30 steps" in outcome.stdout
@@ -163,7 +161,6 @@ def test_a_folder_of_configurations_of_ones_own(run_command: command) -> None:
     ids=["mixed precision and workers", "accumulation", "schedule of transformers", "schedule and optimizer of torch"],
 )
 def test_every_switch_of_the_loop_still_learns(switches: list[str], run_command: command) -> None:
-    """60 steps bring the loss well below that of the start."""
     learn = ["run.steps=60", "run.log_every=1", "++optimizer.lr=0.02", "run.name=switched"]
     outcome = run_command([*MINE, *learn, *switches])
     assert outcome.code == 0, outcome.stderr
@@ -187,7 +184,6 @@ def test_a_switch_reaches_the_forward(run_command: command, monkeypatch: pytest.
 
 
 def test_deterministic_says_what_torch_cannot_do(run_command: command) -> None:
-    """Torch warns of an operation without a deterministic form, and the run goes on."""
     words = ["run.steps=3", "run.deterministic=true", "model._target_=user_programs.Undeterministic"]
     with pytest.warns(UserWarning, match="does not have a deterministic implementation"):
         done = run_command([*MINE, *words])
@@ -196,7 +192,6 @@ def test_deterministic_says_what_torch_cannot_do(run_command: command) -> None:
 
 @pytest.mark.parametrize("train", ["BatchEncodings", "NestedRows"])
 def test_batches_of_any_shape_reach_the_objective_as_they_are(train: str, run_command: command) -> None:
-    """HF's BatchEncoding and nests of tuples and dicts, made by a collate function of the user's."""
     overrides = [f"data.train._target_=user_programs.{train}", f"objective._target_=user_programs.{train.lower()}_loss"]
     outcome = run_command([*MINE, "run.steps=3", *overrides, f"data.collate=user_programs.{train.lower()}_collate"])
     assert outcome.code == 0, outcome.stderr

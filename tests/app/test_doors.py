@@ -71,7 +71,6 @@ def test_status_follows_a_run_through_kills_and_stops(nursery: Nursery, capsys: 
 
 
 def test_status_has_the_exit_code_and_the_reason(here: Path, run_command: command, capsys: Said) -> None:
-    """Both are those of the run."""
     told_by = [*MINE, "run.dir=run", "run.steps=20"]
     assert run_command([*told_by, "objective._target_=user_programs.raises"]).code == 1
     code, line = told(capsys, here / "run")
@@ -99,7 +98,6 @@ def test_a_refused_start_is_told_until_one_goes_well(nursery: Nursery, capsys: S
 
 @pytest.mark.parametrize("content", [None, '{"exit_code": true}', "\x00"])
 def test_status_of_what_is_no_run_is_2_and_of_nonsense_1(content: str | None, tmp_path: Path, capsys: Said) -> None:
-    """Nothing that lies in a directory makes it fail."""
     for name in ("summary.json", "refused.json", "progress", ".lock", "train.log"):
         if content is not None:
             (tmp_path / name).write_text(content)
@@ -110,7 +108,6 @@ def test_status_of_what_is_no_run_is_2_and_of_nonsense_1(content: str | None, tm
 
 
 def test_status_is_quick_and_speaks_to_programs(tmp_path: Path) -> None:
-    """It needs no torch, and `--json` is one object."""
     (tmp_path / "config.yaml").write_text("run: {steps: 3}")
     (tmp_path / "summary.json").write_text('{"status": "completed", "exit_code": 0, "steps": 3}')
     program = "import sys; from resilient_train.app.status import main; main([sys.argv[1], '--json']); "
@@ -143,14 +140,12 @@ OFTEN = ["checkpoint.disk.every=10", "checkpoint.memory.every=10", "checkpoint.v
 
 @pytest.fixture(scope="module")
 def original(nursery: Nursery) -> Path:
-    """A run directory that holds several verified checkpoints."""
     assert nursery.run(*MINE, "run.name=saved", "run.steps=40", *OFTEN).code == 0
     return nursery.place / "runs" / "saved"
 
 
 @pytest.fixture
 def saved(original: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
     return Path(shutil.copytree(original, tmp_path / "saved"))
 
 
@@ -182,7 +177,6 @@ def test_checkpoints_are_listed_and_the_newest_that_verifies_is_taken(saved: Pat
 
 
 def test_checkpoints_of_which_none_verifies_end_with_1(saved: Path, capsys: Said) -> None:
-    """And it says what to do."""
     for manifest in (saved / "checkpoints").glob("*/manifest.json"):
         manifest.write_text("\x1b[2J")
     assert checkpoints.main([str(saved)]) == 1
@@ -206,7 +200,6 @@ def test_checkpoints_that_are_not_there(tmp_path: Path, capsys: Said) -> None:
 
 
 def test_a_listing_is_what_a_resume_does(saved: Path, run_command: command, capsys: Said) -> None:
-    """The run goes on from the very checkpoint that was named."""
     (newest, *_) = sorted((saved / "checkpoints").iterdir(), reverse=True)
     (newest / "weights.safetensors").unlink()
     _, named, _ = listed(capsys, saved)
@@ -234,7 +227,6 @@ def test_a_request_while_everything_is_imported_ends_it_quietly(number: signal.S
 
 
 def test_a_request_that_comes_while_the_interpreter_ends_changes_nothing(tmp_path: Path) -> None:
-    """The run is complete, and so says its exit code."""
     late = "import atexit, os, signal\natexit.register(os.kill, os.getpid(), signal.SIGTERM)\n"
     (tmp_path / "late.py").write_text(f"{late}from user_programs import Fixed\n")
     command = [*COMMAND, *MINE, "data.train._target_=late.Fixed", "run.steps=3"]
@@ -243,12 +235,10 @@ def test_a_request_that_comes_while_the_interpreter_ends_changes_nothing(tmp_pat
 
 
 def agent(place: Path, *overrides: str) -> Launched:
-    """An elastic agent with two restarts to give, and one worker."""
     return Launched(place, 1, *MINE, "run.dir=run", *overrides, restarts=2)
 
 
 def starts(run_dir: Path) -> int:
-    """How often the run was begun or gone on with."""
     log = run_dir / "train.log"
     return log.read_text().count(" resilient_train 0.") if log.exists() else 0
 

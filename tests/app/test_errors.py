@@ -96,7 +96,6 @@ def raises_mute(model: Any, batch: Any) -> Any:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with what the table speaks of in it, as working directory."""
     import torch
     from safetensors.torch import save_file
 
@@ -125,7 +124,6 @@ def only_line(outcome: Outcome) -> str:
 
 @pytest.mark.parametrize("case", [*REFUSED, *FAILS], ids=lambda case: case[0])
 def test_each_mistake_is_told_in_one_line(case: tuple[str, ...], place: Path, run_command: command) -> None:
-    """The line names the key, the value and what is allowed; the exit code tells a script what to do."""
     typed, *said = case
     outcome = run_command([*OWN, *shlex.split(typed)])
     line = only_line(outcome)
@@ -137,7 +135,6 @@ def test_each_mistake_is_told_in_one_line(case: tuple[str, ...], place: Path, ru
 
 
 def test_a_file_that_is_no_configuration_is_named(place: Path, run_command: command) -> None:
-    """With what is wrong in it, in one line."""
     Path("own/checks").mkdir(parents=True)
     Path("own/checks/odd.yaml").write_text("a: !!python/name:os.system")
     outcome = run_command(["--config-dir=own", *OWN, "checks=odd"])

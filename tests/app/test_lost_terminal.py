@@ -123,7 +123,6 @@ class Dead(io.StringIO):
 
 @pytest.mark.parametrize("number", [errno.EPIPE, errno.EIO, errno.ENOSPC], ids=errno.errorcode.get)
 def test_whatever_is_shown_on_a_terminal_that_is_gone(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The log, and what a user prints: nothing of it raises."""
     dead = Dead(number)
     monkeypatch.setattr(sys, "stdout", dead)
     monkeypatch.setattr(sys, "stderr", dead)

@@ -90,6 +90,5 @@ def test_a_failing_command_is_a_warning(words: str, said: str, run_command: comm
 
 
 def test_a_command_that_is_none_is_refused() -> None:
-    """Before anything is trained."""
     with pytest.raises(ConfigError, match=r"notify\.command"):
         load([*SMALL, quoted('a "b')])

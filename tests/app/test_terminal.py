@@ -47,7 +47,6 @@ def blamed(file: str, line: int) -> Diagnosis:
 
 
 def write(run_dir: Path, *met: Incident, summary: dict[str, object] | None = None) -> Path:
-    """A run directory that tells of these."""
     run_dir.mkdir(exist_ok=True)
     (run_dir / "config.yaml").write_text("run: {steps: 300}\n")
     book = IncidentLog(run_dir)
@@ -66,7 +65,6 @@ def write(run_dir: Path, *met: Incident, summary: dict[str, object] | None = Non
 
 @pytest.fixture
 def met(tmp_path: Path) -> Path:
-    """A run that met two incidents, one at a line of code."""
     first = incident(1, 40, outcome=Outcome.RECOVERED)
     second = incident(2, 90, diagnosis=blamed("/x/mine.py", 2), outcome=Outcome.RECOVERED)
     return write(tmp_path / "run", first, second, summary={})
@@ -132,7 +130,6 @@ VERDICTS: list[tuple[list[Outcome | None], dict[str, object] | None, str]] = [
 def test_the_first_line_says_whether_the_run_is_all_right(
     outcomes: list[Outcome | None], summary: dict[str, object] | None, verdict: str, tmp_path: Path, capsys: Said
 ) -> None:
-    """Of a run that has ended, in whatever way."""
     met = [incident(n, 40 + n, outcome=one) for n, one in enumerate(outcomes, 1)]
     assert incidents.main([str(write(tmp_path / "run", *met, summary=summary))]) == 0
     assert capsys.readouterr().out.startswith(verdict)
@@ -184,8 +181,6 @@ def test_nothing_in_a_journal_is_obeyed(tmp_path: Path, capsys: Said) -> None:
 
 
 class Following:
-    """`incidents --follow`, in a thread of this process."""
-
     def __init__(self, run_dir: Path, capsys: Said) -> None:
         self.said, self.ended, self._capsys = "", [], capsys  # type: tuple[str, list[int], Said]
         self._thread = threading.Thread(target=lambda: self.ended.append(incidents.main([str(run_dir), "--follow"])))
@@ -262,7 +257,6 @@ def test_following_waits_for_a_launcher_to_start_the_run_again(
 
 
 def after(text: str, start: str) -> list[str]:
-    """The lines from the one on that begins like this."""
     lines = text.splitlines()
     (place,) = [number for number, line in enumerate(lines) if line.startswith(start)]
     return lines[place:]
@@ -308,7 +302,6 @@ def test_a_run_ends_with_what_a_person_wants_to_know(here: Path, run_command: co
 
 
 def test_a_run_that_fails_ends_with_what_is_left(here: Path, run_command: command) -> None:
-    """The error on one line, and from where the same command would go on."""
     what = [*MINE, "checkpoint.disk.every=10", "checkpoint.verify_after=2", "run.name=run", "run.steps=60"]
     failed = run_command([*what, "objective._target_=user_programs.RaisesLater"])
     assert failed.code == 1
@@ -360,7 +353,6 @@ def test_help_is_that_of_hydra_and_names_the_verbs_and_the_version_is_ours(run_c
     ],
 )
 def test_a_word_that_is_no_option_is_answered_in_one_line(typed: str, hint: str, run_command: command) -> None:
-    """With what is likely to be meant; not with a page of what there is."""
     outcome = run_command(typed.split())
     assert (outcome.code, outcome.stdout) == (2, "")
     assert outcome.stderr.startswith(f"error: {hint}")
@@ -369,7 +361,6 @@ def test_a_word_that_is_no_option_is_answered_in_one_line(typed: str, hint: str,
 
 @pytest.mark.parametrize("words", ["-sc query=bash", "data.batch_size=0"])
 def test_questions_and_mistakes_are_answered_without_torch(words: str) -> None:
-    """Its import takes seconds."""
     program = "import atexit, sys; atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr)); "
     program += "from resilient_train.__main__ import main; main()"
     environment = {**ENVIRONMENT, "COMP_LINE": "resilient-train mod"}

@@ -133,7 +133,6 @@ def test_each_fault_spoils_its_own_place_at_its_own_tick(fault: Fault, seen: dic
 
 @pytest.mark.parametrize("fault", [NanBatch(at=[3]), LossSpike(at=[3]), NanGrad(at=[3]), BitFlip(at=[3])])
 def test_a_fault_fires_once_even_if_its_place_comes_again(fault: Fault) -> None:
-    """Neither a rewind nor a restart fires it a second time."""
     journal = Journal()
     run = Run(journal.drill(fault))
     assert [bool(run.attempt(tick)) for tick in (1, 2, 3, 4)] == [False, False, True, False]
@@ -251,10 +250,6 @@ ROWS = torch.arange(2)
 def test_batches_of_any_shape_are_spoiled_and_keep_it(
     wrap: Callable[[torch.Tensor], Any], unwrap: Callable[[Any], torch.Tensor]
 ) -> None:
-    """A structure of tensors comes out as the same kind of structure, and the one that went in is as it was.
-
-    What is not spoiled is not even copied.
-    """
     x = torch.ones(2, 3, dtype=torch.bfloat16)
     batch = wrap(x)
     spoiled = Journal().drill(NanBatch(at=[1])).on_batch(UpdatePlace(1, 1, 0), batch)
@@ -340,8 +335,6 @@ def test_wrapping_knows_what_the_data_set_knows_and_is_journalled_once() -> None
 
 
 class Endless(IterableDataset[int]):
-    """Read from front to back."""
-
     def __iter__(self) -> Iterator[int]:
         return iter(int, 1)
 
@@ -356,7 +349,6 @@ class Endless(IterableDataset[int]):
     ],
 )
 def test_data_sets_that_cannot_have_bad_rows_are_refused(dataset: Any, why: str) -> None:
-    """One line says why."""
     with pytest.raises(ConfigError, match=f"drill=bad_row: {why}"):
         Journal().drill(BadRow(rows=[1])).wrapped(dataset)
 
@@ -383,7 +375,6 @@ def test_data_sets_that_cannot_have_bad_rows_are_refused(dataset: Any, why: str)
     ],
 )
 def test_a_drill_is_read_as_it_is_written(node: Mapping[str, Any], faults: list[Fault]) -> None:
-    """One fault or several, whole ticks or fractions of the run."""
     assert parse(node, steps=1000) == faults
 
 
@@ -406,7 +397,6 @@ def test_a_drill_is_read_as_it_is_written(node: Mapping[str, Any], faults: list[
     ],
 )
 def test_what_cannot_be_read_is_reported_in_one_line(node: Mapping[str, Any], line: str) -> None:
-    """The key, the value, and what is allowed."""
     with pytest.raises(ConfigError) as raised:
         parse(node, steps=100)
     assert str(raised.value).startswith(line)
@@ -439,7 +429,6 @@ def test_a_drill_is_composed_on_the_command_line(overrides: list[str], faults: l
 
 
 def test_the_gauntlet_holds_one_of_each() -> None:
-    """Every shipped fault that a process survives, spread over the run."""
     faults = parse({**option("drill", "gauntlet"), "seed": 0}, steps=1000)
     names = [fault.name for fault in faults]
     shipped = sorted(file.stem for file in (files.conf() / "drill").glob("*.yaml"))

@@ -147,8 +147,6 @@ def test_python_source_predicts_every_token_once_and_splits_share_no_file(
 
 @pytest.mark.parametrize("kind", ["classification", "regression", "tokens"])
 def test_synthetic_rows_depend_on_seed_split_and_index_alone(kind: str) -> None:
-    """More rows leave the first ones unchanged; another split or seed gives others."""
-
     def rows(**changed: Any) -> str:
         data = synthetic(kind, **{"rows": 20} | changed)
         return str([data[index] for index in range(20)])
@@ -169,7 +167,6 @@ def test_synthetic_rows_depend_on_seed_split_and_index_alone(kind: str) -> None:
     ],
 )
 def test_models_and_data_say_what_is_wrong(build: Callable[[], Any], error: str) -> None:
-    """A size or value that cannot work is named together with what is allowed."""
     with pytest.raises(ValueError, match=error):
         build()
 
@@ -249,7 +246,6 @@ IDS, LABELS = torch.zeros(2, 4).long(), torch.zeros(3).long()
     ],
 )
 def test_objectives_say_what_is_wrong(objective: Any, model: Any, batch: Any, error: str) -> None:
-    """A batch or output of the wrong kind is told with what it is and what is wanted."""
     with pytest.raises(ValueError, match=error):
         objective(model, batch)
 
@@ -292,7 +288,6 @@ def test_hf_causal_lm_builds_saves_and_loads(offline: Path) -> None:
 
 
 def double(row: dict[str, Any]) -> dict[str, Any]:
-    """A transform for the test below."""
     return {"twice": [2 * value for value in row["x"]]}
 
 
@@ -335,7 +330,6 @@ def test_hf_dataset_reads_local_files(offline: Path) -> None:
     ],
 )
 def test_the_options_fit_together(model: str, data: str, objective: str, parameters: int) -> None:
-    """Model, data and objective of `conf/`, as they stand there, make a loss and gradients."""
     groups = {"model": model, "data": data, "objective": objective}
     config = OmegaConf.create({group: OmegaConf.load(CONF / group / f"{name}.yaml") for group, name in groups.items()})
     net = instantiate(config.model, _convert_="all")
@@ -348,7 +342,6 @@ def test_the_options_fit_together(model: str, data: str, objective: str, paramet
 
 
 def test_every_key_is_explained() -> None:
-    """A comment stands beside every key of the zoo's options, or above a key that opens a group."""
     options = [path for group in ("model", "data", "objective") for path in (CONF / group).glob("*.yaml")]
     lines = [line for path in options for line in path.read_text().splitlines()]
     assert len(options) > 10
