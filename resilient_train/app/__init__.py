@@ -4,8 +4,6 @@ import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
-HOME = Path("runs")  # of run directories, and of MLflow's database if no other store is configured
-
 VERBS = ("incidents", "checkpoints", "status", "examine", "sync")  # that a command line may begin with: modules here
 
 

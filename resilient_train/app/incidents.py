@@ -5,7 +5,6 @@ It reads what the run has written, also while the run is at work, and changes no
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 import time
@@ -41,8 +40,6 @@ def main(words: list[str]) -> int:
     parser.add_argument("--follow", action="store_true", help="print new incidents until the run has ended")
     parser.add_argument("--last", type=int, metavar="N", help="only the last N")
     given = parser.parse_args(words)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # an old terminal may lack a character
     run_dir: Path = given.run_dir
     try:
         story = _read(run_dir)

@@ -14,7 +14,6 @@ from typing import Any
 
 from resilient_train import __version__
 from resilient_train.adapters.reporter import Place, finish_uploads, print_review, status_and_code, write_summary
-from resilient_train.app import HOME
 from resilient_train.app.build import Run, assemble
 from resilient_train.app.config.compose import FIXED, Composed, describe_changes, other_run
 from resilient_train.app.directory import RunDirectory, claim
@@ -53,6 +52,7 @@ from resilient_train.tracking.tracker import Tracker
 from resilient_train.types import Action, Anomaly, Decision, Signal
 from resilient_train.wording import GOOD, IN_FILE_ONLY, WARNING, counted, log
 
+_HOME = Path("runs")  # of MLflow's database, if no other store is configured
 _BEHIND_WATCHDOG_S = 60.0  # the watchdog reports a hang better than a collective that fails
 _ALERTS = {"gave_up": "gave_up", "failed": "error"}  # the events of notify.command, by the verdict
 _ALERTS |= dict.fromkeys(("unrecovered", "no_progress", "above_best"), "not_recovered")
@@ -132,7 +132,7 @@ class _Session:
         settings, directory, composed, world = self.config.run, self.directory, self.composed, self.world
         if world.is_main:
             shown = composed.params, composed.sweep
-            self.tracker = tracking.build(self.config.tracking, directory.path, HOME.absolute(), *shown)
+            self.tracker = tracking.build(self.config.tracking, directory.path, _HOME.absolute(), *shown)
         log.info("resilient_train %s in %s", __version__, directory.path)
         log.info("%s", world)
         self.incident_log = IncidentLog(directory.path if world.is_main else None, run_dir=directory.path)
