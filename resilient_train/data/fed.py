@@ -85,23 +85,24 @@ class FedSamples(Samples):
 
     def feed(self, batches: list[Any], rows: Sequence[Sequence[int]] = ()) -> Fed:
         """Take the micro-batches of one update; `rows` are the indices of their rows, if these are known of all."""
-        start, are_known = self.newest_stop, len(rows) == len(batches) and all(map(len, rows))
-        fed = Fed(start, start + self.slicing.samples, batches, [array("q", some) for some in rows if are_known])
+        fed = Fed(self.newest_stop, self.newest_stop + self.slicing.samples, [], [])
         self._fed.append(fed)
         self.newest_stop = fed.stop
-        self.keep(fed, batches)
+        known = rows if len(rows) == len(batches) else [()] * len(batches)
+        for batch, some in zip(batches, known, strict=True):
+            self.feed_more(fed, batch, some)
         return fed
 
     def feed_more(self, fed: Fed, batch: Any, rows: Sequence[int] = ()) -> None:
         """Take one more micro-batch of the newest update, which has begun."""
         assert fed.batches is not None
-        keys = [[Key(0, fed.start, row) for row in rows]] if rows and len(fed.rows) == len(fed.batches) else []
+        are_known = bool(rows) and len(fed.rows) == len(fed.batches)
         fed.batches.append(batch)
-        fed.rows = [*fed.rows, array("q", rows)] if keys else []
+        fed.rows = [*fed.rows, array("q", rows)] if are_known else []
         if fed is self.current:  # not if it is left out
             assert self._served is not None
             self._served.batches.append(rebuilt(batch, lambda leaf: leaf))
-            self._served.keys[:] = [*self._served.keys, *keys] if keys else []
+            self._served.keys[:] = fed.keys
         self.keep(fed, batch)
 
     def cut(self, fed: Fed, count: int) -> None:

@@ -157,9 +157,9 @@ class LoaderSamples(FedSamples):
     def _fetch(self) -> None:
         drawn = self._source.drawn
         made = [self.healthy(batch, rows) for batch, rows in self._source.fetch()]
-        kept = [rebuilt(batch, _copied) for batch, _ in made]
-        fed = self.feed(kept, [rows for _, rows in made])
-        fed.number, fed.more["fresh"] = drawn, (kept, [rebuilt(batch, lambda leaf: leaf) for batch, _ in made])
+        fed = self.feed([rebuilt(batch, _copied) for batch, _ in made], [rows for _, rows in made])
+        fed.number = drawn
+        fed.more["fresh"] = fed.batches, [rebuilt(batch, lambda leaf: leaf) for batch, _ in made]
 
 
 class RowStream(LoaderBatches):
