@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from kills import Moment, Nursery, Struck, after, at_save, at_tick, killed, left_overs, summary
+from kills import Moment, Nursery, Struck, after, at_save, at_tick, command, killed, left_overs, summary
 
 EVERY, MEMORY, PROOF = 20, 10, 12
 RUN = ["model=mlp", "data=digits", "objective=classification", "tracking=none", "run.log_every=1000"]
@@ -33,6 +33,29 @@ RUN += ["recovery.crashes=null"]
 STEPS_A_KILL = 60  # that a run is long, so that it does not end before the last kill
 
 Moments = Sequence[tuple[str, Callable[[int], Moment]]]
+
+
+def keeping(*arguments: str) -> None:
+    """The command, whose run keeps an average of its weights, as a loop of a user's does."""
+    from torch.optim.swa_utils import AveragedModel
+
+    from resilient_train.adapters.guard import Guard
+
+    class Keeping(Guard):
+        def __init__(self, *given: Any, **more: Any) -> None:
+            super().__init__(*given, **more)
+            self.average = AveragedModel(self.state.model, use_buffers=True)
+            self.keep(average=self.average)
+
+        def step(self, batch: Any) -> Any:
+            if result := super().step(batch):
+                self.average.update_parameters(self.state.model)
+            return result
+
+    from resilient_train.app import build
+
+    vars(build)["Guard"] = Keeping
+    command(*arguments)
 
 
 def at_random(run_dir: Path, number: int, numbers: random.Random) -> Moments:
@@ -84,7 +107,7 @@ def main() -> None:
     place = Path(tempfile.mkdtemp(prefix="kills-"))
     rows: dict[str, dict[str, Any]] = {}
     raw: dict[str, Any] = {}
-    with Nursery(place, keeps=True) as nursery:
+    with Nursery(place, keeping) as nursery:
         for name, make, number in (("random", at_random, options.random), ("saves", in_saves, options.saves)):
             if not number:
                 continue

@@ -49,6 +49,8 @@ _context.set_forkserver_preload(
 
 
 class Forked:
+    """A process that calls one function, and then ends. Its exit code is as a shell has it, but -9 for SIGKILL."""
+
     def __init__(
         self,
         what: Callable[..., Any],
@@ -59,6 +61,7 @@ class Forked:
         environment: Mapping[str, str] = ENVIRONMENT,
     ) -> None:
         """Call it in `place`; what it says is added to `out`, and its errors to `errors` or there as well."""
+        self._out = out
         self._process = _context.Process(
             target=_in_child, args=(what, args, place, out, errors or out, dict(environment)), daemon=True
         )
@@ -66,13 +69,44 @@ class Forked:
         assert self._process.pid is not None
         self.pid = self._process.pid
 
-    def ended(self, seconds: float | None = 0.0) -> int | None:
-        """Wait so long at most, or for as long as it takes; the exit code, as a shell has it, but -9 for SIGKILL."""
+    @property
+    def output(self) -> str:
+        """What it has said so far, on both streams if its errors go there as well."""
+        assert self._out is not None
+        return self._out.read_text(errors="replace")
+
+    @property
+    def code(self) -> int | None:
+        return self.ended()
+
+    def ended(self, seconds: float = 0.0) -> int | None:
+        """Wait so long at most; the exit code, if there is one by then."""
         connection.wait([self._process.sentinel], seconds)
         return self._process.exitcode
 
+    def wait(self, seconds: float = 240.0) -> int:
+        """The exit code. A process that takes longer is killed, and that is an error."""
+        if (code := self.ended(seconds)) is None:
+            self.kill()
+            raise TimeoutError(f"still there after {seconds:.0f} s:\n{self.output[-3000:]}")
+        return code
+
+    def until(self, holds: Callable[[], bool], look_s: float = 0.002) -> bool:
+        """Wait until something holds; False if the process has ended before."""
+        deadline, looks = time.monotonic() + 240.0, 0
+        while not holds():
+            looks += 1
+            if looks % 32 == 0 and self.ended() is not None:
+                return holds()
+            if time.monotonic() > deadline:
+                self.wait(0.0)
+            time.sleep(look_s)
+        return True
+
     def strike(self, number: signal.Signals) -> None:
-        os.kill(self.pid, number)
+        """Send it a signal, if it is still there."""
+        if self.ended() is None:
+            os.kill(self.pid, number)
 
     def kill(self) -> None:
         if self._process.exitcode is None:

@@ -28,7 +28,7 @@ COMMAND = [sys.executable, "-m", "resilient_train"]
 WRITINGS = "writings"  # beside the run directory: the steps at which checkpoints were offered and heard of
 SAVING = "checkpoints/.new.resilient-tmp"  # what is there while a checkpoint is being written
 
-_LOOK_S, _CLOSELY_S = 0.002, 0.0003
+_CLOSELY_S = 0.0003
 _RECORD, _SLOT = struct.Struct("<6q"), 64
 
 
@@ -100,54 +100,13 @@ def in_journal(run_dir: Path, kind: str) -> list[dict[str, Any]]:
 # ------------------------------------------------------------------------------------------------------------- starting
 
 
-class Started:
-    def __init__(self, process: Forked, out: Path) -> None:
-        self.pid, self._process, self._out = process.pid, process, out
-
-    @property
-    def output(self) -> str:
-        return self._out.read_text(errors="replace")
-
-    @property
-    def code(self) -> int | None:
-        """As a shell has it, but -9 for SIGKILL."""
-        return self._process.ended()
-
-    def has_ended(self, seconds: float = 0.0) -> bool:
-        """Wait so long at most."""
-        return self._process.ended(seconds) is not None
-
-    def wait(self, seconds: float = 240.0) -> int:
-        """The exit code. A process that takes longer is killed, and that is an error."""
-        if (code := self._process.ended(seconds)) is None:
-            self._process.kill()
-            raise TimeoutError(f"still there after {seconds:.0f} s:\n{self.output[-2000:]}")
-        return code
-
-    def strike(self, number: signal.Signals) -> None:
-        if not self.has_ended():
-            os.kill(self.pid, number)
-
-    def until(self, holds: Callable[[], bool], seconds: float = 240.0, look_s: float = _LOOK_S) -> bool:
-        """Wait until something holds; False if the process has ended before."""
-        deadline, looks = time.monotonic() + seconds, 0
-        while not holds():
-            looks += 1
-            if looks % 32 == 0 and self.has_ended():
-                return holds()
-            if time.monotonic() > deadline:
-                self.wait(0.0)
-            time.sleep(look_s)
-        return True
-
-
 class Nursery:
     """Starts runs in `place`, one at a time, without the seconds that a start takes."""
 
-    def __init__(self, place: Path, *, keeps: bool = False) -> None:
-        """`keeps`: each run keeps an average of its weights, as a loop of a user's does."""
+    def __init__(self, place: Path, run: Callable[..., None] | None = None) -> None:
+        """`run` does what `command` does, and more."""
         self.place, self._count = place, 0
-        self._run = _keeping_command if keeps else _command
+        self._run = run or command
         self._last: Forked | None = None
 
     def __enter__(self) -> Nursery:
@@ -162,15 +121,15 @@ class Nursery:
         if self._last is not None:
             self._last.kill()
 
-    def start(self, *arguments: str, **environment: str) -> Started:
+    def start(self, *arguments: str, **environment: str) -> Forked:
         self._end()
         (self.place / HELD).unlink(missing_ok=True)
         self._count += 1
         out = self.place / f"out-{self._count}.txt"
         self._last = Forked(self._run, *arguments, place=self.place, out=out, environment=ENVIRONMENT | environment)
-        return Started(self._last, out)
+        return self._last
 
-    def run(self, *arguments: str, **environment: str) -> Started:
+    def run(self, *arguments: str, **environment: str) -> Forked:
         started = self.start(*arguments, **environment)
         started.wait()
         return started
@@ -184,31 +143,9 @@ class Nursery:
         return started.wait()
 
 
-def _command(*arguments: str) -> None:
+def command(*arguments: str) -> None:
     _note_writings()
     python("-m", "resilient_train", *arguments)
-
-
-def _keeping_command(*arguments: str) -> None:
-    from torch.optim.swa_utils import AveragedModel
-
-    from resilient_train.adapters.guard import Guard
-
-    class Keeping(Guard):
-        def __init__(self, *given: Any, **more: Any) -> None:
-            super().__init__(*given, **more)
-            self.average = AveragedModel(self.state.model, use_buffers=True)
-            self.keep(average=self.average)
-
-        def step(self, batch: Any) -> Any:
-            if result := super().step(batch):
-                self.average.update_parameters(self.state.model)
-            return result
-
-    from resilient_train.app import build
-
-    vars(build)["Guard"] = Keeping
-    _command(*arguments)
 
 
 def _note_writings() -> None:
@@ -256,16 +193,16 @@ class Struck:
         return max(0, self.stand.step - self.resumed)
 
 
-Moment = Callable[[Started], bool]  # waits for its moment; False if the process ended before
+Moment = Callable[[Forked], bool]  # waits for its moment; False if the process ended before
 
 
 def at_tick(run_dir: Path, tick: int, delay_s: float = 0.0) -> Moment:
     """So long after an update is begun, or where the run is held."""
 
-    def waits(started: Started) -> bool:
+    def waits(started: Forked) -> bool:
         found = started.until(lambda: stand(run_dir).tick >= tick or is_held(run_dir.parent))
         time.sleep(delay_s)
-        return found and not started.has_ended()
+        return found and started.code is None
 
     return waits
 
@@ -273,7 +210,7 @@ def at_tick(run_dir: Path, tick: int, delay_s: float = 0.0) -> Moment:
 def at_save(run_dir: Path, begun: int, number: int, delay_s: float) -> Moment:
     """So long after a start behind tick `begun` begins to write its checkpoint of this number, or where it is held."""
 
-    def waits(started: Started) -> bool:
+    def waits(started: Forked) -> bool:
         saving, place = run_dir / SAVING, run_dir.parent
         if not started.until(lambda: stand(run_dir).tick > begun):  # what an earlier start has left is swept by then
             return False
@@ -283,7 +220,7 @@ def at_save(run_dir: Path, begun: int, number: int, delay_s: float) -> Moment:
             if not started.until(lambda: saving.exists() or is_held(place), look_s=_CLOSELY_S):
                 return False
         time.sleep(delay_s)
-        return not started.has_ended()
+        return started.code is None
 
     return waits
 
@@ -291,8 +228,8 @@ def at_save(run_dir: Path, begun: int, number: int, delay_s: float) -> Moment:
 def after(seconds: float) -> Moment:
     """So long after the start: while it builds, is taken up, or trains."""
 
-    def waits(started: Started) -> bool:
-        return not started.has_ended(seconds)
+    def waits(started: Forked) -> bool:
+        return started.ended(seconds) is None
 
     return waits
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from fork_server import ENVIRONMENT, Forked, torchrun
-
-_LOOK_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -22,7 +19,7 @@ class Process:
     is_worker_of_data: bool  # a child of a rank
 
 
-class Launched:
+class Launched(Forked):
     _count = 0
 
     def __init__(self, place: Path, processes: int, *arguments: str, restarts: int = 0, **environment: str) -> None:
@@ -32,9 +29,8 @@ class Launched:
         place.mkdir(parents=True, exist_ok=True)
         Launched._count += 1
         self.mark = f"{os.getpid()}-{Launched._count}"  # the name of its processes, however they lost their parents
-        self._out = place / f"launch-{self.mark}.txt"
-        own = ENVIRONMENT | environment
-        self._agent = Forked(torchrun, self.mark, *words, place=place, out=self._out, environment=own)
+        out, own = place / f"launch-{self.mark}.txt", ENVIRONMENT | environment
+        super().__init__(torchrun, self.mark, *words, place=place, out=out, environment=own)
 
     def __enter__(self) -> Launched:
         return self
@@ -43,19 +39,7 @@ class Launched:
         for process in self.all():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
-        self.kill_agent()
-
-    def kill_agent(self) -> None:
-        self._agent.kill()
-        self.ended(30.0)
-
-    def ended(self, seconds: float = 0.0) -> int | None:
-        """The exit code of the launcher, if it has ended or does so in time."""
-        return self._agent.ended(seconds)
-
-    @property
-    def output(self) -> str:
-        return self._out.read_text(errors="replace")
+        self.kill()
 
     def all(self) -> list[Process]:
         """Every process of it that is there, zombies aside."""
@@ -63,22 +47,6 @@ class Launched:
 
     def ranks(self) -> dict[int, int]:
         return {one.rank: one.pid for one in self.all() if one.rank is not None and not one.is_worker_of_data}
-
-    def wait(self, seconds: float = 240.0) -> int:
-        if (code := self.ended(seconds)) is None:
-            raise TimeoutError(f"still there after {seconds:.0f} s:\n{self.output[-3000:]}")
-        return code
-
-    def until(self, holds: Callable[[], bool], seconds: float = 240.0) -> float:
-        """Wait until something holds; return how long that took. An end of the launcher before is an error."""
-        began = time.monotonic()
-        while not holds():
-            if (code := self.ended()) is not None and not holds():
-                raise AssertionError(f"the launcher ended with {code}:\n{self.output[-3000:]}")
-            if time.monotonic() - began > seconds:
-                raise TimeoutError(f"not within {seconds:.0f} s:\n{self.output[-3000:]}")
-            time.sleep(_LOOK_S)
-        return time.monotonic() - began
 
 
 def never_imported(place: Path) -> None:

@@ -35,12 +35,17 @@ PATIENCE_S = 100.0  # with what takes a second
 
 
 def at_step(launched: Launched, run_dir: Path, step: int) -> None:
-    launched.until(lambda: stand(run_dir).step >= step and stand(run_dir).doing == UPDATING)
+    assert launched.until(lambda: stand(run_dir).step >= step and stand(run_dir).doing == UPDATING)
 
 
 def restarted(launched: Launched, ranks: dict[int, int]) -> None:
     """Wait until there are other processes in the place of all of these."""
-    launched.until(lambda: len(now := launched.ranks()) == len(ranks) and not set(now.values()) & set(ranks.values()))
+
+    def are_others() -> bool:
+        now = launched.ranks()
+        return len(now) == len(ranks) and not set(now.values()) & set(ranks.values())
+
+    assert launched.until(are_others)
 
 
 # -------------------------------------------------------------------------------------------------------------- joining
@@ -145,9 +150,9 @@ def test_an_agent_that_is_killed_leaves_nobody_behind(tmp_path: Path) -> None:
     arguments = [*OWN, "data=custom", "data.train._target_=test_restarts.Greedy", "data.num_workers=1"]
     arguments += ["data.shuffle=false", "run.dir=run", "run.steps=90", "run.step_timeout=0"]
     with Launched(tmp_path, 2, *arguments) as launched:
-        launched.until((tmp_path / "greedy").exists)
+        assert launched.until((tmp_path / "greedy").exists)
         assert len(launched.all()) == 5
-        launched.kill_agent()
+        launched.kill()
         assert gone(launched.all)
 
 

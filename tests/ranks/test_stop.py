@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 from command import command
+from fork_server import Forked
 from group import Group
 from kills import (
     SAVING,
     Nursery,
-    Started,
     at_tick,
     checkpoints,
     in_journal,
@@ -128,13 +128,13 @@ def unharmed(nursery: Nursery) -> dict[str, Any]:
     return summary(nursery.place / "unharmed")
 
 
-Moment = Callable[[Path, int, Started], bool]  # (where, the number of its newest record before the start, who)
+Moment = Callable[[Path, int, Forked], bool]  # (where, the number of its newest record before the start, who)
 
 
 def going_on(holds: Callable[[Path], bool]) -> Moment:
     """When it has begun an update, and something holds; at the latest where the run is held."""
 
-    def waits(run_dir: Path, before: int, started: Started) -> bool:
+    def waits(run_dir: Path, before: int, started: Forked) -> bool:
         return started.until(
             lambda: stand(run_dir).number > before and (holds(run_dir) or is_held(run_dir.parent)), look_s=0.0005
         )
@@ -156,7 +156,7 @@ def treating(cause: str, tick: int) -> Moment:
     return going_on(is_open)
 
 
-def starting(run_dir: Path, before: int, started: Started) -> bool:
+def starting(run_dir: Path, before: int, started: Forked) -> bool:
     """When the run is built, and is not taken up yet."""
 
     def built() -> int:

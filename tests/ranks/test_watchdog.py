@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 from command import MINE, command
-from kills import Nursery, Started, in_journal, incidents, left_overs, stand, summary, taken_up_at
+from fork_server import Forked
+from kills import Nursery, in_journal, incidents, left_overs, stand, summary, taken_up_at
 from paused_run import held_at, is_held
 from torch import Tensor, nn
 from user_programs import Counting
@@ -77,7 +78,7 @@ def line_of(text: str) -> int:
     return number
 
 
-def hangs(nursery: Nursery, *arguments: str) -> Started:
+def hangs(nursery: Nursery, *arguments: str) -> Forked:
     mark = nursery.place / MARK
     mark.unlink(missing_ok=True)
     started = nursery.start(*arguments)

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 from command import SAVING, command, train
-from kills import Nursery, Started, incidents, summary
+from fork_server import Forked
+from kills import Nursery, incidents, summary
 from paused_run import held_at, is_held
 
 from resilient_train.app import incidents as shown
@@ -33,7 +34,7 @@ Said = pytest.CaptureFixture[str]
 
 
 @contextlib.contextmanager
-def at_work(nursery: Nursery, *more: str, step: int = 12) -> Iterator[tuple[Path, Started]]:
+def at_work(nursery: Nursery, *more: str, step: int = 12) -> Iterator[tuple[Path, Forked]]:
     """A run of 30 updates that waits in one of them for as long as the block lasts."""
     shutil.rmtree(nursery.place / "run", ignore_errors=True)
     with held_at(nursery.place, step):
