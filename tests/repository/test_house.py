@@ -15,74 +15,46 @@ import resilient_train
 HOUSE = Path(resilient_train.__file__).parent
 FILES = sorted(HOUSE.rglob("*.py"))
 
-# What every room may know.
-GROUND = {"errors", "files", "reader", "secrets", "types", "wording"}  # for every room
+GROUND = {"errors", "files", "reader", "secrets", "types", "wording"}  # what every room may know
 
 # The rooms and modules at the top, from the ground up: each may know the ground and those it names, nothing else.
-MAY_KNOW: dict[str, set[str]] = {
-    **{name: set() for name in GROUND},
+KNOWN = {
     # The engine.
-    "state": set(),
-    "numerics": set(),
-    "recover": set(),
-    "ranks": set(),
-    "drills": {"state"},
-    "data": {"ranks", "state"},
-    "record": {"ranks"},
-    "update": {"recover", "state"},
-    "watch": {"data", "ranks", "state"},
-    "diagnose": {"data", "numerics", "ranks", "recover", "state", "watch"},
-    "run_parts": {"data", "diagnose", "ranks", "state", "update", "watch"},
-    "checkpoint": {"record", "run_parts", "state", "update"},
-    "trials": {"computation", "numerics", "recover", "run_parts", "state", "update", "watch"},
-    "controls": {"checkpoint", "diagnose", "numerics", "record", "recover", "run_parts", "state", "trials", "watch"},
-    "intended": {"controls", "diagnose", "record", "run_parts", "watch"},
-    "recovery": {
-        *("checkpoint", "controls", "data", "diagnose", "intended", "ranks", "record", "recover", "run_parts"),
-        *("state", "watch"),
-    },
-    "micro_batches": {"record", "recovery"},
-    "lost_device": {"data", "ranks", "recovery", "run_parts", "state", "update"},
-    "computation": {"data", "diagnose", "numerics", "ranks", "run_parts", "state", "update", "watch"},
-    "guard": {
-        *(
-            "computation",
-            "data",
-            "diagnose",
-            "drills",
-            "lost_device",
-            "micro_batches",
-            "numerics",
-            "record",
-            "recovery",
-        ),
-        *("run_parts", "state", "trials", "update", "watch"),
-    },
+    "state": "",
+    "numerics": "",
+    "recover": "",
+    "ranks": "",
+    "drills": "state",
+    "data": "ranks state",
+    "record": "ranks",
+    "update": "recover state",
+    "watch": "data ranks state",
+    "diagnose": "data numerics ranks recover state watch",
+    "run_parts": "data diagnose ranks state update watch",
+    "checkpoint": "record run_parts state update",
+    "trials": "computation numerics recover run_parts state update watch",
+    "controls": "checkpoint diagnose numerics record recover run_parts state trials watch",
+    "intended": "controls diagnose record run_parts watch",
+    "recovery": "checkpoint controls data diagnose intended ranks record recover run_parts state watch",
+    "micro_batches": "record recovery",
+    "lost_device": "data ranks recovery run_parts state update",
+    "computation": "data diagnose numerics ranks run_parts state update watch",
+    "guard": (
+        "computation data diagnose drills lost_device micro_batches numerics record recovery run_parts state "
+        "trials update watch"
+    ),
     # What is around it.
-    "zoo": set(),
-    "tracking": {"record"},
-    "adapters": {
-        *(
-            "checkpoint",
-            "computation",
-            "controls",
-            "data",
-            "diagnose",
-            "drills",
-            "guard",
-            "numerics",
-            "ranks",
-            "record",
-        ),
-        *("recover", "recovery", "run_parts", "state", "tracking", "trials", "update", "watch"),
-    },
-    "app": {
-        *("adapters", "checkpoint", "data", "diagnose", "drills", "ranks", "record", "recover", "state"),
-        *("tracking", "update", "watch"),
-    },
-    "__main__": {"app", "ranks"},
-    "__init__": {"adapters", "diagnose", "ranks"},
+    "zoo": "",
+    "tracking": "record",
+    "adapters": (
+        "checkpoint computation controls data diagnose drills guard numerics ranks record recover recovery "
+        "run_parts state tracking trials update watch"
+    ),
+    "app": "adapters checkpoint data diagnose drills ranks record recover state tracking update watch",
+    "__main__": "app ranks",
+    "__init__": "adapters diagnose ranks",
 }
+MAY_KNOW = {name: set(KNOWN.get(name, "").split()) for name in (*GROUND, *KNOWN)}
 AROUND = {"zoo", "tracking", "adapters", "app", "__main__", "__init__"}
 
 LIMITS = Path(__file__).with_name("limits.txt")
