@@ -16,7 +16,7 @@ from typing import Any
 from resilient_train.files import commit_text, open_to_append, read_plain
 from resilient_train.record.incident_lines import AGAIN, CLOSED, OPENED, TREATED, Chapter, as_line, recall
 from resilient_train.record.journal import JOURNAL, Journal, WriteAttempts
-from resilient_train.record.run_history import RunHistory, drill_behind
+from resilient_train.record.run_history import RunHistory
 from resilient_train.types import (
     Action,
     Anomaly,
@@ -101,7 +101,7 @@ class IncidentLog:
 
         If the decision is to give up, all have failed; those that left damage are unrecovered if the loss `is_off`.
         """
-        drill = drill_behind(self.run_history.fired_drills, anomaly, diagnosis, self.incidents)
+        drill = self.run_history.drill_behind(anomaly, diagnosis, self.incidents)
         diagnosis = replace(diagnosis, advice="") if drill else diagnosis  # nothing to change: it was on purpose
         for one in self.open_incidents:
             if kind_of(one.anomaly, one.diagnosis) == kind_of(anomaly, diagnosis):
@@ -169,7 +169,7 @@ class IncidentLog:
         last = earlier[-1]
         if last.outcome is not None or last.decision != decision or len(last.again) >= _AGAIN:
             return None
-        drill = drill_behind(self.run_history.fired_drills, anomaly, diagnosis, self.incidents)
+        drill = self.run_history.drill_behind(anomaly, diagnosis, self.incidents)
         is_same = kind_of(last.anomaly, last.diagnosis) == kind_of(anomaly, diagnosis)
         return last if is_same and drill == last.drill else None
 

@@ -26,8 +26,7 @@ class RunHistory:
         self.sources: set[str] = set()  # paths that the user told the run to resume from
         self.began_with: tuple[int, int] | None = None  # processes, and samples of an update
         self.data_sample: Mapping[str, Any] | None = None  # rows of the data set, to notice that it changed
-        self.fired_drills: list[FiredDrill] = []
-        self._fired: set[int] = set()
+        self._fired: list[FiredDrill] = []
         # By tick, which no two processes end at: the samples in use when one ended, and whether in its first update.
         self._endings: dict[int, tuple[int, int, bool]] = {}
         for entry in journal.entries if journal else []:
@@ -53,7 +52,16 @@ class RunHistory:
         self.note("drill_fired", drill=number, name=name, tick=tick, **details)
 
     def has_fired(self, number: int) -> bool:
-        return number in self._fired
+        return any(one.number == number for one in self._fired)
+
+    def drill_behind(self, anomaly: Anomaly, diagnosis: Diagnosis, earlier: Sequence[Incident]) -> str:
+        """Name the faults that caused an incident, directly or by the damage they left; empty if none did."""
+        found = [one for one in self._fired if _fired_here(one, anomaly, diagnosis)]
+        if not found and not diagnosis.rows:
+            found = [one for one in self._fired if one.tick and _left_damage(one, anomaly, diagnosis, earlier)][-1:]
+        if not found and not diagnosis.rows and diagnosis.culprit is None and diagnosis.cause in _BY_ROWS:
+            found = [one for one in self._fired if not one.tick]
+        return ", ".join(dict.fromkeys(one.fault for one in found))
 
     def recall(self, entry: Entry) -> None:
         match entry:
@@ -69,9 +77,9 @@ class RunHistory:
                 self.data_sample = sample
             case {"kind": "taken_up_from", "source": str(source)}:
                 self.sources.add(source)
-            case {"kind": "drill_fired", "drill": int(number), "tick": int()}:
-                self._fired.add(number)
-                self.fired_drills.append(fired_drill(entry))
+            case {"kind": "drill_fired", "drill": int(number), "name": str(fault), "tick": int(tick)}:
+                rows = None if entry.get("rows") is None else frozenset(entry["rows"])
+                self._fired.append(FiredDrill(number, fault, tick, entry.get("until", tick), rows))
 
 
 def _with_earlier(remedies: Mapping[str, Any], earlier: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -90,25 +98,11 @@ def _with_earlier(remedies: Mapping[str, Any], earlier: Mapping[str, Any] | None
 
 @dataclass(frozen=True, slots=True)
 class FiredDrill:
+    number: int
     fault: str
     tick: int  # 0: it is in the data, from the first sample to the last
     until: int  # the last tick at which it was injected
     rows: frozenset[int] | None = None  # None: not known
-
-
-def fired_drill(entry: Mapping[str, Any]) -> FiredDrill:
-    tick, rows = entry["tick"], entry.get("rows")
-    return FiredDrill(entry["name"], tick, entry.get("until", tick), None if rows is None else frozenset(rows))
-
-
-def drill_behind(drills: Sequence[FiredDrill], anomaly: Anomaly, diagnosis: Diagnosis, met: Sequence[Incident]) -> str:
-    """Name the faults that caused an incident, directly or by the damage they left; empty if none did."""
-    found = [one for one in drills if _fired_here(one, anomaly, diagnosis)]
-    if not found and not diagnosis.rows:
-        found = [one for one in drills if one.tick and _left_damage(one, anomaly, diagnosis, met)][-1:]
-    if not found and not diagnosis.rows and diagnosis.culprit is None and diagnosis.cause in _BY_ROWS:
-        found = [one for one in drills if not one.tick]
-    return ", ".join(dict.fromkeys(one.fault for one in found))
 
 
 def _fired_here(one: FiredDrill, anomaly: Anomaly, diagnosis: Diagnosis) -> bool:

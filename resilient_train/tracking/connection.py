@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import getpass
 import hashlib
 import json
 import logging
@@ -20,6 +19,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 from uuid import uuid4
+
+import psutil
 
 from resilient_train.errors import ConfigError
 from resilient_train.files import commit_text, read_json
@@ -56,9 +57,6 @@ class UploadCursor:
 
     def __init__(self, directory: Path) -> None:
         self.directory, self._file = directory, directory / MLFLOW_JSON
-        self._read()
-
-    def _read(self) -> None:
         known = read_json(self._file)
         self._known: dict[str, Any] = known if isinstance(known, dict) else {}
 
@@ -79,22 +77,19 @@ class UploadCursor:
         self._known = {name: one for name, one in self._known.items() if name in ("place", "copy")}
         self.note(**destination)
 
-    def settle(self, *, trains: bool) -> None:
-        """Note where the directory is, and whether it is a copy of another one: a copy is a run of its own in MLflow.
+    def settle(self) -> None:
+        """Note where a run trains, and whether that is a copy of another directory: then it is a run of its own.
 
-        One that was moved or is mounted elsewhere is the same run. Where the other one is not to be seen, on another
-        host, it is a copy once it `trains` there: before, it may have been brought there only to upload it.
+        One that was moved or is mounted elsewhere is the same run.
         """
-        self._read()
         directory, was = self.directory.absolute(), self.get("place")
         facts = directory.stat()
         here = {"path": str(directory), "host": gethostname(), "device": facts.st_dev, "inode": facts.st_ino}
-        is_copy = was is not None and _is_copy(was, here, trains=trains)
-        if is_copy:
+        if was is not None and _is_copy(was, here):
             _log.info("%s is a copy: MLflow shows it as a run of its own", directory)
             self._known = {name: self._known[name] for name in ("tracking_uri", "experiment") if name in self._known}
             self._known["copy"] = uuid4().hex
-        if is_copy or (was != here and (trains or was is None)):
+        if was != here:
             self.note(place=here)
 
     def note(self, **facts: Any) -> None:
@@ -104,7 +99,7 @@ class UploadCursor:
             commit_text(self._file, json.dumps(self._known, indent=2) + "\n")
 
 
-def _is_copy(was: dict[str, Any], here: dict[str, Any], *, trains: bool) -> bool:
+def _is_copy(was: dict[str, Any], here: dict[str, Any]) -> bool:
     if was["path"] == here["path"]:
         return False
     with contextlib.suppress(OSError):
@@ -114,7 +109,7 @@ def _is_copy(was: dict[str, Any], here: dict[str, Any], *, trains: bool) -> bool
     if was["inode"] == here["inode"]:
         return False
     # A move to another disk leaves nothing behind. Devices of another host have other numbers.
-    return was["device"] == here["device"] if was["host"] == here["host"] else trains
+    return was["host"] != here["host"] or was["device"] == here["device"]
 
 
 def left_in(directory: Path) -> int:
@@ -210,6 +205,7 @@ class Connection:
     experiment_id: str
     run: TrackedRun
     key: str  # of the tag by which it is found
+    cursor: UploadCursor
 
     @property
     def run_id(self) -> str:
@@ -242,7 +238,7 @@ class Connection:
             self.client.log_batch(self.run_id, tags=some)
 
 
-def connect(store: Store, experiment: str, cursor: UploadCursor) -> Connection:
+def connect(store: Store, experiment: str, run_dir: Path) -> Connection:
     """Find the run that a run directory belongs to, or create it. Raises whatever prevents that."""
     for variable, value in ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
@@ -253,7 +249,7 @@ def connect(store: Store, experiment: str, cursor: UploadCursor) -> Connection:
         _create(store.database)
     client, where = MlflowClient(store.uri), masked(store.uri)
     experiment_id = _experiment(client, experiment, store.artifacts)
-    cursor.settle(trains=False)
+    cursor = UploadCursor(run_dir)
     cursor.aim(where, experiment)
     key = _key(cursor)
     if (known := cursor.run) is not None and is_there(client, known.run_id):
@@ -264,7 +260,7 @@ def connect(store: Store, experiment: str, cursor: UploadCursor) -> Connection:
         cursor.note(run_id=run_id, delivered=0)
     run = TrackedRun(run_id, where, url(where, experiment_id, run_id))
     cursor.note(url=run.url)
-    return Connection(client, store.uri, experiment_id, run, key)
+    return Connection(client, store.uri, experiment_id, run, key, cursor)
 
 
 def _key(cursor: UploadCursor) -> str:
@@ -282,7 +278,7 @@ def _begin(client: MlflowClient, experiment: str, key: str, run_dir: Path) -> st
     began = next((one for one in written if one["kind"] == BEGAN), {})
     began_ms = written[0]["at"] if written else None
     # Without a source: its row would push the first line of the description off the screen of a laptop.
-    tags = {"mlflow.user": _user(), KEY: key}
+    tags = {"mlflow.user": psutil.Process().username(), KEY: key}
     if sweep := began.get("sweep"):
         tags["resilience.sweep"] = cut(sweep, _TAG_LENGTH)
     return str(client.create_run(experiment, began_ms, tags, run_dir.name).info.run_id)
@@ -369,13 +365,6 @@ def _experiment(client: MlflowClient, name: str, artifacts: str | None) -> str:
 def _of_key(client: MlflowClient, experiment: str, key: str) -> Sequence[Run]:
     # One, unless an answer was lost.
     return list(client.search_runs([experiment], f"tags.`{KEY}` = '{key}'", order_by=["attributes.start_time ASC"]))
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container's user without a name
-        return str(os.getuid())
 
 
 def _create(database: Path) -> None:

@@ -68,7 +68,7 @@ class OutboxTracker(Tracker):
     def __init__(self, config: TrackingConfig, directory: Path, store: Store, about: Mapping[str, Any]) -> None:
         self._config, self._directory, self._store, self._about = config, directory, store, about
         cursor = UploadCursor(directory)
-        cursor.settle(trains=True)
+        cursor.settle()
         cursor.aim(masked(store.uri), config.experiment)
         self._outbox = Outbox(directory / OUTBOX, self._look_after_uploader)
         self.uploader: UploaderProcess | None = None

@@ -18,7 +18,6 @@ from resilient_train.tracking.connection import (
     Connection,
     Store,
     TrackedRun,
-    UploadCursor,
     connect,
     is_refusal,
     metrics_of,
@@ -42,7 +41,6 @@ class Uploader:
 
     def __init__(self, run_dir: Path, store: Store, experiment: str) -> None:
         self.run_dir, self.outbox = run_dir, run_dir / OUTBOX
-        self.cursor = UploadCursor(run_dir)
         self.uploaded = 0  # entries, by this object
         self.damaged = 0
         self.refused: list[str] = []  # why, for each thing that MLflow will never take
@@ -58,7 +56,7 @@ class Uploader:
         """Upload all that is there by now: first the entries of the outbox; if it `is_last`, also how the run ended."""
         self._acquire()
         if self._reached is None:
-            connection = connect(self.store, self._experiment, self.cursor)
+            connection = connect(self.store, self._experiment, self.run_dir)
             self._reached = connection, Presentation(connection, self.run_dir, self._unless_refused)
         connection, presentation = self._reached
         self._upload_entries(connection)
@@ -86,7 +84,7 @@ class Uploader:
         self._lock = lock
 
     def _upload_entries(self, connection: Connection) -> None:
-        end = self.cursor.get("delivered", 0)
+        end = connection.cursor.get("delivered", 0)
         while portion := list(islice(entries(self.outbox, end), ENTRIES_AT_ONCE)):
             self._send(connection, [entry for entry, _ in portion if entry is not None])
             self.damaged += sum(entry is None for entry, _ in portion)
@@ -95,7 +93,7 @@ class Uploader:
             assert self._lock is not None
             with suppress(OSError):  # else a power cut could take it, and other lines its place
                 os.fsync(self._lock)
-            self.cursor.note(delivered=end)
+            connection.cursor.note(delivered=end)
 
     def _send(self, connection: Connection, portion: list[Entry]) -> None:
         metrics = [one for entry in portion if entry["kind"] == METRICS for one in metrics_of(entry)]

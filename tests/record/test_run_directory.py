@@ -21,7 +21,7 @@ from paused_run import held_at, is_held
 from resilient_train.app import incidents as shown
 from resilient_train.app import status
 from resilient_train.checkpoint.store import DEMOTED, Store
-from resilient_train.record import run_history
+from resilient_train.record.run_history import RunHistory
 from resilient_train.tracking.report import report
 from resilient_train.tracking.story import read_story
 from resilient_train.types import Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
@@ -138,7 +138,7 @@ BROKEN = Diagnosis(Cause.OPERATION, "", Culprit("forward", "log", "", "mine.py",
 
 
 def strike(fault: str, tick: int, **more: Any) -> dict[str, Any]:
-    return {"kind": "drill_fired", "name": fault, "tick": tick, **more}
+    return {"kind": "drill_fired", "drill": 1, "name": fault, "tick": tick, **more}
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,9 @@ def test_what_a_drill_has_made(
     made: str,
 ) -> None:
     met = [Incident(1, one, UNKNOWN, Decision(), drill="bit_flip", outcome=outcome) for one, outcome in before]
-    assert run_history.drill_behind([run_history.fired_drill(struck)], anomaly, diagnosis, met) == made
+    history = RunHistory(None)
+    history.recall(struck)
+    assert history.drill_behind(anomaly, diagnosis, met) == made
 
 
 def test_what_is_wrong_with_a_directory_is_said(here: Path, run_command: command) -> None:
