@@ -278,7 +278,8 @@ class EngineGuard:
         return is_clear
 
     def _judge(self, flight: InFlight, begun: StartedUpdate | None) -> bool:
-        update, inputs, attempt = flight.begun.update, flight.begun.inputs, flight.attempt
+        judged, attempt = flight.begun, flight.attempt
+        update, inputs = judged.update, judged.inputs
         vitals = flight.read(self.clock.step, has_scale=self._updater.scaler is not None)
         if not vitals.ranks_agree:
             self._recovery.ranks_differ([row[DIGEST] for row in attempt.rows_by_rank()])
@@ -308,23 +309,23 @@ class EngineGuard:
         elif flight.snapshot is not None:
             self._ring.drop(flight.snapshot)
         explainer = self._recovery.explainer
-        refused = partial(Refused, update, inputs, flight.limits, flight.begun.attributes)
+        refused = partial(Refused, update, inputs, flight.limits, judged.attributes)
         anomaly = scanned or finding.anomaly or explainer.check_first_updates(vitals, inputs)
         if anomaly is None and finding.at_any_scale and explainer.breaks_at_any_scale(refused(flight.was_modified)):
             anomaly = finding.at_any_scale
         if anomaly is not None and self._recovery.counts(anomaly):
-            self._backups.let_go(flight.begun.backup)
+            self._backups.let_go(judged.backup)
             self._on_accepted()
             return True
         if anomaly is None and (flight.is_open or not finding.repeat):
             is_overflow = vitals.overflowed and not self._recovery.observes
-            if was_half or (is_overflow and (flight.begun.backup.tables or flight.begun.backup.kept)):
+            if was_half or (is_overflow and (judged.backup.tables or judged.backup.kept)):
                 # Buffers may be NaN since its forward, and the next one has used them, or half an update: repeat that.
                 if begun is not None:
                     self._roll_back(begun)
-                self._backups.put_back(flight.begun.backup, with_scale=False)
+                self._backups.put_back(judged.backup, with_scale=False)
                 return begun is None
-            self._backups.let_go(flight.begun.backup)
+            self._backups.let_go(judged.backup)
             if vitals.accepted:
                 self._after_accepted(flight)
             return True
@@ -334,12 +335,12 @@ class EngineGuard:
             if self._recovery.observes:  # the very same update lands: one attempt, with the faults of its drill
                 self.clock.tick -= 1
         self._updater.drop_gradients()
-        if (first := begun if vitals.accepted else flight.begun) is not None:
+        if (first := begun if vitals.accepted else judged) is not None:
             self._roll_back(first)
-            self._backups.set_attributes(flight.begun.attributes, only_lost=True)
+            self._backups.set_attributes(judged.attributes, only_lost=True)
         if anomaly is not None:
-            spiked = not float(flight.attempt.loss) <= flight.limits[0]
-            what = inputs, update.failed, flight.begun.raised, attempt.norms
+            spiked = not float(attempt.loss) <= flight.limits[0]
+            what = inputs, update.failed, judged.raised, attempt.norms
             refined = self._examination.refine_signal(anomaly, *what, spiked=spiked, is_scanned=scanned is not None)
             usual, is_error = self._checks.nan_is_usual, refined.signal is Signal.EXCEPTION
             attempted = None if vitals.accepted else refused(flight.was_modified, usual, is_error)

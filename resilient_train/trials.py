@@ -31,6 +31,7 @@ from resilient_train.recover.trials import (
     learns,
     may_win,
     on_its_way,
+    table,
 )
 from resilient_train.run_parts import RunParts
 from resilient_train.state.ring import Snapshot
@@ -87,7 +88,7 @@ class Trials:
                 raise TrialStopped
             results = [self._run(arm, steps).risen_from(before) for arm in arms]
             best = best_arm(results)
-            return arms[best], tuple(one.tried(won=place == best) for place, one in enumerate(results))
+            return arms[best], table(results, best)
         return arms[0], ()
 
     def race(self, knobs: Knobs) -> Faster | None:
@@ -147,8 +148,7 @@ class Trials:
                 self._end_in_vain(arms)
                 return None
             arms.append(replace(control_arm, actions=(Action("rewind"),)))
-            tried = tuple(one.tried(won=place == best) for place, one in enumerate(arms))
-            return Faster(since.step, arms[best].actions[0], tried)
+            return Faster(since.step, arms[best].actions[0], table(arms, best))
         return None  # it was stopped
 
     def _end_in_vain(self, arms: Sequence[Arm]) -> None:

@@ -44,8 +44,9 @@ class Arm:
         """Count one anomaly more if its loss has risen: then something is broken, though every update landed."""
         return replace(self, anomalies=self.anomalies + is_lower(before, self, _RISEN))
 
-    def tried(self, *, won: bool) -> Tried:
-        return Tried(self.actions, self.anomalies, self.loss, won)
+
+def table(arms: Sequence[Arm], won: int) -> tuple[Tried, ...]:
+    return tuple(Tried(one.actions, one.anomalies, one.loss, place == won) for place, one in enumerate(arms))
 
 
 def best_arm(arms: Sequence[Arm]) -> int:
