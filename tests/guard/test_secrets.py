@@ -15,7 +15,6 @@ from command import command
 from resilient_train import secrets
 from resilient_train.app import incidents, status, sync
 from resilient_train.app.config.compose import load
-from resilient_train.record.journal import Journal
 from resilient_train.secrets import MASK, learn, masked, masked_tree
 
 MINE = ["model=custom", "model._target_=user_programs.Plain", "data=custom", "data.train._target_=user_programs.Leaky"]
@@ -162,15 +161,6 @@ def test_the_log_hides_them_from_all_who_listen(caplog: pytest.LogCaptureFixture
     assert "s3cr3tpass" not in caplog.text
     assert "ValueError: http://me:***@host" in caplog.text
     assert "3 of http://me:***@host" in caplog.text
-
-
-def test_the_journal_hides_them(tmp_path: Path) -> None:
-    """In texts and under names, however deep; the entry in memory is the one on disk."""
-    journal, secret = Journal(tmp_path / "journal.jsonl"), "http://me:s3cr3tpass@h"
-    journal.write("incident_opened", incident={"evidence": secret, "of": [{"token": "t" * 9}]})
-    assert journal.entries[0]["incident"] == {"evidence": "http://me:***@h", "of": [{"token": MASK}]}
-    journal.write("remedies_in_force", remedies={"armor": [{"text": f"f('{secret}')"}]}, source=secret)
-    assert "s3cr3tpass" not in journal.path.read_text()
 
 
 def test_a_token_makes_no_other_run(tmp_path: Path) -> None:

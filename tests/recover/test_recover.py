@@ -197,41 +197,29 @@ def test_a_rung_for_the_start_of_a_run(steps: list[int], expected: list[int]) ->
 
 
 @pytest.mark.parametrize(
-    ("rung", "anomaly", "can", "expected"),
+    ("rung", "anomaly", "rows", "can", "expected"),
     [
-        (["skip", "rewind"], landed(9), {}, ["rewind", "skip"]),
-        (["skip", "rewind"], refused(9), {}, ["rewind", "skip"]),
-        (["skip", "rewind"], landed(9), {"snapshots": 0}, []),
-        (["skip", "rewind"], refused(9), {"snapshots": 0}, ["skip"]),
-        ([{"skip": {"updates": 5}}], landed(9), {}, ["skip"]),
-        (["skip", "report"], landed(9), {}, ["report"]),
-        (["skip", "report"], refused(9), {}, ["skip"]),
-        (["repeat"], refused(9), {}, ["repeat"]),
-        (["repeat"], landed(9), {}, []),
-        (["higher_precision", "lower_loss_scale"], refused(9), {}, ["lower_loss_scale", "higher_precision"]),
-        (["higher_precision", "lower_loss_scale"], refused(9), {"loss_scaler": False}, ["higher_precision"]),
-        (["higher_precision", "lower_loss_scale"], refused(9), {"mixed_precision": False}, ["lower_loss_scale"]),
-        (["rewind", "limit_update"], landed(9), {"sgd": True}, ["rewind", "limit_update"]),
-        (["rewind", "limit_update"], landed(9), {}, []),
+        (["skip", "rewind"], landed(9), [], {}, ["rewind", "skip"]),
+        (["skip", "rewind"], refused(9), [], {}, ["rewind", "skip"]),
+        (["skip", "rewind"], landed(9), [], {"snapshots": 0}, []),
+        (["skip", "rewind"], refused(9), [], {"snapshots": 0}, ["skip"]),
+        ([{"skip": {"updates": 5}}], landed(9), [], {}, ["skip"]),
+        (["skip", "report"], landed(9), [], {}, ["report"]),
+        (["skip", "report"], refused(9), [], {}, ["skip"]),
+        (["repeat"], refused(9), [], {}, ["repeat"]),
+        (["repeat"], landed(9), [], {}, []),
+        (["higher_precision", "lower_loss_scale"], refused(9), [], {}, ["lower_loss_scale", "higher_precision"]),
+        (["higher_precision", "lower_loss_scale"], refused(9), [], {"loss_scaler": False}, ["higher_precision"]),
+        (["higher_precision", "lower_loss_scale"], refused(9), [], {"mixed_precision": False}, ["lower_loss_scale"]),
+        (["rewind", "limit_update"], landed(9), [], {"sgd": True}, ["rewind", "limit_update"]),
+        (["rewind", "limit_update"], landed(9), [], {}, []),
         (
             ["raise_eps", "tighten_clip", "lower_lr", "reset_moments", "skip", {"rewind": {"steps": 9}}],
             landed(9),
+            [],
             {},
             ["rewind", "skip", "reset_moments", "lower_lr", "tighten_clip", "raise_eps"],
         ),
-    ],
-)
-def test_remedies_of_a_rung(rung: list[Any], anomaly: Anomaly, can: dict[str, Any], expected: list[str]) -> None:
-    """A rung keeps the remedies that apply, in a fixed order; one of which none applies is passed over."""
-    policy = parse({"ladders": {"default": [rung]}})
-    (decision,) = decisions(policy, [anomaly], dataclasses.replace(ANY, **can))
-    assert [action.remedy for action in decision.actions] == expected
-    assert (decision.gave_up is None) == bool(expected)
-
-
-@pytest.mark.parametrize(
-    ("rung", "anomaly", "rows", "can", "expected"),
-    [
         (["quarantine"], refused(9), [17], {}, ["quarantine"]),
         (["quarantine"], refused(9), [], {}, []),
         (["quarantine"], refused(9), [17], {"rows": 0}, []),
@@ -243,13 +231,15 @@ def test_remedies_of_a_rung(rung: list[Any], anomaly: Anomaly, can: dict[str, An
         (["quarantine", "skip"], refused(9), [], {}, ["skip"]),
     ],
 )
-def test_guilty_rows_are_put_in_quarantine(
+def test_remedies_of_a_rung(
     rung: list[Any], anomaly: Anomaly, rows: list[int], can: dict[str, Any], expected: list[str]
 ) -> None:
-    """Where they are known and have an index, in place of a skip if they landed; else it is passed over."""
+    """A rung keeps the remedies that apply, in a fixed order; one of which none applies is passed over."""
     policy = parse({"ladders": {"default": [rung]}})
-    (decision,) = decisions(policy, [anomaly], dataclasses.replace(ANY, **can), guilty(*rows))
+    diagnose = guilty(*rows) if rows else unknown
+    (decision,) = decisions(policy, [anomaly], dataclasses.replace(ANY, **can), diagnose)
     assert [action.remedy for action in decision.actions] == expected
+    assert (decision.gave_up is None) == bool(expected)
 
 
 @pytest.mark.parametrize(
@@ -434,15 +424,6 @@ def test_a_trial_beyond_its_budget_is_passed_over(left: int, rung: int) -> None:
         dataclasses.replace(ANY, trial_updates=left),
     )
     assert made.rung == rung
-
-
-def test_aggressive_uses_everything() -> None:
-    """Every remedy there is stands somewhere in it, but what does nothing, or is applied without a ladder."""
-    ladders = named("aggressive").ladders.values()
-    used = {one.remedy for rungs in ladders for rung in rungs for one in rung.do}
-    assert used == set(KNOWN) - {"report", "lower_decay"}
-    careful = named("conservative").ladders.values()
-    assert "armor" not in {one.remedy for rungs in careful for rung in rungs for one in rung.do}
 
 
 def test_a_policy_of_ones_own(tmp_path: Path) -> None:
