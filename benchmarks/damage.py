@@ -50,7 +50,7 @@ def resumed(trained: Path, where: Path, seed: int) -> str:
 def main() -> None:
     """Damage, look, print."""
     parser = argparse.ArgumentParser(description="Damage checkpoints, and see whether it is noticed.")
-    parser.add_argument("--damages", type=int, metavar="N", default=short.IN_ALL, help="(default: %(default)s)")
+    parser.add_argument("--damages", type=int, metavar="N", default=500, help="(default: %(default)s)")
     parser.add_argument("--resumes", type=int, metavar="N", default=20, help="by the command (default: %(default)s)")
     given = parser.parse_args()
     counts: Counter[str] = Counter()

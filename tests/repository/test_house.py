@@ -31,7 +31,7 @@ KNOWN = {
     "watch": "data ranks state",
     "diagnose": "data numerics ranks recover state watch",
     "run_parts": "data diagnose ranks state update watch",
-    "checkpoint": "record run_parts state update",
+    "checkpoint": "record recover run_parts state update",
     "trials": "computation numerics recover run_parts state update watch",
     "controls": "checkpoint diagnose numerics record recover run_parts state trials watch",
     "intended": "controls diagnose record run_parts watch",
