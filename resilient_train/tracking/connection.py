@@ -109,7 +109,7 @@ def _is_copy(was: dict[str, Any], here: dict[str, Any]) -> bool:
     if was["inode"] == here["inode"]:
         return False
     # A move to another disk leaves nothing behind. Devices of another host have other numbers.
-    return was["host"] != here["host"] or was["device"] == here["device"]
+    return bool(was["host"] != here["host"] or was["device"] == here["device"])
 
 
 def left_in(directory: Path) -> int:
