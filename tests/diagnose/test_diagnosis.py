@@ -122,10 +122,7 @@ OF_ROWS = [{}, {"accumulation": 4, "batch_size": 4, "num_workers": 2}]
 
 @pytest.mark.parametrize("way", OF_OPERATIONS, ids=lambda way: "-".join(way) or "plain")
 def test_an_operation_is_named_and_armored(program: ModuleType, way: dict[str, Any]) -> None:
-    """A slope that is infinite in every batch: one incident, the line, and the run learns.
-
-    Armor comes off with the run: the next one of the same process finds its own faults.
-    """
+    """One incident, the line, and the run learns; the next run of the same process finds its own faults."""
     for _ in range(2 if not way else 1):
         guard = trained(program, program.Rows(), breaks="root", **way)
         (incident,) = guard.incidents
@@ -173,10 +170,7 @@ def test_rotten_rows_are_named_and_replaced(program: ModuleType, way: dict[str, 
 def test_an_ordinary_row_that_an_operation_cannot_take_is_no_bad_row(
     program: ModuleType, missing: bool, before: int, tmp_path: Path
 ) -> None:
-    """A row of zeros is fine, and a division by its length is not: armor, not quarantine.
-
-    Nor is a row bad for a label that is missing, where that is so in most rows; also after a resume.
-    """
+    """A row of zeros is fine, and a division by its length is not; nor is a row bad for a label that many lack."""
 
     def loss(model: Any, batch: Any) -> torch.Tensor:
         inputs, labels = batch
@@ -198,10 +192,7 @@ def test_an_ordinary_row_that_an_operation_cannot_take_is_no_bad_row(
 
 
 def test_an_outlier_is_named(program: ModuleType) -> None:
-    """A label that is a million times too large: the row, and what is odd about it.
-
-    The objective pops what it needs, and writes into it: a replay gets a whole batch all the same.
-    """
+    """The row, and what is odd about it; a replay gets a whole batch, though the objective pops what it needs."""
 
     class Named(program.Rows):  # type: ignore[name-defined,misc]
         def __getitem__(self, row: int) -> Any:
@@ -258,7 +249,6 @@ def test_an_ordinary_row_alone_in_its_update_is_not_put_away(program: ModuleType
 
 
 def test_a_replay_that_fails_ends_no_run(program: ModuleType) -> None:
-    """Then it is not known what it was, and that is said."""
     plain, calls = program.loss, 0
 
     def loss(model: Any, batch: Any) -> torch.Tensor:
@@ -286,10 +276,7 @@ def test_a_replay_that_fails_ends_no_run(program: ModuleType) -> None:
     ],
 )
 def test_every_rank_learns_what_one_has_met(fault: str, strategy: str) -> None:
-    """Two processes, one of which has the row: the same diagnosis, the same cure, the same weights.
-
-    Also where they share the weights, and with them the gradients of each other's rows.
-    """
+    """The same diagnosis, cure and weights, also where ranks share the weights and the gradients of their rows."""
     (code, first), (other, second) = together(2, clinic_ranks.learned, fault, strategy)
     assert (code, other) == (0, 0)
     assert first == second

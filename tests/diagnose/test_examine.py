@@ -63,7 +63,6 @@ def test_a_healthy_batch_shows_every_layer_and_changes_nothing() -> None:
 
 
 def test_what_breaks_is_named_with_advice() -> None:
-    """The operation, its line in the user's code, and the weights whose gradients are not finite."""
     found = resilient_train.examine(network(), entropy, {"inputs": torch.randn(16, 4)})
     assert not found.is_healthy
     assert found.diagnosis is not None

@@ -27,8 +27,6 @@ HERE = __file__
 
 
 class Body(nn.Module):
-    """A linear layer, and what a test does with its output."""
-
     def __init__(self, does: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4)
@@ -154,8 +152,6 @@ def test_values_that_the_program_gives_itself_are_named_where_they_enter(op: str
 
 
 class InNumpy(torch.autograd.Function):
-    """Leaves torch in its forward."""
-
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
         with np.errstate(divide="ignore"):
@@ -244,7 +240,6 @@ def test_of_several_births_the_earliest_is_told() -> None:
 
 
 def test_what_was_not_finite_already_is_nobodys_fault() -> None:
-    """A NaN that came in with the batch came from no operation."""
     model, batch = Body(lambda hidden: hidden.sum()), torch.full((2, 4), torch.nan)
     with Microscope(model) as microscope:
         microscope.knows([batch])
@@ -254,7 +249,6 @@ def test_what_was_not_finite_already_is_nobodys_fault() -> None:
 
 
 def test_a_healthy_model_shows_nothing_and_computes_the_same() -> None:
-    """Watching changes no bit of loss and gradients."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Dropout(0.5), nn.Linear(8, 1))
     inputs, microscope = torch.randn(5, 4), Microscope(model)
@@ -310,8 +304,6 @@ def test_a_module_is_named_by_its_path() -> None:
 
 
 class Careless(torch.autograd.Function):
-    """A user's own operation."""
-
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
         ctx.save_for_backward(value)
@@ -325,8 +317,6 @@ class Careless(torch.autograd.Function):
 
 
 class InNumpyBackward(InNumpy):
-    """Leaves torch in its backward."""
-
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
         return value * 2
@@ -355,7 +345,6 @@ def test_a_users_own_operation_is_named(kind: Any, phase: str, op: str, function
 
 
 def test_operations_are_called_as_torch_calls_the_function() -> None:
-    """Operators and in-place forms by the function that does it."""
     of_div = dict.fromkeys(("__rtruediv__", "__rdiv__", "__itruediv__", "true_divide"), "div")
     others = {"__pow__": "pow", "__rpow__": "pow", "__rsub__": "sub", "__getitem__": "getitem", "__matmul__": "matmul"}
     names = {"sqrt_": "sqrt", "_softmax": "softmax", "log": "log", "arctan2": "atan2"}

@@ -221,7 +221,6 @@ def test_ranks_learn_the_same() -> None:
 
 
 def test_rows_that_raise_are_told_with_the_line() -> None:
-    """A row that cannot be fetched: its error, and what to do."""
     found = on_bad_rows({4: "no a.png (mine.py:3)", 2: "KeyError: 'x' (mine.py:9)"})
     assert found.reasons[4] == "Row 4: no a.png (mine.py:3); fix or remove it."
     assert (found.cause, found.rows) == (Cause.DATA, (2, 4))
@@ -239,7 +238,6 @@ def test_rows_that_raise_are_told_with_the_line() -> None:
     ],
 )
 def test_climbing(history: Sequence[float], times: float) -> None:
-    """How far the newest is above what was usual."""
     assert climbed(history) == pytest.approx(times)
 
 
@@ -265,7 +263,6 @@ def test_guilty_rows_are_found_one_by_one(count: int, data: st.DataObject) -> No
 
 
 def test_rows_that_break_only_together_are_not_named() -> None:
-    """No half of such a batch breaks, so no row is blamed."""
     assert searched(8, lambda places: {1, 6} <= set(places)) == ()
 
 
@@ -330,7 +327,6 @@ KELVIN = [280.0 + n for n in range(40)]
     ],
 )
 def test_a_value_far_out_of_a_narrow_range_is_odd(value: float, others: list[float], is_odd: bool) -> None:
-    """As a single number, and as one of the columns of a row; whatever broke on it."""
     (told,) = outlying_fields({"at": value}, [{"at": one} for one in others], 1e4) or [""]
     assert bool(told) is is_odd
     row, rows = torch.tensor([0.0, value]), [(torch.tensor([float(n % 2), one]),) for n, one in enumerate(others)]
@@ -342,7 +338,6 @@ def test_a_value_far_out_of_a_narrow_range_is_odd(value: float, others: list[flo
 
 
 def test_damage_names_the_element() -> None:
-    """The tensor and the index of what no update can have done."""
     before = {"a.weight": torch.ones(3, 4), "b.bias": torch.zeros(5)}
     weights = {name: weight.clone() for name, weight in before.items()}
     weights["a.weight"][1, 2] = 900.0
@@ -369,7 +364,6 @@ def test_an_epsilon_that_its_type_cannot_hold() -> None:
 
 
 def test_every_singular_operation_has_advice() -> None:
-    """One sentence that names the line and what to do."""
     for op in SINGULAR:
         told = on_operation(culprit(op, values(0, 1, zeros=32)))
         assert told.startswith(f"`{op}` at losses.py:41 ")

@@ -74,7 +74,6 @@ def lines(module: ModuleType, mark: str = "# guilty") -> list[int]:
 
 
 def put_on(armor: Armor, module: ModuleType, *ops: str) -> PatchedLine:
-    """Armor the lines that are marked, each around its operation."""
     for line, op in zip(lines(module), ops, strict=True):
         patched = armor.add(str(module.__file__), line, op)
     return patched
@@ -278,10 +277,7 @@ def test_only_what_can_be_computed_again_is(write: Write, armor: Armor) -> None:
 
 
 def test_slopes_are_given_as_they_came(write: Write, armor: Armor) -> None:
-    """One that arrives broken, by somebody else's fault or too large a loss scale, stays; where none arrives none does.
-
-    Zeros in its place would let weights decay.
-    """
+    """One that arrives broken stays; where none arrives none does, as zeros would let weights decay."""
     module = write("def compute(x, y):\n    return [torch.lgamma(one) for one in (x, y)][0] * 3  # guilty\n")
     put_on(armor, module, "lgamma")
     x, y = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
@@ -412,7 +408,6 @@ NETWORK = """
 
 
 def broken_network(write: Write, armor: Armor, op: str = "digamma") -> tuple[nn.Module, Tensor]:
-    """A network in armor, and an input at which one row of it breaks."""
     module = write(NETWORK)
     put_on(armor, module, op)
     torch.manual_seed(0)
@@ -453,7 +448,6 @@ def test_it_computes_the_same_under_all_that_runs_it(write: Write, armor: Armor,
 
 @pytest.mark.parametrize("op", ["digamma", "div", "add", ""])
 def test_it_holds_under_autocast_and_in_half_precision(write: Write, armor: Armor, op: str) -> None:
-    """The types are those of the bare operation."""
     network, x = broken_network(write, armor, op)
     with torch.autocast("cpu", torch.bfloat16):
         armored = network(x)
@@ -468,7 +462,6 @@ def test_it_holds_under_autocast_and_in_half_precision(write: Write, armor: Armo
 
 
 def test_it_holds_in_second_slopes_and_under_transforms(write: Write, armor: Armor) -> None:
-    """A gradient penalty, and torch.func's vmap and grad, see through the armor."""
     module = write("def compute(x):\n    return x.digamma()  # guilty\n")
     x = torch.tensor([1.0, 0.0], requires_grad=True)
     sound = torch.tensor([1.0, 2.0])

@@ -158,10 +158,7 @@ def test_for_which_errors_a_patch_has_a_value(text: str, has: bool) -> None:
 
 
 def test_what_stands_for_nothing_is_refused() -> None:
-    """A NaN was made elsewhere, and must not be hidden; for no count stands an impossible one, which the data makes.
-
-    And a vector has no nearest one that is told by its elements.
-    """
+    """A NaN was made elsewhere; no count stands for an impossible one, and no vector is the nearest by its elements."""
     for made in (partial(d.Normal, 0.0), d.Bernoulli):
         with pytest.raises(ValueError, match="constraint"):
             call_distribution(made, (torch.tensor([math.nan, 1.0]),), {})
