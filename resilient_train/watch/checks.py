@@ -58,6 +58,7 @@ class Checks:
         self._scale = ScaleCollapse(config.scale)
         self.refusals = Refusals(config.limit)
         self._checks = {name: one for name, one in vars(self).items() if isinstance(one, PlainState)}
+        self._lasting = {name: one for name, one in self._checks.items() if one.persistent and one != self.rewind_check}
         self._empty = self.state_dict()
         # Loss and gradient norm of accepted updates, by step. Of a dict, the first entry is slow to find and remove.
         self._accepted = OrderedDict[int, tuple[float, float]]()
@@ -138,8 +139,8 @@ class Checks:
     def rewound(self, step: int, since: int, rate: float = 1.0) -> None:
         """Note a rewind to `step`, whose state was loaded before; the learning rate is multiplied by `rate` from here.
 
-        Measurements up to `since`, or up to the step of an older reference, are trusted and do not rewind. Otherwise a
-        run that goes back to its beginning would learn any loss as usual.
+        Measurements up to `since`, or to an older reference, do not rewind: a run at its beginning would learn any
+        loss.
         """
         reference = self.rewind_check.reference
         trusted = since if reference is None else max(since, reference.step)
@@ -219,10 +220,8 @@ class Checks:
             check.end()
         if self._is_silent:
             return None
-        alarms = (Signal.DIVERGENCE, risen), (Signal.LOSS_SPIKE, jumped), (Signal.DIVERGENCE, climbed)
-        for signal, alarm in alarms:
-            if alarm:
-                return self._about_loss(vitals, signal, alarm)
+        if alarm := risen or jumped or climbed:
+            return self._about_loss(vitals, Signal.LOSS_SPIKE if alarm is jumped else Signal.DIVERGENCE, alarm)
         return self.not_recovered(vitals) if standing is Standing.OFF else None
 
     def _is_outside(self, loss: float) -> bool:
@@ -296,11 +295,8 @@ class Checks:
 
     def persistent_state(self) -> dict[str, Any]:
         path = [[step, *measured] for step, measured in [*self._accepted.items()][-IN_CHECKPOINT:]]
-        parts = {name: one.persistent_state() for name, one in self._persistent().items()}
+        parts = {name: one.persistent_state() for name, one in self._lasting.items()}
         return {**plain(self, self.persistent), "path": path, **parts}
-
-    def _persistent(self) -> dict[str, PlainState]:
-        return {name: one for name, one in self._checks.items() if one.persistent and one is not self.rewind_check}
 
     def load_persistent_state(self, state: Mapping[str, Any]) -> list[str]:
         """Load it. Returns the checks that start empty."""
@@ -308,7 +304,7 @@ class Checks:
         self.knows_usual_batches = "nan_is_usual" in state
         self._accepted = OrderedDict((step, (loss, norm)) for step, loss, norm in state.get("path", ()))
         lacking = []
-        for name, one in self._persistent().items():
+        for name, one in self._lasting.items():
             saved = state.get(name)
             if isinstance(saved, Mapping) and saved.keys() == set(one.persistent):
                 one.load_persistent_state(saved)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite, sqrt
 from operator import is_
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from resilient_train.watch.moments import Moment
 from resilient_train.watch.weights import Weight
 from resilient_train.wording import names_listed
 
-Item = TypeVar("Item")
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _MEASURED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128}
 _COARSE = {torch.float16, torch.bfloat16}  # they round so roughly that sums of small changes are lost in them
@@ -38,10 +37,10 @@ def _here(tensor: Tensor) -> Tensor:
     return tensor if tensor.numel() else tensor.new_zeros(1)
 
 
-class Gauge(Generic[Item]):
+class Gauge:
     """Measures a list of tensors, again and again. Each measurement is a vector with one value for each tensor."""
 
-    def __init__(self, named: Sequence[tuple[Item, Tensor]], device: torch.device) -> None:
+    def __init__(self, named: Sequence[tuple[Any, Tensor]], device: torch.device) -> None:
         self.items = [item for item, _ in named]
         self.tensors, self.device = [tensor for _, tensor in named], device
         self._are_plain = not any(is_sharded(one) or one.is_complex() or not one.numel() for one in self.tensors)
@@ -86,8 +85,8 @@ def _sum_dtype(tensor: Tensor) -> torch.dtype | None:
 
 
 class State(NamedTuple):
-    plain: Gauge[Moment]
-    squares: Gauge[Moment]
+    plain: Gauge
+    squares: Gauge
     found: list[Any]  # everything in the optimizers' states, to notice when it is replaced
 
 
@@ -123,14 +122,14 @@ class Layout:
     def fits(self) -> bool:
         return [len(group["params"]) for group in self.groups()] == self._size
 
-    def buffers(self) -> Gauge[str]:
+    def buffers(self) -> Gauge:
         """The buffers, looked up again, since a forward may replace them."""
         return self._gauge((f"buffer {_plain(name)}", one) for name, one in self.model.named_buffers())
 
-    def kept(self, states: Mapping[str, Tree]) -> Gauge[str]:
+    def kept(self, states: Mapping[str, Tree]) -> Gauge:
         return self._gauge((path.removeprefix("/"), one) for path, one in sorted_leaves(states))
 
-    def _gauge(self, named: Iterable[tuple[str, Any]]) -> Gauge[str]:
+    def _gauge(self, named: Iterable[tuple[str, Any]]) -> Gauge:
         found = [(name, one) for name, one in named if isinstance(one, Tensor)]
         return Gauge([(name, one) for name, one in found if self._is_measured(name, one)], self.device)
 
@@ -181,9 +180,8 @@ def _plain(name: str) -> str:
 def digest(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Return one 64-bit integer on `device`, which differs if a bit of the tensors does.
 
-    The bits are added up as integers, which neither round nor depend on an order; sums that overflow wrap around, and
-    each place has an odd factor of its own. So no single change is lost, and two are only if they cancel in the same
-    one of many columns.
+    Sums of integers neither round nor depend on an order, and each place has an odd factor of its own: no single change
+    is lost, and two are only if they cancel in the same one of many columns.
     """
     by_type: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:

@@ -26,11 +26,10 @@ def as_float32(value: float) -> float:
 
 
 class GradLimit(PlainState):
-    """The limit for gradient norms: far above the largest of the recent ones.
+    """The limit for gradient norms: far above the largest of the recent ones. Between two refreshes it only rises.
 
-    A norm that was ordinary in the first updates is accepted later, too, unless it is farther away still: a network
-    that has memorized its rows has next to no gradient, until a hard row comes. Between two refreshes the limit can
-    only rise.
+    A norm of the first updates is accepted later, too, unless it is farther away still: a network that has memorized
+    its rows has next to no gradient, until a hard row comes.
     """
 
     saved = ("limit", "_norms", "_early", "_fresh")
@@ -97,10 +96,7 @@ class GradLimit(PlainState):
 
 
 def loss_limit(config: LimitConfig, level: Level) -> float:
-    """Return the limit for losses, a thousand times farther out than usual: such a loss points at bad rows.
-
-    Lower outliers of the loss did no harm in any recipe that was measured.
-    """
+    """Return the limit for losses, a thousand times farther out than usual: only such a loss points at bad rows."""
     if not config.every or level.has_no_limit:
         return NO_LIMIT
     if level.ready:
@@ -112,7 +108,7 @@ def loss_limit(config: LimitConfig, level: Level) -> float:
 class Refusals(PlainState):
     """The refused updates of the last steps: several different ones are no outliers, but a new regime.
 
-    They do not rewind: otherwise a run that rewinds at each refusal would fight a new regime forever.
+    They do not rewind: else a run that rewinds at each refusal would fight it forever.
     """
 
     persistent = ("_recent",)

@@ -26,9 +26,9 @@ _YOUNG_MARGIN = 2.0  # times the usual thresholds, before the range is known: a 
 _MOST_PER_BLOCK = 8.0  # spreads that one block counts for at most, so that an alarm takes two blocks or more
 FEW = 8  # losses; fewer show no scatter, no trend, no outliers, and no return
 _IN_TAIL = 3  # values at least that show how heavy a tail is
-LOWEST = -float_info.max  # no loss is below it
+_LOWEST = -float_info.max  # no loss is below it
 _HEAVIEST = 5.0  # slope of a tail
-RARE = 100  # one in so many losses is as large
+_RARE = 100  # one in so many losses is as large
 _NORMAL_BLOCK = 1.0  # spreads above the median up to which a block shows no climb
 
 
@@ -122,7 +122,7 @@ class Level(PlainState):
         self._outliers: deque[Any] = deque(maxlen=config.window)  # after how many losses each came, and what it was
         self.ready = False  # enough losses were seen to know the range
         self.median = self.spread = self.scale = 0.0
-        self.rare = LOWEST  # what one loss in a hundred exceeds
+        self.rare = _LOWEST  # what one loss in a hundred exceeds
         self.first = 0.0  # the mean of the first losses of the run
         self.best: float | None = None  # the lowest median so far
         self.has_no_limit = False  # in a new regime: there is no limit until the level is learned again
@@ -158,7 +158,7 @@ class Level(PlainState):
     def exceeded(self) -> float:
         while self._outliers and self._outliers[0][0] <= self._seen - (self.losses.maxlen or 0):
             self._outliers.popleft()
-        return exceeded(sorted([*self.losses, *(loss for _, loss in self._outliers)]), RARE)
+        return exceeded(sorted([*self.losses, *(loss for _, loss in self._outliers)]))
 
     def _drop_descent(self) -> None:
         """Forget the first half of the losses while the second half is clearly lower.
@@ -196,17 +196,17 @@ class Level(PlainState):
         )
 
 
-def exceeded(ranked: Sequence[float], odds: int) -> float:
-    """Return what one in `odds` values exceeds, as the highest tenth of them shows (Hill's estimate).
+def exceeded(ranked: Sequence[float]) -> float:
+    """Return what one in a hundred values exceeds, as the highest tenth of them shows (Hill's estimate).
 
     A spread says little of values that span orders of magnitude, as those of skewed targets in small batches.
     """
     top, median = max(_IN_TAIL, len(ranked) // 10), ranked[len(ranked) // 2] if ranked else 0.0
     if len(ranked) <= 2 * top or not ranked[-top - 1] > median:
-        return LOWEST
+        return _LOWEST
     threshold = ranked[-top - 1] - median
     slope = min(_HEAVIEST, fmean([log((value - median) / threshold) for value in ranked[-top:]]))
-    return float(median + threshold * (odds * top / len(ranked)) ** slope)
+    return float(median + threshold * (_RARE * top / len(ranked)) ** slope)
 
 
 def deviation(ranked: Sequence[float], center: float) -> float:

@@ -63,8 +63,7 @@ _COSTLY = (
 class NormStatistics(Scan):
     """Compares the running statistics of normalization layers with the batches that they average.
 
-    Only evaluation uses them, so damage to them shows in no training loss. The forward hooks that compare them are on
-    the model only while armed, for one update.
+    Only evaluation uses them, so no training loss shows damage. The hooks are on the model for one update, while armed.
     """
 
     saved = ("clean_step", "usual")

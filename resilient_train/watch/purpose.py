@@ -52,10 +52,7 @@ class Probe(NamedTuple):
         return abs(step - self.rise.step) <= near
 
     def confirms(self, again: Rise, step: int, *, was_low: bool) -> bool:
-        """Say whether a rise that was noticed at a step is the same one; there again, it need not be as high.
-
-        `was_low` says that of the loss at the state which the run was rewound to.
-        """
+        """Say whether it is the same rise; `was_low`: the loss was, at the state which the run was rewound to."""
         is_alike = abs(again.height - self.rise.height) <= _ALIKE * max(again.height, self.rise.height)
         if again.grows or not (is_alike or self.came_again):
             return False

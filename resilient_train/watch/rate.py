@@ -28,8 +28,8 @@ _ABSURD_RISE = 10.0  # times the usual rate: too much to end a run with, even if
 class EarlyDivergence(PlainState):
     """The first updates threw the loss far above its first value: the rate is wrong by orders of magnitude.
 
-    The other checks learn what is usual from the first updates and would learn the damage. The lowest of a few losses
-    counts, since single batches may be hard; and the median of the gradient norms, since a loss may begin near zero.
+    The other checks would learn the damage as usual. The lowest of a few losses counts, since single batches may be
+    hard; and the median of the gradient norms, since a loss may begin near zero.
     """
 
     saved = ("_first", "_which", "_losses", "_norms")
@@ -75,7 +75,7 @@ class EarlyDivergence(PlainState):
         return Alarm(0, evidence)
 
     def begins_with(self, loss: float) -> None:
-        """Take the loss that samples have at the first weights in the place of the first one, which is one number."""
+        """Take the loss that samples have at the first weights for the first one, which is one number."""
         self._first[0], self.is_suspect = loss, False
 
     def _thrown(self) -> str | None:
@@ -220,11 +220,9 @@ _THROWN = 0.2  # of that: by so much the first updates have raised the loss
 class NoProgress(PlainState):
     """The losses have not fallen since a quarter of the run, and are still near those that it began with.
 
-    Or they fall, but only since the first updates have thrown them far up. Or they stand anywhere while the weights
-    still change by much of their norm: in healthy runs these have nearly settled by then. At later looks the losses may
-    fall meanwhile, as they do at a rate that is far too high, more slowly.
-    That is no alarm: many healthy losses stand. It asks for a trial of lower learning rates. The look
-    after one is at twice as many updates; after one that finds nothing to try, a quarter later.
+    Or they fall, but only since the first updates threw them up. Or they stand anywhere, or fall slowly at later looks,
+    while the weights still change by much of their norm: in healthy runs these have nearly settled by then. That is no
+    alarm, as many healthy losses stand: it asks for a trial of lower learning rates.
     """
 
     saved = ("_losses", "first", "_mean", "_seen")

@@ -105,8 +105,8 @@ def line(values: Sequence[float]) -> tuple[float, float, float]:
 class RewindCheck(PlainState):
     """From damage on, compares the run with the reference, until its loss was there for a whole window.
 
-    The window begins at `goal`, the step that the run had reached. The losses rewind with the run; the reference and
-    the goal do not, so that the run is compared with the same place whatever state it goes back to.
+    The window begins at `goal`, the step that the run had reached. The losses rewind with the run, reference and goal
+    do not: whatever state it goes back to, it is compared with the same place.
     """
 
     saved = ("_losses",)
@@ -138,10 +138,9 @@ class RewindCheck(PlainState):
         return self.reference.step if self.reference is not None else None
 
     def begin(self, reference: Reference | None, goal: int, since: int) -> None:
-        """Compare with `reference` from now on, unless an older one can still be trusted.
+        """Compare with `reference` from now on, unless an older one can still be trusted. All after `since` is damaged.
 
-        Everything newer than `since` is damaged. That is about the run's present course: a reference from before a
-        rewind stays trusted, unless the damage began before the two courses parted.
+        One from before a rewind stays trusted, unless the damage began before the two courses parted.
         """
         parted_before = self.came_from is not None and since >= self.came_from
         is_trusted = self.reference is not None and (self.reference.step <= since or parted_before)

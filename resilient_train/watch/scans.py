@@ -264,8 +264,8 @@ class Scans:
 class Replicas(Scan):
     """Compares weights, and moments of torch's optimizers, between ranks: with the same gradients they stay the same.
 
-    A flipped bit that no other scan can see is still a difference. Buffers are left out, since those of BatchNorm
-    differ. So are sharded weights, and those that the replication is configured to ignore.
+    A flipped bit that no other scan can see is a difference. Left out are buffers, as those of BatchNorm differ,
+    sharded weights, and those that the replication is configured to ignore.
     """
 
     def __init__(self, config: Every, unreplicated: Collection[str] | None) -> None:

@@ -9,8 +9,7 @@ import json
 import random
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from math import exp, inf, isfinite, isnan, nan, sin
-from types import SimpleNamespace
+from math import exp, inf, isfinite, nan, sin
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from resilient_train.types import Anomaly, Signal, Vitals
 from resilient_train.watch.checks import Checks, Finding
 from resilient_train.watch.config import ChecksConfig, named
 from resilient_train.watch.limit import NO_LIMIT
-from resilient_train.watch.vitals import UpdateHistory, mean_over_ranks
+from resilient_train.watch.vitals import UpdateHistory
 
 Curve = Iterable[tuple[float, float]]
 
@@ -513,15 +512,6 @@ def test_updates_are_known_further_back_than_snapshots_reach() -> None:
     assert updates.leap() is None
     assert len(run.checks.persistent_state()["path"]) == 2048
     assert len(updates.state_dict(9_000)) == 2048 + 8  # the first ones of the run
-
-
-def test_a_metric_that_is_infinite_in_both_directions_has_no_mean() -> None:
-    """It is inf on one rank and -inf on another: nan, and no exception."""
-    rows = [{"a": inf, "b": 1.0}, {"a": -inf}]
-    world: Any = SimpleNamespace(device="cpu", all_of=lambda mine: rows)
-    found = mean_over_ranks(world, rows[0])
-    assert isnan(found["a"])
-    assert found["b"] == 1.0
 
 
 # The configuration.

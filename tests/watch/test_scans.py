@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from resilient_train import Guard
 from resilient_train.types import Anomaly, Signal
 from resilient_train.watch.config import Every, NormsConfig, ScanConfig, named
-from resilient_train.watch.layout import nonfinite
 from resilient_train.watch.modes import NormStatistics
 from resilient_train.watch.scans import Scans
 from resilient_train.watch.weights import Path
@@ -631,27 +630,6 @@ def test_a_loop_may_shrink_its_weights_a_little() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- gradients
-
-
-@pytest.mark.parametrize(
-    ("norms", "said"),
-    [
-        ({"a.weight": NAN, "b.weight": INF}, "no gradient is finite"),
-        ({"a.weight": NAN, "b.weight": 2.0}, "the gradient of `a.weight` is not finite (1 of 2 weights)"),
-        (
-            {"a.weight": NAN, "b.weight": NAN, "b.bias": INF, "c.weight": 1.0},
-            "the gradients of `a.weight`, `b.weight` and `b.bias` are not finite "
-            "(3 of 4 weights, from `b` on backward)",
-        ),
-        (
-            {"a.weight": 1.0, "b.weight": NAN, "c": NAN, "d": NAN, "e": NAN},
-            "the gradients of `b.weight`, `c`, `d` and 1 more are not finite (4 of 5 weights)",
-        ),
-    ],
-)
-def test_the_weights_are_named(norms: dict[str, float], said: str) -> None:
-    """A few of them, how many there are, and where it began if that shows."""
-    assert nonfinite(norms) == said
 
 
 class Deep(nn.Module):
