@@ -134,7 +134,7 @@ class Guarding(Follower):
             if not isinstance(batch, NumberedBatch):
                 self.rows.append(())
             else:
-                healthy, rows = self.samples.healthy(batch.batch, batch.rows)
+                healthy, rows = self.samples.healthy(batch.own, batch.rows)
                 self.rows.append(rows)
                 batch = healthy if rows is batch.rows else send_to_device(healthy, self.trainer.args.device)
             yield batch
@@ -278,9 +278,8 @@ class Guarding(Follower):
         plain(model, trial)
         folder = Path(self.trainer._get_output_dir(trial)) / f"checkpoint-{self.trainer.state.global_step}"
         self.saved(folder)
-        run_dir = self.guard.reporter.place.directory
-        if run_dir is not None and self.trainer.args.should_save:
-            (folder / _NOTE).write_text(run_dir.name)
+        if self.trainer.args.should_save:
+            (folder / _NOTE).write_text(self.guard.reporter.directory.name)
 
     def _finalize_training(self, plain: Any, *args: Any, **more: Any) -> Any:
         self.examine(is_end=True)

@@ -36,8 +36,8 @@ class Guarded(Callback):  # type: ignore[misc]  # mypy skips Lightning
         self._updates: int | None = None  # that were made before a checkpoint; an older one does not say
 
     def state_dict(self) -> dict[str, Any]:
-        if self._fit is not None and (place := self._fit.place_of_run()) is not None:
-            self._name, self._updates = place[0].name, place[1]
+        if (fit := self._fit) is not None and fit.is_following:
+            self._name, self._updates = fit.guard.reporter.directory.name, fit.complete_updates
         return {"run_dir": self._name, "updates": self._updates}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -96,7 +96,7 @@ class Fit(Follower):
         self._rows: list[int] = []  # of the newest batch
         self._has_gradients = False  # a micro-batch of the newest update ran backward
         self._is_quiet = False  # nothing is logged
-        self._logged: Logged | None = None  # before the newest update
+        self._logged: Logged | None = None  # before the newest update, until that has landed
         self._output: dict[str, Any] | None = None  # of the last batch of the newest update, if it was retried
         self._examined = -1  # updates until the newest examination
         self._metrics: list[Metric] = []
@@ -148,11 +148,10 @@ class Fit(Follower):
         )
         self.guard.keep(**{f"average_{number}": one for number, one in enumerate(self._averages)})
 
-    def place_of_run(self) -> tuple[Path, int] | None:
-        """Return the run directory, and how many updates are complete, those that were left out included."""
-        if not self.is_following or (directory := self.guard.reporter.place.directory) is None:
-            return None
-        return directory, self.samples.newest_stop // self.samples.slicing.samples - self._is_open
+    @property
+    def complete_updates(self) -> int:
+        """How many updates were made, or left out, by all processes."""
+        return self.samples.newest_stop // self.samples.slicing.samples - self._is_open
 
     def _end(self, plain: Any) -> None:
         """End the guard before a callback takes over in `on_train_end`, for example with averages of the weights."""
@@ -170,7 +169,7 @@ class Fit(Follower):
     def _unnumbered(self, batch: Any) -> Any:
         if isinstance(batch, NumberedBatch):
             self._rows = [*batch.rows]
-            return batch.batch
+            return batch.own
         self._rows = []
         return batch
 
@@ -227,10 +226,6 @@ class Fit(Follower):
                 self._logged.restore()
                 self._output = {}
         self._is_quiet, self._logged = False, None
-
-    def leave_out(self) -> None:
-        super().leave_out()
-        self._logged = None
 
     def _log(self, plain: Any, *given: Any, **more: Any) -> None:
         if not self._is_quiet:

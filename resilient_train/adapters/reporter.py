@@ -294,7 +294,7 @@ class RunReporter:
         self.tracker.metrics(self.clock.tick, {f"eval/{name}": value for name, value in metrics.items()})
         if self._ending is not None and not self._is_over:  # many evaluate after the loop
             self._ending.eval = self.evaluated
-            write_summary(self._ending, self._directory)
+            write_summary(self._ending, self.directory)
 
     # At the end.
 
@@ -345,18 +345,18 @@ class RunReporter:
                 log.info("%s", line)
             return
         is_lost = error is not None and is_lost_peer(error)
-        why = endings.failure(self._directory) if is_lost else None
+        why = endings.failure(self.directory) if is_lost else None
         ending.why = why or (None if error is None else short_message(error))
         if why or not (is_lost or is_lost_device(error)):  # else the progress stays as if this process was killed
             self.progress.turned_to(Doing.ENDED)
-        write_summary(ending, self._directory)
+        write_summary(ending, self.directory)
 
     def fail(self, error: BaseException) -> None:
         """Report that an error ended the loop; a rank other than 0 leaves a note for rank 0."""
         # That a GPU was lost explains nothing: its samples may be to blame.
         is_known = isinstance(error, GaveUp | Stopped) or is_lost_peer(error) or is_lost_device(error)
         if self.place.rank and not (self._is_over or is_known):
-            endings.note_failure(self._directory, self.place.rank, short_message(error), in_training=True)
+            endings.note_failure(self.directory, self.place.rank, short_message(error), in_training=True)
         self.end(*status_and_code(error), error)
         self.conclude()
 
@@ -368,8 +368,8 @@ class RunReporter:
         _unreported.discard(self)
         if self._ending.status == "completed":
             log.info("%s", completed(self._ending))
-        print_review(self._directory)
-        finish_uploads(self.tracker, self._ending, self._directory)
+        print_review(self.directory)
+        finish_uploads(self.tracker, self._ending, self.directory)
 
     def closed(self, error: BaseException | None, planned: int | None, *, is_writing: bool = False) -> None:
         """Report that the caller closed the loop, perhaps by an error; the directory is free unless it `is_writing`."""
@@ -394,7 +394,7 @@ class RunReporter:
             self._ending.status, self._ending.exit_code = "failed", 1
             self._ending.why = "it was asked to stop, and no state could be written"
             log.error("%s", self._ending.why)
-            write_summary(self._ending, self._directory)
+            write_summary(self._ending, self.directory)
         self.conclude()
 
     def left(self, error: BaseException | None) -> None:
@@ -404,12 +404,12 @@ class RunReporter:
         if error is not None and self._ending is None:
             self.fail(error)
         elif self.place.rank and not self._is_over:
-            endings.note_failure(self._directory, self.place.rank, "left its loop, without an error", in_training=True)
+            endings.note_failure(self.directory, self.place.rank, "left its loop, without an error", in_training=True)
         self.end("ended", exit_code=1)  # by a break that was meant, or by sys.exit(1), which leaves no trace
         self.conclude()  # the directory stays locked until the process has ended: something may still be written
 
     @property
-    def _directory(self) -> Path:
+    def directory(self) -> Path:
         assert self.place.directory is not None
         return self.place.directory
 

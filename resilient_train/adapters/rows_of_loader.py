@@ -17,55 +17,53 @@ from torch.utils.data._utils.pin_memory import pin_memory as pinned
 from resilient_train.data.sequential import LoaderBatches, LoaderSamples
 
 
-class NumberedBatch:
+class _Like:
+    """Has what `own` has, but for what a class that is derived from this does in another way."""
+
+    own: Any
+
+    def __len__(self) -> int:
+        return len(self.own)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "own":  # not there yet: this is unpickled, from a worker or in one
+            raise AttributeError(name)
+        return getattr(self.own, name)
+
+
+class NumberedBatch(_Like):
     """A batch and the indices of its rows, which a callback that takes it from the loader can read as the batch."""
 
     def __init__(self, batch: Any, rows: Sequence[int]) -> None:
-        self.batch, self.rows = batch, rows
+        self.own, self.rows = batch, rows
 
     def __getitem__(self, key: Any) -> Any:
-        return self.batch[key]
+        return self.own[key]
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.batch)
-
-    def __len__(self) -> int:
-        return len(self.batch)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "batch":  # not there yet: a worker's batch is unpickled
-            raise AttributeError(name)
-        return getattr(self.batch, name)
+        return iter(self.own)
 
     def to(self, device: Any, non_blocking: bool = False, **more: Any) -> NumberedBatch:
-        return NumberedBatch(send_to_device(self.batch, device, non_blocking=non_blocking), self.rows)
+        return NumberedBatch(send_to_device(self.own, device, non_blocking=non_blocking), self.rows)
 
     def pin_memory(self, *device: Any) -> NumberedBatch:
-        return NumberedBatch(pinned(self.batch, *device), self.rows)  # type: ignore[no-untyped-call]
+        return NumberedBatch(pinned(self.own, *device), self.rows)  # type: ignore[no-untyped-call]
 
 
-class _NumberedRows:
+class _NumberedRows(_Like):
     def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
+        self.own = dataset
 
     def __getitem__(self, row: int) -> tuple[int, Any]:
-        return row, self.dataset[row]
+        return row, self.own[row]
 
     def __getitems__(self, rows: Sequence[int]) -> list[tuple[int, Any]]:
-        fetch_many = getattr(self.dataset, "__getitems__", None)
-        return [*zip(rows, fetch_many(rows) if fetch_many else map(self.dataset.__getitem__, rows), strict=True)]
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # not there yet: a worker is unpickling this
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
+        fetch_many = getattr(self.own, "__getitems__", None)
+        return [*zip(rows, fetch_many(rows) if fetch_many else map(self.own.__getitem__, rows), strict=True)]
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Change the data set: a callback may do so through its loader."""
-        setattr(self.dataset, name, value) if name != "dataset" else super().__setattr__(name, value)
+        setattr(self.own, name, value) if name != "own" else super().__setattr__(name, value)
 
 
 class _NumberedCollate:
@@ -94,10 +92,10 @@ def number_rows(loader: Any) -> tuple[Any, Callable[[list[Any]], Any]] | None:
     dataset, collate = getattr(base, "dataset", None), getattr(base, "collate_fn", None)
     has_index = hasattr(type(dataset), "__getitem__") and hasattr(type(dataset), "__len__")
     has_index &= not isinstance(dataset, IterableDataset)  # torch's class has __getitem__, which raises
-    if dataset is None or not has_index or collate is None or getattr(base, "batch_sampler", None) is None:
+    if not has_index or collate is None or getattr(base, "batch_sampler", None) is None:
         return None
     if isinstance(dataset, _NumberedRows):  # the trainer keeps its loader
-        return dataset.dataset, collate.collate
+        return dataset.own, collate.collate
     base.__dict__["dataset"] = _NumberedRows(dataset)  # torch's loaders refuse a plain assignment
     base.collate_fn = _NumberedCollate(collate, len(dataset))
     return dataset, collate
@@ -106,17 +104,17 @@ def number_rows(loader: Any) -> tuple[Any, Callable[[list[Any]], Any]] | None:
 def without_numbers(loader: Any) -> None:
     base = getattr(loader, "base_dataloader", loader)
     if isinstance(dataset := getattr(base, "dataset", None), _NumberedRows):
-        base.__dict__["dataset"] = dataset.dataset
+        base.__dict__["dataset"] = dataset.own
         base.collate_fn = base.collate_fn.collate
 
 
-class _Order:
+class _Order(_Like):
     """A batch sampler, from any of its batches on. A new iterator of a loader draws more before it than a used one."""
 
     begins = next = 0  # the numbers of the first batch of the epoch, and of the next one
 
     def __init__(self, batches: Any, seed_for: Callable[[int], None], generator: torch.Generator) -> None:
-        self._batches, self._seed_for, self._generator = batches, seed_for, generator
+        self.own, self._seed_for, self._generator = batches, seed_for, generator
         self.mark: list[Any] = []  # the state of the generator at the beginning of the epoch, and Accelerate's count
 
     def __iter__(self) -> Iterator[Any]:
@@ -124,17 +122,11 @@ class _Order:
         if self.mark[0] is None:
             self.mark[0] = self._generator.get_state()
         self._generator.set_state(self.mark[0])
-        order = islice(self._batches, self.next - self.begins, None)
+        order = islice(self.own, self.next - self.begins, None)
         first = [*islice(order, 1)]
         self._seed_for(self.next)
         yield from first
         yield from order
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._batches, name)
 
 
 class _NumberedLoader(LoaderBatches):
@@ -159,7 +151,7 @@ class _NumberedLoader(LoaderBatches):
 
     def fetch(self) -> list[tuple[Any, Sequence[int]]]:
         made = [batch for batch, _ in super().fetch()]
-        return [(one.batch, one.rows) if isinstance(one, NumberedBatch) else (one, ()) for one in made]
+        return [(one.own, one.rows) if isinstance(one, NumberedBatch) else (one, ()) for one in made]
 
     def begun(self) -> Iterator[Any]:
         """What an epoch depends on is noted at its first batch, and restored to continue within it."""

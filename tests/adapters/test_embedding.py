@@ -454,7 +454,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"clip": ClipConfig(None, math.nan)}, r"clip\.max_value=nan: must be a finite number"),
     ({"recovery": {"ladders": {"default": []}, "budget": {"share": math.nan}}}, r"recovery\.budget\.share=nan"),
-    ({"recovery": {"ladders": {"default": [["json.dumps"]]}}}, "json.dumps: is not a remedy: it is a function"),
+    ({"recovery": {"ladders": {"default": [["json.dumps"]]}}}, "json.dumps: is not a remedy: write a dataclass"),
 ]
 
 
