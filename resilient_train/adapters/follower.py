@@ -17,7 +17,7 @@ import torch
 
 from resilient_train.adapters import arguments
 from resilient_train.adapters.guard import Guard
-from resilient_train.adapters.rows_of_loader import number_rows, without_numbers
+from resilient_train.adapters.rows_of_loader import number_rows
 from resilient_train.data.fed import Fed, FedSamples
 from resilient_train.data.samples import Slicing
 from resilient_train.errors import TrainError
@@ -56,8 +56,7 @@ def refuse_bad_options(who: str, options: Mapping[str, Any]) -> None:
 class TrainersSettings(Schedule):
     """The settings of an optimizer's groups that the trainer's schedule made for the update at hand."""
 
-    def __init__(self) -> None:
-        self.now: Sequence[dict[str, Any]] = ()
+    now: Sequence[dict[str, Any]] = ()
 
     def settings(self, step: int) -> Sequence[dict[str, Any]]:
         return self.now
@@ -82,14 +81,14 @@ class Follower(ABC):
         self._loss: torch.Tensor | None = None  # of the newest micro-batch, until the next one begins
         self._saved: list[tuple[int, Path]] = []  # accepted updates, and checkpoints of the trainer after them
         self._replaced: list[tuple[Any, str, Any]] = []  # what there was in each instance
-        self._loaders: list[Any] = []  # whose batches carry the indices of their rows
-        self._dataset: Any = None  # of these, and how a batch is made of its rows
+        self._dataset: Any = None  # whose rows have an index, and how a batch is made of them
         self._collate: Callable[[list[Any]], Any] | None = None
 
     def number_rows(self, loader: Any) -> None:
         if (numbered := number_rows(loader)) is not None:
             self._dataset, self._collate = numbered
-            self._loaders.append(loader)
+            base = getattr(loader, "base_dataloader", loader)
+            self._replaced += [(base, "dataset", self._dataset), (base, "collate_fn", self._collate)]
 
     def _replace(self, owner: Any, name: str, method: Callable[..., Any], *, always: bool = False) -> None:
         """Let `method` take the place of one of an instance, which it gets as its first argument.
@@ -112,8 +111,6 @@ class Follower(ABC):
                 vars(owner).pop(name, None)
             else:
                 vars(owner)[name] = before
-        while self._loaders:
-            without_numbers(self._loaders.pop())
         self.close()
 
     def follow(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,15 @@ from accelerate import Accelerator
 from torch import nn
 
 from resilient_train import guard
-from resilient_train.adapters import arguments, loops
-from resilient_train.adapters.reporter import REPORT_EVERY, Place, Report, RunReporter, holders, place
+from resilient_train.adapters import arguments
+from resilient_train.adapters.reporter import REPORT_EVERY, Place, Report, RunReporter, holders, log_to_stderr, place
 from resilient_train.checkpoint.keeper import CheckpointKeeper
 from resilient_train.checkpoint.resume import Resume
 from resilient_train.computation import Loop
 from resilient_train.controls import Controls
 from resilient_train.data.rows import Collate
 from resilient_train.data.samples import Slicing
+from resilient_train.data.sequential import LoaderSamples
 from resilient_train.diagnose.replay import Replay
 from resilient_train.diagnose.search import Search
 from resilient_train.drills import Drill
@@ -54,6 +56,17 @@ _FROM_THE_START = (
     "make or load the same model on every rank before it is prepared, and change no weights after that; "
     "if the ranks are meant to differ, turn the check replicas off"
 )
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """An epoch, or the rest of one: iterate over it for its micro-batches."""
+
+    number: int  # from 0
+    batches: Callable[[], Iterator[Any]]
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.batches()
 
 
 class Guard(guard.EngineGuard):
@@ -115,7 +128,7 @@ class Guard(guard.EngineGuard):
         world, clock = arguments.world(accelerator), Clock()
         is_own_loop = home is None  # False: the command's, which reports its end itself
         if is_own_loop:
-            loops.log_to_stderr(world)
+            log_to_stderr(world)
         measured, self.steps, device, scaler = arguments.objective(objective), steps, world.device, accelerator.scaler
         batch_size = arguments.batch_size(batch_size, data, world)
         slicing = Slicing(batch_size, accelerator.gradient_accumulation_steps, world.rank, world.size)
@@ -193,8 +206,12 @@ class Guard(guard.EngineGuard):
             self._left: Path | None = None  # the state at the end of the loop
             self.is_looping = False  # a loop of the caller iterates over this now
             self._handled = sys.exc_info()[1]  # an error that the caller handles with this loop
-            waits = synchronous(updater.optimizers) if device.type != "cpu" else []
-            loops.log_cautions(samples, waits, has_objective=measured is not None)
+            if isinstance(samples, LoaderSamples) and not samples.rows:
+                log.info("data: bad rows have no names here: the update that has them is skipped")
+            if device.type != "cpu" and (waiting := " and ".join(synchronous(updater.optimizers))):
+                log.info("%s: not fused, so each step waits for the device; use fused=True if it is available", waiting)
+            if measured is None:
+                log.info("lines of code cannot be named without objective=: what guard.update takes cannot be replayed")
             self._loop_clips = LoopClipCheck()
             self._sees_clips = is_own_loop and world.is_main and measured is None and not samples.is_fed
         except BaseException:
@@ -227,7 +244,7 @@ class Guard(guard.EngineGuard):
         self.seeds.between(self.samples.position)
         return resumed
 
-    def epochs(self, count: int) -> Iterator[loops.Epoch]:
+    def epochs(self, count: int) -> Iterator[Epoch]:
         """Yield the epochs that remain of `count`; the first may be the rest of one.
 
         An epoch is as many updates as it takes to see all the data once. Without `steps` this plans the total.
@@ -240,7 +257,7 @@ class Guard(guard.EngineGuard):
             yield from self.batches_until(min(count * length, self.steps))
         for number in numbers:
             if not self.stopped:
-                yield loops.Epoch(number, partial(self.batches_until, min((number + 1) * length, self.steps)))
+                yield Epoch(number, partial(self.batches_until, min((number + 1) * length, self.steps)))
 
     def batches(self, steps: int | None = None) -> Iterator[Any]:
         """Yield micro-batches, on the device, until `steps` more updates are accepted; by default the rest of the plan.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import logging
 import os
 import sys
 import time
@@ -412,6 +413,26 @@ class RunReporter:
     def directory(self) -> Path:
         assert self.place.directory is not None
         return self.place.directory
+
+
+def log_to_stderr(world: World) -> None:
+    """Print incidents in a program that has not set up logging."""
+    if not log.handlers and log.level == logging.NOTSET and not logging.getLogger().handlers:
+        log.setLevel(logging.INFO if world.is_main else logging.ERROR)  # the other ranks would print the same
+        log.addHandler(_LastResort())
+
+
+class _LastResort(logging.Handler):
+    """Prints plain lines to stderr, above tqdm's bars, until the program sets up logging."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if logging.getLogger().handlers or getattr(record, "in_file_only", False):
+            return
+        line = f"resilient_train: {record.getMessage()}"
+        if tqdm := sys.modules.get("tqdm"):
+            tqdm.tqdm.write(line, file=sys.stderr)
+        else:
+            print(line, file=sys.stderr)
 
 
 @atexit.register

@@ -92,20 +92,13 @@ def number_rows(loader: Any) -> tuple[Any, Callable[[list[Any]], Any]] | None:
     dataset, collate = getattr(base, "dataset", None), getattr(base, "collate_fn", None)
     has_index = hasattr(type(dataset), "__getitem__") and hasattr(type(dataset), "__len__")
     has_index &= not isinstance(dataset, IterableDataset)  # torch's class has __getitem__, which raises
-    if not has_index or collate is None or getattr(base, "batch_sampler", None) is None:
+    if dataset is None or not has_index or collate is None or getattr(base, "batch_sampler", None) is None:
         return None
     if isinstance(dataset, _NumberedRows):  # the trainer keeps its loader
         return dataset.own, collate.collate
     base.__dict__["dataset"] = _NumberedRows(dataset)  # torch's loaders refuse a plain assignment
     base.collate_fn = _NumberedCollate(collate, len(dataset))
     return dataset, collate
-
-
-def without_numbers(loader: Any) -> None:
-    base = getattr(loader, "base_dataloader", loader)
-    if isinstance(dataset := getattr(base, "dataset", None), _NumberedRows):
-        base.__dict__["dataset"] = dataset.own
-        base.collate_fn = base.collate_fn.collate
 
 
 class _Order(_Like):
