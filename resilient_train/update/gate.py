@@ -125,10 +125,7 @@ class Gate:
         return None
 
     def _is_settled(self, optimizers: Sequence[Optimizer]) -> bool:
-        """Say whether every weight with a gradient has its state, or needs none.
-
-        A refused step would leave new state behind, and torch's fused SGD fills its momentum with garbage then.
-        """
+        """A refused step would leave new state behind, and torch's fused SGD fills its momentum with garbage then."""
         for optimizer in optimizers:
             weights, state = _with_gradient(optimizer), optimizer.state
             if state and all(map(state.get, weights)):  # the usual case, in every update: a loop in C
@@ -143,10 +140,7 @@ def _with_gradient(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def synchronous(optimizers: Sequence[Optimizer]) -> list[str]:
-    """Name the optimizers for which the host has to wait for the measurement: a refused step would change something.
-
-    A user's class may do more than the torch class it is derived from, and so may hooks.
-    """
+    """Name those for which the host has to wait: a user's class, or a hook, may do more than torch's class."""
     return [
         type(one).__name__
         for one in optimizers

@@ -101,10 +101,7 @@ class LoopSchedule(Schedule):
         return {"rates": [[step, *rates] for step, rates in self._rates.items()]}
 
     def load_state_dict(self, state: Any) -> None:
-        """Take what the loop of a run that is resumed had set, unless the rates that it began with are others now.
-
-        At a rewind, keep what the loop has set since. Older checkpoints have no rates.
-        """
+        """Take what the loop of a resumed run had set, unless this begins with other rates; a rewind takes nothing."""
         first, *changes = state.get("rates") or [[0, *self._rates[0]]]
         if len(self._rates) == 1 and first[1:] == self._rates[0]:
             self._rates |= {step: rates for step, *rates in changes}

@@ -183,10 +183,7 @@ class Turns:
         return self._rates
 
     def save(self, groups: Sequence[dict[str, Any]], before: Sequence[Mapping[str, Any]]) -> None:
-        """Copy the current optimizer and its weights, unless its step is surely the last, which the gate decides alone.
-
-        `before` has the settings of the groups before the turn: each step sets them to those of the turn.
-        """
+        """Copy the current optimizer and its weights, unless its step is the last: that one the gate decides alone."""
         if not self.has_stepped:
             self.has_stepped, self._groups, self.before = True, groups, before
         if self.current is None or self.is_complete or self.current in self._saved:
@@ -216,11 +213,9 @@ class Turns:
         return bool(saved)
 
     def keeping_graphs(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Let the guard change weights and buffers that a later loss of the turn needs for its backward.
+        """Let the guard change what a later loss of the turn needs for its backward, as after a forward for two losses.
 
-        The forward of a generator is often shared by both losses, and torch would raise an error in its backward.
-        Buffers are as before when it is over. Weights are so only if the turn is not dropped; else what the backward
-        computes is wrong, and ignored.
+        Buffers are as before when it is over, weights only if the turn is not dropped: else the backward is ignored.
         """
         if self.current is None:
             return nullcontext()

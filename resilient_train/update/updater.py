@@ -71,10 +71,7 @@ class Updater:
         over_ranks: Callable[[torch.Tensor], torch.Tensor] = lambda vector: vector,
         names: Mapping[int, str] | None = None,
     ) -> None:
-        """`gather` collects a vector from every rank; None if there is only one. `scaler` scales losses in float16.
-
-        `over_ranks` sums a number over the ranks, if weights are sharded. `names` are those of weights, by id.
-        """
+        """`gather` collects a vector from every rank; None: there is only one. `names` are those of weights, by id."""
         self._names = names or {}
         self._norms: list[tuple[list[str], torch.Tensor]] = []  # of the update so far
         self.optimizers, self.schedules = list(optimizers), list(schedules)
@@ -313,11 +310,7 @@ class Updater:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def _unscale(self, optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
-        """Divide the gradients by the loss scale, and return it.
-
-        An overflow needs no flag: a gradient that is not finite makes a norm that passes no gate. `scaler.update`
-        uses the scaler's own flags. Its `step` is not used: it would read them on the host.
-        """
+        """Return the loss scale. The gate refuses an overflow: the scaler's `step` would read it on the host."""
         if self.scaler is None:
             return []
         scale = self.scaler._get_scale_async()
@@ -339,11 +332,7 @@ def _built_state(optimizer: Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
 
 
 def _digest_of_rates(settings: Settings) -> int:
-    """Digest the rates of an update, for ranks to compare.
-
-    To a hundredth: the last digit may differ between machines, and replicas are compared as well. Of the logarithms,
-    so that no round rate lies where one digest ends and the next begins.
-    """
+    """To a hundredth, as the last digit differs between machines; of logarithms: no round rate is at a border."""
     rates = [setting["lr"] for setting in settings]
     logs = [round(200 * math.log(rate)) for rate in rates if isinstance(rate, float) and 0 < rate < math.inf]
     return crc32(repr(logs).encode()) % DIGESTS
