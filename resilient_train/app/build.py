@@ -183,7 +183,7 @@ def _optimizers(node: dict[str, Any], model: nn.Module) -> list[Optimizer]:
     no_decay = node.get("no_decay") or []
     node = {key: value for key, value in node.items() if key != "no_decay"}
     target = compose.check_target("optimizer", node, given=1)
-    takes_model = next(iter(compose.parameters(target) or ()), None) == "model"
+    takes_model = next(iter(compose.parameters(target)), None) == "model"
     built = compose.build("optimizer", node, model if takes_model else parameter_groups(model, no_decay=no_decay))
     optimizers = list(built) if isinstance(built, list | tuple) else [built]
     for optimizer in optimizers:
@@ -196,7 +196,7 @@ def _schedule(node: dict[str, Any], optimizer: Optimizer) -> Schedule:
     warmup_steps = checked("schedule.warmup_steps", node.get("warmup_steps", 0), int, {"at_least": 0})
     key, path = "schedule._target_", node.get("_target_")
     target = find(key, path)
-    parameters = list(compose.parameters(target) or ())
+    parameters = list(compose.parameters(target))
     if "warmup_steps" not in parameters:
         node = {key: value for key, value in node.items() if key != "warmup_steps"}
     compose.check_target("schedule", node, given=1)

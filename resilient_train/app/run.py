@@ -345,11 +345,8 @@ def _place_of(hang: Hang) -> tuple[str, bool]:
         if is_users(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}", True
     for frame in hang.frames:  # user code may run in a worker of the data loader
-        workers = getattr(frame.f_locals.get("self"), "_workers", [])
-        if workers and frame.f_code.co_filename.endswith(_LOADER):
-            pids = ", ".join(str(one.pid) for one in workers)
-            waits = f"it waits for a batch from the workers of the data loader (processes {pids})"
-            return f"no line of yours: {waits}", False
+        if frame.f_code.co_filename.endswith(_LOADER) and getattr(frame.f_locals.get("self"), "_workers", None):
+            return "no line of yours: it waits for a batch from the workers of the data loader", False
     return "no line of yours", False
 
 

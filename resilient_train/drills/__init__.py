@@ -22,7 +22,6 @@ from resilient_train.drills.faults import (
     LossSpike,
     NanBatch,
     NanGrad,
-    Spoils,
     TickFault,
     WithBadRows,
     parse,
@@ -115,7 +114,7 @@ class Drill:
         for fault in self._striking("state", place, model, optimizers, can_check=place.step > 2):
             fault.spoil(place.tick, model, optimizers)
 
-    def _striking(self, what: Spoils, place: UpdatePlace, *things: Any, can_check: bool = True) -> Iterator[Any]:
+    def _striking(self, what: str, place: UpdatePlace, *things: Any, can_check: bool = True) -> Iterator[Any]:
         """Yield the faults that act here, after each was journalled.
 
         They act on all micro-batches of an update, and again where it is retried with its tick, but for those of the

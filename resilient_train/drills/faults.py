@@ -27,8 +27,6 @@ from resilient_train.state.randomness import preserved
 from resilient_train.state.tree import local_part, rebuilt
 from resilient_train.wording import counted
 
-Spoils = Literal["batch", "loss", "gradients", "rate", "state"]  # state: weights, moments or the process
-
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
@@ -53,7 +51,7 @@ class TickFault(Fault):
     at: Sequence[int] = limited((), at_least=1)  # ticks
     rank: int | Literal["all"] = limited(0, at_least=0)
 
-    spoils: ClassVar[Spoils]
+    spoils: ClassVar[str]  # batch, loss, gradients, rate; state: weights, moments or the process
 
     def __post_init__(self) -> None:
         super().__post_init__()
