@@ -18,12 +18,10 @@ import pytest
 from command import MINE
 from flaky_mlflow import Door
 from fork_server import ENVIRONMENT, Forked, python
-from stories import incident
 
 from resilient_train.__main__ import main
 from resilient_train.app import VERBS
 from resilient_train.app.terminal import Terminal, fail_safe, survive_hangup
-from resilient_train.record.incident_log import IncidentLog
 from resilient_train.wording import PROGRESS, log
 
 LONG = [*MINE, "run.steps=300", "run.log_every=1", "run.name=run", "checkpoint.disk.every=0"]
@@ -59,35 +57,6 @@ def test_a_command_line_ends_with_its_own_code_when_nobody_hears_it(tmp_path: Pa
     assert (told.returncode, told.stderr) == (0, "")
     assert subprocess.run([*command, "run.stesp=1"], **place, stdout=write, stderr=write).returncode == 2
     os.close(write)
-
-
-@pytest.fixture
-def long_run(tmp_path: Path) -> Path:
-    """A run with more to tell than a pipe holds."""
-    place = tmp_path / "long"
-    place.mkdir()
-    book = IncidentLog(place)
-    (place / "config.yaml").write_text("run: {steps: 300}\n")
-    for number in range(1, 301):
-        book.add(incident(number, None))
-        book.close(incident(number))
-    book.close_files()
-    (place / "summary.json").write_text('{"status": "completed", "exit_code": 0, "steps": 300}')
-    return place
-
-
-def test_incidents_end_quietly_when_the_reader_has_read_enough(long_run: Path) -> None:
-    """As with `| head -1`."""
-    command = [sys.executable, "-m", "resilient_train", "incidents", str(long_run), "--follow"]
-    with subprocess.Popen(
-        command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        assert process.stdout.readline()
-        process.stdout.close()
-        assert process.stderr.read() == ""
-        assert process.wait(60) == -signal.SIGPIPE
 
 
 def test_a_broken_pipe_is_left_to_the_users_code(monkeypatch: pytest.MonkeyPatch) -> None:
