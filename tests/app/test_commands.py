@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -21,15 +20,9 @@ from resilient_train.tracking.story import read_story
 
 RMSE = "objective._target_=user_programs.mse_and_more"
 LR = "torch.optim.lr_scheduler"
+pytestmark = pytest.mark.usefixtures("here")
 FIELDS = {"status", "exit_code", "steps", "ticks", "steps_lost", "final_loss", "eval", "incidents", "seconds"}
 FIELDS |= {"step_ms", "trial_updates", "weights_sha256", "state_sha256", "mlflow", "first_loss", "verdict"}
-
-
-@pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.chdir(tmp_path)
-    yield tmp_path
-    torch.use_deterministic_algorithms(False)
 
 
 def runs() -> list[str]:
@@ -104,15 +97,15 @@ def test_another_experiment_never_meets_the_directory() -> None:
     assert names[0] == names[-1]
 
 
-def test_a_resume_that_fails_keeps_the_counts_of_the_run(run_command: command, place: Path) -> None:
+def test_a_resume_that_fails_keeps_the_counts_of_the_run(run_command: command, here: Path) -> None:
     """It made no update, so the status is its error, at the step that the run has reached."""
-    assert train(run_command, place / "run", 10).code == 0
-    shutil.rmtree(place / "run" / "checkpoints")
-    failed = train(run_command, place / "run", 20)
-    kept = failed.summary(place / "run")
+    assert train(run_command, here / "run", 10).code == 0
+    shutil.rmtree(here / "run" / "checkpoints")
+    failed = train(run_command, here / "run", 20)
+    kept = failed.summary(here / "run")
     assert (failed.code, kept["status"], kept["steps"], kept["ticks"]) == (1, "failed", 10, 10)
     assert kept["final_loss"] is not None
-    assert read_story(place / "run").step == 10
+    assert read_story(here / "run").step == 10
 
 
 def test_every_job_of_a_sweep_has_its_own_directory(run_command: command) -> None:

@@ -234,19 +234,11 @@ def test_a_request_that_comes_while_the_interpreter_ends_changes_nothing(tmp_pat
     assert done.returncode == 0, done.stderr
 
 
-def agent(place: Path, *overrides: str) -> Launched:
-    return Launched(place, 1, *MINE, "run.dir=run", *overrides, restarts=2)
-
-
-def starts(run_dir: Path) -> int:
-    log = run_dir / "train.log"
-    return log.read_text().count(" resilient_train 0.") if log.exists() else 0
-
-
 def test_an_agent_does_not_restart_what_would_end_the_same_way(tmp_path: Path, capsys: Said) -> None:
     """For the agent it went well; `status` has the true exit code."""
-    with agent(tmp_path, "drill=nan_grad", "recovery=off", "run.steps=20") as launched:
+    own = [*MINE, "run.dir=run", "drill=nan_grad", "recovery=off", "run.steps=20"]
+    with Launched(tmp_path, 1, *own, restarts=2) as launched:
         assert launched.wait() == 0
-    assert starts(tmp_path / "run") == 1
+    assert (tmp_path / "run/train.log").read_text().count(" resilient_train 0.") == 1
     code, line = told(capsys, tmp_path / "run")
     assert (code, line.startswith("Gave up")) == (3, True)

@@ -16,12 +16,8 @@ from resilient_train.errors import ConfigError
 from resilient_train.tracking.story import read_story
 
 SMALL = ["model=mlp", "data=digits", "objective=classification", "run.steps=12", "run.name=one", "tracking=none"]
+pytestmark = pytest.mark.usefixtures("here")
 NOTE = shlex.join([sys.executable, "-c", "import sys; open('alert.json', 'a').write(sys.stdin.read())"])
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def quoted(words: str) -> str:
