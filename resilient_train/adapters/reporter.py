@@ -125,7 +125,7 @@ def _claim(named: Path, locks: list[DirectoryLock], *, resumes: bool) -> Path:
                 if _close_older(path):
                     return _claim(named, locks, resumes=resumes)
                 raise DirectoryInUse(path, "another guard of this process", "call its close() first") from None
-            raise DirectoryInUse(path, error.holder, "wait for it to end, or choose another run_dir") from None
+            raise
         except FileExistsError:
             if not path.is_dir():
                 raise ConfigError("run_dir", named, "is a file, expected a directory") from None

@@ -50,7 +50,7 @@ class DirectoryLock:
         self._descriptors.append(descriptor)
         _held.add(descriptor)
         if not _taken(descriptor):
-            advice = "wait for it to end, or start another run with run.name=..."
+            advice = "wait for it to end, or choose another directory"
             raise DirectoryInUse(directory, _holder(directory / LOCK), advice)
 
     def release(self) -> None:

@@ -90,7 +90,7 @@ _IDENTITY = ("model.", "data.", "objective.", "optimizer.", "schedule.", "run.se
 FIXED = ("model._target_", "data.train.", "data.shuffle", "optimizer._target_", "run.seed")
 
 _PLACE = ("run.name", "run.dir", "run.resume")  # where the run is
-_FEW, _LONG = 3, 200  # lines, characters
+_FEW = 3  # changes of a policy that are listed
 
 # Parameters for a tracker: what people compare runs by.
 _GROUPS = ("model", "data", "objective", "optimizer", "schedule", "recovery", "checks", "drill", "experiment")
@@ -113,7 +113,7 @@ def describe_changes(changes: Mapping[str, str]) -> list[str]:
     lines = [f"{key}: {how}" for key, how in changes.items()]
     for node, what in (("recovery", "another policy"), ("checks", "other checks")):
         below = [line for line in lines if line.startswith(f"{node}.")]
-        if len(below) > _FEW or any(len(line) > _LONG for line in below):
+        if len(below) > _FEW:
             lines = [line for line in lines if line not in below] + [f"{node}: {what}"]
     return lines
 
