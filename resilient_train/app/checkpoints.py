@@ -1,7 +1,4 @@
-"""`resilient-train checkpoints RUN_DIR`: list the checkpoints of a run, verify and export them.
-
-It reads every file of every checkpoint; it changes nothing in the run directory and executes nothing from it.
-"""
+"""`resilient-train checkpoints RUN_DIR`: read all of every checkpoint to verify it, or export the newest."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`resilient-train incidents RUN_DIR`: whether a run is all right, and its incidents.
-
-It reads what the run has written, also while the run is at work, and changes nothing.
-"""
+"""`resilient-train incidents RUN_DIR`: whether a run is all right, and its incidents, also while it is at work."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`resilient-train status RUN_DIR`: the status of a run in one line, with the run's own exit code.
-
-It changes nothing, and needs neither torch nor the run's code. Launchers hide the exit code of a run; this one is true.
-"""
+"""`resilient-train status RUN_DIR`: the status of a run in a line, with its own exit code, which launchers hide."""
 
 from __future__ import annotations
 

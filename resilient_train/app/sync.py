@@ -1,8 +1,4 @@
-"""`resilient-train sync RUN_DIR`: upload to MLflow what it does not have yet.
-
-It works from any machine that has the directory, and uploads nothing twice. With --follow it uploads while the run
-lasts; a tracked run starts such a process itself.
-"""
+"""`resilient-train sync RUN_DIR`: upload to MLflow what it lacks. A tracked run starts such a process itself."""
 
 from __future__ import annotations
 

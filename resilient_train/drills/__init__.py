@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +26,7 @@ from resilient_train.drills.faults import (
     parse,
 )
 from resilient_train.errors import ConfigError
+from resilient_train.wording import log
 
 # fmt: off
 __all__ = [
@@ -34,8 +34,6 @@ __all__ = [
     "NanGrad", "UpdatePlace", "parse",
 ]
 # fmt: on
-
-_log = logging.getLogger("resilient_train")
 
 _APART = 10**12  # firing 3_000000000100 is that of the fault with index 3 at tick 100
 _MOST_ROWS = 100_000  # more bad rows than this are not listed in the journal
@@ -141,7 +139,7 @@ class Drill:
         if self._has_fired(number):
             return False
         self._fired(number, fault.name, tick, **more)
-        _log.info("drill: %s, on purpose%s", fault.name, f", at tick {tick}" if tick else "")
+        log.info("drill: %s, on purpose%s", fault.name, f", at tick {tick}" if tick else "")
         return True
 
     def _is_possible(self, index: int, fault: Fault, *things: Any) -> bool:
@@ -151,6 +149,6 @@ class Drill:
             return True
         if not fault.optional:
             raise ConfigError("drill", fault.name, why)
-        _log.warning("drill: %s is left out: %s", fault.name, why)
+        log.warning("drill: %s is left out: %s", fault.name, why)
         del self._faults[index]
         return False

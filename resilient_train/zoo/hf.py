@@ -1,7 +1,4 @@
-"""Any causal language model of transformers and any data set of datasets; both packages load on first use only.
-
-They come with `pip install 'resilient-train[hf]'`.
-"""
+"""Causal language models of transformers and data sets of datasets, which load on first use: the extra `hf`."""
 
 from __future__ import annotations
 
@@ -17,10 +14,8 @@ from resilient_train.reader import find, similar
 def hf_causal_lm(name: str, pretrained: bool = False, dtype: str = "float32", **overrides: Any) -> nn.Module:
     """Build a causal language model of transformers, with random weights or with `pretrained` ones.
 
-    `name` is a model type (gpt2, llama, ...), a local folder, or a name on the Hugging Face hub. A model type with
-    `pretrained` means the hub's model of that name. Everything else overrides a field of the config. Weights become
-    float32 unless `dtype` says otherwise, however they are stored: small updates vanish in bfloat16 weights, and mixed
-    precision is the accelerator's job.
+    `name` is a model type (gpt2, llama, ...), a local folder, or a name on the Hugging Face hub; `overrides` are fields
+    of its config. Weights become float32 unless `dtype` says otherwise: small updates vanish in bfloat16 weights.
     """
     import transformers
 

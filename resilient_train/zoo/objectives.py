@@ -47,10 +47,9 @@ def regression(model: Model, batch: Any) -> Outcome:
 def language_model(model: Model, batch: Any) -> Outcome:
     """Cross-entropy of the next token, in fp32, over rows of token ids [batch, time].
 
-    A batch is the ids, a tuple that begins with them, or a mapping with `input_ids` and optionally `labels`
-    (transformers' way: aligned with the ids, shifted here, -100 where there is no target) and `attention_mask`
-    (0 where there is no target). The model sees the ids alone, so padding belongs on the right, where a causal model
-    never looks. A batch without any target has loss 0 rather than 0/0.
+    A batch is the ids, a tuple that begins with them, or a mapping with `input_ids` and optionally `labels` (aligned
+    with the ids, -100 where there is no target) and `attention_mask` (0 where there is none). The model sees the ids
+    alone, so padding belongs on the right. A batch without any target has loss 0 rather than 0/0.
     """
     entries: Mapping[Any, Any] = {}
     if isinstance(batch, Mapping):

@@ -1,7 +1,4 @@
-"""The configuration of the command, and all of its use of Hydra.
-
-Types and limits of every node are here; the defaults are in `conf/`, with their comments.
-"""
+"""Types and limits of every node of the configuration; the defaults are in `conf/`, with their comments."""
 
 from __future__ import annotations
 
