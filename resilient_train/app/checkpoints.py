@@ -11,7 +11,8 @@ from resilient_train.app.terminal import print_line, print_table
 from resilient_train.checkpoint.store import CANDIDATE, DEMOTED, VERIFIED, Damaged, Entry, Store, verify
 from resilient_train.checkpoint.weights import NotExportable, export_weights
 from resilient_train.record.endings import CHECKPOINTS, is_run
-from resilient_train.record.journal import JOURNAL, read
+from resilient_train.record.journal import JOURNAL
+from resilient_train.record.run_history import history_of
 from resilient_train.wording import duration
 
 _HELP = """\
@@ -48,7 +49,7 @@ def _list(run_dir: Path) -> int:
             found.append((entry, kind, damage))
     resume, kind = next(((one.path.name, kind) for one, kind, _ in found if kind in (VERIFIED, CANDIDATE)), (None, ""))
     are_demoted = bool(found) and all(kind == DEMOTED for _, kind, _ in found)
-    is_stuck = resume is None and not are_demoted and (bool(found) or _were_written(run_dir))
+    is_stuck = resume is None and not are_demoted and (bool(found) or history_of(run_dir).has_saved)
     print_table([_row(*one) for one in found])
     if resume is not None:
         print_line(f"a resume would load {resume}{', and finish verifying it' if kind == CANDIDATE else ''}")
@@ -67,17 +68,8 @@ def _row(entry: Entry, kind: str, damage: str) -> list[str]:
     if (manifest := entry.manifest) is None:
         return [entry.path.name, kind, "", "", "", damage]
     size = sum(one.size for one in manifest.files.values()) / 1e6
-    processes = f"{manifest.world} processes" if manifest.world > 1 else ""
     age = f"{duration(max(0.0, time.time() - manifest.at / 1000))} old"
-    return [entry.path.name, kind, f"step {manifest.step:,}", f"{size:,.2f} MB", age, damage or processes]
-
-
-def _were_written(run_dir: Path) -> bool:
-    """Say whether the journal has a checkpoint: a run that never wrote one begins at its first step."""
-    try:
-        return any(entry["kind"] == "checkpoint_saved" for entry in read(run_dir / JOURNAL))
-    except OSError:
-        return False
+    return [entry.path.name, kind, f"step {manifest.step:,}", f"{size:,.2f} MB", age, damage]
 
 
 def _export(run_dir: Path, to: Path) -> int:

@@ -15,7 +15,8 @@ from resilient_train.errors import ConfigError, DirectoryInUse
 from resilient_train.files import commit_text, is_left_over, read_plain, remove, sync_directory
 from resilient_train.ranks.lock import LOCK, DirectoryLock
 from resilient_train.record.endings import CHECKPOINTS, CONFIG, SUMMARY, read_ending
-from resilient_train.record.journal import JOURNAL, read
+from resilient_train.record.journal import JOURNAL
+from resilient_train.record.run_history import history_of
 from resilient_train.secrets import masked
 
 _LAUNCH = ".launch"
@@ -67,7 +68,8 @@ def claim(
             done, status = summary.get("steps"), summary.get("status")
             is_complete = isinstance(done, int) and done >= steps and status == "completed"
             is_finished = is_complete or (status == "gave_up" and not differs)
-            if is_finished and (resume == "auto" or (resume != "never" and masked(resume) in _sources(candidate))):
+            is_same = resume == "auto" or (resume != "never" and masked(resume) in history_of(candidate).sources)
+            if is_finished and is_same:
                 return RunDirectory(candidate, finished=summary, changes=differs), lock
             found = RunDirectory(candidate, resumes=True, changes=differs)
         if (launch := _launch()) is not None:  # so that its restarts are recognized, and can be waited for
@@ -96,14 +98,6 @@ def _locked(path: Path) -> tuple[bool, DirectoryLock]:
         return is_new, lock
     except OSError as error:
         raise ConfigError("run.dir", path, f"cannot be written: {error.strerror or error}") from error
-
-
-def _sources(run_dir: Path) -> set[str]:
-    """Return the checkpoints that the user told the run to resume from."""
-    try:
-        return {str(entry.get("source")) for entry in read(run_dir / JOURNAL) if entry["kind"] == "taken_up_from"}
-    except OSError:
-        return set()
 
 
 def _launch() -> str | None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
-from resilient_train.record.journal import Entry, Journal
+from resilient_train.record.journal import JOURNAL, Entry, Journal, read
 from resilient_train.types import Anomaly, Cause, Diagnosis, Incident, Outcome, Signal
 
 _LEAVE_DAMAGE = {"loss_spike", "hot_lr", "bit_flip", "bad_moments"}  # drills whose damage may be noticed later
@@ -80,6 +82,15 @@ class RunHistory:
             case {"kind": "drill_fired", "drill": int(number), "name": str(fault), "tick": int(tick)}:
                 rows = None if entry.get("rows") is None else frozenset(entry["rows"])
                 self._fired.append(FiredDrill(number, fault, tick, entry.get("until", tick), rows))
+
+
+def history_of(run_dir: Path) -> RunHistory:
+    """Read what a run has noted; nothing of a journal that cannot be read."""
+    history = RunHistory(None)
+    with suppress(OSError):
+        for entry in read(run_dir / JOURNAL):
+            history.recall(entry)
+    return history
 
 
 def _with_earlier(remedies: Mapping[str, Any], earlier: Mapping[str, Any] | None) -> dict[str, Any]:
