@@ -47,11 +47,7 @@ class MicroBatchSizer:
         progress.clear(self._place, OutOfMemory)
 
     def make_smaller(self, step: int, evidence: str) -> None:
-        """Halve the micro-batches from now on, because an update did not fit. Raises TrainError if that is impossible.
-
-        With several processes it always raises: the others wait in a collective, so all have to end. A note makes the
-        next start halve the micro-batches on all ranks.
-        """
+        """Halve the micro-batches. Of several processes, leave a note and raise: the others wait in a collective."""
         what, halved = f"out of memory in update {step}: {evidence}", self._samples.slicing.halved()
         incidents, policy = self._recovery.incident_log.incidents, self._recovery.policy
         is_exhausted = sum(one.anomaly.signal is Signal.OUT_OF_MEMORY for one in incidents) >= policy.halvings

@@ -122,10 +122,7 @@ _LIMITS = {"at_least": "at least", "above": "greater than", "at_most": "at most"
 
 
 def read(kind: type[T], tree: Any, key: str) -> T:
-    """Build a dataclass from the mapping at `key`, which is empty for a whole configuration.
-
-    A field with `read` in its metadata is read by that function of key and value; nested dataclasses by this one.
-    """
+    """Build a dataclass from the mapping at `key`; a `read` in the metadata of a field is called with key and value."""
     known = {field.name: field for field in dataclasses.fields(kind) if field.init}  # type: ignore[arg-type]
     given, prefix = mapping(tree, key, known), f"{key}." if key else ""
     values, types_of = {}, hints(kind)  # type: ignore[arg-type]

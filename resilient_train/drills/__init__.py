@@ -59,10 +59,7 @@ class Drill:
         has_fired: Callable[[int], bool] = lambda number: False,
         fired: Callable[..., None] = lambda number, name, tick, **more: None,
     ) -> None:
-        """`has_fired(number)` covers the whole run, restarts included; `fired(number, name, tick)` journals a firing.
-
-        It gets `until`, the last tick of a fault, or `rows`, the bad ones, too.
-        """
+        """`has_fired(number)` covers restarts; `fired(number, name, tick)` also gets `until`, a tick, or bad `rows`."""
         self._faults = dict(enumerate(faults))
         self._has_fired, self._fired = has_fired, fired
         self._struck: dict[int, int] = {}  # the tick at which each fault struck last
