@@ -67,10 +67,7 @@ class Resumption:
         self.samples_per_process = slicing.batch_size * slicing.accumulation
 
     def plan(self, incidents: Sequence[Incident], crashes: int, *, is_explained: bool) -> ResumePlan:
-        """Find the checkpoint to resume from, and say how the previous process ended if nothing else does.
-
-        After `crashes` unexplained ends in a row at the same samples, these are skipped.
-        """
+        """Find the checkpoint to resume from; skip samples at which `crashes` processes in a row ended unexplained."""
         history, last = self.history, self.progress.last
         hung = ""
         if noted := progress.found(self.directory, Hung):  # by ranks that could not report it to rank 0

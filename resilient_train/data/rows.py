@@ -139,10 +139,7 @@ def _without_bad_rows(
     rows: RepeatableBatches,
     retries: Retries,
 ) -> Made | None:
-    """Make the batch without rows that raise by themselves, or that do not collate; None if `others` raise as well.
-
-    There are as many rows as before, because a collate function may rely on their number.
-    """
+    """Make the batch of as many rows, without those that raise or do not collate; None if `others` do so as well."""
 
     def made(some: Sequence[Key]) -> tuple[Any, Exception | None]:
         try:
@@ -179,9 +176,9 @@ Collate = Callable[[list[Any]], Any]
 class RepeatableBatches:
     """Fetches and collates the rows of one micro-batch, each with the random numbers that belong to it.
 
-    Seeding three generators for every row costs more than many a row, and most data sets draw no random numbers. So
-    rows are fetched without seeding until a batch draws some. That batch is fetched again, and from then on every row
-    is seeded. The process's generators are left in any state: each update seeds them afterwards.
+    Seeding for every row costs more than many a row, and most data sets draw no random numbers. So rows are fetched
+    without it until a batch draws some, which is fetched again. The process's generators are left in any state: each
+    update seeds them afterwards.
     """
 
     def __init__(self, dataset: Any, collate: Collate) -> None:

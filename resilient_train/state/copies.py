@@ -82,8 +82,7 @@ class Copier:
 class Frozen:
     """Finds the frozen weights that have not changed, and keeps one copy of each for all snapshots.
 
-    Frozen does not mean constant: the loop may update teachers and target networks. A weight that has changed once is
-    copied for every snapshot from then on, like a trained one.
+    One that the loop changes, such as a teacher's, is copied for every snapshot from then on, like a trained one.
     """
 
     def __init__(self) -> None:
