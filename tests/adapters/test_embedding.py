@@ -459,11 +459,9 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("given", "line"), BAD_ARGUMENTS, ids=[line[:40] for _, line in BAD_ARGUMENTS])
-def test_a_wrong_argument_is_named(
-    given: dict[str, Any], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("here")
+def test_a_wrong_argument_is_named(given: dict[str, Any], line: str) -> None:
     """With what is expected, in one line, before anything runs; without the error behind it, which says less."""
-    monkeypatch.chdir(tmp_path)
     loops = Loops()
     arguments = {"accelerator": loops.accelerator, "model": loops.model, "optimizer": loops.optimizer}
     arguments |= {"data": rows(), "batch_size": 16, **given}

@@ -18,6 +18,8 @@ from resilient_train.app import examine
 from resilient_train.app.config.compose import load
 from resilient_train.tracking.story import read_story
 
+pytestmark = pytest.mark.usefixtures("here")
+
 RMSE = "objective._target_=user_programs.mse_and_more"
 LR = "torch.optim.lr_scheduler"
 pytestmark = pytest.mark.usefixtures("here")

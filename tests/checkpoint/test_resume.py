@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from command import Outcome, command
+from command import MINE, Outcome, command
 from kills import (
     Nursery,
     after,
@@ -44,9 +44,7 @@ EVERY, MEMORY, PROOF, KEEP = 20, 10, 12, 2
 DISK = [f"checkpoint.disk.every={EVERY}", f"checkpoint.memory.every={MEMORY}", f"checkpoint.verify_after={PROOF}"]
 DISK += [f"checkpoint.disk.keep={KEEP}"]
 
-MINE = ["model=custom", "model._target_=user_programs.Plain", "data=custom", "data.train._target_=user_programs.Fixed"]
-MINE += ["objective=custom", "objective._target_=user_programs.mse_and_more", "accelerate.cpu=true", "tracking=none"]
-MINE += ["schedule=constant", "run.dir=run"]
+OWN = [*MINE, "objective._target_=user_programs.mse_and_more", "schedule=constant", "run.dir=run"]
 
 
 # ---------------------------------------------------------------------------------------------------------------- kills
@@ -172,26 +170,26 @@ def test_what_may_change_is_taken_and_what_cannot_is_refused(here: Path, run_com
 
     With what may change the run resumes where it was, says so, and its config.yaml says what holds now.
     """
-    assert run_command([*MINE, "run.steps=40"]).code == 0
+    assert run_command([*OWN, "run.steps=40"]).code == 0
     written = [one for one in Path("run").rglob("*") if one.suffix in (".json", ".yaml", ".safetensors")]
     before = {one: one.read_bytes() for one in written if one.name != "refused.json"}
     for override, told in FIXED.items():
-        refused = run_command([*MINE, "run.steps=50", override])
+        refused = run_command([*OWN, "run.steps=50", override])
         assert refused.code == 2, refused.stdout
         (line,) = refused.stderr.strip().splitlines()
         assert told.lower() in line.lower()
-    assert run_command([*MINE, "run.steps=5", "run.resume=never"]).code == 0
+    assert run_command([*OWN, "run.steps=5", "run.resume=never"]).code == 0
     assert taken_up_at(Path("run-2")) == []
     assert {one: one.read_bytes() for one in before} == before
 
-    again = run_command([*MINE, "run.steps=50", *CHANGED])
+    again = run_command([*OWN, "run.steps=50", *CHANGED])
     assert again.code == 0, again.stderr
     for told in ("run.steps: 40 there, 50 here", *CHANGED.values()):
         assert f"changed: {told}" in again.stdout
     assert "lr 5.00e-04" in again.stdout
     assert "lr 1.00e-03" not in again.stdout, "what a checkpoint holds of the old rate does not come back with it"
     assert taken_up_at(Path("run")) == [40]
-    once_more = run_command([*MINE, "run.steps=55", *CHANGED])
+    once_more = run_command([*OWN, "run.steps=55", *CHANGED])
     assert not any(f"changed: {told}" in once_more.stdout for told in CHANGED.values())
 
 
@@ -201,14 +199,14 @@ def test_more_steps_are_as_if_they_had_been_asked_for_at_once(here: Path, run_co
     So it is where another run is resumed, named by its directory or by one of its checkpoints: that one stays as it is.
     """
     for what in (str(here), "nowhere"):
-        outcome = run_command([*MINE, "run.steps=40", f"run.resume={what}"])
+        outcome = run_command([*OWN, "run.steps=40", f"run.resume={what}"])
         assert outcome.code in (1, 2)
         assert f"run.resume={what}: " in outcome.stderr + outcome.stdout
-    run_command([*MINE, "run.steps=60", "run.dir=at_once"])
-    losses = losses_of(run_command([*MINE, "run.steps=25", "run.log_every=1"]))
+    run_command([*OWN, "run.steps=60", "run.dir=at_once"])
+    losses = losses_of(run_command([*OWN, "run.steps=25", "run.log_every=1"]))
     before = {one: one.read_bytes() for one in Path("run").rglob("*") if one.is_file()}
     for name, what in (("second", "run"), ("third", "run/checkpoints/step-00000025")):
-        own = [*MINE, "run.steps=60", f"run.resume={what}", f"run.dir={name}"]
+        own = [*OWN, "run.steps=60", f"run.resume={what}", f"run.dir={name}"]
         outcome = run_command(own)
         assert outcome.code == 0, outcome.stderr
         assert "resumes from step 25" in outcome.stdout
@@ -216,7 +214,7 @@ def test_more_steps_are_as_if_they_had_been_asked_for_at_once(here: Path, run_co
     assert "is complete" in run_command(own).stdout
     assert {one: one.read_bytes() for one in before} == before
 
-    outcome = run_command([*MINE, "run.steps=60", "run.log_every=1"])
+    outcome = run_command([*OWN, "run.steps=60", "run.log_every=1"])
     assert outcome.code == 0, outcome.stderr
     for key in ("weights_sha256", "state_sha256", "final_loss", "ticks", "steps_lost"):
         assert outcome.summary("run")[key] == outcome.summary("at_once")[key], key
@@ -232,8 +230,8 @@ def losses_of(outcome: Outcome) -> list[float]:
 
 def test_nothing_saved_begins_at_step_0_and_says_so(here: Path, run_command: command) -> None:
     """There was no checkpoint to lose."""
-    run_command([*MINE, "run.steps=20", "checkpoint.disk.every=0"])
-    again = run_command([*MINE, "run.steps=30", "checkpoint.disk.every=0"])
+    run_command([*OWN, "run.steps=20", "checkpoint.disk.every=0"])
+    again = run_command([*OWN, "run.steps=30", "checkpoint.disk.every=0"])
     assert again.code == 0
     assert "the run there had no checkpoint yet: it begins at step 0 again" in again.stdout
     assert again.summary("run")["steps"] == 30
@@ -247,17 +245,17 @@ FEW = "recovery.budget.in_a_row=5"
 
 def test_who_gave_up_says_so_again(here: Path, run_command: command) -> None:
     """At once, with the same code, until something changes; with another policy it goes on from its last good."""
-    first = run_command([*MINE, *HOPELESS, FEW])
+    first = run_command([*OWN, *HOPELESS, FEW])
     assert first.code == 3, first.stderr
     left = max(Path("run/checkpoints").iterdir())
     assert str(left) in first.stdout + first.stderr
     before = {one: one.read_bytes() for one in Path("run").rglob("*") if one.is_file() and one.name != ".lock"}
-    again = run_command([*MINE, *HOPELESS, FEW])
+    again = run_command([*OWN, *HOPELESS, FEW])
     assert again.code == 3
     assert "gave up" in again.stderr + again.stdout
     assert str(left) in again.stdout + again.stderr
     assert {one: one.read_bytes() for one in before} == before
-    other = run_command([*MINE, *HOPELESS, "recovery.budget.in_a_row=50"])
+    other = run_command([*OWN, *HOPELESS, "recovery.budget.in_a_row=50"])
     assert other.code == 0, other.stderr
     assert taken_up_at(Path("run")) == [int(left.name.removeprefix("step-"))]
     assert "changed: recovery.budget.in_a_row: 5 there, 50 here" in other.stdout

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState
 from group import alone, together
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -24,15 +23,9 @@ from resilient_train.record.progress import OutOfMemory
 from resilient_train.recover.policy import named
 from resilient_train.types import Incident
 
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
+
 STEPS = 20
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate() -> Iterator[None]:
-    """Accelerate keeps its state for the process."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 class Tight:

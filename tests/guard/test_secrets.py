@@ -191,10 +191,9 @@ def found_in(place: Path, *said: str) -> list[str]:
 
 
 def test_a_run_gives_no_secret_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: command, capsys: pytest.CaptureFixture[str]
+    here: Path, monkeypatch: pytest.MonkeyPatch, run_command: command, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In the address of MLflow, in the environment, in the configuration, in what a data set says: grep finds none."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "t0kentoken")
     monkeypatch.setenv("HF_TOKEN", "hf_secrettoken")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "awsverysecret")
@@ -218,20 +217,19 @@ def test_a_run_gives_no_secret_away(
     asked = capsys.readouterr()
     assert "row=3" in asked.out
     said = [one for outcome in (done, failed, wrong) for one in (outcome.stdout, outcome.stderr)]
-    assert not found_in(tmp_path, *said, asked.out, asked.err)
+    assert not found_in(here, *said, asked.out, asked.err)
 
 
-def test_a_sweep_gives_no_secret_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: command) -> None:
+def test_a_sweep_gives_no_secret_away(here: Path, run_command: command) -> None:
     """Neither on the terminal nor in the file that Hydra writes about it."""
-    monkeypatch.chdir(tmp_path)
     own = [*MINE, "tracking=none", "tracking.uri=http://user:sh0rt@host", "+data.train.token=hf_inconfiguration"]
     outcome = run_command(["--multirun", *own, "run.steps=1", "run.seed=0", "data.train._target_=user_programs.Given"])
     assert outcome.code == 0, outcome.stderr
-    (file,) = (tmp_path / "runs/sweeps").glob("*/multirun.yaml")
+    (file,) = (here / "runs/sweeps").glob("*/multirun.yaml")
     told = yaml.safe_load(file.read_text())
     assert told["tracking"]["uri"] == "http://user:***@host"
     assert "+data.train.token=***" in told["hydra"]["overrides"]["task"]
-    assert not found_in(tmp_path, outcome.stdout, outcome.stderr)
+    assert not found_in(here, outcome.stdout, outcome.stderr)
 
 
 @pytest.mark.parametrize(

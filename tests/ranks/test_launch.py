@@ -48,17 +48,16 @@ def forgotten() -> None:
     ],
 )
 def test_engines_that_are_not_supported_are_refused_by_name(
-    engine: str, told: str, run_command: command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: str, told: str, run_command: command, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One line that says what to use instead, exit code 2, and no directory."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(f"ACCELERATE_USE_{engine}", "true")
     done = run_command(OWN)
     assert done.code == 2
     assert told in done.stderr
     assert "accelerate.fsdp=true" in done.stderr
     assert done.stderr.count("\n") == 1
-    assert not (tmp_path / "run").exists()
+    assert not (here / "run").exists()
 
 
 LAUNCHER = {"ACCELERATE_USE_CPU": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from command import command
+from command import MINE, command
 from fork_server import Forked
 from group import Group
 from kills import (
@@ -270,9 +270,8 @@ def test_hours_are_enough(here: Path, run_command: command, monkeypatch: pytest.
     """run.max_hours ends it as a request does: an hour passes in the sixth update."""
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 3600 * (len(_calls) > 5))
     monkeypatch.setattr(process_exit, "time", clock)
-    own = ["model=custom", "model._target_=user_programs.Plain", "data=custom"]
-    own += ["data.train._target_=user_programs.Fixed", "objective=custom", "objective._target_=test_stop.counted"]
-    outcome = run_command([*own, "tracking=none", "run.dir=run", "run.steps=1000000", "run.max_hours=0.5"])
+    own = [*MINE, "objective._target_=test_stop.counted", "run.dir=run", "run.steps=1000000", "run.max_hours=0.5"]
+    outcome = run_command(own)
     assert outcome.code == 75
     assert "asked by run.max_hours" in outcome.stdout
     assert outcome.summary("run")["status"] == "preempted"

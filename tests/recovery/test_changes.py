@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kills import summary
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -85,11 +85,6 @@ class Run:
     @property
     def incidents(self) -> list[Incident]:
         return self.guard.incidents
-
-
-def summary(run_dir: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
-    return found
 
 
 @pytest.mark.parametrize(

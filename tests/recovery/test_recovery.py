@@ -19,14 +19,12 @@ KEYS = {"id", "step", "tick", "rank", "signal", "cause", "culprit", "rows", "adv
 KEYS |= {"steps_lost", "seconds", "outcome"}
 
 
-def test_a_drilled_run_writes_its_incidents_down(
-    run_command: command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("here")
+def test_a_drilled_run_writes_its_incidents_down(run_command: command) -> None:
     """Exit code 0, one line of incidents.jsonl with what the contract names, and the count in the summary.
 
     recovery=off ends at the first incident with 3, keeps the last good state and says where it is.
     """
-    monkeypatch.chdir(tmp_path)
     outcome = run_command([*LEARN, "drill=nan_grad", "run.steps=100", "run.name=drilled"])
     assert outcome.code == 0, outcome.stderr
     (line,) = Path("runs/drilled/incidents.jsonl").read_text().splitlines()

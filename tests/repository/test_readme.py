@@ -94,11 +94,8 @@ def test_the_own_code_of_the_readme_trains_as_printed(tmp_path: Path, installed_
     assert json.loads((tmp_path / "runs/own/summary.json").read_text())["final_loss"] < 8
 
 
-def test_the_table_of_files_is_what_runs_leave(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: command
-) -> None:
+def test_the_table_of_files_is_what_runs_leave(here: Path, run_command: command) -> None:
     """Every file of the table is there after a run that recovered or one that gave up, and no other."""
-    monkeypatch.chdir(tmp_path)
     what = ["model=mlp", "data=digits", "objective=classification", "run.steps=3", "tracking=none", "drill=nan_grad"]
     assert run_command([*what, "run.name=recovered"]).code == 0
     gave_up = run_command([*what, "run.name=stopped", "recovery=off"])
@@ -109,7 +106,7 @@ def test_the_table_of_files_is_what_runs_leave(
     elsewhere = {"quarantine.json", "mlflow.json", "outbox.jsonl", "refused.json", "failed.rank1"}
     assert names(PAGES["command"], "in the run directory") == (recovered | stopped | elsewhere) - {".lock"}
     assert recovered ^ stopped == {"weights.safetensors", "best"}
-    assert len(list((tmp_path / "runs/stopped/checkpoints").glob("*/weights.safetensors"))) == 1
+    assert len(list((here / "runs/stopped/checkpoints").glob("*/weights.safetensors"))) == 1
 
 
 def test_exit_codes_are_those_of_the_errors() -> None:
@@ -136,13 +133,11 @@ def test_tables_name_exactly_the_options_there_are() -> None:
     assert all(f"`{name}`" in PAGES["checks"] for name in options("checks"))
 
 
-def test_the_incident_that_is_shown_is_one_of_the_demo(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: command
-) -> None:
+@pytest.mark.usefixtures("here")
+def test_the_incident_that_is_shown_is_one_of_the_demo(run_command: command) -> None:
     """As the demo prints and records it. What machines compute differently may differ: times, and digits of weights.
 
     The GPT of the demo learns to write Python meanwhile: its loss falls well under that of a uniform guess."""
-    monkeypatch.chdir(tmp_path)
     outcome = run_command(["experiment=demo", "tracking=none"])
     assert outcome.code == 0, outcome.stderr
     assert outcome.summary("runs/demo")["eval"]["loss"] < 0.65 * math.log(256)
@@ -204,21 +199,20 @@ SNIPPET = block(README, "python", "from resilient_train import Guard")
 SAME_BY_STEP = block(PAGES["library"], "python", "def objective")
 
 
-def test_the_snippets_for_a_loop_of_ones_own_recover(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_snippets_for_a_loop_of_ones_own_recover(here: Path) -> None:
     """Printed as it is executed: at most ten lines more, a row that is NaN and is named, and weights that are not.
 
     With an objective it does the same; without a run directory it writes nothing."""
-    monkeypatch.chdir(tmp_path)
     assert 0 < SNIPPET.count("# +") <= 10
     handed_over, stepped = loop_of_a_stranger(), loop_of_a_stranger()
     exec(SNIPPET, handed_over)
     assert float(handed_over["loss"].detach()) < 0.5
-    lines = [json.loads(line) for line in (tmp_path / "runs/mine/incidents.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (here / "runs/mine/incidents.jsonl").read_text().splitlines()]
     assert lines == [as_line(incident) for incident in handed_over["guard"].incidents]
     (prepare,) = [line for line in SNIPPET.splitlines() if "accelerator.prepare" in line]
-    before = set(tmp_path.rglob("*"))
+    before = set(here.rglob("*"))
     exec(f"from resilient_train import Guard\n{prepare}\n{SAME_BY_STEP}", stepped)
-    assert set(tmp_path.rglob("*")) == before
+    assert set(here.rglob("*")) == before
     for space in (handed_over, stepped):
         diagnoses = {(one.diagnosis.cause, one.diagnosis.rows) for one in space["guard"].incidents}
         assert diagnoses == {(Cause.DATA, (100,))}
@@ -239,10 +233,9 @@ def test_the_snippet_that_draws_its_batches_recovers() -> None:
 # docs/policies.md
 
 
-def test_a_policy_of_ones_own_recovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: command) -> None:
+def test_a_policy_of_ones_own_recovers(here: Path, monkeypatch: pytest.MonkeyPatch, run_command: command) -> None:
     """From a folder of one's own, with a remedy of one's own; a typo is told with its position, as the page says."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(here)
     Path("mine/recovery").mkdir(parents=True)
     for name in ("mine", "cool"):
         file = Path(f"mine/recovery/{name}.yaml")
