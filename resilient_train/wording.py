@@ -244,9 +244,9 @@ def describe_cost(incident: Incident) -> str:
     return _lost(incident) + (f", {incident.seconds:,.2f} s" if incident.seconds >= 0.005 else "")
 
 
-def rows_named(rows: Sequence[int]) -> str:
+def rows_named(rows: Sequence[int], most: int = 4) -> str:
     """Name some rows: "rows 3, 77 and 5 more"."""
-    return f"{'row' if len(rows) == 1 else 'rows'} {_listed(rows, 4)}"
+    return f"{'row' if len(rows) == 1 else 'rows'} {_listed(rows, most)}"
 
 
 def rate_named(times: float) -> str:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from pathlib import Path
-from typing import TypeVar, get_type_hints
+from typing import TypeVar
 
 from resilient_train.files import commit_text, read_json, read_plain
 from resilient_train.record.journal import WriteAttempts
@@ -60,9 +60,8 @@ def found(run_dir: Path | None, kind: type[Note]) -> list[Note]:
     """Return the notes of this kind in this host's directory, in order of the ranks; damaged files are left out."""
     notes = []
     for path in run_dir.glob(_FILES[kind].format("*")) if run_dir is not None else []:
-        node = read_json(path)
-        if isinstance(node, dict) and {key: type(value) for key, value in node.items()} == get_type_hints(kind):
-            notes.append(kind(**node))
+        with suppress(TypeError):
+            notes.append(kind(**read_json(path)))
     return sorted(notes, key=lambda one: one.rank)
 
 

@@ -17,6 +17,7 @@ from resilient_train.record.journal import JOURNAL, read
 from resilient_train.record.progress import Position, position_of
 from resilient_train.record.run_history import RunHistory
 from resilient_train.types import Cause, Incident, Outcome, kind_of
+from resilient_train.wording import rows_named
 
 _CHECKPOINT = re.compile(r"step-\d{8,18}(\.\d+)?")
 _QUIET = 50  # updates without what came back, after which it is over
@@ -235,13 +236,8 @@ def _words(group: Sequence[Incident]) -> str:
     are_bad = newest.culprit is None or newest.cause is Cause.DATA
     rows = {row for one in group for row in one.diagnosis.rows}
     if are_bad and len(rows) > 1 and len(group) > 1:
-        named = f"Fix or remove rows {_listed(rows)}: quarantine.json has the reason for each."
+        named = f"Fix or remove {rows_named(sorted(rows), _MOST_ROWS)}: quarantine.json has the reason for each."
         return f"{named} The last: {newest.advice}"
     if len(rows := {row for one in group for row in one.diagnosis.suspects}) > 1:
-        return f"Look at rows {_listed(rows)}: the batches are ordinary without them."
+        return f"Look at {rows_named(sorted(rows), _MOST_ROWS)}: the batches are ordinary without them."
     return " ".join(newest.advice.split())
-
-
-def _listed(rows: set[int]) -> str:
-    more = f" and {len(rows) - _MOST_ROWS:,} more" if len(rows) > _MOST_ROWS else ""
-    return ", ".join(map(str, sorted(rows)[:_MOST_ROWS])) + more

@@ -202,9 +202,9 @@ def test_rows_to_look_at_are_one_advice() -> None:
     ]
     (said,) = (line for line in review(story(*met, step=160)) if line.startswith("to change: "))
     assert said.removeprefix("to change: ") == (
-        "Look at rows 313, 977, 1502: the batches are ordinary without them. (4 incidents)"
+        "Look at rows 313, 977 and 1502: the batches are ordinary without them. (4 incidents)"
     )
-    assert "**Do:** Look at rows 313, 977, 1502: the batches are ordinary" in note(story(*met, step=160), url)
+    assert "**Do:** Look at rows 313, 977 and 1502: the batches are ordinary" in note(story(*met, step=160), url)
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def test_advice_is_told_once_for_each_line_cause_and_all_rows_the_most_important
         ("gave up", [8]),
         ("open", [7]),
         (ROOT.advice, [3, 5]),
-        (f"Fix or remove rows 9, 77: quarantine.json has the reason for each. The last: {BAD_ROW.advice}", [2, 6]),
+        (f"Fix or remove rows 9 and 77: quarantine.json has the reason for each. The last: {BAD_ROW.advice}", [2, 6]),
         (CLIMBED.advice, [1]),
     ]
     returned = [incident(1, diagnosis=PASSED), incident(2, diagnosis=PASSED)]
