@@ -115,14 +115,11 @@ def describe(incident: Incident) -> str:
 
 
 def describe_arms(incident: Incident) -> list[str]:
-    """Say in a table how the arms of a trial went, a line each; nothing if there was no trial."""
-    if not incident.tried:
-        return []
-    names = [_arm(one.actions, incident) for one in incident.tried]
-    width = max(map(len, names))
-    return [f"{'':<{width}}  {'later loss':>10}  {'refused':>7}"] + [
-        f"{name:<{width}}  {one.loss:>10.4g}  {one.anomalies:>7,}{'  chosen' if one.won else ''}"
-        for name, one in zip(names, incident.tried, strict=True)
+    """Say how the arms of a trial went, a line each; nothing if there was no trial."""
+    return [
+        f"{_arm(one.actions, incident)}: later loss {one.loss:.4g}, {counted(one.anomalies, 'update')} refused"
+        + (", chosen" if one.won else "")
+        for one in incident.tried
     ]
 
 
