@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 from resilient_train.errors import ConfigError, unusable
 
-_MASTER = ("MASTER_ADDR", "MASTER_PORT")
 _SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")  # Accelerate reads these
 
 _ITS_OWN_UPDATES = "{} is not supported yet: it makes its updates itself, where none can be refused. {}"
@@ -33,7 +32,7 @@ def refuse_what_is_not_supported(environment: Mapping[str, str] = os.environ) ->
         if environment.get(name, "").lower() in ("true", "1", "yes"):
             raise ConfigError(name, environment[name], why)
     is_single = "ACCELERATE_USE_CPU" in environment and not any(name in environment for name in _SIZES)
-    if is_single and environment.keys() >= {*_MASTER}:  # which it sets for several processes only
+    if is_single and environment.keys() >= {"MASTER_ADDR", "MASTER_PORT"}:  # which it sets for several processes only
         why = "several processes were asked for, and on CPUs it starts one. Use torchrun --nproc_per_node N "
         why += "-m resilient_train accelerate.cpu=true; for one process, unset MASTER_ADDR and MASTER_PORT"
         raise unusable("accelerate launch", why)

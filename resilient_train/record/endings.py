@@ -88,8 +88,7 @@ class Summary:
     why: str | None = None  # it did not complete, in one line
 
     def write(self, path: Path) -> None:
-        node = {key: value for key, value in asdict(self).items() if key != "why" or value is not None}
-        commit_text(path, json.dumps(masked_tree(plain(node)), indent=2) + "\n")
+        commit_text(path, json.dumps(masked_tree(plain(asdict(self))), indent=2) + "\n")
 
 
 def begin(run_dir: Path, *, is_finished: bool) -> None:

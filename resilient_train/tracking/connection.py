@@ -190,7 +190,6 @@ _TAG_LENGTH = 8000  # of MLflow's own limits
 MOST_METRICS, _MOST_PARAMS, _PARAM_LENGTH, _NAME_LENGTH = 1000, 100, 6000, 250
 # MLflow's page sorts the sections of charts by name, and shows metrics without a section last. With these names the
 # curves of the training come first.
-_TRAINING = "train"
 _SECTIONS = {"eval": "validation", "knobs": "treatment"}
 
 _REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "ENDPOINT_NOT_FOUND", "NOT_IMPLEMENTED")
@@ -344,7 +343,7 @@ def name(key: str) -> str:
 
 def metric_name(key: str) -> str:
     section, slash, rest = key.partition("/")
-    return name(f"{_SECTIONS.get(section, section)}/{rest}" if slash else f"{_TRAINING}/{key}")
+    return name(f"{_SECTIONS.get(section, section)}/{rest}" if slash else f"train/{key}")
 
 
 def cut(value: Any, length: int) -> str:
