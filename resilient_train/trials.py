@@ -36,6 +36,7 @@ from resilient_train.recover.trials import (
 from resilient_train.run_parts import RunParts
 from resilient_train.state.ring import Snapshot
 from resilient_train.types import Action, Tried
+from resilient_train.update.gate import NO_LIMIT
 from resilient_train.update.objective import scalar
 from resilient_train.watch.vitals import mean
 from resilient_train.wording import counted, log
@@ -43,7 +44,6 @@ from resilient_train.wording import counted, log
 _FAILED, _ENDS = 1, 2  # what ranks tell each other: this arm failed, or the trial has to end
 _LONGEST_RACE = 48  # updates of an arm in a short run
 _VANISHED = 0.5  # of the norm of the weights: in healthy runs it grows
-NO_LIMITS = torch.finfo(torch.float32).max, torch.finfo(torch.float32).max
 
 
 class TrialStopped(Exception):
@@ -177,7 +177,7 @@ class Trials:
             log.debug("no trial: a further copy of the state exceeds the memory that snapshots may take")
             raise TrialStopped
         with ring.aside() as self._go_back, self._loop.direct_steps.running("guard"):
-            parts.updater.gate.limit(*(NO_LIMITS if lifts_limits else parts.checks.limits))
+            parts.updater.gate.limit(*((NO_LIMIT, NO_LIMIT) if lifts_limits else parts.checks.limits))
             try:
                 yield
             finally:
@@ -223,10 +223,9 @@ class Trials:
             is_fetch = isinstance(error, StorageFailed)
             if (isinstance(error, TrialStopped | TrainError) and not is_fetch) or parts.world.size > 1:
                 raise
-            if is_fetch or is_out_of_memory(error):
-                log.debug("a trial ended without effect: %s", in_one_line(error))
-                raise TrialStopped from error
             log.debug("an arm of a trial failed: %s", in_one_line(error))
+            if is_fetch or is_out_of_memory(error):  # no arm could be made
+                raise TrialStopped from error
             anomalies, losses = steps, (math.inf,) * len(self._judged)
         return Arm(tuple(actions), anomalies, losses)
 

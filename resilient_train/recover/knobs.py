@@ -17,11 +17,6 @@ _LONG_PATIENCE = 8  # at least, where the configured rate never worked, or faile
 _MAX_PATIENCE = 64
 _FALLS = 50  # healthy updates until a limit of updates is 0.7 of what it was
 _LEAST_SHARE = 0.1  # of it: no less, or it would slow down healthy training late in a long run
-_BOUNDS = {
-    "lr": (MIN_LR, 1.0),
-    "clip": (MIN_CLIP, 1.0),
-    "eps": (1.0, MAX_EPS),
-}
 
 
 class KnobValues(NamedTuple):
@@ -85,23 +80,23 @@ class Knobs:
         """
         self.regain = self.lr * regain
         self.patience = _MAX_PATIENCE if lasting else max(self.patience, _LONG_PATIENCE if regain else 1)
-        self.lr = _bounded("lr", self.lr * factor)
+        self.lr = _bounded(self.lr * factor, MIN_LR)
         if rewarm:
             self.warmed, self.warms_for = 0, rewarm
 
     def limit_lr(self, ceiling: float, leapt_to: float = 0.0) -> None:
         """Keep the rate below `ceiling` times the configured one, which falls as the schedule does from `leapt_to`."""
-        ceiling = max(MIN_LR, min(self.ceiling or math.inf, ceiling))
-        self.ceiling, self.leapt_to = _bounded("ceiling", ceiling), leapt_to
+        self.ceiling = _bounded(min(self.ceiling or math.inf, ceiling), MIN_LR, math.inf)
+        self.leapt_to = leapt_to
         self.patience = max(self.patience, _LONG_PATIENCE)
 
     def turn_clip(self, factor: float, to: float = 0.0) -> None:
         """Multiply the limits of the clip; with `to`, clip to that norm at most, for the rest of the run."""
-        self.clip = _bounded("clip", self.clip * factor)
+        self.clip = _bounded(self.clip * factor, MIN_CLIP)
         self.norm = min(to, self.norm or to) if to else self.norm
 
     def turn_eps(self, factor: float) -> None:
-        self.eps = _bounded("eps", self.eps * factor)
+        self.eps = _bounded(self.eps * factor, 1.0, MAX_EPS)
 
     def advance(self, *, was_limited: bool = False, may_relax: bool = True) -> None:
         """Count a healthy update; relax after enough. `was_limited`: by the ceiling. `may_relax`: the loss is back."""
@@ -115,7 +110,7 @@ class Knobs:
         elif may_relax:
             self.healthy += 1
             if self.lr < self.regain:
-                self.lr = _bounded("lr", min(self.lr * _REGAIN_FACTOR, self.regain))
+                self.lr = _bounded(min(self.lr * _REGAIN_FACTOR, self.regain), MIN_LR)
             if self.healthy >= self.relax_after * self.patience:
                 self._relax()
 
@@ -136,7 +131,7 @@ class Knobs:
             return
         self.turn_clip(_RELAX_FACTOR)
         self.turn_eps(1 / _RELAX_EPS_FACTOR)
-        self.lr, self.relaxing = _bounded("lr", self.lr * _RELAX_FACTOR), True
+        self.lr, self.relaxing = _bounded(self.lr * _RELAX_FACTOR, MIN_LR), True
 
     def state_dict(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if name != "relax_after"}
@@ -149,7 +144,6 @@ class Knobs:
             setattr(self, name, type(now)(state[name]))
 
 
-def _bounded(name: str, value: float) -> float:
+def _bounded(value: float, lowest: float, highest: float = 1.0) -> float:
     """Keep a factor inside its bounds, and make one that is 1 except for rounding exactly 1."""
-    lowest, highest = _BOUNDS.get(name, (0.0, math.inf))
     return 1.0 if abs(value - 1.0) < 1e-9 else min(max(value, lowest), highest)
