@@ -85,7 +85,9 @@ def _plain(value: Any) -> Any:
         return sorted(value)
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
-    return list(value) if isinstance(value, deque | tuple) else copy(value)
+    if isinstance(value, tuple):
+        return [_plain(one) for one in value]  # a record may hold another
+    return list(value) if isinstance(value, deque) else copy(value)
 
 
 def load_each(parts: Mapping[str, Any], state: Mapping[str, Any], empty: Mapping[str, Any]) -> list[str]:

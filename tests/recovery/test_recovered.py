@@ -24,10 +24,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
 from resilient_train.adapters.guard import Guard
+from resilient_train.controls import Controls
 from resilient_train.errors import GaveUp
 from resilient_train.reader import DiskConfig, MemoryConfig
 from resilient_train.record.incident_log import IncidentLog
-from resilient_train.recovery import Recovery
 from resilient_train.tracking.report import note
 from resilient_train.tracking.story import read_story
 
@@ -500,7 +500,7 @@ def test_running_statistics_are_looked_at(size: float, hands_over: bool) -> None
 # --------------------------------------------------------------------------------------------- ranks, and restarts
 
 
-WRITES: dict[str, type] = {"open": IncidentLog, "record_treatment": IncidentLog, "note_remedies": Recovery}
+WRITES: dict[str, type] = {"open": IncidentLog, "record_treatment": IncidentLog, "note": Controls}
 
 
 def hot_loop(run_dir: Path, dies: str = "", tick: int = NEVER) -> dict[str, Any]:
