@@ -164,10 +164,7 @@ class Trials:
 
     @contextmanager
     def _trial(self, knobs: Knobs, passed: int = 0, *, lifts_limits: bool = False) -> Iterator[None]:
-        """Prepare a trial, take it back, and count what it cost, however it ends.
-
-        `lifts_limits`: the limits of the gate were learned on the way that the trial leaves.
-        """
+        """Prepare a trial and take it back. `lifts_limits`: those of the gate were learned on the way it leaves."""
         parts, backups, ring = self._parts, self._loop.backups, self._parts.ring
         self._attributes = backups.attributes()
         self._given, self.knobs, self._passed = knobs, knobs, passed

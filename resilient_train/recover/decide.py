@@ -215,10 +215,7 @@ def _over_rows(policy: Policy, actions: Sequence[Action], case: Case) -> str | N
 
 
 def recent(policy: Policy, incidents: Iterable[Incident], tick: int) -> list[Incident]:
-    """Return the incidents that may matter: of mild ones those in the windows of the policy; a budget limits others.
-
-    A change on purpose costs no strike.
-    """
+    """Return the incidents that may matter: mild ones in the windows of the policy, and no change on purpose."""
     budget, rungs = policy.budget, [rung for ladder in policy.ladders.values() for rung in ladder]
     oldest = tick - max(budget.window, budget.in_a_row, policy.forgive_after, *(rung.within or 0 for rung in rungs))
     return [
