@@ -267,8 +267,7 @@ class Recovery:
         progress, step = self.keeper.progress, self.parts.clock.step
         progress.turned_to(Doing.HUNG if in_update and progress.is_updating else Doing.ENDED)
         lost, write = self.keeper.rescue()
-        found = ProcessIncident(Signal.HANG, step + 1, step, evidence, "end", steps_lost=lost)
-        self.keeper.note_incident(found)
+        self.keeper.note_incident(ProcessIncident(Signal.HANG, step + 1, step, evidence, "end", steps_lost=lost))
         write()
 
     # The beginning of a process, and the end of a run.
