@@ -108,6 +108,8 @@ class SerializedTree:
             return node if math.isfinite(node) else {"float": repr(node)}
         if type(node) is bytes:
             return {"bytes": base64.b64encode(node).decode("ascii")}
+        if type(node) is complex:
+            return {"complex": [self._node(part, path) for part in (node.real, node.imag)]}
         if type(node) is torch.Size:
             return {"size": [*node]}
         if type(node) in (list, tuple):
@@ -171,6 +173,8 @@ class _Reading:
                 return {key: self.node(value) for key, value in items}
             case {"tuple": list(values)}:
                 return tuple(self.node(value) for value in values)
+            case {"complex": [real, imaginary]}:
+                return complex(self.node(real), self.node(imaginary))
             case {"size": list(sizes)}:
                 return torch.Size(sizes)
             case {"float": word}:

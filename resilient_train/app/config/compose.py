@@ -73,6 +73,12 @@ def build(key: str, node: Node, *given: Any) -> Any:
         built = instantiate(OmegaConf.create(dict(node)), *given, _convert_="all")
     except Exception as error:
         cause = error.__cause__ or error
+        # torch repeats the value that it refuses: `Invalid learning rate: -0.001`.
+        words = str(cause).split() if isinstance(cause, ValueError) else []
+        blamed = [name for name, value in node.items() if isinstance(value, int | float) and str(value) in words]
+        if len(blamed) == 1:
+            why = f"{node['_target_']} failed with {in_one_line(cause)}"
+            raise ConfigError(f"{key}.{blamed[0]}", node[blamed[0]], why) from cause
         raise ConfigError(f"{key}._target_", node["_target_"], f"failed with {in_one_line(cause)}") from cause
     if node.get("_partial_") and isinstance(built, partial):
         # Hydra's own partial checks a policy at every call: 0.2 ms, twice a step, for the objective and the schedule.
