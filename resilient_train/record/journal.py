@@ -75,6 +75,8 @@ class Journal:
         except OSError as error:
             why = f"cannot be read ({error.strerror}): make it readable, or move it away to forget it"
             raise TrainError(f"{path} {why if error.strerror else error}") from error
+        if not content and path.exists() and path.with_name("progress").exists():  # it is empty only until a run trains
+            _log.warning("%s is empty: its entries are lost, and with them the incidents of the run", path)
         last, self._end = found[-1] if found else ({"n": 0}, 0)
         self._number: int = last["n"]
         self._lines = [seal(json.dumps(entry)) for entry, _ in found]  # all, in case the file is emptied

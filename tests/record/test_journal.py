@@ -91,6 +91,19 @@ def test_a_journal_of_another_version_is_refused_in_one_line(full: tuple[Path, l
     assert path.read_bytes() == content
 
 
+def test_a_journal_that_was_emptied_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its incidents are gone with it; one of a run that has not trained yet is no news."""
+    path = tmp_path / "journal.jsonl"
+    Journal(path)
+    path.touch()
+    Journal(path)
+    assert not caplog.messages
+    (tmp_path / "progress").touch()
+    Journal(path).write("a")
+    Journal(path)
+    assert caplog.messages == [f"{path} is empty: its entries are lost, and with them the incidents of the run"]
+
+
 def test_a_cut_at_any_byte_leaves_the_entries_before_it(full: tuple[Path, list[dict[str, Any]]]) -> None:
     """Opening gives the whole entries and removes the rest, and what is written then is read back."""
     path, entries = full
