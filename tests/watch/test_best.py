@@ -171,7 +171,15 @@ RISE = Rise(160, 2560, 2.0, False)
 def test_a_rise_that_comes_again(again: Rise, was_low: bool, confirms: bool) -> None:
     probe = Probe.of(RISE, 164, 125, is_jump=True)
     assert probe.confirms(again, again.step + 4, was_low=was_low) == confirms
-    assert Probe.from_plain(json.loads(json.dumps(probe))) == probe
+
+
+def test_a_rise_that_was_undone_outlives_the_process_as_plain_data() -> None:
+    checks, resumed = Checks(named("default")), Checks(named("default"))
+    checks.probe = Probe.of(RISE, 164, 125, is_jump=True)
+    state = checks.persistent_state()
+    assert json.loads(json.dumps(state)) == state, "a record within a record is no plain data"
+    resumed.load_persistent_state(state)
+    assert resumed.probe == checks.probe
 
 
 def test_the_limits_are_lifted_only_where_it_may_come_again() -> None:
