@@ -287,12 +287,12 @@ class UpdateHistory:
         copied._passed, copied._first = self._passed.copy(), self._first.copy()
         return copied
 
-    def state_dict(self, step: int) -> list[list[Any]]:
+    def state_dict(self, step: int) -> list[list[float]]:
         latest = [one for one in self._passed if one.step <= step][-IN_CHECKPOINT:]
         first = [one for one in self._first.values() if one.step <= step and one not in latest]
-        return [list(one) for one in (*first, *latest)]
+        return [list(map(float, one)) for one in (*first, *latest)]
 
-    def load_state_dict(self, state: Iterable[Sequence[Any]]) -> None:
+    def load_state_dict(self, state: Iterable[Sequence[float]]) -> None:
         self._passed.clear()
-        for one in state:
-            self._append(PastUpdate(*one))
+        for step, start, stop, accepted, *measured in state:
+            self._append(PastUpdate(int(step), int(start), int(stop), bool(accepted), *map(float, measured)))
