@@ -225,8 +225,8 @@ def settings(optimizer: Optimizer, **more: Any) -> dict[str, Any]:
     group = optimizer.param_groups[0]
     rate = group.get("initial_lr", group["lr"])
     every = {"optimizer": type(optimizer).__name__, "lr": None if rate is None else float(rate), **more}
-    plain = {name: one for name, one in every.items() if isinstance(one, str | int | float | Path)}
-    return {name: str(one) if isinstance(one, Path) else one for name, one in plain.items()}
+    every |= {name: str(one) for name, one in every.items() if isinstance(one, Path)}
+    return {name: one for name, one in every.items() if isinstance(one, str | int | float)}
 
 
 def batch_size(given: int | None, data: Any, world: World) -> int:
