@@ -239,7 +239,6 @@ class Follower(ABC):
 
     @property
     def at_hand(self) -> Fed:
-        """The update that is being made or replayed."""
         return self.fed if self.is_left_out else self.samples.at(self._seeds.start)
 
     def _measured(self, model: Any, batch: Any) -> torch.Tensor:
@@ -314,8 +313,6 @@ class Follower(ABC):
                 if self._is_saver and path.exists():
                     _rename(path)
         return since
-
-    # Inside.
 
     def _landed(self, fed: Fed, loss: torch.Tensor) -> bool:
         self._set(fed.settings)

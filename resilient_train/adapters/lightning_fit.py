@@ -178,8 +178,6 @@ class Fit(Follower):
         batch = self._module._on_before_batch_transfer(self._plugin.convert_input(batch), dataloader_idx=0)
         return self._strategy.batch_to_device(batch, dataloader_idx=0)
 
-    # One update.
-
     def _run(self, plain: Any, *given: Any) -> Any:
         optimizer, index, kwargs = given
         if self._is_open and index % self._trainer.accumulate_grad_batches == 0:

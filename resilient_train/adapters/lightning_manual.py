@@ -19,9 +19,7 @@ from resilient_train.data.fed import Fed
 
 
 @dataclass
-class _Replayed:
-    """A `training_step` in which nothing steps."""
-
+class _Replayed:  # a `training_step` in which nothing steps
     loss: torch.Tensor
     gradients: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)  # at the steps that it would have made
     has_stepped: bool = False
