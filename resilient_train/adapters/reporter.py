@@ -242,18 +242,18 @@ class RunReporter:
     def begin(self, steps: int | None, settings: Mapping[str, Any], *, is_trainers: bool) -> None:
         """Note that a loop of so many updates begins, if that is known; an end that was written before is void."""
         self.start_lap()
-        if self.place.directory is None:
+        place, directory = self.place, self.place.directory
+        if directory is None:
             return
         _unreported.add(self)
         is_new, self._is_over, self._ending = self._is_over, False, None
-        if self.place.lock is None:
+        if place.lock is None:
             return
-        endings.begin(self.place.directory, is_finished=False)  # before another rank may have failed again
+        endings.begin(directory, is_finished=False)  # before another rank may have failed again
         with suppress(OSError):  # the disk is full
-            Loop(steps, self.place.resumes, settings, is_trainers).write(self.place.directory)
-        if is_new and self.place.tracking is not None:  # else the tracker is at work, and two would write to one file
-            home = self.place.directory.parent
-            self.tracker = tracking.build(self.place.tracking, self.place.directory, home, settings)
+            Loop(steps, place.resumes, settings, is_trainers).write(directory)
+        if is_new and place.tracking is not None:  # else the tracker is at work, and two would write to one file
+            self.tracker = tracking.build(place.tracking, directory, directory.parent, settings)
 
     def start_lap(self) -> None:
         self._lap_started = time.perf_counter()
@@ -334,14 +334,15 @@ class RunReporter:
         digests: tuple[str, str] | None = None,
     ) -> None:
         """Write how the caller's loop ended, unless that was written already."""
-        if self.place.lock is None:
+        place = self.place
+        if place.lock is None:
             self._is_over = True
-        is_only_told = self.place.directory is None and self.place.rank == 0
+        is_only_told = place.directory is None and place.rank == 0
         if (self._is_over and not is_only_told) or self._ending is not None:
             return
         self._ending = ending = self.summary(status, exit_code, time.monotonic() - self._began, digests)
         if is_only_told:
-            known = self.place.incident_log.incidents, self.place.incident_log.run_history.remedies
+            known = place.incident_log.incidents, place.incident_log.run_history.remedies
             for line in [completed(ending)] * (status == "completed") + review(story_of(ending, *known)):
                 log.info("%s", line)
             return
