@@ -4,7 +4,8 @@
 booleans, integers, finite floats, text and lists as themselves, and all else as an object with one of these keys:
 
     {"dict": {"lr": 0.1}}   {"items": [[0, ...], ["a", ...]]}   {"tuple": [...]}   {"float": "nan"}   {"bytes": "AAE="}
-    {"size": [10]}   {"tensor": "weights/head.bias", "dtype": "float32", "shape": [10]}   {"array": "random", ...}
+    {"complex": [0, 1]}   {"size": [10, 64]}
+    {"tensor": "weights/head.bias", "dtype": "float32", "shape": [10]}   {"array": "random", ...}
 """
 
 from __future__ import annotations
