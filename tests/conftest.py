@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 # Two test processes share two cores: more threads would wait for each other. Before torch reads it, and for children.
@@ -57,17 +57,20 @@ def shared_tmp(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
 
+def made_once(place: Path, make: Callable[[Path], object]) -> Path:
+    """Let one of all processes make it; it is there when it is whole."""
+    with FileLock(place.with_suffix(".lock")):
+        if not place.exists():
+            make(unfinished := place.with_suffix(".tmp"))
+            unfinished.rename(place)
+    return place
+
+
 @pytest.fixture(scope="session")
 def wheel(shared_tmp: Path) -> Path:
-    """The wheel of this checkout, built once for all processes, without a network."""
-    folder = shared_tmp / "wheel"
-    with FileLock(shared_tmp / "wheel.lock"):
-        if not folder.exists():
-            made = folder.with_suffix(".tmp")
-            made.mkdir(exist_ok=True)
-            build = [sys.executable, "-m", "build", "--wheel", "--no-isolation"]
-            subprocess.run([*build, "--outdir", str(made), str(ROOT)], cwd=made, check=True)
-            made.rename(folder)
+    """The wheel of this checkout, built without a network."""
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", str(ROOT), "--outdir"]
+    folder = made_once(shared_tmp / "wheel", lambda to: subprocess.run([*build, str(to)], cwd=shared_tmp, check=True))
     (found,) = folder.glob("*.whl")
     return found
 
@@ -75,27 +78,20 @@ def wheel(shared_tmp: Path) -> Path:
 @pytest.fixture(scope="session")
 def installed_wheel(shared_tmp: Path, wheel: Path) -> Path:
     """A folder with the wheel's files as pip lays them out: as PYTHONPATH it comes before an editable install."""
-    folder = shared_tmp / "installed"
-    with FileLock(shared_tmp / "installed.lock"):
-        if not folder.exists():
-            made = folder.with_suffix(".tmp")
-            install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
-            subprocess.run([*install, "--target", str(made), str(wheel)], check=True)
-            made.rename(folder)
-    return folder
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel), "--target"]
+    return made_once(shared_tmp / "installed", lambda to: subprocess.run([*install, str(to)], check=True))
 
 
 @pytest.fixture(scope="session")
 def empty_store(shared_tmp: Path) -> Path:
     """A file of SQLite with MLflow's tables, empty: to make one takes MLflow seconds, a copy takes none."""
-    file = shared_tmp / "empty.db"
-    with FileLock(shared_tmp / "empty.lock"):
-        if not file.exists():
-            from mlflow import MlflowClient
 
-            MlflowClient(f"sqlite:///{file.with_suffix('.tmp')}").search_experiments()
-            file.with_suffix(".tmp").rename(file)
-    return file
+    def make(to: Path) -> None:
+        from mlflow import MlflowClient
+
+        MlflowClient(f"sqlite:///{to}").search_experiments()
+
+    return made_once(shared_tmp / "empty.db", make)
 
 
 @pytest.fixture(scope="session")

@@ -72,8 +72,7 @@ class Forked:
     @property
     def output(self) -> str:
         """What it has said so far, on both streams if its errors go there as well."""
-        assert self._out is not None
-        return self._out.read_text(errors="replace")
+        return "" if self._out is None else self._out.read_text(errors="replace")
 
     @property
     def code(self) -> int | None:
