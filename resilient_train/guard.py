@@ -68,10 +68,7 @@ class EngineGuard:
     # The loop over updates.
 
     def updates_until(self, last: int, *, plan: int | None) -> Iterator[Any]:
-        """Yield micro-batches, on the device, until `last` updates are accepted, or a stop is requested.
-
-        If `last` is the end of the `plan`, the loss must first return to its level before any damage.
-        """
+        """Yield micro-batches until `last` updates are accepted; at the end of the `plan` the loss has to be back."""
         progress = self._keeper.progress
         while self._continues(last, is_plan=last == plan):
             if self.drill.strikes_at(self.clock.tick + 1) and not self.settle():

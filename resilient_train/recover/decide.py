@@ -9,7 +9,7 @@ from zlib import crc32
 
 from resilient_train.recover.knobs import KnobValues
 from resilient_train.recover.policy import Policy, Rung
-from resilient_train.recover.remedies import Case, applicable, is_mild, remedy
+from resilient_train.recover.remedies import Case, applicable, is_mild
 from resilient_train.types import OBSERVE, TRIAL, Action, Anomaly, Cause, Decision, Diagnosis, Incident, Signal, kind_of
 from resilient_train.wording import counted
 
@@ -92,11 +92,7 @@ _MAIN = {TRIAL, "limit_update"}  # without these a rung that names them is point
 
 
 def decide(policy: Policy, case: Case, history: Sequence[Incident]) -> Decision:
-    """Take the first rung of the cause's ladder that applies and has strikes left, if the budget allows it.
-
-    `history` holds the earlier incidents; those up to the last one that ended the run no longer count, so a run that is
-    resumed with a better configuration starts fresh.
-    """
+    """Take the first rung that applies and has strikes left, if budgets allow; a run that gave up starts fresh."""
     if policy.observe:
         return Decision((Action(OBSERVE),))
     anomaly, cause = case.anomaly, case.diagnosis.cause
@@ -133,12 +129,12 @@ def decide(policy: Policy, case: Case, history: Sequence[Incident]) -> Decision:
 
 def _applicable(rung: Rung, case: Case) -> tuple[Action, ...]:
     """Select what applies; nothing without its main remedy, or if a warm-up is left alone, without the rewind."""
-    rewind = next((remedy(action) for action in rung.do if action.remedy == "rewind"), None)
-    rewinds = rewind is not None and rewind.applies(case)
+    names = {action.remedy for action in rung.do}
+    rewinds = any(action.remedy == "rewind" for action in applicable(rung.do, case))
     actions = applicable(rung.do, replace(case, rewinds=rewinds))
-    lacks_main = _MAIN & {action.remedy for action in rung.do} - {action.remedy for action in actions}
+    lacks_main = _MAIN & names - {action.remedy for action in actions}
     only_warms_up = all(one.remedy == "lower_lr" and one.settings.get("factor") == 1 for one in actions)
-    return () if lacks_main or (only_warms_up and rewind is not None and not rewinds) else actions
+    return () if lacks_main or (only_warms_up and "rewind" in names and not rewinds) else actions
 
 
 def _relevant(history: Sequence[Incident], anomaly: Anomaly) -> list[Incident]:

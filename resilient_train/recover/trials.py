@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import ceil, inf, isclose, isfinite, prod, sqrt
+from math import ceil, inf, isclose, isfinite, sqrt
 from statistics import fmean, stdev
 
 from resilient_train.types import Action, Tried
@@ -32,8 +32,8 @@ class Arm:
 
     @property
     def cut(self) -> float:
-        """What it multiplies the learning rate by."""
-        return prod(float(one.settings.get("factor", 0.5)) for one in self.actions if one.remedy == "lower_lr")
+        """What an arm of a race multiplies the learning rate by."""
+        return float(self.actions[0].settings["factor"]) if self.actions else 1.0
 
     def equals(self, other: Arm) -> bool:
         """Whether it has the losses of another. If not after the same updates, the program keeps state of its own."""
@@ -112,10 +112,7 @@ def on_its_way(arms: Sequence[Arm], first: float) -> int:
 
 
 def is_lower(arm: Arm, other: Arm, share: float = _LEAST_GAIN) -> bool:
-    """Say whether the losses of an arm are lower by more than a share of the other's, and by more than noise.
-
-    Where few losses are far above the others, noise hides any gain of the mean; that nearly all are lower shows it.
-    """
+    """Say whether losses are lower by a share of the other's, and by more than noise: the mean, or nearly all."""
     if not (isfinite(arm.loss) and isfinite(other.loss)):
         return isfinite(arm.loss)
     gains = [theirs - mine for mine, theirs in zip(arm.losses, other.losses, strict=True)]
