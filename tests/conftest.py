@@ -35,6 +35,7 @@ from resilient_train import files
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
+SERVER = "server.json"  # in the folder that all processes share: its process and its address
 settings.register_profile("suite", settings(), deadline=None)  # a machine may be busy with other things
 settings.load_profile("suite")
 sys.path += [str(folder) for folder in HERE.iterdir() if folder.is_dir()]  # for processes that import a test file
@@ -48,6 +49,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if slow.is_slow(item.nodeid, names) or "server" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: order.get(slow.file_of(item.nodeid), len(order)))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Stop the server, if there is one: when all processes of the session are done, or are interrupted."""
+    known: Path = session.config._tmp_path_factory.getbasetemp() / SERVER  # type: ignore[attr-defined]
+    if "PYTEST_XDIST_WORKER" not in os.environ and known.exists():
+        os.killpg(json.loads(known.read_text())[0], signal.SIGKILL)
 
 
 @pytest.fixture(scope="session")
@@ -95,25 +103,15 @@ def empty_store(shared_tmp: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def server(shared_tmp: Path, empty_store: Path) -> Iterator[str]:
-    """The address of a real MLflow server: who needs it first starts it, who needs it last stops it.
+def server(shared_tmp: Path, empty_store: Path) -> str:
+    """The address of a real MLflow server, which runs to the end of the session: each test has an experiment there."""
 
-    Each test has an experiment of its own there.
-    """
-    place, lock = shared_tmp / "server", FileLock(shared_tmp / "server.lock")
-    me, known = place / f"{os.getpid()}.user", place / "server.json"
-    with lock:
-        place.mkdir(exist_ok=True)
-        me.touch()
-        if not known.exists():
-            known.write_text(json.dumps(started_server(place, f"sqlite:///{shutil.copy(empty_store, place)}")))
-        pid, address = json.loads(known.read_text())
-    yield address
-    with lock:
-        me.unlink()
-        if not list(place.glob("*.user")):
-            known.unlink()
-            os.killpg(pid, signal.SIGKILL)
+    def start(to: Path) -> None:
+        store = shutil.copy(empty_store, shared_tmp / "server.db")
+        to.write_text(json.dumps(started_server(shared_tmp, f"sqlite:///{store}")))
+
+    _, address = json.loads(made_once(shared_tmp / SERVER, start).read_text())
+    return str(address)
 
 
 @pytest.fixture
