@@ -110,8 +110,7 @@ def server(shared_tmp: Path, empty_store: Path) -> str:
         store = shutil.copy(empty_store, shared_tmp / "server.db")
         to.write_text(json.dumps(started_server(shared_tmp, f"sqlite:///{store}")))
 
-    _, address = json.loads(made_once(shared_tmp / SERVER, start).read_text())
-    return str(address)
+    return str(json.loads(made_once(shared_tmp / SERVER, start).read_text())[1])
 
 
 @pytest.fixture

@@ -30,8 +30,8 @@ def freeze(*packages: str) -> None:
 
 def parsed(stream: Any, Loader: Any) -> Any:
     """Parse YAML, and each file of conf/ once: a command reads twenty of them, twice."""
-    name = getattr(stream, "name", None)
-    if not isinstance(name, str) or not name.startswith(CONF):
+    name = str(getattr(stream, "name", None))
+    if not name.startswith(CONF):
         return _load(stream, Loader)
     if name not in _trees:
         _trees[name] = _load(stream, Loader)

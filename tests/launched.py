@@ -29,8 +29,8 @@ class Launched(Forked):
         place.mkdir(parents=True, exist_ok=True)
         Launched._count += 1
         self.mark = f"{os.getpid()}-{Launched._count}"  # the name of its processes, however they lost their parents
-        out, own = place / f"launch-{self.mark}.txt", ENVIRONMENT | environment
-        super().__init__(torchrun, self.mark, *words, place=place, out=out, environment=own)
+        out = place / f"launch-{self.mark}.txt"
+        super().__init__(torchrun, self.mark, *words, place=place, out=out, environment=ENVIRONMENT | environment)
 
     def __enter__(self) -> Launched:
         return self
