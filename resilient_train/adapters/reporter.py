@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -100,6 +101,8 @@ def _tracking(given: str | bool | None, run_dir: Path) -> TrackingConfig | None:
         return None
     if given is not True and not isinstance(given, str):
         raise TypeError(f"tracking: expected an address of MLflow or True, got {named_type(given)}")
+    if find_spec("mlflow") is None:
+        raise unusable("tracking", "needs the package mlflow: pip install 'resilient-train[app]'")
     uri = None if given is True else given
     try:
         locate(uri, run_dir.parent)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,13 @@ def test_a_resume_without_checkpoints_is_refused(tmp_path: Path) -> None:
         guard_of(run_dir=tmp_path / "run", resume=True)
     assert not (tmp_path / "run").exists()
     guard_of(run_dir=tmp_path / "run", resume=True, disk=0).close()
+
+
+def test_tracking_without_mlflow_is_refused_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    with pytest.raises(ConfigError, match=r"^tracking: needs the package mlflow: pip install [^\n]*$"):
+        guard_of(run_dir=tmp_path / "run", tracking=True)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_that_does_not_fit_any_more_says_how_to_start_another(tmp_path: Path) -> None:

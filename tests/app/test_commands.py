@@ -38,7 +38,7 @@ def test_a_run_leaves_its_configuration_log_weights_and_summary(run_command: com
     files = {"config.yaml", "incidents.jsonl", "journal.jsonl", "summary.json", "train.log", "weights.safetensors"}
     assert files | {".lock", "best", "checkpoints", "progress"} == set(os.listdir("runs/first"))
     summary = outcome.summary("runs/first")
-    assert set(summary) == {*FIELDS, "best_level"}
+    assert set(summary) == {*FIELDS, "best_level", "why"}
     assert (summary["status"], summary["exit_code"], summary["steps"], summary["ticks"]) == ("completed", 0, 30, 30)
     assert summary["incidents"] == {"total": 0, "recovered": 0, "by_cause": {}}
     assert set(summary["eval"]) == {"loss", "rmse"}
