@@ -34,6 +34,10 @@ _OF_WHOLE_TENSORS = (  # that compute the same in any type, next to the pointwis
     *("sum", "mean", "cumsum", "logsumexp", "prod", "cumprod", "norm", "softmax", "log_softmax"),
     "det",
 )
+_THAT_MOVE_ELEMENTS = (
+    *("view", "reshape", "flatten", "squeeze", "unsqueeze", "transpose", "permute", "expand", "diagonal"),
+    *("flip", "roll", "gather", "index_select"),
+)
 _LEAVES = (ast.Name, ast.Attribute, ast.Subscript)
 _LOOK_AT_THEIR_CALLER = {"super", "locals", "globals", "vars", "dir", "eval", "exec"}
 
@@ -138,7 +142,8 @@ def _is_repeatable(node: ast.AST, names: dict[str, Any]) -> bool:
         else:
             return False
         fits = is_pointwise(name) or (family(name) in _OF_WHOLE_TENSORS and not name.endswith("_"))
-        if not fits or not computes(name) or is_random(name):
+        computes_the_same = fits and computes(name) and not is_random(name)
+        if not computes_the_same and name not in _THAT_MOVE_ELEMENTS:
             return False
         return all(_is_repeatable(one, names) for one in (*owner, *node.args, *(one.value for one in node.keywords)))
     if isinstance(node, ast.BinOp) and (type(node.op) not in _OPERATORS or isinstance(node.op, ast.MatMult)):
