@@ -133,11 +133,12 @@ class Knobs:
         return {name: value for name, value in asdict(self).items() if name != "relax_after"}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError where a value is below 0 or not finite, and KeyError where one is missing."""
+        """Raises ValueError where a value is below 0 or not finite. Knobs that an earlier version lacks stay."""
         for name, now in self.state_dict().items():
-            if not 0 <= float(state[name]) < math.inf:
-                raise ValueError(f"the knob {name} is {state[name]!s:.20}, not a number from 0 up")
-            setattr(self, name, type(now)(state[name]))
+            value = state.get(name, now)
+            if not 0 <= float(value) < math.inf:
+                raise ValueError(f"the knob {name} is {value!s:.20}, not a number from 0 up")
+            setattr(self, name, type(now)(value))
 
 
 def _bounded(value: float, lowest: float, highest: float = 1.0) -> float:
