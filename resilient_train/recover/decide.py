@@ -214,12 +214,18 @@ def recent(policy: Policy, incidents: Iterable[Incident], tick: int) -> list[Inc
     """Return the incidents that may matter: mild ones in the windows of the policy, and no change on purpose."""
     budget, rungs = policy.budget, [rung for ladder in policy.ladders.values() for rung in ladder]
     oldest = tick - max(budget.window, budget.in_a_row, policy.forgive_after, *(rung.within or 0 for rung in rungs))
+
+    def matters(one: Incident, last: int) -> bool:
+        return last >= oldest or one.decision.gave_up is not None or not is_mild(one.decision.actions)
+
     return [
         each
         for one in incidents
         if one.diagnosis.cause is not Cause.PROCESS and not one.is_accepted
+        # Unfolding an incident is slow, and a run may have thousands that are over.
+        if matters(one, one.again[-1][0] if one.again else one.anomaly.tick)
         for each in one.each
-        if each.anomaly.tick >= oldest or each.decision.gave_up is not None or not is_mild(each.decision.actions)
+        if matters(each, each.anomaly.tick)
     ]
 
 

@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 from resilient_train.errors import ConfigError
 from resilient_train.files import conf
 from resilient_train.record.incident_log import IncidentLog
-from resilient_train.recover.decide import by_signal, decide
+from resilient_train.recover.decide import by_signal, decide, recent
 from resilient_train.recover.knobs import MAX_EPS, MIN_CLIP, MIN_LR, Knobs, KnobValues
 from resilient_train.recover.policy import Policy, named, parse
 from resilient_train.recover.remedies import KNOWN, Case, HigherPrecision, is_mild, remedy
@@ -974,6 +974,26 @@ def test_every_signal_has_a_cause_and_advice(signal: Signal, has_landed: bool) -
     assert diagnosis.advice.endswith(".")
     assert ". " not in diagnosis.advice.replace("train.log", "")
     assert diagnosis.culprit is None
+
+
+def test_incidents_that_are_over_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every refused update asks for the recent ones: only these are unfolded into their updates."""
+    unfolded, history, each = list[int](), list[Incident](), Incident.each.fget  # type: ignore[attr-defined]
+
+    def noted(incident: Incident) -> list[Incident]:
+        unfolded.append(incident.id)
+        return each(incident)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(Incident, "each", property(noted))
+    for number in range(1, 101):
+        tick = number * 650
+        anomaly = Anomaly(Signal.NONFINITE_LOSS, tick, tick, tick - 1, "", landed=False)
+        again = tuple((tick + later, tick + later) for later in range(10, 650, 10))
+        decision = Decision((Action("rewind" if number == 7 else "skip"),))
+        history.append(Incident(number, anomaly, by_signal(anomaly), decision, again=again))
+    updates = recent(named("skip"), history, 65_650)
+    assert [one.id for one in updates] == [7] * 65 + [99] * 35 + [100] * 65
+    assert unfolded == [7, 99, 100]
 
 
 # What becomes of incidents.
