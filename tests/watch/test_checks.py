@@ -479,6 +479,18 @@ def _without_ticks(finding: Finding) -> Finding:
 
 
 @QUICK
+@given(st.lists(st.floats(1e3, 1e30), max_size=5))
+def test_refused_values_never_enter_the_statistics(norms: list[float]) -> None:
+    """Up to the number that makes a regime, refused gradients leave everything as it was, whatever the loss."""
+    run = warmed_up(steps=100)
+    before, path = run.checks.state_dict(), run.checks.persistent_state()["path"]
+    for number, norm in enumerate(norms):
+        assert run.attempt(3.0 - number % 2, norm).anomaly is not None
+    assert run.checks.state_dict() == before
+    assert run.checks.persistent_state()["path"] == path
+
+
+@QUICK
 @given(PAIRS, PAIRS, PAIRS)
 def test_statistics_rewind(
     before: list[tuple[float, float]], undone: list[tuple[float, float]], after: list[tuple[float, float]]
