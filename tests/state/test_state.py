@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict, deque
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -14,7 +15,8 @@ from resilient_train.reader import MemoryConfig
 from resilient_train.state.copies import Backups
 from resilient_train.state.ring import Ring
 from resilient_train.state.run_state import Clock, RunState
-from resilient_train.state.tree import nbytes, put_together, sha256, taken_apart
+from resilient_train.state.tree import leaves, nbytes, put_together, sha256, taken_apart
+from resilient_train.watch.vitals import all_finite, versions
 
 CPU = torch.device("cpu")
 
@@ -383,3 +385,16 @@ def test_a_tree_that_was_taken_apart_is_put_together() -> None:
     assert again["plain"] == plain_value
     assert again["plain"]["set"] is not plain_value["set"]
     assert torch.equal(again["nested"][1][0], torch.full((3,), 2.0))
+
+
+@pytest.mark.parametrize("make", [list, deque, lambda some: UserDict(x=tuple(some)), lambda some: {"x": [deque(some)]}])
+def test_the_tensors_of_a_batch_are_found_in_every_container_of_pytree(make: Callable[[Any], Any]) -> None:
+    """And in mappings that it does not know: their values are examined, and writes to them noticed."""
+    one, other = torch.ones(2), torch.zeros(3)
+    batch = make([one, other])
+    assert [id(leaf) for leaf in leaves(batch)] == [id(one), id(other)]
+    before = versions(batch)
+    assert all_finite([batch])
+    other[1] = torch.nan
+    assert versions(batch) != before
+    assert not all_finite([batch])
