@@ -7,8 +7,9 @@ from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import SequenceKey, tree_flatten_with_path
 
-from resilient_train.state.tree import leaves, sorted_leaves
+from resilient_train.state.tree import leaves, with_dicts
 
 MOST_TRIALS = 200  # of a search; a batch of 1,024 with three guilty rows takes 60
 OTHERS = 128  # rows that a row is compared with
@@ -194,7 +195,7 @@ def _sizes(row: Any) -> dict[str, float]:
 
 def _fields(row: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The fields of a row that hold numbers with a fraction, by their place in it."""
-    for path, leaf in sorted_leaves(row):
+    for path, leaf in tree_flatten_with_path(with_dicts(row))[0]:
         if isinstance(leaf, float):
             leaf = torch.tensor(leaf, dtype=torch.float64)
         elif hasattr(leaf, "__array__") and not isinstance(leaf, torch.Tensor):
@@ -203,6 +204,9 @@ def _fields(row: Any) -> Iterator[tuple[str, torch.Tensor]]:
             except (TypeError, ValueError):
                 continue
         if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
-            place = path.removeprefix("/")
-            name = f"element {place}" if place.isdecimal() else f"['{place}']"
-            yield name if place else "its value", leaf.detach()
+            match path:
+                case [SequenceKey(idx=number)]:
+                    name = f"element {number}"
+                case _:
+                    name = "".join(map(str, path)) or "its value"
+            yield name, leaf.detach()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import UserDict, namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -266,12 +267,21 @@ def test_rows_that_break_only_together_are_not_named() -> None:
     assert searched(8, lambda places: {1, 6} <= set(places)) == ()
 
 
+Point = namedtuple("Point", ["x", "y"])
+
+
 def test_what_is_odd_about_a_row() -> None:
     """Fields and places of values that are not finite; fields far beyond those of other rows."""
     row = {"image": torch.tensor([[0.0, math.nan], [math.inf, 1.0]]), "label": 3, "weight": math.nan}
     image, weight = nonfinite_fields(row)
     assert image == "['image'] at [0, 1] is NaN, and 1 more"
     assert weight == "['weight'] is NaN"
+    nested = ([UserDict(a={"b": math.nan, 3: math.inf})], Point(math.nan, 1.0), {"x": [0.0, torch.tensor(-math.inf)]})
+    places = ["[0][0]['a']['b'] is NaN", "[0][0]['a'][3] is inf", "[1].x is NaN", "[2]['x'][1] is -inf"]
+    assert nonfinite_fields(nested) == places
+    assert nonfinite_fields(nested[1]) == [".x is NaN"]
+    assert nonfinite_fields([0.0, math.nan]) == ["element 1 is NaN"]
+    assert nonfinite_fields(math.nan) == ["its value is NaN"]
     others = [(torch.randn(8), 1.0) for _ in range(50)]
     assert outlying_fields((torch.randn(8), 1.5), others, 4.0) == []
     (told,) = outlying_fields((torch.randn(8), -4e6), others, 1e4)
