@@ -205,7 +205,7 @@ class MapSamples(Samples):
         self.stream, self.rows, self.skipped = stream, stream.rows, stream.skipped
         self.position = 0
         self._fetcher = RepeatableBatches(dataset, collate)
-        self._ahead: deque[Span] = deque()  # updates planned for the workers, not trained on yet
+        self._plan = _Plan(stream, slicing)
         self._loader: DataLoader[Any] | None = None
         self._trouble_until: int | None = None  # the end of the last update that took a second try
         self._failed: dict[int, int] = {}  # rows that the storage failed to return, and the positions of their updates
@@ -225,24 +225,14 @@ class MapSamples(Samples):
             lost_worker = self.num_workers > 0 and not is_passed_on
             is_of_rows = may_pass(error) and not lost_worker
         else:
-            planned = self._ahead.popleft()
+            planned = self._plan.ahead.popleft()
             assert planned.start >= self.position
             self.position = planned.stop
             return Update(planned.start, planned.stop, batches, self.slicing.of_this_rank(planned.keys))
         return self._fetched_here(trouble, is_of_rows=is_of_rows, lost_worker=lost_worker)
 
-    def __iter__(self) -> Iterator[Sequence[Key]]:
-        """Yield the keys of each micro-batch from `position` on, to the workers; it draws no random numbers."""
-        position = self.position
-        self._ahead.clear()
-        while True:
-            span = self.stream.take(position, self.slicing.samples)
-            self._ahead.append(span)
-            yield from self.slicing.of_this_rank(span.keys)
-            position = span.stop
-
     def slice_as(self, slicing: Slicing) -> bool:
-        self.slicing = slicing
+        self.slicing = self._plan.slicing = slicing
         self._batches = None
         return True
 
@@ -250,12 +240,13 @@ class MapSamples(Samples):
         self._batches = self._loader = None
 
     def _start(self) -> Iterator[Any]:
+        self._plan.start = self.position
         if not self.num_workers:  # a loader without workers does the same, and costs 70 us a batch
-            batches = map(self.collated, self)
+            batches = map(self.collated, self._plan)
             return map(pinned, batches) if self.pin_memory else batches
         if self._loader is None:
             workers, pins = self.num_workers, self.pin_memory
-            self._loader = loader(self.dataset, self, self.collate, num_workers=workers, pin_memory=pins)
+            self._loader = loader(self.dataset, self._plan, self.collate, num_workers=workers, pin_memory=pins)
         fetching: Any = iter(self._loader)
         if fetching._worker_pids_set:
             # Otherwise torch raises the death of a worker in a signal handler, wherever the training is at the time,
@@ -298,6 +289,26 @@ class MapSamples(Samples):
         if failed and len(self._failed) >= max(_STORM_ROWS, self.slicing.batch_size * self.slicing.accumulation // 2):
             what = f"{len(self._failed)} rows could not be fetched within {_STORM_UPDATES} updates"
             raise StorageFailed(what, failed[0].error)
+
+
+class _Plan:
+    """The keys of each micro-batch from `start` on, for the workers; it draws no random numbers.
+
+    Not the samples themselves: with the loader they would be a cycle, which keeps the workers alive.
+    """
+
+    def __init__(self, stream: Stream, slicing: Slicing) -> None:
+        self.stream, self.slicing, self.start = stream, slicing, 0
+        self.ahead: deque[Span] = deque()  # updates planned for the workers, not trained on yet
+
+    def __iter__(self) -> Iterator[Sequence[Key]]:
+        position = self.start
+        self.ahead.clear()
+        while True:
+            span = self.stream.take(position, self.slicing.samples)
+            self.ahead.append(span)
+            yield from self.slicing.of_this_rank(span.keys)
+            position = span.stop
 
 
 def loader(dataset: Any, plan: Any, collate: Collate, *, num_workers: int, pin_memory: bool) -> DataLoader[Any]:

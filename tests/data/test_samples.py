@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -547,6 +548,19 @@ def test_a_worker_that_is_killed_is_replaced(caplog: pytest.LogCaptureFixture) -
     for line in caplog.messages:  # as it is met: by a signal, or by a pipe that is dead
         assert re.search("exited unexpectedly|Connection|EOF", line)
     samples.close()
+
+
+def test_workers_end_with_their_samples() -> None:
+    """At once, and not when the garbage collector comes."""
+    samples = by_hand(Augmented(40), workers=2)
+    samples.next_update()
+    workers = workers_of(samples)
+    gc.disable()
+    try:
+        del samples
+        assert not any(worker.is_alive() for worker in workers)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.usefixtures("impatient")
