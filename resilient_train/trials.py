@@ -60,7 +60,10 @@ class Faster(NamedTuple):
 
 
 class Trials:
-    """Tries remedies in a run whose updates can be made without its loop."""
+    """Tries remedies in a run whose updates can be made without its loop.
+
+    All arms of a trial are judged on the same later samples, on which none of them was trained.
+    """
 
     def __init__(self, parts: RunParts, loop: Loop, policy: Policy, planned: Callable[[], int | None]) -> None:
         """`planned` returns the steps that the run plans, if that is known."""
@@ -80,7 +83,10 @@ class Trials:
     def best_of(
         self, arms: Sequence[Sequence[Action]], steps: int, knobs: Knobs, passed: int
     ) -> tuple[Sequence[Action], tuple[Tried, ...]]:
-        """Make `steps` updates with each arm; return the best or the first, and how all went after `passed` samples."""
+        """Make `steps` updates with each arm; return the best, and how all went. Without a trial that is the first.
+
+        They are judged on what follows the next `passed` samples.
+        """
         with suppress(TrialStopped), self._trial(knobs, passed):
             before, again = self._run((), 0), self._run((), 0)
             if not before.equals(again):

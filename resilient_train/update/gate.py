@@ -108,9 +108,8 @@ class Gate:
                 for weight, old in zip(weights if before else (), before, strict=True):
                     weight.copy_(old.lerp(weight, factor))
             return numbers
-        heads = measured[:2].nan_to_num(
-            nan=math.inf, neginf=math.inf
-        )  # a loss of -inf is below every limit, but no loss
+        # A loss of -inf is below every limit, but no loss.
+        heads = measured[:2].nan_to_num(nan=math.inf, neginf=math.inf)
         limits = self._on_device
         if not is_whole:
             limits = limits.clone()
@@ -125,7 +124,10 @@ class Gate:
         return None
 
     def _is_settled(self, optimizers: Sequence[Optimizer]) -> bool:
-        """A refused step would leave new state behind, and torch's fused SGD fills its momentum with garbage then."""
+        """Say whether every weight with a gradient has its state, or needs none.
+
+        A refused step would leave new state behind, and torch's fused SGD fills its momentum with garbage then.
+        """
         for optimizer in optimizers:
             weights, state = _with_gradient(optimizer), optimizer.state
             if state and all(map(state.get, weights)):  # the usual case, in every update: a loop in C

@@ -310,7 +310,11 @@ class Updater:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def _unscale(self, optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
-        """Return the loss scale. The gate refuses an overflow: the scaler's `step` would read it on the host."""
+        """Divide the gradients by the loss scale, in place, and return it.
+
+        An overflow needs no flag here: the gate refuses a norm that is not finite. `scaler.update` needs the scaler's
+        own flags. The scaler's `step` is not used: it would read them on the host.
+        """
         if self.scaler is None:
             return []
         scale = self.scaler._get_scale_async()

@@ -139,8 +139,8 @@ class Checks:
     def rewound(self, step: int, since: int, rate: float = 1.0) -> None:
         """Note a rewind to `step`, whose state was loaded before; the learning rate is multiplied by `rate` from here.
 
-        Measurements up to `since`, or to an older reference, do not rewind: a run at its beginning would learn any
-        loss.
+        Measurements up to `since`, or to the step of an older reference, are trusted and do not rewind: a run that goes
+        back to its beginning would learn any loss as usual.
         """
         reference = self.rewind_check.reference
         trusted = since if reference is None else max(since, reference.step)
