@@ -18,13 +18,34 @@ import pytest
 from command import MINE
 from flaky_mlflow import Door
 from fork_server import ENVIRONMENT, Forked, python
+from stories import incident
 
 from resilient_train.__main__ import main
 from resilient_train.app import VERBS
 from resilient_train.app.terminal import Terminal, fail_safe, survive_hangup
+from resilient_train.record.incident_log import IncidentLog
 from resilient_train.wording import PROGRESS, log
 
 LONG = [*MINE, "run.steps=300", "run.log_every=1", "run.name=run", "checkpoint.disk.every=0"]
+
+
+def its_log(place: Path) -> str:
+    return (place / "runs/run/train.log").read_text()
+
+
+def test_a_run_whose_pipe_is_closed_goes_on_to_its_end(tmp_path: Path) -> None:
+    """As with `| head -3`: train.log has all of it, the exit code is the run's own."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    words = ["-m", "resilient_train", *LONG, "objective._target_=user_programs.RaisesLater"]
+    run = Forked(python, *words, place=tmp_path, out=pipe, errors=tmp_path / "errors.txt")
+    with pipe.open() as said:
+        head = [said.readline() for _ in range(3)]
+    assert head[0].startswith("resilient_train ")
+    assert run.ended(240) == 1
+    assert " ERROR error: " in its_log(tmp_path)
+    errors = (tmp_path / "errors.txt").read_text()
+    assert [line.split()[0] for line in errors.splitlines()] == ["update", "error:"]
 
 
 def test_a_run_whose_terminal_is_closed_goes_on_to_its_end(tmp_path: Path) -> None:
@@ -42,7 +63,7 @@ def test_a_run_whose_terminal_is_closed_goes_on_to_its_end(tmp_path: Path) -> No
     if run.ended() is None:
         run.strike(signal.SIGHUP)
     assert run.ended(240) == 0
-    told = (tmp_path / "runs/run/train.log").read_text()
+    told = its_log(tmp_path)
     assert "step 300/300" in told
     assert "INFO completed 300 steps in" in told
 
@@ -57,6 +78,35 @@ def test_a_command_line_ends_with_its_own_code_when_nobody_hears_it(tmp_path: Pa
     assert (told.returncode, told.stderr) == (0, "")
     assert subprocess.run([*command, "run.stesp=1"], **place, stdout=write, stderr=write).returncode == 2
     os.close(write)
+
+
+@pytest.fixture
+def long_run(tmp_path: Path) -> Path:
+    """A run with more to tell than a pipe holds."""
+    place = tmp_path / "long"
+    place.mkdir()
+    incident_log = IncidentLog(place)
+    (place / "config.yaml").write_text("run: {steps: 300}\n")
+    for number in range(1, 301):
+        incident_log.add(incident(number, None))
+        incident_log.close(incident(number))
+    incident_log.close_files()
+    (place / "summary.json").write_text('{"status": "completed", "exit_code": 0, "steps": 300}')
+    return place
+
+
+def test_incidents_end_quietly_when_the_reader_has_read_enough(long_run: Path) -> None:
+    """As with `| head -1`."""
+    command = [sys.executable, "-m", "resilient_train", "incidents", str(long_run), "--follow"]
+    with subprocess.Popen(
+        command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(60) == -signal.SIGPIPE
 
 
 def test_a_broken_pipe_is_left_to_the_users_code(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import torch
 from test_state import Bench
 from torch import nn
 
-from resilient_train.checkpoint.tree_files import SerializedTree, load_tree
+from resilient_train.checkpoint.tree_files import TENSORS, TREE, SerializedTree, load_tree
 from resilient_train.state.tree import put_together, sha256, taken_apart
 
 
@@ -168,3 +169,26 @@ def test_what_cannot_be_saved_is_named_by_its_place(tmp_path: Path, tree: Any, p
     assert place in str(refused.value)
     assert "\n" not in str(refused.value)
     assert not list(tmp_path.iterdir())
+
+
+GOOD = {
+    "a": torch.arange(6.0).reshape(2, 3),
+    "b": np.arange(3),
+    "c": torch.ones(2, dtype=torch.complex128),
+    "d": [1.5, (2,)],
+}
+
+
+def test_cuts_and_flips_never_end_in_anything_but_a_value_error(tmp_path: Path) -> None:
+    """Either file cut or changed at every third byte is refused, or read as another tree; a manifest tells those."""
+    SerializedTree(GOOD).write(tmp_path)
+    for name in (TENSORS, TREE):
+        whole = (tmp_path / name).read_bytes()
+        cuts = [whole[:length] for length in range(0, len(whole), 3)]
+        flips = [whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :] for at in range(0, len(whole), 3)]
+        for content in (*cuts, *flips):
+            (tmp_path / name).write_bytes(content)
+            with suppress(ValueError):
+                load_tree(tmp_path)
+        (tmp_path / name).write_bytes(whole)
+    assert_same(load_tree(tmp_path), GOOD)
