@@ -22,7 +22,6 @@ pytestmark = pytest.mark.usefixtures("here")
 
 RMSE = "objective._target_=user_programs.mse_and_more"
 LR = "torch.optim.lr_scheduler"
-pytestmark = pytest.mark.usefixtures("here")
 FIELDS = {"status", "exit_code", "steps", "ticks", "steps_lost", "final_loss", "eval", "incidents", "seconds"}
 FIELDS |= {"step_ms", "trial_updates", "weights_sha256", "state_sha256", "mlflow", "first_loss", "verdict"}
 

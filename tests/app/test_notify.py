@@ -18,7 +18,6 @@ from resilient_train.tracking.story import read_story
 pytestmark = pytest.mark.usefixtures("here")
 
 SMALL = ["model=mlp", "data=digits", "objective=classification", "run.steps=12", "run.name=one", "tracking=none"]
-pytestmark = pytest.mark.usefixtures("here")
 NOTE = shlex.join([sys.executable, "-c", "import sys; open('alert.json', 'a').write(sys.stdin.read())"])
 
 
