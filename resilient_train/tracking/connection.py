@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -330,7 +331,14 @@ def root_cause(error: BaseException) -> str:
 def metrics_of(entry: Entry) -> list[Metric]:
     from mlflow.entities import Metric
 
-    return [Metric(metric_name(key), float(one), entry["at"], entry["tick"]) for key, one in entry["values"].items()]
+    return [Metric(metric_name(key), _number(one), entry["at"], entry["tick"]) for key, one in entry["values"].items()]
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan  # a curve of NaN is noticed sooner than a missing one
 
 
 @lru_cache(maxsize=4096)

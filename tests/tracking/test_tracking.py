@@ -139,10 +139,10 @@ def test_what_mlflow_does_not_take_as_it_is_arrives_all_the_same(home: Path, tmp
     with outbox(run_dir, given) as box:
         (run_dir / "train.log").write_text("two")
         box.put(METRICS, tick=1, values={name: float(index) for index, name in enumerate(BENT)})
-        box.put(METRICS, tick=2, values={"nan": math.nan, "inf": math.inf})
+        box.put(METRICS, tick=2, values={"nan": math.nan, "inf": math.inf, "odd": "no number", "none": None})
     run = uploaded(run_dir, home)
     values = fetched(run).data.metrics
-    assert math.isnan(values.pop("train/nan"))
+    assert all(math.isnan(values.pop(f"train/{name}")) for name in ("nan", "odd", "none"))
     assert values.pop("train/inf") == sys.float_info.max
     assert values == {stored: float(index) for index, stored in enumerate(BENT.values())}
     params = fetched(run).data.params
