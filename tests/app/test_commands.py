@@ -111,7 +111,7 @@ def test_a_resume_that_fails_keeps_the_counts_of_the_run(run_command: command, h
 
 def test_every_job_of_a_sweep_has_its_own_directory(run_command: command) -> None:
     """Also in a place given by hand, and where what is swept makes no other run; a bad job does not end a sweep."""
-    outcome = run_command([*MINE, "--multirun", "run.steps=2,-1,3", "run.dir=swept"])
+    outcome = run_command([*MINE, "--multirun", "run.steps=2,-1,3", "run.dir=swept", "hydra.sweep.dir=."])
     assert (outcome.code, outcome.stderr.count("\n")) == (2, 1)
     summaries = Path("swept").glob("*/summary.json")
     assert sorted(json.loads(one.read_text())["steps"] for one in summaries) == [2, 3]

@@ -161,7 +161,7 @@ def composed(
     raw: DictConfig, choices: Mapping[str, Any], *, given: Sequence[str] = (), sweep: str | None = None
 ) -> Composed:
     """Name the run, resolve interpolations, check types and limits; `given` are the overrides."""
-    swept = [*given] if sweep else []
+    swept = [*given] if sweep is not None else []
     unresolved: Any = OmegaConf.to_container(raw, resolve=False)
     raw = OmegaConf.create(unresolved)  # not read-only
     if not isinstance(raw.data.train, Mapping):  # before other keys refer to its own
