@@ -153,7 +153,6 @@ class _Session:
             run = assemble(self.config, world, home, resume, requests.asked, watchdog.beat)
             log.info("%s", run)
             self._resume(run)
-            self.run = run
             requests.is_in_loop = True
             try:
                 train(run)
@@ -182,7 +181,9 @@ class _Session:
         directory = self.directory
         for line in describe_changes(directory.changes):
             log.info("changed: %s", line)
-        if run.guard.resume():
+        resumed = run.guard.resume()
+        self.run = run  # before the files of the previous process are replaced, as that may fail
+        if resumed:
             log.info("resumes from step %d", run.guard.clock.step)
         elif directory.resumes and self.world.is_main and not self.incident_log.run_history.has_saved:
             log.info("the run there had no checkpoint yet: it begins at step 0 again")

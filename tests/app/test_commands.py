@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -107,6 +108,25 @@ def test_a_resume_that_fails_keeps_the_counts_of_the_run(run_command: command, h
     assert (failed.code, kept["status"], kept["steps"], kept["ticks"]) == (1, "failed", 10, 10)
     assert kept["final_loss"] is not None
     assert read_story(here / "run").step == 10
+
+
+def test_a_disk_that_is_full_at_the_resume_costs_no_figures(
+    run_command: command, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the next process does not take it for a crash."""
+    first = train(run_command, here / "run", 10).summary(here / "run")
+
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("resilient_train.app.run.commit_text", full)
+        failed = train(run_command, here / "run", 20).summary(here / "run")
+    figures = ("steps", "ticks", "first_loss", "final_loss")
+    assert failed["status"] == "failed"
+    assert [failed[name] for name in figures] == [first[name] for name in figures]
+    resumed = train(run_command, here / "run", 20).summary(here / "run")
+    assert (resumed["steps"], resumed["incidents"]["total"]) == (20, 0)
 
 
 def test_every_job_of_a_sweep_has_its_own_directory(run_command: command) -> None:
