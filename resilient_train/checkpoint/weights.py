@@ -87,7 +87,7 @@ class Best:
             files.disk.unlink(self.path)
         files.sweep(self.path)
         match files.read_json(self.path / _BEST_METRICS):
-            case {"loss": float(loss), "step": int(step)} if math.isfinite(loss):
+            case {"loss": int() | float() as loss, "step": int(step)} if math.isfinite(loss):
                 self._loss, self.step = loss, step
 
     def is_better(self, metrics: Mapping[str, float]) -> bool:

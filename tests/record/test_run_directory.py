@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from command import SAVING, command, train
 from fork_server import Forked
 from kills import Nursery, incidents, summary
@@ -21,6 +22,7 @@ from paused_run import held_at, is_held
 from resilient_train.app import incidents as shown
 from resilient_train.app import status
 from resilient_train.checkpoint.store import DEMOTED, Store
+from resilient_train.checkpoint.weights import Best
 from resilient_train.record.run_history import RunHistory
 from resilient_train.tracking.report import report
 from resilient_train.tracking.story import read_story
@@ -84,6 +86,16 @@ def test_a_link_in_the_place_of_best_is_not_written_through(here: Path, run_comm
     assert (here / "mine/best.json").read_bytes() == b'{"loss": 9.0, "step": 1}'
     assert json.loads((here / "run/best/best.json").read_text())["loss"] < 3
     assert not (here / "run/best").is_symlink()
+
+
+def test_the_best_evaluation_is_known_again_also_by_a_whole_number(tmp_path: Path) -> None:
+    best = Best(tmp_path)
+    best.take(5, {"loss": 3}, {"weight": torch.ones(2)})
+    best.write()
+    resumed = Best(tmp_path)
+    assert resumed.step == 5
+    assert not resumed.is_better({"loss": 4.0})
+    assert resumed.is_better({"loss": 2.0})
 
 
 def test_the_last_good_state_is_one_that_is_verified(here: Path, run_command: command, capsys: Said) -> None:
