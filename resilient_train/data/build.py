@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from resilient_train.data.rows import Collate, Retries, no_watchdog, seeded_rows
+from resilient_train.data.rows import Collate, Retries, SeededRows, no_watchdog
 from resilient_train.data.samples import MapSamples, Samples, Slicing, loader
 from resilient_train.data.sequential import IterableSamples
 from resilient_train.data.stream import Key, Stream
@@ -58,7 +58,7 @@ class IterableEvaluation:
     def batches(self, beat: Callable[[], None] = no_watchdog) -> Iterator[Weighted]:
         if self._pristine is not None:
             self.dataset.load_state_dict(copy.deepcopy(self._pristine))
-        rows = seeded_rows(self.dataset, self.seed)
+        rows = SeededRows(self.dataset, self.seed)
         number = self.slicing.rank
         while group := list(islice(rows, self.slicing.batch_size * self.slicing.world)):
             for batch, weight in zip(*_split(group, self.slicing), strict=True):

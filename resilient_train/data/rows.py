@@ -215,17 +215,28 @@ class RepeatableBatches:
         return list(fetch_many(rows)) if fetch_many else [self.dataset[row] for row in rows]
 
 
-def seeded_rows(dataset: Iterable[Any], seed: int, epoch: int = 0, first: int = 0) -> Iterator[Any]:
-    """Yield the rows of an iterable data set, which stands at the `first`, each with its own random numbers."""
-    seed_host(mix(Purpose.ROW, seed, epoch, first))  # some data sets fetch their first row in iter()
-    rows = iter(dataset)
-    for number in count(first):
-        seed_host(mix(Purpose.ROW, seed, epoch, number))
-        try:
-            row = next(rows)
-        except StopIteration:
-            return
-        yield row
+class SeededRows:
+    """The rows of an iterable data set, which stands at the `first`, each with its own random numbers.
+
+    Not a generator, which would end with the first error: a data set that is its own iterator continues.
+    """
+
+    def __init__(self, dataset: Iterable[Any], seed: int, epoch: int = 0, first: int = 0) -> None:
+        self._seed, self._epoch, self._number = seed, epoch, first
+        self._seed_row()  # some data sets fetch their first row in iter()
+        self._rows = iter(dataset)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self._seed_row()
+        row = next(self._rows)
+        self._number += 1
+        return row
+
+    def _seed_row(self) -> None:
+        seed_host(mix(Purpose.ROW, self._seed, self._epoch, self._number))
 
 
 class _Probe:

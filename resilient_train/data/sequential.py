@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from resilient_train.data.fed import Fed, FedSamples
-from resilient_train.data.rows import Collate, Retries, no_watchdog, seeded_rows
+from resilient_train.data.rows import Collate, Retries, SeededRows, no_watchdog
 from resilient_train.data.samples import Slicing, Update
 from resilient_train.errors import StorageFailed, TrainError, in_one_line
 from resilient_train.state.randomness import Purpose, mix, seed_all, seed_host
@@ -234,7 +234,7 @@ class RowStream(LoaderBatches):
         if hasattr(self.loader, "set_epoch"):
             self.loader.set_epoch(epoch)
         self.loader.load_state_dict(copy.deepcopy(state))
-        self._batches = seeded_rows(self.loader, self.seed, epoch, row)
+        self._batches = SeededRows(self.loader, self.seed, epoch, row)
 
     def _read_to(self, epoch: int, row: int) -> None:
         self._begin(epoch, 0, self._pristine)
