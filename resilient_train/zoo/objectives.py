@@ -24,23 +24,23 @@ _IGNORED = -100  # torch's and transformers' mark for a position without a targe
 
 def classification(model: Model, batch: Any, label_smoothing: float = 0.0) -> Outcome:
     """Cross-entropy of the model's scores [batch, classes] against class numbers [batch]."""
-    inputs, labels = _pair(batch)
+    inputs, labels = _pair(batch, "classification")
     if labels.is_floating_point():
-        raise _misfit("integer class labels", labels)
-    scores = _scores(model(inputs))
+        raise _misfit("classification", "integer class labels", labels)
+    scores = _scores(model(inputs), "classification")
     if scores.ndim < 2 or labels.shape != scores.shape[:1] + scores.shape[2:]:
-        raise _misfit(f"scores [batch, classes] for labels {list(labels.shape)}", scores)
+        raise _misfit("classification", f"scores [batch, classes] for labels {list(labels.shape)}", scores)
     loss = F.cross_entropy(scores, labels.long(), label_smoothing=label_smoothing)
     return loss, {"accuracy": (scores.detach().argmax(1) == labels).float().mean()}
 
 
 def regression(model: Model, batch: Any) -> Outcome:
     """Mean squared error; [batch] and [batch, 1] count as the same shape, nothing else is broadcast."""
-    inputs, targets = _pair(batch)
-    both = _scores(model(inputs)), targets.float()
+    inputs, targets = _pair(batch, "regression")
+    both = _scores(model(inputs), "regression"), targets.float()
     predicted, targets = (one.squeeze(-1) if one.ndim > 1 else one for one in both)
     if predicted.shape != targets.shape:
-        raise _misfit(f"a prediction of its targets' shape {list(targets.shape)}", predicted)
+        raise _misfit("regression", f"a prediction of its targets' shape {list(targets.shape)}", predicted)
     return F.mse_loss(predicted, targets), {"mae": (predicted - targets).detach().abs().mean()}
 
 
@@ -53,18 +53,18 @@ def language_model(model: Model, batch: Any) -> Outcome:
     """
     entries: Mapping[Any, Any] = {}
     if isinstance(batch, Mapping):
-        entries, ids = batch, _entry(batch, ("input_ids",))
+        entries, ids = batch, _entry(batch, ("input_ids",), "language_model")
     else:
         ids = batch[0] if isinstance(batch, tuple | list) else batch
     if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.ndim != 2:
-        raise _misfit("integer token ids [batch, time]", ids)
+        raise _misfit("language_model", "integer token ids [batch, time]", ids)
     labels = (ids if entries.get("labels") is None else entries["labels"]).long()
     if labels.shape != ids.shape:
-        raise _misfit(f"labels of the ids' shape {list(ids.shape)}", labels)
+        raise _misfit("language_model", f"labels of the ids' shape {list(ids.shape)}", labels)
     if entries.get("attention_mask") is not None:
         labels = labels.masked_fill(entries["attention_mask"] == 0, _IGNORED)
     targets = labels[:, 1:].flatten()
-    scores = _scores(model(ids[:, :-1]))
+    scores = _scores(model(ids[:, :-1]), "language_model")
     total = F.cross_entropy(scores.flatten(0, 1), targets, ignore_index=_IGNORED, reduction="sum")
     return total / (targets != _IGNORED).sum().clamp(min=1), {}
 
@@ -82,41 +82,41 @@ def model_loss(model: Model, batch: Any) -> Outcome:
     else:
         loss = getattr(output, "loss", output)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise _misfit("one loss from the model (does the batch hold labels?)", output)
+        raise _misfit("model_loss", "one loss from the model (does the batch hold labels?)", output)
     return loss.float().reshape(()), {}
 
 
-def _pair(batch: Any) -> tuple[Any, Tensor]:
+def _pair(batch: Any, objective: str) -> tuple[Any, Tensor]:
     if isinstance(batch, Mapping):
-        inputs, targets = _entry(batch, _INPUTS), _entry(batch, _TARGETS)
+        inputs, targets = _entry(batch, _INPUTS, objective), _entry(batch, _TARGETS, objective)
     elif isinstance(batch, tuple | list) and len(batch) == 2:
         inputs, targets = batch
     else:
-        raise _misfit("a batch (inputs, targets) or a mapping", batch)
+        raise _misfit(objective, "a batch (inputs, targets) or a mapping", batch)
     if not isinstance(targets, Tensor):
-        raise _misfit("a tensor of targets", targets)
+        raise _misfit(objective, "a tensor of targets", targets)
     return inputs, targets
 
 
-def _entry(batch: Mapping[Any, Any], names: tuple[str, ...]) -> Any:
+def _entry(batch: Mapping[Any, Any], names: tuple[str, ...], objective: str) -> Any:
     for name in names:
         if name in batch:
             return batch[name]
-    raise _misfit(f"a batch with {' or '.join(names)}", batch)
+    raise _misfit(objective, f"a batch with {' or '.join(names)}", batch)
 
 
-def _scores(output: Any) -> Tensor:
+def _scores(output: Any, objective: str) -> Tensor:
     scores = getattr(output, "logits", output)
     if not isinstance(scores, Tensor):
-        raise _misfit("a tensor or .logits from the model", output)
+        raise _misfit(objective, "a tensor or .logits from the model", output)
     return scores.float()
 
 
-def _misfit(needed: str, got: Any) -> ConfigError:
+def _misfit(objective: str, needed: str, got: Any) -> ConfigError:
     if isinstance(got, Tensor):
         found = f"{got.dtype} of shape {list(got.shape)}"
     elif isinstance(got, Mapping):
         found = f"the keys {', '.join(map(str, got))}"
     else:
         found = f"a {type(got).__name__}"
-    return unusable("objective", f"needs {needed}, got {found}")
+    return unusable("objective", f"{objective} needs {needed}, got {found}")

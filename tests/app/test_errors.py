@@ -65,7 +65,7 @@ REFUSED = [
     ("objective._target_=user_programs.with_a_vector", "each", "[32]", "scalar"),
     ("objective._target_=user_programs.with_a_loss", "objective._target_", "named loss"),
     ("objective._target_=user_programs.Weighed", "objective._target_", "weights of its own"),
-    ("objective._target_=resilient_train.zoo.objectives.language_model", "objective: needs integer token ids"),
+    ("objective._target_=resilient_train.zoo.objectives.language_model", "language_model needs integer token ids"),
     ("optimizer=custom optimizer._target_=builtins.list", "optimizer._target_", "Optimizer"),
     ("optimizer=custom optimizer._target_=user_programs.without_a_rate", "schedule._target_", "lr"),
     (f"schedule=custom schedule._target_={LR}.ReduceLROnPlateau", "schedule._target_", "metric"),
