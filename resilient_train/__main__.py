@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from importlib import import_module
+from io import TextIOWrapper
 
 from resilient_train.app import VERBS
 from resilient_train.ranks import process_exit
@@ -23,6 +24,8 @@ def main() -> None:
 
 
 def _do() -> None:
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # the terminal's encoding may lack a character of a path
     verb, *words = sys.argv[1:] or [""]
     if verb in VERBS:
         if verb not in ("sync", "examine"):  # which have sockets, and the user's code

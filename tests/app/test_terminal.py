@@ -148,6 +148,16 @@ def test_programs_get_the_lines_of_incidents_jsonl(met: Path, capsys: Said) -> N
     assert "incident 2, " in said
 
 
+@pytest.mark.parametrize("verb", ["incidents", "status"])
+def test_a_character_that_the_terminal_lacks_is_escaped(verb: str, tmp_path: Path) -> None:
+    run_dir = write(tmp_path / "é", incident(1, 50, diagnosis=blamed("/home/é/mine.py", 3), outcome=Outcome.RECOVERED))
+    command = [sys.executable, "-m", "resilient_train", verb, str(run_dir)]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert "Traceback" not in said.stderr
+    assert "\\xe9" in said.stdout
+
+
 def test_a_damaged_journal_is_told_as_far_as_it_is_whole(met: Path, capsys: Said) -> None:
     """How many lines are left out, and the others as ever; a journal that is none ends with one line and 1."""
     journal = met / "journal.jsonl"
