@@ -17,6 +17,7 @@ from resilient_train import files
 from resilient_train.files import commit_text, read_json, read_plain, read_yaml
 from resilient_train.ranks.lock import holder_of
 from resilient_train.record.journal import plain
+from resilient_train.record.progress import PROGRESS
 from resilient_train.secrets import masked, masked_tree
 
 CONFIG, LOOP = "config.yaml", "loop.json"  # of a run of the command, and of a loop that the caller wrote
@@ -167,3 +168,11 @@ def ending_of(run_dir: Path) -> Ending:
     if (refused := read_ending(run_dir, REFUSED)) is not None:
         found = replace(found, exit_code=refused["exit_code"], refused=str(refused.get("why")))
     return found
+
+
+def last_sign_ms(run_dir: Path) -> int | None:
+    """Return when a run that is over last wrote how it stands, in ms since 1970."""
+    for name in (SUMMARY, PROGRESS):
+        with suppress(OSError):
+            return (run_dir / name).stat().st_mtime_ns // 1_000_000
+    return None

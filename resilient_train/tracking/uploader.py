@@ -10,7 +10,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from resilient_train.record.endings import ending_of
+from resilient_train.record.endings import ending_of, last_sign_ms
 from resilient_train.record.journal import Entry, entries
 from resilient_train.record.outbox import BEGAN, ENDED, METRICS, OUTBOX
 from resilient_train.tracking.connection import (
@@ -110,7 +110,7 @@ class Uploader:
         ending = ending_of(self.run_dir)
         shown, status = connection.client.get_run(connection.run_id).info.status, self._status(ending.state)
         if ending.process is None and ending.state != "none" and shown != status:
-            connection.client.set_terminated(connection.run_id, status)
+            connection.client.set_terminated(connection.run_id, status, last_sign_ms(self.run_dir))
 
     def _status(self, ended: str) -> str:
         """Return MLflow's word for how a run ended: one that is not back at its level has not succeeded."""

@@ -252,13 +252,15 @@ def test_a_run_that_ended_without_a_word_is_shown_as_killed(
     box = Outbox(run_dir / OUTBOX)
     box.put(BEGAN, params={})
     assert box.close(30)
+    (run_dir / "progress").touch()
+    os.utime(run_dir / "progress", (1767225600, 1767225600))  # not the time of the upload
     held = DirectoryLock(run_dir) if lock == "held" else None
     one = finished(run_dir, server, experiment)
     if held is not None:
         held.release()
     assert one.run is not None
     run = client_of(server).get_run(one.run.run_id)
-    assert run.info.status == status
+    assert (run.info.status, run.info.end_time) == (status, 1767225600_000 if status == "KILLED" else None)
     assert run.data.tags["resilience.status"] == ("failed" if status == "KILLED" else "clean")
 
 
