@@ -25,6 +25,7 @@ from resilient_train.record.journal import Entry, WriteAttempts, append_lines, p
 OUTBOX = "outbox.jsonl"  # its name in a run directory
 OPENED, BEGAN, ENDED, METRICS = "opened", "began", "ended", "metrics"
 
+MOST_WAITING = 50_000  # entries that a full disk does not take, about 1 KB each: newer ones are dropped
 WRITE_EVERY_S, TRY_AGAIN_S = 0.25, 2.0
 _TAIL_BYTES = 2**20
 
@@ -39,6 +40,7 @@ class Outbox:
     def __init__(self, path: Path, also: Callable[[], None] = lambda: None) -> None:
         """Write to `path`; `also` is called each time, in the same thread."""
         self.path, self._also = path, also
+        self.dropped = 0
         self._waiting: deque[Entry] = deque()
         self._lines: list[bytes] = []  # entries that are sealed and not on disk yet
         self._closing = threading.Event()
@@ -49,13 +51,16 @@ class Outbox:
 
     def put(self, kind: str, /, **fields: Any) -> None:
         """Add an entry. It never waits and never raises."""
-        self._waiting.append({"at": time.time_ns() // 1_000_000, "kind": kind, **fields})
+        if len(self._waiting) + len(self._lines) < MOST_WAITING or kind == ENDED:
+            self._waiting.append({"at": time.time_ns() // 1_000_000, "kind": kind, **fields})
+        else:
+            self.dropped += 1
 
     def close(self, within_s: float) -> bool:
         """Write the rest in at most `within_s`; say whether everything is on disk."""
         self._closing.set()
         self._thread.join(within_s)
-        return not (self._thread.is_alive() or self._waiting or self._lines)
+        return not (self._thread.is_alive() or self._waiting or self._lines or self.dropped)
 
     # -- in the thread -------------------------------------------------------------------------------------------------
 
