@@ -33,6 +33,7 @@ REFUSED = [
     ("optimizer.lr=fast", "optimizer.lr=fast: must be a finite number"),
     ("modl=gpt", "modl=gpt: no such key; did you mean model? There are run, ", ", experiment"),
     ("optimizer.lr=-1", "error: optimizer.lr=-1: torch.optim.AdamW failed with ", "Invalid learning rate: -1"),
+    ("optimizer.betas=[1.5,0.9]", "error: optimizer.betas=[1.5, 0.9]: ", "Invalid beta parameter at index 0: 1.5"),
     ("optimizer.betas=[0.9,nan]", "optimizer.betas=[0.9, nan]: must be a list, each a finite number"),
     ("+optimizer.betas=[0.9,0.99,0.9]", "optimizer.betas=[0.9, 0.99, 0.9]: must be a list, ", ", 2 in all"),
     ("optimizer=custom optimizer._target_=torch.optim.Adafactor +optimizer.eps=[null,nan]", "eps=[None, nan]: must be"),

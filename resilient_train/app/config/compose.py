@@ -74,8 +74,8 @@ def build(key: str, node: Node, *given: Any) -> Any:
     except Exception as error:
         cause = error.__cause__ or error
         # torch repeats the value that it refuses: `Invalid learning rate: -0.001`.
-        words = str(cause).split() if isinstance(cause, ValueError) else []
-        blamed = [name for name, value in node.items() if isinstance(value, int | float) and str(value) in words]
+        words = [word.strip("()[],.") for word in str(cause).split()] if isinstance(cause, ValueError) else []
+        blamed = [name for name, value in node.items() if _is_said(value, words)]
         if len(blamed) == 1:
             why = f"{node['_target_']} failed with {in_one_line(cause)}"
             raise ConfigError(f"{key}.{blamed[0]}", node[blamed[0]], why) from cause
@@ -84,6 +84,13 @@ def build(key: str, node: Node, *given: Any) -> Any:
         # Hydra's own partial checks a policy at every call: 0.2 ms, twice a step, for the objective and the schedule.
         return partial(built.func, *built.args, **built.keywords)
     return built
+
+
+def _is_said(value: Any, words: Sequence[str]) -> bool:
+    """Say whether a number, or one in a list, is among the words."""
+    if isinstance(value, list):
+        return any(_is_said(one, words) for one in value)
+    return type(value) in (int, float) and str(value) in words  # True is an int as well
 
 
 def wrong_kind(key: str, node: Node, thing: Any, expected: str) -> ConfigError:
