@@ -24,10 +24,10 @@ def main() -> None:
 
 
 def _do() -> None:
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # the terminal's encoding may lack a character of a path
     verb, *words = sys.argv[1:] or [""]
     if verb in VERBS:
+        if isinstance(sys.stdout, TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # the terminal's encoding may lack a character of a path
         if verb not in ("sync", "examine"):  # which have sockets, and the user's code
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as any program that prints: `| head -1` ends it
         try:
