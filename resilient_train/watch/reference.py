@@ -171,7 +171,7 @@ class RewindCheck(PlainState):
             self._losses.clear()
 
     def learns_again(self, step: int, loss: float) -> bool:
-        """Whether a run that could not be rewound may still come back, and is no worse than it was."""
+        """Whether a run that could not be rewound may still recover, and is no worse than it was."""
         return self.is_open and self.was is not None and step < self.goal and loss <= self.was
 
     def resumed(self, step: int) -> None:

@@ -157,7 +157,7 @@ LOOP, LARGE = values(-5, 5, zeros=800), values(-1e9, 1e9)
         (broke("div", values(-1, 1), facts=EVERYWHERE), 1e9, 2, Cause.OPERATION),
     ],
 )
-def test_a_line_is_innocent_where_the_weights_have_led_it_there(
+def test_a_line_is_not_blamed_where_the_weights_have_led_it_there(
     facts: Observations, leap: float, landed: int, cause: Cause
 ) -> None:
     """Only where every batch breaks, soon after the first updates or after the loss has leaped."""

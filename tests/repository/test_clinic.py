@@ -105,7 +105,7 @@ def test_a_guilty_line_stands_for_its_whole_statement(marked: int, lines: list[i
 @pytest.mark.usefixtures("fresh_accelerate")
 @pytest.mark.parametrize("program", SMOKE)
 def test_a_program_is_cured_and_what_broke_it_is_named(program: str) -> None:
-    """The cause, and the line or the rows where some are to blame; no innocent line is accused."""
+    """The cause, and the line or the rows where some are to blame; no other line is blamed."""
     of, case = program.split(".")
     guarded, twin = (carried_out(Run(of, case, 0, arm, "digest")) for arm in ("ours", TWIN))
     expected = guarded.expected
