@@ -7,6 +7,15 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+# What is known, as data: each fact has its kind under "fact", a key of `sentences.SENTENCES`, and the numbers and names
+# that belong to it. `wording.say` makes sentences of them. Facts add up.
+Facts = tuple[Mapping[str, Any], ...]
+
+
+def fact(kind: str, /, **values: Any) -> Facts:
+    return ({"fact": str(kind), **values},)
+
+
 _MAY_LAND = ("accepted", "pending")
 
 
@@ -117,7 +126,7 @@ class Anomaly:
     step: int  # number of the update it was noticed at; a refused update has the number it would have had
     tick: int
     since: int  # the newest step whose state is still trusted
-    evidence: str  # in words: "loss 8.12 where 2.9 to 3.4 was usual"
+    evidence: Facts = ()
     landed: bool = True  # the weights contain it already
     ranks: tuple[int, ...] = ()
 
@@ -138,18 +147,23 @@ class Culprit:
     line: int
     inputs: tuple[Mapping[str, Any], ...] = ()
 
+    @property
+    def place(self) -> dict[str, Any]:
+        """What facts name it by."""
+        return {"op": self.op, "file": self.file, "line": self.line}
+
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
     """The cause of an anomaly, as far as it is known."""
 
     cause: Cause
-    advice: str  # one sentence: what to do
+    advice: Facts = ()  # what to do
     culprit: Culprit | None = None
     rows: tuple[int, ...] = ()
     # The failing operation may be patched; not if it overflowed to a single number, which leaves no healthy element.
     patchable: bool = False
-    reasons: Mapping[int, str] = field(default_factory=dict, compare=False)  # of rows, if each has a different one
+    reasons: Mapping[int, Facts] = field(default_factory=dict, compare=False)  # of rows, if each has a different one
     ranks: tuple[int, ...] = ()  # where a replay showed it, if only on some
     # The operation that failed this time, if only because of values from the patched culprit.
     symptom: Culprit | None = None
@@ -178,7 +192,7 @@ class Decision:
 
     actions: tuple[Action, ...] = ()
     rung: int = 0  # of the ladder, from 0
-    gave_up: str | None = None
+    gave_up: Facts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,9 +260,9 @@ class ProcessIncident:
     signal: Signal
     step: int
     since: int
-    evidence: str
+    evidence: Facts
     remedy: str
-    advice: str = ""
+    advice: Facts = ()
     rows: tuple[int, ...] = ()
     rewound_to: int | None = None
     steps_lost: int = 0

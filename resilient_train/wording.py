@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from resilient_train.sentences import OUTCOMES, REMEDIES, SENTENCES, SIGNALS, SINGULAR
 from resilient_train.types import (
-    ACCEPTED,
-    OBSERVE,
-    TRIAL,
     Action,
     Anomaly,
     Cause,
@@ -27,91 +26,72 @@ IN_FILE_ONLY = {"in_file_only": True}  # too long for a terminal
 GOOD, WARNING = {"style": "bold green"}, {"style": "bold yellow"}  # how a run ended
 PROGRESS = {"progress": True}  # a terminal shows such lines every few seconds
 
-_NOTICED = {
-    Signal.NONFINITE_BATCH: "the batch is not finite",
-    Signal.NONFINITE_LOSS: "the loss is not finite",
-    Signal.NONFINITE_GRAD: "a gradient is not finite",
-    Signal.NONFINITE_WEIGHTS: "a weight is not finite",
-    Signal.NONFINITE_OPTIMIZER: "the optimizer's state is not finite",
-    Signal.LOSS_SPIKE: "the loss jumped",
-    Signal.GRAD_SPIKE: "the gradient norm jumped",
-    Signal.DIVERGENCE: "the loss is worse than it was",
-    Signal.WEIGHTS_JUMP: "the weights jumped",
-    Signal.OPTIMIZER_RANGE: "the optimizer's state is out of its range",
-    Signal.SCALE_COLLAPSE: "the loss scale collapsed",
-    Signal.EXCEPTION: "an exception was raised",
-    Signal.OUT_OF_MEMORY: "the device ran out of memory",
-    Signal.HANG: "the step hung",
-    Signal.CRASH: "the process died",
-    Signal.DISK_FULL: "the disk is full",
-    Signal.CHECKPOINT_FAILED: "a checkpoint could not be written",
-    Signal.CHECKPOINT_DAMAGED: "a checkpoint is damaged",
-    Signal.RANK_MISMATCH: "the ranks differ",
-    Signal.NOT_RECOVERED: "the loss is not back where it was",
-    Signal.NO_PROGRESS: "the loss stands where it need not",
-}
-
-OUTCOMES = {
-    None: "open",
-    Outcome.RECOVERED: "recovered",
-    Outcome.RECURRED: "came back",
-    Outcome.UNRECOVERED: "not recovered",
-    Outcome.GAVE_UP: "gave up",
-    Outcome.OBSERVED: "observed, not treated",
-}
-
 _MAY_BE_MEANT = {Signal.LOSS_SPIKE, Signal.DIVERGENCE, Signal.NOT_RECOVERED, Signal.WEIGHTS_JUMP}
 _NOT_ABOUT_WEIGHTS = {
     *(Signal.EXCEPTION, Signal.OUT_OF_MEMORY, Signal.HANG, Signal.CRASH),
     *(Signal.DISK_FULL, Signal.CHECKPOINT_FAILED, Signal.CHECKPOINT_DAMAGED, Signal.NO_PROGRESS),
 }
 
-# Each remedy in words: of its phrases the first one whose settings are all given; the last one names none. A unit may
-# follow a setting. Other settings follow in brackets.
-_REMEDIES: dict[str, tuple[str, ...]] = {
-    "rewind": ("rewound to step {rewound_to} (verified)", "rewound"),
-    "skip": ("skipped {updates update} of data", "skipped the suspect samples"),
-    "quarantine": ("rows in quarantine",),
-    "repeat": ("retried the update",),
-    "report": ("reported only",),
-    "reset_moments": ("reset the optimizer's moments",),
-    "lower_lr": (
-        "learning rate x{factor} with {rewarm step} of warm-up",
-        "learning rate x{factor}",
-        "{rewarm step} of warm-up",
-        "learning rate turned down",
-    ),
-    "limit_lr": ("learning rate capped at {to}", "learning rate capped"),
-    "tighten_clip": ("gradients clipped to a norm of {to}", "gradient clip x{factor}", "gradient clip tightened"),
-    "limit_update": ("updates limited to {share} of the weights' norm", "updates limited"),
-    "lower_decay": ("weight decay x{factor}", "weight decay lowered"),
-    "raise_eps": ("epsilon x{factor}", "epsilon raised"),
-    "mend_eps": ("raised an epsilon that is 0 in its dtype",),
-    "armor": ("patched {symptom}, too", "patched that line"),
-    "lower_loss_scale": ("loss scale x{factor}", "loss scale lowered"),
-    "higher_precision": ("full precision for {steps step}", "full precision"),
-    TRIAL: ("tried {of} remedies for {steps step}", "tried several remedies"),
-    OBSERVE: ("only observed",),
-    "go_on": ("the run was resumed",),
-    "fall_back": ("fell back to the previous one",),
-    "try_again": ("training continues, and saving is retried",),
-    "smaller_batch": ("smaller micro-batches, more of them to an update",),
-    "end": ("the process was ended",),
-    ACCEPTED: ("taken as a change on purpose",),
-}
-_UNSAID = ("by_loss", "lasting", "leapt_to")
-_SETTING = re.compile(r"\{(\w+) ?(\w*)\}")
+# ----------------------------------------------------------------------------------------------------- facts into words
+
+_OPTIONAL = re.compile(r"<(?:(!?)(\w+)\?)?([^<>]*)>")
+_FIELD = re.compile(r"\{(\w+):?([^{}]*)\}")
+
+
+def say(facts: Iterable[Mapping[str, Any]], between: str = " ") -> str:
+    """Return the sentences of some facts; of a kind that is not known, the kind and its values."""
+    return between.join(_sentence(one) for one in facts)
+
+
+def _sentence(fact: Mapping[str, Any]) -> str:
+    template = SENTENCES.get(str(fact.get("fact")))
+    return " ".join(f"{name} {value}" for name, value in fact.items()) if template is None else fill(template, fact)
+
+
+def fill(template: str, values: Mapping[str, Any], used: set[str] | None = None) -> str:
+    """Fill in a template as `sentences` describes them; note in `used` which values it names."""
+
+    def optional(part: re.Match[str]) -> str:
+        negated, flag, text = part.groups()
+        if flag:
+            return text if bool(values.get(flag)) != bool(negated) else ""
+        return text if all(values.get(name) for name, _ in _FIELD.findall(text)) else ""
+
+    def field(found: re.Match[str]) -> str:
+        name, spec = found.groups()
+        if used is not None:
+            used.add(name)
+        return _formatted(values[name], spec)
+
+    return _FIELD.sub(field, _OPTIONAL.sub(optional, template))
+
+
+def _formatted(value: Any, spec: str) -> str:
+    if (of := _SPECS.get(spec)) is not None:
+        return of(value)
+    if "." in spec or spec in ("g", "d"):  # text, where a number was not finite
+        return value if isinstance(value, str) else format(value, spec)
+    return counted(value, spec)
+
+
+def place_named(where: Mapping[str, Any]) -> str:
+    at = f" at {os.path.basename(where['file'])}:{where['line']}" if where["file"] else ""
+    return f"`{where['op']}`{at}"
 
 
 def describe(incident: Incident) -> str:
     diagnosis = incident.diagnosis
     return _indented(
         f"! incident {incident.id:,}, {_sign(incident)}",
-        incident.anomaly.evidence,
+        evidence_of(incident.anomaly),
         f"{_cause(diagnosis)}; {_done(incident)}",
         *(f"  {line}" for line in describe_arms(incident)),
-        f"advice: {diagnosis.advice}" if diagnosis.advice else "",
+        f"advice: {say(diagnosis.advice)}" if diagnosis.advice else "",
     )
+
+
+def evidence_of(anomaly: Anomaly) -> str:
+    return say(anomaly.evidence, "; ")
 
 
 def describe_arms(incident: Incident) -> list[str]:
@@ -165,7 +145,7 @@ def why_unrecovered(incident: Incident) -> str:
 
 
 def first_sign(incident: Incident) -> str:
-    evidence = incident.anomaly.evidence
+    evidence = evidence_of(incident.anomaly)
     return " ".join(f"{_sign(incident)}{f'; {evidence}' if evidence else ''}".split())
 
 
@@ -183,11 +163,11 @@ def final_message(incident: Incident, last_good: Path | None) -> str:
     return _indented(
         f"gave up at {_sign(incident)}",
         f"if step {anomaly.since + 1:,} changes something on purpose, {declared}" if may_be_meant else "",
-        anomaly.evidence,
+        evidence_of(anomaly),
         _cause(incident.diagnosis),
         f"why: {why_of(incident)}",
         f"last good weights: {last_good or 'none were written'}",
-        f"what to try next: {incident.diagnosis.advice}" if incident.diagnosis.advice else "",
+        f"what to try next: {say(incident.diagnosis.advice)}" if incident.diagnosis.advice else "",
     )
 
 
@@ -211,7 +191,7 @@ def _sign(incident: Incident) -> str:
 def noticed(anomaly: Anomaly, *, by_name: bool = True) -> str:
     has_place = anomaly.ranks and anomaly.signal is not Signal.RANK_MISMATCH  # whose evidence names the ranks
     where = f" on {rank_names(sorted(anomaly.ranks))}" if has_place else ""
-    return f"{_NOTICED[anomaly.signal]}{where}" + (f" ({anomaly.signal})" if by_name else "")
+    return f"{SIGNALS[anomaly.signal]}{where}" + (f" ({anomaly.signal})" if by_name else "")
 
 
 def reached_suffix(incident: Incident) -> str:
@@ -269,16 +249,15 @@ def _listed(names: Sequence[object], most: int) -> str:
 
 def _done(incident: Incident) -> str:
     if incident.decision.gave_up is not None:
-        return f"gave up: {incident.decision.gave_up}"
+        return f"gave up: {say(incident.decision.gave_up)}"
     took = f", in {incident.seconds:,.2f} s" if incident.rewound_to is not None else ""
     return f"{remedies_of(incident) or 'nothing was done'}{took}; {_lost(incident)}"
 
 
 def _lost(incident: Incident) -> str:
     refused = not incident.anomaly.landed and incident.rewound_to is None
-    if incident.steps_lost <= refused:  # an attempt that was refused held nothing yet
-        return "nothing was lost"
-    return f"{counted(incident.steps_lost, 'step')} lost"
+    lost = 0 if incident.steps_lost <= refused else incident.steps_lost  # an attempt that was refused held nothing yet
+    return f"{counted(lost, 'step')} lost"
 
 
 def remedies_of(incident: Incident) -> str:
@@ -288,11 +267,13 @@ def remedies_of(incident: Incident) -> str:
 def _remedy(action: Action, incident: Incident) -> str:
     settings: dict[str, Any] = {**action.settings}
     if action.remedy == "rewind" and incident.rewound_to is None:
-        return "no rewind, as there was no state to go back to"
+        return "not rewound: no verified snapshot"
     if action.remedy == "go_on" and incident.rewound_to == 0:
         return "no checkpoint: restarted at step 0"
     if action.remedy == "rewind":
         settings = {"rewound_to": incident.rewound_to}
+    elif action.remedy == "quarantine":
+        settings = {"rows": incident.diagnosis.rows}
     elif action.remedy == "armor" and (where := incident.diagnosis.symptom) is not None:
         settings = {"symptom": f"{where.op}, {where.file}:{where.line}"}
     elif action.remedy == "limit_lr" and isinstance(to := settings.get("to"), int | float):
@@ -300,12 +281,13 @@ def _remedy(action: Action, incident: Incident) -> str:
     elif settings.get("factor") == 1 or (action.remedy == "tighten_clip" and settings.get("to")):
         settings.pop("factor", None)
     settings = {name: value for name, value in settings.items() if value is not None and name not in _UNSAID}
-    said = action.remedy  # a remedy of the user's, perhaps a dotted name
-    if phrases := _REMEDIES.get(said):
-        phrase = next(one for one in phrases if settings.keys() >= {name for name, _ in _SETTING.findall(one)})
-        said = _SETTING.sub(lambda found: counted(settings.pop(found[1]), found[2]), phrase)
-    rest = ", ".join(f"{name.replace('_', ' ')} {_amount(value)}" for name, value in settings.items())
-    return f"{said} ({rest})" if rest else said
+    used = set[str]()
+    said = fill(REMEDIES.get(action.remedy, action.remedy), settings, used)  # one of the user's, perhaps a dotted name
+    rest = (f"{name.replace('_', ' ')} {_amount(value)}" for name, value in settings.items() if name not in used)
+    return f"{said} ({more})" if (more := ", ".join(rest)) else said
+
+
+_UNSAID = ("by_loss", "lasting", "leapt_to")  # settings
 
 
 def printable(text: str) -> str:
@@ -329,7 +311,7 @@ def _amount(value: Any) -> str:
 
 
 def why_of(incident: Incident) -> str:
-    return _indented(incident.decision.gave_up or "") or "the policy has nothing left"
+    return _indented(say(incident.decision.gave_up or ())) or "the policy has nothing left"
 
 
 def _indented(*lines: str) -> str:
@@ -345,3 +327,19 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(whole, 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+# How the values of facts are said.
+_SPECS: dict[str, Callable[[Any], str]] = {
+    "": lambda value: _amount(value),
+    "id": str,  # without commas, as it is looked up
+    "say": lambda facts: say(facts, "; "),
+    "place": place_named,
+    "rows": lambda rows: rows_named(rows, 8),
+    "Rows": lambda rows: rows_named(rows, 8).capitalize(),
+    "it": lambda rows: "it" if len(rows) == 1 else "them",
+    "ranks": lambda ranks: rank_names(ranks),
+    "names": lambda names: names_listed(names),
+    "wrong": lambda family: SINGULAR[family][0],
+    "fix": lambda family: SINGULAR[family][1],
+}

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from resilient_train.record.journal import Entry, plain
 from resilient_train.secrets import masked_tree
 from resilient_train.types import TRIAL, Action, Anomaly, Decision, Diagnosis, Incident, Tried
+from resilient_train.wording import evidence_of, say
 
 _hints = cache(typing.get_type_hints)
 T = TypeVar("T")
@@ -86,6 +87,14 @@ def as_line(incident: Incident) -> dict[str, Any]:
             for one in incident.tried
         ]
     whole: dict[str, Any] = masked_tree(plain(line))
+    return whole
+
+
+def in_words(incident: Incident) -> dict[str, Any]:
+    """Return its line with sentences in place of facts, as incidents.jsonl has it."""
+    why, line = incident.decision.gave_up, as_line(incident)
+    line |= {"advice": say(incident.diagnosis.advice), "evidence": evidence_of(incident.anomaly)}
+    whole: dict[str, Any] = masked_tree({**line, "gave_up": say(why) if why is not None else None})
     return whole
 
 
