@@ -278,7 +278,7 @@ class Recovery:
         before, make_plan = (incident_log.incidents, self.policy.crashes), self.keeper.resumption.plan
         plan = parts.world.on_main(lambda: make_plan(*before, is_explained=is_explained))
         if not parts.world.is_main:
-            incident_log.adopt(plan.incidents)
+            incident_log.run_history.adopt(plan.incidents)
         self.keeper.begin(plan)
         try:
             for remedies in plan.remedies:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from resilient_train.record.incident_lines import Chapter
+from resilient_train.record.run_history import Chapter
 from resilient_train.tracking.story import Checkpoint, Story, status_by
 from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
 

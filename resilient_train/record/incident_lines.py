@@ -7,47 +7,17 @@ import math
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from typing import Any, TypeVar
 
-from resilient_train.record.journal import Entry, plain
+from resilient_train.record.journal import plain
 from resilient_train.secrets import masked_tree
 from resilient_train.types import TRIAL, Action, Anomaly, Decision, Diagnosis, Incident, Tried
 from resilient_train.wording import evidence_of, say
 
 _hints = cache(typing.get_type_hints)
 T = TypeVar("T")
-
-OPENED, TREATED, CLOSED = "incident_opened", "incident_treated", "incident_closed"  # kinds of entries of the journal
-AGAIN = "incident_again"  # an update more that an incident counts
-
-
-@dataclass(frozen=True, slots=True)
-class Chapter:
-    incident: Incident
-    opened_ms: int  # since 1970
-    treated_ms: int | None = None  # None while something is being done about it
-    closed_ms: int | None = None  # None until the outcome is known
-
-
-def recall(chapters: dict[int, Chapter], entry: Entry) -> None:
-    """Add what an entry of the journal says about an incident. Raises ValueError if it cannot be read."""
-    kind, at = entry["kind"], entry["at"]
-    if kind == AGAIN and (known := chapters.get(entry["number"])) is not None:
-        again = (*known.incident.again, tuple(entry["at_update"]))
-        incident = dataclasses.replace(known.incident, again=again, further=len(again))
-        chapters[incident.id] = dataclasses.replace(known, incident=incident)
-    if kind not in (OPENED, TREATED, CLOSED):
-        return
-    incident = from_line(entry.get("incident"))
-    chapter = dataclasses.replace(chapters.get(incident.id, Chapter(incident, at)), incident=incident)
-    if kind == TREATED and chapter.treated_ms is None:  # a second entry only adds what is known since
-        chapter = dataclasses.replace(chapter, treated_ms=at)
-    elif kind == CLOSED:
-        chapter = dataclasses.replace(chapter, closed_ms=at)
-    chapters[incident.id] = chapter
 
 
 def as_line(incident: Incident) -> dict[str, Any]:

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from resilient_train.files import commit_text, open_to_append, read_plain
-from resilient_train.record.incident_lines import AGAIN, CLOSED, OPENED, TREATED, Chapter, as_line, recall
+from resilient_train.record.incident_lines import as_line
 from resilient_train.record.journal import JOURNAL, Journal, WriteAttempts
-from resilient_train.record.run_history import RunHistory
+from resilient_train.record.run_history import AGAIN, CLOSED, OPENED, TREATED, RunHistory
 from resilient_train.types import (
     Action,
     Anomaly,
@@ -42,98 +41,90 @@ class IncidentLog:
         self.directory, self.run_dir = directory, run_dir or directory
         self._file = None if directory is None else directory / INCIDENTS
         self._journal = None if directory is None else Journal(directory / JOURNAL)
-        self.run_history = RunHistory(self._journal)
-        self._incidents: dict[int, Incident] = {}  # by their numbers
-        self._open: dict[int, Incident] = {}  # those without an outcome
-        self._lines: dict[int, str] = {}  # of incidents.jsonl, in the order of their outcomes
+        self.run_history = RunHistory(self._journal.entries if self._journal else (), self._journal)
         self._ongoing: set[int] = set()  # incidents that healthy updates do not close
-        chapters: dict[int, Chapter] = {}
-        for entry in self._journal.entries if self._journal else []:
-            try:
-                recall(chapters, entry)
-            except ValueError as error:
-                log.warning("entry %d of the journal is left out: %s", entry["n"], error)
-                continue
-            if entry["kind"] == CLOSED:
-                self._add_line(chapters[entry["incident"]["id"]].incident)
-        self.adopt(chapters[number].incident for number in sorted(chapters))
-        for one in self.open_incidents:
-            if chapters[one.id].treated_ms is None:  # the process ended before it did what was decided
-                self._keep(replace(one, decision=replace(one.decision, actions=())))
+        for why in self.run_history.unreadable:
+            log.warning("%s", why)
+        # Incidents about which nothing was done, as their process ended: the next of their kind continues them.
+        self._interrupted = {
+            one.id for one in self.open_incidents if self.run_history.chapters[one.id].treated_ms is None
+        }
+        undone = [self.run_history.open[number] for number in self._interrupted]
+        self.run_history.adopt(replace(one, decision=replace(one.decision, actions=())) for one in undone)
         self._attempts = WriteAttempts(self._file, "it will be rewritten from the journal later")
         there: bytes | None = None
         with suppress(OSError):
             there = None if self._file is None else read_plain(self._file)
-        if there != "".join(self._lines.values()).encode():  # else somebody may follow the file as it is
+        if there != self._lines().encode():  # else somebody may follow the file as it is
             self._write_lines()
 
     @property
     def incidents(self) -> list[Incident]:
-        return list(self._incidents.values())
+        return self.run_history.incidents
 
     @property
     def _of_training(self) -> list[Incident]:
-        return [one for one in self._incidents.values() if one.diagnosis.cause is not Cause.PROCESS]
+        return [one for one in self.incidents if one.diagnosis.cause is not Cause.PROCESS]
 
     @property
     def open_incidents(self) -> list[Incident]:
-        return list(self._open.values())
+        return list(self.run_history.open.values())
 
     @property
     def next_id(self) -> int:
-        return next(reversed(self._incidents), 0) + 1
+        return next(reversed(self.run_history.chapters), 0) + 1
 
     def tally(self) -> dict[str, Any]:
         by_cause = Counter(str(one.diagnosis.cause) for one in self.incidents)
         recovered = sum(one.outcome is Outcome.RECOVERED for one in self.incidents)
         return {"total": len(self.incidents), "recovered": recovered, "by_cause": dict(by_cause)}
 
-    def adopt(self, incidents: Iterable[Incident]) -> None:
-        """Replace all incidents: a rank without a journal takes those of rank 0, as all ranks decide by them."""
-        self._incidents, self._open = {}, {}
-        for one in incidents:
-            self._keep(one)
-
     # From opening to outcome.
 
     def open(self, anomaly: Anomaly, diagnosis: Diagnosis, decision: Decision, *, is_off: bool = False) -> Incident:
         """Add an incident before anything is done about it; open incidents of the same kind have recurred.
 
-        If the decision is to give up, all have failed; those that left damage are unrecovered if the loss `is_off`.
+        One about which nothing was done, as its process ended, is the same incident. If the decision is to give up, all
+        have failed; those that left damage are unrecovered if the loss `is_off`.
         """
-        drill = self.run_history.drill_behind(anomaly, diagnosis, self.incidents)
+        drill = self.run_history.drill_behind(anomaly, diagnosis)
+        number = self.next_id
         diagnosis = replace(diagnosis, advice="") if drill else diagnosis  # nothing to change: it was on purpose
         for one in self.open_incidents:
             if kind_of(one.anomaly, one.diagnosis) == kind_of(anomaly, diagnosis):
-                self.close(one, Outcome.RECURRED)
+                if one.id in self._interrupted:
+                    self._interrupted.discard(one.id)
+                    number = one.id
+                else:
+                    self.close(one, Outcome.RECURRED)
             elif decision.gave_up is not None:
                 self.close(one, _failed(one, is_off=is_off))
-        incident = Incident(self.next_id, anomaly, diagnosis, decision, drill=drill)
+        incident = Incident(number, anomaly, diagnosis, decision, drill=drill)
         if decision.gave_up is not None:
             incident = replace(incident, outcome=_failed(incident, is_off=False))
         self.add(incident)
         return incident
 
     def add(self, incident: Incident) -> None:
-        self._write(OPENED, incident)
+        self.run_history.note(OPENED, incident=incident)
 
     def record_treatment(self, incident: Incident, *, ongoing: bool = False) -> None:
         """Record what was done about an incident. An `ongoing` one is open until `clear_ongoing`."""
-        self._write(TREATED, incident)
+        self.run_history.note(TREATED, incident=incident)
         if ongoing:
             self._ongoing.add(incident.id)
         log.warning("%s", describe(incident))
 
     def update(self, incident: Incident) -> None:
-        self._write(TREATED, incident)
+        self.run_history.note(TREATED, incident=incident)
 
     def close(self, incident: Incident, outcome: Outcome | None = None, *, healthy_steps: int | None = None) -> None:
         """Record the outcome of an incident, by default the one it has, and list it."""
         outcome = Outcome.OBSERVED if incident.is_observed else outcome
         incident = replace(incident, outcome=outcome or incident.outcome)
         assert incident.outcome is not None, f"incident {incident.id} has no outcome yet"
-        self._write(CLOSED, incident)
-        self._write_lines(self._add_line(incident))
+        self.run_history.note(CLOSED, incident=incident)
+        self._write_lines(_line(incident))
         # One that recurred is reported by the incident that came after it.
         if incident.outcome in (Outcome.RECOVERED, Outcome.OBSERVED):
             log.info("%s", describe_outcome(incident, healthy_steps))
@@ -148,10 +139,10 @@ class IncidentLog:
 
     def count_further(self, number: int, step: int) -> None:
         """Count one more anomalous update into an incident, and write down each doubling."""
-        incident = self._incidents[number]
+        incident = self.run_history.open[number]
         incident = replace(incident, further=incident.further + 1)
-        self._keep(incident)
-        if incident.further & (incident.further - 1) == 0:
+        self.run_history.adopt([incident])
+        if _is_doubled(incident):
             self.update(incident)
             log.info("step %d: incident %d%s", step, incident.id, further(incident))
 
@@ -169,17 +160,16 @@ class IncidentLog:
         last = earlier[-1]
         if last.outcome is not None or last.decision != decision or len(last.again) >= _AGAIN:
             return None
-        drill = self.run_history.drill_behind(anomaly, diagnosis, self.incidents)
+        drill = self.run_history.drill_behind(anomaly, diagnosis)
         is_same = kind_of(last.anomaly, last.diagnosis) == kind_of(anomaly, diagnosis)
         return last if is_same and drill == last.drill else None
 
     def count_again(self, incident: Incident, anomaly: Anomaly) -> None:
         """Count an update into the incident that it continues: strikes and budgets count it, also after a restart."""
-        again = (*incident.again, (anomaly.tick, anomaly.step))
-        self._keep(replace(incident, again=again, further=len(again) - 1))
-        if self._journal is not None:
-            self._journal.write(AGAIN, number=incident.id, at_update=again[-1])
-        self.count_further(incident.id, anomaly.step)
+        self.run_history.note(AGAIN, number=incident.id, at_update=[anomaly.tick, anomaly.step])
+        incident = self.run_history.open[incident.id]
+        if _is_doubled(incident):
+            log.info("step %d: incident %d%s", anomaly.step, incident.id, further(incident))
 
     def clear_ongoing(self, number: int) -> None:
         self._ongoing.discard(number)
@@ -202,8 +192,10 @@ class IncidentLog:
 
     def close_ongoing(self, number: int) -> None:
         """Close an incident as the run ends, if it is open: as unrecovered if it is ongoing."""
-        if number in self._open:
-            self.close(self._open[number], Outcome.UNRECOVERED if number in self._ongoing else Outcome.RECOVERED)
+        if number in self.run_history.open:
+            self.close(
+                self.run_history.open[number], Outcome.UNRECOVERED if number in self._ongoing else Outcome.RECOVERED
+            )
         self._ongoing.discard(number)
 
     # The files.
@@ -214,21 +206,8 @@ class IncidentLog:
         if self._journal is not None:
             self._journal.close()
 
-    def _keep(self, incident: Incident) -> None:
-        self._incidents[incident.id] = incident
-        if incident.outcome is None:
-            self._open[incident.id] = incident
-        else:
-            self._open.pop(incident.id, None)
-
-    def _write(self, kind: str, incident: Incident) -> None:
-        self._keep(incident)
-        if self._journal is not None:
-            self._journal.write(kind, incident=as_line(incident))
-
-    def _add_line(self, incident: Incident) -> str:
-        self._lines[incident.id] = json.dumps(as_line(incident)) + "\n"
-        return self._lines[incident.id]
+    def _lines(self) -> str:
+        return "".join(map(_line, self.run_history.closed.values()))
 
     def _write_lines(self, new: str = "") -> None:
         """Append a line to incidents.jsonl. Without one, or if the file lacks earlier ones, rewrite it."""
@@ -239,7 +218,15 @@ class IncidentLog:
                 with open(open_to_append(self._file), "a", encoding="utf-8") as file:
                     file.write(new)
             else:
-                commit_text(self._file, "".join(self._lines.values()))
+                commit_text(self._file, self._lines())
+
+
+def _line(incident: Incident) -> str:
+    return json.dumps(as_line(incident)) + "\n"
+
+
+def _is_doubled(incident: Incident) -> bool:
+    return incident.further & (incident.further - 1) == 0
 
 
 def _failed(incident: Incident, *, is_off: bool) -> Outcome:

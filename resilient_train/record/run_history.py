@@ -1,16 +1,24 @@
-"""What earlier processes of a run noted in its journal, apart from incidents: remedies, checkpoints, drills."""
+"""What has happened in a run, as its journal tells it: incidents, remedies in effect, checkpoints, drills.
+
+This is the one reader of the journal's entries: the run itself, which also adds to them, and all that look at it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from resilient_train.record.incident_lines import as_line, from_line
 from resilient_train.record.journal import JOURNAL, Entry, Journal, read
 from resilient_train.types import Anomaly, Cause, Diagnosis, Incident, Outcome, Signal
+
+OPENED, TREATED, CLOSED = "incident_opened", "incident_treated", "incident_closed"  # kinds of entries
+AGAIN = "incident_again"  # an update more that an incident counts
 
 _LEAVE_DAMAGE = {"loss_spike", "hot_lr", "bit_flip", "bad_moments"}  # drills whose damage may be noticed later
 _NOTICED_WITHIN = 400  # ticks; damage to a weight that nothing depends on is never noticed
@@ -18,11 +26,23 @@ _END_PROCESS = {"crash": Signal.CRASH, "hang": Signal.HANG}
 _BY_ROWS = {Cause.DATA, Cause.EXPLOSION, Cause.OVERFLOW, Cause.UNKNOWN}
 
 
-class RunHistory:
-    """Reads these entries, and adds to them. Without a journal they last as long as the process."""
+@dataclass(frozen=True, slots=True)
+class Chapter:
+    incident: Incident
+    opened_ms: int  # since 1970
+    treated_ms: int | None = None  # None while something is being done about it
+    closed_ms: int | None = None  # None until the outcome is known
 
-    def __init__(self, journal: Journal | None) -> None:
+
+class RunHistory:
+    """Folds the entries of a journal; without one it lasts as long as the process."""
+
+    def __init__(self, entries: Iterable[Entry] = (), journal: Journal | None = None) -> None:
         self._journal = journal
+        self.chapters: dict[int, Chapter] = {}  # by the number of the incident
+        self.open: dict[int, Incident] = {}  # those without an outcome
+        self.closed: dict[int, Incident] = {}  # the others, in the order of their outcomes
+        self.unreadable: list[str] = []  # entries about incidents, and why
         self.remedies: Mapping[str, Any] | None = None  # that were active last
         self.has_saved = False  # a checkpoint was ever committed
         self.sources: set[str] = set()  # paths that the user told the run to resume from
@@ -31,14 +51,23 @@ class RunHistory:
         self._fired: list[FiredDrill] = []
         # By tick, which no two processes end at: the samples in use when one ended, and whether in its first update.
         self._endings: dict[int, tuple[int, int, bool]] = {}
-        for entry in journal.entries if journal else []:
-            self.recall(entry)
+        for entry in entries:
+            try:
+                self.recall(entry)
+            except ValueError as error:
+                self.unreadable.append(f"entry {entry['n']} of the journal is left out: {error}")
+        self.chapters = dict(sorted(self.chapters.items()))
+
+    @property
+    def incidents(self) -> list[Incident]:
+        return [chapter.incident for chapter in self.chapters.values()]
 
     def note(self, kind: str, /, **fields: Any) -> None:
         """Note one of the kinds that `recall` knows."""
-        self.recall({"kind": kind, **fields})
+        self.recall({"kind": kind, "at": time.time_ns() // 1_000_000, **fields})
         if self._journal is not None:
-            self._journal.write(kind, **fields)
+            lines = {name: as_line(one) if isinstance(one, Incident) else one for name, one in fields.items()}
+            self._journal.write(kind, **lines)
 
     def note_process_end(self, tick: int, start: int, stop: int, *, in_first: bool) -> int:
         """Note which samples were in use when a process ended; return how many processes in a row ended at these.
@@ -56,17 +85,26 @@ class RunHistory:
     def has_fired(self, number: int) -> bool:
         return any(one.number == number for one in self._fired)
 
-    def drill_behind(self, anomaly: Anomaly, diagnosis: Diagnosis, earlier: Sequence[Incident]) -> str:
+    def drill_behind(self, anomaly: Anomaly, diagnosis: Diagnosis) -> str:
         """Name the faults that caused an incident, directly or by the damage they left; empty if none did."""
         found = [one for one in self._fired if _fired_here(one, anomaly, diagnosis)]
         if not found and not diagnosis.rows:
-            found = [one for one in self._fired if one.tick and _left_damage(one, anomaly, diagnosis, earlier)][-1:]
+            found = [one for one in self._fired if one.tick and _left_damage(one, anomaly, diagnosis, self.incidents)][
+                -1:
+            ]
         if not found and not diagnosis.rows and diagnosis.culprit is None and diagnosis.cause in _BY_ROWS:
             found = [one for one in self._fired if not one.tick]
         return ", ".join(dict.fromkeys(one.fault for one in found))
 
     def recall(self, entry: Entry) -> None:
+        """Take in an entry. Raises ValueError if it is about an incident that cannot be read."""
         match entry:
+            case {"kind": "incident_opened" | "incident_treated" | "incident_closed" as kind, "at": int(at)}:
+                self._recall_incident(kind, at, entry.get("incident"))
+            case {"kind": "incident_again", "number": int(number), "at_update": [int(tick), int(step)]}:
+                if (known := self.chapters.get(number)) is not None:
+                    again = (*known.incident.again, (tick, step))
+                    self._keep(replace(known, incident=replace(known.incident, again=again, further=len(again))))
             case {"kind": "remedies_in_force", "remedies": dict(remedies)}:  # of rows and samples, those that are new
                 self.remedies = _with_earlier(remedies, self.remedies)
             case {"kind": "checkpoint_saved"}:
@@ -83,14 +121,35 @@ class RunHistory:
                 rows = None if entry.get("rows") is None else frozenset(entry["rows"])
                 self._fired.append(FiredDrill(number, fault, tick, entry.get("until", tick), rows))
 
+    def _recall_incident(self, kind: str, at: int, line: Any) -> None:
+        incident = line if isinstance(line, Incident) else from_line(line)
+        chapter = replace(self.chapters.get(incident.id, Chapter(incident, at)), incident=incident)
+        if kind == TREATED and chapter.treated_ms is None:  # a second entry only adds what is known since
+            chapter = replace(chapter, treated_ms=at)
+        elif kind == CLOSED:
+            chapter = replace(chapter, closed_ms=at)
+            self.closed[incident.id] = incident
+        self._keep(chapter)
+
+    def _keep(self, chapter: Chapter) -> None:
+        incident = chapter.incident
+        self.chapters[incident.id] = chapter
+        if incident.outcome is None:
+            self.open[incident.id] = incident
+        else:
+            self.open.pop(incident.id, None)
+
+    def adopt(self, incidents: Iterable[Incident]) -> None:
+        """Take in what happened to incidents without noting it: a rank without a journal takes those of rank 0."""
+        for one in incidents:
+            self._keep(replace(self.chapters.get(one.id, Chapter(one, 0)), incident=one))
+
 
 def history_of(run_dir: Path) -> RunHistory:
     """Read what a run has noted; nothing of a journal that cannot be read."""
-    history = RunHistory(None)
     with suppress(OSError):
-        for entry in read(run_dir / JOURNAL):
-            history.recall(entry)
-    return history
+        return RunHistory(read(run_dir / JOURNAL))
+    return RunHistory()
 
 
 def _with_earlier(remedies: Mapping[str, Any], earlier: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -127,7 +186,7 @@ def _fired_here(one: FiredDrill, anomaly: Anomaly, diagnosis: Diagnosis) -> bool
     return one.tick <= anomaly.tick <= one.until
 
 
-def _left_damage(one: FiredDrill, anomaly: Anomaly, diagnosis: Diagnosis, earlier: Sequence[Incident]) -> bool:
+def _left_damage(one: FiredDrill, anomaly: Anomaly, diagnosis: Diagnosis, earlier: Iterable[Incident]) -> bool:
     """Say whether an anomaly may come from damage that a fault left: noticed late, or not repaired since."""
     if one.fault not in _LEAVE_DAMAGE or anomaly.tick < one.tick:
         return False

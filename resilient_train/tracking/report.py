@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from itertools import accumulate
 
-from resilient_train.record.incident_lines import Chapter
+from resilient_train.record.run_history import Chapter
 from resilient_train.secrets import masked
 from resilient_train.tracking.review import left, next_start, review, shortened, things_to_do, verdict
 from resilient_train.tracking.story import Story

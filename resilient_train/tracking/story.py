@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from math import isfinite
 from pathlib import Path
@@ -12,10 +11,9 @@ from typing import Any
 
 from resilient_train.files import read_json
 from resilient_train.record.endings import CHECKPOINTS, Ending, Loop, Summary, ending_of, loop_of, resumes, settings_of
-from resilient_train.record.incident_lines import Chapter, recall
 from resilient_train.record.journal import JOURNAL, read
 from resilient_train.record.progress import Position, position_of
-from resilient_train.record.run_history import RunHistory
+from resilient_train.record.run_history import Chapter, RunHistory
 from resilient_train.types import Cause, Incident, Outcome, kind_of
 from resilient_train.wording import rows_named
 
@@ -69,13 +67,8 @@ def read_story(run_dir: Path) -> Story:
     """Read the story of the run in a directory up to now. Raises OSError if its journal cannot be read."""
     run_dir = run_dir.absolute()
     ending = ending_of(run_dir)  # first: then the journal has what the run wrote before its end
-    chapters: dict[int, Chapter] = {}
-    history = RunHistory(None)
-    for entry in read(run_dir / JOURNAL):
-        history.recall(entry)
-        with suppress(ValueError):  # of another version: the incident log says so when the run resumes
-            recall(chapters, entry)
-    found = tuple(chapters[number] for number in sorted(chapters))
+    history = RunHistory(read(run_dir / JOURNAL))
+    found = tuple(history.chapters.values())
     checkpoints, loop, position = checkpoints_of(run_dir), loop_of(run_dir), position_of(run_dir) or Position()
     step, tick = (ending.summary.get(key, here) for key, here in (("steps", position.step), ("ticks", position.tick)))
     known = [history.remedies or {}, *(one.remedies for one in checkpoints)]  # one of these is newer as knobs relax

@@ -12,7 +12,8 @@ from base64 import b64encode
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from resilient_train.record.incident_lines import Chapter, as_line
+from resilient_train.record.incident_lines import as_line
+from resilient_train.record.run_history import Chapter
 from resilient_train.tracking.connection import cut
 from resilient_train.types import Incident, Outcome
 from resilient_train.wording import describe_treatment, first_sign, printable

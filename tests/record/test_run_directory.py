@@ -180,10 +180,13 @@ def test_what_a_drill_has_made(
     before: list[tuple[Anomaly, Outcome | None]],
     made: str,
 ) -> None:
-    met = [Incident(1, one, UNKNOWN, Decision(), drill="bit_flip", outcome=outcome) for one, outcome in before]
-    history = RunHistory(None)
+    history = RunHistory()
+    history.adopt(
+        Incident(number, one, UNKNOWN, Decision(), drill="bit_flip", outcome=outcome)
+        for number, (one, outcome) in enumerate(before, start=1)
+    )
     history.recall(struck)
-    assert history.drill_behind(anomaly, diagnosis, met) == made
+    assert history.drill_behind(anomaly, diagnosis) == made
 
 
 def test_what_is_wrong_with_a_directory_is_said(here: Path, run_command: command) -> None:

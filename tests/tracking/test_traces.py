@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from flaky_mlflow import free_port
 
-from resilient_train.record.incident_lines import Chapter
+from resilient_train.record.run_history import Chapter
 from resilient_train.tracking.connection import ENVIRONMENT
 from resilient_train.tracking.traces import Traces, trace_id_of
 from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
