@@ -112,13 +112,13 @@ EVIDENCE = {
 
 # What is wrong with a row.
 ROWS = {
-    "row_not_finite": "{field}< at {at}> is {value:g}<, and {more} more>",
-    "row_far": "{field}< at {at}> is {value:.3g}, where {others} other rows stay within ±{usual:.3g}",
-    "row_near_zero": "{field}< at {at}> is {value:.3g}, where nearly all of {others} other rows have {usual:.3g} or more",
+    "row_not_finite": "{field}< at {at:id}> is {value:g}<, and {more} more>",
+    "row_far": "{field}< at {at:id}> is {value:.3g}, where {others} other rows stay within ±{usual:.3g}",
+    "row_near_zero": "{field}< at {at:id}> is {value:.3g}, where nearly all of {others} other rows have {usual:.3g} or more",
     "row_out_of_range": (
-        "{field}< at {at}> is {value:.3g}, where nearly all of {others} other rows have {low:.4g} to {high:.4g}"
+        "{field}< at {at:id}> is {value:.3g}, where nearly all of {others} other rows have {low:.4g} to {high:.4g}"
     ),
-    "row_above_most": "{field}< at {at}> is {value:.3g}, where three of four other rows stay within ±{usual:.3g}",
+    "row_above_most": "{field}< at {at:id}> is {value:.3g}, where three of four other rows stay within ±{usual:.3g}",
     "row_breaks": "{where:place} breaks on such values, and on hardly any of {others} others",
     "row_raises": "{where:place} raises {error}, and for hardly any of {others} others",
     "no_loss": "no finite loss in {where:place} for such targets",
@@ -245,7 +245,7 @@ ADVICE = {
         "your code."
     ),
     "bad_rows": "{rows:Rows}: {why:say}; fix or remove {rows:it}.",
-    "or_fix_line": "Or fix the line<: {how:say}>",
+    "or_fix_line": "Or fix the line<: {how:say}><!how?.>",
     "bad_labels": (
         "The loss of these updates' samples is {loss:.4g} at weights at which that of earlier ones is {usual:.4g}: "
         "look for wrong labels or targets there."
@@ -273,12 +273,12 @@ ADVICE = {
     ),
     "eps_lost": "eps={eps:g} of {optimizer} is 0 in {dtype}: raise it, or keep weights and moments in float32.",
     "weight_not_finite": (
-        "`{name}` is {value:g} at {at}< ({bad} of {count:weight} are not finite: {names:names})>, which no update can "
+        "`{name}` is {value:g} at {at:id}< ({bad} of {count:weight} are not finite: {names:names})>, which no update can "
         "have done: expect=[{step:id}] declares it if it is meant; if it returns, suspect the hardware, or code that "
         "writes to weights between updates."
     ),
     "weight_moved": (
-        "`{name}` went from {before:.3g} to {now:.3g} at {at}, which no update can have done: expect=[{step:id}] "
+        "`{name}` went from {before:.3g} to {now:.3g} at {at:id}, which no update can have done: expect=[{step:id}] "
         "declares it if it is meant; if it returns, suspect the hardware, or code that writes to weights between updates."
     ),
     "kept_not_finite": (

@@ -19,6 +19,7 @@ from resilient_train.errors import ConfigError, TrainError
 from resilient_train.reader import find_in_working_directory
 from resilient_train.record.endings import CONFIG, SUMMARY, is_run, read_ending
 from resilient_train.record.journal import plain
+from resilient_train.wording import say
 
 _HELP = """\
 Runs forward and backward of one batch under the microscope, and changes nothing: what every layer puts out and which
@@ -41,7 +42,13 @@ def main(words: list[str]) -> int:
     except TrainError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(plain(asdict(found))) if given.json else found)
+    if given.json:
+        in_words = plain(asdict(found))
+        if found.diagnosis is not None:
+            in_words["diagnosis"]["advice"] = say(found.diagnosis.advice)
+        print(json.dumps(in_words))
+    else:
+        print(found)
     return 0 if found.is_healthy else 1
 
 

@@ -21,7 +21,7 @@ from resilient_train.state.randomness import Seeds
 from resilient_train.state.tree import leaves, rebuilt
 from resilient_train.types import Diagnosis
 from resilient_train.watch.layout import nonfinite
-from resilient_train.wording import describe_culprit
+from resilient_train.wording import describe_culprit, say
 
 _DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _TITLES = ("layer", "class", "output", "from", "to", "not finite", "gradient there")
@@ -59,7 +59,7 @@ class Examined:
         lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
         if self.diagnosis is not None:
             where = f" ({describe_culprit(self.diagnosis.culprit)})" if self.diagnosis.culprit is not None else ""
-            lines += [f"cause {self.diagnosis.cause}{where}", f"advice: {self.diagnosis.advice}"]
+            lines += [f"cause {self.diagnosis.cause}{where}", f"advice: {say(self.diagnosis.advice)}"]
         is_quiet = self.is_healthy and not self.remarks and self.diagnosis is None
         return "\n".join([*lines, *self.remarks, *["nothing here is out of order"] * is_quiet])
 
@@ -113,8 +113,8 @@ def examine(
             facts = origin.noted(facts)
         raised = first.raised
         diagnosis = verdict.on_error(facts, raised) if raised else verdict.on_nonfinite(facts, 1.0)
-    remarks = [f"the batch: {one}" for one in bad_fields]
-    remarks += [one for one in (nonfinite(first.by_layer), rows.out_of_scale(batch)) if one]
+    remarks = [f"the batch: {say([one])}" for one in bad_fields]
+    remarks += [say([one]) for one in (*nonfinite(first.by_layer), *rows.out_of_scale(batch))]
     return Examined(
         *(first.loss, first.norm),
         batch=statistics(floating(leaves(batch))),

@@ -24,7 +24,7 @@ from resilient_train.recover.decide import by_rate, by_signal
 from resilient_train.state import randomness
 from resilient_train.state.ring import Ring, Snapshot
 from resilient_train.state.run_state import RunState
-from resilient_train.types import SPIKES, Anomaly, Cause, Diagnosis, Incident, Signal, Vitals
+from resilient_train.types import SPIKES, Anomaly, Cause, Diagnosis, Facts, Incident, Signal, Vitals, fact
 from resilient_train.watch.purpose import LEARNED
 from resilient_train.watch.reference import Reference
 from resilient_train.watch.vitals import FEW, WILD, Leap, PastUpdate, UpdateHistory
@@ -46,20 +46,22 @@ _TO_COMPARE = 5  # updates with bad rows, and without them, that a comparison ta
 _FAR_LOWER = 2.0  # times
 _CLEARLY = 0.9  # of the pairs of one with them and one without
 _FIRST_UPDATES = 24  # accepted updates that show whether they differ wildly
-_OF_KEPT = Diagnosis(  # it is no reason to change how the run learns
-    Cause.CORRUPTION, "Weights and buffers are finite, and something kept is not: look at the code that updates it."
-)
+_OF_KEPT = Diagnosis(Cause.CORRUPTION, fact("kept_not_finite"))  # it is no reason to change how the run learns
 _FAR_ABOVE = 100.0  # times what three of four rows do not exceed, or times the least of the first updates
 
 
 class ReferenceInvalid(Exception):
     """No loss from before can be compared with one of now: the samples had a low one as they had just been learned."""
 
+    def __init__(self, what: Facts) -> None:
+        super().__init__(what)
+        self.what = what
+
 
 class ChangedOnPurpose(ReferenceInvalid):
     """The loss, the model, the data or the weights were changed on purpose."""
 
-    def __init__(self, what: str, limit: float = inf) -> None:
+    def __init__(self, what: Facts, limit: float = inf) -> None:
         """A run whose loss does not come below the `limit` afterwards has not learned what is new."""
         super().__init__(what)
         self.limit = limit
@@ -80,7 +82,7 @@ class Explainer:
 
     def __post_init__(self) -> None:
         self._first_sizes: dict[int, torch.Tensor] = {}  # the largest value of each field of the first updates
-        self._of_first_updates: tuple[str, Diagnosis] | None = None  # evidence of that anomaly, and its diagnosis
+        self._of_first_updates: tuple[Facts, Diagnosis] | None = None  # evidence of that anomaly, and its diagnosis
 
     def since_leap(self, anomaly: Anomaly) -> tuple[Anomaly, Leap | None]:
         """Find out whether the learning rate rose lately. Updates that landed after a leap of it are not trusted."""
@@ -104,7 +106,7 @@ class Explainer:
         """Return the cause, and the leap of the learning rate if that is to blame. Raises ReferenceInvalid."""
         is_sudden, first, self._of_first_updates = leap is not None and leap.is_sudden, self._of_first_updates, None
         found: Diagnosis | None = None
-        errors = {one.row: one.error for one in update.failed}  # of rows that could not be fetched
+        errors = {one.row: fact("text", text=one.error) for one in update.failed}  # of rows that could not be fetched
         if first is not None and first[0] == anomaly.evidence:
             found = first[1]
         elif anomaly.signal is Signal.EXCEPTION and any(failed := self.world.all_of(errors)):
@@ -122,18 +124,18 @@ class Explainer:
         if leap is not None and may_be_leap:
             return by_rate(leap.jump or leap.factor, leap.step, is_sudden=is_sudden), leap
         if found.cause in (Cause.EXPLOSION, Cause.OVERFLOW) and (advice := self._out_of_scale(update)):
-            found = replace(found, advice=f"{found.advice} {advice}")
+            found = replace(found, advice=found.advice + advice)
         return found, None
 
-    def _out_of_scale(self, update: Update) -> str:
+    def _out_of_scale(self, update: Update) -> Facts:
         keys = [key for some in update.keys for key in some][: by_rows.OTHERS]
         if not keys or not self.samples.rows:
-            return ""
+            return ()
         with randomness.preserved(self.world.device):  # fetching rows changes it
             try:
                 return by_rows.out_of_scale(self.samples.collated(keys))
             except Exception:  # a row that cannot be fetched is an incident of its own
-                return ""
+                return ()
 
     def _of_refused(self, anomaly: Anomaly, refused: Refused) -> Diagnosis | None:
         update, search = refused.update, self.search
@@ -142,7 +144,7 @@ class Explainer:
         if anomaly.signal is Signal.NONFINITE_BATCH:  # rows whose values are not finite: this takes no replay
             keys = [key for some in update.keys for key in some] if self.samples.rows else []
             with randomness.preserved(self.world.device):  # fetching rows changes it
-                odd = self._odd_among(keys, lambda row: "; ".join(by_rows.nonfinite_fields(row)[:3]))
+                odd = self._odd_among(keys, lambda row: by_rows.nonfinite_fields(row)[:3])
             if any(by_rank := self.world.all_of(odd)):
                 return verdict.on_bad_rows(*by_rank)
         found = search.diagnose(anomaly, refused, self.updates.recent_measurements()) if search is not None else None
@@ -173,7 +175,7 @@ class Explainer:
         if all(one.since != anomaly.since for one in recent):
             return found
         # What breaks again at the same place, after the updates were retried, is no accident of the hardware.
-        return Diagnosis(Cause.OPTIMIZER, f"It happened again at the same place after a rewind. {found.advice}")
+        return Diagnosis(Cause.OPTIMIZER, fact("again_after_rewind") + found.advice)
 
     # Rows whose values are far above those of others.
 
@@ -213,7 +215,7 @@ class Explainer:
         def keys_at(starts: Sequence[int]) -> list[Key]:
             return [key for start in starts for some in self.samples.keys_at(start) for key in some]
 
-        def far_above(row: Any) -> str:
+        def far_above(row: Any) -> Facts:
             return by_rows.far_above(row, usual, _FAR_ABOVE)
 
         with randomness.preserved(self.world.device):  # fetching rows changes it
@@ -230,11 +232,11 @@ class Explainer:
         self.beat()
         return self.samples.fetched(key)
 
-    def _odd_among(self, keys: Sequence[Key], says: Callable[[Any], str]) -> dict[int, str]:
+    def _odd_among(self, keys: Sequence[Key], says: Callable[[Any], Facts]) -> dict[int, Facts]:
         found = ((key.row, says(self._fetched(key))) for key in keys)
         return {row: why for row, why in found if why}
 
-    def _is_worse_with(self, found: Diagnosis, known: Sequence[PastUpdate]) -> tuple[Signal, str] | None:
+    def _is_worse_with(self, found: Diagnosis, known: Sequence[PastUpdate]) -> tuple[Signal, Facts] | None:
         """Whether the updates that hold rows go worse than others, and how that is seen; None where they do not.
 
         Where all losses fall at first, those that fall no further show in the later half. Few updates with them are
@@ -255,12 +257,11 @@ class Explainer:
             if len(with_them) < _TO_COMPARE and not is_apart:
                 continue
             if norm > WILD * usual_norm:
-                what = f"gradient norms of {norm:.3g} with some rows, of {usual_norm:.3g} without them"
-                return Signal.GRAD_SPIKE, what
+                return Signal.GRAD_SPIKE, fact("worse_norms_with_rows", norm=norm, usual=usual_norm)
             higher = sum(one.loss > other.loss for one in with_them for other in without)
             if is_apart or higher > _CLEARLY * len(with_them) * len(without):
                 loss, usual_loss = (median(one.loss for one in some) for some in (with_them, without))
-                return Signal.LOSS_SPIKE, f"losses of {loss:.4g} with some rows, of {usual_loss:.4g} without them"
+                return Signal.LOSS_SPIKE, fact("worse_losses_with_rows", loss=loss, usual=usual_loss)
         return None
 
     # A loss above where it was, though nothing was refused.
@@ -291,8 +292,7 @@ class Explainer:
             others = sorted(loss_at(one.start, of_others=True) for one in trusted)
             unlearned, high = others[len(others) // 2], others[max(0, len(others) - 2)]  # one may hold bad rows
             if unlearned - usual > max(_MIN_SHARE_OF_UPDATE * rise, reference.size):
-                what = f"losses of {was:.4g} up to step {verified[0].step:,} are of rows that had just been learned"
-                raise ReferenceInvalid(f"{what}; at the same weights others have {unlearned:.4g}")
+                raise ReferenceInvalid(fact("just_learned", was=was, step=verified[0].step, others=unlearned))
             is_off = is_first and first.loss - usual > rise / 2
             if is_off and loss_at(first.start) - usual < _LITTLE * rise:
                 return verdict.TRANSIENT  # neither the samples nor the weights
@@ -352,9 +352,9 @@ class Explainer:
         for place in range(2, len(losses) - 1):
             earlier, later = losses[:place], losses[place:]
             if 0 <= _FAR_LOWER * max(later) < min(earlier):
-                fell = f"the loss fell from {median(earlier):.4g} to {median(later):.4g}"
-                raise ChangedOnPurpose(f"{fell} as the loop wrote to the weights", median(earlier))
+                was = median(earlier)
+                raise ChangedOnPurpose(fact("fell", was=was, now=median(later)), was)
 
 
-def _risen(was: float, now: float, of: str) -> str:
-    return f"the loss rose from {was:.4g} to {now:.4g} with {of}, at verified weights too"
+def _risen(was: float, now: float, of: str) -> Facts:
+    return fact("risen_at_verified", was=was, now=now, of=of)

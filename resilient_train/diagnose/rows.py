@@ -10,6 +10,7 @@ import torch
 from torch.utils._pytree import SequenceKey, tree_flatten_with_path
 
 from resilient_train.state.tree import leaves, with_dicts
+from resilient_train.types import Facts, fact
 
 MOST_TRIALS = 200  # of a search; a batch of 1,024 with three guilty rows takes 60
 OTHERS = 128  # rows that a row is compared with
@@ -51,21 +52,21 @@ def guilty(count: int) -> Generator[Sequence[int], bool, tuple[int, ...]]:
     return tuple(sorted(found)) if 0 < len(found) <= max(1, _MANY * count) else ()
 
 
-def nonfinite_fields(row: Any) -> list[str]:
+def nonfinite_fields(row: Any) -> Facts:
     """Name the fields of a row that hold values that are not finite, and where: `element 0 at [3, 17] is NaN`."""
-    found = []
+    found: Facts = ()
     for name, values in _fields(row):
         if bool(values.isfinite().all()):
             continue
         first, *more = (tuple(place) for place in (~values.isfinite()).nonzero().tolist())
-        and_more = f", and {len(more):,} more" if more else ""
-        found.append(f"{name}{_at(first)} is {f'{float(values[first]):g}'.replace('nan', 'NaN')}{and_more}")
+        value = f"{float(values[first]):g}".replace("nan", "NaN")
+        found += fact("row_not_finite", field=name, at=[*first], value=value, more=len(more))
     return found
 
 
-def outlying_fields(row: Any, others: Sequence[Any], far: float) -> list[str]:
+def outlying_fields(row: Any, others: Sequence[Any], far: float) -> Facts:
     """Name fields of a row that lie `far` times beyond those of others, far nearer to 0, or out of a narrow range."""
-    found = []
+    found: Facts = ()
     usual, numbers, mine = [_sizes(other) for other in others], [_numbers(other) for other in others], _numbers(row)
     for field, size in _sizes(row).items():
         theirs = sorted(one[field] for one in usual if field in one and math.isfinite(one[field]))
@@ -74,19 +75,17 @@ def outlying_fields(row: Any, others: Sequence[Any], far: float) -> list[str]:
         middle, largest = theirs[len(theirs) // 2], theirs[-1]
         # Where the others are all 0 it may be a rare class, marked with 1, or a count: that it is not 0 says nothing.
         if not size <= far * (max(largest, 2 * middle) or 1.0):
-            found.append(f"{_largest_of(row, field)}, where {len(theirs)} other rows stay within ±{largest:.3g}")
+            found += fact("row_far", **_largest_of(row, field), others=len(theirs), usual=largest)
             continue
         # A single number that is always positive, such as a chance or a deviation: losses divide by those.
         known = sorted(one[field] for one in numbers if field in one)
         lowest = known[len(known) // 16] if len(known) >= ENOUGH and known[0] > 0 else 0.0
         if 0 < mine.get(field, 0.0) * max(far, _FAR_BELOW) < lowest:
-            found.append(
-                f"{_largest_of(row, field)}, where nearly all of {len(known)} other rows have {lowest:.3g} or more"
-            )
-    return found or [*_out_of_narrow(row, others, far)]
+            found += fact("row_near_zero", **_largest_of(row, field), others=len(known), usual=lowest)
+    return found or _out_of_narrow(row, others, far)
 
 
-def _out_of_narrow(row: Any, others: Sequence[Any], far: float) -> Iterator[str]:
+def _out_of_narrow(row: Any, others: Sequence[Any], far: float) -> Facts:
     """Name fields of a row, or columns, that are far out of a range that is narrow for numbers so far from 0.
 
     Not those that are less than `far` times the largest of it: quantities grow large now and then, as prices do. And
@@ -96,6 +95,7 @@ def _out_of_narrow(row: Any, others: Sequence[Any], far: float) -> Iterator[str]
     for other in others:
         for field, values in _fields(other):
             theirs.setdefault(field, []).append(values)
+    found: Facts = ()
     for field, values in _fields(row):
         same = [one for one in theirs.get(field, []) if one.shape == values.shape]
         if len(same) < ENOUGH or values.dim() > 1 or values.numel() > _COLUMNS or values.is_complex():
@@ -113,9 +113,10 @@ def _out_of_narrow(row: Any, others: Sequence[Any], far: float) -> Iterator[str]
             & (torch.maximum(low - mine, mine - high) > _WIDTHS * (high - low))
         )
         for place in odd.nonzero().flatten().tolist()[:1]:
-            name = f"{field} at [{place}]" if values.dim() else field
-            usual = f"nearly all of {len(same)} other rows have {float(low[place]):.4g} to {float(high[place]):.4g}"
-            yield f"{name} is {float(mine[place]):.3g}, where {usual}"
+            usual = {"others": len(same), "low": float(low[place]), "high": float(high[place])}
+            at = [place] if values.dim() else []
+            found += fact("row_out_of_range", field=field, at=at, value=float(mine[place]), **usual)
+    return found
 
 
 def usual_sizes(rows: Sequence[Any]) -> dict[str, float]:
@@ -129,29 +130,25 @@ def usual_sizes(rows: Sequence[Any]) -> dict[str, float]:
     return {field: size for field, size in quartiles.items() if size > 0}
 
 
-def far_above(row: Any, usual: dict[str, float], times: float) -> str:
+def far_above(row: Any, usual: dict[str, float], times: float) -> Facts:
     """Say which field of a row is so many times its usual size; empty where none is."""
     for field, size in _sizes(row).items():
         if field in usual and size > times * usual[field]:
-            return f"{_largest_of(row, field)}, where three of four other rows stay within ±{usual[field]:.3g}"
-    return ""
+            return fact("row_above_most", **_largest_of(row, field), usual=usual[field])
+    return ()
 
 
-def _largest_of(row: Any, field: str) -> str:
-    """Name the place of the largest value of a field: `element 0 at [2] is -367`."""
+def _largest_of(row: Any, field: str) -> dict[str, Any]:
+    """Return the largest value of a field, and its place."""
     values = next(values for name, values in _fields(row) if name == field)
     place = tuple(int(one) for one in torch.unravel_index(values.abs().argmax(), values.shape))
     value = values[place]
-    return f"{field}{_at(place)} is {float(value.abs() if value.is_complex() else value):.3g}"
+    return {"field": field, "at": [*place], "value": float(value.abs() if value.is_complex() else value)}
 
 
-def _at(place: tuple[int, ...]) -> str:
-    return f" at {list(place)}" if place else ""  # a single number has no place
-
-
-def out_of_scale(batch: Any) -> str:
+def out_of_scale(batch: Any) -> Facts:
     """Advise to normalise inputs some of whose columns are far larger than others, or all are large; else empty."""
-    large = ""
+    large: Facts = ()
     for name, values in _fields(batch):
         if values.dim() < 2 or not len(values):
             continue
@@ -160,14 +157,11 @@ def out_of_scale(batch: Any) -> str:
         if len(sizes) < 2:
             continue
         size, usual = float(sizes.max()), float(sizes.median())
-        place, fix = int(columns.argmax()), "normalise each column (subtract its mean, divide by its deviation)."
         if size > _OUT_OF_SCALE * usual:
-            what = f"column {place} of {name}" if len(columns) <= _FEW_COLUMNS else f"a part of {name}"
-            others = f"half of its {len(columns):,} columns are below {usual:.3g}"
-            return f"The inputs are out of scale: {what} is about {size:.3g}, where {others}: {fix}"
+            what = f"column {int(columns.argmax())}" if len(columns) <= _FEW_COLUMNS else "a part"
+            return fact("inputs_out_of_scale", what=what, field=name, size=size, usual=usual, columns=len(columns))
         if usual > _LARGE and 2 * len(sizes) > len(columns):
-            half = f"half of its {len(sizes):,} columns that are not zero are {usual:.3g} or more"
-            large = large or f"The values of {name} are large: {half}: {fix}"
+            large = large or fact("inputs_large", field=name, usual=usual, columns=len(sizes))
     return large
 
 

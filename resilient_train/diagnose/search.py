@@ -24,7 +24,8 @@ from resilient_train.errors import text_of
 from resilient_train.ranks.world import World
 from resilient_train.state import randomness
 from resilient_train.state.copies import Attributes
-from resilient_train.types import SPIKES, Anomaly, Cause, Culprit, Diagnosis, Signal
+from resilient_train.types import SPIKES, Anomaly, Cause, Culprit, Diagnosis, Facts, Signal, fact
+from resilient_train.wording import evidence_of
 
 _CONTROLS = 4  # draws of other rows at most, where the first ones break as well
 _RARE = 100  # rows that pass an operation, for each that does not: then it is not the line; and the most to blame
@@ -81,11 +82,11 @@ class Search:
             by_rank = self.world.all_of(self._observe(refused, is_spike))
         facts = verdict.together(by_rank)
         if not facts.reproduced:
-            why = f"The update could not be replayed: {facts.failure}."
+            why = fact("not_replayed", why=facts.failure)
             return Diagnosis(Cause.UNKNOWN, why) if facts.failure else verdict.TRANSIENT
         climb, landed = max(verdict.climbed(one) for one in history), anomaly.step - 1
         if refused.is_error:
-            found = verdict.on_error(facts, anomaly.evidence, landed=landed)
+            found = verdict.on_error(facts, evidence_of(anomaly), landed=landed)
         elif is_spike:
             found = verdict.on_spike(facts, max(verdict.climbed(one[:-1]) for one in history), climb)
         else:
@@ -295,16 +296,16 @@ class Search:
     def _made(self, keys: Keys) -> Sequence[Any]:
         return [self.world.on_device(self.samples.collated(some)) for some in keys]
 
-    def _odd(self, guilty: Sequence[Key], filler: Keys, far: float, nan_is_usual: bool) -> dict[int, str]:
+    def _odd(self, guilty: Sequence[Key], filler: Keys, far: float, nan_is_usual: bool) -> dict[int, Facts]:
         known = [key for some in filler for key in some][: by_rows.OTHERS]
         known += self.samples.others(guilty, 0, least=by_rows.ENOUGH) if len(known) < by_rows.ENOUGH else []
         others = [self.samples.fetched(key) for key in known]
         found = {}
         for key in guilty:
             row = self.samples.fetched(key)
-            odd = [] if nan_is_usual else by_rows.nonfinite_fields(row)
+            odd = () if nan_is_usual else by_rows.nonfinite_fields(row)
             if odd := odd or by_rows.outlying_fields(row, others, far):
-                found[key.row] = "; ".join(odd[:3])
+                found[key.row] = odd[:3]
         return found
 
 

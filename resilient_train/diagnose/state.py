@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import inf
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from resilient_train.state.tree import Share, is_sharded, local_part, sharding_of
-from resilient_train.types import Anomaly, Cause, Diagnosis, Signal
-from resilient_train.wording import names_listed
+from resilient_train.types import Anomaly, Cause, Diagnosis, Facts, Signal, fact
 
 
 def of_state(
@@ -22,23 +22,16 @@ def of_state(
 ) -> tuple[float, Diagnosis] | None:
     """Say what is wrong on this rank, and how bad it is; `before` are weights of a verified state, if there is one."""
     if anomaly.signal in (Signal.NONFINITE_WEIGHTS, Signal.NONFINITE_OPTIMIZER) and (lost := lost_eps(optimizers)):
-        return inf, Diagnosis(Cause.OPTIMIZER, f"{lost}: raise it, or keep weights and moments in float32.")
-    where: tuple[float, str] | None = None
-    if anomaly.signal is Signal.NONFINITE_WEIGHTS:
-        where = first_nonfinite(weights)
-    elif anomaly.signal is Signal.WEIGHTS_JUMP:
-        where = _farthest(weights, before)
-    if where is None:
-        return None
-    size, what = where
-    advice = (
-        f"{what}, which no update can have done: expect=[{anomaly.step}] declares it if it is meant; if it returns, "
-        "suspect the hardware, or code that writes to weights between updates."
-    )
-    return size, Diagnosis(Cause.CORRUPTION, advice)
+        return inf, Diagnosis(Cause.OPTIMIZER, lost)
+    if anomaly.signal is Signal.NONFINITE_WEIGHTS and (found := first_nonfinite(weights)) is not None:
+        return inf, Diagnosis(Cause.CORRUPTION, fact("weight_not_finite", **found, step=anomaly.step))
+    if anomaly.signal is Signal.WEIGHTS_JUMP and (moved := _farthest(weights, before)) is not None:
+        far, found = moved
+        return far, Diagnosis(Cause.CORRUPTION, fact("weight_moved", **found, step=anomaly.step))
+    return None
 
 
-def lost_eps(optimizers: Iterable[Optimizer]) -> str | None:
+def lost_eps(optimizers: Iterable[Optimizer]) -> Facts | None:
     """Name an epsilon that is 0 in the type of the weights, so that an update may divide by zero."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -47,27 +40,29 @@ def lost_eps(optimizers: Iterable[Optimizer]) -> str | None:
                 continue
             for dtype in {weight.dtype for weight in group["params"] if weight.is_floating_point()}:
                 if torch.tensor(eps, dtype=dtype).item() == 0:
-                    return f"eps={eps:g} of {type(optimizer).__name__} is 0 in {str(dtype).removeprefix('torch.')}"
+                    name = str(dtype).removeprefix("torch.")
+                    return fact("eps_lost", eps=eps, optimizer=type(optimizer).__name__, dtype=name)
     return None
 
 
 @torch.no_grad()
-def first_nonfinite(weights: Mapping[str, Tensor]) -> tuple[float, str] | None:
+def first_nonfinite(weights: Mapping[str, Tensor]) -> dict[str, Any] | None:
     parts = [(name, local_part(whole)) for name, whole in weights.items()]
     broken = [(name, one) for name, one in parts if one.is_floating_point() and not bool(one.isfinite().all())]
     if not broken:
         return None
     name, weight = broken[0]
     place = (~weight.isfinite()).nonzero()[0].tolist()
-    found = f"`{name}` is {float(weight[tuple(place)]):g} at {_in_whole(place, weights[name])}"
+    found = {"name": name, "value": float(weight[tuple(place)]), "at": _in_whole(place, weights[name])}
     if len(broken) > 1:
-        names = names_listed([one for one, _ in broken])
-        found += f" ({len(broken):,} of {len(parts):,} weights are not finite: {names})"
-    return inf, found
+        found |= {"bad": len(broken), "count": len(parts), "names": [one for one, _ in broken]}
+    return found
 
 
 @torch.no_grad()
-def _farthest(weights: Mapping[str, Tensor], before: Mapping[str, Tensor | Share]) -> tuple[float, str] | None:
+def _farthest(
+    weights: Mapping[str, Tensor], before: Mapping[str, Tensor | Share]
+) -> tuple[float, dict[str, Any]] | None:
     farthest, found = 0.0, None
     for name, whole in weights.items():
         if (kept := before.get(name)) is None:
@@ -80,8 +75,8 @@ def _farthest(weights: Mapping[str, Tensor], before: Mapping[str, Tensor | Share
         if float(far) > farthest:
             index = [int(one) for one in torch.unravel_index(place, weight.shape)]
             farthest = float(far)
-            values = f"from {float(was[tuple(index)]):.3g} to {float(weight[tuple(index)]):.3g}"
-            found = farthest, f"`{name}` went {values} at {_in_whole(index, whole)}"
+            values = {"before": float(was[tuple(index)]), "now": float(weight[tuple(index)])}
+            found = farthest, {"name": name, **values, "at": _in_whole(index, whole)}
     return found
 
 

@@ -3,53 +3,24 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from resilient_train.numerics.domains import HAVE_VALUES, OUT_OF_RANGE
 from resilient_train.numerics.operations import family
-from resilient_train.types import Cause, Culprit, Diagnosis
+from resilient_train.sentences import SINGULAR
+from resilient_train.types import Cause, Culprit, Diagnosis, Facts, fact
 
 _CLIMB = 100.0  # times the usual: an explosion on its way
 _LEAP = 1e4  # the same, at once: no task changes so much
 _START = 32  # updates in which weights are led astray from where they began: a line that breaks then is innocent
 _FIRST = 4  # updates in which a rate that is far too high does so, whatever the losses say
-_MOST_ROWS = 8  # that are named
 _HUGE = 1e15  # sums and squares of it leave float32
 _TINY = 1e-12
 _BEYOND = 1e18  # its square, and so a norm of it, leaves float32
 
-_BEFORE = "mask those elements before it (after it their gradient stays NaN)"
-_EPSILON = f"{_BEFORE}, or add an epsilon inside that is not tiny next to usual values (else values or slopes are huge)"
-# Operations that are singular somewhere: where, and what to do about it.
-SINGULAR = {
-    "log": ("is infinite at 0 and NaN below", f"{_BEFORE}, clamp its input from below, or work with logits"),
-    "div": (
-        "is not finite where its denominator is 0",
-        f"{_BEFORE}, or keep the denominator above a size that is usual for it (a tiny epsilon makes huge quotients)",
-    ),
-    "sqrt": ("has an infinite slope at 0 and is NaN below", _EPSILON),
-    "rsqrt": ("is infinite at 0", _EPSILON),
-    "pow": (
-        "is NaN for a negative base with a fractional exponent, and infinite, or steep, at 0 for exponents below 1",
-        f"{_BEFORE}, or clamp the base from below",
-    ),
-    "norm": ("has no slope at 0", "add an epsilon inside, or mask rows of zeros before it (their slope is NaN later)"),
-    "std": ("has an infinite slope where all values are equal", "add an epsilon to the variance and take its root"),
-    "atan2": ("has no slope at the origin", "move both arguments away from 0 together"),
-    "acos": ("has an infinite slope at -1 and 1 and is NaN beyond", "clamp its input to just inside of -1 and 1"),
-    "atanh": ("is infinite at -1 and 1", "clamp its input to just inside of -1 and 1"),
-    "softmax": ("is NaN where all of a row is -inf", "leave one place of each row unmasked, or mask the result"),
-    "normalize": ("has no slope at 0", "give it a larger eps"),
-    "binary_cross_entropy": ("is infinite, or steep, at chances of 0 and 1", "use binary_cross_entropy_with_logits"),
-    "mean": ("is 0 / 0 over no elements", "leave out what is empty"),
-    "layer_norm": ("has no slope where all values are equal and eps is 0", "give it a larger eps"),
-    "linalg": ("is ill-conditioned here", "add a small multiple of the identity, or use a form that needs no inverse"),
-    "loss": ("is not finite for these targets", "look at targets that are empty, too long, or all ignored"),
-    "lgamma": ("is infinite at 0 and at negative whole numbers", "clamp its input from below"),
-}
+# Which operations are singular where others are, by the name of `sentences.SINGULAR`.
 _SINGULAR_ALIKE = {
     "log": "log2 log10 log1p logit xlogy digamma polygamma erfinv",
     "div": "reciprocal fmod remainder floor_divide addcdiv cumprod prod",
@@ -89,7 +60,7 @@ class Observations:
     after: Culprit | None = None  # the first patched operation whose values were repaired before it broke
     is_tried: bool = False  # that operation is patched and broke again, or cannot be patched
     rows: tuple[int, ...] = ()  # each of them breaks a healthy batch
-    odd: Mapping[int, str] = field(default_factory=dict)  # by row of `rows`: which of its values are unusual
+    odd: Mapping[int, Facts] = field(default_factory=dict)  # by row of `rows`: which of its values are unusual
     others: int = 0  # rows that were tried where an operation of data alone breaks on `rows`, and hardly on any other
     have_passed: bool = False  # the rows were trained on before, in an earlier epoch
     are_again: bool = False  # each of the rows made the loss or the gradient jump in earlier updates
@@ -134,11 +105,7 @@ def climbed(history: Sequence[float]) -> float:
     return abs(history[-1]) / usual if usual > 0 else 1.0
 
 
-TRANSIENT = Diagnosis(
-    Cause.TRANSIENT,
-    "Tried again this batch is healthy: if it returns, suspect the hardware, or code outside of the model.",
-)
-_CLIMBED = "Gradients or losses climbed to {times:.3g} times their usual before it broke: lower the learning rate."
+TRANSIENT = Diagnosis(Cause.TRANSIENT, fact("passed_on_replay"))
 
 
 def on_nonfinite(facts: Observations, climb: float, leap: float = 1.0, *, landed: int = _FIRST) -> Diagnosis:
@@ -147,49 +114,42 @@ def on_nonfinite(facts: Observations, climb: float, leap: float = 1.0, *, landed
     if facts.blames_rows:
         return on_bad_rows(facts.odd)
     if facts.batch_is_bad and not facts.everywhere:
-        why = facts.failure or "none of its rows was seen to hold them when fetched again"
-        return Diagnosis(Cause.DATA, f"The batch holds values that are not finite: {why}.")
+        return Diagnosis(Cause.DATA, fact("batch_not_finite", why=facts.failure))
     climbs = climb >= _CLIMB and (facts.everywhere or not facts.is_compared)
     if culprit is None:
         if climbs:
-            return Diagnosis(Cause.EXPLOSION, _CLIMBED.format(times=climb))
+            return Diagnosis(Cause.EXPLOSION, fact("climbed", times=climb))
         if rows and not facts.everywhere and _BEYOND < facts.size < math.inf:  # all of it is finite: no line to blame
-            found = f"With {_rows(rows)} the gradient is {facts.size:.3g}, which no update can use"
-            fix = f"clamp or scale what is computed of {_it(rows)}, or remove {_it(rows)}"
-            return Diagnosis(Cause.OVERFLOW, f"{found}: {fix}.", None, rows)
+            return Diagnosis(Cause.OVERFLOW, fact("gradient_too_large", rows=[*rows], size=facts.size), None, rows)
         if rows and climb >= _CLIMB:
             return _on_ordinary_rows(rows)
         if rows:  # they are guilty by what follows from them, whatever it is that they do
-            found = f"Any batch with {_rows(rows)} is like that; why is open, as no operation was seen to make it"
-            return Diagnosis(Cause.UNKNOWN, f"{found}: look at {_it(rows)}, or remove {_it(rows)}.", None, rows)
-        unseen = facts.failure or "no operation of the forward or backward was seen to make it"
-        return Diagnosis(Cause.UNKNOWN, f"It comes again with this batch, but {unseen}.")
+            return Diagnosis(Cause.UNKNOWN, fact("rows_fail", rows=[*rows]), None, rows)
+        return Diagnosis(Cause.UNKNOWN, fact("reproducible", why=facts.failure))
     if facts.was_given:
-        return Diagnosis(Cause.OPERATION, f"{_on_given(culprit)}{_seen_with(rows)}", culprit, rows)
+        return Diagnosis(Cause.OPERATION, fact("is_given", where=culprit.place) + _seen_with(rows), culprit, rows)
     if facts.others and not facts.everywhere and not _overflows(culprit, facts.kind):
         return _on_rare_rows(facts, culprit)
     first, is_overflow = facts.after or culprit, _overflows(culprit, facts.kind)
     if culprit.op == "ctc_loss" and rows and not (facts.everywhere or is_overflow or facts.after):
-        return on_bad_rows(dict.fromkeys(rows, f"no finite loss in {_place(culprit)} for such targets"))
+        return on_bad_rows(dict.fromkeys(rows, fact("no_loss", where=culprit.place)))
     most, until = (_HUGE, _FIRST) if culprit.op in _WITH_POLES else (_LEAP, _START)  # losses are large near a pole
     is_led = facts.everywhere and leap >= most and landed < until
     if is_overflow or is_led:  # of what the weights have become: the line is where it shows, and innocent
-        where = f"It broke first in {_place(culprit)}."
+        where = fact("broke_first", where=culprit.place)
         if climbs or is_led:
-            return Diagnosis(Cause.EXPLOSION, f"{_CLIMBED.format(times=max(climb, leap))} {where}")
+            return Diagnosis(Cause.EXPLOSION, fact("climbed", times=max(climb, leap)) + where)
         is_early = landed < _FIRST and all(one.get("dtype") != "float16" for one in culprit.inputs)
         is_thrown = is_early or _largest(culprit.inputs) > _HUGE or culprit.op in _LOOPS
         if facts.everywhere and landed and is_thrown:
-            why = "Every batch breaks at the weights that the last updates have made: lower the learning rate."
-            return Diagnosis(Cause.EXPLOSION, f"{why} {where}")
+            return Diagnosis(Cause.EXPLOSION, fact("every_batch_breaks") + where)
     if facts.after is not None:  # what fails on the values of a patch is not the fault of its own line
-        why = "which is already patched; fix that line first."
-        advice = f"{_place(culprit)} fails on values from {_place(facts.after)}, {why}"
+        advice = fact("follows_patch", where=culprit.place, patched=facts.after.place)
     else:
         advice = _on_overflow(culprit) if is_overflow else on_operation(culprit)
     return Diagnosis(
         Cause.OVERFLOW if is_overflow else Cause.OPERATION,
-        f"{advice}{_seen_with(rows)}",
+        advice + _seen_with(rows),
         first,
         rows if facts.is_tried and not facts.everywhere else (),  # what is left to do about it
         patchable=not (is_overflow and facts.is_scalar) or culprit.op in _PRODUCTS,  # of many numbers
@@ -204,36 +164,34 @@ def on_error(facts: Observations, error: str, *, landed: int = 0) -> Diagnosis:
     if (culprit := facts.culprit) is not None:
         if facts.others and not facts.everywhere and facts.kind == "error":
             return _on_rare_rows(facts, culprit, error)
-        found, has_value = _place(culprit), facts.kind == "domain" or family(culprit.op) in HAVE_VALUES
+        has_value = facts.kind == "domain" or family(culprit.op) in HAVE_VALUES
         is_thrown = 0 < landed < _FIRST and facts.everywhere and (has_value or facts.kind in ("nan", "inf"))
         if is_thrown and (thrown := on_nonfinite(facts, 1.0, landed=landed)).cause is Cause.EXPLOSION:
             return thrown
         if facts.kind in ("nan", "inf"):
-            advice = f"{on_operation(culprit)} What follows from it raised {error}"
+            advice = on_operation(culprit) + fact("then_raised", error=error)
             symptom = culprit if facts.after else None
             return Diagnosis(Cause.OPERATION, advice, facts.after or culprit, patchable=True, symptom=symptom)
         if has_value or OUT_OF_RANGE in error:
-            advice = f"{found} raised {error}: keep what it is given within its domain, or catch it there."
+            advice = fact("raised", where=culprit.place, error=error)
             return Diagnosis(Cause.OPERATION, advice, culprit, patchable=True)
     if facts.rows and not facts.everywhere:
         if facts.have_passed and culprit is not None:
-            since = f"{_rows(facts.rows)}, which passed it in an earlier epoch"
-            advice = f"{_place(culprit)} raised {error} with {since}: keep what it is given in its domain, or catch it."
+            advice = fact("raised_now", where=culprit.place, error=error, rows=[*facts.rows])
             return Diagnosis(Cause.OPERATION, advice, culprit, facts.rows)
-        advice = f"With {_rows(facts.rows)} an update raised {error}: fix or remove such rows, or fix the line."
-        return Diagnosis(Cause.DATA, advice, rows=facts.rows)
-    some = "Only some batches raise" if facts.is_compared else "The batch raises"
-    which = "Every batch raises" if facts.everywhere else some
-    return Diagnosis(Cause.UNKNOWN, f"{which} {error}: handle that in your code.", culprit)
+        return Diagnosis(Cause.DATA, fact("rows_raised", rows=[*facts.rows], error=error), rows=facts.rows)
+    which = "everywhere" if facts.everywhere else "some" if facts.is_compared else "alone"
+    return Diagnosis(Cause.UNKNOWN, fact("batches_raise", error=error, **{which: True}), culprit)
 
 
 def _on_rare_rows(facts: Observations, culprit: Culprit, error: str = "") -> Diagnosis:
     """Blame rows for what they give an operation of data alone: a value in its place would be made up, like data."""
-    does, line = (f"raises {error}, and for", "") if error else ("breaks on such values, and on", on_operation(culprit))
-    why = f"{_place(culprit)} {does} hardly any of {facts.others} others"
+    why = fact("row_breaks", where=culprit.place, others=facts.others)
+    if error:
+        why = fact("row_raises", where=culprit.place, error=error, others=facts.others)
     found = on_bad_rows(dict.fromkeys(facts.rows, why))
     has_value = facts.kind != "error" or family(culprit.op) in HAVE_VALUES  # for more rows than the budget allows
-    advice = f"{found.advice} Or fix the line{f': {line}' if line else '.'}"
+    advice = found.advice + fact("or_fix_line", how=() if error else on_operation(culprit))
     return replace(found, advice=advice, culprit=culprit, patchable=has_value)
 
 
@@ -246,82 +204,60 @@ def on_spike(facts: Observations, climb: float, jump: float = 1.0) -> Diagnosis:
         return _on_rows_again(facts.rows) if is_theirs else _on_ordinary_rows(facts.rows)
     if (facts.everywhere and (climb >= _CLIMB or jump >= _LEAP)) or (not facts.is_compared and climb >= _CLIMB):
         times = max(climb, jump) if facts.everywhere else climb
-        return Diagnosis(Cause.EXPLOSION, _CLIMBED.format(times=times))
-    why = "Only this batch does it, and no row of it alone: if many follow, lower the learning rate."
-    if facts.everywhere:
-        why = "Other batches do the same: if the task was changed, declare it with expect=[STEP]; else lower the rate."
-    elif not facts.is_compared:
-        why = "It comes again with this batch; no other rows could be tried."
-    return Diagnosis(Cause.UNKNOWN, why)
+        return Diagnosis(Cause.EXPLOSION, fact("climbed", times=times))
+    which = "other_batches_too" if facts.everywhere else "this_batch_only" if facts.is_compared else "not_compared"
+    return Diagnosis(Cause.UNKNOWN, fact(which))
 
 
-def on_bad_rows(*odd: Mapping[int, str]) -> Diagnosis:
+def on_bad_rows(*odd: Mapping[int, Facts]) -> Diagnosis:
     """Blame rows, given what is wrong with each, as each rank found it. No line of code is to blame for them."""
     reasons = {row: why for some in odd for row, why in some.items()}
     rows = tuple(sorted(reasons))
 
-    def advice(blamed: tuple[int, ...]) -> str:
-        return f"{_rows(blamed).capitalize()}: {reasons[blamed[0]]}; fix or remove {_it(blamed)}."
+    def advice(*blamed: int) -> Facts:
+        return fact("bad_rows", rows=[*blamed], why=reasons[blamed[0]])
 
-    return Diagnosis(Cause.DATA, advice(rows), rows=rows, reasons={row: advice((row,)) for row in rows})
+    return Diagnosis(Cause.DATA, advice(*rows), rows=rows, reasons={row: advice(row) for row in rows})
 
 
 def on_misled(usual: float, loss: float) -> Diagnosis:
     """The samples of updates that landed have a high loss at weights at which others have their usual one."""
-    found = f"The loss of these updates' samples is {loss:.4g} at weights at which that of earlier ones is {usual:.4g}"
-    return Diagnosis(Cause.DATA, f"{found}: look for wrong labels or targets there.")
+    return Diagnosis(Cause.DATA, fact("bad_labels", usual=usual, loss=loss))
 
 
 def on_changed(was: float, now: float) -> Diagnosis:
     """At verified weights the loss is high at once, which neither an update nor a learning rate can have done."""
-    return Diagnosis(
-        Cause.UNKNOWN,
-        f"At weights at which the loss was {was:.4g} it is {now:.4g}: look for wrong labels, or for what changed in "
-        "the data or the objective; a change on purpose is declared with expect=[STEP].",
-    )
+    return Diagnosis(Cause.UNKNOWN, fact("loss_changed", was=was, now=now))
 
 
 def _on_rows_again(rows: tuple[int, ...]) -> Diagnosis:
     """Nothing is odd about the rows but what they do, again and again: each time a whole batch is lost with them."""
-    they = "It did" if len(rows) == 1 else "They did"
-    why = f"{_rows(rows).capitalize()}: the batch is ordinary without {_it(rows)}. {they} the same in earlier updates."
-    return Diagnosis(Cause.DATA, why, None, rows)
+    return Diagnosis(Cause.DATA, fact("rows_again", rows=[*rows]), None, rows)
 
 
 def _on_ordinary_rows(rows: tuple[int, ...]) -> Diagnosis:
     """Nothing is odd about the rows: the weights may be at fault, so none is quarantined."""
-    advice = f"Look at {_rows(rows)}: the batch is ordinary without {_it(rows)}."
-    return Diagnosis(Cause.UNKNOWN, advice, suspects=rows)
+    return Diagnosis(Cause.UNKNOWN, fact("ordinary_rows", rows=[*rows]), suspects=rows)
 
 
-def on_operation(culprit: Culprit) -> str:
-    where, inputs, name = _place(culprit), culprit.inputs, _family(culprit.op)
+def on_operation(culprit: Culprit) -> Facts:
+    inputs, name = culprit.inputs, _family(culprit.op)
     if name is None:
-        of = _reached(inputs) or "what it is given"
-        return f"{where} makes values that are not finite of {of}: mask them before it."
-    wrong, fix = SINGULAR[name]
+        reached = _reached(inputs) or {"plain": True}
+        return fact("makes_nonfinite", where=culprit.place, **reached)
     # Of a quotient the denominator counts; and zeros say nothing about what is singular elsewhere.
     counted = inputs[1:2] if name == "div" and len(inputs) > 1 else inputs
-    reached = "" if name in NOT_AT_ZERO else _reached(counted)
-    return f"{where} {wrong}{f', reached by {reached}' if reached else ''}: {fix}."
+    reached = {} if name in NOT_AT_ZERO else _reached(counted)
+    return fact("singular", where=culprit.place, family=name, **reached)
 
 
-def _on_given(culprit: Culprit) -> str:
-    """What to do about a value that no operation of torch's made: it is not finite from where it enters."""
-    return (
-        f"{_place(culprit)} is given values that are not finite by the program itself, as a constant or from code "
-        "outside of torch, and they reach the loss: mask those elements before, or give them another value."
-    )
-
-
-def _on_overflow(culprit: Culprit) -> str:
+def _on_overflow(culprit: Culprit) -> Facts:
     inputs = culprit.inputs
     is_one_sided = culprit.op in _EXPONENTIAL and culprit.op not in _EVEN
     highest = max((one["max"] for one in inputs if "max" in one), default=None)
-    of = "" if highest is None else f" of values up to {highest if is_one_sided else _largest(inputs):.3g}"
+    largest = highest if is_one_sided or highest is None else _largest(inputs)
     kind = next((one["dtype"] for one in inputs), "its type")
-    fix = "scale or clamp its input, or compute it in a wider type"
-    return f"{_place(culprit)} makes more{of} than {kind} can hold: {fix}."
+    return fact("overflows", where=culprit.place, largest=largest, dtype=kind)
 
 
 def is_plain(op: str) -> bool:
@@ -355,29 +291,15 @@ def _largest(inputs: Sequence[Mapping[str, Any]]) -> float:
     return max((max(abs(one["min"]), abs(one["max"])) for one in inputs if "max" in one), default=0.0)
 
 
-def _reached(inputs: Sequence[Mapping[str, Any]]) -> str:
+def _reached(inputs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     if zeros := sum(one.get("zeros", 0) for one in inputs):
-        return "1 element that is 0" if zeros == 1 else f"{zeros:,} elements that are 0"
+        return {"zeros": zeros}
     smallest = min((one["smallest"] for one in inputs if "smallest" in one), default=1.0)
     if smallest < _TINY:
-        return f"values as small as {smallest:.3g}"
+        return {"smallest": smallest}
     lowest = min((one["min"] for one in inputs if "min" in one), default=0.0)
-    return f"values down to {lowest:.3g}" if lowest < 0 else ""
+    return {"lowest": lowest} if lowest < 0 else {}
 
 
-def _place(culprit: Culprit) -> str:
-    at = f" at {os.path.basename(culprit.file)}:{culprit.line}" if culprit.file else ""
-    return f"`{culprit.op}`{at}"
-
-
-def _rows(rows: Sequence[int]) -> str:
-    shown = ", ".join(str(row) for row in rows[:_MOST_ROWS]) + (", ..." if len(rows) > _MOST_ROWS else "")
-    return f"row{'s' if len(rows) > 1 else ''} {shown}"
-
-
-def _seen_with(rows: Sequence[int]) -> str:
-    return f" Seen with {_rows(rows)}." if rows else ""
-
-
-def _it(rows: Sequence[int]) -> str:
-    return "it" if len(rows) == 1 else "them"
+def _seen_with(rows: Sequence[int]) -> Facts:
+    return fact("seen_with", rows=[*rows]) if rows else ()

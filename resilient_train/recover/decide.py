@@ -10,79 +10,52 @@ from zlib import crc32
 from resilient_train.recover.knobs import KnobValues
 from resilient_train.recover.policy import Policy, Rung
 from resilient_train.recover.remedies import Case, applicable, is_mild
-from resilient_train.types import OBSERVE, TRIAL, Action, Anomaly, Cause, Decision, Diagnosis, Incident, Signal, kind_of
-from resilient_train.wording import counted
-
-_WRITES = "if it returns, suspect the hardware, or code that writes to"
-_CALMER = "lower the learning rate, warm up longer, or clip tighter"
-_BY_SIGNAL = {  # what a signal suggests by itself
-    (Cause.DATA, Signal.NONFINITE_BATCH): "The batch holds NaN or infinite values: look at what makes its rows.",
-    (Cause.UNKNOWN, Signal.NONFINITE_LOSS): (
-        "The batch is finite and its loss is not: look for a logarithm, division, root or power that meets 0 or less."
-    ),
-    (Cause.UNKNOWN, Signal.NONFINITE_GRAD): (
-        "The loss is finite and its gradient is not: look for an infinite slope, such as that of sqrt or norm at 0."
-    ),
-    (Cause.UNKNOWN, Signal.LOSS_SPIKE): (  # of an update that was refused
-        "One loss was far above anything recent: look at the rows of that batch; if many follow, lower the rate."
-    ),
-    (Cause.UNKNOWN, Signal.GRAD_SPIKE): (
-        "One gradient was far above anything recent: look for outliers; if many follow, lower the learning rate."
-    ),
-    (Cause.UNKNOWN, Signal.EXCEPTION): "This batch raises and others do not: handle that case, or mend the rows.",
-    (Cause.CORRUPTION, Signal.NONFINITE_WEIGHTS): (
-        f"Weights became NaN or infinite although every update was finite: {_WRITES} weights between updates."
-    ),
-    (Cause.CORRUPTION, Signal.WEIGHTS_JUMP): (
-        f"Weights moved farther than the optimizer can move them: {_WRITES} weights between updates."
-    ),
-    (Cause.CORRUPTION, Signal.RANK_MISMATCH): (
-        f"The ranks hold different weights: {_WRITES} weights on some ranks; if they should, turn off replicas."
-    ),
-    (Cause.OPTIMIZER, Signal.NONFINITE_OPTIMIZER): (
-        "The optimizer's moments are not finite: if it returns, raise its eps, or keep its state in float32."
-    ),
-    (Cause.OPTIMIZER, Signal.OPTIMIZER_RANGE): (
-        f"The optimizer's second moments do not follow from its gradients: {_WRITES} its state."
-    ),
-    (Cause.EXPLOSION, Signal.DIVERGENCE): f"The loss climbs and does not come back down: {_CALMER}.",
-    (Cause.EXPLOSION, Signal.NOT_RECOVERED): (
-        f"The loss is stable, but not back where it was: {_CALMER}; declare a deliberate change with expect=[STEP]."
-    ),
-    (Cause.RATE, Signal.NO_PROGRESS): (
-        "The learning rate is too high from the start: lower it by the factor that the trial found, or warm up longer."
-    ),
-    (Cause.OVERFLOW, Signal.SCALE_COLLAPSE): (
-        "Gradients overflow half precision at every loss scale: use bf16, or keep the layer that does in float32."
-    ),
-    (Cause.PROCESS, Signal.OUT_OF_MEMORY): "Use a smaller batch with more accumulation, or activation checkpointing.",
-    (Cause.PROCESS, Signal.HANG): (
-        "train.log says where each rank was: often one of them waits for data or for a collective."
-    ),
-    (Cause.PROCESS, Signal.CRASH): (
-        "See the last lines of the process that died, on its terminal or in its log (train.log, if it was the command)."
-    ),
-    (Cause.PROCESS, Signal.DISK_FULL): "Make room on the disk of the run directory, or keep fewer checkpoints.",
-    (Cause.PROCESS, Signal.CHECKPOINT_FAILED): "Find what kept the state from being written: the log has a traceback.",
-    (Cause.PROCESS, Signal.CHECKPOINT_DAMAGED): "Check the disk: a file differs from what was written.",
-}
-_DIAGNOSES = {signal: Diagnosis(cause, advice) for (cause, signal), advice in _BY_SIGNAL.items()}
-BY_DECAY = Diagnosis(Cause.OPTIMIZER, "Weights decay faster than they learn: lower weight_decay.")
-_SPIKE_LANDED = Diagnosis(
-    Cause.EXPLOSION, f"The loss jumped and stayed there: {_CALMER}; declare a deliberate change with expect=[STEP]."
+from resilient_train.types import (
+    OBSERVE,
+    TRIAL,
+    Action,
+    Anomaly,
+    Cause,
+    Decision,
+    Diagnosis,
+    Facts,
+    Incident,
+    Signal,
+    fact,
+    kind_of,
 )
+
+_CAUSES = {  # what a signal suggests by itself
+    Signal.NONFINITE_BATCH: Cause.DATA,
+    Signal.NONFINITE_LOSS: Cause.UNKNOWN,
+    Signal.NONFINITE_GRAD: Cause.UNKNOWN,
+    Signal.LOSS_SPIKE: Cause.UNKNOWN,  # of an update that was refused
+    Signal.GRAD_SPIKE: Cause.UNKNOWN,
+    Signal.EXCEPTION: Cause.UNKNOWN,
+    Signal.NONFINITE_WEIGHTS: Cause.CORRUPTION,
+    Signal.WEIGHTS_JUMP: Cause.CORRUPTION,
+    Signal.RANK_MISMATCH: Cause.CORRUPTION,
+    Signal.NONFINITE_OPTIMIZER: Cause.OPTIMIZER,
+    Signal.OPTIMIZER_RANGE: Cause.OPTIMIZER,
+    Signal.DIVERGENCE: Cause.EXPLOSION,
+    Signal.NOT_RECOVERED: Cause.EXPLOSION,
+    Signal.NO_PROGRESS: Cause.RATE,
+    Signal.SCALE_COLLAPSE: Cause.OVERFLOW,
+}
+BY_DECAY = Diagnosis(Cause.OPTIMIZER, fact("decays_fast"))
 
 
 def by_rate(times: float, step: int, *, is_sudden: bool) -> Diagnosis:
-    rose = f"x{times:,.0f}" if times >= 100 else f"x{times:.3g}"
-    rose = f"jumped {rose} from step {step - 1:,} to" if is_sudden else f"rose {rose} since step"
-    look = "look at the schedule, and at what else sets it there; the samples are not to blame"
-    return Diagnosis(Cause.RATE, f"The learning rate {rose} {step:,}: {look}.")
+    advice = fact("rate_rose", times=times, step=step)
+    if is_sudden:
+        advice = fact("rate_jumped", times=times, before=step - 1, step=step)
+    return Diagnosis(Cause.RATE, advice)
 
 
 def by_signal(anomaly: Anomaly) -> Diagnosis:
-    is_landed_spike = anomaly.signal is Signal.LOSS_SPIKE and anomaly.landed
-    return _SPIKE_LANDED if is_landed_spike else _DIAGNOSES[anomaly.signal]
+    if anomaly.signal is Signal.LOSS_SPIKE and anomaly.landed:
+        return Diagnosis(Cause.EXPLOSION, fact("spike_landed"))
+    return Diagnosis(_CAUSES.get(anomaly.signal, Cause.PROCESS), fact(anomaly.signal))
 
 
 DIGEST_BITS = 24  # float32 holds a number of so many bits exactly
@@ -98,12 +71,11 @@ def decide(policy: Policy, case: Case, history: Sequence[Incident]) -> Decision:
     anomaly, cause = case.anomaly, case.diagnosis.cause
     ladder = policy.ladder(cause)
     if not ladder:
-        return Decision(gave_up=f"the policy has no remedy for {cause}")
+        return Decision(gave_up=fact("no_remedy", cause=cause))
     ends = [place for place, one in enumerate(history, start=1) if one.decision.gave_up is not None]
     history = history[max(ends, default=0) :]
-    if _refused_in_a_row(anomaly, history) >= policy.budget.in_a_row:
-        limit = counted(policy.budget.in_a_row, "update")
-        return Decision(gave_up=f"the budget of {limit} in a row that did not land is used up")
+    if (count := _refused_in_a_row(anomaly, history)) >= policy.budget.in_a_row:
+        return Decision(gave_up=fact("in_a_row", count=count, limit=policy.budget.in_a_row))
     relevant, exhausted = _relevant(history, anomaly), 0
     for place, rung in enumerate(ladder):
         actions = _applicable(rung, case)
@@ -123,8 +95,8 @@ def decide(policy: Policy, case: Case, history: Sequence[Incident]) -> Decision:
         else:
             return Decision(actions, place)
     if exhausted:
-        return Decision(gave_up=f"the ladder for {cause} has no rung left, {counted(exhausted, 'rung')} did not help")
-    return Decision(gave_up=f"none of the remedies for {cause} can be applied here")
+        return Decision(gave_up=fact("ladder_exhausted", cause=cause, count=exhausted))
+    return Decision(gave_up=fact("none_applies", cause=cause))
 
 
 def _applicable(rung: Rung, case: Case) -> tuple[Action, ...]:
@@ -173,19 +145,19 @@ def _strikes(policy: Policy, rung: Rung, place: int, case: Case, relevant: Seque
 
 def _over_budget(
     policy: Policy, actions: Sequence[Action], case: Case, relevant: Sequence[Incident], history: Sequence[Incident]
-) -> str | None:
+) -> Facts:
     """Name the budget that is used up, if one is. What helped costs nothing, nor does reporting what landed."""
-    budget, within = policy.budget, f"within {counted(policy.budget.window, 'update')}"
+    budget = policy.budget
     recent = [one for one in _came_again(relevant, case) if one.anomaly.tick >= case.anomaly.tick - budget.window]
     if is_mild(actions):
         refused = sum(not one.anomaly.landed and is_mild(one.decision.actions) for one in recent)
         if not case.anomaly.landed and refused >= budget.refused:
-            return f"the budget of {counted(budget.refused, 'refused update')} {within} is used up"
+            return fact("refused_in_window", count=budget.refused, window=budget.window)
     elif sum(not is_mild(one.decision.actions) for one in recent) >= budget.incidents:
-        return f"the budget of {counted(budget.incidents, 'incident')} {within} is used up"
+        return fact("incidents_in_window", count=budget.incidents, window=budget.window)
     elif sum(not is_mild(one.decision.actions) for one in _came_again(history, case)) >= budget.run:
-        return f"the budget of {counted(budget.run, 'incident')} in a run is used up"
-    return None
+        return fact("incidents_in_run", count=budget.run)
+    return ()
 
 
 def _came_again(incidents: Sequence[Incident], case: Case) -> list[Incident]:
@@ -198,16 +170,13 @@ def _came_again(incidents: Sequence[Incident], case: Case) -> list[Incident]:
     return found
 
 
-def _over_rows(policy: Policy, actions: Sequence[Action], case: Case) -> str | None:
+def _over_rows(policy: Policy, actions: Sequence[Action], case: Case) -> Facts:
     """Say that the rows to put in quarantine are more than the budget allows, if they are."""
     if all(action.remedy != "quarantine" for action in actions):
-        return None
+        return ()
     guilty, rows = case.quarantined + len(set(case.diagnosis.rows)), case.rows
     allowed = min(policy.budget.rows_of(rows), rows - case.given - 1)  # one has to be left to train on
-    if guilty <= allowed:
-        return None
-    share = f"{guilty:,} of its {counted(rows, 'row')} {'is' if guilty == 1 else 'are'} guilty"
-    return f"the data set is broken: {share}, and the budget allows for {allowed:,}"
+    return fact("data_broken", bad=guilty, rows=rows, allowed=allowed) if guilty > allowed else ()
 
 
 def recent(policy: Policy, incidents: Iterable[Incident], tick: int) -> list[Incident]:

@@ -21,7 +21,7 @@ from group import together
 from resilient_train.adapters.guard import Guard
 from resilient_train.tracking.story import open_advice
 from resilient_train.types import Cause, Incident, Outcome, Signal
-from resilient_train.wording import describe
+from resilient_train.wording import describe, say
 
 ROWS, FEATURES = 512, 6
 
@@ -129,7 +129,7 @@ def test_an_operation_is_named_and_armored(program: ModuleType, way: dict[str, A
         assert (incident.anomaly.signal, incident.diagnosis.cause) == (Signal.NONFINITE_GRAD, Cause.OPERATION)
         assert named(guard.incidents, program, "sqrt", "root", "backward")
         where = f"{Path(program.__file__ or '').name}:{line('root')}"
-        assert incident.diagnosis.advice.startswith(f"`sqrt` at {where} has an")
+        assert say(incident.diagnosis.advice).startswith(f"`sqrt` at {where} has an")
         assert [action.remedy for action in incident.decision.actions] == ["armor"]
         assert incident.outcome is Outcome.RECOVERED
         assert guard.clock.tick == 61
@@ -159,7 +159,7 @@ def test_rotten_rows_are_named_and_replaced(program: ModuleType, way: dict[str, 
     guard = trained(program, rows, steps=70, run_dir=tmp_path / "run", **way)
     assert {row for one in guard.incidents for row in one.diagnosis.rows} == {77, 401}
     assert {one.diagnosis.cause for one in guard.incidents} == {Cause.DATA}
-    told = next(one.diagnosis.advice for one in guard.incidents if one.diagnosis.rows == (77,))
+    told = next(say(one.diagnosis.advice) for one in guard.incidents if one.diagnosis.rows == (77,))
     assert told == "Row 77: element 0 at [4] is NaN; fix or remove it."
     listed = json.loads((tmp_path / "run" / "quarantine.json").read_text())
     assert {one["row"] for one in listed["rows"]} == {77, 401}
@@ -208,7 +208,7 @@ def test_an_outlier_is_named(program: ModuleType) -> None:
     rows.labels[200] = 3e6
     guard = trained(program, rows, steps=100)
     assert [(one.diagnosis.cause, one.diagnosis.rows) for one in guard.incidents] == [(Cause.DATA, (200,))]
-    assert "['labels'] is 3e+06" in guard.incidents[0].diagnosis.advice
+    assert "['labels'] is 3e+06" in say(guard.incidents[0].diagnosis.advice)
 
 
 @pytest.mark.parametrize("raises", [True, False])
@@ -263,7 +263,7 @@ def test_a_replay_that_fails_ends_no_run(program: ModuleType) -> None:
     guard = trained(program, program.Rows())
     (incident,) = guard.incidents
     assert incident.diagnosis.cause is Cause.UNKNOWN
-    assert "could not be replayed: RuntimeError: only once a step" in incident.diagnosis.advice
+    assert "could not be replayed: RuntimeError: only once a step" in say(incident.diagnosis.advice)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from resilient_train.checkpoint.store import WEIGHTS
 from resilient_train.diagnose.rows import out_of_scale
 from resilient_train.errors import ConfigError
 from resilient_train.types import Cause
+from resilient_train.wording import say
 
 
 def network() -> nn.Sequential:
@@ -86,7 +87,7 @@ def test_what_breaks_is_named_with_advice() -> None:
 def test_columns_out_of_scale_are_to_be_normalised(columns: Tensor, said: str) -> None:
     """A column that is thousands of times the others, or large inputs, make steps that are too long for weights."""
     torch.manual_seed(0)
-    found = out_of_scale({"inputs": torch.randn(64, 3) * columns, "labels": torch.randn(64) * 1e6})
+    found = say(out_of_scale({"inputs": torch.randn(64, 3) * columns, "labels": torch.randn(64) * 1e6}))
     assert said in found
     assert bool(found) is bool(said)
     assert not said or "normalise each column" in found

@@ -17,7 +17,6 @@ from resilient_train.diagnose.rows import far_above, guilty, nonfinite_fields, o
 from resilient_train.diagnose.state import lost_eps, of_state
 from resilient_train.diagnose.verdict import (
     NOT_AT_ZERO,
-    SINGULAR,
     Observations,
     climbed,
     on_bad_rows,
@@ -27,7 +26,9 @@ from resilient_train.diagnose.verdict import (
     on_spike,
     together,
 )
-from resilient_train.types import Anomaly, Cause, Culprit, Signal
+from resilient_train.sentences import SINGULAR
+from resilient_train.types import Anomaly, Cause, Culprit, Facts, Signal, fact
+from resilient_train.wording import say
 
 
 def culprit(op: str, *inputs: Mapping[str, Any]) -> Culprit:
@@ -60,7 +61,7 @@ def broke(op: str, *inputs: Mapping[str, Any], kind: str = "inf", facts: Observa
         (broke("pow", values(-3, 1e25)), 1, Cause.OVERFLOW, "pow"),
         (broke("pow", values(-3, 2), kind="nan"), 1, Cause.OPERATION, "-3"),
         # The slope of a fractional power at 0, next to values above 1.
-        (broke("pow", values(0, 50, zeros=2)), 1, Cause.OPERATION, "2 elements that are 0"),
+        (broke("pow", values(0, 50, zeros=2)), 1, Cause.OPERATION, "2 elements equal to 0"),
         (broke("pow", values(0, 1e25, zeros=2)), 1, Cause.OVERFLOW, "1e+25"),
         # The slope of 1 / (1 + exp(-x)): NaN, because exp overflows.
         (broke("exp", values(-310, 95), kind="nan"), 1, Cause.OVERFLOW, "of values up to 95"),
@@ -70,7 +71,7 @@ def broke(op: str, *inputs: Mapping[str, Any], kind: str = "inf", facts: Observa
         (broke("linalg_inv", UNIT), 1, Cause.OPERATION, "identity"),
         (broke("Mine", UNIT, kind="nan"), 1, Cause.OPERATION, "Mine"),
         # Targets that no loss is finite for, in some rows and in every batch.
-        (broke("ctc_loss", LOGS, facts=ONLY_HERE, rows=(4, 9)), 1, Cause.DATA, "Rows 4, 9: no finite loss"),
+        (broke("ctc_loss", LOGS, facts=ONLY_HERE, rows=(4, 9)), 1, Cause.DATA, "Rows 4 and 9: no finite loss"),
         (broke("ctc_loss", LOGS, facts=EVERYWHERE), 1, Cause.OPERATION, "empty, too long"),
         (AGAIN, 1e5, Cause.EXPLOSION, "1e+05 times"),
         (EVERYWHERE, 1e5, Cause.EXPLOSION, "1e+05 times"),
@@ -78,18 +79,23 @@ def broke(op: str, *inputs: Mapping[str, Any], kind: str = "inf", facts: Observa
         (broke("mul", HUGE, facts=ONLY_HERE, rows=(4,)), 1e5, Cause.OVERFLOW, "row 4"),
         (AGAIN, 1, Cause.UNKNOWN, "no operation"),
         (replace(AGAIN, failure="rows of such data cannot be named"), 1, Cause.UNKNOWN, "cannot be named"),
-        (replace(AGAIN, rows=(7,), odd={7: "it is nan"}, batch_is_bad=True), 1, Cause.DATA, "Row 7: it is"),
+        (
+            replace(AGAIN, rows=(7,), odd={7: fact("text", text="it is nan")}, batch_is_bad=True),
+            1,
+            Cause.DATA,
+            "Row 7: it is",
+        ),
         (replace(AGAIN, batch_is_bad=True), 1, Cause.DATA, "fetched again"),
-        (broke("mul", rows=(7,), odd={7: "[1] is 1e+30"}), 1, Cause.DATA, "1e+30"),
+        (broke("mul", rows=(7,), odd={7: fact("text", text="[1] is 1e+30")}), 1, Cause.DATA, "1e+30"),
         # An ordinary row that a singular operation meets.
-        (broke("sqrt", values(0, 1, zeros=1), rows=(7,)), 1, Cause.OPERATION, "1 element that is 0"),
+        (broke("sqrt", values(0, 1, zeros=1), rows=(7,)), 1, Cause.OPERATION, "1 element equal to 0"),
     ],
 )
 def test_causes_of_what_is_not_finite(facts: Observations, climb: float, cause: Cause, said: str) -> None:
     """Rows before operations, climbing before overflow; what is not known is said to be unknown."""
     found = on_nonfinite(facts, climb)
     assert found.cause is cause
-    assert said in found.advice
+    assert said in say(found.advice)
     assert (found.rows != ()) == (cause is Cause.DATA and facts.rows != ())
     assert found.culprit is None or cause in (Cause.OPERATION, Cause.OVERFLOW, Cause.EXPLOSION)
 
@@ -103,7 +109,7 @@ def test_a_single_number_that_overflows_is_patched_only_if_it_is_a_product_of_ma
 @pytest.mark.parametrize(
     ("facts", "climb", "cause", "rows", "said"),
     [
-        (replace(AGAIN, rows=(3, 9), odd={3: "[1] is 1e+06"}), 1, Cause.DATA, (3,), "1e+06"),
+        (replace(AGAIN, rows=(3, 9), odd={3: fact("text", text="[1] is 1e+06")}), 1, Cause.DATA, (3,), "1e+06"),
         (replace(AGAIN, rows=(3,)), 1, Cause.UNKNOWN, (), "row 3"),  # nothing is odd about it
         (replace(AGAIN, everywhere=True, rows=(3,)), 1e3, Cause.EXPLOSION, (), "climbed to 1e+03 times"),
         (replace(AGAIN, everywhere=True), 1, Cause.UNKNOWN, (), "Other batches"),
@@ -116,14 +122,14 @@ def test_causes_of_spikes(facts: Observations, climb: float, cause: Cause, rows:
     """A row that makes a healthy batch jump is to blame; where every batch jumps, an explosion, if it climbed there."""
     found = on_spike(facts, climb)
     assert (found.cause, found.rows) == (cause, rows)
-    assert said in found.advice
+    assert said in say(found.advice)
 
 
 def test_rows_that_take_a_gradient_out_of_range_are_named_though_no_operation_broke() -> None:
     """Only where other rows do not, and where it was measured: what is ordinary in size stays unknown."""
     found = on_nonfinite(replace(ONLY_HERE, rows=(4,), size=1e25), 1)
     assert (found.cause, found.rows, found.culprit) == (Cause.OVERFLOW, (4,), None)
-    assert "1e+25" in found.advice
+    assert "1e+25" in say(found.advice)
     for facts in (replace(ONLY_HERE, rows=(4,), size=1e3), replace(EVERYWHERE, rows=(4,), size=1e25)):
         assert on_nonfinite(facts, 1).cause is Cause.UNKNOWN
 
@@ -206,14 +212,16 @@ def test_what_follows_from_armor_accuses_no_other_line(op: str, kind: str, is_sc
     found = on_nonfinite(replace(ONLY_HERE, culprit=last, kind=kind, is_scalar=is_scalar, after=first, rows=(4,)), 1)
     assert (found.cause, found.culprit, found.symptom, found.broken) == (cause, first, last, last)
     assert found.patchable is not is_scalar
-    assert found.advice.startswith(f"`{op}` at losses.py:41 fails on values from `sqrt` at losses.py:30")
-    assert found.advice.endswith(" Seen with row 4.")
+    assert found.advice == (
+        *fact("follows_patch", where=last.place, patched=first.place),
+        *fact("seen_with", rows=[4]),
+    )
 
 
 def test_ranks_learn_the_same() -> None:
     """What one rank has found counts for all of them, and rows of all ranks add up."""
     idle = Observations()
-    one = replace(AGAIN, rows=(5,), odd={5: "[0] is nan"})
+    one = replace(AGAIN, rows=(5,), odd={5: fact("text", text="[0] is nan")})
     other = replace(AGAIN, rows=(2,), culprit=culprit("log"), kind="inf")
     assert together([idle, one, other]) == together([idle, other, one])
     both = together([idle, one, other])
@@ -222,10 +230,10 @@ def test_ranks_learn_the_same() -> None:
 
 
 def test_rows_that_raise_are_told_with_the_line() -> None:
-    found = on_bad_rows({4: "no a.png (mine.py:3)", 2: "KeyError: 'x' (mine.py:9)"})
-    assert found.reasons[4] == "Row 4: no a.png (mine.py:3); fix or remove it."
+    found = on_bad_rows({row: fact("text", text=text) for row, text in ((4, "no a.png"), (2, "KeyError: 'x'"))})
+    assert say(found.reasons[4]) == "Row 4: no a.png; fix or remove it."
     assert (found.cause, found.rows) == (Cause.DATA, (2, 4))
-    assert "KeyError: 'x' (mine.py:9); fix or remove them" in found.advice
+    assert say(found.advice) == "Rows 2 and 4: KeyError: 'x'; fix or remove them."
 
 
 @pytest.mark.parametrize(
@@ -267,32 +275,34 @@ def test_rows_that_break_only_together_are_not_named() -> None:
     assert searched(8, lambda places: {1, 6} <= set(places)) == ()
 
 
+def told(facts: Facts) -> list[str]:
+    return [say([one]) for one in facts]
+
+
 Point = namedtuple("Point", ["x", "y"])
 
 
 def test_what_is_odd_about_a_row() -> None:
     """Fields and places of values that are not finite; fields far beyond those of other rows."""
     row = {"image": torch.tensor([[0.0, math.nan], [math.inf, 1.0]]), "label": 3, "weight": math.nan}
-    image, weight = nonfinite_fields(row)
-    assert image == "['image'] at [0, 1] is NaN, and 1 more"
-    assert weight == "['weight'] is NaN"
+    assert told(nonfinite_fields(row)) == ["['image'] at [0, 1] is NaN, and 1 more", "['weight'] is NaN"]
     nested = ([UserDict(a={"b": math.nan, 3: math.inf})], Point(math.nan, 1.0), {"x": [0.0, torch.tensor(-math.inf)]})
     places = ["[0][0]['a']['b'] is NaN", "[0][0]['a'][3] is inf", "[1].x is NaN", "[2]['x'][1] is -inf"]
-    assert nonfinite_fields(nested) == places
-    assert nonfinite_fields(nested[1]) == [".x is NaN"]
-    assert nonfinite_fields([0.0, math.nan]) == ["element 1 is NaN"]
-    assert nonfinite_fields(math.nan) == ["its value is NaN"]
+    assert told(nonfinite_fields(nested)) == places
+    assert told(nonfinite_fields(nested[1])) == [".x is NaN"]
+    assert told(nonfinite_fields([0.0, math.nan])) == ["element 1 is NaN"]
+    assert told(nonfinite_fields(math.nan)) == ["its value is NaN"]
     others = [(torch.randn(8), 1.0) for _ in range(50)]
-    assert outlying_fields((torch.randn(8), 1.5), others, 4.0) == []
-    (told,) = outlying_fields((torch.randn(8), -4e6), others, 1e4)
-    assert told == "element 1 is -4e+06, where 50 other rows stay within ±1"
+    assert outlying_fields((torch.randn(8), 1.5), others, 4.0) == ()
+    far = outlying_fields((torch.randn(8), -4e6), others, 1e4)
+    assert told(far) == ["element 1 is -4e+06, where 50 other rows stay within ±1"]
     usual = usual_sizes([{"x": torch.tensor([[0.5, n / 8]])} for n in range(8)])
-    assert far_above({"x": torch.tensor([[-2.0, 0.0]])}, usual, 10.0) == ""
-    for odd, told in ((torch.tensor([[0.0, -367.0]]), "-367"), (torch.tensor([[0.0, 367.0j]]), "367")):
-        expected = f"['x'] at [0, 1] is {told}, where three of four other rows stay within ±0.75"
+    assert far_above({"x": torch.tensor([[-2.0, 0.0]])}, usual, 10.0) == ()
+    for odd, value in ((torch.tensor([[0.0, -367.0]]), -367.0), (torch.tensor([[0.0, 367.0j]]), 367.0)):
+        expected = fact("row_above_most", field="['x']", at=[0, 1], value=value, usual=0.75)
         assert far_above({"x": odd}, usual, 10.0) == expected
     common = [(torch.randn(8), 0.0) for _ in range(50)]
-    assert outlying_fields((torch.randn(8), 1.0), common, 4.0) == []  # of a rare class, which is nothing odd
+    assert outlying_fields((torch.randn(8), 1.0), common, 4.0) == ()  # of a rare class, which is nothing odd
     assert len(outlying_fields((torch.randn(8), 1e6), common, 4.0)) == 1
 
 
@@ -312,9 +322,9 @@ def test_what_is_odd_about_a_row() -> None:
 def test_a_value_far_below_all_others_is_odd(value: float, others: list[float], said: str) -> None:
     """Of a field that is always positive: the chance or the deviation that a loss is divided by."""
     rows = [{"weight": one} for one in others]
-    (told,) = outlying_fields({"weight": value}, rows, 4.0) or [""]
-    assert bool(told) is bool(said)
-    assert said in told
+    found = say(outlying_fields({"weight": value}, rows, 4.0))
+    assert bool(found) is bool(said)
+    assert said in found
 
 
 KELVIN = [280.0 + n for n in range(40)]
@@ -337,12 +347,11 @@ KELVIN = [280.0 + n for n in range(40)]
     ],
 )
 def test_a_value_far_out_of_a_narrow_range_is_odd(value: float, others: list[float], is_odd: bool) -> None:
-    (told,) = outlying_fields({"at": value}, [{"at": one} for one in others], 1e4) or [""]
-    assert bool(told) is is_odd
+    assert bool(outlying_fields({"at": value}, [{"at": one} for one in others], 1e4)) is is_odd
     row, rows = torch.tensor([0.0, value]), [(torch.tensor([float(n % 2), one]),) for n, one in enumerate(others)]
-    (told,) = outlying_fields((row,), rows, 1e4) or [""]
-    assert bool(told) is is_odd
-    assert not is_odd or told.startswith(
+    found = say(outlying_fields((row,), rows, 1e4))
+    assert bool(found) is is_odd
+    assert not is_odd or found.startswith(
         f"element 0 at [1] is {value:.3g}, where nearly all of {len(others)} other rows"
     )
 
@@ -351,15 +360,15 @@ def test_damage_names_the_element() -> None:
     before = {"a.weight": torch.ones(3, 4), "b.bias": torch.zeros(5)}
     weights = {name: weight.clone() for name, weight in before.items()}
     weights["a.weight"][1, 2] = 900.0
-    jump = Anomaly(Signal.WEIGHTS_JUMP, 9, 9, 5, "")
+    jump = Anomaly(Signal.WEIGHTS_JUMP, 9, 9, 5)
     found = of_state(jump, weights, before, [])
     assert found is not None
     assert found[1].cause is Cause.CORRUPTION
-    assert "`a.weight` went from 1 to 900 at [1, 2]" in found[1].advice
+    assert "`a.weight` went from 1 to 900 at [1, 2]" in say(found[1].advice)
     weights["b.bias"][3] = math.nan
     found = of_state(replace(jump, signal=Signal.NONFINITE_WEIGHTS), weights, before, [])
     assert found is not None
-    assert "`b.bias` is nan at [3]" in found[1].advice
+    assert "`b.bias` is nan at [3]" in say(found[1].advice)
 
 
 def test_an_epsilon_that_its_type_cannot_hold() -> None:
@@ -369,13 +378,13 @@ def test_an_epsilon_that_its_type_cannot_hold() -> None:
         weight = torch.nn.Parameter(torch.ones(2, dtype=dtype))
         optimizer = torch.optim.AdamW([weight], eps=eps)
         assert (lost_eps([optimizer]) is not None) == is_lost
-        found = of_state(Anomaly(Signal.NONFINITE_OPTIMIZER, 3, 3, 1, ""), {"w": weight}, {}, [optimizer])
+        found = of_state(Anomaly(Signal.NONFINITE_OPTIMIZER, 3, 3, 1), {"w": weight}, {}, [optimizer])
         assert (found is not None and found[1].cause is Cause.OPTIMIZER) == is_lost
 
 
 def test_every_singular_operation_has_advice() -> None:
     for op in SINGULAR:
-        told = on_operation(culprit(op, values(0, 1, zeros=32)))
-        assert told.startswith(f"`{op}` at losses.py:41 ")
-        assert ("32 elements that are 0: " in told) == (op not in NOT_AT_ZERO)
-        assert told.endswith(".")
+        (found,) = on_operation(culprit(op, values(0, 1, zeros=32)))
+        assert (found["fact"], found["family"]) == ("singular", op)
+        assert ("zeros" in found) == (op not in NOT_AT_ZERO)
+        assert say([found]).startswith(f"`{op}` at losses.py:41 ")

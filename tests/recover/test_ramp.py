@@ -31,7 +31,7 @@ def test_a_slow_rise_is_looked_for_since_things_went_wrong(since: int | None, us
 def test_a_warm_up_without_its_rewind_is_no_treatment(snapshots: int, rung: int) -> None:
     """With no state to go back to, the next rung of `balanced` follows at once."""
     can = replace(ANY, snapshots=snapshots)
-    found = decide(policy_named("balanced"), case_of(landed(700), Diagnosis(Cause.EXPLOSION, ""), can), ())
+    found = decide(policy_named("balanced"), case_of(landed(700), Diagnosis(Cause.EXPLOSION), can), ())
     assert found.rung == rung
 
 

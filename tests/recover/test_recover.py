@@ -25,7 +25,20 @@ from resilient_train.recover.decide import by_signal, decide, recent
 from resilient_train.recover.knobs import MAX_EPS, MIN_CLIP, MIN_LR, Knobs, KnobValues
 from resilient_train.recover.policy import Policy, named, parse
 from resilient_train.recover.remedies import KNOWN, Case, HigherPrecision, is_mild, remedy
-from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
+from resilient_train.types import (
+    Action,
+    Anomaly,
+    Cause,
+    Culprit,
+    Decision,
+    Diagnosis,
+    Facts,
+    Incident,
+    Outcome,
+    Signal,
+    fact,
+)
+from resilient_train.wording import say
 
 policy_named = functools.cache(named)  # reading YAML takes longer than most of these tests
 
@@ -34,15 +47,15 @@ POLICIES = ["aggressive", "balanced", "conservative", "off", "palm", "skip"]  # 
 
 
 def refused(step: int, tick: int | None = None, signal: Signal = Signal.NONFINITE_LOSS) -> Anomaly:
-    return Anomaly(signal, step, step if tick is None else tick, step - 1, "", landed=False)
+    return Anomaly(signal, step, step if tick is None else tick, step - 1, landed=False)
 
 
 def landed(step: int, tick: int | None = None, signal: Signal = Signal.DIVERGENCE) -> Anomaly:
-    return Anomaly(signal, step, step if tick is None else tick, max(0, step - 5), "", landed=True)
+    return Anomaly(signal, step, step if tick is None else tick, max(0, step - 5), landed=True)
 
 
 def unknown(anomaly: Anomaly) -> Diagnosis:
-    return Diagnosis(Cause.UNKNOWN, "")
+    return Diagnosis(Cause.UNKNOWN)
 
 
 ANY = Case(refused(9), unknown(refused(9)), snapshots=4, mixed_precision=True, loss_scaler=True, rows=10_000)
@@ -53,7 +66,7 @@ def case_of(anomaly: Anomaly, diagnosis: Diagnosis, like: Case = ANY) -> Case:
 
 
 def guilty(*rows: int) -> Callable[[Anomaly], Diagnosis]:
-    return lambda anomaly: Diagnosis(Cause.DATA, "", rows=rows)
+    return lambda anomaly: Diagnosis(Cause.DATA, rows=rows)
 
 
 def decisions(
@@ -243,30 +256,31 @@ def test_remedies_of_a_rung(
 
 
 @pytest.mark.parametrize(
-    ("budget", "rows", "count", "before", "said"),
+    ("budget", "rows", "count", "before", "broken"),
     [
         ({}, [1, 2], 100, 3, None),
-        ({}, [1, 2], 100, 4, "6 of its 100 rows are guilty, and the budget allows for 5"),
+        ({}, [1, 2], 100, 4, (6, 5)),
         ({}, [1, 1, 2], 100, 3, None),
         ({}, [1], 10, 0, None),
-        ({}, [1, 2], 10, 0, "2 of its 10 rows are guilty, and the budget allows for 1"),
-        ({}, [0], 1, 0, "1 of its 1 row is guilty, and the budget allows for 0"),
-        ({}, [1], 1_000_000, 1000, "1,001 of its 1,000,000 rows are guilty, and the budget allows for 1,000"),
-        ({"rows": 3}, [1, 2, 3, 4], 100, 0, "4 of its 100 rows are guilty, and the budget allows for 3"),
+        ({}, [1, 2], 10, 0, (2, 1)),
+        ({}, [0], 1, 0, (1, 0)),
+        ({}, [1], 1_000_000, 1000, (1001, 1000)),
+        ({"rows": 3}, [1, 2, 3, 4], 100, 0, (4, 3)),
         ({"share": 1}, list(range(99)), 100, 0, None),
-        ({"share": 1}, list(range(100)), 100, 0, "100 of its 100 rows are guilty, and the budget allows for 99"),
-        ({"share": 0}, [1], 100, 0, "1 of its 100 rows is guilty, and the budget allows for 0"),
+        ({"share": 1}, list(range(100)), 100, 0, (100, 99)),
+        ({"share": 0}, [1], 100, 0, (1, 0)),
     ],
 )
 def test_a_data_set_loses_so_many_rows_and_no_more(
-    budget: dict[str, Any], rows: list[int], count: int, before: int, said: str | None
+    budget: dict[str, Any], rows: list[int], count: int, before: int, broken: tuple[int, int] | None
 ) -> None:
     """Neither more than their number nor more than their share, but for one; beyond that the data set is broken."""
     policy = parse({"ladders": {"default": [["quarantine"], ["skip"]]}, "budget": budget})
     can = dataclasses.replace(ANY, rows=count, quarantined=before)
     (decision,) = decisions(policy, [refused(9)], can, guilty(*rows))
-    assert decision.gave_up == (None if said is None else f"the data set is broken: {said}")
-    assert [action.remedy for action in decision.actions] == (["quarantine"] if said is None else [])
+    if broken is not None:
+        assert decision.gave_up == fact("data_broken", bad=broken[0], rows=count, allowed=broken[1])
+    assert [action.remedy for action in decision.actions] == (["quarantine"] if broken is None else [])
     (other,) = decisions(policy, [refused(9)], can, guilty())  # no row is known to be guilty: the next rung
     assert [action.remedy for action in other.actions] == ["skip"]
 
@@ -278,14 +292,14 @@ def test_rows_that_another_run_listed_cost_nothing_but_one_row_stays() -> None:
     (decision,) = decisions(policy, [refused(9)], can, guilty(1))
     assert decision.gave_up is None
     (decision,) = decisions(policy, [refused(9)], can, guilty(1, 2))
-    assert decision.gave_up == "the data set is broken: 3 of its 100 rows are guilty, and the budget allows for 2"
+    assert decision.gave_up == fact("data_broken", bad=3, rows=100, allowed=2)
 
 
 def test_only_the_budget_of_rows_leaves_other_remedies() -> None:
     """An operation that breaks with some rows: other remedies may be left, unless the run has met too much."""
 
     def diagnose(anomaly: Anomaly) -> Diagnosis:
-        return Diagnosis(Cause.OPERATION, "", rows=(7,))
+        return Diagnosis(Cause.OPERATION, rows=(7,))
 
     ladders = {"default": [{"do": ["quarantine"], "strikes": None}, {"do": ["skip"], "strikes": None}]}
     few = parse({"ladders": ladders, "budget": {"rows": 0}})
@@ -294,7 +308,7 @@ def test_only_the_budget_of_rows_leaves_other_remedies() -> None:
     ladders["default"][1]["do"] = ["rewind"]
     met = parse({"ladders": ladders, "budget": {"refused": 2}})
     made = decisions(met, [refused(n) for n in (1, 3, 5)], diagnose=diagnose)[-1]
-    assert made.gave_up == "the budget of 2 refused updates within 1,000 updates is used up"
+    assert made.gave_up == fact("refused_in_window", count=2, window=1000)
 
 
 def test_a_quarantine_passes_over() -> None:
@@ -304,36 +318,32 @@ def test_a_quarantine_passes_over() -> None:
     policy = parse({"ladders": rows, "budget": {"refused": 3, "incidents": 0, "run": 0}})
     made = decisions(policy, [refused(n) for n in range(1, 9, 2)], diagnose=guilty(1))
     assert rungs(made) == [0, 0, 0, "end"]
-    assert made[-1].gave_up == "the budget of 3 refused updates within 1,000 updates is used up"
+    assert made[-1].gave_up == fact("refused_in_window", count=3, window=1000)
 
 
 @pytest.mark.parametrize(
-    ("policy", "anomalies", "said"),
+    ("policy", "anomalies", "why"),
     [
-        ({"ladders": {"default": []}}, [refused(1)], "the policy has no remedy for unknown"),
-        ({"ladders": {"default": [["skip"]]}}, [landed(1)], "none of the remedies for unknown can be applied here"),
+        ({"ladders": {"default": []}}, [refused(1)], fact("no_remedy", cause="unknown")),
+        ({"ladders": {"default": [["skip"]]}}, [landed(1)], fact("none_applies", cause="unknown")),
         (
             {"ladders": {"default": [["skip"]]}},
             [refused(1, 1), refused(1, 2)],
-            "the ladder for unknown has no rung left, 1 rung did not help",
+            fact("ladder_exhausted", cause="unknown", count=1),
         ),
         (
             {"budget": {"incidents": 10}, "strikes": 99},
             [landed(n) for n in range(1, 12)],
-            "the budget of 10 incidents within 1,000 updates is used up",
+            fact("incidents_in_window", count=10, window=1000),
         ),
-        ({"budget": {"run": 1}}, [landed(1), landed(2)], "the budget of 1 incident in a run is used up"),
-        (
-            {"budget": {"in_a_row": 1}},
-            [refused(1, 1), refused(1, 2)],
-            "the budget of 1 update in a row that did not land is used up",
-        ),
+        ({"budget": {"run": 1}}, [landed(1), landed(2)], fact("incidents_in_run", count=1)),
+        ({"budget": {"in_a_row": 1}}, [refused(1, 1), refused(1, 2)], fact("in_a_row", count=1, limit=1)),
     ],
 )
-def test_a_run_that_is_given_up_says_why(policy: dict[str, Any], anomalies: list[Anomaly], said: str) -> None:
-    """The reason is one clause for a person, and nothing is done any more."""
+def test_a_run_that_is_given_up_says_why(policy: dict[str, Any], anomalies: list[Anomaly], why: Facts) -> None:
+    """The reason is one fact, and nothing is done any more."""
     last = decisions(parse({"ladders": THREE, **policy}), anomalies)[-1]
-    assert last.gave_up == said
+    assert last.gave_up == why
     assert last.actions == ()
 
 
@@ -592,7 +602,7 @@ def trained(policy: Policy, fault: Fault, steps: int = 600, most_ticks: int = 6_
 
 
 def always(signal: Signal, landed: bool) -> Fault:
-    return lambda run: Anomaly(signal, run.step + 1, run.tick, run.step, "", landed=landed)
+    return lambda run: Anomaly(signal, run.step + 1, run.tick, run.step, landed=landed)
 
 
 def at_positions(every: int, signal: Signal) -> Fault:
@@ -708,7 +718,7 @@ def series(draw: st.DrawFn) -> list[Anomaly]:
         tick += draw(st.sampled_from([1, 1, 1, 2, 10, 400]))
         step = draw(st.integers(1, tick))
         since = draw(st.integers(0, step))
-        anomalies.append(Anomaly(draw(st.sampled_from(Signal)), step, tick, since, "", draw(st.booleans())))
+        anomalies.append(Anomaly(draw(st.sampled_from(Signal)), step, tick, since, (), draw(st.booleans())))
     return anomalies
 
 
@@ -754,7 +764,7 @@ def test_an_endless_series_ends(name: str, faults: list[tuple[Signal, bool, int]
     def fault(run: Run) -> Anomaly | None:
         if (one := pattern[run.tick % len(pattern)]) is None:
             return None
-        return Anomaly(one[0], run.step + 1, run.tick, max(0, run.step - 3), "", landed=one[1])
+        return Anomaly(one[0], run.step + 1, run.tick, max(0, run.step - 3), landed=one[1])
 
     trained(policy_named(name), fault, steps=300)
 
@@ -970,9 +980,9 @@ def test_knobs_of_an_earlier_version_are_loaded() -> None:
 @pytest.mark.parametrize("has_landed", [True, False])
 def test_every_signal_has_a_cause_and_advice(signal: Signal, has_landed: bool) -> None:
     """The fallback of a diagnosis says something that a person can act on, in one sentence."""
-    diagnosis = by_signal(Anomaly(signal, 5, 5, 4, "", landed=has_landed))
-    assert diagnosis.advice.endswith(".")
-    assert ". " not in diagnosis.advice.replace("train.log", "")
+    diagnosis = by_signal(Anomaly(signal, 5, 5, 4, landed=has_landed))
+    (advice,) = diagnosis.advice
+    assert say([advice]).endswith(".")
     assert diagnosis.culprit is None
 
 
@@ -987,7 +997,7 @@ def test_incidents_that_are_over_cost_nothing(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Incident, "each", property(noted))
     for number in range(1, 101):
         tick = number * 650
-        anomaly = Anomaly(Signal.NONFINITE_LOSS, tick, tick, tick - 1, "", landed=False)
+        anomaly = Anomaly(Signal.NONFINITE_LOSS, tick, tick, tick - 1, landed=False)
         again = tuple((tick + later, tick + later) for later in range(10, 650, 10))
         decision = Decision((Action("rewind" if number == 7 else "skip"),))
         history.append(Incident(number, anomaly, by_signal(anomaly), decision, again=again))
@@ -999,7 +1009,7 @@ def test_incidents_that_are_over_cost_nothing(monkeypatch: pytest.MonkeyPatch) -
 # What becomes of incidents.
 
 
-DATA, EXPLOSION = Diagnosis(Cause.DATA, ""), Diagnosis(Cause.EXPLOSION, "")
+DATA, EXPLOSION = Diagnosis(Cause.DATA), Diagnosis(Cause.EXPLOSION)
 SKIPPED = Decision((Action("skip"),))
 
 

@@ -18,7 +18,7 @@ from test_recover import ANY, Fault, Run, case_of, landed, policy_named, refused
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.recover.decide import decide
 from resilient_train.recover.remedies import cut
-from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, Vitals
+from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, Vitals, fact
 from resilient_train.watch.config import named
 from resilient_train.watch.loss import without_top
 from resilient_train.watch.reference import WINDOW, Reference, RewindCheck, Standing, falls
@@ -377,7 +377,7 @@ def test_what_an_incident_comes_to(
 ) -> None:
     """What left damage recovers only where the loss is back; everything else as soon as the run is beyond it."""
     history = IncidentLog(None)
-    incident = history.open(anomaly, Diagnosis(cause, ""), Decision((Action("skip"),)))
+    incident = history.open(anomaly, Diagnosis(cause), Decision((Action("skip"),)))
     history.record_treatment(dataclasses.replace(incident, rewound_to=rewound_to))
     assert history.incidents[0].left_damage == damage
     good = Outcome.RECOVERED if is_back or not damage else None
@@ -392,8 +392,8 @@ def test_what_an_incident_comes_to(
         history.close_all(Outcome.RECOVERED if is_back else Outcome.UNRECOVERED)
         assert history.incidents[0].outcome is (good or Outcome.UNRECOVERED)
     else:
-        other = Diagnosis(Cause.OVERFLOW, "")
-        history.open(refused(120), other, Decision(gave_up="enough"), is_off=not is_back)
+        other = Diagnosis(Cause.OVERFLOW)
+        history.open(refused(120), other, Decision(gave_up=fact("text", text="enough")), is_off=not is_back)
         assert history.incidents[0].outcome is (Outcome.UNRECOVERED if damage and not is_back else Outcome.GAVE_UP)
         assert history.incidents[1].outcome is Outcome.GAVE_UP
         assert history.open_incidents == []
@@ -422,12 +422,12 @@ def test_corruption_now_and_then_never_exhausts_the_ladder(times: int, completes
     assert (run.step == 5_000) == completes
     assert set(run.done) == {"rewind"}
     if not completes:
-        assert history.incidents[-1].decision.gave_up == "the budget of 100 incidents in a run is used up"
+        assert history.incidents[-1].decision.gave_up == fact("incidents_in_run", count=100)
 
 
 def decided(cause: Cause, history: Sequence[Incident] = (), *, policy: str = "balanced", **can: Any) -> Decision:
     anomaly = landed(200 + len(history), 200 + 50 * len(history))
-    case = case_of(anomaly, Diagnosis(cause, ""), dataclasses.replace(ANY, **can))
+    case = case_of(anomaly, Diagnosis(cause), dataclasses.replace(ANY, **can))
     return decide(policy_named(policy), case, tuple(history))
 
 
@@ -435,7 +435,7 @@ def attempts(cause: Cause, *rungs: int) -> list[Incident]:
     """Earlier incidents of one cause, each of which was rewound."""
     rewind = Action("rewind")
     return [
-        Incident(place, landed(200, 150 + 50 * place), Diagnosis(cause, ""), Decision((rewind,), rung), rewound_to=150)
+        Incident(place, landed(200, 150 + 50 * place), Diagnosis(cause), Decision((rewind,), rung), rewound_to=150)
         for place, rung in enumerate(rungs, start=1)
     ]
 
