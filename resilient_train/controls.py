@@ -24,9 +24,9 @@ from resilient_train.run_parts import RunParts
 from resilient_train.secrets import masked_tree
 from resilient_train.state.ring import Snapshot
 from resilient_train.trials import Trials
-from resilient_train.types import Action, Anomaly, Culprit, Diagnosis, Incident
+from resilient_train.types import Action, Anomaly, Culprit, Diagnosis, Facts, Incident
 from resilient_train.watch.vitals import Leap
-from resilient_train.wording import log
+from resilient_train.wording import log, say
 
 _EARLY_STEPS = 16  # a failure within so many accepted updates counts as one from the start
 
@@ -110,7 +110,8 @@ class Controls(RunControl):
 
     def quarantine(self) -> None:
         incident, diagnosis = self._incident, self._incident.diagnosis
-        reasons = {row: diagnosis.reasons.get(row, diagnosis.advice) for row in diagnosis.rows}
+        reasons = dict.fromkeys(diagnosis.rows, say(diagnosis.advice))
+        reasons |= {row: say(why, "; ") for row, why in diagnosis.reasons.items() if row in reasons}
         reasons |= dict.fromkeys(reasons, "bad on purpose: a drill") if incident.drill else {}
         self._quarantine(reasons, incident.anomaly.step, incident.id)
 
@@ -273,11 +274,11 @@ class Controls(RunControl):
         self._unnoted["quarantined"] += reasons
         self.quarantined.adopt({row: Quarantined(why, step, incident) for row, why in reasons.items()})
 
-    def quarantine_after_crash(self, rows: Sequence[int], reason: str, incident: int) -> None:
+    def quarantine_after_crash(self, rows: Sequence[int], reason: Facts, incident: int) -> None:
         """Quarantine rows common to the updates in which the process died, if the budget allows."""
         count, listed = self._parts.samples.rows, {*rows} | self.quarantined.rows.keys()
         if len(listed - self.quarantined.given) <= self._policy.budget.rows_of(count) and len(listed) < count:
-            self._quarantine(dict.fromkeys(rows, reason), self._parts.clock.step, incident)
+            self._quarantine(dict.fromkeys(rows, say(reason)), self._parts.clock.step, incident)
 
     def unpatch(self) -> None:
         """Restore the patched lines of the user's code: another run of this process has to find its own faults."""

@@ -10,9 +10,9 @@ from resilient_train.controls import Controls
 from resilient_train.diagnose.explain import OF_THE_LOSS, ChangedOnPurpose, Explainer, ReferenceInvalid
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.run_parts import RunParts
-from resilient_train.types import ACCEPTED, Action, Anomaly, Cause, Diagnosis, Incident, Signal
+from resilient_train.types import ACCEPTED, Action, Anomaly, Cause, Diagnosis, Facts, Incident, Signal, fact
 from resilient_train.watch.purpose import LEARNED, Probe, Rise
-from resilient_train.wording import log
+from resilient_train.wording import log, say
 
 
 class Intended:
@@ -39,9 +39,9 @@ class Intended:
 
     def learn_again(self, anomaly: Anomaly, why: ReferenceInvalid) -> None:
         if isinstance(why, ChangedOnPurpose):
-            self.accept(anomaly, str(why), why.limit)
+            self.accept(anomaly, why.what, why.limit)
         else:
-            log.info("note: %s: what is usual is learned again", why)
+            log.info("note: %s: check statistics were reset", say(why.what))
             self._checks.start_over()
             self._controls.note()
 
@@ -61,8 +61,7 @@ class Intended:
         was_low = there is None or there < self._level + LEARNED * rise.height
         if not probe.confirms(rise, anomaly.step, was_low=was_low):
             return False
-        what = f"the loss rose from {self._level:.4g} to {self._level + rise.height:.4g} at step {rise.step:,}"
-        what = f"{what}, after a rewind as before it, with other samples and a tenth of the rate"
+        what = fact("rose_again", was=self._level, now=self._level + rise.height, step=rise.step)
         self.accept(anomaly, what, step=self._rose_at or rise.step)
         return True
 
@@ -80,7 +79,7 @@ class Intended:
         self._checks.probe = Probe.of(rise, incident.anomaly.step, to, is_jump=is_jump, came_again=came_again)
         self._rose_at = self._rose_at or rise.step
 
-    def accept(self, anomaly: Anomaly, what: str, limit: float = inf, step: int = 0) -> None:
+    def accept(self, anomaly: Anomaly, what: Facts, limit: float = inf, step: int = 0) -> None:
         """Take what raised the loss for a change on purpose: put back what was done, learn again up to the `limit`."""
         if self._checks.probe is not None:
             self._put_back(anomaly.step)
@@ -112,9 +111,9 @@ class Intended:
         reference = self._checks.rewind_check.reference
         return inf if reference is None else reference.level
 
-    def _note(self, what: str, step: int) -> None:
+    def _note(self, what: Facts, step: int) -> None:
         """Say that something was taken for a change on purpose, also in the incidents that took it for damage."""
-        note = f"{what}: taken as a change on purpose; to declare it: expect=[{step}]"
+        note = fact("on_purpose", what=what, step=step)
         for incident in self._incident_log.incidents if self._is_recent(self._parts.clock.step) else ():
             is_about_rows = bool(incident.diagnosis.rows) or incident.diagnosis.cause is Cause.PROCESS
             if incident.anomaly.tick >= self._began_tick and not is_about_rows:
@@ -122,4 +121,4 @@ class Intended:
                 diagnosis = replace(incident.diagnosis, cause=Cause.UNKNOWN, advice=note, suspects=())
                 incident = replace(incident, decision=decision, diagnosis=diagnosis)
                 (self._incident_log.update if incident.outcome is None else self._incident_log.close)(incident)
-        log.warning("step %d: %s", self._parts.clock.step, note)
+        log.warning("step %d: %s", self._parts.clock.step, say(note))

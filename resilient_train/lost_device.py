@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,9 +24,9 @@ from resilient_train.ranks.world import is_lost_device
 from resilient_train.recovery import Recovery
 from resilient_train.run_parts import RunParts
 from resilient_train.state.tree import Tree
-from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Signal
+from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Facts, Signal, fact
 from resilient_train.update.objective import Measured
-from resilient_train.wording import log, rows_named
+from resilient_train.wording import log, say
 
 _SECONDS = 60.0  # for the search: what is not computed by then is not blamed
 
@@ -58,7 +59,7 @@ class LostDevice:
         self._parts.ring.copier.give_up()
         lost, save = recovery.keeper.rescue()
         save()  # first: a forward on the host may take long, and may write to the snapshot
-        said = f"{text_of(error).splitlines()[0]}: this process cannot use the GPU any more"
+        lost_gpu: dict[str, Any] = {"error": text_of(error).splitlines()[0]}
         try:
             reasons = self._raising()
         except Exception:  # too slow, or the model holds tensors that are neither weights nor buffers
@@ -66,25 +67,24 @@ class LostDevice:
         is_cured = False
         if reasons:
             rows, why = tuple(sorted(reasons)), next(iter(reasons.values()))
-            said += f"; on the host {why}, with {rows_named(rows)} alone"
-            is_cured = self._left_out(
-                Diagnosis(Cause.DATA, f"Fix or remove {rows_named(rows)}: {why}.", rows=rows), said, lost
-            )
+            of_rows = {"rows": [*rows], "why": why}
+            evidence = fact("lost_gpu", **lost_gpu, **of_rows)
+            found = Diagnosis(Cause.DATA, fact("rows_raise_on_host", **of_rows), rows=rows)
+            is_cured = self._left_out(found, evidence, lost)
         else:
-            times = recovery.policy.crashes
-            said += f"; samples at which {times} processes in a row end are skipped" if times else ""
-            log.error("%s", said)
+            evidence = fact("lost_gpu", **lost_gpu, times=recovery.policy.crashes)
+            log.error("%s", say(evidence))
         recovery.keeper.progress.stays(is_explained=is_cured)
-        return said
+        return say(evidence)
 
-    def _left_out(self, found: Diagnosis, said: str, lost: int) -> bool:
+    def _left_out(self, found: Diagnosis, evidence: Facts, lost: int) -> bool:
         """Open an incident for these rows; put them in quarantine, and return True, if the policy allows that."""
         recovery, clock = self._recovery, self._parts.clock
         incident_log, controls = recovery.incident_log, recovery.controls
         if not recovery.observes and recovery.policy.crashes is not None:
             controls.quarantine_after_crash(found.rows, found.advice, incident_log.next_id)
         is_cured = {*found.rows} <= controls.quarantined.rows.keys()
-        anomaly = Anomaly(Signal.EXCEPTION, clock.step + 1, clock.tick, clock.step, said, landed=False)
+        anomaly = Anomaly(Signal.EXCEPTION, clock.step + 1, clock.tick, clock.step, evidence, landed=False)
         incident = incident_log.open(anomaly, found, Decision((Action("quarantine" if is_cured else "end"),)))
         incident_log.record_treatment(replace(incident, steps_lost=lost))
         return is_cured

@@ -10,8 +10,8 @@ from resilient_train.errors import TrainError
 from resilient_train.record import progress
 from resilient_train.record.progress import OutOfMemory
 from resilient_train.recovery import Recovery
-from resilient_train.types import ProcessIncident, Signal
-from resilient_train.wording import counted, log
+from resilient_train.types import ProcessIncident, Signal, fact
+from resilient_train.wording import log
 
 _SMALLER = "use a smaller batch_size with more gradient accumulation, or activation checkpointing"
 _HALVED = "the same command, or a restart by the launcher, resumes with micro-batches of half the rows"
@@ -65,8 +65,8 @@ class MicroBatchSizer:
         self._has_changed()
         rows, recovery = self._samples.slicing.batch_size, self._recovery
         recovery.controls.micro_batch = rows
-        what = f"{reason}; micro-batches of {counted(rows, 'row')} from now on"
-        found = ProcessIncident(Signal.OUT_OF_MEMORY, step, step - 1, what, "smaller_batch", ranks=ranks)
+        evidence = fact("smaller_batch", why=reason, rows=rows)
+        found = ProcessIncident(Signal.OUT_OF_MEMORY, step, step - 1, evidence, "smaller_batch", ranks=ranks)
         recovery.keeper.note_incident(found)
         recovery.controls.note()
 

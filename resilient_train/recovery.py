@@ -29,12 +29,14 @@ from resilient_train.types import (
     Cause,
     Decision,
     Diagnosis,
+    Facts,
     Incident,
     Outcome,
     ProcessIncident,
     Signal,
+    fact,
 )
-from resilient_train.wording import final_message, log, rank_names
+from resilient_train.wording import final_message, log, say, why_of
 
 
 class Recovery:
@@ -162,7 +164,7 @@ class Recovery:
         parts.checks.require_recovery(step, step)
         if parts.checks.rewind_check.is_open:
             parts.ring.keep_reference(step)
-        fell = f", and the weights fell to {found.left:.2g} of their norm" if found.left < 1 else ""
+        fell = fact("weights_fell", share=found.left) if found.left < 1 else ()
         anomaly = Anomaly(Signal.NO_PROGRESS, step, parts.clock.tick, found.since, check.evidence + fell)
         self.keeper.distrust(found.since)
         decision = Decision((Action("rewind"), found.cut), rung=OUTSIDE)
@@ -218,7 +220,7 @@ class Recovery:
         path, _ = self._restore_best(incident.anomaly.since)
         if self.parts.world.is_main:  # the other ranks do not know where the state was written
             log.error("%s", final_message(incident, path))
-        self.end(GaveUp(f"gave up at step {incident.anomaly.step}: {incident.decision.gave_up}", path))
+        self.end(GaveUp(f"gave up at step {incident.anomaly.step}: {why_of(incident)}", path))
 
     def end(self, error: TrainError) -> NoReturn:
         """Report an error that ends the run, and raise it."""
@@ -242,9 +244,11 @@ class Recovery:
     def ranks_differ(self, digests: Sequence[float]) -> NoReturn:
         """End the run on all ranks, as a collective might wait forever. What landed before was the same on all."""
         odd, since = odd_ones(digests), self.parts.clock.step
-        evidence = f"{rank_names(odd)} decided differently"
+        evidence = fact("decided_differently", ranks=[*odd])
         anomaly = Anomaly(Signal.RANK_MISMATCH, since + 1, self.parts.clock.tick, since, evidence, ranks=odd)
-        incident = self.incident_log.open(anomaly, Diagnosis(Cause.PROCESS, _DIFFER), Decision((Action("end"),)))
+        incident = self.incident_log.open(
+            anomaly, Diagnosis(Cause.PROCESS, fact("ranks_decide")), Decision((Action("end"),))
+        )
         self.parts.ring.distrust(since)
         snapshot = self.parts.ring.last_good(since)
 
@@ -255,14 +259,14 @@ class Recovery:
                 self.keeper.save_alone(snapshot)
 
         self.parts.world.main_before_others(leave)
-        what = f"{evidence} in update {since + 1}: the run ends before weights drift apart"
+        what = f"{say(evidence)} in update {since + 1}: the run ends before weights drift apart"
         self.end(RanksDiffer(f"{what}; the same command resumes from the newest verified state"))
 
     def process_ends(self) -> None:
         """Record an orderly exit, perhaps with an error, so that a resume does not blame the current samples."""
         self.keeper.progress.turned_to(Doing.ENDED, self.parts.clock.tick)
 
-    def hung(self, evidence: str, *, in_update: bool) -> None:
+    def hung(self, evidence: Facts, *, in_update: bool) -> None:
         """From another thread: write down that the run hangs, and save what can be saved."""
         progress, step = self.keeper.progress, self.parts.clock.step
         progress.turned_to(Doing.HUNG if in_update and progress.is_updating else Doing.ENDED)
@@ -336,9 +340,3 @@ class Recovery:
 def _reached(anomaly: Anomaly) -> int:
     """Return the step that the run must reach again; for NOT_RECOVERED that is `since`."""
     return anomaly.since if anomaly.signal is Signal.NOT_RECOVERED else anomaly.step
-
-
-_DIFFER = (
-    "The ranks decided differently: look for code, data or settings that differ between ranks, such as another version "
-    "of a file on another host, or a state that only some ranks change."
-)

@@ -97,7 +97,7 @@ EVIDENCE = {
     "hangs_on": "rank {rank:id}: {why:say}",
     "silent": "{ranks:ranks} did not respond, and the others waited: {why:say}",
     "died": (
-        "the previous process died <during update {update}><after step {step}>"
+        "the previous process died <during update {update}><!update?after step {step}>"
         "<: {hung:say}><silent? without logging anything>"
         "<skipped?, and the one before that at the same samples: they are skipped>"
     ),

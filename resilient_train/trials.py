@@ -39,7 +39,7 @@ from resilient_train.types import Action, Tried
 from resilient_train.update.gate import NO_LIMIT
 from resilient_train.update.objective import scalar
 from resilient_train.watch.vitals import mean
-from resilient_train.wording import counted, log
+from resilient_train.wording import counted, log, say
 
 _FAILED, _ENDS = 1, 2  # what ranks tell each other: this arm failed, or the trial has to end
 _LONGEST_RACE = 48  # updates of an arm in a short run
@@ -164,7 +164,7 @@ class Trials:
         log.debug(
             "%s; lower rates were tried, and the current one is fine: x%.3g came to %.4g, where the run is at %.4g; "
             "that took %s, not part of the run's",
-            *(self._parts.checks.no_progress.evidence, lowest.cut, lowest.loss, arms[0].loss),
+            *(say(self._parts.checks.no_progress.evidence), lowest.cut, lowest.loss, arms[0].loss),
             counted(self._cost, "update"),
         )
 

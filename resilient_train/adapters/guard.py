@@ -37,7 +37,7 @@ from resilient_train.state.randomness import RecordedStates, Seeds
 from resilient_train.state.ring import Ring
 from resilient_train.state.run_state import Clock, RunState
 from resilient_train.trials import Trials
-from resilient_train.types import Incident, Signal
+from resilient_train.types import Facts, Incident, Signal
 from resilient_train.update.clip import LoopClipCheck, norm_over_ranks
 from resilient_train.update.gate import synchronous
 from resilient_train.update.objective import Objective
@@ -48,7 +48,7 @@ from resilient_train.watch.config import ChecksConfig
 from resilient_train.watch.modes import AnomalyMode
 from resilient_train.watch.scans import Scans
 from resilient_train.watch.vitals import UpdateHistory, mean_over_ranks
-from resilient_train.wording import counted, log
+from resilient_train.wording import counted, log, say
 
 _NO_TOTAL = "this yields the rest of a planned total: give one with Guard(steps=...), or ask for n more updates"
 _RECOVERED_AFTER = 50  # accepted updates at least, until an incident counts as recovered
@@ -366,7 +366,7 @@ class Guard(guard.EngineGuard):
         """Write the newest verified state, from another thread; a path of None: the step is that of an older one."""
         return self._keeper.save_newest()
 
-    def hung(self, evidence: str, *, in_update: bool) -> None:
+    def hung(self, evidence: Facts, *, in_update: bool) -> None:
         """Record that the loop hangs, and write the newest verified state if possible, from another thread."""
         self._recovery.hung(evidence, in_update=in_update)
 
@@ -406,7 +406,7 @@ class Guard(guard.EngineGuard):
         if not self._ring.snapshots and self._in_flight is None:
             found = self._examination.examine_now() if self.clock.step == 0 else None  # later ones compare with it
             if found is not None and found.signal is Signal.RANK_MISMATCH:
-                raise RanksDiffer(f"{found.evidence}, before the first update: {_FROM_THE_START}")
+                raise RanksDiffer(f"{say(found.evidence)}, before the first update: {_FROM_THE_START}")
             if self._keeper.is_verified or self._ring.is_due(self.clock.step):  # else no snapshot is taken at this step
                 self._controls.snapshot(self.clock.step, verified=self._keeper.is_verified)
             if self._checks.rewind_check.is_open:  # since before the process ended

@@ -49,8 +49,8 @@ from resilient_train.tracking import tracker as tracking
 from resilient_train.tracking.connection import left_in
 from resilient_train.tracking.review import again, command, completed
 from resilient_train.tracking.tracker import Tracker
-from resilient_train.types import Action, Anomaly, Decision, Signal
-from resilient_train.wording import GOOD, IN_FILE_ONLY, WARNING, counted, log
+from resilient_train.types import Action, Anomaly, Decision, Signal, fact
+from resilient_train.wording import GOOD, IN_FILE_ONLY, WARNING, counted, log, say
 
 _HOME = Path("runs")  # of MLflow's database, if no other store is configured
 _BEHIND_WATCHDOG_S = 60.0  # the watchdog reports a hang better than a collective that fails
@@ -196,11 +196,11 @@ class _Session:
         """Log where the run hangs, save what can be saved, and return the exit code. The watchdog's thread calls it."""
         world, directory, run = self.world, self.directory, self.run
         place, is_theirs = _place_of(hang)
-        asked = "it was asked to stop, and " if hang.stop_asked else ""
-        evidence = f"{asked}no {hang.phase} was finished for {hang.seconds:.0f} s; it hangs in {place}"
+        where = {"phase": str(hang.phase), "seconds": hang.seconds, "where": place}
+        evidence = fact("hangs", **where, asked=hang.stop_asked)
         # Rank 0 reports for the ranks that only wait for another; a rank that hangs in user code reports itself.
         level = logging.ERROR if world.is_main or is_theirs else logging.INFO
-        log.log(level, "%s: the process ends; all stacks are in %s", evidence, directory.log(world.rank))
+        log.log(level, "%s: the process ends; all stacks are in %s", say(evidence), directory.log(world.rank))
         log.info("%s", hang.stacks, extra=IN_FILE_ONLY)
         code = 1
         if not hang.stop_asked:
@@ -208,7 +208,7 @@ class _Session:
             if world.size > 1 and world.is_main:
                 noted = progress.gather_hung(directory.path, mine, world.size, _FOR_OTHERS_S)
                 if (found := progress.who_hung(noted, world.size)) != evidence:
-                    log.error("%s", found)
+                    log.error("%s", say(found, "; "))
                 evidence = found
             elif world.size > 1:
                 with suppress(OSError):  # this host may not have the directory
@@ -225,13 +225,13 @@ class _Session:
             another_failed = self._stops_since_another_failed()  # reads files, so not before the stacks are logged
             if (why := endings.failure(directory.path) if another_failed else None) is not None:
                 log.error("error: %s", why)
-                evidence = why
+                evidence = fact("text", text=why)
             code = 75 if self._save_newest() and not another_failed else 1  # 75: the same command resumes
             if run is not None and (why or not another_failed):
                 run.guard.ended()
         if world.is_main:
             summary = self._summary("preempted" if code == 75 else "failed", code)
-            summary.why = evidence
+            summary.why = say(evidence, "; ")
             write_summary(summary, directory.path)
             if code != 75:
                 self._alert("hang", summary)

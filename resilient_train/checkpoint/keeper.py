@@ -31,7 +31,7 @@ from resilient_train.run_parts import RunParts
 from resilient_train.state.ring import Snapshot
 from resilient_train.state.run_state import explain_mismatch
 from resilient_train.state.tree import gathered, put_together, sha256, taken_apart
-from resilient_train.types import Action, Anomaly, Decision, ProcessIncident, Signal
+from resilient_train.types import Action, Anomaly, Decision, ProcessIncident, Signal, fact
 from resilient_train.wording import IN_FILE_ONLY, log
 
 
@@ -402,9 +402,9 @@ class CheckpointKeeper:
                     self.incident_log.clear_ongoing(self._saving_incident)
         elif not self._is_failing:
             self._is_failing = True
-            what = f"the checkpoint of step {step:,} could not be written: {job.trouble}"
+            evidence = fact("not_written", step=step, why=job.trouble)
             signal = Signal.DISK_FULL if job.is_disk_full else Signal.CHECKPOINT_FAILED
-            found = ProcessIncident(signal, step, step, what, "try_again")
+            found = ProcessIncident(signal, step, step, evidence, "try_again")
             self._saving_incident = self.note_incident(found, ongoing=True)
             if not job.is_disk_full:
                 log.info("the writer of checkpoints failed", exc_info=job.error, extra=IN_FILE_ONLY)

@@ -17,9 +17,9 @@ from resilient_train.run_parts import RunParts
 from resilient_train.secrets import masked
 from resilient_train.state.kept import Stateful
 from resilient_train.state.run_state import explain_mismatch
-from resilient_train.types import Incident, ProcessIncident, Signal
+from resilient_train.types import Facts, Incident, ProcessIncident, Signal, fact
 from resilient_train.update.updater import LR_OF_GUARD
-from resilient_train.wording import log, rows_named
+from resilient_train.wording import log
 
 _SHAPES = ("model", "optimizer", "data.batch_size", "accelerate")  # keys that decide whether a state fits
 
@@ -69,7 +69,7 @@ class Resumption:
     def plan(self, incidents: Sequence[Incident], crashes: int, *, is_explained: bool) -> ResumePlan:
         """Find the checkpoint to resume from; skip samples at which `crashes` processes in a row ended unexplained."""
         history, last = self.history, self.progress.last
-        hung = ""
+        hung: Facts = ()
         if noted := progress.found(self.directory, Hung):  # by ranks that could not report it to rank 0
             progress.clear(self.directory, Hung)
             hung = progress.who_hung(noted, max(self.parts.world.size, noted[-1].rank + 1))
@@ -223,22 +223,21 @@ class Resumption:
         return entry
 
     def _crash(
-        self, step: int, lost: int, skipped: tuple[int, int] | None, hung: str, incidents: Sequence[Incident]
+        self, step: int, lost: int, skipped: tuple[int, int] | None, hung: Facts, incidents: Sequence[Incident]
     ) -> ProcessIncident:
         last = self.progress.last
-        at = f"during update {last.step + 1:,}" if last.doing is not Doing.BETWEEN else f"after step {last.step:,}"
-        evidence = f"the previous process died {at}"
-        if last.doing is not Doing.HUNG:
-            evidence += f": {hung}" if hung else " without logging anything"
+        is_known = last.doing is Doing.HUNG
+        at = {"step": last.step} if last.doing is Doing.BETWEEN else {"update": last.step + 1}
+        why = {"hung": () if is_known else hung, "silent": not (is_known or hung)}
+        evidence = fact("died", **at, **why, skipped=bool(skipped))
         rows: Sequence[int] = ()
         if skipped:
-            evidence += ", and the one before that at the same samples: they are skipped"
             rows = self.parts.samples.rows_at(*skipped)
             # Each epoch combines other rows to an update: those that were there at every crash are to blame.
             earlier = [one for one in incidents if one.anomaly.signal in (Signal.CRASH, Signal.HANG)]
             common = [sorted({*rows} & {*one.diagnosis.rows}) for one in earlier]
             rows = min([one for one in common if one], key=len, default=rows)
-        advice = f"Look at {rows_named(rows)}: the process ended there twice." if rows else ""
+        advice = fact("died_twice", rows=[*rows]) if rows else ()
         signal = Signal.HANG if last.doing is Doing.HUNG or hung else Signal.CRASH
         remedy = "skip" if skipped else "go_on"
         return ProcessIncident(signal, last.step + 1, step, evidence, remedy, advice, tuple(rows), step, lost)
@@ -248,6 +247,8 @@ def incidents_of_damage(damaged: Iterable[tuple[Entry, str]], step: int) -> list
     """Return an incident for each damaged checkpoint: the run falls back to the state of `step`."""
     signal = Signal.CHECKPOINT_DAMAGED
     return [
-        ProcessIncident(signal, step + 1, step, f"{one.path.name} {why}", "fall_back", rewound_to=step)
+        ProcessIncident(
+            signal, step + 1, step, fact("damaged", name=one.path.name, why=why), "fall_back", rewound_to=step
+        )
         for one, why in damaged
     ]

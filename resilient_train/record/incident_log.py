@@ -89,7 +89,7 @@ class IncidentLog:
         """
         drill = self.run_history.drill_behind(anomaly, diagnosis)
         number = self.next_id
-        diagnosis = replace(diagnosis, advice="") if drill else diagnosis  # nothing to change: it was on purpose
+        diagnosis = replace(diagnosis, advice=()) if drill else diagnosis  # nothing to change: it was on purpose
         for one in self.open_incidents:
             if kind_of(one.anomaly, one.diagnosis) == kind_of(anomaly, diagnosis):
                 if one.id in self._interrupted:

@@ -12,7 +12,7 @@ import os
 import struct
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
@@ -22,7 +22,7 @@ from typing import TypeVar
 from resilient_train.files import commit_text, read_json, read_plain
 from resilient_train.record.journal import WriteAttempts
 from resilient_train.secrets import masked_tree
-from resilient_train.wording import rank_names
+from resilient_train.types import Facts, fact
 
 _LOOK_S = 0.1
 
@@ -32,8 +32,12 @@ class Hung:
     """A rank that hung, as its own watchdog saw it."""
 
     rank: int
-    evidence: str
+    evidence: Facts
     is_in_users_code: bool  # otherwise it may only have waited for another rank
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(one, Mapping) for one in self.evidence):
+            raise TypeError("evidence is not a list of facts")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -80,13 +84,16 @@ def gather_hung(run_dir: Path, mine: Hung, size: int, seconds: float) -> list[Hu
     return [mine, *noted]
 
 
-def who_hung(noted: Sequence[Hung], size: int) -> str:
-    """Say in one line which ranks hung where: most of them only wait for the one at fault."""
+def who_hung(noted: Sequence[Hung], size: int) -> Facts:
+    """Return which ranks hung where: most of them only wait for the one at fault."""
     silent = sorted(set(range(size)) - {one.rank for one in noted})
-    at_fault = [f"rank {one.rank}: {one.evidence}" for one in noted if one.is_in_users_code]
+    at_fault: Facts = ()
+    for one in noted:
+        if one.is_in_users_code:
+            at_fault += fact("hangs_on", rank=one.rank, why=one.evidence)
     if silent and not at_fault:
-        at_fault.append(f"{rank_names(silent)} did not respond, and the others waited: {noted[0].evidence}")
-    return "; ".join(at_fault or [noted[0].evidence])
+        return fact("silent", ranks=silent, why=noted[0].evidence)
+    return at_fault or noted[0].evidence
 
 
 PROGRESS = "progress"  # its name in a run directory

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from math import inf, isfinite
 from typing import Any, ClassVar
 
-from resilient_train.types import SPIKES, Anomaly, Signal, Vitals
+from resilient_train.types import SPIKES, Anomaly, Facts, Signal, Vitals, fact
 from resilient_train.watch.best import BestLevel
 from resilient_train.watch.config import ChecksConfig
 from resilient_train.watch.limit import NO_LIMIT, GradLimit, Refusals, ScaleCollapse, loss_limit
@@ -162,7 +162,7 @@ class Checks:
         finding = self._judge(vitals)
         self._repeats = self._repeats + 1 if finding.repeat else 0
         if self._repeats > _MOST_REPEATS and vitals.refused is not None:  # the raised limit refuses it again
-            evidence = f"{_measured(vitals)}: refused {self._repeats} times"
+            evidence = _measured(vitals) + fact("refused_again", times=self._repeats)
             return replace(finding, anomaly=_anomaly(vitals, vitals.refused, evidence, vitals.step, landed=False))
         anomaly, is_new = finding.anomaly, not self.rewind_check.is_open
         if anomaly is not None and anomaly.landed and (is_new or anomaly.signal is not Signal.NOT_RECOVERED):
@@ -177,7 +177,7 @@ class Checks:
                 anomaly = _anomaly(vitals, Signal.SCALE_COLLAPSE, evidence, vitals.step - 1, landed=False)
                 return Finding(replace(anomaly, landed=True))
             if self._scale.is_frequent:
-                evidence = f"{_measured(vitals)}, without a loss scale as well"
+                evidence = _measured(vitals) + fact("without_scale")
                 anomaly = _anomaly(vitals, Signal.NONFINITE_GRAD, evidence, vitals.step, landed=False)
                 return Finding(at_any_scale=anomaly)
             return Finding()
@@ -232,21 +232,21 @@ class Checks:
     def _judge_refused(self, vitals: Vitals, signal: Signal) -> Finding:
         """Judge an update above a limit: an outlier, earlier damage, or a new regime, for which the limit is raised."""
         loss, norm, step, which = vitals.loss, vitals.grad_norm, vitals.step + 1, _which(vitals)
-        outside, evidence = self._is_outside(loss), f"loss {loss:.4g} where {self.level.usual_range}"
+        outside, evidence = self._is_outside(loss), fact("loss_outside", loss=loss, **self.level.usual_range)
         if which != self.refusals.latest and outside:  # counts for a jump, but is not learned
             jumped = self.jump.see(step, loss, True, landed=False)
             if jumped and not self._is_silent:
                 return Finding(self._about_loss(vitals, Signal.LOSS_SPIKE, jumped))
         norms = self.refusals.add(step, which, norm)
         if norms is not None and outside and not self._is_silent:  # a new regime would not raise the loss
-            evidence = f"{evidence}; {len(norms)} updates were refused within a few steps"
-            return Finding(self._about_loss(vitals, Signal.DIVERGENCE, Alarm(self.refusals.since, evidence)))
+            alarm = Alarm(self.refusals.since, evidence + fact("refused_often", count=len(norms)))
+            return Finding(self._about_loss(vitals, Signal.DIVERGENCE, alarm))
         if norms is not None:
             self.grad_limit.make_room(norms)
             self.level.has_no_limit = True
             return Finding(remarks=(f"{len(norms)} updates exceeded the limit; raising it",), repeat=True)
         if signal is Signal.GRAD_SPIKE:
-            evidence = f"gradient norm {norm:.4g} where at most {self.grad_limit.largest:.4g} was usual"
+            evidence = fact("norm_outside", norm=norm, largest=self.grad_limit.largest)
         return Finding(_anomaly(vitals, signal, evidence, vitals.step, landed=False))
 
     def _about_loss(self, vitals: Vitals, signal: Signal, alarm: Alarm) -> Anomaly:
@@ -325,10 +325,10 @@ def _which(vitals: Vitals) -> int:
     return vitals.start if vitals.stop > vitals.start else vitals.tick
 
 
-def _anomaly(vitals: Vitals, signal: Signal, evidence: str, since: int, *, landed: bool = True) -> Anomaly:
+def _anomaly(vitals: Vitals, signal: Signal, evidence: Facts, since: int, *, landed: bool = True) -> Anomaly:
     step = vitals.step + (not landed)
     return Anomaly(signal, step, vitals.tick, max(0, since), evidence, landed=landed, ranks=vitals.ranks)
 
 
-def _measured(vitals: Vitals) -> str:
-    return f"loss {vitals.loss:.4g}, gradient norm {vitals.grad_norm:.4g}"
+def _measured(vitals: Vitals) -> Facts:
+    return fact("measured", loss=vitals.loss, norm=vitals.grad_norm)

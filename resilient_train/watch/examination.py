@@ -13,12 +13,11 @@ from resilient_train.ranks.world import World, odd_ones
 from resilient_train.state.copies import Backup, Backups
 from resilient_train.state.run_state import Clock
 from resilient_train.state.tree import Tree
-from resilient_train.types import Anomaly, Signal
+from resilient_train.types import Anomaly, Signal, fact
 from resilient_train.watch.checks import Checks
 from resilient_train.watch.layout import nonfinite
 from resilient_train.watch.scans import Scans
 from resilient_train.watch.vitals import Sent, all_finite
-from resilient_train.wording import rank_names
 
 _APART = 1e-5  # relative difference between replicas: far above rounding, far below what a scan reports
 _LARGEST = torch.finfo(torch.float32).max
@@ -111,8 +110,8 @@ class Examination:
         names, mine = replicas.each(self._scans.layout)
         most, least = self._world.max(torch.cat([mine, ~mine])).view(2, -1)
         apart = [name for name, differs in zip(names, (most != ~least).tolist(), strict=True) if differs]
-        where = f" in `{apart[0]}`, {len(apart):,} of {len(names):,} tensors" if apart else ""
-        evidence = f"replicas differ{where}: {rank_names(odd)} of {len(digests):,}"
+        where = {"name": apart[0], "apart": len(apart), "count": len(names)} if apart else {}
+        evidence = fact("replicas_differ", **where, ranks=[*odd], size=len(digests))
         place = compared.step, compared.tick, replicas.clean_step
         return Anomaly(Signal.RANK_MISMATCH, *place, evidence, ranks=odd)
 
@@ -139,8 +138,9 @@ class Examination:
         """
         if is_scanned and anomaly.signal is not Signal.NONFINITE_WEIGHTS:
             return anomaly
-        of_rows = [f"row {one.row} cannot be fetched: {one.error}" for one in failed]
-        everywhere, of_code = zip(*self._world.all_of((of_rows, list(raised))), strict=True)
+        of_rows = [fact("row_failed", row=one.row, error=one.error) for one in failed]
+        of_errors = [fact("text", text=one) for one in raised]
+        everywhere, of_code = zip(*self._world.all_of((of_rows, of_errors)), strict=True)
         is_alone = self._world.size == 1
         if not any(everywhere):
             if (found := self.examine_now()) is not None:
@@ -157,8 +157,7 @@ class Examination:
         if anomaly.signal not in (Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD):
             return anomaly
         by_weight = {name: norm for names, row in norms for name, norm in zip(names, row.tolist(), strict=True)}
-        if names := nonfinite(by_weight):
-            anomaly = dataclasses.replace(anomaly, evidence=f"{anomaly.evidence}; {names}")
+        anomaly = dataclasses.replace(anomaly, evidence=anomaly.evidence + nonfinite(by_weight))
         return self._blame_batch(anomaly, batches)
 
     def _blame_batch(self, anomaly: Anomaly, batches: Sequence[Any]) -> Anomaly:
@@ -166,7 +165,7 @@ class Examination:
         ranks = () if self._checks.nan_is_usual else self._ranks_where(not all_finite(batches))
         if not ranks:
             return anomaly
-        evidence = f"the batch holds values that are not finite; {anomaly.evidence}"
+        evidence = fact("bad_batch") + anomaly.evidence
         ranks = () if self._world.size == 1 else ranks
         return dataclasses.replace(anomaly, signal=Signal.NONFINITE_BATCH, evidence=evidence, ranks=ranks)
 

@@ -17,9 +17,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from resilient_train.state.tree import Tree, is_sharded, largest_share, local_part, sorted_leaves
+from resilient_train.types import Facts, fact
 from resilient_train.watch.moments import Moment
 from resilient_train.watch.weights import Weight
-from resilient_train.wording import names_listed
 
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _MEASURED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128}
@@ -201,18 +201,16 @@ def digest(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     return (row * factors).sum()
 
 
-def nonfinite(norms: Mapping[str, float]) -> str:
+def nonfinite(norms: Mapping[str, float]) -> Facts:
     """Say which weights have gradients that are not finite, in the order of the model; empty if none has.
 
     Backward meets layers in reverse: if all weights up to one are affected, it began there.
     """
-    flags = [not isfinite(norm) for norm in norms.values()]
-    names = [name for name, flag in zip(norms, flags, strict=True) if flag]
+    names = [name for name, norm in norms.items() if not isfinite(norm)]
     if not names:
-        return ""
-    if all(flags):
-        return "no gradient is finite" if len(flags) > 1 else f"the gradient of `{names[0]}` is not finite"
-    began = names[-1].rpartition(".")[0] or names[-1]
-    where = f", from `{began}` on backward" if len(names) > 1 and all(flags[: len(names)]) else ""
-    are = "the gradient of {} is" if len(names) == 1 else "the gradients of {} are"
-    return f"{are.format(names_listed(names))} not finite ({len(names):,} of {len(flags):,} weights{where})"
+        return ()
+    if 1 < len(names) == len(norms):
+        return fact("no_gradient_finite")
+    is_up_to_one = len(names) > 1 and names == [*norms][: len(names)]
+    began = (names[-1].rpartition(".")[0] or names[-1]) if is_up_to_one else ""
+    return fact("gradients_not_finite", names=names, bad=len(names), count=len(norms), began=began)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections import deque
 
-from resilient_train.types import Vitals
+from resilient_train.types import Facts, Vitals, fact
 from resilient_train.watch.config import LimitConfig, ScaleConfig
 from resilient_train.watch.loss import Level, PlainState
 
@@ -142,7 +142,7 @@ class ScaleCollapse:
         self._recent: deque[int] = deque(maxlen=_OFTEN)  # ticks of the latest overflows: they do not rewind
         self._scale, self._tick, self._times = 0.0, 0, 0  # the scale, and how often it overflowed in a row
 
-    def overflowed(self, vitals: Vitals) -> str | None:
+    def overflowed(self, vitals: Vitals) -> Facts | None:
         """Note an overflow. Returns the evidence if it is a collapse."""
         if not self.config.every:
             return None
@@ -153,8 +153,8 @@ class ScaleCollapse:
         is_stuck = scale == self._scale and vitals.tick == self._tick + 1
         self._scale, self._tick, self._times = scale, vitals.tick, self._times + 1 if is_stuck else 1
         if self._times >= _STUCK:
-            return f"the loss scale stays at {scale:.3g}, at which {self._times} updates in a row overflowed"
-        return f"the loss scale fell to {scale:.3g}" if scale < self.config.lowest else None
+            return fact("scale_stays", scale=scale, times=self._times)
+        return fact("scale_fell", scale=scale) if scale < self.config.lowest else None
 
     @property
     def is_frequent(self) -> bool:

@@ -11,6 +11,7 @@ from statistics import fmean
 from sys import float_info
 from typing import Any, ClassVar, NamedTuple
 
+from resilient_train.types import Facts, fact
 from resilient_train.watch.config import CreepConfig, JumpConfig
 
 _MAD_TO_SIGMA = 1.4826  # standard deviation / median absolute deviation, of normal noise
@@ -36,7 +37,7 @@ class Alarm(NamedTuple):
     """What a check found in the losses."""
 
     since: int  # the newest step that can still be trusted
-    evidence: str
+    evidence: Facts
 
 
 class PlainState:
@@ -131,10 +132,10 @@ class Level(PlainState):
         self._seen = self._fresh = 0  # losses in all, and since the last refresh
 
     @property
-    def usual_range(self) -> str:
+    def usual_range(self) -> dict[str, float]:
         ranked = sorted(self.losses) or [0.0]
         tail = len(ranked) // 20 if self.ready else 0
-        return f"{ranked[tail]:.4g} to {ranked[-1 - tail]:.4g} was usual"
+        return {"low": ranked[tail], "high": ranked[-1 - tail]}
 
     def learn(self, loss: float) -> None:
         self.losses.append(loss)
@@ -268,7 +269,7 @@ class Jump(PlainState):
             return None
         self._quiet = 2 * self.config.flagged_of
         since = self._trusted[self._flags.index(True)]
-        return Alarm(since, f"loss {loss:.4g} where {self.level.usual_range}, and it stays")
+        return Alarm(since, fact("loss_outside", loss=loss, **self.level.usual_range, stays=True))
 
     def forget(self) -> None:
         self._flags.clear()
@@ -324,7 +325,7 @@ class Creep(PlainState):
             return None
         self.forget()
         since = max(0, self._since)
-        return Alarm(since, f"loss {loss:.4g}, climbing since step {since}; {self.level.usual_range}")
+        return Alarm(since, fact("loss_climbs", loss=loss, since=since, **self.level.usual_range))
 
     def forget(self) -> None:
         self._block.clear()

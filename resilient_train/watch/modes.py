@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
-from resilient_train.types import Signal
+from resilient_train.types import Signal, fact
 from resilient_train.watch.config import NormsConfig
 from resilient_train.watch.weights import Found, Scan
 from resilient_train.wording import log
@@ -125,8 +125,7 @@ class NormStatistics(Scan):
                 continue
             self._out.add(name)
             if was_out:
-                evidence = f"the running statistics of `{name}` are {value:.3g} times out of the range of its batches"
-                return Found(Signal.WEIGHTS_JUMP, name, f"{evidence}; {usual:.3g} was usual")
+                return Found(Signal.WEIGHTS_JUMP, name, fact("statistics_out", name=name, value=value, usual=usual))
         if not self._out:
             self.clean_step = step
         return None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf, isnan
 from typing import Any
 
-from resilient_train.types import Signal
+from resilient_train.types import Signal, fact
 from resilient_train.watch.config import ScanConfig
 from resilient_train.watch.weights import Found, Scan, nonfinite
 
@@ -62,7 +62,7 @@ class Moments(Scan):
         found = None
         if below := [(depth, moment.name) for moment, depth in depths.items() if 0 < depth < inf]:
             depth, name = max(below)
-            evidence = f"a second moment is negative: {name} holds {-depth:.4g}, the root of which is taken"
+            evidence = fact("moment_negative", name=name, value=-depth)
             found = Found(Signal.OPTIMIZER_RANGE, name, evidence, acceptable=False)
         else:
             named = {**{moment.name: value for moment, value in plain.items()}, **sums}
@@ -82,8 +82,8 @@ class Moments(Scan):
             least /= self.config.margin * (_COARSE_SLACK if moment.coarse else 1.0)
             if rule is not None and now < least and least > _TINY and now / least < worst:
                 worst = now / least
-                evidence = f"second moments shrank: {moment.name} sums to {before:.4g} -> {now:.4g} where "
-                evidence += f"{self.updates} updates leave {least:.4g} at least"
+                sizes = {"before": before, "now": now, "least": least}
+                evidence = fact("moments_shrank", name=moment.name, updates=self.updates, **sizes)
                 found = Found(Signal.OPTIMIZER_RANGE, moment.name, evidence)
         return found
 

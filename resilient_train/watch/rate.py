@@ -9,6 +9,7 @@ from math import comb, inf, log, sqrt
 from statistics import fmean, median, pstdev, stdev
 from typing import ClassVar
 
+from resilient_train.types import Facts, fact
 from resilient_train.watch.config import NoProgressConfig, OvershootConfig, RateConfig
 from resilient_train.watch.loss import FEW, Alarm, PlainState, without_top
 from resilient_train.watch.reference import Reference, Standing, falls, line
@@ -78,7 +79,7 @@ class EarlyDivergence(PlainState):
         """Take the loss that samples have at the first weights for the first one, which is one number."""
         self._first[0], self.is_suspect = loss, False
 
-    def _thrown(self) -> str | None:
+    def _thrown(self) -> Facts | None:
         if len(self._norms) < self.config.updates:
             return None
         (first, first_norm), times = self._first, self.config.times
@@ -88,7 +89,7 @@ class EarlyDivergence(PlainState):
             return None
         if not self.can_compare and self._may_be_chance():
             return None
-        return f"loss {loss:.4g}, gradient norm {norm:.4g} where the run began with {first:.4g}, {first_norm:.4g}"
+        return fact("far_from_first", loss=loss, norm=norm, first=first, first_norm=first_norm)
 
     def _may_be_chance(self) -> bool:
         """Whether the first losses may be so far below the newest ones by noise alone.
@@ -171,8 +172,7 @@ class RateRise(PlainState):
         if self._losses:
             return self._compare(step)
         times = max(self._paces) / self._base
-        evidence = f"the learning rate rose x{times:.3g} with the last update, and no loss shows its effect yet"
-        return Alarm(self._since, evidence) if times >= _ABSURD_RISE else None
+        return Alarm(self._since, fact("rate_rose_last", times=times)) if times >= _ABSURD_RISE else None
 
     def _compare(self, step: int) -> Alarm | None:
         assert self.reference is not None
@@ -181,9 +181,9 @@ class RateRise(PlainState):
         standing = self.reference.standing(step, losses, sigmas=self.config.sigmas, share=self.config.share)
         if standing is not Standing.OFF or (is_noisy(self._before) and not are_higher(self._losses, self._before)):
             return None
-        times = max(self._paces) / self._base
-        evidence = f"the last losses ({len(losses)}) average {fmean(without_top(losses)):.4g} where "
-        evidence += f"{self.reference.expected(step):.4g} was usual before the learning rate rose x{times:.3g}"
+        times, level = max(self._paces) / self._base, self.reference.expected(step)
+        mean = fmean(without_top(losses))
+        evidence = fact("off_since_rate", count=len(losses), mean=mean, level=level, times=times)
         self.reference = None
         return Alarm(self._since, evidence)
 
@@ -232,7 +232,7 @@ class NoProgress(PlainState):
         self.config = config
         self.next_look = config.every  # the step
         self.first = self._mean = 0.0  # where it began; the mean of the first losses
-        self.evidence = ""
+        self.evidence: Facts = ()
         self._losses: deque[float] = deque(maxlen=config.window)
         self._seen = 0
 
@@ -255,19 +255,18 @@ class NoProgress(PlainState):
         level = fmean(without_top(newer)) if newer else 0.0
         is_thrown = self._mean - self.first > _THROWN * abs(self.first)
         still_fall = falls(newer) and not is_thrown
-        how = "after the first updates had thrown it up" if is_thrown else "and do not fall"
-        how = "and fall" if still_fall else how
-        self.evidence = f"the last losses ({len(newer)}) average {level:.4g} {how}, "
-        self.evidence += f"where it began with {self.first:.4g}"
+        how = "thrown" if is_thrown else "falls" if still_fall else "stands"
+        seen = {"count": len(newer), "mean": level, how: True, "first": self.first}
+        self.evidence = fact("plateau", **seen)
         if is_suspect and self.next_look == self.config.every <= self._seen:
-            self.evidence += ", and after an explosion at the start its rate is in doubt"
+            self.evidence = fact("plateau", **seen, doubted=True)
             return True
         # In the first updates the weights of a loss that falls may change by any amount.
         if self._seen >= self.config.every * (2 if still_fall else 1):
             if not still_fall and self.first - level < self.config.share * abs(self.first):
                 return True
             if (travel := travelled()) >= self.config.travel:
-                self.evidence += f", and the weights still change by {travel:.2g} of their norm in 25 updates"
+                self.evidence = fact("plateau", **seen, travel=travel)
                 return True
         self.next_look = step + max(self.config.every, step // 4)
         return False

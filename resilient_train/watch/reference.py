@@ -11,6 +11,7 @@ from statistics import fmean, median, stdev
 from sys import float_info
 from typing import Any, ClassVar
 
+from resilient_train.types import Facts, fact
 from resilient_train.watch.config import ReferenceConfig
 from resilient_train.watch.loss import FEW, PlainState, without_top
 
@@ -215,14 +216,11 @@ class RewindCheck(PlainState):
             return True
         return len(self._losses) >= FEW and self._standing(step, len(self._losses)) is Standing.BACK
 
-    def evidence(self, step: int) -> str:
+    def evidence(self, step: int) -> Facts:
         assert self.reference is not None
         losses = list(self._losses)[-self._counted(step) :]
-        mean = sum(losses) / max(1, len(losses))
-        return (
-            f"the last losses ({len(losses)}) average {mean:.4g} where {self.reference.expected(step):.4g} was usual "
-            f"at step {self.reference.step:,}"
-        )
+        mean, level = sum(losses) / max(1, len(losses)), self.reference.expected(step)
+        return fact("off_level", count=len(losses), mean=mean, level=level, step=self.reference.step)
 
     def _counted(self, step: int) -> int:
         """How many of the newest losses count: those beyond the goal, or all where the run has not come that far."""

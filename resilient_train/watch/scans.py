@@ -22,6 +22,7 @@ from resilient_train.watch.loss import load_each
 from resilient_train.watch.modes import NormStatistics
 from resilient_train.watch.moments import Moments
 from resilient_train.watch.weights import KEPT, Found, Scan, Weights
+from resilient_train.wording import say
 
 Settings = Sequence[Mapping[str, Any]]  # by parameter group of all optimizers
 
@@ -232,7 +233,7 @@ class Scans:
         self._weights.unbounded.add(found.subject)
         if known <= often:
             why = "taken for intended, like later ones there, since it came again after each rewind"
-            self._remarks.append(f"step {step}: {why}: {found.evidence}")
+            self._remarks.append(f"step {step}: {why}: {say(found.evidence)}")
             self.accepted = found, False
         return True
 

@@ -12,10 +12,9 @@ from functools import lru_cache
 from math import inf, isfinite, sqrt
 from typing import Any, ClassVar, NamedTuple
 
-from resilient_train.types import Signal
+from resilient_train.types import Facts, Signal, fact
 from resilient_train.watch.config import ScanConfig
 from resilient_train.watch.loss import PlainState
-from resilient_train.wording import counted
 
 _ROUNDING = 1e-4  # relative error of a float32 norm, from one measurement to the next
 _COARSE_ROUNDING = 2**-8  # relative error of bfloat16, in each update
@@ -27,7 +26,7 @@ _LOUD = 100.0  # times the largest weight of the model
 class Found(NamedTuple):
     signal: Signal
     subject: str  # the name of a tensor, mostly
-    evidence: str
+    evidence: Facts
     acceptable: bool = True  # it can be on purpose, as a weight that is not finite cannot
     size: float = 0.0  # of what is there now
 
@@ -45,9 +44,9 @@ def nonfinite(signal: Signal, values: Mapping[str, float], free: Collection[str]
     bounded.update(name for name in free if isfinite(values[name]))
     if not bad:
         return None
-    more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
-    evidence = f"not finite: {bad[0]} holds {values[bad[0]]}{more}, of {len(values)} tensors"
-    return Found(signal, bad[0], evidence, acceptable=bad[0].startswith(KEPT))
+    first = bad[0]
+    evidence = fact("not_finite", name=first, value=values[first], more=len(bad) - 1, count=len(values))
+    return Found(signal, first, evidence, acceptable=first.startswith(KEPT))
 
 
 class Scan(PlainState):
@@ -211,37 +210,39 @@ class Weights(Scan):
         for weight in self.weights:
             excess, evidence = self._excess(weight, base, seen, loudest)
             if excess > worst:
-                evidence, size = f"weights jumped: {weight.name} {evidence}", seen.largest[weight.name]
+                size = seen.largest[weight.name]
                 worst, found = excess, Found(Signal.WEIGHTS_JUMP, weight.name, evidence, size=size)
         return found
 
-    def _excess(self, weight: Weight, base: _Measured, seen: _Measured, loudest: float) -> tuple[float, str]:
+    def _excess(self, weight: Weight, base: _Measured, seen: _Measured, loudest: float) -> tuple[float, Facts]:
         """Return how many times farther than possible a tensor moved, and the evidence; 0 if it did not."""
         norm = base.lengths[weight.name], seen.lengths[weight.name]
         top = base.largest[weight.name], seen.largest[weight.name]
         if not isfinite(top[0]) or not isfinite(top[1]):
-            return 0.0, ""
+            return 0.0, ()
         path = None if weight.group is None else self.paths[weight.group]
         far = path.reach(length=norm[0], largest=top[0], root=weight.root) if path else None
         if path is None or far is None:
             if top[1] > _LOUD * loudest > 0:
-                return top[1] / loudest, f"max |w| {top[0]:.4g} -> {top[1]:.4g}, the model's largest was {loudest:.4g}"
-            return 0.0, ""
+                huge = fact("weight_huge", name=weight.name, before=top[0], now=top[1], largest=loudest)
+                return top[1] / loudest, huge
+            return 0.0, ()
         if all(abs(now - before) <= _REMARKABLE * before for before, now in (norm, top)):
             # The sharp bound of the norm does not apply: a loop may shrink its weights a little in each step.
             each = path.element + path.whole
             if abs(top[1] - top[0]) <= each and abs(norm[1] - norm[0]) <= weight.root * each:
-                return 0.0, ""
+                return 0.0, ()
         slack, rounding = self.config.margin, _ROUNDING
         if weight.coarse:
             slack, rounding = 2 * slack, path.updates * _COARSE_ROUNDING
         for what, (before, now), reached in (("max |w|", top, far[1]), ("norm", norm, far[0])):
             moved, room = abs(now - before), slack * reached + rounding * before
             if isfinite(now) and moved > room:
-                bound = f"{before + room:.4g}" if now > before else f"{max(before - room, 0.0):.4g}"
-                evidence = f"{what} {before:.4g} -> {now:.4g} where {counted(path.updates, 'update')} can reach {bound}"
+                moves = {"what": what, "before": before, "now": now}
+                moves["bound"] = before + room if now > before else max(before - room, 0.0)
+                evidence = fact("weight_jumped", name=weight.name, updates=path.updates, **moves)
                 return moved / room if room else inf, evidence
-        return 0.0, ""
+        return 0.0, ()
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "paths": [list(astuple(path)) for path in self.paths]}
