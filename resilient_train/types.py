@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from math import isfinite
 from typing import Any, NamedTuple
 
 # What is known, as data: each fact has its kind under "fact", a key of `sentences.SENTENCES`, and the numbers and names
@@ -13,7 +14,12 @@ Facts = tuple[Mapping[str, Any], ...]
 
 
 def fact(kind: str, /, **values: Any) -> Facts:
-    return ({"fact": str(kind), **values},)
+    """Make one. A number that is not finite is given by its name, as JSON has it: what is read equals what was made."""
+    return ({"fact": str(kind), **{name: _finite(value) for name, value in values.items()}},)
+
+
+def _finite(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not isfinite(value) else value
 
 
 _MAY_LAND = ("accepted", "pending")

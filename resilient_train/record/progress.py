@@ -12,7 +12,7 @@ import os
 import struct
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
@@ -36,8 +36,7 @@ class Hung:
     is_in_users_code: bool  # otherwise it may only have waited for another rank
 
     def __post_init__(self) -> None:
-        if not all(isinstance(one, Mapping) for one in self.evidence):
-            raise TypeError("evidence is not a list of facts")
+        object.__setattr__(self, "evidence", tuple(dict(one) for one in self.evidence))  # of JSON, a list
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -64,7 +63,7 @@ def found(run_dir: Path | None, kind: type[Note]) -> list[Note]:
     """Return the notes of this kind in this host's directory, in order of the ranks; damaged files are left out."""
     notes = []
     for path in run_dir.glob(_FILES[kind].format("*")) if run_dir is not None else []:
-        with suppress(TypeError):
+        with suppress(TypeError, ValueError):
             notes.append(kind(**read_json(path)))
     return sorted(notes, key=lambda one: one.rank)
 

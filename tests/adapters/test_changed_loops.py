@@ -147,4 +147,4 @@ def test_a_resume_goes_back_to_before_a_group_was_added(tmp_path: Path) -> None:
     assert final[0] == (70, 2)
     assert final[1][1] == 2
     [incident] = guard.incidents
-    assert "add those that the loop had added, before the guard is made" in incident.anomaly.evidence
+    assert "add those that the loop had added, before the guard is made" in incident.anomaly.evidence[0]["why"]

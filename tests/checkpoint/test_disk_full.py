@@ -160,7 +160,7 @@ def test_what_a_full_disk_keeps_from_being_demoted_is_demoted_later(
 
     def judged(checks: Checks, vitals: Vitals) -> Finding:
         found = judge(checks, vitals)
-        late = Anomaly(Signal.DIVERGENCE, vitals.step + 1, vitals.tick, 12, "the loss rises")
+        late = Anomaly(Signal.DIVERGENCE, vitals.step + 1, vitals.tick, 12)
         return Finding(late) if vitals.tick == 45 else found
 
     def bad() -> list[int]:

@@ -130,7 +130,7 @@ def _judged(checks: Checks, vitals: Vitals) -> Finding:
         os.kill(os.getpid(), signal.SIGKILL)
     found = _judge(checks, vitals)
     if vitals.tick == 55:
-        return Finding(Anomaly(Signal.DIVERGENCE, vitals.step + 1, vitals.tick, 35, "the loss rises"))
+        return Finding(Anomaly(Signal.DIVERGENCE, vitals.step + 1, vitals.tick, 35))
     return found
 
 

@@ -341,16 +341,14 @@ def rewound_to_disk(run_dir: Path) -> Any:
             with torch.no_grad():
                 next(guard.state.model.parameters()).fill_(math.nan)
     guard.close()
-    return [(str(one.anomaly.signal), one.rewound_to, one.anomaly.evidence) for one in guard.incidents]
+    return [(str(one.anomaly.signal), one.rewound_to, one.anomaly.evidence[0]["fact"]) for one in guard.incidents]
 
 
 def test_a_rewind_to_disk_reports_a_damaged_checkpoint(tmp_path: Path) -> None:
     """It falls back to the one before, as a resume does, and the damage is an incident."""
     (_, rewound_to, _), *damaged = rewound_to_disk(tmp_path / "run")
     assert damaged
-    for kind, step, evidence in damaged:
-        assert (kind, step) == ("checkpoint_damaged", rewound_to)
-        assert evidence.startswith("step-")
+    assert {*damaged} == {("checkpoint_damaged", rewound_to, "damaged")}
 
 
 class Sluggish(Store):

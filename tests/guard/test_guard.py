@@ -21,6 +21,7 @@ from resilient_train.errors import GaveUp
 from resilient_train.reader import MemoryConfig
 from resilient_train.record.quarantine import QUARANTINE, Quarantine, Quarantined
 from resilient_train.state.ring import snapshot_to_drop
+from resilient_train.types import fact
 from resilient_train.watch.config import named
 
 
@@ -194,8 +195,8 @@ def test_rows_of_another_run_are_not_counted_after_a_crash(tmp_path: Path) -> No
     data = rows()
     Quarantine(tmp_path, lambda: fingerprint(data)).adopt(dict.fromkeys([1, 2], Quarantined("it raises", 3, 1)))
     guard = guarded(adamw, At("none"), quarantine=tmp_path / QUARANTINE, recovery={**SKIP, "budget": {"rows": 1}})
-    guard._controls.quarantine_after_crash([5], "the process ended there twice", 1)
-    guard._controls.quarantine_after_crash([6], "the process ended there twice", 2)
+    guard._controls.quarantine_after_crash([5], fact("died_twice", rows=[5]), 1)
+    guard._controls.quarantine_after_crash([6], fact("died_twice", rows=[6]), 2)
     assert sorted(guard._controls.quarantined.rows) == [1, 2, 5]
 
 

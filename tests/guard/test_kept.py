@@ -24,6 +24,7 @@ from torch.utils.data import TensorDataset
 from resilient_train import Guard, files
 from resilient_train.errors import ConfigError
 from resilient_train.reader import DiskConfig, MemoryConfig
+from resilient_train.types import fact
 
 ROWS, BATCH, BAD = 96, 8, 41
 NEVER = 10**9
@@ -308,7 +309,7 @@ def test_a_checkpoint_that_does_not_read_back_is_none(tmp_path: Path, monkeypatc
     guard.leave()
     guard.close()
     assert {str(one.anomaly.signal) for one in guard.incidents} == {"checkpoint_failed"}
-    assert "is not what was written" in guard.incidents[0].anomaly.evidence
+    assert "is not what was written" in guard.incidents[0].anomaly.evidence[0]["why"]
     assert [*tmp_path.glob("run/checkpoints/step-*")] == []
 
 
@@ -375,8 +376,8 @@ def test_an_average_that_is_damaged_once_is_as_if_it_had_not_been(tmp_path: Path
     spoiled(None, average([]), sound)
     guard = spoiled(tmp_path / "run", average([23]), hurt)
     assert [str(one.diagnosis.cause) for one in guard.incidents] == ["corruption"]
-    assert "kept.item/mean" in guard.incidents[0].anomaly.evidence
-    assert "hardware" not in guard.incidents[0].diagnosis.advice
+    assert guard.incidents[0].anomaly.evidence[0]["name"] == "kept.item/mean"
+    assert guard.incidents[0].diagnosis.advice == fact("kept_not_finite")
     assert image(hurt.state) == image(sound.state)
     for tree in tmp_path.glob("run/checkpoints/*/tensors.safetensors"):
         from safetensors.torch import load_file

@@ -25,6 +25,8 @@ from resilient_train.ranks.process_exit import exit_on_request
 from resilient_train.ranks.world import attempt_name, join
 from resilient_train.record import progress
 from resilient_train.record.progress import Hung
+from resilient_train.types import fact
+from resilient_train.wording import say
 from resilient_train.zoo.data import digits
 from resilient_train.zoo.models import MLP
 
@@ -160,11 +162,11 @@ def test_an_agent_that_is_killed_leaves_nobody_behind(tmp_path: Path) -> None:
 
 
 def waits(rank: int) -> Hung:
-    return Hung(rank, "waits", False)
+    return Hung(rank, fact("text", text="waits"), False)
 
 
 def hangs_itself(rank: int) -> Hung:
-    return Hung(rank, "stands in mine.py:3", True)
+    return Hung(rank, fact("text", text="stands in mine.py:3"), True)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +182,7 @@ def hangs_itself(rank: int) -> Hung:
 )
 def test_who_is_to_blame_for_a_hang(noted: list[Hung], size: int, told: str) -> None:
     """Who stands in the user's code, else who says nothing; those that only wait are never named."""
-    assert progress.who_hung(noted, size) == told
+    assert say(progress.who_hung(noted, size)) == told
 
 
 def test_what_ranks_note_of_a_hang_is_found_and_taken_away(tmp_path: Path) -> None:
@@ -210,7 +212,7 @@ def test_a_rank_that_does_not_go_on_is_noticed_and_the_run_is_started_again(tmp_
     assert summary(run_dir)["exit_code"] == 75
     assert [one["signal"] for one in incidents(run_dir)] == ["hang"]
     (opened,) = in_journal(run_dir, "incident_opened")
-    assert "rank 0 did not respond" in opened["incident"]["evidence"]
+    assert opened["incident"]["evidence"][0]["hung"][0]["ranks"] == [0]
     assert left_overs(run_dir) == []
     assert not list(run_dir.glob("hung.*"))
 

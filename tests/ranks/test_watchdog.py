@@ -104,7 +104,7 @@ def test_a_row_that_never_comes_ends_the_process(nursery: Nursery) -> None:
         opened = [entry["incident"] for entry in in_journal(run_dir, "incident_opened")]
         found = [one for one in opened if one["signal"] == "hang"]
         assert len(found) == times
-        assert where in found[-1]["evidence"]
+        assert where in found[-1]["evidence"][0]["where"]
         assert where in started.output
         log = (run_dir / "train.log").read_text()
         assert "thread MainThread" in log

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from resilient_train import GaveUp, Guard
 from resilient_train.types import Incident
+from resilient_train.wording import say
 
 STEPS, CHANGE, ROWS = 260, 160, 512
 
@@ -99,7 +100,7 @@ def test_a_loss_that_changes_on_purpose(loss: Loss, form: str, tmp_path: Path) -
     """It goes on with the configured rate and all samples, costs one rewind at most, and is called well."""
     run = Run(tmp_path / "run", loss, replays=form == "replayed").trained(counts=form == "counted by the loop")
     assert sum(one.rewound_to is not None for one in run.incidents) <= (form != "replayed")
-    assert all(f"expect=[{CHANGE}]" in one.diagnosis.advice for one in run.incidents)
+    assert all(f"expect=[{CHANGE}]" in say(one.diagnosis.advice) for one in run.incidents)
     assert not run.guard.samples.skipped.spans
     assert run.guard._controls.knobs.values.lr == 1.0
     assert summary(tmp_path / "run")["verdict"] == "well"

@@ -30,6 +30,7 @@ from resilient_train.reader import DiskConfig, MemoryConfig
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.tracking.report import note
 from resilient_train.tracking.story import read_story
+from resilient_train.wording import say
 
 NEVER = 10**9
 BLOBS, WIDTH, CLASSES = 768, 12, 4
@@ -147,10 +148,9 @@ def test_a_hot_stretch_leaves_no_trace(times: float, start: int, steps: int, han
     assert hot.weights() == healthy(end, hands_over)[0]
     assert {cause for _, cause, _ in hot.told()} == {"rate"}
     assert {outcome for *_, outcome in hot.told()} <= {"recovered", "recurred"}
-    assert (
-        f"jumped x{times:,g} from step {start} to {start + 1}: look at the" in hot.guard.incidents[0].diagnosis.advice
-    )
-    assert "expect" not in hot.guard.incidents[0].diagnosis.advice
+    advice = say(hot.guard.incidents[0].diagnosis.advice)
+    assert f"jumped x{times:,g} from step {start} to {start + 1}: look at the" in advice
+    assert "expect" not in advice
     assert hot.guard.samples.skipped.spans == [], "the samples are innocent"
 
 
@@ -164,8 +164,8 @@ def test_a_leap_is_told_by_the_rate_before_it_and_its_cap_while_it_acts(
     hot.train(220).guard.close()
     advice = "The learning rate jumped x500 from step 120 to 121: look at the schedule, and at what else sets it there"
     (one,) = hot.guard.incidents
-    assert one.diagnosis.advice.startswith(advice)
-    assert one.anomaly.evidence.endswith("was usual before the learning rate rose x500")
+    assert say(one.diagnosis.advice).startswith(advice)
+    assert say(one.anomaly.evidence).endswith("was usual before the learning rate rose x500")
     said = caplog.text
     assert "learning rate capped at the configured one and falling with the schedule" in said
     assert "still active at the end: learning rate capped at the configured one" in said
@@ -394,7 +394,7 @@ def test_a_row_far_out_in_one_of_the_first_updates_is_found() -> None:
     loop = trained(rows)
     (incident,) = loop.guard.incidents
     assert (incident.diagnosis.cause, {*incident.diagnosis.rows}, incident.rewound_to) == ("data", rows, 0)
-    assert "with some rows, of" in incident.anomaly.evidence
+    assert incident.anomaly.evidence[0]["fact"] == "worse_losses_with_rows"
     assert loop.loss() < 1.15 * clean.loss()
 
 
@@ -445,7 +445,7 @@ def test_labels_that_are_wrong_for_a_stretch_are_data() -> None:
     labels[2400:2900] = (labels[2400:2900] + 1) % CLASSES
     loop = Loop(data=TensorDataset(points, labels), shuffle=False).train(300)
     assert {cause for _, cause, _ in loop.told()} == {"data"}
-    assert "wrong labels" in loop.guard.incidents[0].diagnosis.advice
+    assert loop.guard.incidents[0].diagnosis.advice[0]["fact"] == "bad_labels"
     assert loop.guard._controls.knobs.values.lr == 1.0
 
 
@@ -493,7 +493,7 @@ def test_running_statistics_are_looked_at(size: float, hands_over: bool) -> None
 
     loop.train(200, tamper)
     assert [one[:2] for one in loop.told()] == [("weights_jump", "corruption")]
-    assert "running statistics of `norm`" in loop.guard.incidents[0].anomaly.evidence
+    assert loop.guard.incidents[0].anomaly.evidence[0]["name"] == "norm"
     assert loop.loss() == healthy(200, hands_over, True)[1]
 
 

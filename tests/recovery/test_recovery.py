@@ -69,5 +69,5 @@ def test_ordinary_rows_that_do_it_again_and_again_are_put_aside() -> None:
     guard.settle()
     quarantined = [one for one in guard.incidents if one.decision.actions[0].remedy == "quarantine"]
     assert {row for one in quarantined for row in one.diagnosis.rows} == set(bad)
-    assert all(one.anomaly.step > 32 and "in earlier updates" in one.diagnosis.advice for one in quarantined)
+    assert all(one.anomaly.step > 32 and one.diagnosis.advice[0]["fact"] == "rows_again" for one in quarantined)
     assert guard.clock.tick - guard.clock.step <= 4 * len(bad)

@@ -562,7 +562,7 @@ def test_whether_a_rewind_has_helped(rise: float, noise: float, told_after: int 
     list(run.play(curve(100, seed=99, noise=noise)[50:]))
     list(run.play((3.0 * (1 + dice.gauss(0, noise)), 1.0) for _ in range(100)))
     since = run.step
-    run.rewind(Anomaly(Signal.DIVERGENCE, since, run.tick, since, ""), run.checks.state_dict(), since)
+    run.rewind(Anomaly(Signal.DIVERGENCE, since, run.tick, since), run.checks.state_dict(), since)
     found = run.alarms((3.0 * rise * (1 + dice.gauss(0, noise)), 1.0) for _ in range(59))
     assert run.checks.rewind_check.is_open == bool(found) == (told_after is not None)
     for first in found[:1]:
@@ -588,7 +588,7 @@ def way_back(back_to: int, *, seed: int, rise: float = 1.0) -> tuple[Run, list[A
     """
     healthy, states = five_hundred(seed)
     run = copy.deepcopy(healthy)
-    run.rewind(Anomaly(Signal.DIVERGENCE, 500, run.tick, 490, ""), states[back_to], back_to)
+    run.rewind(Anomaly(Signal.DIVERGENCE, 500, run.tick, 490), states[back_to], back_to)
     pairs = curve(580, seed=seed + 9)
     pairs[500:] = [(loss * rise, norm) for loss, norm in pairs[500:]]
     return run, run.alarms(pairs[back_to:])
