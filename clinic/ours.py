@@ -17,6 +17,7 @@ from clinic.score import Run, Said
 from resilient_train.adapters.guard import Guard
 from resilient_train.files import conf
 from resilient_train.types import Incident
+from resilient_train.wording import say
 
 ENDLESS = 10  # attempts per wanted update
 PACKAGE = Path(resilient_train.__file__).parent
@@ -97,7 +98,7 @@ def said(incident: Incident) -> Said:
         line=culprit.line if culprit else None,
         op=culprit.op if culprit else None,
         rows=[int(row) for row in diagnosis.rows],
-        advice=diagnosis.advice,
+        advice=say(diagnosis.advice),
         did=[action.remedy for action in incident.decision.actions],
         outcome=incident.outcome,
     )
