@@ -293,7 +293,7 @@ ADVICE = {
     ),
     "on_purpose": "{what:say}: taken as a change on purpose; to declare it: expect=[{step:id}]",
     # Several incidents together.
-    "all_bad_rows": "Fix or remove {rows:rows}: quarantine.json has the reason for each. The last: {why:say}",
+    "all_bad_rows": "Fix or remove {rows:rows}: quarantine.json has the reason for each. The last:",
     "all_ordinary_rows": "Look at {rows:rows}: the batches are ordinary without them.",
 }
 

@@ -8,22 +8,41 @@ from typing import Any
 
 from resilient_train.record.run_history import Chapter
 from resilient_train.tracking.story import Checkpoint, Story, status_by
-from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
+from resilient_train.types import (
+    Action,
+    Anomaly,
+    Cause,
+    Culprit,
+    Decision,
+    Diagnosis,
+    Facts,
+    Incident,
+    Outcome,
+    Signal,
+    fact,
+)
 
 BEGAN_MS = 1_763_694_845_000
 RUN = Path("/data/runs/gpt-python_source-balanced-3fa1")
 
+
+def free_text(words: str) -> Facts:
+    return fact("text", text=words)
+
+
 ROOT = Diagnosis(
     Cause.OPERATION,
-    "`sqrt` at culprits.py:33 has an infinite slope at 0: add an epsilon inside, or mask those elements.",
+    free_text("`sqrt` at culprits.py:33 has an infinite slope at 0: add an epsilon inside, or mask those elements."),
     Culprit("backward", "sqrt", "model.norm", "/home/u/examples/culprits.py", 33, ({"dtype": "float32", "min": 0.0},)),
 )
-BAD_ROW = Diagnosis(Cause.DATA, "Row 77: element 0 at [2] is NaN; fix or remove it.", rows=(77,))
-CLIMBED = Diagnosis(Cause.EXPLOSION, "The loss jumped and stayed there: lower the learning rate, or clip tighter.")
-FLIPPED = Diagnosis(Cause.CORRUPTION, "`w` went from 0.02 to 1e+37 at [7]: if it returns, suspect the hardware.")
-PASSED = Diagnosis(
-    Cause.TRANSIENT, "The same batch is healthy when it is tried again: if it returns, suspect the hardware."
+BAD_ROW = Diagnosis(Cause.DATA, free_text("Row 77: element 0 at [2] is NaN; fix or remove it."), rows=(77,))
+CLIMBED = Diagnosis(
+    Cause.EXPLOSION, free_text("The loss jumped and stayed there: lower the learning rate, or clip tighter.")
 )
+FLIPPED = Diagnosis(
+    Cause.CORRUPTION, free_text("`w` went from 0.02 to 1e+37 at [7]: if it returns, suspect the hardware.")
+)
+PASSED = Diagnosis(Cause.TRANSIENT, fact("passed_on_replay"))
 
 _KINDS = (
     (Signal.NONFINITE_GRAD, ROOT, (Action("armor"),), None),
@@ -38,7 +57,7 @@ def incident(number: int, outcome: Outcome | None = Outcome.RECOVERED, **changed
     signal, diagnosis, actions, back = _KINDS[(number - 1) % len(_KINDS)]
     step = 150 + number
     anomaly = Anomaly(
-        signal, step, step + 10, step - 3, "loss 8.12 where 2.9 to 3.4 was usual", landed=back is not None
+        signal, step, step + 10, step - 3, free_text("loss 8.12 where 2.9 to 3.4 was usual"), landed=back is not None
     )
     made = Incident(number, anomaly, diagnosis, Decision(actions), back, 38 if back else 1, 0.25, outcome)
     return replace(made, **changed)

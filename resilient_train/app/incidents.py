@@ -11,7 +11,7 @@ from resilient_train.app import no_run, parser_of
 from resilient_train.app.directory import was_launched
 from resilient_train.app.terminal import print_line
 from resilient_train.errors import TrainError
-from resilient_train.record.incident_lines import as_line
+from resilient_train.record.incident_lines import in_words
 from resilient_train.record.journal import JOURNAL, damaged_lines
 from resilient_train.tracking.report import block
 from resilient_train.tracking.review import review, verdict
@@ -106,7 +106,7 @@ class _Shown:
                 continue
             self.known[incident.id] = incident.outcome
             if self.as_json:
-                print(json.dumps(as_line(incident)), flush=True)
+                print(json.dumps(in_words(incident)), flush=True)
             elif is_known:
                 print_line((describe_outcome(incident), _OUTCOMES.get(incident.outcome, "yellow")))
             else:

@@ -11,7 +11,7 @@ from resilient_train.record.journal import JOURNAL
 from resilient_train.secrets import masked_tree
 from resilient_train.tracking.review import next_start, verdict
 from resilient_train.tracking.story import Story, read_story
-from resilient_train.wording import counted
+from resilient_train.wording import counted, say
 
 
 def main(words: list[str]) -> int:
@@ -55,7 +55,7 @@ def known_of(story: Story) -> dict[str, object]:
         "why": story.refused or story.why or None,
         "onward": f"the same command {next_start(story)}",
         "incidents": len(story.incidents),
-        "to_change": [*story.advice],
+        "to_change": [say(one.facts) for one in story.advice],
     }
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from resilient_train.files import commit_text, open_to_append, read_plain
-from resilient_train.record.incident_lines import as_line
+from resilient_train.record.incident_lines import in_words
 from resilient_train.record.journal import JOURNAL, Journal, WriteAttempts
 from resilient_train.record.run_history import AGAIN, CLOSED, OPENED, TREATED, RunHistory
 from resilient_train.types import (
@@ -222,7 +222,7 @@ class IncidentLog:
 
 
 def _line(incident: Incident) -> str:
-    return json.dumps(as_line(incident)) + "\n"
+    return json.dumps(in_words(incident)) + "\n"
 
 
 def _is_doubled(incident: Incident) -> bool:

@@ -22,6 +22,7 @@ from resilient_train.wording import (
     noticed,
     rate_named,
     rows_named,
+    say,
     why_of,
     why_unrecovered,
 )
@@ -179,7 +180,7 @@ def to_change(story: Story) -> list[str]:
 
 def things_to_do(story: Story) -> list[str]:
     """Return what to do, the most important first, each with the number of incidents that ask for it."""
-    asked = [words if len(of) == 1 else f"{words} ({len(of):,} incidents)" for words, of in story.advice.items()]
+    asked = [say(facts) + (f" ({len(of):,} incidents)" if len(of) > 1 else "") for facts, of in story.advice]
     is_said = bool(asked) and story.status in ("unrecovered", "gave_up")
     what = "start it again" if story.state == "killed" else _TO_DO.get(story.status, "")
     return asked if is_said or not what else [what, *asked]

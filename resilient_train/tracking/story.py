@@ -7,20 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from resilient_train.files import read_json
 from resilient_train.record.endings import CHECKPOINTS, Ending, Loop, Summary, ending_of, loop_of, resumes, settings_of
 from resilient_train.record.journal import JOURNAL, read
 from resilient_train.record.progress import Position, position_of
 from resilient_train.record.run_history import Chapter, RunHistory
-from resilient_train.types import Cause, Incident, Outcome, kind_of
-from resilient_train.wording import rows_named
+from resilient_train.types import Cause, Facts, Incident, Outcome, fact, kind_of
 
 _CHECKPOINT = re.compile(r"step-\d{8,18}(\.\d+)?")
 _QUIET = 50  # updates without what came back, after which it is over
 _REPEATS = (Cause.EXPLOSION, Cause.RATE, Cause.OVERFLOW)  # the next run of this configuration meets it, too
-_MOST_ROWS = 8  # that are named
 _VERDICTS = {"recovered", "observed", "unrecovered", "no_progress", "above_best", "gave_up", "preempted", "failed"}
 
 
@@ -54,8 +52,8 @@ class Story(Ending):
         return tuple(chapter.incident for chapter in self.chapters)
 
     @property
-    def advice(self) -> dict[str, list[int]]:
-        """What to change, the most important first, each with the numbers of the incidents that ask for it."""
+    def advice(self) -> list[Advice]:
+        """What to change, the most important first."""
         return open_advice(self.incidents)
 
     @property
@@ -182,20 +180,29 @@ def _is_there(file: Path, written: Any) -> bool:
 # ------------------------------------------------------------------------------------------------------- what to change
 
 
-def open_advice(incidents: Sequence[Incident]) -> dict[str, list[int]]:
+class Advice(NamedTuple):
+    facts: Facts
+    incidents: list[int]  # the numbers of those that ask for it
+
+
+def open_advice(incidents: Sequence[Incident]) -> list[Advice]:
     """Return what a person should change, the most important first: each line, all rows and each setting only once.
 
     What happened once, was over and did not return needs no change, nor does what a drill made.
     """
     groups: dict[object, list[Incident]] = {}
     for one in incidents:
-        if not one.drill and one.diagnosis.advice.strip():
+        if not one.drill and one.diagnosis.advice:
             groups.setdefault(_asks_about(one), []).append(one)
     urgent = [(urgency, group) for group in groups.values() if (urgency := _urgency(group)) is not None]
     urgent.sort(key=lambda pair: (pair[0], -len(pair[1])))
-    advice: dict[str, list[int]] = {}
+    advice: list[Advice] = []
     for _, group in urgent:
-        advice.setdefault(_words(group), []).extend(one.id for one in group)
+        facts, numbers = _facts(group), [one.id for one in group]
+        if (same := next((one for one in advice if one.facts == facts), None)) is None:
+            advice.append(Advice(facts, numbers))
+        else:
+            same.incidents.extend(numbers)
     return advice
 
 
@@ -223,14 +230,13 @@ def _urgency(group: Sequence[Incident]) -> int | None:
     return reasons.index(True) if any(reasons) else None
 
 
-def _words(group: Sequence[Incident]) -> str:
-    """Name all rows, or take the words of the newest incident, if possible not of one that another line caused."""
+def _facts(group: Sequence[Incident]) -> Facts:
+    """Name all rows, or take the advice of the newest incident, if possible not of one that another line caused."""
     newest = max(group, key=lambda one: (one.diagnosis.symptom is None, one.id)).diagnosis
     are_bad = newest.culprit is None or newest.cause is Cause.DATA
     rows = {row for one in group for row in one.diagnosis.rows}
     if are_bad and len(rows) > 1 and len(group) > 1:
-        named = f"Fix or remove {rows_named(sorted(rows), _MOST_ROWS)}: quarantine.json has the reason for each."
-        return f"{named} The last: {newest.advice}"
+        return fact("all_bad_rows", rows=sorted(rows)) + newest.advice
     if len(rows := {row for one in group for row in one.diagnosis.suspects}) > 1:
-        return f"Look at {rows_named(sorted(rows), _MOST_ROWS)}: the batches are ordinary without them."
-    return " ".join(newest.advice.split())
+        return fact("all_ordinary_rows", rows=sorted(rows))
+    return newest.advice

@@ -12,7 +12,7 @@ from base64 import b64encode
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from resilient_train.record.incident_lines import as_line
+from resilient_train.record.incident_lines import in_words
 from resilient_train.record.run_history import Chapter
 from resilient_train.tracking.connection import cut
 from resilient_train.types import Incident, Outcome
@@ -81,7 +81,7 @@ class Traces:
         from mlflow.entities import TraceInfo, TraceLocation, TraceState
 
         incident, (began, ended) = chapter.incident, _lasted(chapter)
-        line = as_line(incident)
+        line = in_words(incident)
         return TraceInfo(
             trace_id=trace_id,
             trace_location=TraceLocation.from_experiment_id(self._experiment_id),
@@ -102,7 +102,7 @@ class Traces:
 def _span(chapter: Chapter, trace_id: str) -> dict[str, Any]:
     incident, (began, ended) = chapter.incident, _lasted(chapter)
     known = {
-        **as_line(incident),
+        **in_words(incident),
         "mlflow.traceRequestId": trace_id,
         "mlflow.spanType": "WORKFLOW",
         "mlflow.spanInputs": first_sign(incident),

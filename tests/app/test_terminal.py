@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from command import MINE, command
 from fork_server import ENVIRONMENT
-from stories import CLIMBED
+from stories import CLIMBED, free_text
 
 import resilient_train
 from resilient_train.app import incidents, status
@@ -36,14 +36,16 @@ Said = pytest.CaptureFixture[str]
 
 def incident(number: int, step: int, **more: object) -> Incident:
     """A jump of the loss that a rewind cured."""
-    anomaly = Anomaly(Signal.LOSS_SPIKE, step, step + 10, step - 5, "loss 8.12 where 2.9 to 3.4 was usual")
+    anomaly = Anomaly(Signal.LOSS_SPIKE, step, step + 10, step - 5, free_text("loss 8.12 where 2.9 to 3.4 was usual"))
     decision = Decision((Action("rewind"), Action("lower_lr", {"factor": 0.5, "rewarm": 20})))
     one = Incident(number, anomaly, CLIMBED, decision, rewound_to=step - 7, steps_lost=8, seconds=0.25)
     return dataclasses.replace(one, **more)  # type: ignore[arg-type]
 
 
 def blamed(file: str, line: int) -> Diagnosis:
-    return Diagnosis(Cause.OPERATION, "Add an epsilon.", Culprit("backward", "sqrt", "net.0", file, line), rows=(77,))
+    return Diagnosis(
+        Cause.OPERATION, free_text("Add an epsilon."), Culprit("backward", "sqrt", "net.0", file, line), rows=(77,)
+    )
 
 
 def write(run_dir: Path, *met: Incident, summary: dict[str, object] | None = None) -> Path:
@@ -178,10 +180,13 @@ def test_nothing_in_a_journal_is_obeyed(tmp_path: Path, capsys: Said) -> None:
     bad = "\x1b]0;owned\x07\x1b[2J\r\n[bold red]x[/] \u202e \ud800"
     culprit = Culprit("forward", bad, bad, bad, 3)
     one = incident(
-        1, 40, diagnosis=Diagnosis(Cause.OPERATION, bad, culprit), decision=Decision((Action(bad, {bad: bad}),))
+        1,
+        40,
+        diagnosis=Diagnosis(Cause.OPERATION, free_text(bad), culprit),
+        decision=Decision((Action(bad, {bad: bad}),)),
     )
     run_dir = write(tmp_path / "run", summary={"status": "failed", "exit_code": 1, "why": bad})
-    kinds = [("incident_opened", {**as_line(one), "evidence": bad}), ("incident_opened", [bad])]
+    kinds = [("incident_opened", {**as_line(one), "evidence": [*free_text(bad)]}), ("incident_opened", [bad])]
     entries = [{"n": n, "at": 0, "kind": kind, "incident": line} for n, (kind, line) in enumerate(kinds, 1)]
     (run_dir / "journal.jsonl").write_bytes(b"".join(seal(json.dumps(entry)) for entry in entries))
     assert incidents.main([str(run_dir)]) == 0
@@ -330,7 +335,7 @@ def test_however_much_a_run_has_met_its_end_is_told_on_one_page(tmp_path: Path) 
     """Two hundred incidents of every cause, each at a line of its own, cured in many ways."""
     several = []
     for number in range(1, 201):
-        cause, advice = list(Cause)[number % len(Cause)], f"Mend {number}."
+        cause, advice = list(Cause)[number % len(Cause)], free_text(f"Mend {number}.")
         diagnosis = dataclasses.replace(blamed(f"/x/file{number}.py", number), cause=cause, advice=advice)
         decision = Decision((Action("lower_lr", {"factor": 0.5}), Action(f"mine.remedy_{number % 7}")))
         several.append(incident(number, 100 + number, diagnosis=diagnosis, decision=decision, outcome=CURED))

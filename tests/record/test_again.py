@@ -6,17 +6,18 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from stories import free_text
 
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.tracking.story import status_by
 from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Outcome, Signal
 
 SKIP = Decision((Action("skip"),))
-LOG = Diagnosis(Cause.OPERATION, "", culprit=Culprit("forward", "log", "", "loss.py", 3))
+LOG = Diagnosis(Cause.OPERATION, culprit=Culprit("forward", "log", "", "loss.py", 3))
 
 
 def nan(tick: int) -> Anomaly:
-    return Anomaly(Signal.NONFINITE_LOSS, tick, tick, 0, "loss nan", landed=False)
+    return Anomaly(Signal.NONFINITE_LOSS, tick, tick, 0, free_text("loss nan"), landed=False)
 
 
 def met(book: IncidentLog, times: int) -> None:
@@ -65,14 +66,14 @@ def test_the_last_of_a_row_that_is_only_skipped_has_recurred(tmp_path: Path, rem
     """Where nothing names the line each is an incident of its own. Another treatment may have held."""
     book, decisions = IncidentLog(tmp_path), [SKIP, SKIP, Decision((Action(remedy),))]
     for tick, decision in enumerate(decisions, start=100):
-        anomaly = Anomaly(Signal.NONFINITE_LOSS, tick, tick, tick - 1, "", landed=False)
-        book.record_treatment(book.open(anomaly, Diagnosis(Cause.UNKNOWN, ""), decision))
+        anomaly = Anomaly(Signal.NONFINITE_LOSS, tick, tick, tick - 1, landed=False)
+        book.record_treatment(book.open(anomaly, Diagnosis(Cause.UNKNOWN), decision))
     book.close_all(Outcome.RECOVERED, healthy_since=60)
     assert [one.outcome for one in book.incidents] == [Outcome.RECURRED, Outcome.RECURRED, outcome]
 
 
-UNKNOWN = Diagnosis(Cause.UNKNOWN, "")
-NO_BATCH = Diagnosis(Cause.DATA, "", rows=(3,))
+UNKNOWN = Diagnosis(Cause.UNKNOWN)
+NO_BATCH = Diagnosis(Cause.DATA, rows=(3,))
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,7 @@ def test_what_is_only_skipped_again_is_counted(
     """Not an incident each time, also where nothing is known but the signal: a loop that makes its loss itself."""
     book = IncidentLog(None)
     book.record_treatment(book.open(nan(1), diagnosis, SKIP))
-    again = Anomaly(signal, 2, 2, 1, "nan", landed=False)
+    again = Anomaly(signal, 2, 2, 1, free_text("nan"), landed=False)
     assert (book.continued(again, diagnosis, decision) is not None) is is_counted
 
 
@@ -99,8 +100,8 @@ def test_a_fault_of_the_disk_does_not_come_between(tmp_path: Path) -> None:
     """Only rank 0 may know of it, and all ranks count alike."""
     book = IncidentLog(None)
     book.record_treatment(book.open(nan(1), UNKNOWN, SKIP))
-    full = Anomaly(Signal.DISK_FULL, 2, 2, 2, "no space left")
-    book.record_treatment(book.open(full, Diagnosis(Cause.PROCESS, ""), Decision((Action("try_again"),))))
+    full = Anomaly(Signal.DISK_FULL, 2, 2, 2, free_text("no space left"))
+    book.record_treatment(book.open(full, Diagnosis(Cause.PROCESS), Decision((Action("try_again"),))))
     before = book.continued(nan(3), UNKNOWN, SKIP)
     assert before is not None
     assert before.id == 1
@@ -108,7 +109,7 @@ def test_a_fault_of_the_disk_does_not_come_between(tmp_path: Path) -> None:
 
 def test_a_skip_long_after_a_kind_was_over_is_no_return_of_it() -> None:
     """Only the last of its kind counts, not one that was followed by a cure."""
-    book, skipped = IncidentLog(None), Diagnosis(Cause.TRANSIENT, "")
+    book, skipped = IncidentLog(None), Diagnosis(Cause.TRANSIENT)
     for tick in (100, 110):
         book.record_treatment(book.open(nan(tick), skipped, SKIP))
     book.update_accepted(161, recovered_after=50, loss_is_off=False)
@@ -127,6 +128,8 @@ def test_what_came_back_before_an_earlier_end_is_over_once_a_longer_run_was_heal
 
 def test_two_exceptions_are_two_incidents() -> None:
     book = IncidentLog(None)
-    first, second = (Anomaly(Signal.EXCEPTION, tick, tick, 0, f"error {tick}", landed=False) for tick in (1, 2))
+    first, second = (
+        Anomaly(Signal.EXCEPTION, tick, tick, 0, free_text(f"error {tick}"), landed=False) for tick in (1, 2)
+    )
     book.record_treatment(book.open(first, UNKNOWN, SKIP))
     assert book.continued(second, UNKNOWN, SKIP) is None

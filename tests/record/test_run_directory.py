@@ -144,9 +144,9 @@ def test_what_a_drill_made_is_marked_wherever_it_is_shown_and_nothing_is_advised
     assert {one["advice"] for one in found} == {""}
 
 
-AT, LATER = Anomaly(Signal.LOSS_SPIKE, 50, 60, 49, "", landed=False), Anomaly(Signal.DIVERGENCE, 80, 90, 60, "")
-UNKNOWN = Diagnosis(Cause.UNKNOWN, "")
-BROKEN = Diagnosis(Cause.OPERATION, "", Culprit("forward", "log", "", "mine.py", 3))
+AT, LATER = Anomaly(Signal.LOSS_SPIKE, 50, 60, 49, landed=False), Anomaly(Signal.DIVERGENCE, 80, 90, 60)
+UNKNOWN = Diagnosis(Cause.UNKNOWN)
+BROKEN = Diagnosis(Cause.OPERATION, culprit=Culprit("forward", "log", "", "mine.py", 3))
 
 
 def strike(fault: str, tick: int, **more: Any) -> dict[str, Any]:
@@ -165,12 +165,12 @@ def strike(fault: str, tick: int, **more: Any) -> dict[str, Any]:
         (strike("bit_flip", 40), LATER, UNKNOWN, [(LATER, None)], "bit_flip"),
         (strike("bit_flip", 40), LATER, UNKNOWN, [(LATER, Outcome.RECOVERED)], ""),
         (strike("bit_flip", 40), LATER, UNKNOWN, [(AT, None)], ""),  # refused, so nothing is left
-        (strike("bad_row", 0, rows=[7, 9]), AT, Diagnosis(Cause.DATA, "", rows=(9,)), [], "bad_row"),
-        (strike("bad_row", 0, rows=[7, 9]), AT, Diagnosis(Cause.DATA, "", rows=(8, 9)), [], ""),  # one is really bad
+        (strike("bad_row", 0, rows=[7, 9]), AT, Diagnosis(Cause.DATA, rows=(9,)), [], "bad_row"),
+        (strike("bad_row", 0, rows=[7, 9]), AT, Diagnosis(Cause.DATA, rows=(8, 9)), [], ""),  # one is really bad
         (strike("bad_row", 0, rows=[7, 9]), AT, BROKEN, [], ""),
-        (strike("crash", 60), replace(AT, signal=Signal.CRASH), Diagnosis(Cause.PROCESS, ""), [], "crash"),
-        (strike("crash", 30), replace(AT, signal=Signal.CRASH), Diagnosis(Cause.PROCESS, ""), [], ""),
-        (strike("bit_flip", 50), replace(AT, signal=Signal.DISK_FULL), Diagnosis(Cause.PROCESS, ""), [], ""),
+        (strike("crash", 60), replace(AT, signal=Signal.CRASH), Diagnosis(Cause.PROCESS), [], "crash"),
+        (strike("crash", 30), replace(AT, signal=Signal.CRASH), Diagnosis(Cause.PROCESS), [], ""),
+        (strike("bit_flip", 50), replace(AT, signal=Signal.DISK_FULL), Diagnosis(Cause.PROCESS), [], ""),
     ],
 )
 def test_what_a_drill_has_made(

@@ -23,6 +23,7 @@ import pytest
 from flaky_mlflow import Door, Mood
 from fork_server import ENVIRONMENT
 from postgres import postgres, programs
+from stories import free_text
 
 from resilient_train.app import sync
 from resilient_train.errors import TrainError
@@ -59,8 +60,12 @@ def door(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
 
 
 def met(book: IncidentLog, number: int) -> None:
-    anomaly = Anomaly(Signal.NONFINITE_GRAD, 10 * number, 10 * number, 10 * number - 1, "a NaN", landed=False)
-    incident = Incident(number, anomaly, Diagnosis(Cause.TRANSIENT, "Watch it."), Decision((Action("skip"),)))
+    anomaly = Anomaly(
+        Signal.NONFINITE_GRAD, 10 * number, 10 * number, 10 * number - 1, free_text("a NaN"), landed=False
+    )
+    incident = Incident(
+        number, anomaly, Diagnosis(Cause.TRANSIENT, free_text("Watch it.")), Decision((Action("skip"),))
+    )
     book.add(incident)
     book.record_treatment(incident)
     book.close(Incident(number, anomaly, incident.diagnosis, incident.decision, outcome=Outcome.RECOVERED))

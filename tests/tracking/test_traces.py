@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from flaky_mlflow import free_port
+from stories import free_text
 
 from resilient_train.record.run_history import Chapter
 from resilient_train.tracking.connection import ENVIRONMENT
@@ -29,8 +30,8 @@ AT = 1_760_000_000_000  # ms since 1970
 CULPRIT = Culprit("forward", "log", "net.head", "mine.py", 31, ({"name": "x", "min": -float("inf"), "shape": [2, 3]},))
 POISON = Incident(
     id=3,
-    anomaly=Anomaly(Signal.NONFINITE_LOSS, 1204, 1310, 1203, "loss nan", landed=False, ranks=(1,)),
-    diagnosis=Diagnosis(Cause.DATA, "Take the logarithm of something positive.", CULPRIT, rows=(17, 90_000)),
+    anomaly=Anomaly(Signal.NONFINITE_LOSS, 1204, 1310, 1203, free_text("loss nan"), landed=False, ranks=(1,)),
+    diagnosis=Diagnosis(Cause.DATA, free_text("Take the logarithm of something positive."), CULPRIT, rows=(17, 90_000)),
     decision=Decision((Action("rewind"), Action("lower_lr", {"factor": 0.5, "rewarm": 20})), rung=1),
     rewound_to=1177,
     steps_lost=27,
@@ -142,10 +143,10 @@ def test_what_was_never_cured_is_an_error(place: Place) -> None:
     ]
     place.upload(CLOSED)
     for number, outcome, state in table:
-        one = dataclasses.replace(POISON, id=number, diagnosis=Diagnosis(Cause.EXPLOSION, ""), outcome=outcome)
+        one = dataclasses.replace(POISON, id=number, diagnosis=Diagnosis(Cause.EXPLOSION), outcome=outcome)
         chapter = dataclasses.replace(CLOSED, incident=one)
         if outcome is Outcome.GAVE_UP:
-            one = dataclasses.replace(one, decision=Decision(gave_up="no rung left"), rewound_to=None)
+            one = dataclasses.replace(one, decision=Decision(gave_up=free_text("no rung left")), rewound_to=None)
             chapter = dataclasses.replace(chapter, incident=one, treated_ms=None)
         place.upload(chapter)
         (trace,) = place.found(f"tags.`resilience.outcome` = '{outcome}'")
@@ -185,8 +186,10 @@ def test_a_preview_is_one_printable_line_of_bounded_length(place: Place) -> None
     """Evidence may hold line breaks, and more than a database has room for."""
     crash = Incident(
         1,
-        Anomaly(Signal.CRASH, 5, 5, 4, "the previous process died during update 5\nwithout logging" + "x" * 5000),
-        Diagnosis(Cause.PROCESS, ""),
+        Anomaly(
+            Signal.CRASH, 5, 5, 4, free_text("the previous process died during update 5\nwithout logging" + "x" * 5000)
+        ),
+        Diagnosis(Cause.PROCESS),
         Decision((Action("go_on"),)),
         outcome=Outcome.RECOVERED,
     )
