@@ -286,8 +286,6 @@ class EngineGuard:
         self.newest = vitals
         self.stopped |= vitals.stop_asked
         self.metrics = flight.metrics
-        for remark in (*finding.remarks, *self._scans.remarks()):
-            log.info("note: %s", remark)
         self._parts.updates.add(vitals)  # refused ones too: they may turn out to have caused a later incident
         scanned = self._examination.verdict()  # of the state before this update
         if self._recovery.intended.accept_written():

@@ -6,6 +6,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite
+from statistics import median_high
 from typing import Any, ClassVar
 
 from resilient_train.types import SPIKES, Anomaly, Facts, Signal, Vitals, fact
@@ -16,6 +17,7 @@ from resilient_train.watch.loss import Alarm, Creep, Jump, Level, PlainState, lo
 from resilient_train.watch.purpose import PROBE_RATE, Probe
 from resilient_train.watch.rate import EarlyDivergence, NoProgress, RateRise
 from resilient_train.watch.reference import Reference, RewindCheck, Standing
+from resilient_train.wording import log
 
 REMEMBERED = 10_000  # updates: further back than the memory snapshots of a run reach
 IN_CHECKPOINT = 2048  # updates
@@ -29,7 +31,6 @@ class Finding:
     """What the checks say about one update."""
 
     anomaly: Anomaly | None = None
-    remarks: tuple[str, ...] = ()  # for the log
     repeat: bool = False  # the limit was too low: retry the update with the raised limit
     at_any_scale: Anomaly | None = None  # the anomaly, if without a loss scale it breaks as well
 
@@ -133,8 +134,8 @@ class Checks:
 
     def _median_latest(self) -> float:
         """Of those that are finite, as NaN has no place among sorted numbers; inf if none is."""
-        finite = sorted(filter(isfinite, self._latest))
-        return finite[len(finite) // 2] if finite else inf
+        finite = [*filter(isfinite, self._latest)]
+        return median_high(finite) if finite else inf
 
     def rewound(self, step: int, since: int, rate: float = 1.0) -> None:
         """Note a rewind to `step`, whose state was loaded before; the learning rate is multiplied by `rate` from here.
@@ -163,7 +164,7 @@ class Checks:
         self._repeats = self._repeats + 1 if finding.repeat else 0
         if self._repeats > _MOST_REPEATS and vitals.refused is not None:  # the raised limit refuses it again
             evidence = _measured(vitals) + fact("refused_again", times=self._repeats)
-            return replace(finding, anomaly=_anomaly(vitals, vitals.refused, evidence, vitals.step, landed=False))
+            return replace(finding, anomaly=_refused(vitals, vitals.refused, evidence))
         anomaly, is_new = finding.anomaly, not self.rewind_check.is_open
         if anomaly is not None and anomaly.landed and (is_new or anomaly.signal is not Signal.NOT_RECOVERED):
             # New damage counts as only reported, until the policy has done something about it.
@@ -174,20 +175,19 @@ class Checks:
         if vitals.overflowed:
             if evidence := self._scale.overflowed(vitals):
                 # Nothing landed, but the loss scale is part of the state, and the newest weights may be what overflows.
-                anomaly = _anomaly(vitals, Signal.SCALE_COLLAPSE, evidence, vitals.step - 1, landed=False)
-                return Finding(replace(anomaly, landed=True))
+                anomaly = _refused(vitals, Signal.SCALE_COLLAPSE, evidence)
+                return Finding(replace(anomaly, since=max(0, vitals.step - 1), landed=True))
             if self._scale.is_frequent:
                 evidence = _measured(vitals) + fact("without_scale")
-                anomaly = _anomaly(vitals, Signal.NONFINITE_GRAD, evidence, vitals.step, landed=False)
-                return Finding(at_any_scale=anomaly)
+                return Finding(at_any_scale=_refused(vitals, Signal.NONFINITE_GRAD, evidence))
             return Finding()
         loss, norm, step = vitals.loss, vitals.grad_norm, vitals.step + (not vitals.accepted)
         spike = vitals.refused if vitals.refused in SPIKES else None
         if vitals.refused is not None and spike is None:
-            return Finding(_anomaly(vitals, vitals.refused, _measured(vitals), vitals.step, landed=False))
+            return Finding(_refused(vitals, vitals.refused, _measured(vitals)))
         if not (isfinite(loss) and isfinite(norm)):
             signal = Signal.NONFINITE_GRAD if isfinite(loss) else Signal.NONFINITE_LOSS
-            return Finding(_anomaly(vitals, signal, _measured(vitals), step - 2))
+            return Finding(_landed(vitals, signal, _measured(vitals), step - 2))
         if spike is None:
             self.best.see(step, loss)
         if step in self.declared:
@@ -244,10 +244,11 @@ class Checks:
         if norms is not None:
             self.grad_limit.make_room(norms)
             self.level.has_no_limit = True
-            return Finding(remarks=(f"{len(norms)} updates exceeded the limit; raising it",), repeat=True)
+            log.info("note: %d updates exceeded the limit; raising it", len(norms))
+            return Finding(repeat=True)
         if signal is Signal.GRAD_SPIKE:
             evidence = fact("norm_outside", norm=norm, largest=self.grad_limit.largest)
-        return Finding(_anomaly(vitals, signal, evidence, vitals.step, landed=False))
+        return Finding(_refused(vitals, signal, evidence))
 
     def _about_loss(self, vitals: Vitals, signal: Signal, alarm: Alarm) -> Anomaly:
         """Make an anomaly of the loss, which trusts no step before the verified one that the run was rewound to.
@@ -260,11 +261,11 @@ class Checks:
         if then is not None and best is not None and self.best.is_above(then.level, then.scatter, alarm.since, share):
             alarm = alarm._replace(since=best.stop)
         since = alarm.since if verified is None else max(alarm.since, min(verified, vitals.step))
-        return _anomaly(vitals, signal, alarm.evidence, since)
+        return _landed(vitals, signal, alarm.evidence, since)
 
     def not_recovered(self, vitals: Vitals) -> Anomaly:
         evidence, since = self.rewind_check.evidence(vitals.step), self.not_recovered_since(vitals.step)
-        return _anomaly(vitals, Signal.NOT_RECOVERED, evidence, since)
+        return _landed(vitals, Signal.NOT_RECOVERED, evidence, since)
 
     def not_recovered_since(self, step: int) -> int:
         """The newest trusted step of a run that is not back: what it did since the rewind does not count."""
@@ -325,9 +326,12 @@ def _which(vitals: Vitals) -> int:
     return vitals.start if vitals.stop > vitals.start else vitals.tick
 
 
-def _anomaly(vitals: Vitals, signal: Signal, evidence: Facts, since: int, *, landed: bool = True) -> Anomaly:
-    step = vitals.step + (not landed)
-    return Anomaly(signal, step, vitals.tick, max(0, since), evidence, landed=landed, ranks=vitals.ranks)
+def _landed(vitals: Vitals, signal: Signal, evidence: Facts, since: int) -> Anomaly:
+    return Anomaly(signal, vitals.step, vitals.tick, max(0, since), evidence, ranks=vitals.ranks)
+
+
+def _refused(vitals: Vitals, signal: Signal, evidence: Facts) -> Anomaly:
+    return Anomaly(signal, vitals.step + 1, vitals.tick, vitals.step, evidence, landed=False, ranks=vitals.ranks)
 
 
 def _measured(vitals: Vitals) -> Facts:

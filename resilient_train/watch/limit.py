@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
+from statistics import median_high
 
 from resilient_train.types import Facts, Vitals, fact
 from resilient_train.watch.config import LimitConfig, ScaleConfig
@@ -62,7 +63,7 @@ class GradLimit(PlainState):
 
     def _refresh(self) -> None:
         self._fresh = 0
-        median = sorted(self._norms)[len(self._norms) // 2] if self._norms else 0.0
+        median = median_high(self._norms) if self._norms else 0.0
         if not self.is_warm:
             # Of the median, not of the largest: in a run that explodes from the start every norm is the largest so far.
             times = _EARLY_LIMIT if len(self._norms) >= _FEW else _FIRST_LIMIT

