@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from resilient_train.record.run_history import Chapter
-from resilient_train.tracking.story import Checkpoint, Story, status_by
+from resilient_train.record.status import RunFacts, status_of
+from resilient_train.tracking.story import Checkpoint, Story
 from resilient_train.types import (
     Action,
     Anomaly,
@@ -72,11 +73,14 @@ def chapter(told: Incident) -> Chapter:
 def story(*incidents: Incident, **changed: Any) -> Story:
     last_good = Checkpoint(250, RUN / "checkpoints" / "step-00000250", "verified", 300)
     summary = changed.get("summary", {})
+    written = {"exit_code": 0, **summary} if summary else {}
+    status = status_of(RunFacts(incidents=incidents, summary=written, process="process 7"))
     made = Story(
         directory=RUN,
         chapters=tuple(map(chapter, incidents)),
-        status=status_by(incidents, summary),
-        state=summary.get("status", "running"),
+        status=status.status,
+        state=status.state,
+        exit_code=status.exit_code,
         step=260,
         tick=260 + sum(one.steps_lost for one in incidents),
         steps=300,

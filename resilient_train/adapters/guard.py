@@ -29,6 +29,7 @@ from resilient_train.diagnose.search import Search
 from resilient_train.drills import Drill
 from resilient_train.errors import RanksDiffer, Stopped, TrainError, own_error
 from resilient_train.reader import ClipConfig, DiskConfig, MemoryConfig
+from resilient_train.record.status import RunFacts
 from resilient_train.recovery import Recovery
 from resilient_train.run_parts import RunParts
 from resilient_train.state.copies import Backups, BufferWatch
@@ -386,7 +387,7 @@ class Guard(guard.EngineGuard):
                 log.info("no batches: nothing is left of the %s %s", counted(last, "step"), what)
             yield from self.updates_until(last, plan=self.steps)
             if self.stopped:
-                self.reporter.end("preempted", Stopped.exit_code)
+                self.reporter.end(RunFacts(error=Stopped()))
             elif last == self.steps:
                 self._recovery.finish()
                 self._complete()
@@ -417,7 +418,8 @@ class Guard(guard.EngineGuard):
         # An evaluation, or more steps, may follow: `leave`, `close` or the exit of the process conclude the report.
         writes = self.reporter.place.directory is not None
         self._left = self._finish_saving(healthy=True) if writes else self._left
-        self.reporter.end("completed", digests=(self.state.weights_sha256(), self.state.sha256()) if writes else None)
+        digests = (self.state.weights_sha256(), self.state.sha256()) if writes else None
+        self.reporter.end(RunFacts(is_closed=True), digests)
 
     def _finish_saving(self, *, healthy: bool) -> Path | None:
         left = self._keeper.finish(self._controls.state_dict(), healthy=healthy, damaged=self._recovery.is_damaged)

@@ -14,9 +14,9 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -41,13 +41,14 @@ from resilient_train.record.endings import SUMMARY, Loop, Summary
 from resilient_train.record.incident_log import INCIDENTS, IncidentLog
 from resilient_train.record.journal import JOURNAL
 from resilient_train.record.progress import Doing, Progress
+from resilient_train.record.status import RunFacts, status_of
 from resilient_train.state.run_state import Clock
 from resilient_train.tracking import tracker as tracking
 from resilient_train.tracking.connection import locate
 from resilient_train.tracking.review import command, completed, review, ui_command, where_to_look
-from resilient_train.tracking.story import read_story, status_by, story_of
+from resilient_train.tracking.story import read_story, story_of
 from resilient_train.tracking.tracker import EXPERIMENT, Tracker, TrackingConfig
-from resilient_train.types import Cause, Incident, Vitals
+from resilient_train.types import Cause, Vitals
 from resilient_train.watch.checks import Checks
 from resilient_train.watch.vitals import UpdateHistory
 from resilient_train.wording import log
@@ -152,34 +153,6 @@ def _close_older(directory: Path) -> bool:
             guard.close()
     reporter.closed(None, sys.maxsize)
     return True
-
-
-def status_and_code(error: BaseException | None) -> tuple[str, int]:
-    if error is None:
-        return "completed", 0
-    status = {GaveUp: "gave_up", Stopped: "preempted"}.get(type(error), "failed")
-    return status, error.exit_code if isinstance(error, TrainError | Stopped) else 1
-
-
-def verdict_of(
-    status: str,
-    incidents: Sequence[Incident],
-    steps: int,
-    ends: tuple[float | None, float | None],
-    best: Sequence[float] | None = None,
-) -> str:
-    """`ends` are the first and the recent loss; `best` is where it was far lower than at the end."""
-    if status != "completed":
-        return status
-    fared = status_by(incidents, step=steps)
-    if fared in ("unrecovered", "observed"):
-        return fared
-    if best is not None:
-        return "above_best"
-    first, final = ends
-    if steps < _JUDGED_AFTER or first is None or final is None or final < first - _LEAST_FALL * abs(first):
-        return "well" if fared == "clean" else "recovered"
-    return "no_progress"
 
 
 def write_summary(summary: Summary, run_dir: Path) -> None:
@@ -302,24 +275,26 @@ class RunReporter:
 
     # At the end.
 
-    def summary(self, status: str, exit_code: int, seconds: float, digests: tuple[str, str] | None = None) -> Summary:
+    def summary(self, ended: RunFacts, seconds: float, digests: tuple[str, str] | None = None) -> Summary:
+        """Sum up the run at its end; `ended` says how the loop or the process ends."""
         incident_log, (weights, state) = self.place.incident_log, digests or (None, None)
-        incidents = incident_log.incidents
-        had_incidents = any(one.diagnosis.cause is not Cause.PROCESS for one in incidents)
-        losses = self.updates.first_at_most, self.updates.recent_loss
-        if self.updates.has_turns or self.checks.is_changed or self.checks.best.has_negative:
-            losses = None, None  # the sum of opposed losses does not fall, nor need a reward's, nor another one
+        had_incidents = any(one.diagnosis.cause is not Cause.PROCESS for one in incident_log.incidents)
         best = None if self.updates.has_turns else self.checks.best.left(had_incidents=had_incidents)
+        facts = replace(
+            ended,
+            incidents=incident_log.incidents,
+            step=self.clock.step,
+            is_stalled=self._is_stalled(),
+            is_above_best=best is not None,
+        )
         return Summary(
-            status=status,
-            exit_code=exit_code,
+            **status_of(facts).written(),
             steps=self.clock.step,
             ticks=self.clock.tick,
             steps_lost=self.clock.tick - self.clock.step,
             trial_updates=int((incident_log.run_history.remedies or {}).get("trial_updates", 0)),
             final_loss=self.updates.recent_loss,
             first_loss=self.updates.first_loss,
-            verdict=verdict_of(status, incidents, self.clock.step, losses, best),
             best_level=None if best is None else {"from": best.start, "to": best.stop, "loss": best.level},
             eval=self.evaluated,
             incidents=incident_log.tally(),
@@ -329,30 +304,35 @@ class RunReporter:
             state_sha256=state,
         )
 
-    def end(
-        self,
-        status: str,
-        exit_code: int = 0,
-        error: BaseException | None = None,
-        digests: tuple[str, str] | None = None,
-    ) -> None:
+    def _is_stalled(self) -> bool:
+        """Say whether the loss did not fall. The sum of opposed losses need not, nor a reward's, nor another one."""
+        first, final = self.updates.first_at_most, self.updates.recent_loss
+        if self.updates.has_turns or self.checks.is_changed or self.checks.best.has_negative:
+            return False
+        if first is None or final is None or self.clock.step < _JUDGED_AFTER:
+            return False
+        return not final < first - _LEAST_FALL * abs(first)
+
+    def end(self, ended: RunFacts, digests: tuple[str, str] | None = None) -> None:
         """Write how the caller's loop ended, unless that was written already."""
-        place = self.place
+        place, error = self.place, ended.error
         if place.lock is None:
             self._is_over = True
         is_only_told = place.directory is None and place.rank == 0
         if (self._is_over and not is_only_told) or self._ending is not None:
             return
-        self._ending = ending = self.summary(status, exit_code, time.monotonic() - self._began, digests)
+        is_lost = error is not None and is_lost_peer(error)
+        if is_lost and not is_only_told:
+            ended = replace(ended, failure=endings.failure(self.directory) or "")
+        self._ending = ending = self.summary(ended, time.monotonic() - self._began, digests)
         if is_only_told:
             known = place.incident_log.incidents, place.incident_log.run_history.remedies
-            for line in [completed(ending)] * (status == "completed") + review(story_of(ending, *known)):
+            for line in [completed(ending)] * (ending.status == "completed") + review(story_of(ending, *known)):
                 log.info("%s", line)
             return
-        is_lost = error is not None and is_lost_peer(error)
-        why = endings.failure(self.directory) if is_lost else None
-        ending.why = why or (None if error is None else short_message(error))
-        if why or not (is_lost or is_lost_device(error)):  # else the progress stays as if this process was killed
+        if ended.failure or not (
+            is_lost or is_lost_device(error)
+        ):  # else the progress stays as if this process was killed
             self.progress.turned_to(Doing.ENDED)
         write_summary(ending, self.directory)
 
@@ -362,7 +342,7 @@ class RunReporter:
         is_known = isinstance(error, GaveUp | Stopped) or is_lost_peer(error) or is_lost_device(error)
         if self.place.rank and not (self._is_over or is_known):
             endings.note_failure(self.directory, self.place.rank, short_message(error), in_training=True)
-        self.end(*status_and_code(error), error)
+        self.end(RunFacts(error=error))
         self.conclude()
 
     def conclude(self) -> None:
@@ -380,7 +360,7 @@ class RunReporter:
         """Report that the caller closed the loop, perhaps by an error; the directory is free unless it `is_writing`."""
         if error is not None and not isinstance(error, GeneratorExit):
             self.fail(error)
-        self.end("completed" if planned is None or self.clock.step >= planned else "closed")
+        self.end(RunFacts(is_closed=True, planned=planned or 0))
         self.conclude()
         if is_writing:
             return
@@ -396,10 +376,9 @@ class RunReporter:
         if path is not None and self._ending is not None:
             log.info("the state at step %s is in %s", f"{self.clock.step:,}", path)
         elif self._ending is not None and self._ending.status == "preempted":
-            self._ending.status, self._ending.exit_code = "failed", 1
-            self._ending.why = "it was asked to stop, and no state could be written"
-            log.error("%s", self._ending.why)
-            write_summary(self._ending, self.directory)
+            self._ending, error = None, TrainError("it was asked to stop, and no state could be written")
+            log.error("%s", error)
+            self.end(RunFacts(error=error))
         self.conclude()
 
     def left(self, error: BaseException | None) -> None:
@@ -410,7 +389,7 @@ class RunReporter:
             self.fail(error)
         elif self.place.rank and not self._is_over:
             endings.note_failure(self.directory, self.place.rank, "left its loop, without an error", in_training=True)
-        self.end("ended", exit_code=1)  # by a break that was meant, or by sys.exit(1), which leaves no trace
+        self.end(RunFacts(is_closed=False))  # by a break that was meant, or by sys.exit(1), which leaves no trace
         self.conclude()  # the directory stays locked until the process has ended: something may still be written
 
     @property

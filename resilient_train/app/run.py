@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from resilient_train import __version__
-from resilient_train.adapters.reporter import Place, finish_uploads, print_review, status_and_code, write_summary
+from resilient_train.adapters.reporter import Place, finish_uploads, print_review, write_summary
 from resilient_train.app.build import Run, assemble
 from resilient_train.app.config.compose import FIXED, Composed, describe_changes, other_run
 from resilient_train.app.directory import RunDirectory, claim
@@ -42,6 +42,7 @@ from resilient_train.record import endings, progress
 from resilient_train.record.endings import SUMMARY, Summary, read_ending
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.progress import Position, position_of
+from resilient_train.record.status import RunFacts, status_of
 from resilient_train.recover.decide import by_signal
 from resilient_train.secrets import masked_tree
 from resilient_train.state.randomness import set_deterministic
@@ -230,8 +231,7 @@ class _Session:
             if run is not None and (why or not another_failed):
                 run.guard.ended()
         if world.is_main:
-            summary = self._summary("preempted" if code == 75 else "failed", code)
-            summary.why = say(evidence, "; ")
+            summary = self._summary(Stopped(evidence) if code == Stopped.exit_code else TrainError(evidence))
             write_summary(summary, directory.path)
             if code != 75:
                 self._alert("hang", summary)
@@ -265,13 +265,12 @@ class _Session:
             ended.__cause__, error = error, ended
         elif is_lost_device(error):
             pass  # that a GPU was lost explains nothing: its samples may be to blame
-        elif not is_main and error is not None and status_and_code(error)[0] == "failed":
+        elif not is_main and error is not None and not isinstance(error, GaveUp | Stopped):
             endings.note_failure(directory.path, self.world.rank, short_message(error), in_training=run is not None)
         if run is not None and not was_lost:  # else the journal still is the previous process's
             run.guard.ended()
         self.incident_log.close_files()
-        summary = self._summary(*status_and_code(error))
-        summary.why = None if error is None else short_message(error)
+        summary = self._summary(error)
         if summary.weights_sha256 is not None:  # each rank logs its own
             log.info("weights_sha256 %s", summary.weights_sha256, extra=IN_FILE_ONLY)
         if error is None:
@@ -322,16 +321,17 @@ class _Session:
             said = (done.stderr.strip() or done.stdout.strip()).splitlines()
             log.warning("notify.command exited with %d%s", done.returncode, f": {said[-1]}" if said else "")
 
-    def _summary(self, status: str, exit_code: int) -> Summary:
+    def _summary(self, error: BaseException | None) -> Summary:
         seconds = time.monotonic() - self.started
         if self.run is None:  # no update was made: the counts are those of the previous process
             last, before = position_of(self.directory.path) or Position(), read_ending(self.directory.path, SUMMARY)
             counts: dict[str, Any] = {"steps": last.step, "ticks": last.tick}
             counts |= {name: value for name, value in (before or {}).items() if name in _KEPT}
-            return Summary(status, exit_code, incidents=self.incident_log.tally(), seconds=round(seconds, 3), **counts)
+            counts |= status_of(RunFacts(error=error)).written()
+            return Summary(incidents=self.incident_log.tally(), seconds=round(seconds, 3), **counts)
         state = self.run.guard.state
-        digests = (state.weights_sha256(), state.sha256()) if status == "completed" else None
-        return self.run.guard.reporter.summary(status, exit_code, seconds, digests)
+        digests = (state.weights_sha256(), state.sha256()) if error is None else None
+        return self.run.guard.reporter.summary(RunFacts(error=error, is_closed=True), seconds, digests)
 
     def _stops_since_another_failed(self) -> bool:
         """Say whether a launcher asks to stop because another rank failed, and not a person or a scheduler."""

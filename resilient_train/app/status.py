@@ -6,8 +6,9 @@ import json
 
 from resilient_train.app import no_run, parser_of
 from resilient_train.app.terminal import print_line
-from resilient_train.record.endings import Ending, ending_of
+from resilient_train.record.endings import facts_of
 from resilient_train.record.journal import JOURNAL
+from resilient_train.record.status import Status, status_of
 from resilient_train.secrets import masked_tree
 from resilient_train.tracking.review import next_start, verdict
 from resilient_train.tracking.story import Story, read_story
@@ -19,12 +20,12 @@ def main(words: list[str]) -> int:
     codes += "2 refused, or no run there; 3 gave up; 75 stopped on request"
     parser = parser_of("status", "Print the status of a run in one line, and end with its exit code.", codes)
     given = parser.parse_args(words)
-    run: Story | Ending
+    run: Status
     try:
-        run = read_story(given.run_dir)
-        known, line = known_of(run), line_of(run)
+        run = story = read_story(given.run_dir)
+        known, line = known_of(story), line_of(story)
     except OSError as error:
-        run, why = ending_of(given.run_dir), f"{JOURNAL} cannot be read: {error.strerror or error}"
+        run, why = status_of(facts_of(given.run_dir)), f"{JOURNAL} cannot be read: {error.strerror or error}"
         known, line = {"state": _state_of(run), "exit_code": run.exit_code, "why": why}, f"{run.state}; {why}"
     if given.json:
         print(json.dumps(masked_tree({"run_dir": str(given.run_dir), **known})))
@@ -59,5 +60,5 @@ def known_of(story: Story) -> dict[str, object]:
     }
 
 
-def _state_of(found: Ending) -> str:
+def _state_of(found: Status) -> str:
     return "refused" if found.refused else "running" if found.process else found.state

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from resilient_train.files import commit_text, read_json, read_plain, read_yaml
 from resilient_train.ranks.lock import holder_of
 from resilient_train.record.journal import plain
 from resilient_train.record.progress import PROGRESS
+from resilient_train.record.status import RunFacts
 from resilient_train.secrets import masked, masked_tree
 
 CONFIG, LOOP = "config.yaml", "loop.json"  # of a run of the command, and of a loop that the caller wrote
@@ -140,34 +141,15 @@ def at_work(run_dir: Path) -> str | None:
     return holder_of(run_dir)
 
 
-@dataclass(frozen=True)
-class Ending:
-    state: str = "running"  # the status in summary.json; without one running, killed, failed, none
-    exit_code: int = 0
-    process: str | None = None  # that is at work: it has not begun yet, or is about to end, if there is a summary
-    summary: Mapping[str, Any] = field(default_factory=dict)
-    why: str = ""  # it failed or gave up
-    refused: str = ""  # why the last start was refused, whose exit code this is then
-
-
-def ending_of(run_dir: Path) -> Ending:
-    process, summary = at_work(run_dir), read_ending(run_dir, SUMMARY)
-    why = failure(run_dir) or ""
-    if summary is not None:
-        code = summary["exit_code"]
-        why = str(summary.get("why") or why) if code else ""
-        found = Ending(str(summary.get("status")), code, summary=summary, why=why)
-    elif process is not None:
-        found = Ending()
-    elif not is_run(run_dir):
-        found = Ending("none", 2)
-    else:
-        found = Ending("failed" if why else "killed", 1, why=why)
-    if process is not None:
-        return replace(found, exit_code=0, process=process)
-    if (refused := read_ending(run_dir, REFUSED)) is not None:
-        found = replace(found, exit_code=refused["exit_code"], refused=str(refused.get("why")))
-    return found
+def facts_of(run_dir: Path) -> RunFacts:
+    """Read what a directory says of its run besides the journal."""
+    return RunFacts(
+        process=at_work(run_dir),  # first: a process that ends now has written its summary
+        summary=read_ending(run_dir, SUMMARY) or {},
+        failure=failure(run_dir) or "",
+        refusal=read_ending(run_dir, REFUSED) or {},
+        is_run=is_run(run_dir),
+    )
 
 
 def last_sign_ms(run_dir: Path) -> int | None:

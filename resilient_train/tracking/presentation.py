@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from resilient_train.files import MOST_BYTES
-from resilient_train.record.endings import CHECKPOINTS, CONFIG, LOOP, SUMMARY, ending_of
+from resilient_train.record.endings import CHECKPOINTS, CONFIG, LOOP, SUMMARY, facts_of
 from resilient_train.record.incident_log import INCIDENTS
 from resilient_train.record.journal import JOURNAL
 from resilient_train.tracking.connection import Connection, is_unreachable, run_page
@@ -83,7 +83,7 @@ class Presentation:
 
     def _state(self) -> object:
         """Return what differs when something has changed, at the cost of a few looks at files."""
-        found: list[object] = [ending_of(self._run_dir)]
+        found: list[object] = [facts_of(self._run_dir)]
         for name in (JOURNAL, SUMMARY, CHECKPOINTS, "best"):
             with contextlib.suppress(OSError):
                 known = os.stat(self._run_dir / name)

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from resilient_train.files import read_json
-from resilient_train.record.endings import CHECKPOINTS, Ending, Loop, Summary, ending_of, loop_of, resumes, settings_of
+from resilient_train.record.endings import CHECKPOINTS, Loop, Summary, facts_of, loop_of, resumes, settings_of
 from resilient_train.record.journal import JOURNAL, read
 from resilient_train.record.progress import Position, position_of
 from resilient_train.record.run_history import Chapter, RunHistory
-from resilient_train.types import Cause, Facts, Incident, Outcome, fact, kind_of
+from resilient_train.record.status import RunFacts, Status, status_of
+from resilient_train.types import Cause, Facts, Incident, Outcome, fact
 
 _CHECKPOINT = re.compile(r"step-\d{8,18}(\.\d+)?")
-_QUIET = 50  # updates without what came back, after which it is over
 _REPEATS = (Cause.EXPLOSION, Cause.RATE, Cause.OVERFLOW)  # the next run of this configuration meets it, too
-_VERDICTS = {"recovered", "observed", "unrecovered", "no_progress", "above_best", "gave_up", "preempted", "failed"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +32,9 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Story(Ending):
+class Story(Status):
     directory: Path | None  # absolute; None if the run writes nothing
     chapters: tuple[Chapter, ...]  # in the order they were met
-    status: str  # how it fares: clean, recovering, or one of _VERDICTS
     step: int = 0  # accepted updates
     tick: int = 0  # attempted ones
     steps: int | None = None  # planned
@@ -64,21 +62,18 @@ class Story(Ending):
 def read_story(run_dir: Path) -> Story:
     """Read the story of the run in a directory up to now. Raises OSError if its journal cannot be read."""
     run_dir = run_dir.absolute()
-    ending = ending_of(run_dir)  # first: then the journal has what the run wrote before its end
+    facts = facts_of(run_dir)  # first: then the journal has what the run wrote before its end
     history = RunHistory(read(run_dir / JOURNAL))
     found = tuple(history.chapters.values())
     checkpoints, loop, position = checkpoints_of(run_dir), loop_of(run_dir), position_of(run_dir) or Position()
-    step, tick = (ending.summary.get(key, here) for key, here in (("steps", position.step), ("ticks", position.tick)))
+    step, tick = (facts.summary.get(key, here) for key, here in (("steps", position.step), ("ticks", position.tick)))
     known = [history.remedies or {}, *(one.remedies for one in checkpoints)]  # one of these is newer as knobs relax
     planned = settings_of(run_dir).get("steps") if loop is None else loop.steps
-    status = "failed" if ending.state == "killed" else ending.state
-    if status != "failed":
-        status = status_by([one.incident for one in found], ending.summary, step=step)
+    status = status_of(replace(facts, incidents=[one.incident for one in found], step=step))
     return Story(
-        **vars(ending),
+        **vars(status),
         directory=run_dir,
         chapters=found,
-        status=status,
         step=step,
         tick=max(tick, step),
         steps=planned if type(planned) is int else None,
@@ -93,48 +88,15 @@ def read_story(run_dir: Path) -> Story:
 
 def story_of(summary: Summary, incidents: Sequence[Incident], remedies: Mapping[str, Any] | None) -> Story:
     """Return the story of a run that writes nothing, from what its process knows at its end."""
+    status = status_of(RunFacts(incidents=incidents, step=summary.steps, summary=asdict(summary)))
     return Story(
+        **vars(status),
         directory=None,
         chapters=tuple(Chapter(one, 0) for one in incidents),
-        status=status_by(incidents, asdict(summary), step=summary.steps),
-        state=summary.status,
-        exit_code=summary.exit_code,
-        why=summary.why or "",
         step=summary.steps,
         tick=summary.ticks,
-        summary=asdict(summary),
         remedies=remedies or {},
     )
-
-
-def status_by(incidents: Sequence[Incident], summary: Mapping[str, Any] | None = None, *, step: int = 0) -> str:
-    """Say in one word how a run fares at a step: by the summary of its end if that says so, else by incidents."""
-    summary = summary or {}
-    for word in (summary.get("verdict"), summary.get("status")):
-        if word in _VERDICTS:
-            return str(word)
-    if all(one.is_accepted for one in incidents):
-        return "clean"
-    if incidents[-1].outcome is Outcome.GAVE_UP:
-        return "gave_up"
-    if unrecovered(incidents, step) is not None:
-        return "unrecovered"
-    if any(one.is_observed for one in incidents):
-        return "observed"
-    return "recovering" if any(one.outcome is None for one in incidents) else "recovered"
-
-
-def unrecovered(incidents: Sequence[Incident], step: int) -> Incident | None:
-    """Return one that is unrecovered, or that came back, with none of its kind later that was over.
-
-    What was before the run gave up does not count: it was started with other settings since. Nor does what came back
-    up to an earlier end of the run, and not since it was extended.
-    """
-    given_up = max((place for place, one in enumerate(incidents) if one.decision.gave_up is not None), default=-1)
-    since = incidents[given_up + 1 :]
-    newest = {kind_of(one.anomaly, one.diagnosis): one for one in since}.values()
-    left = (one for one in newest if one.outcome is Outcome.RECURRED and step < one.last_step + _QUIET)
-    return next((one for one in since if one.outcome is Outcome.UNRECOVERED), next(left, None))
 
 
 # -------------------------------------------------------------------------------------------------- checkpoints on disk

@@ -6,11 +6,12 @@ import fcntl
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from resilient_train.record.endings import ending_of, last_sign_ms
+from resilient_train.record.endings import last_sign_ms
 from resilient_train.record.journal import Entry, entries
 from resilient_train.record.outbox import BEGAN, ENDED, METRICS, OUTBOX
 from resilient_train.tracking.connection import (
@@ -28,8 +29,6 @@ from resilient_train.tracking.presentation import Presentation
 from resilient_train.tracking.story import read_story
 
 ENTRIES_AT_ONCE = 200
-_STATUSES = {"completed": "FINISHED", "ended": "FINISHED", "closed": "FINISHED"}
-_STATUSES |= {"preempted": "KILLED", "killed": "KILLED"}  # all others: FAILED
 
 
 class Busy(Exception):
@@ -104,18 +103,14 @@ class Uploader:
                 self._unless_refused(partial(connection.add_params, entry["params"]))
                 connection.client.update_run(connection.run_id, status="RUNNING")
             elif entry["kind"] == ENDED:
-                connection.client.set_terminated(connection.run_id, self._status(entry["status"]), entry["at"])
+                status = replace(read_story(self.run_dir), state=entry["status"]).in_mlflow
+                connection.client.set_terminated(connection.run_id, status, entry["at"])
 
     def _show_end(self, connection: Connection) -> None:
-        ending = ending_of(self.run_dir)
-        shown, status = connection.client.get_run(connection.run_id).info.status, self._status(ending.state)
-        if ending.process is None and ending.state != "none" and shown != status:
-            connection.client.set_terminated(connection.run_id, status, last_sign_ms(self.run_dir))
-
-    def _status(self, ended: str) -> str:
-        """Return MLflow's word for how a run ended: one that is not back at its level has not succeeded."""
-        is_off = read_story(self.run_dir).status in ("gave_up", "unrecovered")
-        return "FAILED" if is_off else _STATUSES.get(ended, "FAILED")
+        story = read_story(self.run_dir)
+        shown = connection.client.get_run(connection.run_id).info.status
+        if story.process is None and story.state != "none" and shown != story.in_mlflow:
+            connection.client.set_terminated(connection.run_id, story.in_mlflow, last_sign_ms(self.run_dir))
 
     def _unless_refused(self, send: Callable[[], object]) -> None:
         """Do it, and note why where MLflow will never take it. Raises what prevents it for now."""

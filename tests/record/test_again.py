@@ -9,7 +9,7 @@ import pytest
 from stories import free_text
 
 from resilient_train.record.incident_log import IncidentLog
-from resilient_train.tracking.story import status_by
+from resilient_train.record.status import RunFacts, status_of
 from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Outcome, Signal
 
 SKIP = Decision((Action("skip"),))
@@ -122,8 +122,8 @@ def test_what_came_back_before_an_earlier_end_is_over_once_a_longer_run_was_heal
     book = IncidentLog(None)
     met(book, 10)
     book.close_all(Outcome.RECOVERED, healthy_since=0)
-    assert status_by(book.incidents, step=12) == "unrecovered"
-    assert status_by(book.incidents, step=80) == "recovered"
+    assert status_of(RunFacts(incidents=book.incidents, step=12, process="at work")).status == "unrecovered"
+    assert status_of(RunFacts(incidents=book.incidents, step=80, process="at work")).status == "recovered"
 
 
 def test_two_exceptions_are_two_incidents() -> None:

@@ -17,12 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stories import free_text
 
-from resilient_train.adapters.reporter import verdict_of
 from resilient_train.errors import TrainError
 from resilient_train.record.incident_lines import as_line, from_line
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.journal import Journal, plain, read
-from resilient_train.tracking.story import status_by
 from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
 from resilient_train.wording import describe, describe_outcome, final_message, say, tags
 
@@ -474,32 +472,6 @@ def test_the_farewell_says_what_is_left_and_what_to_do() -> None:
 
 def with_outcome(outcome: Outcome | None) -> Incident:
     return dataclasses.replace(SPIKE, outcome=outcome)
-
-
-@pytest.mark.parametrize(
-    ("outcomes", "status"),
-    [
-        ([], "clean"),
-        ([None], "recovering"),
-        ([Outcome.RECOVERED], "recovered"),
-        ([Outcome.RECURRED, Outcome.RECOVERED], "recovered"),
-        ([Outcome.RECURRED, None], "recovering"),
-        ([Outcome.RECURRED], "unrecovered"),  # the last of its kind: nothing cured it
-        ([Outcome.RECOVERED, Outcome.RECURRED], "unrecovered"),
-        ([Outcome.RECURRED, Outcome.UNRECOVERED], "unrecovered"),
-        ([Outcome.RECURRED, Outcome.GAVE_UP], "gave_up"),
-        ([Outcome.GAVE_UP, Outcome.RECURRED], "unrecovered"),
-        ([None, Outcome.RECOVERED], "recovering"),
-        ([None, Outcome.GAVE_UP], "gave_up"),
-        ([Outcome.GAVE_UP, Outcome.RECOVERED], "recovered"),
-    ],
-)
-def test_the_status_is_one_word(outcomes: list[Outcome | None], status: str) -> None:
-    incidents = [with_outcome(outcome) for outcome in outcomes]
-    assert status_by(incidents) == status
-    if status not in ("clean", "recovering", "gave_up"):  # of a run that has completed
-        assert verdict_of("completed", incidents, 1, (None, None)) == status
-    assert tags(incidents, status)["resilience.incidents"] == str(len(outcomes))
 
 
 def test_tags_name_the_last_incident_and_all_causes() -> None:
