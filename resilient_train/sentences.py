@@ -8,7 +8,7 @@ one in `<!name?...>` if it is not.
 
 from __future__ import annotations
 
-from resilient_train.types import ACCEPTED, OBSERVE, TRIAL, Cause, Outcome, Signal
+from resilient_train.types import ACCEPTED, OBSERVE, TRIAL, Outcome, Signal
 
 SIGNALS = {
     Signal.NONFINITE_BATCH: "the batch is not finite",
@@ -61,9 +61,7 @@ EVIDENCE = {
         "the last losses ({count}) average {mean:.4g} where {level:.4g} was usual before the learning rate rose "
         "x{times:.3g}"
     ),
-    "rate_rose_last": (
-        "the learning rate rose x{times:.3g} with the last update, and no loss shows its effect yet"
-    ),
+    "rate_rose_last": ("the learning rate rose x{times:.3g} with the last update, and no loss shows its effect yet"),
     "plateau": (
         "the last losses ({count}) average {mean:.4g} <falls?and fall><thrown?after the first updates had thrown "
         "it up><stands?and do not fall>, where it began with {first:.4g}"
@@ -157,9 +155,7 @@ ADVICE = {
     Signal.NONFINITE_OPTIMIZER: (
         "The optimizer's moments are not finite: if it returns, raise its eps, or keep its state in float32."
     ),
-    Signal.OPTIMIZER_RANGE: (
-        f"The optimizer's second moments do not follow from its gradients: {_WRITES} its state."
-    ),
+    Signal.OPTIMIZER_RANGE: (f"The optimizer's second moments do not follow from its gradients: {_WRITES} its state."),
     Signal.DIVERGENCE: f"The loss climbs and does not come back down: {_CALMER}.",
     Signal.NOT_RECOVERED: (
         f"The loss is stable, but not back where it was: {_CALMER}; declare a deliberate change with expect=[STEP]."
@@ -281,9 +277,7 @@ ADVICE = {
         "`{name}` went from {before:.3g} to {now:.3g} at {at:id}, which no update can have done: expect=[{step:id}] "
         "declares it if it is meant; if it returns, suspect the hardware, or code that writes to weights between updates."
     ),
-    "kept_not_finite": (
-        "Weights and buffers are finite, and something kept is not: look at the code that updates it."
-    ),
+    "kept_not_finite": ("Weights and buffers are finite, and something kept is not: look at the code that updates it."),
     "again_after_rewind": "It happened again at the same place after a rewind.",
     "died_twice": "Look at {rows:rows}: the process ended there twice.",
     "rows_raise_on_host": "Fix or remove {rows:rows}: {why}.",

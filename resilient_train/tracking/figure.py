@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from resilient_train.sentences import OUTCOMES
 from resilient_train.tracking.review import by_cause
 from resilient_train.tracking.story import Story
 from resilient_train.types import Outcome
-from resilient_train.wording import OUTCOMES
 
 GOOD, BAD, SEEN, PASSED = "#2c7a4b", "#c22f1d", "#1f5fa8", "#a39d90"
 _LOOKS = {  # mark, colour and filling of an incident

@@ -8,11 +8,11 @@ from itertools import accumulate
 
 from resilient_train.record.run_history import Chapter
 from resilient_train.secrets import masked
+from resilient_train.sentences import OUTCOMES
 from resilient_train.tracking.review import left, next_start, review, shortened, things_to_do, verdict
 from resilient_train.tracking.story import Story
 from resilient_train.types import Outcome
 from resilient_train.wording import (
-    OUTCOMES,
     counted,
     describe,
     describe_cost,

@@ -12,11 +12,11 @@ from typing import Any
 
 from resilient_train.record.endings import Summary, resumes
 from resilient_train.record.status import unrecovered
+from resilient_train.sentences import OUTCOMES
 from resilient_train.tracking.connection import SCHEMELESS
 from resilient_train.tracking.story import Checkpoint, Story
 from resilient_train.types import Incident, Outcome
 from resilient_train.wording import (
-    OUTCOMES,
     counted,
     duration,
     further,
