@@ -189,13 +189,14 @@ ADVICE = {
     "not_replayed": "The update could not be replayed: {why}.",
     "climbed": (
         "Gradients or losses climbed to {times:.3g} times their usual before it broke: lower the learning rate."
+        "< It broke first in {where:place}.>"
     ),
-    "broke_first": "It broke first in {where:place}.",
     "every_batch_breaks": (
-        "Every batch breaks at the weights that the last updates have made: lower the learning rate."
+        "Every batch breaks at the weights that the last updates have made: lower the learning rate. It broke "
+        "first in {where:place}."
     ),
     "batch_not_finite": (
-        "The batch holds values that are not finite: <{why}><!why?none of its rows was seen to hold them when fetched "
+        "The batch holds values that are not finite: <{failure}><!failure?none of its rows was seen to hold them when fetched "
         "again>."
     ),
     "gradient_too_large": (
@@ -207,7 +208,7 @@ ADVICE = {
         "{rows:it}."
     ),
     "reproducible": (
-        "Reproducible with this batch, but <{why}><!why?no operation of the forward or backward was seen to make it>."
+        "Reproducible with this batch, but <{failure}><!failure?no operation of the forward or backward was seen to make it>."
     ),
     "singular": (
         "{where:place} {family:wrong}<, reached by {zeros:element} equal to 0><, reached by values as small as "
@@ -237,8 +238,8 @@ ADVICE = {
     ),
     "rows_raised": "With {rows:rows} an update raised {error}: fix or remove such rows, or fix the line.",
     "batches_raise": (
-        "<everywhere?Every batch raises><some?Only some batches raise><alone?The batch raises> {error}: handle that in "
-        "your code."
+        "<everywhere?Every batch raises><only_some?Only some batches raise><!is_compared?The batch raises> {error}: "
+        "handle that in your code."
     ),
     "bad_rows": "{rows:Rows}: {why:say}; fix or remove {rows:it}.",
     "or_fix_line": "Or fix the line<: {how:say}><!how?.>",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite, sqrt
 from typing import Any
 
@@ -111,8 +111,9 @@ def examine(
         facts = Observations(reproduced=True, batch_is_bad=bool(bad_fields), size=first.norm)
         if origin is not None:
             facts = origin.noted(facts)
-        raised = first.raised
-        diagnosis = verdict.on_error(facts, raised) if raised else verdict.on_nonfinite(facts, 1.0)
+        rules = verdict.ERRORS if first.raised else verdict.NOT_FINITE
+        facts = replace(facts, error=first.raised)
+        diagnosis = verdict.rule_for(rules, facts).answer(facts)
     remarks = [f"the batch: {say([one])}" for one in bad_fields]
     remarks += [say([one]) for one in (*nonfinite(first.by_layer), *rows.out_of_scale(batch))]
     return Examined(

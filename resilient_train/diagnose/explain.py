@@ -279,7 +279,9 @@ class Explainer:
         is_first = first.step == verified[0].step + 1  # it was made at the very weights of the verified state
         if self.search is None or not self.samples.rows:
             is_high = is_first and first.loss - reference.level > max(rise / 2, reference.size)
-            return verdict.on_changed(reference.level, first.loss) if is_high else None
+            if is_high:  # at once, which neither an update nor a learning rate can have done
+                return Diagnosis(Cause.UNKNOWN, fact("loss_changed", was=reference.level, now=first.loss))
+            return None
         trusted = self.updates.around(verified[0].step)[1]
         if not rise > 0 or not trusted:
             return None
@@ -308,7 +310,7 @@ class Explainer:
         if is_new:  # the data is like that from here on
             what = _risen(usual, median(bad), "all later samples")
             raise ChangedOnPurpose(what, usual + LEARNED * (median(bad) - usual))
-        return verdict.on_misled(usual, median(bad))
+        return Diagnosis(Cause.DATA, fact("bad_labels", usual=usual, loss=median(bad)))
 
     def level_at_first(self, early: Anomaly, times: float) -> float | None:
         """The loss of the newest samples at the first weights, if it is as high there and no rows are the reason."""

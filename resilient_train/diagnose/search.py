@@ -80,17 +80,20 @@ class Search:
         is_spike = anomaly.signal in SPIKES
         with self._before(refused):
             by_rank = self.world.all_of(self._observe(refused, is_spike))
-        facts = verdict.together(by_rank)
-        if not facts.reproduced:
-            why = fact("not_replayed", why=facts.failure)
-            return Diagnosis(Cause.UNKNOWN, why) if facts.failure else verdict.TRANSIENT
-        climb, landed = max(verdict.climbed(one) for one in history), anomaly.step - 1
+        seen = replace(verdict.merge_ranks(by_rank), landed=anomaly.step - 1)
+        if not seen.reproduced:
+            why = fact("not_replayed", why=seen.failure)
+            return Diagnosis(Cause.UNKNOWN, why) if seen.failure else verdict.TRANSIENT
+        now = max(map(verdict.climbed, history))
+        rules: Sequence[verdict.Rule] = verdict.NOT_FINITE
         if refused.is_error:
-            found = verdict.on_error(facts, evidence_of(anomaly), landed=landed)
+            rules, seen = verdict.ERRORS, replace(seen, error=evidence_of(anomaly))
         elif is_spike:
-            found = verdict.on_spike(facts, max(verdict.climbed(one[:-1]) for one in history), climb)
+            before = max(verdict.climbed(one[:-1]) for one in history)
+            rules, seen = verdict.SPIKES, replace(seen, climb=before, leap=now)
         else:
-            found = verdict.on_nonfinite(facts, climb, verdict.climbed(history[0]), landed=landed)
+            seen = replace(seen, climb=now, leap=verdict.climbed(history[0]))
+        found = verdict.rule_for(rules, seen).answer(seen)
         ranks = tuple(rank for rank, one in enumerate(by_rank) if one.reproduced)
         return replace(found, ranks=ranks if len(ranks) < self.world.size else ())
 

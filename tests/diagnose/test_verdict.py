@@ -14,20 +14,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resilient_train.diagnose.rows import far_above, guilty, nonfinite_fields, outlying_fields, usual_sizes
+from resilient_train.diagnose.singular import NOT_AT_ZERO, on_operation
 from resilient_train.diagnose.state import lost_eps, of_state
 from resilient_train.diagnose.verdict import (
-    NOT_AT_ZERO,
+    ERRORS,
+    NOT_FINITE,
+    SPIKES,
     Observations,
+    Rule,
     climbed,
+    merge_ranks,
     on_bad_rows,
-    on_error,
-    on_nonfinite,
-    on_operation,
-    on_spike,
-    together,
+    rule_for,
 )
-from resilient_train.sentences import SINGULAR
-from resilient_train.types import Anomaly, Cause, Culprit, Facts, Signal, fact
+from resilient_train.sentences import SENTENCES, SINGULAR
+from resilient_train.types import Anomaly, Cause, Culprit, Diagnosis, Facts, Signal, fact
 from resilient_train.wording import say
 
 
@@ -43,7 +44,16 @@ def values(low: float, high: float, *, zeros: int = 0, smallest: float = 1e-3) -
 AGAIN = Observations(reproduced=True)
 EVERYWHERE = Observations(reproduced=True, everywhere=True, is_compared=True)
 ONLY_HERE = Observations(reproduced=True, is_compared=True)
+ODD, ODD_ROW = ({row: fact("text", text="[1] is 1e+30")} for row in (7, 4))
 UNIT, ZEROS, HUGE, LOGS = values(0, 1), values(0, 1, zeros=3), values(-1e30, 1e30), values(-9, 0)
+
+
+def told(rules: Sequence[Rule], seen: Observations) -> str:
+    return rule_for(rules, seen).name
+
+
+def answer(rules: Sequence[Rule], seen: Observations) -> Diagnosis:
+    return rule_for(rules, seen).answer(seen)
 
 
 def broke(op: str, *inputs: Mapping[str, Any], kind: str = "inf", facts: Observations = AGAIN, **more: Any) -> Any:
@@ -51,87 +61,149 @@ def broke(op: str, *inputs: Mapping[str, Any], kind: str = "inf", facts: Observa
 
 
 @pytest.mark.parametrize(
-    ("facts", "climb", "cause", "said"),
+    ("seen", "climb", "rule", "said"),
     [
-        (broke("log", ZEROS), 1, Cause.OPERATION, "3 elements"),
-        (broke("log", UNIT), 1e4, Cause.OPERATION, "losses.py:41"),
-        (broke("mul", HUGE), 1, Cause.OVERFLOW, "1e+30"),
-        (broke("mul", HUGE), 1e4, Cause.EXPLOSION, "climbed"),
-        (broke("exp", values(0, 120)), 2, Cause.OVERFLOW, "float32"),
-        (broke("pow", values(-3, 1e25)), 1, Cause.OVERFLOW, "pow"),
-        (broke("pow", values(-3, 2), kind="nan"), 1, Cause.OPERATION, "-3"),
+        (broke("log", ZEROS), 1, "operation", "3 elements"),
+        (broke("log", UNIT), 1e4, "operation", "losses.py:41"),
+        (broke("mul", HUGE), 1, "overflow", "1e+30"),
+        (broke("mul", HUGE), 1e4, "climbed", "climbed"),
+        (broke("exp", values(0, 120)), 2, "overflow", "float32"),
+        (broke("pow", values(-3, 1e25)), 1, "overflow", "pow"),
+        (broke("pow", values(-3, 2), kind="nan"), 1, "operation", "-3"),
         # The slope of a fractional power at 0, next to values above 1.
-        (broke("pow", values(0, 50, zeros=2)), 1, Cause.OPERATION, "2 elements equal to 0"),
-        (broke("pow", values(0, 1e25, zeros=2)), 1, Cause.OVERFLOW, "1e+25"),
+        (broke("pow", values(0, 50, zeros=2)), 1, "operation", "2 elements equal to 0"),
+        (broke("pow", values(0, 1e25, zeros=2)), 1, "overflow", "1e+25"),
         # The slope of 1 / (1 + exp(-x)): NaN, because exp overflows.
-        (broke("exp", values(-310, 95), kind="nan"), 1, Cause.OVERFLOW, "of values up to 95"),
-        (broke("masked_fill", UNIT, kind="nan", was_given=True), 1, Cause.OPERATION, "by the program itself"),
-        (broke("special_i0", values(0, 93)), 1, Cause.OVERFLOW, "up to 93"),
-        (broke("linalg_det", values(-9, 90)), 1, Cause.OVERFLOW, "wider type"),
-        (broke("linalg_inv", UNIT), 1, Cause.OPERATION, "identity"),
-        (broke("Mine", UNIT, kind="nan"), 1, Cause.OPERATION, "Mine"),
-        # Targets that no loss is finite for, in some rows and in every batch.
-        (broke("ctc_loss", LOGS, facts=ONLY_HERE, rows=(4, 9)), 1, Cause.DATA, "Rows 4 and 9: no finite loss"),
-        (broke("ctc_loss", LOGS, facts=EVERYWHERE), 1, Cause.OPERATION, "empty, too long"),
-        (AGAIN, 1e5, Cause.EXPLOSION, "1e+05 times"),
-        (EVERYWHERE, 1e5, Cause.EXPLOSION, "1e+05 times"),
-        (replace(ONLY_HERE, rows=(4,)), 1e5, Cause.UNKNOWN, "row 4"),
-        (broke("mul", HUGE, facts=ONLY_HERE, rows=(4,)), 1e5, Cause.OVERFLOW, "row 4"),
-        (AGAIN, 1, Cause.UNKNOWN, "no operation"),
-        (replace(AGAIN, failure="rows of such data cannot be named"), 1, Cause.UNKNOWN, "cannot be named"),
-        (
-            replace(AGAIN, rows=(7,), odd={7: fact("text", text="it is nan")}, batch_is_bad=True),
-            1,
-            Cause.DATA,
-            "Row 7: it is",
-        ),
-        (replace(AGAIN, batch_is_bad=True), 1, Cause.DATA, "fetched again"),
-        (broke("mul", rows=(7,), odd={7: fact("text", text="[1] is 1e+30")}), 1, Cause.DATA, "1e+30"),
+        (broke("exp", values(-310, 95), kind="nan"), 1, "overflow", "of values up to 95"),
+        (broke("special_i0", values(0, 93)), 1, "overflow", "up to 93"),
+        (broke("linalg_det", values(-9, 90)), 1, "overflow", "wider type"),
+        (broke("linalg_inv", UNIT), 1, "operation", "identity"),
+        (broke("Mine", UNIT, kind="nan"), 1, "operation", "Mine"),
+        (broke("ctc_loss", LOGS, facts=EVERYWHERE), 1, "operation", "empty, too long"),
+        (broke("mul", HUGE, facts=ONLY_HERE, rows=(4,)), 1e5, "overflow", "row 4"),
+        (broke("mul", rows=(7,), odd=ODD), 1, "bad_rows", "1e+30"),
         # An ordinary row that a singular operation meets.
-        (broke("sqrt", values(0, 1, zeros=1), rows=(7,)), 1, Cause.OPERATION, "1 element equal to 0"),
+        (broke("sqrt", values(0, 1, zeros=1), rows=(7,)), 1, "operation", "1 element equal to 0"),
     ],
 )
-def test_causes_of_what_is_not_finite(facts: Observations, climb: float, cause: Cause, said: str) -> None:
-    """Rows before operations, climbing before overflow; what is not known is said to be unknown."""
-    found = on_nonfinite(facts, climb)
-    assert found.cause is cause
+def test_what_an_operation_met(seen: Observations, climb: float, rule: str, said: str) -> None:
+    """A point where it has no value, or more than its type can hold."""
+    assert told(NOT_FINITE, replace(seen, climb=climb)) == rule
+    found = answer(NOT_FINITE, replace(seen, climb=climb))
     assert said in say(found.advice)
-    assert (found.rows != ()) == (cause is Cause.DATA and facts.rows != ())
-    assert found.culprit is None or cause in (Cause.OPERATION, Cause.OVERFLOW, Cause.EXPLOSION)
+    assert (found.rows != ()) == (rule == "bad_rows")
+
+
+ROW = replace(ONLY_HERE, rows=(4,))
+RARE = broke("sqrt", ZEROS, facts=ROW, others=128)
+RAISED = broke("Mine", UNIT, facts=ROW, kind="error", error="ValueError: no")
+# Of each rule what it answers, with whom it blames; and what matters to it: without that another one does.
+RULES: list[tuple[Any, str, Any, str, dict[str, Any], str]] = [
+    (NOT_FINITE, "bad_rows", replace(ROW, odd=ODD_ROW), "data rows", {"rows": (4, 5)}, "rows_fail"),
+    (NOT_FINITE, "bad_batch", replace(AGAIN, batch_is_bad=True), "data", {"everywhere": True}, "unseen"),
+    (
+        NOT_FINITE,
+        "is_given",
+        broke("fill", kind="nan", was_given=True),
+        "operation line",
+        {"was_given": False},
+        "operation",
+    ),
+    (NOT_FINITE, "climbed", replace(AGAIN, climb=1e5), "explosion", {"is_compared": True}, "unseen"),
+    (NOT_FINITE, "climbed", broke("mul", HUGE, climb=1e5), "explosion", {"climb": 9.0}, "overflow"),
+    (
+        NOT_FINITE,
+        "thrown_there",
+        broke("mul", HUGE, facts=EVERYWHERE, landed=9),
+        "explosion",
+        {"landed": 0},
+        "overflow",
+    ),
+    (NOT_FINITE, "gradient_too_large", replace(ROW, size=1e25), "overflow rows", {"size": 1e3}, "rows_fail"),
+    (NOT_FINITE, "ordinary_rows", replace(ROW, climb=1e5), "unknown suspects", {"climb": 9.0}, "rows_fail"),
+    (NOT_FINITE, "rows_fail", ROW, "unknown rows", {"rows": ()}, "unseen"),
+    (NOT_FINITE, "unseen", replace(AGAIN, failure="it cannot"), "unknown", {"climb": 1e5}, "climbed"),
+    (NOT_FINITE, "overflow", broke("mul", HUGE), "overflow line patch", {"culprit": culprit("sqrt")}, "operation"),
+    (NOT_FINITE, "rare_rows", RARE, "data line rows patch", {"others": 0}, "operation"),
+    (NOT_FINITE, "no_loss", broke("ctc_loss", LOGS, facts=ROW), "data rows", {"everywhere": True}, "operation"),
+    (NOT_FINITE, "operation", broke("sqrt", facts=ROW), "operation line patch", {"culprit": None}, "rows_fail"),
+    (
+        NOT_FINITE,
+        "operation",
+        replace(RARE, others=0, is_tried=True),
+        "operation line rows patch",
+        {"others": 9},
+        "rare_rows",
+    ),
+    (ERRORS, "bad_rows", replace(ROW, odd=ODD_ROW), "data rows", {"odd": {}}, "rows_raised"),
+    (ERRORS, "rare_rows", replace(RAISED, others=128), "data line rows", {"others": 0}, "rows_raised"),
+    (
+        ERRORS,
+        "thrown_there",
+        broke("Normal", HUGE, facts=EVERYWHERE, kind="domain", landed=2),
+        "explosion",
+        {"landed": 5},
+        "raised",
+    ),
+    (ERRORS, "then_raised", broke("sqrt", kind="nan"), "operation line patch", {"kind": "error"}, "batches_raise"),
+    (
+        ERRORS,
+        "raised",
+        broke("cholesky", kind="error"),
+        "operation line patch",
+        {"culprit": culprit("f")},
+        "batches_raise",
+    ),
+    (
+        ERRORS,
+        "raised_now",
+        replace(RAISED, have_passed=True),
+        "operation line rows",
+        {"have_passed": False},
+        "rows_raised",
+    ),
+    (ERRORS, "rows_raised", RAISED, "data rows", {"everywhere": True}, "batches_raise"),
+    (
+        ERRORS,
+        "batches_raise",
+        replace(EVERYWHERE, error="no"),
+        "unknown",
+        {"everywhere": False, "rows": (4,)},
+        "rows_raised",
+    ),
+    (SPIKES, "bad_rows", replace(ROW, odd=ODD_ROW), "data rows", {"odd": {}}, "ordinary_rows"),
+    (SPIKES, "rows_again", replace(ROW, are_again=True), "data rows", {"climb": 1e3}, "ordinary_rows"),
+    (SPIKES, "ordinary_rows", ROW, "unknown suspects", {"everywhere": True}, "other_batches_too"),
+    (SPIKES, "climbed", replace(EVERYWHERE, climb=1e3), "explosion", {"everywhere": False}, "this_batch_only"),
+    (SPIKES, "climbed", replace(AGAIN, climb=1e3), "explosion", {"climb": 9.0, "leap": 1e9}, "not_compared"),
+    (SPIKES, "climbed", replace(EVERYWHERE, leap=1e5), "explosion", {"leap": 1e3}, "other_batches_too"),
+    (SPIKES, "other_batches_too", EVERYWHERE, "unknown", {"climb": 1e3}, "climbed"),
+    (SPIKES, "this_batch_only", ONLY_HERE, "unknown", {"is_compared": False}, "not_compared"),
+    (SPIKES, "not_compared", AGAIN, "unknown", {"climb": 1e3}, "climbed"),
+]
+
+
+@pytest.mark.parametrize(("rules", "name", "seen", "blamed", "differs", "other"), RULES)
+def test_rules(rules: Any, name: str, seen: Any, blamed: str, differs: dict[str, Any], other: str) -> None:
+    """Each answers what it is for, with its cause and whom it blames, and not what differs in what matters."""
+    assert told(rules, seen) == name
+    assert told(rules, replace(seen, **differs)) == other
+    found = answer(rules, seen)
+    has = {"line": found.culprit, "rows": found.rows, "suspects": found.suspects, "patch": found.patchable}
+    assert " ".join([found.cause, *(one for one, value in has.items() if value)]) == blamed
+    assert "{" not in say(found.advice)
+    assert {one["fact"] for one in found.advice} <= SENTENCES.keys()
+
+
+def test_every_rule_has_its_rows() -> None:
+    for rules in (NOT_FINITE, ERRORS, SPIKES):
+        assert [rule.name for rule in rules] == [*dict.fromkeys(row[1] for row in RULES if row[0] is rules)]
 
 
 @pytest.mark.parametrize(("op", "is_patchable"), [("linalg_det", True), ("prod", True), ("mul", False)])
 def test_a_single_number_that_overflows_is_patched_only_if_it_is_a_product_of_many(op: str, is_patchable: bool) -> None:
     """Its logarithm may be what the program wants. A loss that overflows has to stay visible."""
-    assert on_nonfinite(broke(op, HUGE, is_scalar=True), 1).patchable is is_patchable
-
-
-@pytest.mark.parametrize(
-    ("facts", "climb", "cause", "rows", "said"),
-    [
-        (replace(AGAIN, rows=(3, 9), odd={3: fact("text", text="[1] is 1e+06")}), 1, Cause.DATA, (3,), "1e+06"),
-        (replace(AGAIN, rows=(3,)), 1, Cause.UNKNOWN, (), "row 3"),  # nothing is odd about it
-        (replace(AGAIN, everywhere=True, rows=(3,)), 1e3, Cause.EXPLOSION, (), "climbed to 1e+03 times"),
-        (replace(AGAIN, everywhere=True), 1, Cause.UNKNOWN, (), "Other batches"),
-        (ONLY_HERE, 1e3, Cause.UNKNOWN, (), "no row of it alone"),
-        (AGAIN, 1e3, Cause.EXPLOSION, (), "climbed"),  # and no other rows could be tried
-        (AGAIN, 1, Cause.UNKNOWN, (), "no other rows"),
-    ],
-)
-def test_causes_of_spikes(facts: Observations, climb: float, cause: Cause, rows: tuple[int, ...], said: str) -> None:
-    """A row that makes a healthy batch jump is to blame; where every batch jumps, an explosion, if it climbed there."""
-    found = on_spike(facts, climb)
-    assert (found.cause, found.rows) == (cause, rows)
-    assert said in say(found.advice)
-
-
-def test_rows_that_take_a_gradient_out_of_range_are_named_though_no_operation_broke() -> None:
-    """Only where other rows do not, and where it was measured: what is ordinary in size stays unknown."""
-    found = on_nonfinite(replace(ONLY_HERE, rows=(4,), size=1e25), 1)
-    assert (found.cause, found.rows, found.culprit) == (Cause.OVERFLOW, (4,), None)
-    assert "1e+25" in say(found.advice)
-    for facts in (replace(ONLY_HERE, rows=(4,), size=1e3), replace(EVERYWHERE, rows=(4,), size=1e25)):
-        assert on_nonfinite(facts, 1).cause is Cause.UNKNOWN
+    assert answer(NOT_FINITE, broke(op, HUGE, is_scalar=True)).patchable is is_patchable
 
 
 LOOP, LARGE = values(-5, 5, zeros=800), values(-1e9, 1e9)
@@ -167,7 +239,7 @@ def test_a_line_is_not_blamed_where_the_weights_have_led_it_there(
     facts: Observations, leap: float, landed: int, cause: Cause
 ) -> None:
     """Only where every batch breaks, soon after the first updates or after the loss has leaped."""
-    found = on_nonfinite(facts, 1, leap, landed=landed)
+    found = answer(NOT_FINITE, replace(facts, leap=leap, landed=landed))
     assert (found.cause, found.culprit is None) == (cause, cause is Cause.EXPLOSION)
 
 
@@ -187,14 +259,14 @@ def test_what_raises_at_weights_that_were_thrown_away_accuses_no_line(
     facts: Observations, landed: int, cause: Cause
 ) -> None:
     """A distribution refuses what the first updates have made of its parameters: the rate is to blame."""
-    assert on_error(facts, "ValueError: no", landed=landed).cause is cause
+    assert answer(ERRORS, replace(facts, error="ValueError: no", landed=landed)).cause is cause
 
 
 def test_ranks_that_break_at_different_lines_blame_no_rows() -> None:
     """The line that is named is one rank's, and the rows may be another's."""
     by_rank = [broke("log", ZEROS, facts=ONLY_HERE, rows=(7,), others=128), broke("sqrt", ZEROS, facts=ONLY_HERE)]
-    assert on_nonfinite(together(by_rank[:1]), 1).cause is Cause.DATA
-    assert on_nonfinite(together(by_rank), 1).cause is Cause.OPERATION
+    assert told(NOT_FINITE, merge_ranks(by_rank[:1])) == "rare_rows"
+    assert told(NOT_FINITE, merge_ranks(by_rank)) == "operation"
 
 
 @pytest.mark.parametrize(
@@ -209,7 +281,8 @@ def test_what_follows_from_armor_accuses_no_other_line(op: str, kind: str, is_sc
     """The line that broke first stays the culprit; what breaks of its values may be patched too, and is reported."""
     first = replace(culprit("sqrt", values(-1, 1)), line=30)
     last = culprit(op, values(0, 1, zeros=1))
-    found = on_nonfinite(replace(ONLY_HERE, culprit=last, kind=kind, is_scalar=is_scalar, after=first, rows=(4,)), 1)
+    seen = replace(ONLY_HERE, culprit=last, kind=kind, is_scalar=is_scalar, after=first, rows=(4,))
+    found = answer(NOT_FINITE, seen)
     assert (found.cause, found.culprit, found.symptom, found.broken) == (cause, first, last, last)
     assert found.patchable is not is_scalar
     assert found.advice == (
@@ -223,10 +296,10 @@ def test_ranks_learn_the_same() -> None:
     idle = Observations()
     one = replace(AGAIN, rows=(5,), odd={5: fact("text", text="[0] is nan")})
     other = replace(AGAIN, rows=(2,), culprit=culprit("log"), kind="inf")
-    assert together([idle, one, other]) == together([idle, other, one])
-    both = together([idle, one, other])
+    assert merge_ranks([idle, one, other]) == merge_ranks([idle, other, one])
+    both = merge_ranks([idle, one, other])
     assert (both.rows, both.culprit, both.reproduced) == ((2, 5), culprit("log"), True)
-    assert together([idle, idle]) == idle
+    assert merge_ranks([idle, idle]) == idle
 
 
 def test_rows_that_raise_are_told_with_the_line() -> None:
@@ -275,7 +348,7 @@ def test_rows_that_break_only_together_are_not_named() -> None:
     assert searched(8, lambda places: {1, 6} <= set(places)) == ()
 
 
-def told(facts: Facts) -> list[str]:
+def said_of(facts: Facts) -> list[str]:
     return [say([one]) for one in facts]
 
 
@@ -285,17 +358,17 @@ Point = namedtuple("Point", ["x", "y"])
 def test_what_is_odd_about_a_row() -> None:
     """Fields and places of values that are not finite; fields far beyond those of other rows."""
     row = {"image": torch.tensor([[0.0, math.nan], [math.inf, 1.0]]), "label": 3, "weight": math.nan}
-    assert told(nonfinite_fields(row)) == ["['image'] at [0, 1] is NaN, and 1 more", "['weight'] is NaN"]
+    assert said_of(nonfinite_fields(row)) == ["['image'] at [0, 1] is NaN, and 1 more", "['weight'] is NaN"]
     nested = ([UserDict(a={"b": math.nan, 3: math.inf})], Point(math.nan, 1.0), {"x": [0.0, torch.tensor(-math.inf)]})
     places = ["[0][0]['a']['b'] is NaN", "[0][0]['a'][3] is inf", "[1].x is NaN", "[2]['x'][1] is -inf"]
-    assert told(nonfinite_fields(nested)) == places
-    assert told(nonfinite_fields(nested[1])) == [".x is NaN"]
-    assert told(nonfinite_fields([0.0, math.nan])) == ["element 1 is NaN"]
-    assert told(nonfinite_fields(math.nan)) == ["its value is NaN"]
+    assert said_of(nonfinite_fields(nested)) == places
+    assert said_of(nonfinite_fields(nested[1])) == [".x is NaN"]
+    assert said_of(nonfinite_fields([0.0, math.nan])) == ["element 1 is NaN"]
+    assert said_of(nonfinite_fields(math.nan)) == ["its value is NaN"]
     others = [(torch.randn(8), 1.0) for _ in range(50)]
     assert outlying_fields((torch.randn(8), 1.5), others, 4.0) == ()
     far = outlying_fields((torch.randn(8), -4e6), others, 1e4)
-    assert told(far) == ["element 1 is -4e+06, where 50 other rows stay within ±1"]
+    assert said_of(far) == ["element 1 is -4e+06, where 50 other rows stay within ±1"]
     usual = usual_sizes([{"x": torch.tensor([[0.5, n / 8]])} for n in range(8)])
     assert far_above({"x": torch.tensor([[-2.0, 0.0]])}, usual, 10.0) == ()
     for odd, value in ((torch.tensor([[0.0, -367.0]]), -367.0), (torch.tensor([[0.0, 367.0j]]), 367.0)):
