@@ -24,6 +24,7 @@ from resilient_train.data.samples import Slicing
 from resilient_train.data.sequential import RowStream
 from resilient_train.errors import TrainError
 from resilient_train.reader import DiskConfig
+from resilient_train.wording import say
 
 STEPS, BATCH = 40, 16
 INPUTS = torch.randn(200, 6, generator=torch.Generator().manual_seed(3))
@@ -203,7 +204,7 @@ def test_rows_that_always_raise_are_not_waited_for(caplog: pytest.LogCaptureFixt
     guard = trained(Rows(fails))
     assert {row for one in guard.incidents for row in one.diagnosis.rows} == {17, 90}
     assert {one.anomaly.signal for one in guard.incidents} == {"exception"}
-    assert f"{__file__}:" in guard.incidents[0].diagnosis.advice
+    assert f"{__file__}:" in say(guard.incidents[0].diagnosis.advice)
     assert "tried again in" not in caplog.text
 
 
