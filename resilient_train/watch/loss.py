@@ -114,8 +114,18 @@ class Level(PlainState):
     """
 
     saved = (
-        *("losses", "ready", "median", "spread", "scale", "first", "best", "has_no_limit"),
-        *("rare", "_outliers", "_seen", "_fresh"),
+        "losses",
+        "ready",
+        "median",
+        "spread",
+        "scale",
+        "first",
+        "best",
+        "has_no_limit",
+        "rare",
+        "_outliers",
+        "_seen",
+        "_fresh",
     )
 
     def __init__(self, config: JumpConfig) -> None:

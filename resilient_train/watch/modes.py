@@ -125,7 +125,7 @@ class NormStatistics(Scan):
                 continue
             self._out.add(name)
             if was_out:
-                return Found(Signal.WEIGHTS_JUMP, name, fact("statistics_out", name=name, value=value, usual=usual))
+                return Found(Signal.WEIGHTS_JUMP, fact("statistics_out", name=name, value=value, usual=usual))
         if not self._out:
             self.clean_step = step
         return None

@@ -63,7 +63,7 @@ class Moments(Scan):
         if below := [(depth, moment.name) for moment, depth in depths.items() if 0 < depth < inf]:
             depth, name = max(below)
             evidence = fact("moment_negative", name=name, value=-depth)
-            found = Found(Signal.OPTIMIZER_RANGE, name, evidence, acceptable=False)
+            found = Found(Signal.OPTIMIZER_RANGE, evidence, acceptable=False)
         else:
             named = {**{moment.name: value for moment, value in plain.items()}, **sums}
             # A user's own optimizer may have an infinity on purpose, such as a best loss.
@@ -84,7 +84,7 @@ class Moments(Scan):
                 worst = now / least
                 sizes = {"before": before, "now": now, "least": least}
                 evidence = fact("moments_shrank", name=moment.name, updates=self.updates, **sizes)
-                found = Found(Signal.OPTIMIZER_RANGE, moment.name, evidence)
+                found = Found(Signal.OPTIMIZER_RANGE, evidence)
         return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

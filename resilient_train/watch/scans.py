@@ -204,12 +204,12 @@ class Scans:
         self._pending = None
         by_scan: dict[str, list[dict[Any, float]]] = {}
         for row in pending[1]:
-            measured = dict(zip(row.items, numbers, strict=False))  # ends with the items
-            by_scan.setdefault(row.scan, []).append(measured)
+            by_scan.setdefault(row.scan, []).append(dict(zip(row.items, numbers, strict=False)))  # ends with the items
         damage: list[tuple[Found, int]] = []
-        for name, scan in self._by_name().items():
-            clean = scan.clean_step
-            found = scan.judge(step, *by_scan[name]) if name in by_scan else None
+        scans = self._by_name()
+        for name, measured in by_scan.items():
+            clean = scans[name].clean_step
+            found = scans[name].judge(step, *measured)
             if found is not None and not self._is_on_purpose(step, clean, found):
                 damage.append((found, clean))
         if not damage:

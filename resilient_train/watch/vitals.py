@@ -89,8 +89,17 @@ def read_vitals(
         signal = Signal.GRAD_SPIKE
     overflowed = scale is not None and signal is Signal.NONFINITE_GRAD
     return Vitals(
-        *(tick, step + (signal is None), signal is None, loss, grad_norm, lr, start, stop),
-        *(None if overflowed else signal, overflowed, scale),
+        tick,
+        step + (signal is None),
+        signal is None,
+        loss,
+        grad_norm,
+        lr,
+        start,
+        stop,
+        None if overflowed else signal,
+        overflowed,
+        scale,
         ranks=() if signal is None else _where_not_finite(by_rank()),
         stop_asked=stop_asked > 0,
         ranks_agree=most == least,

@@ -25,10 +25,13 @@ _LOUD = 100.0  # times the largest weight of the model
 
 class Found(NamedTuple):
     signal: Signal
-    subject: str  # the name of a tensor, mostly
-    evidence: Facts
+    evidence: Facts  # one, with the name of a tensor or a layer
     acceptable: bool = True  # it can be on purpose, as a weight that is not finite cannot
     size: float = 0.0  # of what is there now
+
+    @property
+    def subject(self) -> str:
+        return str(self.evidence[0]["name"])
 
     def is_like(self, other: Found) -> bool:
         """Say whether it is about as large: damage differs each time, what code writes does not."""
@@ -46,7 +49,7 @@ def nonfinite(signal: Signal, values: Mapping[str, float], free: Collection[str]
         return None
     first = bad[0]
     evidence = fact("not_finite", name=first, value=values[first], more=len(bad) - 1, count=len(values))
-    return Found(signal, first, evidence, acceptable=first.startswith(KEPT))
+    return Found(signal, evidence, acceptable=first.startswith(KEPT))
 
 
 class Scan(PlainState):
@@ -211,7 +214,7 @@ class Weights(Scan):
             excess, evidence = self._excess(weight, base, seen, loudest)
             if excess > worst:
                 size = seen.largest[weight.name]
-                worst, found = excess, Found(Signal.WEIGHTS_JUMP, weight.name, evidence, size=size)
+                worst, found = excess, Found(Signal.WEIGHTS_JUMP, evidence, size=size)
         return found
 
     def _excess(self, weight: Weight, base: _Measured, seen: _Measured, loudest: float) -> tuple[float, Facts]:
