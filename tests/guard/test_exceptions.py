@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from resilient_train.adapters import arguments
 from resilient_train.adapters.guard import Guard
 from resilient_train.types import Cause, Signal
+from resilient_train.wording import say
 
 ROWS, STEPS = 256, 60
 BAD = (40, 171)
@@ -375,7 +376,7 @@ def test_a_matrix_for_which_no_patch_has_a_value_ends_the_run() -> None:
     with pytest.raises(torch.linalg.LinAlgError) as raised:  # type: ignore[attr-defined]
         narrowed("balanced", inverted, incidents)
     assert any("raise as well" in note for note in raised.value.__notes__)
-    assert [one.diagnosis.advice.partition(" _Lin")[0] for one in incidents] == ["Every batch raises"]
+    assert [say(one.diagnosis.advice).partition(" _Lin")[0] for one in incidents] == ["Every batch raises"]
 
 
 def test_a_line_that_rows_have_passed_before_is_named() -> None:
