@@ -257,11 +257,15 @@ def place_of(culprit: Facts, tree: Path) -> str:
 
 
 def flat(facts: Facts, other: Facts) -> dict[str, str]:
-    """Each fact by its name: those of an incident one by one, if the other side has it, too."""
+    """Each fact by its name: those of an incident one by one, if the other side has it, too.
+
+    Why a run gave up is said differently by different versions: it counts that it did.
+    """
     found: dict[str, str] = {}
     for name, value in facts.items():
         if isinstance(value, dict) and isinstance(other.get(name), dict):
-            found |= {f"{name}, {key}": json.dumps(one) for key, one in value.items()}
+            compared = {key: one is not None if key == "gave_up" else one for key, one in value.items()}
+            found |= {f"{name}, {key}": json.dumps(one) for key, one in compared.items()}
         elif name not in NOT_COMPARED:
             found[name] = json.dumps(value)
     return found
