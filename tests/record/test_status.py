@@ -88,8 +88,8 @@ def test_how_the_training_fares(incidents: list[Any], running: str, verdict: str
     """In one word while it runs, and in summary.json once it is complete."""
     met = [one if one in (OBSERVED, ON_PURPOSE) else incident(1, one) for one in incidents]
     assert status_of(RunFacts(incidents=met, **RUNS)).status == running
-    assert status_of(RunFacts(incidents=met, is_closed=True)).verdict == verdict
-    assert status_of(RunFacts(incidents=met, is_closed=False)).verdict == "ended"
+    assert status_of(RunFacts(incidents=met, is_closed=True)).written()["verdict"] == verdict
+    assert status_of(RunFacts(incidents=met, is_closed=False)).written()["verdict"] == "ended"
     assert status_of(RunFacts(incidents=met)).status == "failed", "it was killed"
 
 
@@ -101,7 +101,7 @@ def test_how_the_training_fares(incidents: list[Any], running: str, verdict: str
         ({"is_stalled": True, "is_above_best": True}, OFF, "unrecovered"),
         ({"is_stalled": True, "planned": 1}, CURED, "recovered"),  # closed before its end
         (written("completed", 0, verdict="no_progress"), CURED, "no_progress"),
-        (written("completed", 0, verdict="well"), CURED, "recovered"),
+        (written("completed", 0, verdict="well"), CURED, "clean"),
         (written("failed", 1, verdict="unheard of"), CURED, "failed"),
         (written("closed", 0, verdict="closed"), OPEN, "recovering"),
     ],
