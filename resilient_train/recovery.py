@@ -36,7 +36,7 @@ from resilient_train.types import (
     Signal,
     fact,
 )
-from resilient_train.wording import final_message, log, say, why_of
+from resilient_train.wording import describe, log, say
 
 
 class Recovery:
@@ -219,8 +219,8 @@ class Recovery:
         self.incident_log.close(incident)
         path, _ = self._restore_best(incident.anomaly.since)
         if self.parts.world.is_main:  # the other ranks do not know where the state was written
-            log.error("%s", final_message(incident, path))
-        self.end(GaveUp(f"gave up at step {incident.anomaly.step}: {why_of(incident)}", path))
+            log.error("%s", describe(incident, "final", last_good=path))
+        self.end(GaveUp(f"gave up at step {incident.anomaly.step}: {say(incident.decision.gave_up or ())}", path))
 
     def end(self, error: TrainError) -> NoReturn:
         """Report an error that ends the run, and raise it."""

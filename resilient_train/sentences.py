@@ -1,13 +1,15 @@
 """Every sentence about a run, by the kind of the fact that it says. `wording` fills them in.
 
-`{name}` is a value of the fact and `{name:spec}` its format: one of numbers, as in `{loss:.4g}`; `rows`, `ranks`, `names`
-of a list; `place` of a line of code; `say` of facts inside of a fact; any other word is a unit, as in `{count:update}`.
-A part in `<...>` is left out if one of its values is missing, empty, false or 0; one in `<name?...>` if that value is, and
-one in `<!name?...>` if it is not.
+`{name}` is a value of the fact and `{name:spec}` its format: one of numbers, as in `{loss:.4g}`; `rows`, `ranks`,
+`names` of a list; `place` of a line of code; `say`, `list`, `lines`, `sentences` of facts inside of a fact; the kind of
+another sentence, which is filled in with the value; any other word is a unit, as in `{count:update}`.
+A part in `<...>` is left out if one of its values is missing, empty, false or 0; one in `<name?...>` if that value is,
+one in `<!name?...>` if it is not, one in `<name=word?...>` if it is not that word.
 """
 
 from __future__ import annotations
 
+from resilient_train.run_sentences import PARTS, RUN
 from resilient_train.types import ACCEPTED, OBSERVE, TRIAL, Outcome, Signal
 
 SIGNALS = {
@@ -331,6 +333,7 @@ GAVE_UP = {
     "refused_in_window": "the budget of {count:refused update} within {window:update} is used up",
     "incidents_in_window": "the budget of {count:incident} within {window:update} is used up",
     "incidents_in_run": "the budget of {count:incident} in a run is used up",
+    "nothing_left": "the policy has nothing left",
     "data_broken": "the data set is broken: {bad} of its {rows:row} are bad, and the budget allows for {allowed}",
 }
 
@@ -350,25 +353,27 @@ CHANGES = {
 
 # Remedies. Settings that their sentence does not name follow in brackets.
 REMEDIES = {
-    "rewind": "rewound< to step {rewound_to} (verified)>",
-    "skip": "skipped< {updates:update} of data>",
+    "rewind": (
+        "<rewound?rewound to step {rewound_to} (verified)><!rewound?not rewound: no verified snapshot><older?><steps?>"
+    ),
+    "skip": "skipped<!updates? the suspect samples>< {updates:update} of data>",
     "quarantine": "quarantined< {rows:rows}>",
     "repeat": "retried the update",
     "report": "reported only",
     "reset_moments": "reset the optimizer's moments",
-    "lower_lr": "learning rate< x{factor}>< with {rewarm:step} of warm-up>",
-    "limit_lr": "learning rate capped< at {to}>",
-    "tighten_clip": "gradient clip< x{factor}><: a norm of {to}>",
+    "lower_lr": "learning rate< x{factor}>< with {rewarm:step} of warm-up><by_loss?><lasting?>",
+    "limit_lr": "learning rate capped< at {to:rate}><leapt_to? and falling with the schedule>",
+    "tighten_clip": "<!to?gradient clip><!to? x{factor}><gradients clipped to a norm of {to}>",
     "limit_update": "updates limited< to {share} of the weights' norm>",
     "lower_decay": "weight decay x{factor}",
     "raise_eps": "epsilon< x{factor}>",
     "mend_eps": "epsilon raised: it rounds to 0 in its dtype",
-    "armor": "patched< {symptom}, too>",
+    "armor": "patched<!symptom? that line>< {symptom:culprit}, too>",
     "lower_loss_scale": "loss scale< x{factor}>",
     "higher_precision": "full precision< for {steps:step}>",
     TRIAL: "tried< {of} remedies>< for {steps:step}>",
     OBSERVE: "only observed",
-    "go_on": "the run was resumed",
+    "go_on": "<!restarted?the run was resumed><restarted?no checkpoint: restarted at step 0>",
     "fall_back": "fell back to the previous one",
     "try_again": "training continues, and saving is retried",
     "smaller_batch": "smaller micro-batches, more of them to an update",
@@ -376,4 +381,4 @@ REMEDIES = {
     ACCEPTED: "taken as a change on purpose",
 }
 
-SENTENCES: dict[str, str] = {**EVIDENCE, **ROWS, **ADVICE, **GAVE_UP, **CHANGES}
+SENTENCES: dict[str, str] = {**EVIDENCE, **ROWS, **ADVICE, **GAVE_UP, **CHANGES, **PARTS, **RUN}

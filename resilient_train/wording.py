@@ -1,4 +1,4 @@
-"""Incidents in words: for the terminal, the end of a run, reports, and the tags of MLflow's list."""
+"""Facts into words: fills in the templates of `sentences`, for an incident with what is known of it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from dataclasses import asdict
+from datetime import datetime
 from typing import Any
 
+from resilient_train.run_sentences import INCIDENT
 from resilient_train.sentences import OUTCOMES, REMEDIES, SENTENCES, SIGNALS, SINGULAR
 from resilient_train.types import (
     Action,
@@ -16,9 +18,12 @@ from resilient_train.types import (
     Cause,
     Culprit,
     Diagnosis,
+    Facts,
     Incident,
     Outcome,
     Signal,
+    Tried,
+    fact,
 )
 
 log = logging.getLogger("resilient_train")
@@ -34,34 +39,40 @@ _NOT_ABOUT_WEIGHTS = {
 
 # ----------------------------------------------------------------------------------------------------- facts into words
 
-_OPTIONAL = re.compile(r"<(?:(!?)(\w+)\?)?([^<>]*)>")
+_OPTIONAL = re.compile(r"<(?:(!?)(\w+)(?:=(\w+))?\?)?([^<>]*)>")
 _FIELD = re.compile(r"\{(\w+):?([^{}]*)\}")
+_NAME = re.compile(r"[{<!](\w+)[:}?=]")
 
 
 def say(facts: Iterable[Mapping[str, Any]], between: str = " ") -> str:
-    """Return the sentences of some facts; of a kind that is not known, the kind and its values."""
-    return between.join(_sentence(one) for one in facts)
+    """Return the sentences of some facts and remedies; of a kind that is not known, the kind and its values."""
+    return between.join(map(_sentence, facts))
 
 
-def _sentence(fact: Mapping[str, Any]) -> str:
-    template = SENTENCES.get(str(fact.get("fact")))
-    return " ".join(f"{name} {value}" for name, value in fact.items()) if template is None else fill(template, fact)
+def _sentence(known: Mapping[str, Any]) -> str:
+    if (template := SENTENCES.get(known.get("fact", ""))) is not None:
+        return fill(template, known)
+    kind, *rest = known  # a remedy, perhaps of the user's: a dotted name
+    template = REMEDIES.get(known[kind], f"{{{kind}}}")
+    said = _NAME.findall(template)
+    more = [name for name in rest if name not in said and known[name] is not None]
+    settings = ", ".join(f"{name.replace('_', ' ')} {_amount(known[name])}" for name in more)
+    return fill(template, known) + (f" ({settings})" if more else "")
 
 
-def fill(template: str, values: Mapping[str, Any], used: set[str] | None = None) -> str:
-    """Fill in a template as `sentences` describes them; note in `used` which values it names."""
+def fill(template: str, values: Mapping[str, Any]) -> str:
+    """Fill in a template as `sentences` describes them."""
 
     def optional(part: re.Match[str]) -> str:
-        negated, flag, text = part.groups()
-        if flag:
-            return text if bool(values.get(flag)) != bool(negated) else ""
-        return text if all(values.get(name) for name, _ in _FIELD.findall(text)) else ""
+        negated, name, wanted, text = part.groups()
+        own = [values.get(name) for name, _ in _FIELD.findall(text)]
+        if name is None:
+            return text if all(own) else ""
+        holds = values.get(name) == wanted if wanted else bool(values.get(name))
+        return text if holds != bool(negated) and None not in own else ""
 
     def field(found: re.Match[str]) -> str:
-        name, spec = found.groups()
-        if used is not None:
-            used.add(name)
-        return _formatted(values[name], spec)
+        return _formatted(values[found[1]], found[2])
 
     return _FIELD.sub(field, _OPTIONAL.sub(optional, template))
 
@@ -69,225 +80,11 @@ def fill(template: str, values: Mapping[str, Any], used: set[str] | None = None)
 def _formatted(value: Any, spec: str) -> str:
     if (of := _SPECS.get(spec)) is not None:
         return of(value)
+    if (template := SENTENCES.get(spec)) is not None:
+        return fill(template, value)
     if "." in spec or spec in ("g", "d"):  # text, where a number was not finite
         return value if isinstance(value, str) else format(value, spec)
     return counted(value, spec)
-
-
-def place_named(where: Mapping[str, Any]) -> str:
-    at = f" at {os.path.basename(where['file'])}:{where['line']}" if where["file"] else ""
-    return f"`{where['op']}`{at}"
-
-
-def describe(incident: Incident) -> str:
-    diagnosis = incident.diagnosis
-    return _indented(
-        f"! incident {incident.id:,}, {_sign(incident)}",
-        evidence_of(incident.anomaly),
-        f"{_cause(diagnosis)}; {_done(incident)}",
-        *(f"  {line}" for line in describe_arms(incident)),
-        f"advice: {say(diagnosis.advice)}" if diagnosis.advice else "",
-    )
-
-
-def evidence_of(anomaly: Anomaly) -> str:
-    return say(anomaly.evidence, "; ")
-
-
-def describe_arms(incident: Incident) -> list[str]:
-    """Say how the arms of a trial went, a line each; nothing if there was no trial."""
-    return [
-        f"{_arm(one.actions, incident)}: later loss {one.loss:.4g}, {counted(one.anomalies, 'update')} refused"
-        + (", chosen" if one.won else "")
-        for one in incident.tried
-    ]
-
-
-def _arm(actions: Sequence[Action], incident: Incident) -> str:
-    if [one.remedy for one in actions] == ["rewind"] and incident.rewound_to is not None:  # the others began there
-        return f"as it is, from step {incident.rewound_to:,}"
-    return ", ".join(_remedy(action, incident) for action in actions) or "as it is"
-
-
-def drill_suffix(incident: Incident) -> str:
-    """Say that a drill caused an incident, to append to other words; empty if none did."""
-    return f", on purpose (drill: {incident.drill})" if incident.drill else ""
-
-
-def describe_outcome(incident: Incident, healthy_steps: int | None = None) -> str:
-    return f"incident {incident.id:,}: {outcome_of(incident, healthy_steps)}"
-
-
-def outcome_of(incident: Incident, healthy_steps: int | None = None) -> str:
-    match incident.outcome:
-        case Outcome.RECOVERED if healthy_steps is not None:
-            why = f"; {counted(healthy_steps, 'healthy step')} since"
-        case Outcome.UNRECOVERED:
-            why = f"; {why_unrecovered(incident)}"
-        case Outcome.GAVE_UP:
-            why = f"; {why_of(incident)}"
-        case _:
-            why = ""
-    return f"{OUTCOMES[incident.outcome]}{further(incident)}{why}"
-
-
-def further(incident: Incident) -> str:
-    """Say how many anomalous updates followed an incident and were treated like it, to append to other words."""
-    return f"; the same fault {counted(incident.further, 'more time')}" if incident.further else ""
-
-
-def why_unrecovered(incident: Incident) -> str:
-    if incident.diagnosis.cause is Cause.PROCESS:
-        return "no state could be saved from then on"
-    if incident.outcome is Outcome.RECURRED:
-        return "the same came again until the end, and what was done was not enough"
-    return "the loss did not come back to where it was"
-
-
-def first_sign(incident: Incident) -> str:
-    evidence = evidence_of(incident.anomaly)
-    return " ".join(f"{_sign(incident)}{f'; {evidence}' if evidence else ''}".split())
-
-
-def describe_treatment(incident: Incident) -> str:
-    """Say in one line what the cause was, what was done about it, and, once that is known, whether it helped."""
-    is_known = incident.outcome is not None and incident.decision.gave_up is None
-    outcome = f"; {OUTCOMES[incident.outcome]}" if is_known else ""
-    return f"{_cause(incident.diagnosis)}; {' '.join(_done(incident).split())}{outcome}"
-
-
-def final_message(incident: Incident, last_good: Path | None) -> str:
-    anomaly = incident.anomaly
-    may_be_meant = anomaly.landed and anomaly.signal in _MAY_BE_MEANT
-    declared = f"run again with expect=[{anomaly.since + 1}]{'; it resumes there' if last_good else ''}"
-    return _indented(
-        f"gave up at {_sign(incident)}",
-        f"if step {anomaly.since + 1:,} changes something on purpose, {declared}" if may_be_meant else "",
-        evidence_of(anomaly),
-        _cause(incident.diagnosis),
-        f"why: {why_of(incident)}",
-        f"last good weights: {last_good or 'none were written'}",
-        f"what to try next: {say(incident.diagnosis.advice)}" if incident.diagnosis.advice else "",
-    )
-
-
-def tags(incidents: Sequence[Incident], status: str) -> dict[str, str]:
-    """Return the tags that MLflow's list of runs is filtered by; a run without incidents has only the first two."""
-    found = {"resilience.status": status, "resilience.incidents": str(len(incidents))}
-    if incidents:
-        last = incidents[-1]
-        found["resilience.last_incident"] = f"{_sign(last)}; {describe_treatment(last)}"
-        found["resilience.cause"] = ", ".join(dict.fromkeys(one.diagnosis.cause for one in incidents))
-    if drills := dict.fromkeys(one.drill for one in incidents if one.drill):
-        found["resilience.drill"] = ", ".join(drills)
-    return found
-
-
-def _sign(incident: Incident) -> str:
-    anomaly = incident.anomaly
-    return f"step {anomaly.step:,}: {noticed(anomaly)}{reached_suffix(incident)}{drill_suffix(incident)}"
-
-
-def noticed(anomaly: Anomaly, *, by_name: bool = True) -> str:
-    has_place = anomaly.ranks and anomaly.signal is not Signal.RANK_MISMATCH  # whose evidence names the ranks
-    where = f" on {rank_names(sorted(anomaly.ranks))}" if has_place else ""
-    return f"{SIGNALS[anomaly.signal]}{where}" + (f" ({anomaly.signal})" if by_name else "")
-
-
-def reached_suffix(incident: Incident) -> str:
-    """Say whether an incident reached the weights, to append to other words; empty if it is not about weights."""
-    anomaly = incident.anomaly
-    if anomaly.signal in _NOT_ABOUT_WEIGHTS:
-        return ""
-    if not anomaly.landed:
-        return ", let through" if incident.is_observed else ", refused before it reached the weights"
-    first = anomaly.since + 1
-    return ", in the weights already" if first >= anomaly.step else f", in the weights since step {first:,}"
-
-
-def _cause(diagnosis: Diagnosis) -> str:
-    details = [describe_culprit(diagnosis.culprit)] if diagnosis.culprit else []
-    if diagnosis.rows:
-        details.append(rows_named(diagnosis.rows))
-    return f"cause {diagnosis.cause}" + (f" ({'; '.join(details)})" if details else "")
-
-
-def describe_culprit(culprit: Culprit) -> str:
-    module = f" in {culprit.module}" if culprit.module else ""
-    return f"{culprit.op}{module}, {culprit.file}:{culprit.line}, {culprit.phase}"
-
-
-def describe_cost(incident: Incident) -> str:
-    return _lost(incident) + (f", {incident.seconds:,.2f} s" if incident.seconds >= 0.005 else "")
-
-
-def rows_named(rows: Sequence[int], most: int = 4) -> str:
-    """Name some rows: "rows 3, 77 and 5 more"."""
-    return f"{'row' if len(rows) == 1 else 'rows'} {_listed(rows, most)}"
-
-
-def rate_named(times: float) -> str:
-    return "the configured one" if times == 1 else f"x{times:.3g} of the configured one"
-
-
-def rank_names(ranks: Sequence[int]) -> str:
-    """Name some ranks: "rank 3", "ranks 0, 1 and 3"."""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {_listed(ranks, 8)}"
-
-
-def names_listed(names: Sequence[str]) -> str:
-    """Name some weights or layers: "`head.weight`, `head.bias` and 5 more"."""
-    return _listed([f"`{name}`" for name in names], 3)
-
-
-def _listed(names: Sequence[object], most: int) -> str:
-    shown = [str(name) for name in names[:most]]  # numbers without commas, as they are looked up
-    if more := len(names) - len(shown):
-        shown.append(f"{more:,} more")
-    return " and ".join(filter(None, [", ".join(shown[:-1]), shown[-1]]))
-
-
-def _done(incident: Incident) -> str:
-    if incident.decision.gave_up is not None:
-        return f"gave up: {say(incident.decision.gave_up)}"
-    took = f", in {incident.seconds:,.2f} s" if incident.rewound_to is not None else ""
-    return f"{remedies_of(incident) or 'nothing was done'}{took}; {_lost(incident)}"
-
-
-def _lost(incident: Incident) -> str:
-    refused = not incident.anomaly.landed and incident.rewound_to is None
-    lost = 0 if incident.steps_lost <= refused else incident.steps_lost  # an attempt that was refused held nothing yet
-    return f"{counted(lost, 'step')} lost"
-
-
-def remedies_of(incident: Incident) -> str:
-    return ", ".join(_remedy(action, incident) for action in incident.decision.actions)
-
-
-def _remedy(action: Action, incident: Incident) -> str:
-    settings: dict[str, Any] = {**action.settings}
-    if action.remedy == "rewind" and incident.rewound_to is None:
-        return "not rewound: no verified snapshot"
-    if action.remedy == "go_on" and incident.rewound_to == 0:
-        return "no checkpoint: restarted at step 0"
-    if action.remedy == "rewind":
-        settings = {"rewound_to": incident.rewound_to}
-    elif action.remedy == "quarantine":
-        settings = {"rows": incident.diagnosis.rows}
-    elif action.remedy == "armor" and (where := incident.diagnosis.symptom) is not None:
-        settings = {"symptom": f"{where.op}, {where.file}:{where.line}"}
-    elif action.remedy == "limit_lr" and isinstance(to := settings.get("to"), int | float):
-        settings["to"] = f"{rate_named(to)}{' and falling with the schedule' * bool(settings.get('leapt_to'))}"
-    elif settings.get("factor") == 1 or (action.remedy == "tighten_clip" and settings.get("to")):
-        settings.pop("factor", None)
-    settings = {name: value for name, value in settings.items() if value is not None and name not in _UNSAID}
-    used = set[str]()
-    said = fill(REMEDIES.get(action.remedy, action.remedy), settings, used)  # one of the user's, perhaps a dotted name
-    rest = (f"{name.replace('_', ' ')} {_amount(value)}" for name, value in settings.items() if name not in used)
-    return f"{said} ({more})" if (more := ", ".join(rest)) else said
-
-
-_UNSAID = ("by_loss", "lasting", "leapt_to")  # settings
 
 
 def printable(text: str) -> str:
@@ -307,16 +104,36 @@ def _amount(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, list | tuple):
         return str(len(value))
-    return f"{value:,}" if isinstance(value, int) else f"{value:.3g}" if isinstance(value, float) else str(value)
+    if isinstance(value, int | float):
+        return format(value, "," if isinstance(value, int) else ".3g")
+    return " ".join(str(value).splitlines())  # the user's, perhaps
 
 
-def why_of(incident: Incident) -> str:
-    return _indented(say(incident.decision.gave_up or ())) or "the policy has nothing left"
+def rows_named(rows: Sequence[int], most: int = 4) -> str:
+    """Name some rows: "rows 3, 77 and 5 more"."""
+    return f"{'row' if len(rows) == 1 else 'rows'} {_listed(rows, most)}"
 
 
-def _indented(*lines: str) -> str:
-    """Indent the lines after the first one. User text may contain line breaks."""
-    return "\n  ".join(" ".join(line.splitlines()) for line in lines if line.strip())
+def rank_names(ranks: Sequence[int]) -> str:
+    """Name some ranks: "rank 3", "ranks 0, 1 and 3"."""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {_listed(ranks, 8)}"
+
+
+def names_listed(names: Sequence[str]) -> str:
+    """Name some weights or layers: "`head.weight`, `head.bias` and 5 more"."""
+    return _listed([f"`{name}`" for name in names], 3)
+
+
+def _listed(names: Sequence[object], most: int) -> str:
+    shown = [str(name) for name in names[:most]]  # numbers without commas, as they are looked up
+    if more := len(names) - len(shown):
+        shown.append(f"{more:,} more")
+    return " and ".join(filter(None, [", ".join(shown[:-1]), shown[-1]]))
+
+
+def place_named(where: Mapping[str, Any]) -> str:
+    at = f" at {os.path.basename(where['file'])}:{where['line']}" if where["file"] else ""
+    return f"`{where['op']}`{at}"
 
 
 def duration(seconds: float) -> str:
@@ -331,15 +148,113 @@ def duration(seconds: float) -> str:
 
 # How the values of facts are said.
 _SPECS: dict[str, Callable[[Any], str]] = {
-    "": lambda value: _amount(value),
+    "": _amount,
     "id": str,  # without commas, as it is looked up
     "say": lambda facts: say(facts, "; "),
+    "list": lambda facts: say(facts, ", "),
+    "lines": lambda facts: say(facts, "\n  "),
+    "sentences": say,
+    "Say": lambda facts: (said := say(facts, ", "))[:1].upper() + said[1:],
+    "pairs": lambda values: ", ".join(f"{name} {value}" for name, value in values.items()),
+    "counts": lambda counts: ", ".join(f"{count:,} {OUTCOMES.get(of, of)}" for of, count in counts.items()),
+    "signal": lambda signal: SIGNALS[signal],
+    "outcome": lambda outcome: OUTCOMES[outcome],
     "place": place_named,
+    "few": rows_named,
     "rows": lambda rows: rows_named(rows, 8),
     "Rows": lambda rows: rows_named(rows, 8).capitalize(),
     "it": lambda rows: "it" if len(rows) == 1 else "them",
-    "ranks": lambda ranks: rank_names(ranks),
-    "names": lambda names: names_listed(names),
+    "ranks": rank_names,
+    "names": names_listed,
     "wrong": lambda family: SINGULAR[family][0],
     "fix": lambda family: SINGULAR[family][1],
+    "rate": lambda times: "the configured one" if times == 1 else f"x{_amount(times)} of the configured one",
+    "duration": duration,
+    "time": lambda ms: f"{datetime.fromtimestamp(ms / 1000):%Y-%m-%d %H:%M:%S}",
+    "day": lambda ms: f"{datetime.fromtimestamp(ms / 1000):%d %b %H:%M}",
 }
+
+
+# ------------------------------------------------------------------------------------------------------------ incidents
+
+
+def describe(incident: Incident, how: str = "printed", **more: Any) -> str:
+    """Say of an incident what `how` stands for in `INCIDENT`; `more` are values beyond its own."""
+    lines = fill(INCIDENT[how], about(incident) | more).split("\n")
+    return "\n".join(line for line in lines if line.strip())
+
+
+def about(incident: Incident) -> dict[str, Any]:
+    """Return the values that sentences about an incident may name."""
+    anomaly, diagnosis = incident.anomaly, incident.diagnosis
+    gave_up, has_rewound = incident.decision.gave_up, incident.rewound_to is not None
+    in_weights = anomaly.landed and anomaly.signal not in _NOT_ABOUT_WEIGHTS
+    kept_out = not anomaly.landed and anomaly.signal not in _NOT_ABOUT_WEIGHTS
+    first = anomaly.since + 1
+    culprits = filter(None, (diagnosis.culprit, diagnosis.symptom))
+    recurred = fact("recurred_to_the_end" if incident.outcome is Outcome.RECURRED else "loss_not_back")
+    return {
+        **{name: getattr(record, name) for record in (incident, diagnosis, anomaly) for name in record.__slots__},
+        "ranks": [] if anomaly.signal is Signal.RANK_MISMATCH else sorted(anomaly.ranks),  # its evidence names them
+        "refused": kept_out and not incident.is_observed,
+        "let_through": kept_out and incident.is_observed,
+        "landed": in_weights and first >= anomaly.step,
+        "since": first if in_weights and first < anomaly.step else None,
+        "first": first,
+        "meant": anomaly.landed and anomaly.signal in _MAY_BE_MEANT,
+        "blamed": blamed(diagnosis),
+        "symptom": diagnosis.symptom and asdict(diagnosis.symptom),
+        "inputs": [{"fact": "got", "op": one.op, "values": given} for one in culprits for given in one.inputs],
+        "gave_up": gave_up is not None,
+        "why": gave_up or fact("nothing_left"),
+        "remedies": _remedies(incident.decision.actions, incident) or fact("nothing_done"),
+        "arms": [{"fact": "arm", **asdict(one), "remedies": _arm(one, incident)} for one in incident.tried],
+        "took": has_rewound and gave_up is None,
+        "seconds": round(incident.seconds, 2),
+        # An attempt that was refused held nothing yet.
+        "lost": incident.steps_lost if incident.steps_lost > (not anomaly.landed and not has_rewound) else 0,
+        "not_over": fact("not_saved") if diagnosis.cause is Cause.PROCESS else recurred,
+    }
+
+
+def blamed(diagnosis: Diagnosis, **changed: Any) -> Facts:
+    """Return its line, with some values `changed`, and its rows."""
+    line = fact("culprit", **asdict(diagnosis.culprit) | changed) if diagnosis.culprit else ()
+    return line + (fact("blamed_rows", rows=diagnosis.rows) if diagnosis.rows else ())
+
+
+def _arm(tried: Tried, incident: Incident) -> Facts:
+    if [one.remedy for one in tried.actions] == ["rewind"]:  # the others began there
+        return fact("as_it_is", rewound=True, step=incident.rewound_to)
+    return _remedies(tried.actions, incident) or fact("as_it_is")
+
+
+def _remedies(actions: Iterable[Action], incident: Incident) -> Facts:
+    """Return remedies with their settings, and with what became of them where these say nothing."""
+    symptom = incident.diagnosis.symptom
+    became: dict[str, dict[str, Any]] = {
+        "rewind": {"rewound": incident.rewound_to is not None, "rewound_to": incident.rewound_to},
+        "go_on": {"restarted": incident.rewound_to == 0},
+        "quarantine": {"rows": incident.diagnosis.rows},
+        "armor": {"symptom": symptom and symptom.place},
+    }
+    return tuple({"remedy": one.remedy, **one.settings, **became.get(one.remedy, {})} for one in actions)
+
+
+def describe_culprit(culprit: Culprit) -> str:
+    return fill(SENTENCES["culprit"], asdict(culprit))
+
+
+def evidence_of(anomaly: Anomaly) -> str:
+    return say(anomaly.evidence, "; ")
+
+
+def tags(incidents: Sequence[Incident], status: str) -> dict[str, str]:
+    """Return the tags that MLflow's list of runs is filtered by; a run without incidents has only the first two."""
+    found = {"resilience.status": status, "resilience.incidents": str(len(incidents))}
+    if incidents:
+        found["resilience.last_incident"] = describe(incidents[-1], "tag")
+        found["resilience.cause"] = ", ".join(dict.fromkeys(one.diagnosis.cause for one in incidents))
+    if drills := dict.fromkeys(one.drill for one in incidents if one.drill):
+        found["resilience.drill"] = ", ".join(drills)
+    return found

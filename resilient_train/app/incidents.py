@@ -16,8 +16,8 @@ from resilient_train.record.journal import JOURNAL, damaged_lines
 from resilient_train.tracking.report import block
 from resilient_train.tracking.review import review, verdict
 from resilient_train.tracking.story import Story, read_story
-from resilient_train.types import Outcome
-from resilient_train.wording import counted, describe_outcome
+from resilient_train.types import Outcome, fact
+from resilient_train.wording import describe, say
 
 _LOOK_EVERY_S = 1.0
 _RESTARTS_WITHIN_S = 120.0  # by a launcher, which cannot be seen from here
@@ -85,10 +85,10 @@ class _Shown:
         if self.as_json:
             return
         words, sentences = verdict(story)
-        sentences += f" Running, {story.process}." if story.process else ""
-        print_line((f"{words}: ", _STYLES.get(story.status, "bold yellow")), sentences)
+        running = say(fact("running", process=story.process)) if story.process else ""
+        print_line((f"{words}: ", _STYLES.get(story.status, "bold yellow")), sentences + running)
         if damaged:
-            print_line((f"{JOURNAL}: {counted(damaged, 'line')} damaged and left out", "yellow"))
+            print_line((say(fact("lines_left_out", file=JOURNAL, count=damaged)), "yellow"))
         for line in review(story)[1:]:
             print_line(line)
 
@@ -96,7 +96,7 @@ class _Shown:
         """Show each incident, with --follow once it was treated, and its outcome when that is known."""
         before = 0 if last is None else max(0, len(story.chapters) - max(0, last))
         if before and not self.as_json:
-            print_line(f"{counted(before, 'incident')} before these")
+            print_line(say(fact("older", count=before)))
         self.known |= {one.incident.id: one.incident.outcome for one in story.chapters[:before]}
         for chapter in story.chapters:
             incident = chapter.incident
@@ -108,7 +108,7 @@ class _Shown:
             if self.as_json:
                 print(json.dumps(in_words(incident)), flush=True)
             elif is_known:
-                print_line((describe_outcome(incident), _OUTCOMES.get(incident.outcome, "yellow")))
+                print_line((describe(incident, "outcome"), _OUTCOMES.get(incident.outcome, "yellow")))
             else:
                 first, *lines, outcome = block(chapter)
                 print_line()

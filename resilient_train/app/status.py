@@ -12,7 +12,8 @@ from resilient_train.record.status import Status, status_of
 from resilient_train.secrets import masked_tree
 from resilient_train.tracking.review import next_start, verdict
 from resilient_train.tracking.story import Story, read_story
-from resilient_train.wording import counted, say
+from resilient_train.types import fact
+from resilient_train.wording import say
 
 
 def main(words: list[str]) -> int:
@@ -37,12 +38,8 @@ def main(words: list[str]) -> int:
 
 
 def line_of(story: Story) -> str:
-    line = ": ".join(verdict(story))
-    if story.advice:
-        line += f" {counted(len(story.advice), 'thing')} to change."
-    if story.process:
-        return f"{line} Running, {story.process}."
-    return line if story.is_complete else f"{line} The same command {next_start(story)}."
+    onward = () if story.process or story.is_complete else next_start(story)
+    return ": ".join(verdict(story)) + say(fact("then", things=len(story.advice), process=story.process, next=onward))
 
 
 def known_of(story: Story) -> dict[str, object]:
@@ -54,7 +51,7 @@ def known_of(story: Story) -> dict[str, object]:
         "steps": story.steps,
         "process": story.process,
         "why": story.refused or story.why or None,
-        "onward": f"the same command {next_start(story)}",
+        "onward": say(fact("the_command", next=next_start(story))),
         "incidents": len(story.incidents),
         "to_change": [say(one.facts) for one in story.advice],
     }

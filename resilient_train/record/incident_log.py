@@ -27,7 +27,7 @@ from resilient_train.types import (
     Signal,
     kind_of,
 )
-from resilient_train.wording import describe, describe_outcome, further, log
+from resilient_train.wording import describe, log
 
 INCIDENTS = "incidents.jsonl"  # its name in a run directory
 _AGAIN = 64  # updates that one incident counts, as each reading of it and each of its lines has them all
@@ -127,7 +127,7 @@ class IncidentLog:
         self._write_lines(_line(incident))
         # One that recurred is reported by the incident that came after it.
         if incident.outcome in (Outcome.RECOVERED, Outcome.OBSERVED):
-            log.info("%s", describe_outcome(incident, healthy_steps))
+            log.info("%s", describe(incident, "outcome", healthy=healthy_steps))
 
     def update_accepted(self, step: int, recovered_after: int, *, loss_is_off: bool) -> None:
         """Close what has recovered; while `loss_is_off` its reference, incidents that left damage stay open."""
@@ -144,7 +144,7 @@ class IncidentLog:
         self.run_history.adopt([incident])
         if _is_doubled(incident):
             self.update(incident)
-            log.info("step %d: incident %d%s", step, incident.id, further(incident))
+            log.info("%s", describe(incident, "further", now=step))
 
     def continued(self, anomaly: Anomaly, diagnosis: Diagnosis, decision: Decision) -> Incident | None:
         """Return the newest incident if it is open, and the same happened again and is only skipped again.
@@ -169,7 +169,7 @@ class IncidentLog:
         self.run_history.note(AGAIN, number=incident.id, at_update=[anomaly.tick, anomaly.step])
         incident = self.run_history.open[incident.id]
         if _is_doubled(incident):
-            log.info("step %d: incident %d%s", anomaly.step, incident.id, further(incident))
+            log.info("%s", describe(incident, "further", now=anomaly.step))
 
     def clear_ongoing(self, number: int) -> None:
         self._ongoing.discard(number)

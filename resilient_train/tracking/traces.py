@@ -16,7 +16,7 @@ from resilient_train.record.incident_lines import in_words
 from resilient_train.record.run_history import Chapter
 from resilient_train.tracking.connection import cut
 from resilient_train.types import Incident, Outcome
-from resilient_train.wording import describe_treatment, first_sign, printable
+from resilient_train.wording import describe, printable
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -88,8 +88,10 @@ class Traces:
             request_time=began,
             execution_duration=ended - began,
             state=TraceState(_state(incident)),
-            request_preview=cut(printable(first_sign(incident)), _PREVIEW),  # a database has no room for a zero either
-            response_preview=cut(printable(describe_treatment(incident)), _PREVIEW),
+            request_preview=cut(
+                printable(describe(incident, "sign")), _PREVIEW
+            ),  # a database has no room for a zero either
+            response_preview=cut(printable(describe(incident, "handled")), _PREVIEW),
             trace_metadata={"mlflow.sourceRun": self._run_id, "mlflow.trace_schema.version": "3"},
             tags={
                 "mlflow.traceName": _name(incident),
@@ -105,8 +107,8 @@ def _span(chapter: Chapter, trace_id: str) -> dict[str, Any]:
         **in_words(incident),
         "mlflow.traceRequestId": trace_id,
         "mlflow.spanType": "WORKFLOW",
-        "mlflow.spanInputs": first_sign(incident),
-        "mlflow.spanOutputs": describe_treatment(incident),
+        "mlflow.spanInputs": describe(incident, "sign"),
+        "mlflow.spanOutputs": describe(incident, "handled"),
     }
     return {
         "trace_id": b64encode(bytes.fromhex(trace_id.removeprefix("tr-"))).decode(),

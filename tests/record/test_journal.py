@@ -22,7 +22,7 @@ from resilient_train.record.incident_lines import as_line, from_line
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.journal import Journal, plain, read
 from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
-from resilient_train.wording import describe, describe_outcome, final_message, say, tags
+from resilient_train.wording import describe, say, tags
 
 pytestmark = pytest.mark.usefixtures("careless")
 
@@ -287,8 +287,8 @@ def test_an_incident_comes_back_from_its_line(incident: Incident) -> None:
     assert as_line(finite) == line
     assert dataclasses.replace(finite, decision=incident.decision, diagnosis=incident.diagnosis) == incident
     assert len(describe(incident).split("\n")) in (2, 3, 4)
-    assert "\n" not in describe_outcome(incident)
-    assert final_message(incident, None)
+    assert "\n" not in describe(incident, "outcome")
+    assert describe(incident, "final", last_good=None)
     assert tags([incident], "clean")
 
 
@@ -405,7 +405,7 @@ def test_an_incident_is_told_in_a_few_lines() -> None:
     """What was noticed, the evidence, what was done and what it cost; rows and the place in the user's code."""
     assert describe(acted(Action("skip"), steps_lost=1)) == (
         "! incident 1, step 1,204: the loss is not finite (nonfinite_loss), refused before it reached the weights\n"
-        "  cause unknown; skipped; 0 steps lost"
+        "  cause unknown; skipped the suspect samples; 0 steps lost"
     )
     assert describe(SPIKE) == (
         "! incident 3, step 1,204: the loss jumped (loss_spike), in the weights since step 1,191\n"
@@ -456,16 +456,16 @@ def test_every_signal_has_words() -> None:
 def test_the_farewell_says_what_is_left_and_what_to_do() -> None:
     gave_up = Decision(gave_up=free_text("3 incidents within 1,000 ticks"))
     last = dataclasses.replace(SPIKE, id=9, decision=gave_up, rewound_to=None)
-    assert final_message(last, Path("runs/mine/checkpoints/1177")) == (
+    assert describe(last, "final", last_good=Path("runs/mine/checkpoints/1177")) == (
         "gave up at step 1,204: the loss jumped (loss_spike), in the weights since step 1,191\n"
-        "  if step 1,191 changes something on purpose, run again with expect=[1191]; it resumes there\n"
+        "  if step 1,191 changes something on purpose, run again with expect=[1191]\n"
         "  loss 8.12 where 2.9 to 3.4 was usual\n"
         "  cause explosion\n"
         "  why: 3 incidents within 1,000 ticks\n"
         "  last good weights: runs/mine/checkpoints/1177\n"
         "  what to try next: Lower the learning rate."
     )
-    said = final_message(acted(), None)  # no remedy, no checkpoint, no advice
+    said = describe(acted(), "final", last_good=None)  # no remedy, no checkpoint, no advice
     assert "last good weights: none were written" in said
     assert "what to try next" not in said
 

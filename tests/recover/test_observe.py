@@ -174,10 +174,10 @@ def test_the_command_completes_and_says_that_it_only_observed(
     run = [*SAVING, "run.dir=run", "run.steps=60", "drill=nan_batch", "drill.at=[30]", "recovery=observe"]
     done = run_command(run)
     assert done.code == 0, done.stderr
-    assert "incident 1: observed, not treated; the same fault 30 more times" in done.stdout
-    assert "1 incident (1 data), 1 observed, not treated" in done.stdout
+    assert "incident 1: observed only; the same fault 30 more times" in done.stdout
+    assert "1 incident (1 data), 1 observed only" in done.stdout
     assert "recovered" not in done.stdout
     summary = done.summary("run")
     assert (summary["status"], summary["verdict"], summary["steps"]) == ("completed", "observed", 60)
     assert incidents.main(["run"]) == 0
-    assert "Observed, not treated" in capsys.readouterr().out
+    assert "Observed only" in capsys.readouterr().out

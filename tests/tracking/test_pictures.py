@@ -11,7 +11,7 @@ from stories import incident, story
 
 from resilient_train.tracking.figure import GOOD, draw_strip
 from resilient_train.types import Outcome
-from resilient_train.wording import OUTCOMES
+from resilient_train.sentences import OUTCOMES
 
 MOST_BYTES = 100_000
 

@@ -105,7 +105,7 @@ def test_the_verdict_comes_first_then_what_to_change_then_the_incidents() -> Non
     assert [row[0] for row in rows] == ["7", "6", "5", "4", "3", "2", "1"]
     assert rows[-1][2:] == [
         *("151", "a gradient is not finite, refused", "operation: sqrt, examples/culprits.py:33"),
-        *("patched", "recovered", "0 steps lost, 0.25 s"),
+        *("patched that line", "recovered", "0 steps lost, 0.25 s"),
     ]
     assert url(7) in said
 
@@ -270,7 +270,7 @@ def test_the_report_has_every_incident_with_all_that_is_known_of_it() -> None:
         "\nto change: `sqrt` at culprits.py:33 has",
         f"\nnewest checkpoint: {RUN}/checkpoints/step-00000250 (step 250)\n",
         "\n  loss 8.12 where 2.9 to 3.4 was usual\n",
-        "\n  cause operation (sqrt in model.norm, /home/u/examples/culprits.py:33, backward); patched;",
+        "\n  cause operation (sqrt in model.norm, /home/u/examples/culprits.py:33, backward); patched that line;",
         "\n  sqrt got dtype float32, min 0.0\n",
         "; rewound to step 125 (verified), learning rate x0.5, in 0.25 s; 38 steps lost\n",
         "\n  outcome: recovered\n",
@@ -378,7 +378,7 @@ def test_every_change_of_the_configuration_is_said() -> None:
         "updates of at most 0.01 of the weights",
         "gradients clipped to a norm of 1",
         "full precision for 3 steps",
-        "an epsilon that was lost in its type is raised",
+        "epsilon raised where it rounds to 0 in its dtype",
         "rows 3 and 7 in quarantine",
         "micro-batches of 8 rows",
     ]
