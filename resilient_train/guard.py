@@ -352,7 +352,7 @@ class EngineGuard:
         if is_first and (step == 1 or not self._checks.knows_usual_batches):
             self._examination.learn_usual_batches(flight.begun.inputs)
         if flight.snapshot is not None:
-            flight.snapshot.remedies = self._controls.state_dict()
+            flight.snapshot.effects = self._controls.effects.state_dict()
         is_back = self._checks.rewind_check.is_at_reference(step)
         is_back |= self._checks.is_only_reported and not recovery.observes
         scanned, after, self._ring.best_step = self._scans.clean_step, self._verify_after, self._checks.best.step

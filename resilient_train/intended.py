@@ -20,7 +20,7 @@ class Intended:
 
     def __init__(self, parts: RunParts, incidents: IncidentLog, controls: Controls) -> None:
         self._parts, self._checks, self._incident_log, self._controls = parts, parts.checks, incidents, controls
-        self._before: Any = None  # what remedies had changed before the incidents of late
+        self._before: Any = None  # the effects before the incidents of late
         self._began_tick, self._step = 0, -(10**9)  # of the first of them, and of the newest
         self._rose_at = 0  # where the loss rose first: code that keeps no count of steps changes at once after a rewind
         if opened := [one.anomaly for one in incidents.incidents if one.outcome is None]:  # by the process before
@@ -67,7 +67,7 @@ class Intended:
 
     def before_treatment(self, anomaly: Anomaly) -> None:
         if not self._is_recent(anomaly.step):
-            self._before, self._began_tick, self._rose_at = self._controls.settings_now(), anomaly.tick, 0
+            self._before, self._began_tick, self._rose_at = self._controls.effects.state_dict(), anomaly.tick, 0
         self._step = anomaly.step
 
     def after_treatment(self, rise: Rise | None, incident: Incident) -> None:
@@ -85,10 +85,10 @@ class Intended:
             self._put_back(anomaly.step)
         if anomaly.signal is Signal.WEIGHTS_JUMP:
             self._parts.scans.rebase()
-        self._note(what, step or anomaly.since + 1)
         self._checks.start_over(limit)
         self._parts.ring.release_reference()
         self._controls.note()
+        self._note(what, step or anomaly.since + 1)
 
     def accept_written(self) -> bool:
         """Say whether weights that the loop wrote were just taken for intended, and end the incidents about them."""
@@ -101,7 +101,7 @@ class Intended:
 
     def _put_back(self, step: int) -> None:
         if self._before and self._is_recent(step):
-            self._controls.put_back(self._before)
+            self._controls.effects.undo_to(self._before)
 
     def _is_recent(self, step: int) -> bool:
         return step <= self._step + self._checks.config.limit.regime_of

@@ -11,7 +11,7 @@ import copy
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,8 +85,8 @@ class LostDevice:
             controls.quarantine_after_crash(found.rows, found.advice, incident_log.next_id)
         is_cured = {*found.rows} <= controls.quarantined.rows.keys()
         anomaly = Anomaly(Signal.EXCEPTION, clock.step + 1, clock.tick, clock.step, evidence, landed=False)
-        incident = incident_log.open(anomaly, found, Decision((Action("quarantine" if is_cured else "end"),)))
-        incident_log.record_treatment(replace(incident, steps_lost=lost))
+        decision = Decision((Action("quarantine" if is_cured else "end"),))
+        controls.note(partial(incident_log.report, anomaly, found, decision, steps_lost=lost))
         return is_cured
 
     def _raising(self) -> dict[int, str]:

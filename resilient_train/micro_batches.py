@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
 
 import torch
 
@@ -67,8 +68,7 @@ class MicroBatchSizer:
         recovery.controls.micro_batch = rows
         evidence = fact("smaller_batch", why=reason, rows=rows)
         found = ProcessIncident(Signal.OUT_OF_MEMORY, step, step - 1, evidence, "smaller_batch", ranks=ranks)
-        recovery.keeper.note_incident(found)
-        recovery.controls.note()
+        recovery.controls.note(partial(recovery.keeper.note_incident, found))
 
     def _fit_into(self, rows: int) -> bool:
         """Halve micro-batches to at most so many rows, as far as possible; say whether they are smaller now."""

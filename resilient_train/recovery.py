@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -83,13 +84,12 @@ class Recovery:
         if self._observed is not None and step >= self._anomalous_step + self._recovered_after:
             self._end_observed()
         self.controls.knobs.advance(was_limited=was_limited, may_relax=check.is_at_reference(step))
-        had_reference = history.remedies is not None and history.remedies.get("reference") is not None
-        self.incident_log.update_accepted(step, self._recovered_after, loss_is_off=check.is_open)
         if not check.is_open:  # the loss is back: the state to compare with is no longer needed
             if self.parts.ring.keeps_reference:
                 self.parts.ring.release_reference()
-            if had_reference:
+            if history.effects.get("reference") is not None:
                 self.controls.note()
+        self.incident_log.update_accepted(step, self._recovered_after, loss_is_off=check.is_open)
         if self.incident_log.directory is not None and history.data_sample is None and update.keys:
             # Once, what the data set looks like, so that a resume notices when it has changed.
             rows = [key.row for keys in update.keys for key in keys]
@@ -146,15 +146,15 @@ class Recovery:
         incident = controls.apply(incident, suspects, started, was_refused=refused is not None)
         self.intended.after_treatment(rise, incident)
         if before is not None:
-            self.incident_log.count_again(before, anomaly)
+            controls.note(partial(self.incident_log.count_again, before, anomaly))
         else:
-            self.incident_log.record_treatment(incident)
+            controls.note(partial(self.incident_log.record_treatment, incident))
 
     def try_rates(self) -> None:
         """Try lower learning rates, as the loss stands; continue with one that overtakes the run."""
         parts, trials, check = self.parts, self.controls.trials, self.parts.checks.no_progress
         step, started, before = parts.clock.step, time.perf_counter(), trials.updates
-        found = trials.race(self.controls.knobs)
+        found = trials.race(self.controls)
         was_tried = trials.updates > before
         check.tried(step, is_tried=was_tried or found is not None)
         if found is None:
@@ -170,7 +170,8 @@ class Recovery:
         decision = Decision((Action("rewind"), found.cut), rung=OUTSIDE)
         diagnosis = by_signal(anomaly) if found.left == 1 else BY_DECAY
         incident = replace(self.incident_log.open(anomaly, diagnosis, decision), tried=found.tried)
-        self.incident_log.record_treatment(self.controls.apply(incident, (0, 0), started, was_refused=False))
+        incident = self.controls.apply(incident, (0, 0), started, was_refused=False)
+        self.controls.note(partial(self.incident_log.record_treatment, incident))
 
     def counts(self, anomaly: Anomaly) -> bool:
         """Count an anomaly into the incident that is observed, as NaN makes only one; False if there is none."""
@@ -285,20 +286,19 @@ class Recovery:
             incident_log.run_history.adopt(plan.incidents)
         self.keeper.begin(plan)
         try:
-            for remedies in plan.remedies:
-                controls.load_state_dict(remedies)
+            controls.effects.load_state_dict(plan.effects)
         except ValueError as error:
             raise TrainError(f"{plan.path or incident_log.directory}: {error}") from error
         parts.clock.tick = max(parts.clock.tick, plan.tick)
-        if plan.skipped is not None:
-            controls.skip_samples(*plan.skipped)
-        if plan.skipped is not None or controls.changed_lines:
-            self.controls.note()
         for found in plan.found:
-            number = self.keeper.note_incident(found)
-            if found.remedy == "skip" and 0 < len(found.rows) < parts.samples.slicing.samples // 2:
-                # Few rows were in both updates that ended the process.
-                controls.quarantine_after_crash(found.rows, found.advice, number)
+            if plan.skipped is not None and found.remedy == "skip":
+                parts.samples.skip(*plan.skipped)
+                if 0 < len(found.rows) < parts.samples.slicing.samples // 2:
+                    # Few rows were in both updates that ended the process.
+                    controls.quarantine_after_crash(found.rows, found.advice, incident_log.next_id)
+            controls.note(partial(self.keeper.note_incident, found))
+        if controls.patches.has_dropped:
+            controls.note()
         if parts.clock.tick:  # so that the same samples are not blamed twice for one end of the process
             self.keeper.progress.turned_to(Doing.BETWEEN)
         return plan.path is not None
@@ -309,10 +309,10 @@ class Recovery:
         self._ended_damaged = self._observed is not None
         self._end_observed()
         outcome = Outcome.RECOVERED if is_back else Outcome.UNRECOVERED
-        self.incident_log.close_all(outcome, healthy_since=self.parts.clock.step - self._recovered_after)
         if is_back and check.is_open:
             check.end()
             self.controls.note()
+        self.incident_log.close_all(outcome, healthy_since=self.parts.clock.step - self._recovered_after)
 
     def _is_back(self) -> bool:
         check = self.parts.checks.rewind_check

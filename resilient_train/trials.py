@@ -6,18 +6,16 @@ ticks. Every rank makes the same updates, and judges them by losses that are ave
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from resilient_train.computation import Loop, StartedUpdate, is_out_of_memory
 from resilient_train.errors import StorageFailed, TrainError, in_one_line
-from resilient_train.recover.knobs import Knobs
 from resilient_train.recover.policy import Policy
 from resilient_train.recover.remedies import RunControl, remedy
 from resilient_train.recover.trials import (
@@ -50,6 +48,11 @@ class TrialStopped(Exception):
     """A trial cannot take place, or not be completed: then nothing has happened."""
 
 
+class Tryable(RunControl, Protocol):
+    def scope(self) -> AbstractContextManager[None]:
+        """Undo at the end of a block what remedies changed in it."""
+
+
 class Faster(NamedTuple):
     """A lower rate that overtook the run, or a lower decay where the weights vanish."""
 
@@ -80,14 +83,21 @@ class Trials:
         most = self._policy.budget.trial_updates(steps, in_vain=in_vain) if self._is_possible else 0
         return max(0, most - self.updates)
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"updates": self.updates, "in_vain": self.raced_in_vain}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.updates, self.raced_in_vain = int(state["updates"]), bool(state["in_vain"])
+
     def best_of(
-        self, arms: Sequence[Sequence[Action]], steps: int, knobs: Knobs, passed: int
+        self, arms: Sequence[Sequence[Action]], steps: int, run: Tryable, passed: int
     ) -> tuple[Sequence[Action], tuple[Tried, ...]]:
         """Make `steps` updates with each arm; return the best, and how all went. Without a trial that is the first.
 
         They are judged on what follows the next `passed` samples.
         """
-        with suppress(TrialStopped), self._trial(knobs, passed):
+        with suppress(TrialStopped), self._trial(run):
+            self._fetch_judged(passed)
             before, again = self._run((), 0), self._run((), 0)
             if not before.equals(again):
                 log.debug("nothing is tried: the losses of later updates cannot be reproduced")
@@ -97,7 +107,7 @@ class Trials:
             return arms[best], table(results, best)
         return arms[0], ()
 
-    def race(self, knobs: Knobs) -> Faster | None:
+    def race(self, run: Tryable) -> Faster | None:
         """Try lower rates from the oldest verified state: does one overtake the run, with half its updates or fewer?
 
         Cut at the present state, a rate looks better for a while even where it was right; in this comparison it looks
@@ -107,8 +117,7 @@ class Trials:
         parts, step, first = self._parts, self._parts.clock.step, self._parts.checks.no_progress.first
         left, verified = self.left(in_vain=self.raced_in_vain), parts.ring.verified_until(step)
         steps = min(step // 2, max(_LONGEST_RACE, left // 6))  # in a long run all rates may be tried for longer
-        each = cost_of(steps, JUDGED)
-        if not verified or verified[-1].step > step // 4 or left < 2 * each + cost_of(1, JUDGED):
+        if not verified or verified[-1].step > step // 4 or left < 2 * cost_of(steps, JUDGED) + cost_of(1, JUDGED):
             return None
         since, made = verified[-1], parts.updates.next_after(verified[-1].step)
         left_of_weights = parts.ring.shrunk_since(since) if parts.updater.decays_fast() else 1.0
@@ -117,7 +126,7 @@ class Trials:
         recorded = made.loss if made is not None else parts.checks.loss_at(since.step + 1)  # of an earlier process
         if recorded is None:
             return None
-        with suppress(TrialStopped), self._trial(knobs, lifts_limits=True):
+        with suppress(TrialStopped), self._trial(run, lifts_limits=True):
             if not self._reproduces(recorded, since):
                 log.debug(
                     "no lower rates are tried: the loss of update %d cannot be reproduced: the data or the program "
@@ -126,30 +135,34 @@ class Trials:
                 )
                 parts.checks.no_progress.stop()
                 return None
-            arms = [self._run((), 0)]  # as it is
+            self._fetch_judged()
+
+            def is_left(updates: int, arms: int = 1) -> bool:
+                return left - self._cost >= arms * cost_of(updates, JUDGED)
+
+            arms = [now := self._run((), 0)]
             rates = [Action("lower_lr", {"factor": rate, "lasting": True}) for rate in self._policy.rates]
-            while rates and not fastest(arms) and left - self._cost >= 2 * each and may_win(arms, first):
+            while rates and not fastest(arms) and is_left(steps, 2) and may_win(arms, first):
                 arms.append(self._run((rates.pop(0),), steps, since))
-            best, slow, longer = fastest(arms), on_its_way(arms, first), min(step // 2, 2 * steps)
-            if not best and slow and longer > steps and left - self._cost >= 2 * cost_of(longer, JUDGED):
-                steps, each = longer, cost_of(longer, JUDGED)
+            slow, longer = on_its_way(arms, first), min(step // 2, 2 * steps)
+            if not fastest(arms) and slow and longer > steps and is_left(longer, 2):
+                steps = longer
                 arms[slow] = self._run(arms[slow].actions, steps, since)
-                best = fastest(arms)
-            if not best:
+            if not (best := fastest(arms)):
                 # Arms that were as short as the run is young have not shown all: look again later.
-                if steps >= _LONGEST_RACE or (learns(arms[0], first) and not slow):
+                if steps >= _LONGEST_RACE or (learns(now, first) and not slow):
                     self._end_in_vain(arms)
                 return None
             control_arm = self._run((), steps, since)
-            if is_held := holds(arms[best], control_arm, arms[0], first):
-                while rates and left - self._cost >= each:
+            if is_held := holds(arms[best], control_arm, now, first):
+                while rates and is_left(steps):
                     arms.append(self._run((rates.pop(0),), steps, since))
                 refined = fastest(arms)
-                best = refined if holds(arms[refined], control_arm, arms[0], first) else best
-            elif left - self._cost >= cost_of(step - since.step, JUDGED):
+                best = refined if holds(arms[refined], control_arm, now, first) else best
+            elif is_left(age := step - since.step):
                 # The run has risen since it was as old as that: does the lower rate, when it is as old as the run?
-                grown = self._run(arms[best].actions, step - since.step, since)
-                is_held, arms[best] = is_ahead(grown, arms[0], first), grown
+                arms[best] = self._run(arms[best].actions, age, since)
+                is_held = is_ahead(arms[best], now, first)
             if not is_held:
                 self._end_in_vain(arms)
                 return None
@@ -169,12 +182,11 @@ class Trials:
         )
 
     @contextmanager
-    def _trial(self, knobs: Knobs, passed: int = 0, *, lifts_limits: bool = False) -> Iterator[None]:
+    def _trial(self, run: Tryable, *, lifts_limits: bool = False) -> Iterator[None]:
         """Prepare a trial and take it back. `lifts_limits`: those of the gate were learned on the way it leaves."""
         parts, backups, ring = self._parts, self._loop.backups, self._parts.ring
         self._attributes = backups.attributes()
-        self._given, self.knobs, self._passed = knobs, knobs, passed
-        self._judged: list[tuple[int, list[Any]]] = []  # start and batches of the later updates
+        self._control = run
         self._made = self._forwards = 0  # updates made so far, and forwards of updates that are judged
         if not ring.has_room_aside():
             log.debug("no trial: a further copy of the state exceeds the memory that snapshots may take")
@@ -212,16 +224,14 @@ class Trials:
     def _run(self, actions: Sequence[Action], steps: int, since: Snapshot | None = None) -> Arm:
         """Make `steps` updates with some remedies, from the state at hand, or from that of a snapshot."""
         parts = self._parts
-        if not self._judged:
-            self._fetch_judged()
         self._go_back(since)
         self._loop.backups.set_attributes(self._attributes)
-        self.knobs = copy.copy(self._given)
-        for action in actions:
-            remedy(action).apply(cast(RunControl, self))  # in a trial they change knobs only
         try:
-            anomalies = sum(not self._update() for _ in range(steps))
-            losses = self._losses()
+            with self._control.scope():
+                for action in actions:
+                    remedy(action).apply(self._control)
+                anomalies = sum(not self._update() for _ in range(steps))
+                losses = self._losses()
         except Exception as error:  # of the program, which a remedy or the weights it led to may cause
             is_fetch = isinstance(error, StorageFailed)
             if (isinstance(error, TrialStopped | TrainError) and not is_fetch) or parts.world.size > 1:
@@ -232,21 +242,18 @@ class Trials:
             anomalies, losses = steps, (math.inf,) * len(self._judged)
         return Arm(tuple(actions), anomalies, losses)
 
-    def _fetch_judged(self) -> None:
+    def _fetch_judged(self, passed: int = 0) -> None:
         """Fetch the samples that judge all arms, after all that train any; leave out updates that cannot be fetched."""
         samples = self._parts.samples
         each = samples.slicing.samples
-        after = max(samples.next_start, samples.position) + self._passed + each
+        after = max(samples.next_start, samples.position) + passed + each
         starts = samples.starts(after, (JUDGED + 1) * each)[:JUDGED]
-        fetched: list[list[Any] | None] = []
+        fetched: dict[int, list[Any]] = {}
         for start in starts:
-            try:
-                fetched.append([samples.collated(keys) for keys in samples.keys_at(start)])
-            except Exception:
-                fetched.append(None)
-        by_rank = self._parts.world.all_of([one is not None for one in fetched])
-        found = zip(starts, fetched, map(all, zip(*by_rank, strict=True)), strict=True)
-        self._judged = [(start, batches) for start, batches, is_there in found if is_there and batches is not None]
+            with suppress(Exception):
+                fetched[start] = [samples.collated(keys) for keys in samples.keys_at(start)]
+        by_rank = self._parts.world.all_of([*fetched])
+        self._judged = {start: fetched[start] for start in starts if all(start in one for one in by_rank)}
         if len(self._judged) < JUDGED // 2:
             log.debug("no trial: too many of the later rows that would judge it cannot be fetched")
             raise TrialStopped
@@ -254,7 +261,7 @@ class Trials:
     def _computed(self, backup: Any) -> tuple[bool, torch.Tensor]:
         """Run forward and backward of the next update as in training; return whether something raised, and the loss."""
         parts, loop, losses = self._parts, self._loop, []
-        parts.precision.set(higher=self.knobs.values.higher_precision)
+        parts.precision.set(higher=self._control.knobs.values.higher_precision)
         update = parts.samples.next_update()
         begun = StartedUpdate(update, parts.clock.tick + 1, parts.clock.step + 1, backup, [])
         loop.seeds.for_update(update.start)
@@ -268,7 +275,7 @@ class Trials:
 
     def _update(self) -> bool:
         """Make one update as training makes it; say whether it landed."""
-        parts, loop, knobs = self._parts, self._loop, self.knobs
+        parts, loop, knobs = self._parts, self._loop, self._control.knobs
         updater, world = parts.updater, parts.world
         if loop.stop():
             updater.agreement.ask_to_stop()
@@ -298,7 +305,7 @@ class Trials:
         parts, loop, losses = self._parts, self._loop, []
         is_sharded = parts.state.is_sharded  # before a forward, which may leave no weight sharded
         assert loop.objective is not None
-        for start, batches in self._judged:
+        for start, batches in self._judged.items():
             made, trouble = [], 0
             try:
                 loop.seeds.for_update(start)

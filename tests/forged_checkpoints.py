@@ -47,7 +47,7 @@ def manifest(step: int, files: Any, *, kind: str = VERIFIED, tick: int | None = 
         made_by="a test",
         at=1_767_225_600_000,
         mlflow=None,
-        remedies={"tick": step, "skipped": [[8, 12]]},
+        effects={"tick": step, "skipped": [[8, 12]]},
         groups=[[{"lr": 0.1}]],
         files=dict(files),
     )

@@ -342,7 +342,7 @@ class Guard(guard.EngineGuard):
 
     def let_go(self) -> None:
         """Undo what affects the whole process: worker processes and patched code."""
-        self._controls.unpatch()
+        self._controls.patches.remove()
         self._direct_steps.is_over = True
         self.samples.close()
         self._keeper.wait()
@@ -422,7 +422,8 @@ class Guard(guard.EngineGuard):
         self.reporter.end(RunFacts(is_closed=True), digests)
 
     def _finish_saving(self, *, healthy: bool) -> Path | None:
-        left = self._keeper.finish(self._controls.state_dict(), healthy=healthy, damaged=self._recovery.is_damaged)
+        effects, is_damaged = self._controls.effects.state_dict(), self._recovery.is_damaged
+        left = self._keeper.finish(effects, healthy=healthy, damaged=is_damaged)
         if healthy:
             self._keeper.run_completed()
         self._recovery.process_ends()

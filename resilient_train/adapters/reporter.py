@@ -292,7 +292,7 @@ class RunReporter:
             steps=self.clock.step,
             ticks=self.clock.tick,
             steps_lost=self.clock.tick - self.clock.step,
-            trial_updates=int((incident_log.run_history.remedies or {}).get("trial_updates", 0)),
+            trial_updates=int(incident_log.run_history.effects.get("trials", {}).get("updates", 0)),
             final_loss=self.updates.recent_loss,
             first_loss=self.updates.first_loss,
             best_level=None if best is None else {"from": best.start, "to": best.stop, "loss": best.level},
@@ -326,7 +326,7 @@ class RunReporter:
             ended = replace(ended, failure=endings.failure(self.directory) or "")
         self._ending = ending = self.summary(ended, time.monotonic() - self._began, digests)
         if is_only_told:
-            known = place.incident_log.incidents, place.incident_log.run_history.remedies
+            known = place.incident_log.incidents, place.incident_log.run_history.effects
             for line in [completed(ending)] * (ending.status == "completed") + review(story_of(ending, *known)):
                 log.info("%s", line)
             return

@@ -220,8 +220,7 @@ class _Session:
             else:  # it hangs before it has resumed: the file `progress` still is the previous process's
                 last = position_of(directory.path) or Position()
                 anomaly = Anomaly(Signal.HANG, last.step + 1, last.tick, last.step, evidence)
-                decision = Decision((Action("end"),))
-                self.incident_log.record_treatment(self.incident_log.open(anomaly, by_signal(anomaly), decision))
+                self.incident_log.report(anomaly, by_signal(anomaly), Decision((Action("end"),)))
         else:
             another_failed = self._stops_since_another_failed()  # reads files, so not before the stacks are logged
             if (why := endings.failure(directory.path) if another_failed else None) is not None:

@@ -154,16 +154,23 @@ class CheckpointKeeper:
             if best is not None:
                 best.take(self._parts.clock.step, metrics, tensors)
 
-    def note_incident(self, seen: ProcessIncident, *, ongoing: bool = False) -> int:
+    def note_incident(
+        self, seen: ProcessIncident, *, effects: Mapping[str, Any] | None = None, ongoing: bool = False
+    ) -> int:
         """Write down an incident of the process, not of the training, about which something was done already."""
         tick = self._parts.clock.tick
         anomaly = Anomaly(seen.signal, seen.step, tick, seen.since, seen.evidence, ranks=seen.ranks)
         known = by_signal(anomaly)
         diagnosis = replace(known, advice=seen.advice or known.advice, rows=seen.rows)
-        incident = self.incident_log.open(anomaly, diagnosis, Decision((Action(seen.remedy),)))
-        incident = replace(incident, rewound_to=seen.rewound_to, steps_lost=seen.steps_lost)
-        self.incident_log.record_treatment(incident, ongoing=ongoing)
-        return incident.id
+        return self.incident_log.report(
+            anomaly,
+            diagnosis,
+            Decision((Action(seen.remedy),)),
+            effects=effects,
+            rewound_to=seen.rewound_to,
+            steps_lost=seen.steps_lost,
+            ongoing=ongoing,
+        ).id
 
     def run_completed(self) -> None:
         """Close the incident about checkpoints that cannot be saved: otherwise a success does."""
@@ -207,7 +214,7 @@ class CheckpointKeeper:
             return max(0, step - self._last_saved), lambda: None
         return max(0, step - snapshot.step), lambda: self._save_now(snapshot)
 
-    def finish(self, remedies: Mapping[str, Any], *, healthy: bool, damaged: bool = False) -> Path | None:
+    def finish(self, effects: Mapping[str, Any], *, healthy: bool, damaged: bool = False) -> Path | None:
         """Write the present state: verified at a healthy end without damage, else a candidate. All ranks call this."""
         parts = self._parts
         self.wait()
@@ -216,7 +223,7 @@ class CheckpointKeeper:
             if not self._writes or (healthy and not self._config.every):
                 return None
             verified, (plain, tensors) = self._unsaved(), taken_apart(parts.state.live())
-            present = Snapshot(parts.clock.step, plain, tensors, {}, parts.checks_state(), remedies)
+            present = Snapshot(parts.clock.step, plain, tensors, {}, parts.checks_state(), effects)
             present.verified = healthy and not damaged
             path = self._save_now(present)
             if not present.verified and verified is not None and verified.step < present.step:
@@ -229,9 +236,9 @@ class CheckpointKeeper:
             while best is not None and best.is_ripe(parts.clock.step):
                 if self._write_now(Job(parts.clock.step, best.write)).error is not None:
                     break
-            present = VERIFIED, parts.clock.step, parts.clock.tick, json.loads(json.dumps(remedies))
+            present = VERIFIED, parts.clock.step, parts.clock.tick, json.loads(json.dumps(effects))
             for one in self._store.usable()[:1]:
-                if (new := one.manifest) and (new.kind, new.step, new.tick, new.remedies) == present:
+                if (new := one.manifest) and (new.kind, new.step, new.tick, new.effects) == present:
                     return one.path
             return None
 
@@ -338,7 +345,7 @@ class CheckpointKeeper:
         content = gathered(snapshot.parts, keep=self._commits) if self._is_sharded else snapshot.parts
         if not self._commits:
             return None
-        step, tick = snapshot.step, int(snapshot.remedies["tick"])
+        step, tick = snapshot.step, int(snapshot.effects["tick"])
         persistent = {
             "statistics": snapshot.checks_state,
             "panel": parts.checks.persistent_state(),
@@ -361,7 +368,7 @@ class CheckpointKeeper:
                 made_by=f"resilient_train {__version__}, torch {torch.__version__}",
                 at=time.time_ns() // 1_000_000,
                 mlflow=self._how.mlflow(),
-                remedies=dict(snapshot.remedies),
+                effects=dict(snapshot.effects),
                 groups=self.resumption.configured,
                 files={},
             )

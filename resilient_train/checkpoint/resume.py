@@ -39,7 +39,7 @@ class ResumePlan:
 
     path: Path | None  # of the checkpoint
     tick: int
-    remedies: tuple[Mapping[str, Any], ...]  # that were active, the latest last
+    effects: Mapping[str, Any]  # of remedies: those of the checkpoint, or of the journal if they are newer
     found: tuple[ProcessIncident, ...]  # to be written to the journal
     incidents: tuple[Incident, ...]  # of earlier processes: every rank needs them to decide alike
     skipped: tuple[int, int] | None  # samples at which the process ended repeatedly
@@ -106,12 +106,13 @@ class Resumption:
             counted = sum(one.steps_lost for one in incidents if one.anomaly.tick > tick)
             lost = last.tick - tick - counted if tick or not step else last.step - step
             found.append(self._crash(step, max(0, lost), skipped, hung, incidents))
-        remedies = [manifest.remedies] if manifest else []
-        remedies += [dict(history.remedies)] if history.remedies else []  # last, also where the tick is the same
+        known = [manifest.effects if manifest else {}, history.effects]
+        # At the same tick the journal's are newer.
+        known.sort(key=lambda one: tick if type(tick := one.get("tick")) is int else 0)
         return ResumePlan(
             path=entry.path if entry else None,
             tick=last.tick,
-            remedies=tuple(sorted(remedies, key=lambda one: tick if type(tick := one.get("tick")) is int else 0)),
+            effects={**known[0], **known[1]},
             found=tuple(found),
             incidents=tuple(incidents),
             skipped=skipped,

@@ -54,7 +54,7 @@ class Manifest:
     made_by: str
     at: int  # milliseconds since 1970
     mlflow: str | None  # the id of the run in MLflow
-    remedies: dict[str, Any]  # knobs, skipped samples, armor, rows in quarantine, open incidents
+    effects: dict[str, Any]  # of remedies: knobs, skipped samples, patched lines, rows in quarantine
     groups: list[Any]  # the configured settings of each optimizer's parameter groups
     files: dict[str, Written]
 

@@ -113,10 +113,11 @@ class Samples(ABC):
         self.skipped.add(start, stop)
         self._batches = None
 
-    def skip_only(self, spans: Iterable[tuple[int, int]]) -> None:
+    def skip_only(self, spans: Iterable[Sequence[int]]) -> None:
         """Skip these positions from now on, and no others."""
-        self.skipped.spans = [*spans]
-        self._batches = None
+        self._batches, self.skipped.spans, self.skipped.added = None, [], []
+        for start, stop in spans:
+            self.skipped.add(start, stop)
 
     def slice_as(self, slicing: Slicing) -> bool:
         """Slice the same samples of an update into other micro-batches from now on; return whether that is possible."""

@@ -75,10 +75,11 @@ class Span(NamedTuple):
 
 
 class Ranges:
-    """Ranges `[start, stop)` of positions, sorted and merged where they touch."""
+    """Ranges `[start, stop)` of positions: as they were `added`, and as sorted `spans`, merged where they touch."""
 
     def __init__(self) -> None:
         self.spans: list[tuple[int, int]] = []
+        self.added: list[list[int]] = []
 
     def add(self, start: int, stop: int) -> None:
         if not 0 <= start < stop:
@@ -88,6 +89,7 @@ class Ranges:
         touched = self.spans[first:last]
         merged = (min(start, touched[0][0]), max(stop, touched[-1][1])) if touched else (start, stop)
         self.spans[first:last] = [merged]
+        self.added.append([start, stop])
 
     def outside(self, at: int, count: int) -> list[tuple[int, int]]:
         """Return the first `count` positions from `at` on that are in no range, as spans."""

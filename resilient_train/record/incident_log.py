@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -45,11 +46,8 @@ class IncidentLog:
         self._ongoing: set[int] = set()  # incidents that healthy updates do not close
         for why in self.run_history.unreadable:
             log.warning("%s", why)
-        # Incidents about which nothing was done, as their process ended: the next of their kind continues them.
-        self._interrupted = {
-            one.id for one in self.open_incidents if self.run_history.chapters[one.id].treated_ms is None
-        }
-        undone = [self.run_history.open[number] for number in self._interrupted]
+        # The process ended before it did what was decided.
+        undone = [one for one in self.open_incidents if self.run_history.chapters[one.id].treated_ms is None]
         self.run_history.adopt(replace(one, decision=replace(one.decision, actions=())) for one in undone)
         self._attempts = WriteAttempts(self._file, "it will be rewritten from the journal later")
         there: bytes | None = None
@@ -84,33 +82,54 @@ class IncidentLog:
     def open(self, anomaly: Anomaly, diagnosis: Diagnosis, decision: Decision, *, is_off: bool = False) -> Incident:
         """Add an incident before anything is done about it; open incidents of the same kind have recurred.
 
-        One about which nothing was done, as its process ended, is the same incident. If the decision is to give up, all
-        have failed; those that left damage are unrecovered if the loss `is_off`.
+        If the decision is to give up, all have failed; those that left damage are unrecovered if the loss `is_off`.
         """
+        incident = self._new(anomaly, diagnosis, decision, is_off=is_off)
+        self.add(incident)
+        return incident
+
+    def report(
+        self,
+        anomaly: Anomaly,
+        diagnosis: Diagnosis,
+        decision: Decision,
+        *,
+        effects: Mapping[str, Any] | None = None,
+        ongoing: bool = False,
+        **done: Any,
+    ) -> Incident:
+        """Add an incident about which something was done already: `done` are its fields that say what."""
+        incident = replace(self._new(anomaly, diagnosis, decision), **done)
+        self.run_history.note(OPENED, incident=incident, effects=effects, is_treated=True)
+        self._announce(incident, ongoing=ongoing)
+        return incident
+
+    def _new(self, anomaly: Anomaly, diagnosis: Diagnosis, decision: Decision, *, is_off: bool = False) -> Incident:
         drill = self.run_history.drill_behind(anomaly, diagnosis)
-        number = self.next_id
         diagnosis = replace(diagnosis, advice=()) if drill else diagnosis  # nothing to change: it was on purpose
+        number = self.next_id
         for one in self.open_incidents:
-            if kind_of(one.anomaly, one.diagnosis) == kind_of(anomaly, diagnosis):
-                if one.id in self._interrupted:
-                    self._interrupted.discard(one.id)
-                    number = one.id
-                else:
-                    self.close(one, Outcome.RECURRED)
+            is_same_kind = kind_of(one.anomaly, one.diagnosis) == kind_of(anomaly, diagnosis)
+            if is_same_kind and not one.decision.actions and one.anomaly.step == anomaly.step:
+                number = one.id  # the process ended before anything was done about it, and here it is again
+            elif is_same_kind:
+                self.close(one, Outcome.RECURRED)
             elif decision.gave_up is not None:
                 self.close(one, _failed(one, is_off=is_off))
         incident = Incident(number, anomaly, diagnosis, decision, drill=drill)
-        if decision.gave_up is not None:
-            incident = replace(incident, outcome=_failed(incident, is_off=False))
-        self.add(incident)
-        return incident
+        return incident if decision.gave_up is None else replace(incident, outcome=_failed(incident, is_off=False))
 
     def add(self, incident: Incident) -> None:
         self.run_history.note(OPENED, incident=incident)
 
-    def record_treatment(self, incident: Incident, *, ongoing: bool = False) -> None:
+    def record_treatment(
+        self, incident: Incident, *, effects: Mapping[str, Any] | None = None, ongoing: bool = False
+    ) -> None:
         """Record what was done about an incident. An `ongoing` one is open until `clear_ongoing`."""
-        self.run_history.note(TREATED, incident=incident)
+        self.run_history.note(TREATED, incident=incident, effects=effects)
+        self._announce(incident, ongoing=ongoing)
+
+    def _announce(self, incident: Incident, *, ongoing: bool) -> None:
         if ongoing:
             self._ongoing.add(incident.id)
         log.warning("%s", describe(incident))
@@ -142,9 +161,8 @@ class IncidentLog:
         incident = self.run_history.open[number]
         incident = replace(incident, further=incident.further + 1)
         self.run_history.adopt([incident])
-        if _is_doubled(incident):
+        if _log_doubling(incident, step):
             self.update(incident)
-            log.info("%s", describe(incident, "further", now=step))
 
     def continued(self, anomaly: Anomaly, diagnosis: Diagnosis, decision: Decision) -> Incident | None:
         """Return the newest incident if it is open, and the same happened again and is only skipped again.
@@ -164,12 +182,10 @@ class IncidentLog:
         is_same = kind_of(last.anomaly, last.diagnosis) == kind_of(anomaly, diagnosis)
         return last if is_same and drill == last.drill else None
 
-    def count_again(self, incident: Incident, anomaly: Anomaly) -> None:
+    def count_again(self, incident: Incident, anomaly: Anomaly, *, effects: Mapping[str, Any] | None = None) -> None:
         """Count an update into the incident that it continues: strikes and budgets count it, also after a restart."""
-        self.run_history.note(AGAIN, number=incident.id, at_update=[anomaly.tick, anomaly.step])
-        incident = self.run_history.open[incident.id]
-        if _is_doubled(incident):
-            log.info("%s", describe(incident, "further", now=anomaly.step))
+        self.run_history.note(AGAIN, number=incident.id, at_update=[anomaly.tick, anomaly.step], effects=effects)
+        _log_doubling(self.run_history.open[incident.id], anomaly.step)
 
     def clear_ongoing(self, number: int) -> None:
         self._ongoing.discard(number)
@@ -225,8 +241,12 @@ def _line(incident: Incident) -> str:
     return json.dumps(in_words(incident)) + "\n"
 
 
-def _is_doubled(incident: Incident) -> bool:
-    return incident.further & (incident.further - 1) == 0
+def _log_doubling(incident: Incident, step: int) -> bool:
+    """Log how many updates have followed if that is a power of two, and say whether it is."""
+    is_doubled = incident.further & (incident.further - 1) == 0
+    if is_doubled:
+        log.info("%s", describe(incident, "further", now=step))
+    return is_doubled
 
 
 def _failed(incident: Incident, *, is_off: bool) -> Outcome:

@@ -45,16 +45,24 @@ class Quarantine:
         self._fingerprint = functools.cache(fingerprint)
         self.rows: dict[int, Quarantined] = {}  # by their indices, in the order in which they were added
         self.given: set[int] = set()  # those of them that another run listed
+        self._is_behind = False  # the file
         self._attempts = WriteAttempts(self._file, "this is retried with the next row")
         if self._file is not None and self._file.exists():
             self._recall(self._file, data_may_differ=data_may_differ)
 
-    def adopt(self, rows: Mapping[int, Quarantined]) -> None:
-        """List rows with their reasons, and write the list. A row that is listed already keeps its reason."""
+    def add(self, rows: Mapping[int, Quarantined]) -> None:
+        """List rows with their reasons; `write` follows. A row that is listed already keeps its reason."""
         new = {row: why for row, why in rows.items() if row not in self.rows}
         self.rows |= new
-        if new or self._attempts.has_failed:
+        self._is_behind |= bool(new)
+
+    def write(self) -> None:
+        if self._is_behind or self._attempts.has_failed:
             self._write()
+
+    def adopt(self, rows: Mapping[int, Quarantined]) -> None:
+        self.add(rows)
+        self.write()
 
     def load(self, path: Path, key: str = "quarantine") -> None:
         """Adopt the list of another run. Raises ConfigError if it is damaged or of another data set."""
@@ -84,6 +92,7 @@ class Quarantine:
                 file.replace(file.with_name(f"{file.name}.damaged"))
 
     def _write(self) -> None:
+        self._is_behind = False
         if self._file is None:
             return
         rows = masked_tree([{"row": row, **asdict(why)} for row, why in self.rows.items()])

@@ -1,4 +1,4 @@
-"""What has happened in a run, as its journal tells it: incidents, remedies in effect, checkpoints, drills.
+"""What has happened in a run, as its journal tells it: incidents, effects of remedies, checkpoints, drills.
 
 This is the one reader of the journal's entries: the run itself, which also adds to them, and all that look at it.
 """
@@ -43,12 +43,12 @@ class RunHistory:
         self.open: dict[int, Incident] = {}  # those without an outcome
         self.closed: dict[int, Incident] = {}  # the others, in the order of their outcomes
         self.unreadable: list[str] = []  # entries about incidents, and why
-        self.remedies: Mapping[str, Any] | None = None  # that were active last
+        self.effects: dict[str, Any] = {}  # of remedies, as they were noted last
         self.has_saved = False  # a checkpoint was ever committed
         self.sources: set[str] = set()  # paths that the user told the run to resume from
         self.began_with: tuple[int, int] | None = None  # processes, and samples of an update
         self.data_sample: Mapping[str, Any] | None = None  # rows of the data set, to notice that it changed
-        self._fired: list[FiredDrill] = []
+        self._fired: dict[int, FiredDrill] = {}  # by their numbers
         # By tick, which no two processes end at: the samples in use when one ended, and whether in its first update.
         self._endings: dict[int, tuple[int, int, bool]] = {}
         for entry in entries:
@@ -63,7 +63,8 @@ class RunHistory:
         return [chapter.incident for chapter in self.chapters.values()]
 
     def note(self, kind: str, /, **fields: Any) -> None:
-        """Note one of the kinds that `recall` knows."""
+        """Write an entry, and keep what `recall` knows of it. Fields that are None are left out."""
+        fields = {name: value for name, value in fields.items() if value is not None}
         self.recall({"kind": kind, "at": time.time_ns() // 1_000_000, **fields})
         if self._journal is not None:
             lines = {name: as_line(one) if isinstance(one, Incident) else one for name, one in fields.items()}
@@ -83,30 +84,29 @@ class RunHistory:
         self.note("drill_fired", drill=number, name=name, tick=tick, **details)
 
     def has_fired(self, number: int) -> bool:
-        return any(one.number == number for one in self._fired)
+        return number in self._fired
 
     def drill_behind(self, anomaly: Anomaly, diagnosis: Diagnosis) -> str:
         """Name the faults that caused an incident, directly or by the damage they left; empty if none did."""
-        found = [one for one in self._fired if _fired_here(one, anomaly, diagnosis)]
+        found = [one for one in self._fired.values() if _fired_here(one, anomaly, diagnosis)]
         if not found and not diagnosis.rows:
-            found = [one for one in self._fired if one.tick and _left_damage(one, anomaly, diagnosis, self.incidents)][
-                -1:
-            ]
-        if not found and not diagnosis.rows and diagnosis.culprit is None and diagnosis.cause in _BY_ROWS:
-            found = [one for one in self._fired if not one.tick]
+            damage = [one for one in self._fired.values() if _left_damage(one, anomaly, diagnosis, self.incidents)][-1:]
+            may_be_rows = diagnosis.culprit is None and diagnosis.cause in _BY_ROWS
+            found = damage or [one for one in self._fired.values() if not one.tick and may_be_rows]
         return ", ".join(dict.fromkeys(one.fault for one in found))
 
     def recall(self, entry: Entry) -> None:
         """Take in an entry. Raises ValueError if it is about an incident that cannot be read."""
+        if isinstance(effects := entry.get("effects"), dict):  # in an entry of their own, or of an incident
+            self._add(**effects)
         match entry:
             case {"kind": "incident_opened" | "incident_treated" | "incident_closed" as kind, "at": int(at)}:
-                self._recall_incident(kind, at, entry.get("incident"))
+                is_treated = kind == TREATED or entry.get("is_treated") is True
+                self._recall_incident(entry.get("incident"), at, is_treated=is_treated, is_closed=kind == CLOSED)
             case {"kind": "incident_again", "number": int(number), "at_update": [int(tick), int(step)]}:
                 if (known := self.chapters.get(number)) is not None:
                     again = (*known.incident.again, (tick, step))
                     self._keep(replace(known, incident=replace(known.incident, again=again, further=len(again))))
-            case {"kind": "remedies_in_force", "remedies": dict(remedies)}:  # of rows and samples, those that are new
-                self.remedies = _with_earlier(remedies, self.remedies)
             case {"kind": "checkpoint_saved"}:
                 self.has_saved = True
             case {"kind": "process_ended", "tick": int(tick), "start": int(start), "stop": int(stop)}:
@@ -119,14 +119,20 @@ class RunHistory:
                 self.sources.add(source)
             case {"kind": "drill_fired", "drill": int(number), "name": str(fault), "tick": int(tick)}:
                 rows = None if entry.get("rows") is None else frozenset(entry["rows"])
-                self._fired.append(FiredDrill(number, fault, tick, entry.get("until", tick), rows))
+                self._fired[number] = FiredDrill(fault, tick, entry.get("until", tick), rows)
 
-    def _recall_incident(self, kind: str, at: int, line: Any) -> None:
+    def _add(self, added: Mapping[str, list[Any]], **whole: Any) -> None:
+        """Add what `Effects.changes` returned."""
+        self.effects |= whole
+        for name, new in added.items():  # in place: copying a list each time would take longer with each incident
+            self.effects.setdefault(name, []).extend(new)
+
+    def _recall_incident(self, line: Any, at: int, *, is_treated: bool, is_closed: bool) -> None:
         incident = line if isinstance(line, Incident) else from_line(line)
         chapter = replace(self.chapters.get(incident.id, Chapter(incident, at)), incident=incident)
-        if kind == TREATED and chapter.treated_ms is None:  # a second entry only adds what is known since
+        if is_treated and chapter.treated_ms is None:  # a second entry only adds what is known since
             chapter = replace(chapter, treated_ms=at)
-        elif kind == CLOSED:
+        elif is_closed:
             chapter = replace(chapter, closed_ms=at)
             self.closed[incident.id] = incident
         self._keep(chapter)
@@ -152,23 +158,11 @@ def history_of(run_dir: Path) -> RunHistory:
     return RunHistory()
 
 
-def _with_earlier(remedies: Mapping[str, Any], earlier: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Add the rows and samples of `earlier` entries to an entry about remedies, which has only those that are new."""
-    whole = dict(remedies)
-    for key in ("skipped", "quarantined"):
-        if isinstance(new := whole.get(key), list) and whole.get("is_whole") is not True:
-            known = (earlier or {}).get(key)
-            whole[key] = known if isinstance(known, list) else []
-            whole[key] += new  # in place: copying it each time would take longer with each incident
-    return whole
-
-
 # -------------------------------------------------------------------------------------------------------------- drills
 
 
 @dataclass(frozen=True, slots=True)
 class FiredDrill:
-    number: int
     fault: str
     tick: int  # 0: it is in the data, from the first sample to the last
     until: int  # the last tick at which it was injected
@@ -188,7 +182,7 @@ def _fired_here(one: FiredDrill, anomaly: Anomaly, diagnosis: Diagnosis) -> bool
 
 def _left_damage(one: FiredDrill, anomaly: Anomaly, diagnosis: Diagnosis, earlier: Iterable[Incident]) -> bool:
     """Say whether an anomaly may come from damage that a fault left: noticed late, or not repaired since."""
-    if one.fault not in _LEAVE_DAMAGE or anomaly.tick < one.tick:
+    if one.fault not in _LEAVE_DAMAGE or not 0 < one.tick <= anomaly.tick:
         return False
     if diagnosis.cause is Cause.PROCESS and anomaly.signal is not Signal.RANK_MISMATCH:  # it was on one rank alone
         return False

@@ -67,7 +67,7 @@ def read_story(run_dir: Path) -> Story:
     found = tuple(history.chapters.values())
     checkpoints, loop, position = checkpoints_of(run_dir), loop_of(run_dir), position_of(run_dir) or Position()
     step, tick = (facts.summary.get(key, here) for key, here in (("steps", position.step), ("ticks", position.tick)))
-    known = [history.remedies or {}, *(one.remedies for one in checkpoints)]  # one of these is newer as knobs relax
+    known = [history.effects, *(one.remedies for one in checkpoints)]  # one of these is newer as knobs relax
     planned = settings_of(run_dir).get("steps") if loop is None else loop.steps
     status = status_of(replace(facts, incidents=[one.incident for one in found], step=step))
     return Story(
@@ -126,7 +126,7 @@ def _checkpoint(path: Path) -> Checkpoint | None:
             "step": int(step),
             "tick": int(tick),
             "files": dict(files),
-            "remedies": dict(remedies),
+            "effects": dict(remedies),
         } if min(step, tick) >= 0 and files and all(_is_there(path / name, one) for name, one in files.items()):
             return Checkpoint(step, path, kind, tick, remedies=remedies)
     return None

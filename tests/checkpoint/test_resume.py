@@ -35,6 +35,7 @@ from paused_run import held_at, is_held
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from resilient_train.record.run_history import history_of
 from resilient_train.tracking.story import read_story
 from resilient_train.types import Anomaly, Signal, Vitals
 from resilient_train.watch.checks import Checks, Finding
@@ -331,9 +332,9 @@ def test_what_was_in_force_is_in_force_again(kind: str, saved_since: bool, nurse
     with ExitStack() as holds:
         holds.enter_context(held_at(nursery.place, 150))
         started = nursery.start(*arguments, f"run.dir={kind}")
-        assert started.until(lambda: bool(in_journal(run_dir, "remedies_in_force")) and in_force(run_dir, kind))
+        assert started.until(lambda: in_force(run_dir, kind))
         if saved_since:
-            treated_at = in_journal(run_dir, "remedies_in_force")[-1]["remedies"]["tick"]
+            treated_at = history_of(run_dir).effects["tick"]
             saved = partial(in_journal, run_dir, "checkpoint_saved")
 
             def is_saved() -> bool:
@@ -347,10 +348,10 @@ def test_what_was_in_force_is_in_force_again(kind: str, saved_since: bool, nurse
             assert started.until(is_saved)
         started.strike(signal.SIGKILL)
         assert started.wait() == -signal.SIGKILL, started.output
-        before = in_journal(run_dir, "remedies_in_force")[-1]["remedies"]
+        before = history_of(run_dir).effects
     last = nursery.run(*arguments, f"run.dir={kind}")
     assert last.code == 0, last.output
-    after_all, unharmed = latest_remedies(run_dir), latest_remedies(plain)
+    after_all, unharmed = latest_effects(run_dir), latest_effects(plain)
     for key in ("skipped", "quarantined", "armor"):
         assert sorted(after_all[key]) == sorted(unharmed[key]), key
     for key in ("lr", "clip", "eps"):
@@ -361,16 +362,16 @@ def test_what_was_in_force_is_in_force_again(kind: str, saved_since: bool, nurse
 
 def in_force(run_dir: Path, kind: str) -> bool:
     """Say whether what one waits for is in force: with armor skipped samples, with which knobs came."""
-    remedies = in_journal(run_dir, "remedies_in_force")[-1]["remedies"]
-    return all(remedies[one] for one in (("armor", "skipped") if kind == "armor" else (kind,)))
+    effects = history_of(run_dir).effects
+    return all(effects.get(one) for one in (("armor", "skipped") if kind == "armor" else (kind,)))
 
 
-def latest_remedies(run_dir: Path) -> dict[str, Any]:
+def latest_effects(run_dir: Path) -> dict[str, Any]:
     """Those of the newest checkpoint."""
     manifests = [json.loads(file.read_text()) for file in (run_dir / "checkpoints").glob("*/manifest.json")]
     newest = max(manifests, key=lambda one: int(one["tick"]))
-    remedies: dict[str, Any] = newest["remedies"]
-    return remedies
+    effects: dict[str, Any] = newest["effects"]
+    return effects
 
 
 def test_an_open_incident_is_closed_and_counted_by_whoever_goes_on(nursery: Nursery) -> None:

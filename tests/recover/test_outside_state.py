@@ -92,5 +92,5 @@ def test_a_short_run_that_learns_nothing_looks_for_a_lower_rate_twice() -> None:
     guard = train(regression(WITH))
     assert guard._controls.trials.updates == 44 + 60
     resumed = regression(WITH)
-    resumed._controls.load_state_dict(guard._controls.state_dict())
+    resumed._controls.effects.load_state_dict(guard._controls.effects.state_dict())
     assert resumed._controls.trials.raced_in_vain

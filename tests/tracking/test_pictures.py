@@ -9,9 +9,9 @@ from typing import Any
 from PIL import Image
 from stories import incident, story
 
+from resilient_train.sentences import OUTCOMES
 from resilient_train.tracking.figure import GOOD, draw_strip
 from resilient_train.types import Outcome
-from resilient_train.sentences import OUTCOMES
 
 MOST_BYTES = 100_000
 

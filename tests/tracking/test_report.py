@@ -322,7 +322,7 @@ def saved(run_dir: Path, name: str, **said: object) -> Path:
     place = run_dir / "checkpoints" / name
     place.mkdir(parents=True)
     (place / "tree.json").write_text("{}")
-    manifest = {"files": {"tree.json": {"bytes": 2, "sha256": ""}}, "remedies": {"tick": said.get("tick")}, **said}
+    manifest = {"files": {"tree.json": {"bytes": 2, "sha256": ""}}, "effects": {"tick": said.get("tick")}, **said}
     (place / "manifest.json").write_text(json.dumps(manifest))
     return place
 
@@ -369,7 +369,7 @@ def test_a_story_of_a_damaged_directory_is_told_all_the_same(content: str, tmp_p
 
 def test_every_change_of_the_configuration_is_said() -> None:
     knobs = Knobs(lr=0.5, clip=0.25, eps=100.0, share=0.01, decay=0.0, norm=1.0, higher_precision=3, mends_eps=True)
-    remedies = {"knobs": knobs.state_dict(), "quarantined": [7, 3, 7], "micro_batch": 8}
+    remedies = {"knobs": knobs.state_dict(), "quarantined": [[7], [3]], "micro_batch": 8}
     assert active_remedies(remedies) == [
         "learning rate x0.5",
         "gradient clip x0.25",
