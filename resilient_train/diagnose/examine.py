@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from math import isfinite, sqrt
 from typing import Any
 
 import torch
+from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor, nn
 
 from resilient_train.diagnose import rows, verdict
@@ -101,8 +102,8 @@ def examine(
         device=device,
     )
     layers, dtype = Layers(getattr(model, "_orig_mod", model)), _DTYPES[mixed_precision]
-    with _in_precision(model, dtype, device):
-        first = replay.of([batch], 0, layers=layers)
+    with _in_precision(model, dtype, device) if dtype is not None else nullcontext():
+        first = replay.of([batch], 0, watching=layers)
         seen = replay.under_microscope([batch], 0)
     bad_fields = rows.nonfinite_fields(batch)
     is_healthy, origin = isfinite(first.loss) and isfinite(first.norm), seen.origin
@@ -117,7 +118,8 @@ def examine(
     remarks = [f"the batch: {say([one])}" for one in bad_fields]
     remarks += [say([one]) for one in (*nonfinite(first.by_layer), *rows.out_of_scale(batch))]
     return Examined(
-        *(first.loss, first.norm),
+        first.loss,
+        first.norm,
         batch=statistics(floating(leaves(batch))),
         layers=tuple(layers.outputs),
         gradients=tuple(layers.gradients),
@@ -128,19 +130,10 @@ def examine(
 
 
 @contextmanager
-def _in_precision(model: Any, dtype: torch.dtype | None, device: torch.device) -> Iterator[None]:
+def _in_precision(model: Any, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
     """Run the forward in autocast with outputs in float32, as Accelerate does."""
-    if dtype is None:
-        yield
-        return
-    own, forward = vars(model).get("forward"), torch.autocast(device.type, dtype)(model.forward)
-    halves = (torch.bfloat16, torch.float16)
-
-    def mixed(*given: Any, **named: Any) -> Any:
-        result = forward(*given, **named)
-        return rebuilt(result, lambda one: one.float() if isinstance(one, Tensor) and one.dtype in halves else one)
-
-    model.forward = mixed
+    own = vars(model).get("forward")
+    model.forward = convert_outputs_to_fp32(torch.autocast(device.type, dtype)(model.forward))
     try:
         yield
     finally:

@@ -6,18 +6,25 @@ import importlib.util
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from math import isfinite, isnan
 from traceback import walk_tb
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._pytree import tree_leaves
+
+
+@contextmanager
+def _unwatched() -> Iterator[None]:
+    """Leave modes, gradients, and vmap, grad and jvp for a moment: within these no value may be looked at."""
+    with torch._C.DisableTorchFunction(), torch.no_grad(), temporarily_clear_interpreter_stack():
+        yield
 
 
 def floating(tree: Any) -> list[Tensor]:
@@ -26,33 +33,33 @@ def floating(tree: Any) -> list[Tensor]:
     return [one for one in tensors if one.is_floating_point() or one.is_complex()]
 
 
+@_unwatched()
 def kinds_of(tensor: Tensor) -> set[str]:
-    with torch._C.DisableTorchFunction(), torch.no_grad(), _outside_of_transforms():
-        values = _values(tensor)
-        if values.is_meta or bool(values.isfinite().all()):
-            return set()
-        kinds = {"nan": values.isnan(), "inf": values.isinf()}
-        return {kind for kind, mask in kinds.items() if bool(mask.any())}
+    values = _values(tensor)
+    if values.is_meta or bool(values.isfinite().all()):
+        return set()
+    kinds = {"nan": values.isnan(), "inf": values.isinf()}
+    return {kind for kind, mask in kinds.items() if bool(mask.any())}
 
 
 def kinds_of_numbers(tree: Any) -> set[str]:
     """The same of the plain numbers of a tree, such as the value of `masked_fill`."""
-    numbers = [one for one in tree_leaves(tree) if isinstance(one, float) and not isfinite(one)]
-    return {"nan" if isnan(one) else "inf" for one in numbers}
+    numbers = [one for one in tree_leaves(tree) if isinstance(one, float)]
+    return kinds_of(torch.tensor(numbers, dtype=torch.float64, device="cpu"))
 
 
+@_unwatched()
 def memory_of(tensor: Tensor) -> int | None:
-    with torch._C.DisableTorchFunction(), _outside_of_transforms():
-        try:
-            return _values(tensor).untyped_storage().data_ptr() or None
-        except (RuntimeError, NotImplementedError):  # it has none, or hides it
-            return None
+    try:
+        return _values(tensor).untyped_storage().data_ptr() or None
+    except (RuntimeError, NotImplementedError):  # it has none, or hides it
+        return None
 
 
+@_unwatched()
 def statistics(tensors: Sequence[Tensor]) -> tuple[Mapping[str, Any], ...]:
     """Shape, type and range of the finite elements of the first inputs of an operation. Waits for the device."""
-    with torch._C.DisableTorchFunction(), torch.no_grad(), _outside_of_transforms():
-        return tuple(map(_range_of, tensors[:4]))
+    return tuple(map(_range_of, tensors[:4]))
 
 
 def _range_of(tensor: Tensor) -> dict[str, Any]:
@@ -87,15 +94,6 @@ def _values(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.element_size() == 1 else tensor
 
 
-def _outside_of_transforms() -> AbstractContextManager[Any]:
-    """Leave vmap, grad and jvp for a moment: in there no value may be looked at."""
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        return nullcontext()
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
-    return temporarily_clear_interpreter_stack()
-
-
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 _SITE = (sysconfig.get_path("purelib") + os.sep, sysconfig.get_path("platlib") + os.sep)
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -110,60 +108,62 @@ class Line(NamedTuple):
     module: str = ""  # its path in the model, empty outside of it
 
 
-def user_line(names: dict[int, str]) -> Line | None:
+def user_line(names: Mapping[int, str]) -> Line | None:
     """The innermost line on the stack of a user's own, else of transformers; `names` of modules by id."""
-    second: Line | None = None
-    module: str | None = None
-    for frame in _outward(sys._getframe(1)):
-        if frame.f_code.co_filename == REPLAY:
-            break
-        if module is None and isinstance(owner := frame.f_locals.get("self"), nn.Module):
-            module = names.get(id(owner))
-        whose = _whose(frame.f_code.co_filename)
-        if whose == _USERS and module is None:  # of a function that was called in a forward
-            owners = (outer.f_locals.get("self") for outer in _outward(frame))
-            module = next((names[id(one)] for one in owners if isinstance(one, nn.Module) and id(one) in names), "")
-        line = Line(frame.f_code.co_filename, frame.f_lineno, module or "")
-        if whose == _USERS:
-            return line
-        if whose == _MODELS and second is None:
-            second = line
-    return second
+    frames: list[FrameType] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != REPLAY:
+        frames.append(frame)
+        frame = frame.f_back
+    for whose in (_USERS, _MODELS):
+        for frame in frames:
+            if _whose(frame.f_code.co_filename) == whose:
+                return Line(frame.f_code.co_filename, frame.f_lineno, _module_of(frames, names))
+    return None
+
+
+def _module_of(frames: Iterable[FrameType], names: Mapping[int, str]) -> str:
+    """The path of the module whose method is the first of these frames that is one's."""
+    owners = (id(frame.f_locals.get("self")) for frame in frames)
+    return next((names[owner] for owner in owners if owner in names), "")
 
 
 class Raised(NamedTuple):
     """Where an exception came from."""
 
     line: Line | None  # the innermost one of a user's own that it passed, rather than of an installed package
-    of_distribution: str  # what of torch.distributions that called
-    called: str  # what it called at all: a module by its class, anything else by its name
-    refused: Tensor | None  # by a distribution
+    called: str  # what that called: a module by its class, anything else by its name
+    of_distribution: bool = False  # that is one of torch.distributions
+    refused: Tensor | None = None  # by it
 
 
-def line_of(error: BaseException, names: dict[int, str]) -> Raised:
-    line, of_distribution, called, module, refused = None, "", "", "", None
-    for frame, number in walk_tb(error.__traceback__):
-        owner = frame.f_locals.get("self")
-        module = names.get(id(owner), module) if isinstance(owner, nn.Module) else module
-        file = frame.f_code.co_filename
-        if is_users(file) and (line is None or not file.startswith(_SITE)):
-            line, of_distribution, called, refused = Line(file, number, module), "", "", None
-            continue
-        name = frame.f_code.co_name
-        if not called:
-            called = type(owner).__name__ if isinstance(owner, nn.Module) or name == "__init__" else name
+def line_of(error: BaseException, names: Mapping[int, str]) -> Raised:
+    passed = [*walk_tb(error.__traceback__)]
+    users = [at for at, (frame, _) in enumerate(passed) if is_users(frame.f_code.co_filename)]
+    own = [at for at in users if not passed[at][0].f_code.co_filename.startswith(_SITE)] or users[:1]
+    line, inside = None, [frame for frame, _ in passed]  # `inside`: what that line called
+    if own:
+        frame, number = passed[own[-1]]
+        line = Line(frame.f_code.co_filename, number, _module_of(reversed(inside[: own[-1] + 1]), names))
+        inside = inside[own[-1] + 1 :]
+    called, refused = "", None
+    for frame in inside:
         if not frame.f_globals.get("__name__", "").startswith("torch.distributions."):
             continue
         value = frame.f_locals.get("value")
         refused = value if isinstance(value, Tensor) else refused
-        if not of_distribution:
-            if name == "__init__":
-                of_distribution = type(owner).__name__
-            # What a density is asked about, if no weight had a part in it, came with the data: the rows are the cause,
-            # and not the line that asks.
-            elif not isinstance(value, Tensor) or value.requires_grad:
-                of_distribution = name
-    return Raised(line, of_distribution, called or "statement", refused)
+        # What a density is asked about, if no weight had a part in it, came with the data: the rows are the cause,
+        # and not the line that asks.
+        if frame.f_code.co_name == "__init__" or not isinstance(value, Tensor) or value.requires_grad:
+            called = called or _called(frame)
+    if called:
+        return Raised(line, called, True, refused)
+    return Raised(line, _called(inside[0]) if inside else "statement")
+
+
+def _called(frame: FrameType) -> str:
+    owner, name = frame.f_locals.get("self"), frame.f_code.co_name
+    return type(owner).__name__ if isinstance(owner, nn.Module) or name == "__init__" else name
 
 
 def is_users(file: str) -> bool:
@@ -175,12 +175,6 @@ def called_by_us(frames: Sequence[FrameType]) -> Sequence[FrameType]:
     files = [frame.f_code.co_filename for frame in frames]
     ours = (n for n, file in enumerate(files) if file.startswith(_OURS) and not file.startswith(_ZOO))
     return frames[next(ours, 0) :]
-
-
-def _outward(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 @cache
@@ -236,8 +230,7 @@ class Layers:
         def note(where: list[Output], tensor: Tensor) -> None:
             where.append(Output(name, type(module).__name__, statistics([tensor])[0]))
 
-        with torch._C.DisableTorchFunction():
-            for one in floating(result):
-                note(self.outputs, one)
-                if one.requires_grad:
-                    self._hooks.append(one.register_hook(partial(note, self.gradients)))  # type: ignore[no-untyped-call]
+        for one in floating(result):
+            note(self.outputs, one)
+            if one.requires_grad:
+                self._hooks.append(one.register_hook(partial(note, self.gradients)))  # type: ignore[no-untyped-call]

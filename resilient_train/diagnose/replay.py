@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from resilient_train.diagnose.frames import Layers
 from resilient_train.diagnose.microscope import Microscope, Origin
@@ -20,7 +19,7 @@ from resilient_train.errors import in_one_line
 from resilient_train.state import randomness
 from resilient_train.state.copies import Attributes, Backups
 from resilient_train.state.randomness import Seeds
-from resilient_train.state.tree import is_sharded, local_part
+from resilient_train.state.tree import is_sharded, local_part, rebuilt
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +31,7 @@ class Replayed:
     by_layer: dict[str, float]  # the norm of each weight's gradient
     origin: Origin | None = None  # under the microscope: the operation that broke first
     raised: str = ""  # the exception that ended it, in one line; then loss and norm are NaN
+    failure: str = ""  # why nothing could be measured; then the loss is NaN
 
 
 @dataclass
@@ -54,30 +54,36 @@ class Replay:
 
     def __post_init__(self) -> None:
         self._bare: nn.Module = getattr(self.model, "_orig_mod", self.model)
-        self.attributes: Attributes = ()  # of the model's modules, to replay with
         self.is_sharded = any(map(is_sharded, self._bare.parameters()))
         # A forward may update frozen weights (a teacher). Only those that have changed are backed up: all are many.
         frozen = [weight for weight in self._bare.parameters() if not weight.requires_grad]
         self._versions = [(weight, weight._version) for weight in frozen]
 
     def of(
-        self, batches: Sequence[Any], start: int, microscope: Microscope | None = None, layers: Layers | None = None
+        self,
+        batches: Sequence[Any],
+        start: int,
+        attributes: Attributes = (),
+        watching: Microscope | Layers | None = None,
     ) -> Replayed:
-        """Replay the update at position `start` of the stream, with these batches in place of its own."""
+        """Replay the update at position `start` of the stream, with these batches in place of its own.
+
+        `attributes` are those of the model's modules to begin with.
+        """
         before, gradients = self.backups.take(), [(weight, weight.grad) for weight in self._bare.parameters()]
         moving = [(weight, weight.detach().clone()) for weight, version in self._versions if weight._version != version]
         for weight, _ in gradients:
             weight.grad = None
-        attributes = self.backups.attributes()
-        self.backups.set_attributes(self.attributes)
+        own_attributes = self.backups.attributes()
+        self.backups.set_attributes(attributes)
         self.backups.set_scale(1.0)  # what is not finite then is no overflow that a lower scale prevents
         may_be_compiled = hasattr(self.model, "_orig_mod") or "torch._dynamo" in sys.modules
         # The microscope cannot look into a fused kernel.
         in_eager = torch.compiler.set_stance("force_eager") if may_be_compiled else nullcontext()
         with randomness.preserved(self.device), in_eager:
             try:
-                with layers or nullcontext():
-                    return self._replayed([_copied(batch) for batch in batches], start, microscope)
+                with watching or nullcontext():
+                    return self._measured([_copied(batch) for batch in batches], start, watching)
             except (torch.OutOfMemoryError, MemoryError):
                 raise
             except Exception as error:
@@ -85,7 +91,7 @@ class Replay:
             finally:
                 self.backups.put_back(before)
                 self.backups.let_go(before)
-                self.backups.set_attributes(attributes)
+                self.backups.set_attributes(own_attributes)
                 self.drop_gradients()
                 for weight, gradient in gradients:
                     weight.grad = gradient
@@ -93,36 +99,34 @@ class Replay:
                     for weight, value in moving:
                         weight.copy_(value)
 
-    def under_microscope(self, batches: Sequence[Any], start: int) -> Replayed:
+    def under_microscope(self, batches: Sequence[Any], start: int, attributes: Attributes = ()) -> Replayed:
         """Replay under the microscope, and again to look at the inputs of the call whose backward is to blame."""
-        first = Microscope(self._bare)
-        measured = self.of(batches, start, first)
-        call = first.backward.call if first.backward is not None else None
-        second = Microscope(self._bare, look_at=call)
-        self.of(batches, start, second)  # every rank replays as often
-        # Where the loss is not finite no gradient can be, and backward says nothing about the cause.
-        origin = first.backward if math.isfinite(measured.loss) else first.of_error or first.of_loss
+        look_at, origin = None, None
+        for _ in range(2):  # every rank replays as often
+            microscope = Microscope(self._bare, look_at=look_at)
+            measured = self.of(batches, start, attributes, microscope)
+            # Where the loss is not finite no gradient can be, and backward says nothing about the cause.
+            at_loss = microscope.of_error or microscope.of_loss
+            origin = microscope.backward if math.isfinite(measured.loss) else at_loss
+            look_at = microscope.backward.call if microscope.backward is not None else None
         if origin is not None:
-            origin = replace(origin, inputs=origin.inputs or second.inputs)
+            origin = replace(origin, inputs=origin.inputs or microscope.inputs)
         return replace(measured, origin=origin)
 
-    def _replayed(self, batches: Sequence[Any], start: int, microscope: Microscope | None) -> Replayed:
+    def _measured(self, batches: Sequence[Any], start: int, watching: Microscope | Layers | None) -> Replayed:
         self.seeds.for_update(start)
         losses = []
-        with microscope or nullcontext():
-            for batch in batches:
-                if microscope is not None:
-                    microscope.knows(batch)
-                loss = self.measure(self.model, batch)
-                if microscope is not None and microscope.of_loss is None:
-                    microscope.judge(loss)
-                self.backward(loss)
-                losses.append(loss.detach().float().reshape(()))
-        ids = set(map(id, self.trained))
-        grads = {}
-        for name, weight in self._bare.named_parameters():
-            if id(weight) in ids and (grad := weight.grad) is not None:
-                grads[name] = grad.coalesce().values() if grad.is_sparse else grad
+        for batch in batches:
+            if isinstance(watching, Microscope):
+                watching.knows(batch)
+            loss = self.measure(self.model, batch)
+            if isinstance(watching, Microscope):
+                watching.judge(loss)
+            self.backward(loss)
+            losses.append(loss.detach().float().reshape(()))
+        trained = set(map(id, self.trained))
+        named = [(name, weight.grad) for name, weight in self._bare.named_parameters() if id(weight) in trained]
+        grads = {name: grad.coalesce().values() if grad.is_sparse else grad for name, grad in named if grad is not None}
         by_layer = {name: float(torch.linalg.vector_norm(local_part(grad).double())) for name, grad in grads.items()}
         total = math.sqrt(sum(norm**2 for norm in by_layer.values()))
         if self.is_sharded and grads:
@@ -132,8 +136,4 @@ class Replay:
 
 def _copied(batch: Any) -> Any:
     """The same tensors in other containers: an objective may remove entries."""
-    if isinstance(batch, torch.Tensor):
-        return batch
-    if type(batch) in (dict, list, tuple):
-        return tree_map(lambda leaf: leaf, batch)
-    return copy.copy(batch)
+    return rebuilt(batch, lambda leaf: leaf if isinstance(leaf, Tensor) else copy.copy(leaf))

@@ -7,10 +7,10 @@ same calls here in the same order; only the batches they look at differ.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, islice
 from typing import Any, TypeVar
 
 from resilient_train.data.samples import Samples, Update
@@ -78,7 +78,7 @@ class Search:
         if anomaly.signal not in (*_NONFINITE, *SPIKES, Signal.EXCEPTION):
             return None
         is_spike = anomaly.signal in SPIKES
-        with self._before(refused):
+        with randomness.preserved(self.world.device):  # fetching rows changes them
             by_rank = self.world.all_of(self._observe(refused, is_spike))
         seen = replace(verdict.merge_ranks(by_rank), landed=anomaly.step - 1)
         if not seen.reproduced:
@@ -99,71 +99,52 @@ class Search:
 
     def breaks_at_any_scale(self, refused: Refused) -> bool:
         """Whether the gradients are not finite where no loss scale can have made them overflow."""
-        with self._before(refused):
-            tried, _ = self._tried(refused.update.start, partial(self._batches_of, refused))
-        return any(self.world.all_of(tried is not None and not math.isfinite(tried.norm)))
+        with randomness.preserved(self.world.device):
+            norm = self._replayed(refused).norm
+        return any(self.world.all_of(not math.isfinite(norm)))
 
     def loss_at(self, start: int, *, of_others: bool = False) -> float:
         """The mean loss over ranks of the update at a position, or of rows that the run may not have learned yet."""
 
         def made() -> Sequence[Any]:
             keys = self.samples.keys_at(start)
-            return self._made([self.samples.others(some, 0) for some in keys] if of_others else keys)
+            return self._made(keys, self._others(keys, 0) if of_others else chain(*keys))
 
-        tried, _ = self._tried(start, made)
-        losses = [one for one in self.world.all_of(None if tried is None else tried.loss) if one is not None]
+        tried = self._tried(start, made, self.replay.of)
+        losses = [one for one in self.world.all_of(None if tried.failure else tried.loss) if one is not None]
         return sum(losses) / len(losses) if losses else math.nan
 
     # The replays. Every rank makes each of them.
 
-    @contextmanager
-    def _before(self, refused: Refused) -> Iterator[None]:
-        """Replay what the model was before an update; fetching rows changes random numbers, which are put back."""
-        self.replay.attributes = refused.attributes
-        try:
-            with randomness.preserved(self.world.device):
-                yield
-        finally:
-            self.replay.attributes = ()
-
     def _observe(self, refused: Refused, is_spike: bool) -> Observations:
-        keys, start = refused.update.keys, refused.update.start
-        again = partial(self._batches_of, refused)
-        tried = partial(self._tried, start, takes_errors=refused.is_error)
-        first, why = tried(again)
-        reproduced = first is not None and refused.would_refuse(first)
+        first = self._replayed(refused)
+        reproduced = not first.failure and refused.would_refuse(first)
         if not any(self.world.all_of(reproduced)):
-            return Observations(failure=why)
+            return Observations(failure=first.failure)
         filler, is_compared = self._control(refused)
         facts = Observations(
             reproduced=reproduced,
             everywhere=is_compared and filler is None,
             is_compared=is_compared,
-            failure=why,
+            failure=first.failure,
         )
         origin: Origin | None = None
         if not is_spike:
-            seen, _ = tried(again, self.replay.under_microscope)
-            origin = seen.origin if seen is not None else None
+            origin = self._replayed(refused, watched=True).origin
             is_bad = not refused.nan_is_usual and any(map(by_rows.nonfinite_fields, refused.inputs))
-            facts = replace(facts, batch_is_bad=is_bad, size=first.norm if first is not None else 0.0)
+            facts = replace(facts, batch_is_bad=is_bad, size=first.norm)
         if origin is not None:
-            first_broken = origin.after or origin
-            facts = replace(origin.noted(facts), is_tried=_where(first_broken.culprit) in self.tried)
-
-        def breaks(batches: Keys) -> bool | None:
-            made, _ = tried(partial(self._made, batches) if batches else again)
-            return None if made is None else refused.would_refuse(made)
-
+            is_tried = _where((origin.after or origin).culprit) in self.tried
+            facts = replace(origin.noted(facts), is_tried=is_tried)
         is_sharded = self.replay.is_sharded
-        found = self._guilty(keys, filler if reproduced or is_sharded else None, breaks)
+        found = self._guilty(refused, filler if reproduced or is_sharded else None)
         if is_sharded:  # the gradient is of all ranks' rows: all ranks reproduce it unless some rank's rows are known
-            reproduced = bool(found) or origin is not None or (first is not None and not refused.allows_loss(first))
+            reproduced = bool(found or origin) or not (first.failure or refused.allows_loss(first))
             is_known = any(self.world.all_of(reproduced))
             facts = replace(facts, reproduced=reproduced or not is_known)
         alone, others = self._alone(refused, found, origin, filler)
         found = alone or found
-        if not keys and origin is None:
+        if not refused.update.keys and origin is None:
             return replace(facts, failure="rows of such data cannot be named")
         if not found or filler is None:
             return facts
@@ -175,54 +156,52 @@ class Search:
         passed = self.samples.have_passed(found)
         return replace(facts, rows=rows, odd=odd, others=others, have_passed=passed, are_again=are_again)
 
-    def _control(self, refused: Refused) -> tuple[Keys | None, bool]:
-        """Replay other rows at the same weights; return the keys of a healthy draw, and whether any was replayed."""
-        keys = refused.update.keys
-        filler: Keys | None = None
+    def _control(self, refused: Refused) -> tuple[list[Key] | None, bool]:
+        """Replay other rows at the same weights; return a healthy draw of them, and whether any was replayed."""
+        filler: list[Key] | None = None
         is_compared = False
-        if not any(self.world.all_of(bool(keys))):
+        if not any(self.world.all_of(bool(refused.update.keys))):
             return None, False
         for draw in range(_CONTROLS):
-            others = [self.samples.others(some, draw) for some in keys]
-            tried, _ = self._tried(refused.update.start, partial(self._made, others), takes_errors=refused.is_error)
-            is_compared |= tried is not None
-            if tried is not None and filler is None and not refused.would_refuse(tried):
+            others = self._others(refused.update.keys, draw)
+            tried = self._replayed(refused, others)
+            is_compared |= not tried.failure
+            if filler is None and not refused.would_refuse(tried):
                 filler = others
             if all(self.world.all_of(filler is not None)):
                 break
         return filler, is_compared
 
     def _alone(
-        self, refused: Refused, found: Sequence[Key], origin: Origin | None, filler: Keys | None
+        self, refused: Refused, found: Sequence[Key], origin: Origin | None, filler: list[Key] | None
     ) -> tuple[list[Key], int]:
         """The rows that break an operation of data alone, and how many others were tried, of which hardly any does."""
-        keys, tried = refused.update.keys, partial(self._tried, refused.update.start, takes_errors=refused.is_error)
-        where = _where(origin.culprit) if origin is not None else None
-        left = list(found) if self._may_be_rare(keys, found, origin) else []
+        keys = [*chain(*refused.update.keys)]
+        left = [*found] if origin is not None and self._may_be_rare(refused.update.keys, found, origin) else []
         alone: list[Key] = []
         while any(self.world.all_of(bool(left))):
             key = left.pop() if left else None
-            pairs = [zip(mine, other, strict=True) for mine, other in zip(keys, filler or keys, strict=True)]
-            batches = [[one if one is key else other for one, other in pair] for pair in pairs]
-            made, _ = tried(partial(self._made, batches), self.replay.under_microscope)
-            seen = made.origin if made is not None else None
+            mixed = [one if one is key else other for one, other in zip(keys, filler or keys, strict=True)]
+            seen = self._replayed(refused, mixed, watched=True).origin
             # In all places too, fetched again and with other random numbers: not where it only does not fit the others.
-            same = [[key._replace(epoch=key.epoch + 1)] * len(some) for some in keys] if key else filler or keys
-            made, _ = self._tried(refused.update.start + 1, partial(self._made, same), takes_errors=refused.is_error)
-            is_bad = seen is not None and seen.is_of_data and _where(seen.culprit) == where
-            if key and is_bad and made is not None and refused.would_refuse(made):
+            same = [key._replace(epoch=key.epoch + 1)] * len(keys) if key else filler or keys
+            again = self._replayed(refused, same, later=1)
+            if key is None or origin is None or seen is None or again.failure:
+                continue
+            is_same = seen.is_of_data and _where(seen.culprit) == _where(origin.culprit)
+            if is_same and refused.would_refuse(again):
                 alone.append(key)
         others, draw = set[int](), _CONTROLS
-        count, most = len(alone), len(alone) + (2 * sum(map(len, keys)) <= _RARE)  # of a large draw many rows may break
+        count, most = len(alone), len(alone) + (2 * len(keys) <= _RARE)  # of a large draw many rows may break
         while any(self.world.all_of(len(others) < _RARE * count <= _RARE * most)) and draw < _MOST_DRAWS:
-            draws = [self.samples.others(some, draw) for some in keys]
-            made, _ = tried(partial(self._made, draws))
-            count, draw = count + (bool(alone) and (made is None or refused.would_refuse(made))), draw + 1
-            others.update(key.row for some in draws for key in some)
+            drawn = self._others(refused.update.keys, draw)
+            is_broken = refused.would_refuse(self._replayed(refused, drawn))
+            count, draw = count + (bool(alone) and is_broken), draw + 1
+            others.update(key.row for key in drawn)
         return (alone, len(others)) if alone and len(others) >= _RARE * count and count <= most else ([], 0)
 
-    def _may_be_rare(self, keys: Keys, found: Sequence[Key], origin: Origin | None) -> bool:
-        if origin is None or origin.after or not origin.is_of_data or not 0 < len(found) <= _FEW:
+    def _may_be_rare(self, keys: Keys, found: Sequence[Key], origin: Origin) -> bool:
+        if origin.after or not origin.is_of_data or not 0 < len(found) <= _FEW:
             return False
         reached = max((math.prod(one["shape"]) for one in origin.inputs), default=0)
         if reached < min(map(len, keys), default=0):  # hardly any row has got to that line
@@ -232,75 +211,85 @@ class Search:
         is_tried = _where(origin.culprit) in self.tried
         return is_few and not is_tried and not self.samples.have_passed(found)
 
-    def _guilty(self, keys: Keys, filler: Keys | None, breaks: Callable[[Keys], bool | None]) -> list[Key]:
+    def _guilty(self, refused: Refused, filler: Sequence[Key] | None) -> list[Key]:
         """Search a batch for rows each of which breaks a healthy one, the filler; ranks without one replay as well.
 
-        `breaks` is None where a batch cannot be replayed: then no row is to blame. Where ranks share their weights, a
-        gradient is that of the rows of all of them: these are one batch, searched by all in step.
+        Where a batch cannot be replayed no row is to blame. Where ranks share their weights, a gradient is that of the
+        rows of all of them: these are one batch, searched by all in step.
         """
         together = self.replay.is_sharded
-        places = [(number, place) for number, some in enumerate(keys) for place in range(len(some))]
-        first, count = 0, len(places) if filler is not None else 0
+        keys = [*chain(*refused.update.keys)]
+        first, count = 0, len(keys) if filler is not None else 0
         if together:
             counts = self.world.all_of(count)
             first, count = sum(counts[: self.world.rank]), sum(counts) if all(counts) else 0
         search = by_rows.guilty(count)
         asked = next(search, None) if count else None
         found: Sequence[int] = ()
-
-        def mine(chosen: Iterable[int]) -> list[tuple[int, int]]:
-            return [places[one - first] for one in chosen if 0 <= one - first < len(places)]
-
         while any(self.world.all_of(asked is not None)):
-            batches = [list(some) for some in filler or ()]
-            for number, place in mine(asked or ()):
-                batches[number][place] = keys[number][place]
-            is_broken = breaks(batches)
+            mine = {place - first for place in asked or ()}
+            mixed = [keys[place] if place in mine else other for place, other in enumerate(filler or ())]
+            tried = self._replayed(refused, mixed or None)
+            is_broken = not tried.failure and refused.would_refuse(tried)
             if together:
                 is_broken = any(self.world.all_of(is_broken))
             if asked is None:
                 continue
             try:
-                asked = None if is_broken is None else search.send(is_broken)
+                asked = None if tried.failure and not together else search.send(is_broken)
             except StopIteration as end:
                 found, asked = end.value, None
-        return [keys[number][place] for number, place in mine(found)]
+        return [key for place, key in enumerate(keys, first) if place in found]
+
+    def _replayed(
+        self, refused: Refused, keys: Sequence[Key] | None = None, *, watched: bool = False, later: int = 0
+    ) -> Replayed:
+        """Replay a refused update, or other rows in the places of its own; `later` means other random numbers."""
+
+        def made() -> Sequence[Any]:
+            if keys is not None or (refused.was_modified and refused.update.keys):
+                return self._made(refused.update.keys, keys or chain(*refused.update.keys))
+            if refused.was_modified:
+                raise RuntimeError("the batch was changed in place during its update, and it cannot be fetched again")
+            return [self.world.on_device(batch) for batch in refused.inputs]
+
+        replay = self.replay.under_microscope if watched else self.replay.of
+        replay = partial(replay, attributes=refused.attributes)
+        return self._tried(refused.update.start + later, made, replay, takes_errors=refused.is_error)
 
     def _tried(
         self,
         start: int,
         make: Callable[[], Sequence[Any]],
-        replay: Callable[[Sequence[Any], int], Replayed] | None = None,
+        replay: Callable[[Sequence[Any], int], Replayed],
         *,
         takes_errors: bool = False,
-    ) -> tuple[Replayed | None, str]:
-        """Make batches and replay them. An error is returned as text, or `takes_errors`: as what was measured."""
+    ) -> Replayed:
+        """Make batches and replay them. An exception is a failure, or `takes_errors`: a measurement like others."""
         measured: Replayed | None = None
         made, why = _attempted(make)
         # Where ranks wait for each other in a forward, all make one, or none does.
         if self.replay.is_sharded and not all(self.world.all_of(made is not None)):
             made, why = None, why or "another rank could not make its batches"
         if made is not None:
-            measured, why = _attempted(partial(replay or self.replay.of, made, start))
+            measured, why = _attempted(partial(replay, made, start))
             if measured is not None and measured.raised and not takes_errors:
                 why, measured = measured.raised, None
         self.beat()
-        return measured, why
+        return measured or Replayed(math.nan, 0.0, {}, failure=why)
 
-    # Batches and rows.
+    # Rows.
 
-    def _batches_of(self, refused: Refused) -> Sequence[Any]:
-        if not refused.was_modified:
-            return [self.world.on_device(batch) for batch in refused.inputs]
-        if not refused.update.keys:
-            raise RuntimeError("the batch was changed in place during its update, and it cannot be fetched again")
-        return self._made(refused.update.keys)
+    def _made(self, batches: Keys, keys: Iterable[Key]) -> Sequence[Any]:
+        """Make micro-batches of these rows, as large as those."""
+        left = iter(keys)
+        return [self.world.on_device(self.samples.collated([*islice(left, len(some))])) for some in batches]
 
-    def _made(self, keys: Keys) -> Sequence[Any]:
-        return [self.world.on_device(self.samples.collated(some)) for some in keys]
+    def _others(self, batches: Keys, draw: int) -> list[Key]:
+        return [key for some in batches for key in self.samples.others(some, draw)]
 
-    def _odd(self, guilty: Sequence[Key], filler: Keys, far: float, nan_is_usual: bool) -> dict[int, Facts]:
-        known = [key for some in filler for key in some][: by_rows.OTHERS]
+    def _odd(self, guilty: Sequence[Key], filler: Sequence[Key], far: float, nan_is_usual: bool) -> dict[int, Facts]:
+        known = [*filler[: by_rows.OTHERS]]
         known += self.samples.others(guilty, 0, least=by_rows.ENOUGH) if len(known) < by_rows.ENOUGH else []
         others = [self.samples.fetched(key) for key in known]
         found = {}
