@@ -29,7 +29,7 @@ def _unwatched() -> Iterator[None]:
 
 def floating(tree: Any) -> list[Tensor]:
     """The tensors of a tree that can hold NaN and infinity."""
-    tensors = [one for one in tree_leaves(tree) if isinstance(one, Tensor)]
+    tensors = (one for one in tree_leaves(tree) if isinstance(one, Tensor))
     return [one for one in tensors if one.is_floating_point() or one.is_complex()]
 
 
@@ -42,8 +42,13 @@ def kinds_of(tensor: Tensor) -> set[str]:
     return {kind for kind, mask in kinds.items() if bool(mask.any())}
 
 
+def broken(tree: Any) -> list[Tensor]:
+    """The tensors of a tree that hold NaN or infinity."""
+    return [one for one in floating(tree) if kinds_of(one)]
+
+
 def kinds_of_numbers(tree: Any) -> set[str]:
-    """The same of the plain numbers of a tree, such as the value of `masked_fill`."""
+    """What the plain numbers of a tree are, such as the value of `masked_fill`."""
     numbers = [one for one in tree_leaves(tree) if isinstance(one, float)]
     return kinds_of(torch.tensor(numbers, dtype=torch.float64, device="cpu"))
 

@@ -27,6 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from resilient_train.diagnose.frames import (
     REPLAY,
     Line,
+    broken,
     floating,
     is_users,
     kinds_of,
@@ -77,8 +78,14 @@ class Origin:
 
     def noted(self, facts: Observations) -> Observations:
         after = self.after.culprit if self.after is not None else None
-        facts = replace(facts, culprit=self.culprit, kind=self.kind, is_scalar=self.is_scalar)
-        return replace(facts, was_given=self.was_given, after=after)
+        return replace(
+            facts,
+            culprit=self.culprit,
+            kind=self.kind,
+            is_scalar=self.is_scalar,
+            was_given=self.was_given,
+            after=after,
+        )
 
 
 class Microscope(TorchFunctionMode):
@@ -109,18 +116,16 @@ class Microscope(TorchFunctionMode):
         self._of_batch = WeakIdKeyDictionary()  # tensors of the batch, and those that were made of these alone
         self._is_mixed = False  # what else the program holds may have come into those: a number, or a write in place
         self._keep_lines: Any = None
-        self._note_all([*model.parameters(), *model.buffers()])
+        self._came_with([*model.parameters(), *model.buffers()])
 
     def knows(self, batch: Any) -> None:
         """Note what comes with a batch: what is not finite there is the fault of no operation."""
         tensors = [one for one in leaves(batch) if isinstance(one, Tensor)]
         self._of_batch, self._is_mixed = WeakIdKeyDictionary(dict.fromkeys(tensors, True)), False
-        self._note_all(tensors)
+        self._came_with(tensors)
 
-    def _note_all(self, given: list[Tensor]) -> None:
-        for one in floating(given):
-            if kinds_of(one):
-                self._note(one, None)
+    def _came_with(self, tensors: list[Tensor]) -> None:
+        self._origins |= {_place(one): (one, None) for one in broken(tensors)}
 
     def __enter__(self) -> Microscope:
         self._keep_lines = torch.autograd.set_detect_anomaly(True, check_nan=False)
@@ -176,7 +181,7 @@ class Microscope(TorchFunctionMode):
                     continue
                 made = replace(call, kind=max(kinds), is_scalar=output.numel() == 1)  # "nan" rather than "inf"
                 origin = (self.backward if is_slope else None) or self._origin(made, kinds, arguments, was)
-                self._note(output, origin)
+                self._origins[_place(output)] = output, origin
                 if origin is not None and origin.call == call.call and call.is_patched:
                     self._remember_repair(origin, inputs)
             self._watch(inputs)
@@ -201,7 +206,7 @@ class Microscope(TorchFunctionMode):
         """
         if self._raised is not None and self._raised[0] is error:
             return self._raised[1]
-        known = [one for tensor, one in self._origins.values() if one is not None and "nan" in kinds_of(tensor)]
+        known = (one for tensor, one in self._origins.values() if one is not None and kinds_of(tensor))
         made = (one for one in known if one.kind == "nan" and not one.was_given)
         if first := min(made, key=lambda one: one.call, default=None):
             return first
@@ -211,9 +216,6 @@ class Microscope(TorchFunctionMode):
         return Origin(found.called, found.line, kind="error") if found.line is not None else None
 
     # Forward.
-
-    def _note(self, tensor: Tensor, origin: Origin | None) -> None:
-        self._origins[_place(tensor)] = tensor, origin
 
     def _origin(self, made: Origin, kinds: set[str], arguments: Any, was: Sequence[set[str]]) -> Origin | None:
         """The origin of a result that is not finite: that of an input, this call, or None if it came with the batch.
@@ -235,8 +237,7 @@ class Microscope(TorchFunctionMode):
 
     def _first(self, tensors: Iterable[Tensor]) -> Origin | None:
         """The earliest origin of tensors; what was given counts only if nothing else does."""
-        places = ((one, _place(one)) for one in tensors)
-        known = (self._origins[place][1] for one, place in places if place in self._origins and kinds_of(one))
+        known = (self._origins[_place(one)][1] for one in tensors if _place(one) in self._origins and kinds_of(one))
         return min(filter(None, known), key=lambda one: (one.was_given, one.call), default=None)
 
     def _made(self, tensors: Iterable[Tensor]) -> Origin | None:
@@ -325,9 +326,7 @@ class Microscope(TorchFunctionMode):
         self, node: Any, call: Origin, grad_inputs: Sequence[Tensor | None], grad_outputs: Sequence[Tensor | None]
     ) -> None:
         with torch._C.DisableTorchFunction():
-            arrived, passed_on = (
-                [one for one in floating(some) if kinds_of(one)] for some in (grad_outputs, grad_inputs)
-            )
+            arrived, passed_on = broken(grad_outputs), broken(grad_inputs)
             is_first = not self._has_spread
             self._has_spread |= bool(arrived or passed_on)
             if self.backward is not None or not (arrived or passed_on):
