@@ -9,7 +9,6 @@ from math import isfinite, sqrt
 from typing import Any
 
 import torch
-from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor, nn
 
 from resilient_train.diagnose import rows, verdict
@@ -132,8 +131,14 @@ def examine(
 @contextmanager
 def _in_precision(model: Any, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
     """Run the forward in autocast with outputs in float32, as Accelerate does."""
-    own = vars(model).get("forward")
-    model.forward = convert_outputs_to_fp32(torch.autocast(device.type, dtype)(model.forward))
+    own, forward = vars(model).get("forward"), torch.autocast(device.type, dtype)(model.forward)
+    halves = (torch.bfloat16, torch.float16)
+
+    def mixed(*given: Any, **named: Any) -> Any:
+        result = forward(*given, **named)
+        return rebuilt(result, lambda one: one.float() if isinstance(one, Tensor) and one.dtype in halves else one)
+
+    model.forward = mixed
     try:
         yield
     finally:
