@@ -179,13 +179,10 @@ ADVICE = {
     # More that is known.
     "spike_landed": f"The loss jumped and stayed there: {_CALMER}; declare a deliberate change with expect=[STEP].",
     "decays_fast": "Weights decay faster than they learn: lower weight_decay.",
-    "rate_jumped": (
-        "The learning rate jumped x{times:.3g} from step {before} to {step}: look at the schedule, and at what else "
-        "sets it there; the samples are not to blame."
-    ),
     "rate_rose": (
-        "The learning rate rose x{times:.3g} since step {step}: look at the schedule, and at what else sets it there; "
-        "the samples are not to blame."
+        "The learning rate <is_sudden?jumped><!is_sudden?rose> x{times:.3g} <is_sudden?from step {before} to>"
+        "<!is_sudden?since step> {step}: look at the schedule, and at what else sets it there; the samples are not to "
+        "blame."
     ),
     "passed_on_replay": "The batch passed on replay. If this recurs, suspect the hardware, or code outside of the model.",
     "not_replayed": "The update could not be replayed: {why}.",
@@ -272,7 +269,7 @@ ADVICE = {
     ),
     "eps_lost": "eps={eps:g} of {optimizer} is 0 in {dtype}: raise it, or keep weights and moments in float32.",
     "weight_not_finite": (
-        "`{name}` is {value:g} at {at:id}< ({bad} of {count:weight} are not finite: {names:names})>, which no update can "
+        "`{name}` is {value:g} at {at:id}<more? ({bad} of {count:weight} are not finite: {names:names})>, which no update can "
         "have done: expect=[{step:id}] declares it if it is meant; if it returns, suspect the hardware, or code that "
         "writes to weights between updates."
     ),

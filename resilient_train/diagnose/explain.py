@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import inf
 from operator import attrgetter, itemgetter, truediv
 from statistics import median
@@ -47,24 +48,21 @@ _FAR_LOWER = 2.0  # times
 _CLEARLY = 0.9  # of the pairs of one with them and one without
 _FIRST_UPDATES = 24  # accepted updates that show whether they differ wildly
 _OF_KEPT = Diagnosis(Cause.CORRUPTION, fact("kept_not_finite"))  # it is no reason to change how the run learns
+_NORM, _LOSS = attrgetter("norm"), attrgetter("loss")
 _FAR_ABOVE = 100.0  # times what three of four rows do not exceed, or times the least of the first updates
 
 
 class ReferenceInvalid(Exception):
     """No loss from before can be compared with one of now: the samples had a low one as they had just been learned."""
 
-    def __init__(self, what: Facts) -> None:
+    def __init__(self, what: Facts, limit: float = inf) -> None:
+        """A run whose loss does not come below the `limit` afterwards has not learned what is new."""
         super().__init__(what)
-        self.what = what
+        self.what, self.limit = what, limit
 
 
 class ChangedOnPurpose(ReferenceInvalid):
     """The loss, the model, the data or the weights were changed on purpose."""
-
-    def __init__(self, what: Facts, limit: float = inf) -> None:
-        """A run whose loss does not come below the `limit` afterwards has not learned what is new."""
-        super().__init__(what)
-        self.limit = limit
 
 
 @dataclass
@@ -104,20 +102,19 @@ class Explainer:
         leap: Leap | None = None,
     ) -> tuple[Diagnosis, Leap | None]:
         """Return the cause, and the leap of the learning rate if that is to blame. Raises ReferenceInvalid."""
-        is_sudden, first, self._of_first_updates = leap is not None and leap.is_sudden, self._of_first_updates, None
+        is_sudden = leap is not None and leap.is_sudden
         found: Diagnosis | None = None
         errors = {one.row: fact("text", text=one.error) for one in update.failed}  # of rows that could not be fetched
-        if first is not None and first[0] == anomaly.evidence:
-            found = first[1]
+        if self._of_first_updates is not None and self._of_first_updates[0] == anomaly.evidence:
+            found = self._of_first_updates[1]
         elif anomaly.signal is Signal.EXCEPTION and any(failed := self.world.all_of(errors)):
             found = verdict.on_bad_rows(*failed)
         elif not anomaly.landed or anomaly.signal is Signal.NONFINITE_BATCH:
             found = self._of_refused(anomaly, refused) if refused is not None else None
             found = found or by_signal(anomaly)
-        else:
-            if anomaly.signal in OF_THE_LOSS and not is_sudden:
-                found = self._samples_behind(anomaly, reference)
-            found = found or self._damage(anomaly, history)
+        elif anomaly.signal in OF_THE_LOSS and not is_sudden:
+            found = self._samples_behind(anomaly, reference)
+        found = found or self._damage(anomaly, history)
         # Bad rows do not depend on the learning rate, and a slow rise of it makes no operation return NaN.
         may_be_leap = is_sudden or (found.culprit is None and found.cause is Cause.EXPLOSION)
         may_be_leap &= found.cause is not Cause.DATA and anomaly.signal in (_OF_THE_RATE if is_sudden else OF_THE_LOSS)
@@ -128,7 +125,7 @@ class Explainer:
         return found, None
 
     def _out_of_scale(self, update: Update) -> Facts:
-        keys = [key for some in update.keys for key in some][: by_rows.OTHERS]
+        keys = [*chain.from_iterable(update.keys)][: by_rows.OTHERS]
         if not keys or not self.samples.rows:
             return ()
         with randomness.preserved(self.world.device):  # fetching rows changes it
@@ -142,7 +139,7 @@ class Explainer:
         if anomaly.signal in SPIKES:
             self._require_old_losses(anomaly)
         if anomaly.signal is Signal.NONFINITE_BATCH:  # rows whose values are not finite: this takes no replay
-            keys = [key for some in update.keys for key in some] if self.samples.rows else []
+            keys = chain.from_iterable(update.keys) if self.samples.rows else ()
             with randomness.preserved(self.world.device):  # fetching rows changes it
                 odd = self._odd_among(keys, lambda row: by_rows.nonfinite_fields(row)[:3])
             if any(by_rank := self.world.all_of(odd)):
@@ -169,13 +166,13 @@ class Explainer:
         theirs = enumerate(self.world.all_of(mine))
         blamed = [one for rank, one in theirs if one is not None and (not anomaly.ranks or rank in anomaly.ranks)]
         found = max(blamed, key=itemgetter(0))[1] if blamed else by_signal(anomaly)
-        if anomaly.signal is Signal.RANK_MISMATCH or found.cause is not Cause.CORRUPTION or found == _OF_KEPT:
-            return found  # with the same gradients every optimizer comes to the same weights
-        recent = [one.anomaly for one in history[-2:] if one.anomaly.signal is anomaly.signal]
-        if all(one.since != anomaly.since for one in recent):
-            return found
-        # What breaks again at the same place, after the updates were retried, is no accident of the hardware.
-        return Diagnosis(Cause.OPTIMIZER, fact("again_after_rewind") + found.advice)
+        # With the same gradients every optimizer comes to the same weights on all ranks. What else breaks again at the
+        # same place, after the updates were retried, is no accident of the hardware.
+        may_be = found.cause is Cause.CORRUPTION and found != _OF_KEPT and anomaly.signal is not Signal.RANK_MISMATCH
+        seen = {(one.anomaly.signal, one.anomaly.since) for one in history[-2:]}
+        if may_be and (anomaly.signal, anomaly.since) in seen:
+            return Diagnosis(Cause.OPTIMIZER, fact("again_after_rewind") + found.advice)
+        return found
 
     # Rows whose values are far above those of others.
 
@@ -197,8 +194,7 @@ class Explainer:
         by_rank = self.world.all_of(far)  # each has values of its own
         suspects = dict.fromkeys([*(one.start for one in wildest), *(start for some in by_rank for start in some)])
         found = self._find_outlier_rows([*suspects], [one.start for one in known])
-        seen = self._is_worse_with(found, known) if found is not None else None
-        if found is None or seen is None:
+        if found is None or (seen := self._is_worse_with(found, known)) is None:
             return None
         signal, evidence = seen
         self._of_first_updates = evidence, found
@@ -213,7 +209,7 @@ class Explainer:
             return None
 
         def keys_at(starts: Sequence[int]) -> list[Key]:
-            return [key for start in starts for some in self.samples.keys_at(start) for key in some]
+            return [key for start in starts for key in chain.from_iterable(self.samples.keys_at(start))]
 
         def far_above(row: Any) -> Facts:
             return by_rows.far_above(row, usual, _FAR_ABOVE)
@@ -232,7 +228,7 @@ class Explainer:
         self.beat()
         return self.samples.fetched(key)
 
-    def _odd_among(self, keys: Sequence[Key], says: Callable[[Any], Facts]) -> dict[int, Facts]:
+    def _odd_among(self, keys: Iterable[Key], says: Callable[[Any], Facts]) -> dict[int, Facts]:
         found = ((key.row, says(self._fetched(key))) for key in keys)
         return {row: why for row, why in found if why}
 
@@ -244,24 +240,25 @@ class Explainer:
         """
         in_order = sorted((one for one in known if one.accepted and one.step > 1), key=lambda one: one.step)
         for updates in (in_order, in_order[len(in_order) // 2 :]):
-            holds = [not {*found.rows}.isdisjoint(self.samples.rows_at(one.start, one.stop)) for one in updates]
-            with_them = [one for one, is_one in zip(updates, holds, strict=True) if is_one]
-            without = [one for one, is_one in zip(updates, holds, strict=True) if not is_one]
+            with_them: list[PastUpdate] = []
+            without: list[PastUpdate] = []
+            for one in updates:
+                is_without = {*found.rows}.isdisjoint(self.samples.rows_at(one.start, one.stop))
+                (without if is_without else with_them).append(one)
             if not with_them or len(without) < _TO_COMPARE:
                 continue
-            norm, usual_norm = (median(one.norm for one in some) for some in (with_them, without))
             is_apart = any(
-                min(map(of, with_them)) > _FAR_ABOVE * max(map(abs, map(of, without))) > 0
-                for of in (attrgetter("norm"), attrgetter("loss"))
+                min(map(of, with_them)) > _FAR_ABOVE * max(map(abs, map(of, without))) > 0 for of in (_NORM, _LOSS)
             )
             if len(with_them) < _TO_COMPARE and not is_apart:
                 continue
-            if norm > WILD * usual_norm:
-                return Signal.GRAD_SPIKE, fact("worse_norms_with_rows", norm=norm, usual=usual_norm)
+            norm, usual = (median(map(_NORM, some)) for some in (with_them, without))
+            if norm > WILD * usual:
+                return Signal.GRAD_SPIKE, fact("worse_norms_with_rows", norm=norm, usual=usual)
             higher = sum(one.loss > other.loss for one in with_them for other in without)
             if is_apart or higher > _CLEARLY * len(with_them) * len(without):
-                loss, usual_loss = (median(one.loss for one in some) for some in (with_them, without))
-                return Signal.LOSS_SPIKE, fact("worse_losses_with_rows", loss=loss, usual=usual_loss)
+                loss, usual = (median(map(_LOSS, some)) for some in (with_them, without))
+                return Signal.LOSS_SPIKE, fact("worse_losses_with_rows", loss=loss, usual=usual)
         return None
 
     # A loss above where it was, though nothing was refused.
@@ -275,7 +272,7 @@ class Explainer:
         verified = self.ring.verified_until(anomaly.since)
         if reference is None or not verified or not suspects:
             return None
-        first, rise = suspects[0], median(one.loss for one in suspects) - reference.level
+        first, rise = suspects[0], median(map(_LOSS, suspects)) - reference.level
         is_first = first.step == verified[0].step + 1  # it was made at the very weights of the verified state
         if self.search is None or not self.samples.rows:
             is_high = is_first and first.loss - reference.level > max(rise / 2, reference.size)
@@ -288,7 +285,7 @@ class Explainer:
         loss_at = self.search.loss_at
         with self._weights_of(verified[0]):
             now = [loss_at(one.start) for one in trusted]
-            usual, was = median(now), median(one.loss for one in trusted)
+            usual, was = median(now), median(map(_LOSS, trusted))
             if self._is_changed(trusted, rise):
                 raise ChangedOnPurpose(_risen(was, was + rise, "any samples"))
             others = sorted(loss_at(one.start, of_others=True) for one in trusted)
@@ -301,7 +298,7 @@ class Explainer:
             bad = [loss_at(one.start) for one in suspects]
             if not median(bad) - usual > _MIN_SHARE_OF_UPDATE * rise or high >= median(bad):
                 return None  # also where the loss is not finite
-            live = median(one.loss for one in suspects)  # at the weights that have learned them, or were made for them
+            live = median(map(_LOSS, suspects))  # at the weights that have learned them, or were made for them
             is_new = live - usual < _MIN_SHARE_OF_UPDATE * (median(bad) - usual)
             if not is_new:
                 ahead = self.samples.starts(suspects[-1].start, _AHEAD)
@@ -319,7 +316,7 @@ class Explainer:
             return None
         with self._weights_of(verified[0]):
             first = median(self.search.loss_at(one.start) for one in newest)
-        is_thrown = median(one.loss for one in newest) - first > (times - 1) * abs(first)
+        is_thrown = median(map(_LOSS, newest)) - first > (times - 1) * abs(first)
         return None if is_thrown or self._find_outlier_rows([one.start for one in newest]) else first
 
     @contextmanager
@@ -341,7 +338,7 @@ class Explainer:
         trusted = self.updates.around(verified[0].step)[1] if verified else []
         if self.search is None or not self.samples.rows or not trusted:
             return
-        now, was = self.updates.recent_measurements()[0][-1], median(one.loss for one in trusted)
+        now, was = self.updates.recent_measurements()[0][-1], median(map(_LOSS, trusted))
         if now - was > _MIN_SHARE_OF_UPDATE * abs(was):
             with self._weights_of(verified[0]):
                 if self._is_changed(trusted, now - was):
@@ -350,7 +347,7 @@ class Explainer:
     def _require_worse_weights(self, jump: Anomaly) -> None:
         """Raise ChangedOnPurpose if the loss fell far from one update to the next, as it does by no damage."""
         newest, before = self.updates.around(jump.since)
-        losses = [one.loss for one in (*before, *newest)]
+        losses = [*map(_LOSS, (*before, *newest))]
         for place in range(2, len(losses) - 1):
             earlier, later = losses[:place], losses[place:]
             if 0 <= _FAR_LOWER * max(later) < min(earlier):

@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import SequenceKey, tree_flatten_with_path
 
 from resilient_train.state.tree import leaves, with_dicts
@@ -49,101 +50,91 @@ def guilty(count: int) -> Generator[Sequence[int], bool, tuple[int, ...]]:
         if trials > MOST_TRIALS or len(found) > _MANY * count:
             return ()
         waiting += reversed(parts)
-    return tuple(sorted(found)) if 0 < len(found) <= max(1, _MANY * count) else ()
+    return tuple(sorted(found)) if len(found) <= max(1, _MANY * count) else ()
 
 
 def nonfinite_fields(row: Any) -> Facts:
     """Name the fields of a row that hold values that are not finite, and where: `element 0 at [3, 17] is NaN`."""
     found: Facts = ()
     for name, values in _fields(row):
-        if bool(values.isfinite().all()):
-            continue
-        first, *more = (tuple(place) for place in (~values.isfinite()).nonzero().tolist())
-        value = f"{float(values[first]):g}".replace("nan", "NaN")
-        found += fact("row_not_finite", field=name, at=[*first], value=value, more=len(more))
+        for place in (bad := (~values.isfinite()).nonzero().tolist())[:1]:
+            value = f"{float(values[tuple(place)]):g}".replace("nan", "NaN")
+            found += fact("row_not_finite", field=name, at=place, value=value, more=len(bad) - 1)
     return found
 
 
 def outlying_fields(row: Any, others: Sequence[Any], far: float) -> Facts:
     """Name fields of a row that lie `far` times beyond those of others, far nearer to 0, or out of a narrow range."""
+    theirs = [dict(_fields(other)) for other in others]
     found: Facts = ()
-    usual, numbers, mine = [_sizes(other) for other in others], [_numbers(other) for other in others], _numbers(row)
-    for field, size in _sizes(row).items():
-        theirs = sorted(one[field] for one in usual if field in one and math.isfinite(one[field]))
-        if not theirs or not math.isfinite(size):  # nonfinite_fields names what is not finite
-            continue
-        middle, largest = theirs[len(theirs) // 2], theirs[-1]
-        # Where the others are all 0 it may be a rare class, marked with 1, or a count: that it is not 0 says nothing.
-        if not size <= far * (max(largest, 2 * middle) or 1.0):
-            found += fact("row_far", **_largest_of(row, field), others=len(theirs), usual=largest)
-            continue
-        # A single number that is always positive, such as a chance or a deviation: losses divide by those.
-        known = sorted(one[field] for one in numbers if field in one)
-        lowest = known[len(known) // 16] if len(known) >= ENOUGH and known[0] > 0 else 0.0
-        if 0 < mine.get(field, 0.0) * max(far, _FAR_BELOW) < lowest:
-            found += fact("row_near_zero", **_largest_of(row, field), others=len(known), usual=lowest)
-    return found or _out_of_narrow(row, others, far)
+    compared = [(field, mine, [one[field] for one in theirs if field in one]) for field, mine in _fields(row)]
+    for field, mine, same in compared:
+        found += _far_out(field, mine, same, far)
+    for field, mine, same in compared if not found else ():
+        found += _out_of_narrow(field, mine, same, far)
+    return found
 
 
-def _out_of_narrow(row: Any, others: Sequence[Any], far: float) -> Facts:
-    """Name fields of a row, or columns, that are far out of a range that is narrow for numbers so far from 0.
+def _far_out(field: str, mine: Tensor, same: Sequence[Tensor], far: float) -> Facts:
+    size, sizes = _size(mine), sorted(filter(math.isfinite, map(_size, same)))
+    if not sizes or not math.isfinite(size):  # nonfinite_fields names what is not finite
+        return ()
+    # Where the others are all 0 it may be a rare class, marked with 1, or a count: that it is not 0 says nothing.
+    if size > far * (max(sizes[-1], 2 * sizes[len(sizes) // 2]) or 1.0):
+        return fact("row_far", **_largest_of(field, mine), others=len(sizes), usual=sizes[-1])
+    # A single number that is always positive, such as a chance or a deviation: losses divide by those.
+    numbers = sorted(filter(math.isfinite, map(_number, same)))
+    lowest = numbers[len(numbers) // 16] if len(numbers) >= ENOUGH and numbers[0] > 0 else 0.0
+    if 0 < _number(mine) * max(far, _FAR_BELOW) < lowest:
+        return fact("row_near_zero", **_largest_of(field, mine), others=len(numbers), usual=lowest)
+    return ()
 
-    Not those that are less than `far` times the largest of it: quantities grow large now and then, as prices do. And
+
+def _out_of_narrow(field: str, mine: Tensor, others: Sequence[Tensor], far: float) -> Facts:
+    """Name a number, or a column, that is far out of a range that is narrow for numbers so far from 0.
+
+    Not one that is less than `far` times the largest of it: quantities grow large now and then, as prices do. And
     not 0: the line that cannot take it is to blame.
     """
-    theirs: dict[str, list[torch.Tensor]] = {}
-    for other in others:
-        for field, values in _fields(other):
-            theirs.setdefault(field, []).append(values)
-    found: Facts = ()
-    for field, values in _fields(row):
-        same = [one for one in theirs.get(field, []) if one.shape == values.shape]
-        if len(same) < ENOUGH or values.dim() > 1 or values.numel() > _COLUMNS or values.is_complex():
-            continue
-        by_size = torch.stack(same).double().reshape(len(same), -1).sort(0).values
-        low, high = by_size[len(same) // 16], by_size[-1 - len(same) // 16]
-        is_narrow = (low * high > 0) & (torch.maximum(low / high, high / low) <= _NARROW) & (high > low)
-        mine, largest = values.double().flatten(), torch.maximum(low.abs(), high.abs())
-        is_tail = (mine * high > 0) & (mine.abs() > largest) & (mine.abs() <= far * largest)
-        odd = (
-            is_narrow
-            & ~is_tail
-            & mine.isfinite()
-            & (mine != 0)
-            & (torch.maximum(low - mine, mine - high) > _WIDTHS * (high - low))
-        )
-        for place in odd.nonzero().flatten().tolist()[:1]:
-            usual = {"others": len(same), "low": float(low[place]), "high": float(high[place])}
-            at = [place] if values.dim() else []
-            found += fact("row_out_of_range", field=field, at=at, value=float(mine[place]), **usual)
-    return found
+    same = [one for one in others if one.shape == mine.shape]
+    if len(same) < ENOUGH or mine.dim() > 1 or mine.numel() > _COLUMNS or mine.is_complex():
+        return ()
+    by_size, value = torch.stack(same).double().reshape(len(same), -1).sort(0).values, mine.double().flatten()
+    low, high = by_size[len(same) // 16], by_size[-1 - len(same) // 16]
+    least, largest = torch.stack([low.abs(), high.abs()]).sort(0).values
+    is_narrow = (low * high > 0) & (largest <= _NARROW * least) & (high > low)
+    is_tail = (value * high > 0) & (value.abs() > largest) & (value.abs() <= far * largest)
+    is_far = torch.maximum(low - value, value - high) > _WIDTHS * (high - low)
+    odd = (is_narrow & is_far & ~is_tail & value.isfinite() & (value != 0)).nonzero().flatten().tolist()
+    if not odd:
+        return ()
+    of_value, low_end, high_end = (float(one[odd[0]]) for one in (value, low, high))
+    at = odd[:1] if mine.dim() else []
+    return fact("row_out_of_range", field=field, at=at, value=of_value, others=len(same), low=low_end, high=high_end)
 
 
 def usual_sizes(rows: Sequence[Any]) -> dict[str, float]:
     """What three of four rows do not exceed, field by field; no fields that are mostly zero."""
-    fields: dict[str, list[float]] = {}
-    for row in rows:
-        for field, size in _sizes(row).items():
-            if math.isfinite(size):
-                fields.setdefault(field, []).append(size)
-    quartiles = {field: sorted(some)[3 * len(some) // 4] for field, some in fields.items() if 2 * len(some) > len(rows)}
+    sizes: dict[str, list[float]] = {}
+    for field, values in (one for row in rows for one in _fields(row)):
+        sizes.setdefault(field, []).append(_size(values))
+    known = {field: sorted(filter(math.isfinite, some)) for field, some in sizes.items()}
+    quartiles = {field: some[3 * len(some) // 4] for field, some in known.items() if 2 * len(some) > len(rows)}
     return {field: size for field, size in quartiles.items() if size > 0}
 
 
 def far_above(row: Any, usual: dict[str, float], times: float) -> Facts:
     """Say which field of a row is so many times its usual size; empty where none is."""
-    for field, size in _sizes(row).items():
-        if field in usual and size > times * usual[field]:
-            return fact("row_above_most", **_largest_of(row, field), usual=usual[field])
+    for field, values in _fields(row):
+        if _size(values) > times * usual.get(field, math.inf):
+            return fact("row_above_most", **_largest_of(field, values), usual=usual[field])
     return ()
 
 
-def _largest_of(row: Any, field: str) -> dict[str, Any]:
-    """Return the largest value of a field, and its place."""
-    values = next(values for name, values in _fields(row) if name == field)
-    place = tuple(int(one) for one in torch.unravel_index(values.abs().argmax(), values.shape))
-    value = values[place]
-    return {"field": field, "at": [*place], "value": float(value.abs() if value.is_complex() else value)}
+def _largest_of(field: str, values: Tensor) -> dict[str, Any]:
+    place = [int(one) for one in torch.unravel_index(values.abs().argmax(), values.shape)]
+    value = values[tuple(place)]
+    return {"field": field, "at": place, "value": float(value.abs() if value.is_complex() else value)}
 
 
 def out_of_scale(batch: Any) -> Facts:
@@ -165,39 +156,36 @@ def out_of_scale(batch: Any) -> Facts:
     return large
 
 
-def largest(batches: Sequence[Any]) -> torch.Tensor:
+def largest(batches: Sequence[Any]) -> Tensor:
     """The largest absolute value of each field, over batches of one shape; nothing waits for the device."""
-    fields = zip(*map(leaves, batches), strict=False)
-    tensors = [some for some in fields if all(isinstance(one, torch.Tensor) for one in some)]
     sizes = [
-        torch.stack([one.detach().abs().amax().float() for one in some])
-        for some in tensors
-        if all(one.is_floating_point() and one.numel() for one in some)
+        torch.stack([one.detach().abs().amax().float() for one in some]).amax()
+        for some in zip(*map(leaves, batches), strict=False)
+        if all(isinstance(one, Tensor) and one.is_floating_point() and one.numel() for one in some)
     ]
-    return torch.stack([one.amax() for one in sizes]) if sizes else torch.empty(0)
+    return torch.stack(sizes) if sizes else torch.empty(0)
 
 
-def _numbers(row: Any) -> dict[str, float]:
-    """The fields of a row that are single numbers, and finite."""
-    single = {name: values.item() for name, values in _fields(row) if values.numel() == 1 and not values.is_complex()}
-    return {name: value for name, value in single.items() if math.isfinite(value)}
+def _number(values: Tensor) -> float:
+    """A single real number; of anything else NaN."""
+    return float(values) if values.numel() == 1 and not values.is_complex() else math.nan
 
 
-def _sizes(row: Any) -> dict[str, float]:
-    return {name: float(values.abs().max()) for name, values in _fields(row) if values.numel()}
+def _size(values: Tensor) -> float:
+    return float(values.abs().max())
 
 
-def _fields(row: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _fields(row: Any) -> Iterator[tuple[str, Tensor]]:
     """The fields of a row that hold numbers with a fraction, by their place in it."""
     for path, leaf in tree_flatten_with_path(with_dicts(row))[0]:
         if isinstance(leaf, float):
             leaf = torch.tensor(leaf, dtype=torch.float64)
-        elif hasattr(leaf, "__array__") and not isinstance(leaf, torch.Tensor):
+        elif hasattr(leaf, "__array__") and not isinstance(leaf, Tensor):
             try:
                 leaf = torch.as_tensor(leaf)
             except (TypeError, ValueError):
                 continue
-        if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()) and leaf.numel():
             match path:
                 case [SequenceKey(idx=number)]:
                     name = f"element {number}"

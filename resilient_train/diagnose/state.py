@@ -47,16 +47,14 @@ def lost_eps(optimizers: Iterable[Optimizer]) -> Facts | None:
 
 @torch.no_grad()
 def first_nonfinite(weights: Mapping[str, Tensor]) -> dict[str, Any] | None:
-    parts = [(name, local_part(whole)) for name, whole in weights.items()]
-    broken = [(name, one) for name, one in parts if one.is_floating_point() and not bool(one.isfinite().all())]
+    parts = {name: local_part(whole) for name, whole in weights.items()}
+    broken = [name for name, one in parts.items() if one.is_floating_point() and not bool(one.isfinite().all())]
     if not broken:
         return None
-    name, weight = broken[0]
+    weight, whole = parts[broken[0]], weights[broken[0]]
     place = (~weight.isfinite()).nonzero()[0].tolist()
-    found = {"name": name, "value": float(weight[tuple(place)]), "at": _in_whole(place, weights[name])}
-    if len(broken) > 1:
-        found |= {"bad": len(broken), "count": len(parts), "names": [one for one, _ in broken]}
-    return found
+    counts = {"names": broken, "bad": len(broken), "count": len(parts), "more": len(broken) - 1}
+    return {"name": broken[0], "value": float(weight[tuple(place)]), "at": _in_whole(place, whole), **counts}
 
 
 @torch.no_grad()
@@ -64,19 +62,15 @@ def _farthest(
     weights: Mapping[str, Tensor], before: Mapping[str, Tensor | Share]
 ) -> tuple[float, dict[str, Any]] | None:
     farthest, found = 0.0, None
-    for name, whole in weights.items():
-        if (kept := before.get(name)) is None:
-            continue
-        weight, was = local_part(whole), local_part(kept)
+    for name in filter(before.__contains__, weights):
+        weight, was = local_part(weights[name]), local_part(before[name])
         if was.shape != weight.shape or not weight.is_floating_point() or not weight.numel():
             continue
-        moved = (weight - was.to(weight.device)).abs().flatten()
-        far, place = moved.max(dim=0)
+        far, flat = (weight - was.to(weight.device)).abs().flatten().max(dim=0)
         if float(far) > farthest:
-            index = [int(one) for one in torch.unravel_index(place, weight.shape)]
-            farthest = float(far)
-            values = {"before": float(was[tuple(index)]), "now": float(weight[tuple(index)])}
-            found = farthest, {"name": name, **values, "at": _in_whole(index, whole)}
+            farthest, place = float(far), [int(one) for one in torch.unravel_index(flat, weight.shape)]
+            values = {"before": float(was[tuple(place)]), "now": float(weight[tuple(place)])}
+            found = farthest, {"name": name, "at": _in_whole(place, weights[name]), **values}
     return found
 
 

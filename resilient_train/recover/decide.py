@@ -25,37 +25,28 @@ from resilient_train.types import (
     kind_of,
 )
 
-_CAUSES = {  # what a signal suggests by itself
-    Signal.NONFINITE_BATCH: Cause.DATA,
-    Signal.NONFINITE_LOSS: Cause.UNKNOWN,
-    Signal.NONFINITE_GRAD: Cause.UNKNOWN,
-    Signal.LOSS_SPIKE: Cause.UNKNOWN,  # of an update that was refused
-    Signal.GRAD_SPIKE: Cause.UNKNOWN,
-    Signal.EXCEPTION: Cause.UNKNOWN,
-    Signal.NONFINITE_WEIGHTS: Cause.CORRUPTION,
-    Signal.WEIGHTS_JUMP: Cause.CORRUPTION,
-    Signal.RANK_MISMATCH: Cause.CORRUPTION,
-    Signal.NONFINITE_OPTIMIZER: Cause.OPTIMIZER,
-    Signal.OPTIMIZER_RANGE: Cause.OPTIMIZER,
-    Signal.DIVERGENCE: Cause.EXPLOSION,
-    Signal.NOT_RECOVERED: Cause.EXPLOSION,
-    Signal.NO_PROGRESS: Cause.RATE,
-    Signal.SCALE_COLLAPSE: Cause.OVERFLOW,
+_BY_CAUSE = {  # what signals suggest by themselves
+    Cause.DATA: "nonfinite_batch",
+    Cause.UNKNOWN: "nonfinite_loss nonfinite_grad loss_spike grad_spike exception",  # spikes that were refused
+    Cause.CORRUPTION: "nonfinite_weights weights_jump rank_mismatch",
+    Cause.OPTIMIZER: "nonfinite_optimizer optimizer_range",
+    Cause.EXPLOSION: "divergence not_recovered",
+    Cause.RATE: "no_progress",
+    Cause.OVERFLOW: "scale_collapse",
+    Cause.PROCESS: "out_of_memory hang crash disk_full checkpoint_failed checkpoint_damaged",
 }
+_CAUSES = {Signal(signal): cause for cause, signals in _BY_CAUSE.items() for signal in signals.split()}
 BY_DECAY = Diagnosis(Cause.OPTIMIZER, fact("decays_fast"))
 
 
 def by_rate(times: float, step: int, *, is_sudden: bool) -> Diagnosis:
-    advice = fact("rate_rose", times=times, step=step)
-    if is_sudden:
-        advice = fact("rate_jumped", times=times, before=step - 1, step=step)
-    return Diagnosis(Cause.RATE, advice)
+    return Diagnosis(Cause.RATE, fact("rate_rose", times=times, before=step - 1, step=step, is_sudden=is_sudden))
 
 
 def by_signal(anomaly: Anomaly) -> Diagnosis:
     if anomaly.signal is Signal.LOSS_SPIKE and anomaly.landed:
         return Diagnosis(Cause.EXPLOSION, fact("spike_landed"))
-    return Diagnosis(_CAUSES.get(anomaly.signal, Cause.PROCESS), fact(anomaly.signal))
+    return Diagnosis(_CAUSES[anomaly.signal], fact(anomaly.signal))
 
 
 DIGEST_BITS = 24  # float32 holds a number of so many bits exactly
@@ -113,7 +104,7 @@ def _relevant(history: Sequence[Incident], anomaly: Anomaly) -> list[Incident]:
     """Drop faults from outside that a rewind undid and the run has passed since: the next one of that kind is new."""
     relevant, healthy_until = [], anomaly.since
     for one in reversed(history):
-        is_undone = one.diagnosis.cause in _FROM_OUTSIDE and not is_mild(one.decision.actions)
+        is_undone = one.diagnosis.cause in _FROM_OUTSIDE and _is_severe(one)
         if not (is_undone and healthy_until >= one.anomaly.step):
             relevant.append(one)
         healthy_until = max(healthy_until, one.anomaly.since)
@@ -134,7 +125,7 @@ def _strikes(policy: Policy, rung: Rung, place: int, case: Case, relevant: Seque
     count, reached = 0, None
     for incident in same_cause:
         decided, step = incident.decision, incident.anomaly.step
-        if not decided.actions or (decided.rung < place and is_mild(decided.actions)):
+        if not decided.actions or (decided.rung < place and not _is_severe(incident)):
             continue  # without actions: the process ended before any was taken
         if reached is not None and step - reached >= policy.forgive_after:
             count = 0
@@ -150,14 +141,18 @@ def _over_budget(
     budget = policy.budget
     recent = [one for one in _came_again(relevant, case) if one.anomaly.tick >= case.anomaly.tick - budget.window]
     if is_mild(actions):
-        refused = sum(not one.anomaly.landed and is_mild(one.decision.actions) for one in recent)
-        if not case.anomaly.landed and refused >= budget.refused:
-            return fact("refused_in_window", count=budget.refused, window=budget.window)
-    elif sum(not is_mild(one.decision.actions) for one in recent) >= budget.incidents:
+        refused = sum(not one.anomaly.landed and not _is_severe(one) for one in recent)
+        is_over = not case.anomaly.landed and refused >= budget.refused
+        return fact("refused_in_window", count=budget.refused, window=budget.window) if is_over else ()
+    if sum(map(_is_severe, recent)) >= budget.incidents:
         return fact("incidents_in_window", count=budget.incidents, window=budget.window)
-    elif sum(not is_mild(one.decision.actions) for one in _came_again(history, case)) >= budget.run:
+    if sum(map(_is_severe, _came_again(history, case))) >= budget.run:
         return fact("incidents_in_run", count=budget.run)
     return ()
+
+
+def _is_severe(incident: Incident) -> bool:
+    return not is_mild(incident.decision.actions)
 
 
 def _came_again(incidents: Sequence[Incident], case: Case) -> list[Incident]:
@@ -184,18 +179,15 @@ def recent(policy: Policy, incidents: Iterable[Incident], tick: int) -> list[Inc
     budget, rungs = policy.budget, [rung for ladder in policy.ladders.values() for rung in ladder]
     oldest = tick - max(budget.window, budget.in_a_row, policy.forgive_after, *(rung.within or 0 for rung in rungs))
 
-    def matters(one: Incident, last: int) -> bool:
-        return last >= oldest or one.decision.gave_up is not None or not is_mild(one.decision.actions)
-
-    return [
-        each
-        for one in incidents
-        if one.diagnosis.cause is not Cause.PROCESS and not one.is_accepted
+    found: list[Incident] = []
+    for one in incidents:
+        if one.diagnosis.cause is Cause.PROCESS or one.is_accepted:
+            continue
+        lasts = one.decision.gave_up is not None or _is_severe(one)
         # Unfolding an incident is slow, and a run may have thousands that are over.
-        if matters(one, one.again[-1][0] if one.again else one.anomaly.tick)
-        for each in one.each
-        if matters(each, each.anomaly.tick)
-    ]
+        if lasts or (one.again[-1][0] if one.again else one.anomaly.tick) >= oldest:
+            found += [each for each in one.each if lasts or each.anomaly.tick >= oldest]
+    return found
 
 
 def _refused_in_a_row(anomaly: Anomaly, history: Sequence[Incident]) -> int:

@@ -147,7 +147,7 @@ def test_what_breaks_of_made_up_values_is_armored_and_not_accused(program: Modul
     assert symptom is not None
     assert (symptom.op, symptom.line) == ("div", line("follows"))
     assert "patched div, " in describe(second)
-    assert [*open_advice(guard.incidents)] == [first.diagnosis.advice]
+    assert open_advice(guard.incidents) == [(first.diagnosis.advice, [1, 2])]
 
 
 @pytest.mark.parametrize("way", OF_ROWS, ids=lambda way: "-".join(way) or "plain")

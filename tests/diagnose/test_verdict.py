@@ -44,7 +44,7 @@ def values(low: float, high: float, *, zeros: int = 0, smallest: float = 1e-3) -
 AGAIN = Observations(reproduced=True)
 EVERYWHERE = Observations(reproduced=True, everywhere=True, is_compared=True)
 ONLY_HERE = Observations(reproduced=True, is_compared=True)
-ODD, ODD_ROW = ({row: fact("text", text="[1] is 1e+30")} for row in (7, 4))
+ODD = {4: fact("text", text="[1] is 1e+30")}
 UNIT, ZEROS, HUGE, LOGS = values(0, 1), values(0, 1, zeros=3), values(-1e30, 1e30), values(-9, 0)
 
 
@@ -65,8 +65,6 @@ def broke(op: str, *inputs: Mapping[str, Any], kind: str = "inf", facts: Observa
     [
         (broke("log", ZEROS), 1, "operation", "3 elements"),
         (broke("log", UNIT), 1e4, "operation", "losses.py:41"),
-        (broke("mul", HUGE), 1, "overflow", "1e+30"),
-        (broke("mul", HUGE), 1e4, "climbed", "climbed"),
         (broke("exp", values(0, 120)), 2, "overflow", "float32"),
         (broke("pow", values(-3, 1e25)), 1, "overflow", "pow"),
         (broke("pow", values(-3, 2), kind="nan"), 1, "operation", "-3"),
@@ -81,7 +79,6 @@ def broke(op: str, *inputs: Mapping[str, Any], kind: str = "inf", facts: Observa
         (broke("Mine", UNIT, kind="nan"), 1, "operation", "Mine"),
         (broke("ctc_loss", LOGS, facts=EVERYWHERE), 1, "operation", "empty, too long"),
         (broke("mul", HUGE, facts=ONLY_HERE, rows=(4,)), 1e5, "overflow", "row 4"),
-        (broke("mul", rows=(7,), odd=ODD), 1, "bad_rows", "1e+30"),
         # An ordinary row that a singular operation meets.
         (broke("sqrt", values(0, 1, zeros=1), rows=(7,)), 1, "operation", "1 element equal to 0"),
     ],
@@ -91,99 +88,60 @@ def test_what_an_operation_met(seen: Observations, climb: float, rule: str, said
     assert told(NOT_FINITE, replace(seen, climb=climb)) == rule
     found = answer(NOT_FINITE, replace(seen, climb=climb))
     assert said in say(found.advice)
-    assert (found.rows != ()) == (rule == "bad_rows")
+    assert found.rows == ()
 
 
 ROW = replace(ONLY_HERE, rows=(4,))
 RARE = broke("sqrt", ZEROS, facts=ROW, others=128)
 RAISED = broke("Mine", UNIT, facts=ROW, kind="error", error="ValueError: no")
+GIVEN = broke("fill", kind="nan", was_given=True)
+THROWN = broke("Normal", HUGE, facts=EVERYWHERE, kind="domain", landed=2)
+MATRIX = broke("cholesky", kind="error")
 # Of each rule what it answers, with whom it blames; and what matters to it: without that another one does.
-RULES: list[tuple[Any, str, Any, str, dict[str, Any], str]] = [
-    (NOT_FINITE, "bad_rows", replace(ROW, odd=ODD_ROW), "data rows", {"rows": (4, 5)}, "rows_fail"),
-    (NOT_FINITE, "bad_batch", replace(AGAIN, batch_is_bad=True), "data", {"everywhere": True}, "unseen"),
-    (
-        NOT_FINITE,
-        "is_given",
-        broke("fill", kind="nan", was_given=True),
-        "operation line",
-        {"was_given": False},
-        "operation",
-    ),
-    (NOT_FINITE, "climbed", replace(AGAIN, climb=1e5), "explosion", {"is_compared": True}, "unseen"),
-    (NOT_FINITE, "climbed", broke("mul", HUGE, climb=1e5), "explosion", {"climb": 9.0}, "overflow"),
-    (
-        NOT_FINITE,
-        "thrown_there",
-        broke("mul", HUGE, facts=EVERYWHERE, landed=9),
-        "explosion",
-        {"landed": 0},
-        "overflow",
-    ),
-    (NOT_FINITE, "gradient_too_large", replace(ROW, size=1e25), "overflow rows", {"size": 1e3}, "rows_fail"),
-    (NOT_FINITE, "ordinary_rows", replace(ROW, climb=1e5), "unknown suspects", {"climb": 9.0}, "rows_fail"),
-    (NOT_FINITE, "rows_fail", ROW, "unknown rows", {"rows": ()}, "unseen"),
-    (NOT_FINITE, "unseen", replace(AGAIN, failure="it cannot"), "unknown", {"climb": 1e5}, "climbed"),
-    (NOT_FINITE, "overflow", broke("mul", HUGE), "overflow line patch", {"culprit": culprit("sqrt")}, "operation"),
-    (NOT_FINITE, "rare_rows", RARE, "data line rows patch", {"others": 0}, "operation"),
-    (NOT_FINITE, "no_loss", broke("ctc_loss", LOGS, facts=ROW), "data rows", {"everywhere": True}, "operation"),
-    (NOT_FINITE, "operation", broke("sqrt", facts=ROW), "operation line patch", {"culprit": None}, "rows_fail"),
-    (
-        NOT_FINITE,
-        "operation",
-        replace(RARE, others=0, is_tried=True),
-        "operation line rows patch",
-        {"others": 9},
-        "rare_rows",
-    ),
-    (ERRORS, "bad_rows", replace(ROW, odd=ODD_ROW), "data rows", {"odd": {}}, "rows_raised"),
-    (ERRORS, "rare_rows", replace(RAISED, others=128), "data line rows", {"others": 0}, "rows_raised"),
-    (
-        ERRORS,
-        "thrown_there",
-        broke("Normal", HUGE, facts=EVERYWHERE, kind="domain", landed=2),
-        "explosion",
-        {"landed": 5},
-        "raised",
-    ),
-    (ERRORS, "then_raised", broke("sqrt", kind="nan"), "operation line patch", {"kind": "error"}, "batches_raise"),
-    (
-        ERRORS,
-        "raised",
-        broke("cholesky", kind="error"),
-        "operation line patch",
-        {"culprit": culprit("f")},
-        "batches_raise",
-    ),
-    (
-        ERRORS,
-        "raised_now",
-        replace(RAISED, have_passed=True),
-        "operation line rows",
-        {"have_passed": False},
-        "rows_raised",
-    ),
-    (ERRORS, "rows_raised", RAISED, "data rows", {"everywhere": True}, "batches_raise"),
-    (
-        ERRORS,
-        "batches_raise",
-        replace(EVERYWHERE, error="no"),
-        "unknown",
-        {"everywhere": False, "rows": (4,)},
-        "rows_raised",
-    ),
-    (SPIKES, "bad_rows", replace(ROW, odd=ODD_ROW), "data rows", {"odd": {}}, "ordinary_rows"),
-    (SPIKES, "rows_again", replace(ROW, are_again=True), "data rows", {"climb": 1e3}, "ordinary_rows"),
-    (SPIKES, "ordinary_rows", ROW, "unknown suspects", {"everywhere": True}, "other_batches_too"),
-    (SPIKES, "climbed", replace(EVERYWHERE, climb=1e3), "explosion", {"everywhere": False}, "this_batch_only"),
-    (SPIKES, "climbed", replace(AGAIN, climb=1e3), "explosion", {"climb": 9.0, "leap": 1e9}, "not_compared"),
-    (SPIKES, "climbed", replace(EVERYWHERE, leap=1e5), "explosion", {"leap": 1e3}, "other_batches_too"),
-    (SPIKES, "other_batches_too", EVERYWHERE, "unknown", {"climb": 1e3}, "climbed"),
-    (SPIKES, "this_batch_only", ONLY_HERE, "unknown", {"is_compared": False}, "not_compared"),
-    (SPIKES, "not_compared", AGAIN, "unknown", {"climb": 1e3}, "climbed"),
+OF_NOT_FINITE: list[tuple[str, Any, str, dict[str, Any], str]] = [
+    ("bad_rows", replace(ROW, odd=ODD), "data rows", {"rows": (4, 5)}, "rows_fail"),
+    ("bad_batch", replace(AGAIN, batch_is_bad=True), "data", {"everywhere": True}, "unseen"),
+    ("is_given", GIVEN, "operation line", {"was_given": False}, "operation"),
+    ("climbed", replace(AGAIN, climb=1e5), "explosion", {"is_compared": True}, "unseen"),
+    ("climbed", broke("mul", HUGE, climb=1e5), "explosion", {"climb": 9.0}, "overflow"),
+    ("thrown_there", broke("mul", HUGE, facts=EVERYWHERE, landed=9), "explosion", {"landed": 0}, "overflow"),
+    ("gradient_too_large", replace(ROW, size=1e25), "overflow rows", {"size": 1e3}, "rows_fail"),
+    ("ordinary_rows", replace(ROW, climb=1e5), "unknown suspects", {"climb": 9.0}, "rows_fail"),
+    ("rows_fail", ROW, "unknown rows", {"rows": ()}, "unseen"),
+    ("unseen", replace(AGAIN, failure="it cannot"), "unknown", {"climb": 1e5}, "climbed"),
+    ("overflow", broke("mul", HUGE), "overflow line patch", {"culprit": culprit("sqrt")}, "operation"),
+    ("rare_rows", RARE, "data line rows patch", {"others": 0}, "operation"),
+    ("no_loss", broke("ctc_loss", LOGS, facts=ROW), "data rows", {"everywhere": True}, "operation"),
+    ("operation", broke("sqrt", facts=ROW), "operation line patch", {"culprit": None}, "rows_fail"),
+    ("operation", replace(RARE, others=0, is_tried=True), "operation line rows patch", {"others": 9}, "rare_rows"),
 ]
+OF_ERRORS: list[tuple[str, Any, str, dict[str, Any], str]] = [
+    ("bad_rows", replace(ROW, odd=ODD), "data rows", {"odd": {}}, "rows_raised"),
+    ("rare_rows", replace(RAISED, others=128), "data line rows", {"others": 0}, "rows_raised"),
+    ("thrown_there", THROWN, "explosion", {"landed": 5}, "raised"),
+    ("then_raised", broke("sqrt", kind="nan"), "operation line patch", {"kind": "error"}, "batches_raise"),
+    ("raised", MATRIX, "operation line patch", {"culprit": culprit("f")}, "batches_raise"),
+    ("raised_now", replace(RAISED, have_passed=True), "operation line rows", {"have_passed": False}, "rows_raised"),
+    ("rows_raised", RAISED, "data rows", {"everywhere": True}, "batches_raise"),
+    ("batches_raise", replace(EVERYWHERE, error="no"), "unknown", {"everywhere": False, "rows": (4,)}, "rows_raised"),
+]
+OF_SPIKES: list[tuple[str, Any, str, dict[str, Any], str]] = [
+    ("bad_rows", replace(ROW, odd=ODD), "data rows", {"odd": {}}, "ordinary_rows"),
+    ("rows_again", replace(ROW, are_again=True), "data rows", {"climb": 1e3}, "ordinary_rows"),
+    ("ordinary_rows", ROW, "unknown suspects", {"everywhere": True}, "other_batches_too"),
+    ("climbed", replace(EVERYWHERE, climb=1e3), "explosion", {"everywhere": False}, "this_batch_only"),
+    ("climbed", replace(AGAIN, climb=1e3), "explosion", {"climb": 9.0, "leap": 1e9}, "not_compared"),
+    ("climbed", replace(EVERYWHERE, leap=1e5), "explosion", {"leap": 1e3}, "other_batches_too"),
+    ("other_batches_too", EVERYWHERE, "unknown", {"climb": 1e3}, "climbed"),
+    ("this_batch_only", ONLY_HERE, "unknown", {"is_compared": False}, "not_compared"),
+    ("not_compared", AGAIN, "unknown", {"climb": 1e3}, "climbed"),
+]
+RULES = [(NOT_FINITE, OF_NOT_FINITE), (ERRORS, OF_ERRORS), (SPIKES, OF_SPIKES)]
 
 
-@pytest.mark.parametrize(("rules", "name", "seen", "blamed", "differs", "other"), RULES)
+@pytest.mark.parametrize(
+    ("rules", "name", "seen", "blamed", "differs", "other"), [(rules, *row) for rules, rows in RULES for row in rows]
+)
 def test_rules(rules: Any, name: str, seen: Any, blamed: str, differs: dict[str, Any], other: str) -> None:
     """Each answers what it is for, with its cause and whom it blames, and not what differs in what matters."""
     assert told(rules, seen) == name
@@ -196,8 +154,8 @@ def test_rules(rules: Any, name: str, seen: Any, blamed: str, differs: dict[str,
 
 
 def test_every_rule_has_its_rows() -> None:
-    for rules in (NOT_FINITE, ERRORS, SPIKES):
-        assert [rule.name for rule in rules] == [*dict.fromkeys(row[1] for row in RULES if row[0] is rules)]
+    for rules, rows in RULES:
+        assert [rule.name for rule in rules] == [*dict.fromkeys(row[0] for row in rows)]
 
 
 @pytest.mark.parametrize(("op", "is_patchable"), [("linalg_det", True), ("prod", True), ("mul", False)])
@@ -222,8 +180,6 @@ LOOP, LARGE = values(-5, 5, zeros=800), values(-1e9, 1e9)
         (broke("exp", values(0, 120), facts=ONLY_HERE), 1, 2, Cause.OVERFLOW),
         (broke("poisson_nll_loss", values(0, 120), facts=EVERYWHERE), 1, 1, Cause.EXPLOSION),
         (broke("poisson_nll_loss", values(0, 9), facts=EVERYWHERE), 1, 1, Cause.OPERATION),
-        (broke("mul", HUGE, facts=EVERYWHERE), 1, 0, Cause.OVERFLOW),  # constants of a mask, for example
-        (broke("mul", HUGE, facts=ONLY_HERE), 1, 0, Cause.OVERFLOW),
         (broke("Mine", UNIT, facts=EVERYWHERE, kind="nan"), 1, 9, Cause.OPERATION),
         # Where every batch breaks after the loss has leaped, the line is one of many that do.
         (broke("layer_norm", LARGE, facts=EVERYWHERE, kind="nan"), 1e6, 9, Cause.EXPLOSION),
@@ -246,10 +202,8 @@ def test_a_line_is_not_blamed_where_the_weights_have_led_it_there(
 @pytest.mark.parametrize(
     ("facts", "landed", "cause"),
     [
-        (broke("Normal", HUGE, facts=EVERYWHERE, kind="domain"), 2, Cause.EXPLOSION),
         (broke("Normal", HUGE, facts=EVERYWHERE, kind="domain"), 0, Cause.OPERATION),  # it was built like that
         (broke("Normal", HUGE, facts=ONLY_HERE, kind="domain"), 2, Cause.OPERATION),
-        (broke("Normal", HUGE, facts=EVERYWHERE, kind="domain"), 5000, Cause.OPERATION),  # a mask, for example
         (broke("Normal", values(-1, 1), facts=EVERYWHERE, kind="domain"), 2, Cause.OPERATION),  # a scale that is -1
         (broke("exp", values(0, 120), facts=EVERYWHERE, kind="inf"), 2, Cause.EXPLOSION),
         (broke("Mine", HUGE, facts=EVERYWHERE, kind="error"), 2, Cause.UNKNOWN),  # a bug of the program
