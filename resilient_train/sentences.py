@@ -195,8 +195,8 @@ ADVICE = {
         "first in {where:place}."
     ),
     "batch_not_finite": (
-        "The batch holds values that are not finite: <{failure}><!failure?none of its rows was seen to hold them when fetched "
-        "again>."
+        "The batch holds values that are not finite: "
+        "<{failure}><!failure?none of its rows was seen to hold them when fetched again>."
     ),
     "gradient_too_large": (
         "With {rows:rows} the gradient is {size:.3g}, which no update can use: clamp or scale what is computed of "
@@ -207,7 +207,8 @@ ADVICE = {
         "{rows:it}."
     ),
     "reproducible": (
-        "Reproducible with this batch, but <{failure}><!failure?no operation of the forward or backward was seen to make it>."
+        "Reproducible with this batch, but "
+        "<{failure}><!failure?no operation of the forward or backward was seen to make it>."
     ),
     "singular": (
         "{where:place} {family:wrong}<, reached by {zeros:element} equal to 0><, reached by values as small as "
@@ -222,8 +223,8 @@ ADVICE = {
         "of torch, and they reach the loss: mask those elements before, or give them another value."
     ),
     "overflows": (
-        "{where:place} makes more< of values up to {largest:.3g}> than {dtype} can hold: scale or clamp its input, or "
-        "compute it in a wider type."
+        "{where:place} makes more< of values up to {largest:.3g}> than <{dtype}><!dtype?its type> can hold: scale or clamp "
+        "its input, or compute it in a wider type."
     ),
     "follows_patch": (
         "{where:place} fails on values from {patched:place}, which is already patched; fix that line first."
@@ -260,8 +261,8 @@ ADVICE = {
     ),
     "not_compared": "Reproducible with this batch; no other rows could be tried.",
     "inputs_out_of_scale": (
-        "The inputs are out of scale: {what} of {field} is about {size:.3g}, where half of its {columns} columns are "
-        f"below {{usual:.3g}}: {_NORMALISE}"
+        "The inputs are out of scale: <many?a part><!many?column {column:id}> of {field} is about {size:.3g}, where half "
+        f"of its {{columns}} columns are below {{usual:.3g}}: {_NORMALISE}"
     ),
     "inputs_large": (
         "The values of {field} are large: half of its {columns} columns that are not zero are {usual:.3g} or more: "
@@ -336,7 +337,10 @@ GAVE_UP = {
 
 # Changes that were taken as on purpose, or after which earlier losses are no measure.
 CHANGES = {
-    "risen_at_verified": "the loss rose from {was:.4g} to {now:.4g} with {of}, at verified weights too",
+    "risen_at_verified": (
+        "the loss rose from {was:.4g} to {now:.4g} with <is_of_later?all later><!is_of_later?any> samples, at verified "
+        "weights too"
+    ),
     "just_learned": (
         "losses of {was:.4g} up to step {step} are of rows that had just been learned; at the same weights others have "
         "{others:.4g}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from math import inf
 from operator import attrgetter, itemgetter, truediv
@@ -211,13 +212,11 @@ class Explainer:
         def keys_at(starts: Sequence[int]) -> list[Key]:
             return [key for start in starts for key in chain.from_iterable(self.samples.keys_at(start))]
 
-        def far_above(row: Any) -> Facts:
-            return by_rows.far_above(row, usual, _FAR_ABOVE)
-
         with randomness.preserved(self.world.device):  # fetching rows changes it
             keys = keys_at(suspects)
             others = self.samples.others(keys[: by_rows.OTHERS], 0, least=by_rows.ENOUGH)
             usual = by_rows.usual_sizes([self._fetched(key) for key in others])
+            far_above = partial(by_rows.far_above, usual=usual, times=_FAR_ABOVE)
             odd = self._odd_among(keys, far_above)
             if not any(self.world.all_of(bool(odd))):
                 return None
@@ -286,8 +285,7 @@ class Explainer:
         with self._weights_of(verified[0]):
             now = [loss_at(one.start) for one in trusted]
             usual, was = median(now), median(map(_LOSS, trusted))
-            if self._is_changed(trusted, rise):
-                raise ChangedOnPurpose(_risen(was, was + rise, "any samples"))
+            self._require_same_losses(trusted, was, rise)
             others = sorted(loss_at(one.start, of_others=True) for one in trusted)
             unlearned, high = others[len(others) // 2], others[max(0, len(others) - 2)]  # one may hold bad rows
             if unlearned - usual > max(_MIN_SHARE_OF_UPDATE * rise, reference.size):
@@ -305,7 +303,7 @@ class Explainer:
                 later = [loss_at(start) for start in ahead[:: max(1, len(ahead) // FEW)]]
                 is_new = bool(later) and min(later) - usual > _MIN_SHARE_OF_UPDATE * rise
         if is_new:  # the data is like that from here on
-            what = _risen(usual, median(bad), "all later samples")
+            what = fact("risen_at_verified", was=usual, now=median(bad), is_of_later=True)
             raise ChangedOnPurpose(what, usual + LEARNED * (median(bad) - usual))
         return Diagnosis(Cause.DATA, fact("bad_labels", usual=usual, loss=median(bad)))
 
@@ -325,12 +323,13 @@ class Explainer:
         with randomness.preserved(self.world.device), self.state.weights_of(snapshot.parts):
             yield
 
-    def _is_changed(self, trusted: Sequence[PastUpdate], rise: float) -> bool:
-        """Whether samples no longer have the loss that they had at these weights: no update or rate can do that."""
+    def _require_same_losses(self, trusted: Sequence[PastUpdate], was: float, rise: float) -> None:
+        """Raise ChangedOnPurpose if samples have lost the loss of these weights: no update or rate can do that."""
         assert self.search is not None
         with self.samples.as_of_now():
             risen = [self.search.loss_at(one.start) - one.loss for one in trusted]
-        return median(risen) > _MIN_SHARE_OF_UPDATE * rise
+        if median(risen) > _MIN_SHARE_OF_UPDATE * rise:
+            raise ChangedOnPurpose(fact("risen_at_verified", was=was, now=was + rise))
 
     def _require_old_losses(self, refused: Anomaly) -> None:
         """Raise ChangedOnPurpose if at verified weights a refused update has company: samples from before it."""
@@ -341,8 +340,7 @@ class Explainer:
         now, was = self.updates.recent_measurements()[0][-1], median(map(_LOSS, trusted))
         if now - was > _MIN_SHARE_OF_UPDATE * abs(was):
             with self._weights_of(verified[0]):
-                if self._is_changed(trusted, now - was):
-                    raise ChangedOnPurpose(_risen(was, now, "any samples"))
+                self._require_same_losses(trusted, was, now - was)
 
     def _require_worse_weights(self, jump: Anomaly) -> None:
         """Raise ChangedOnPurpose if the loss fell far from one update to the next, as it does by no damage."""
@@ -353,7 +351,3 @@ class Explainer:
             if 0 <= _FAR_LOWER * max(later) < min(earlier):
                 was = median(earlier)
                 raise ChangedOnPurpose(fact("fell", was=was, now=median(later)), was)
-
-
-def _risen(was: float, now: float, of: str) -> Facts:
-    return fact("risen_at_verified", was=was, now=now, of=of)

@@ -141,7 +141,7 @@ def out_of_scale(batch: Any) -> Facts:
     """Advise to normalise inputs some of whose columns are far larger than others, or all are large; else empty."""
     large: Facts = ()
     for name, values in _fields(batch):
-        if values.dim() < 2 or not len(values):
+        if values.dim() < 2:
             continue
         columns = values.flatten(1).abs().nan_to_num(0.0, 0.0, 0.0).double().mean(0)
         sizes = columns[columns > 0]
@@ -149,8 +149,8 @@ def out_of_scale(batch: Any) -> Facts:
             continue
         size, usual = float(sizes.max()), float(sizes.median())
         if size > _OUT_OF_SCALE * usual:
-            what = f"column {int(columns.argmax())}" if len(columns) <= _FEW_COLUMNS else "a part"
-            return fact("inputs_out_of_scale", what=what, field=name, size=size, usual=usual, columns=len(columns))
+            where = {"column": int(columns.argmax()), "columns": len(columns), "many": len(columns) > _FEW_COLUMNS}
+            return fact("inputs_out_of_scale", field=name, size=size, usual=usual, **where)
         if usual > _LARGE and 2 * len(sizes) > len(columns):
             large = large or fact("inputs_large", field=name, usual=usual, columns=len(sizes))
     return large

@@ -71,8 +71,7 @@ def largest(inputs: Sequence[Mapping[str, Any]]) -> float:
 def on_overflow(culprit: Culprit) -> Facts:
     inputs = culprit.inputs
     size = max((one.get("max", 0.0) for one in inputs), default=0.0) if culprit.op in _ONE_SIDED else largest(inputs)
-    dtype = inputs[0]["dtype"] if inputs else "its type"
-    return fact("overflows", where=culprit.place, largest=size, dtype=dtype)
+    return fact("overflows", where=culprit.place, largest=size, dtype=inputs[0]["dtype"] if inputs else "")
 
 
 def on_operation(culprit: Culprit) -> Facts:
