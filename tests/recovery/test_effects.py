@@ -1,0 +1,72 @@
+"""What remedies change and lasts: the journal adds up to it, a resume restores it, and a scope undoes it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from resilient_train import Guard
+from resilient_train.controls import Controls
+from resilient_train.record.run_history import RunHistory
+
+
+def controls() -> Controls:
+    model, data = nn.Linear(2, 1), TensorDataset(torch.zeros(64, 2), torch.zeros(64, 1))
+    guard = Guard(None, model, torch.optim.SGD(model.parameters(), lr=0.1), data=data, batch_size=4, steps=16)
+    return guard._controls
+
+
+def plain(state: Any) -> Any:
+    return json.loads(json.dumps(state))
+
+
+def test_entries_of_the_journal_add_up_to_the_whole() -> None:
+    """Lists are noted by what was added, and whole after something was undone; rows stay in quarantine."""
+    mine, history = controls(), RunHistory(None)
+    samples, before = mine._parts.samples, mine.effects.state_dict()
+    made: list[tuple[Callable[[], None], bool]] = [
+        (lambda: samples.skip(8, 16), False),  # the first entry of a process has all
+        (lambda: mine._rows.add({3: "x is NaN", 9: "raises"}, 4, 1), True),
+        (lambda: samples.skip(40, 48), True),
+        (lambda: mine.knobs.turn_lr(0.5), False),
+        (lambda: mine.effects.undo_to(before), False),
+        (lambda: samples.skip(12, 20), True),
+    ]
+    for change, has_added in made:
+        change()
+        changes = plain(mine.effects.changes())
+        history.recall({"kind": "effects_changed", "effects": changes})
+        assert history.effects == plain(mine.effects.state_dict())
+        assert any(changes["added"].get(name) for name in ("skipped", "quarantined")) == has_added
+    assert (mine.knobs.lr, samples.skipped.spans, [*mine.quarantined.rows]) == (1.0, [(12, 20)], [3, 9])
+    again = controls()
+    again.effects.load_state_dict(history.effects)
+    assert plain(again.effects.state_dict()) == history.effects
+    assert again.effects.digest == mine.effects.digest != controls().effects.digest
+
+
+def test_a_scope_leaves_nothing_turned() -> None:
+    mine = controls()
+    with mine.scope():
+        mine.knobs.turn_clip(0.5)
+        mine.knobs.limit_lr(0.1)
+        assert mine.knobs.values != controls().knobs.values
+    assert mine.knobs.values == controls().knobs.values
+
+
+@pytest.mark.parametrize(
+    ("name", "state"),
+    [
+        *(("knobs", {"lr": -1.0}), ("skipped", [[8, 4]]), ("quarantined", [["x", "", 1, 1]]), ("trials", {})),
+        *(("armor", [{"line": 3}]), ("micro_batch", "few"), ("usual_norm", "x"), ("reference", {"reference": {}})),
+    ],
+)
+def test_a_damaged_one_is_refused(name: str, state: Any) -> None:
+    with pytest.raises(ValueError, match="remedies in effect cannot be read"):
+        controls().effects.load_state_dict({name: state})
