@@ -234,6 +234,11 @@ class Incident:
         return any(action.remedy == OBSERVE for action in self.decision.actions)
 
     @property
+    def is_interrupted(self) -> bool:
+        """Say whether its process ended before anything was done about it."""
+        return not self.decision.actions and self.decision.gave_up is None
+
+    @property
     def is_accepted(self) -> bool:
         """Say whether it was a change on purpose."""
         return any(action.remedy == ACCEPTED for action in self.decision.actions)

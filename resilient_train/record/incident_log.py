@@ -110,8 +110,8 @@ class IncidentLog:
         number = self.next_id
         for one in self.open_incidents:
             is_same_kind = kind_of(one.anomaly, one.diagnosis) == kind_of(anomaly, diagnosis)
-            if is_same_kind and not one.decision.actions and one.anomaly.step == anomaly.step:
-                number = one.id  # the process ended before anything was done about it, and here it is again
+            if is_same_kind and one.is_interrupted and anomaly.step <= one.anomaly.step:
+                number = one.id  # here it is again
             elif is_same_kind:
                 self.close(one, Outcome.RECURRED)
             elif decision.gave_up is not None:

@@ -125,8 +125,8 @@ def _strikes(policy: Policy, rung: Rung, place: int, case: Case, relevant: Seque
     count, reached = 0, None
     for incident in same_cause:
         decided, step = incident.decision, incident.anomaly.step
-        if not decided.actions or (decided.rung < place and not _is_severe(incident)):
-            continue  # without actions: the process ended before any was taken
+        if decided.rung < place and not _is_severe(incident):
+            continue
         if reached is not None and step - reached >= policy.forgive_after:
             count = 0
         reached = max(reached or 0, step)
@@ -181,7 +181,7 @@ def recent(policy: Policy, incidents: Iterable[Incident], tick: int) -> list[Inc
 
     found: list[Incident] = []
     for one in incidents:
-        if one.diagnosis.cause is Cause.PROCESS or one.is_accepted:
+        if one.diagnosis.cause is Cause.PROCESS or one.is_accepted or one.is_interrupted:
             continue
         lasts = one.decision.gave_up is not None or _is_severe(one)
         # Unfolding an incident is slow, and a run may have thousands that are over.
@@ -195,8 +195,7 @@ def _refused_in_a_row(anomaly: Anomaly, history: Sequence[Incident]) -> int:
     first, accepted = anomaly.tick, anomaly.step - (not anomaly.landed)
     for incident in reversed(history):
         one, actions = incident.anomaly, incident.decision.actions
-        # Updates were retried since: after a rewind or, if no action was taken, by another process.
-        was_retried = not actions or any(action.remedy == "rewind" for action in actions)
+        was_retried = any(action.remedy == "rewind" for action in actions)  # updates were, since
         if was_retried or one.step - (not one.landed) != accepted:
             break
         first = one.tick
