@@ -25,7 +25,6 @@ from resilient_train.ranks.world import World
 from resilient_train.state import randomness
 from resilient_train.state.copies import Attributes
 from resilient_train.types import SPIKES, Anomaly, Cause, Culprit, Diagnosis, Facts, Signal, fact
-from resilient_train.wording import evidence_of
 
 _CONTROLS = 4  # draws of other rows at most, where the first ones break as well
 _RARE = 100  # rows that pass an operation, for each that does not: then it is not the line; and the most to blame
@@ -87,7 +86,7 @@ class Search:
         now = max(map(verdict.climbed, history))
         rules: Sequence[verdict.Rule] = verdict.NOT_FINITE
         if refused.is_error:
-            rules, seen = verdict.ERRORS, replace(seen, error=evidence_of(anomaly))
+            rules, seen = verdict.ERRORS, replace(seen, error=str(anomaly.evidence[0].get("text")))
         elif is_spike:
             before = max(verdict.climbed(one[:-1]) for one in history)
             rules, seen = verdict.SPIKES, replace(seen, climb=before, leap=now)
