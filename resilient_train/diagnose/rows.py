@@ -58,7 +58,7 @@ def nonfinite_fields(row: Any) -> Facts:
     found: Facts = ()
     for name, values in _fields(row):
         for place in (bad := (~values.isfinite()).nonzero().tolist())[:1]:
-            value = f"{float(values[tuple(place)]):g}".replace("nan", "NaN")
+            value = f"{_at(place, values):g}".replace("nan", "NaN")
             found += fact("row_not_finite", field=name, at=place, value=value, more=len(bad) - 1)
     return found
 
@@ -133,8 +133,12 @@ def far_above(row: Any, usual: dict[str, float], times: float) -> Facts:
 
 def _largest_of(field: str, values: Tensor) -> dict[str, Any]:
     place = [int(one) for one in torch.unravel_index(values.abs().argmax(), values.shape)]
+    return {"field": field, "at": place, "value": _at(place, values)}
+
+
+def _at(place: Sequence[int], values: Tensor) -> float:
     value = values[tuple(place)]
-    return {"field": field, "at": place, "value": float(value.abs() if value.is_complex() else value)}
+    return float(value.abs() if value.is_complex() else value)
 
 
 def out_of_scale(batch: Any) -> Facts:

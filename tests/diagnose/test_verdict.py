@@ -319,6 +319,7 @@ def test_what_is_odd_about_a_row() -> None:
     assert said_of(nonfinite_fields(nested[1])) == [".x is NaN"]
     assert said_of(nonfinite_fields([0.0, math.nan])) == ["element 1 is NaN"]
     assert said_of(nonfinite_fields(math.nan)) == ["its value is NaN"]
+    assert said_of(nonfinite_fields(torch.tensor([1.0, complex(math.inf, 1.0)]))) == ["its value at [1] is inf"]
     others = [(torch.randn(8), 1.0) for _ in range(50)]
     assert outlying_fields((torch.randn(8), 1.5), others, 4.0) == ()
     far = outlying_fields((torch.randn(8), -4e6), others, 1e4)
