@@ -15,7 +15,7 @@ import resilient_train
 HOUSE = Path(resilient_train.__file__).parent
 FILES = sorted(HOUSE.rglob("*.py"))
 
-GROUND = {"errors", "files", "reader", "secrets", "types", "wording"}  # what every room may know
+GROUND = {"errors", "files", "reader", "secrets", "sentences", "types", "wording"}  # what every room may know
 
 # The rooms and modules at the top, from the ground up: each may know the ground and those it names, nothing else.
 KNOWN = {
