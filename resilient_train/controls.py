@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -193,10 +192,6 @@ class Controls(RunControl):
         if snapshot is not None:
             snapshot.checks_state, snapshot.effects = self._parts.checks_state(), self.effects.state_dict()
         return snapshot
-
-    def scope(self) -> AbstractContextManager[None]:
-        """Undo at the end of a block what remedies changed in it."""
-        return self.effects.scope()
 
     def note(self, write: Callable[..., object] | None = None) -> None:
         """Write into the journal which effects have changed: in one entry with an incident, if `write` writes that."""

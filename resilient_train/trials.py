@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from resilient_train.computation import Loop, StartedUpdate, is_out_of_memory
+from resilient_train.effects import Effects
 from resilient_train.errors import StorageFailed, TrainError, in_one_line
 from resilient_train.recover.policy import Policy
 from resilient_train.recover.remedies import RunControl, remedy
@@ -49,8 +50,7 @@ class TrialStopped(Exception):
 
 
 class Tryable(RunControl, Protocol):
-    def scope(self) -> AbstractContextManager[None]:
-        """Undo at the end of a block what remedies changed in it."""
+    effects: Effects
 
 
 class Faster(NamedTuple):
@@ -227,7 +227,7 @@ class Trials:
         self._go_back(since)
         self._loop.backups.set_attributes(self._attributes)
         try:
-            with self._control.scope():
+            with self._control.effects.scope():
                 for action in actions:
                     remedy(action).apply(self._control)
                 anomalies = sum(not self._update() for _ in range(steps))

@@ -71,9 +71,7 @@ def holds(arm: Arm, control: Arm, now: Arm, first: float) -> bool:
     Where a term of the loss grows with training, any younger state looks better than `now`: the lower rate has to gain
     more than that, unless the present one never learned.
     """
-    if not isfinite(arm.loss) or arm.anomalies > control.anomalies or not is_lower(arm, control):
-        return False
-    if not learns(arm, first):
+    if arm.anomalies > control.anomalies or not is_lower(arm, control) or not learns(arm, first):
         return False
     if not learns(control, first):
         return True
@@ -98,11 +96,12 @@ def cost_of(updates: int, forwards: int) -> int:
 
 
 def may_win(arms: Sequence[Arm], first: float) -> bool:
-    """Say whether to try more: one was ahead, the first rate was nearly so, or the loss is far above the `first`."""
-    is_thrown = arms[0].loss - first > 2 * abs(first)  # then any rate that is low enough does better
-    if len(arms) == 2 and not is_thrown:
-        return arms[1].loss <= arms[0].loss + _BEHIND * max(0.0, first - arms[0].loss)
-    return len(arms) < 2 or fastest(arms) > 0 or is_thrown
+    """Say whether to try more where none is ahead: the first rate nearly is, or the loss is far above the `first`."""
+    now = arms[0].loss
+    is_thrown = now - first > 2 * abs(first)  # then any rate that is low enough does better
+    if len(arms) < 2 or is_thrown:
+        return True
+    return len(arms) == 2 and arms[1].loss <= now + _BEHIND * max(0.0, first - now)
 
 
 def on_its_way(arms: Sequence[Arm], first: float) -> int:

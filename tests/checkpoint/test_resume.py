@@ -1,22 +1,17 @@
-"""The same command goes on: behind every kill, with what has changed since, with all remedies in force."""
+"""The same command goes on: behind every kill, and with what has changed since."""
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pytest
-import torch
 from command import MINE, Outcome, command
 from kills import (
     Nursery,
@@ -24,7 +19,6 @@ from kills import (
     at_save,
     at_tick,
     checkpoints,
-    in_journal,
     incidents,
     killed,
     left_overs,
@@ -33,9 +27,7 @@ from kills import (
 )
 from paused_run import held_at, is_held
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
-from resilient_train.record.run_history import history_of
 from resilient_train.tracking.story import read_story
 from resilient_train.types import Anomaly, Signal, Vitals
 from resilient_train.watch.checks import Checks, Finding
@@ -263,115 +255,9 @@ def test_who_gave_up_says_so_again(here: Path, run_command: command) -> None:
     assert other.summary("run")["steps"] == 120
 
 
-# ---------------------------------------------------------------------------------------------------- remedies in force
-
-
-class Singular(nn.Module):
-    """The logarithm of what may be zero."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(6, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        scale = torch.log(x.abs()).mean(1, keepdim=True)
-        out: Tensor = self.body(x) + 0.01 * scale
-        return out
-
-
-class WithZeros(Dataset[tuple[Tensor, Tensor]]):
-    """Eight rows of 640 hold a zero."""
-
-    def __init__(self) -> None:
-        numbers = torch.Generator().manual_seed(7)
-        self.x = torch.randn(640, 6, generator=numbers)
-        self.y = self.x.sum(1, keepdim=True)
-        self.x[::80, 2] = 0.0
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.x[index], self.y[index]
-
-
-LOWER = "[{do:[skip,{lower_lr:{factor:0.5,rewarm:5}},{tighten_clip:{factor:0.5}}],strikes:null}]"
 TREATED = ["objective=custom", "objective._target_=user_programs.mse", "accelerate.cpu=true", "tracking=none"]
 TREATED += ["schedule=constant", "run.steps=200", "data=custom", "checks.no_progress.every=0", *DISK]
 PLAIN_ROWS = ["model=custom", "model._target_=user_programs.Plain", "data.train._target_=user_programs.Fixed"]
-REMEDIES = {
-    "armor": [  # and knobs, and skipped samples
-        *("model=custom", "model._target_=test_resume.Singular", "data.train._target_=test_resume.WithZeros"),
-        "recovery.relax_after=1000",
-        *(f"recovery.ladders.{one}={LOWER}" for one in ("default", "data")),
-        *("drill=nan_batch", "drill.at=[80]"),
-    ],
-    "quarantined": [*PLAIN_ROWS, "drill=bad_row", "drill.rows=[17]"],
-}
-
-
-def soon(holds: Callable[[], bool], looks: int = 100) -> bool:
-    """Say whether something holds within five seconds."""
-    while looks and not holds():
-        time.sleep(0.05)
-        looks -= 1
-    return looks > 0
-
-
-@pytest.mark.parametrize(("kind", "saved_since"), [("quarantined", False), ("armor", True)])
-def test_what_was_in_force_is_in_force_again(kind: str, saved_since: bool, nursery: Nursery) -> None:
-    """Knobs, skipped samples, rows in quarantine and armor are those before the kill.
-
-    Where a checkpoint was written since the incident, so is all that comes of them. Where none was, the updates before
-    the incident are made once more, as behind a rewind: with the remedies that are in force by now.
-    """
-    arguments = [*TREATED, *REMEDIES[kind]]
-    plain, run_dir = nursery.place / f"{kind}-plain", nursery.place / kind
-    done = nursery.run(*arguments, f"run.dir={plain.name}")
-    assert done.code == 0, done.output
-    with ExitStack() as holds:
-        holds.enter_context(held_at(nursery.place, 150))
-        started = nursery.start(*arguments, f"run.dir={kind}")
-        assert started.until(lambda: in_force(run_dir, kind))
-        if saved_since:
-            treated_at = history_of(run_dir).effects["tick"]
-            saved = partial(in_journal, run_dir, "checkpoint_saved")
-
-            def is_saved() -> bool:
-                return any(one["tick"] > treated_at for one in saved())
-
-            # What falls due while another is being written is left out: then the next one is waited for.
-            for step in range(160, 200, 10):
-                if soon(is_saved):
-                    break
-                holds.enter_context(held_at(nursery.place, step))
-            assert started.until(is_saved)
-        started.strike(signal.SIGKILL)
-        assert started.wait() == -signal.SIGKILL, started.output
-        before = history_of(run_dir).effects
-    last = nursery.run(*arguments, f"run.dir={kind}")
-    assert last.code == 0, last.output
-    after_all, unharmed = latest_effects(run_dir), latest_effects(plain)
-    for key in ("skipped", "quarantined", "armor"):
-        assert sorted(after_all[key]) == sorted(unharmed[key]), key
-    for key in ("lr", "clip", "eps"):
-        assert after_all["knobs"][key] == before["knobs"][key] == unharmed["knobs"][key], key
-    if saved_since:
-        assert summary(run_dir)["weights_sha256"] == summary(plain)["weights_sha256"]
-
-
-def in_force(run_dir: Path, kind: str) -> bool:
-    """Say whether what one waits for is in force: with armor skipped samples, with which knobs came."""
-    effects = history_of(run_dir).effects
-    return all(effects.get(one) for one in (("armor", "skipped") if kind == "armor" else (kind,)))
-
-
-def latest_effects(run_dir: Path) -> dict[str, Any]:
-    """Those of the newest checkpoint."""
-    manifests = [json.loads(file.read_text()) for file in (run_dir / "checkpoints").glob("*/manifest.json")]
-    newest = max(manifests, key=lambda one: int(one["tick"]))
-    effects: dict[str, Any] = newest["effects"]
-    return effects
 
 
 def test_an_open_incident_is_closed_and_counted_by_whoever_goes_on(nursery: Nursery) -> None:

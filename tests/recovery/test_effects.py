@@ -53,7 +53,7 @@ def test_entries_of_the_journal_add_up_to_the_whole() -> None:
 
 def test_a_scope_leaves_nothing_turned() -> None:
     mine = controls()
-    with mine.scope():
+    with mine.effects.scope():
         mine.knobs.turn_clip(0.5)
         mine.knobs.limit_lr(0.1)
         assert mine.knobs.values != controls().knobs.values
