@@ -14,18 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from resilient_train import files
-from resilient_train.files import commit_text, read_json, read_plain, read_yaml
+from resilient_train.files import commit_text, read_json, read_yaml
 from resilient_train.ranks.lock import holder_of
 from resilient_train.record.journal import plain
-from resilient_train.record.progress import PROGRESS
+from resilient_train.record.progress import PROGRESS, Failed, clear, found, leave
 from resilient_train.record.status import RunFacts
 from resilient_train.secrets import masked, masked_tree
 
 CONFIG, LOOP = "config.yaml", "loop.json"  # of a run of the command, and of a loop that the caller wrote
-SUMMARY, REFUSED, _FAILED = "summary.json", "refused.json", "failed.{}rank{}"
+SUMMARY, REFUSED = "summary.json", "refused.json"
 CHECKPOINTS = "checkpoints"
-
-_TAIL_BYTES = 2**18  # of a note: the error is at its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +93,8 @@ class Summary:
 
 def begin(run_dir: Path, *, is_finished: bool) -> None:
     """Remove what earlier processes wrote about their end. A finished run keeps its summary: nothing begins there."""
-    failures = [path.name for path in run_dir.glob(_FAILED.format("*", "*"))]
-    for name in [REFUSED, *failures] if is_finished else [REFUSED, SUMMARY, *failures]:
+    clear(run_dir, Failed)
+    for name in [REFUSED] if is_finished else [REFUSED, SUMMARY]:
         with suppress(OSError):
             files.disk.unlink(run_dir / name)
 
@@ -109,23 +107,16 @@ def note_refusal(run_dir: Path, exit_code: int, why: str) -> None:
 
 
 def note_failure(run_dir: Path, rank: int, why: str, *, in_training: bool) -> None:
-    """Note the error of a rank other than 0: rank 0 sees only a closed connection, or a request to stop.
-
-    Without the note the end of a process counts as a kill, which its samples may have caused. An error before training
-    began does not explain why the previous process ended.
-    """
+    """Note the error of a rank other than 0. Without, the end of its process counts as a kill by its samples."""
     if is_run(run_dir):
         with suppress(OSError):
-            commit_text(run_dir / _FAILED.format("" if in_training else "start.", rank), masked(why))
+            leave(run_dir, Failed(rank, why, in_training))
 
 
 def failure(run_dir: Path, *, in_training: bool = False) -> str | None:
     """Return the error of the first rank other than 0 that noted one, in one line."""
-    for path in sorted(run_dir.glob(_FAILED.format("" if in_training else "*", "*"))):
-        with suppress(OSError):
-            why = " ".join(read_plain(path, last=_TAIL_BYTES).decode("utf-8", "replace").split())
-            return f"rank {path.name.rpartition('rank')[2]}: {why}"
-    return None
+    noted = [one for one in found(run_dir, Failed) if one.in_training or not in_training]
+    return f"rank {noted[0].rank}: {' '.join(noted[0].why.split())}" if noted else None
 
 
 def read_ending(run_dir: Path, name: str) -> dict[str, Any] | None:

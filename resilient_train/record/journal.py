@@ -27,7 +27,7 @@ from typing import Any
 
 from resilient_train import files
 from resilient_train.errors import TrainError
-from resilient_train.files import MOST_BYTES, read_plain, sync_directory, write_all
+from resilient_train.files import MOST_BYTES, sync_directory, write_all
 from resilient_train.secrets import masked_tree
 from resilient_train.wording import counted
 
@@ -70,24 +70,24 @@ class Journal:
         """Raises TrainError if it cannot be read: what it holds is unknown, so nothing may be written over it."""
         self.path = path
         try:
-            found = list(_readable(path))
-            content = read_plain(path) if path.exists() else b""
+            lines, size = list(entries(path)), size_of(path)
         except OSError as error:
             why = f"cannot be read ({error.strerror}): make it readable, or move it away to forget it"
             raise TrainError(f"{path} {why if error.strerror else error}") from error
-        if not content and path.exists() and path.with_name("progress").exists():  # it is empty only until a run trains
+        if not size and path.exists() and path.with_name("progress").exists():  # it is empty only until a run trains
             _log.warning("%s is empty: its entries are lost, and with them the incidents of the run", path)
-        last, self._end = found[-1] if found else ({"n": 0}, 0)
-        self._number: int = last["n"]
+        found = [(entry, end) for entry, end in lines if entry is not None]
+        self._end = found[-1][1] if found else 0
         self._lines = [seal(json.dumps(entry)) for entry, _ in found]  # all, in case the file is emptied
+        self._number: int = found[-1][0]["n"] if found else 0
         self.waiting: list[bytes] = []  # lines that the disk did not take yet
         self._attempts = WriteAttempts(path, "entries are kept in memory and tried again, but a kill would lose them")
         self._lock = threading.Lock()  # a watchdog may write as well
         # Entries after a damaged line are kept: each has its own checksum, and a drill that is forgotten fires again.
         # The damaged line stays in the file; a person may look at it.
-        if damaged := content[: self._end].count(b"\n") - len(found):
+        if damaged := sum(entry is None and end < self._end for entry, end in lines):
             _log.warning("%s: damaged and left out: %s", path, counted(damaged, "line"))
-        if tail := len(content) - self._end:
+        if tail := size - self._end:
             _log.warning("%s: cut off the last %d bytes, which are not a complete entry", path, tail)
             with suppress(OSError):  # the next write cuts as well
                 self._append()
@@ -109,10 +109,8 @@ class Journal:
         with self._lock:
             if self.waiting:
                 self._flush()
-            if self.waiting:
-                _log.error(
-                    "%s lacks the last %s: the disk did not take them", self.path, counted(len(self.waiting), "entry")
-                )
+            if left := len(self.waiting):
+                _log.error("%s lacks the last %s: the disk did not take them", self.path, counted(left, "entry"))
 
     def _flush(self) -> None:
         with self._attempts.attempt():
@@ -153,25 +151,18 @@ def append_lines(path: Path, lines: Iterable[bytes], start: int, *, sync: bool =
 
 def read(path: Path) -> list[Entry]:
     """Return the complete entries of a journal, which may be in use. Raises OSError, also if the version differs."""
-    return [entry for entry, _ in _readable(path)]
-
-
-def _readable(path: Path) -> Iterator[tuple[Entry, int]]:
-    for entry, end in entries(path) if path.exists() else ():
-        if entry is not None:
-            if entry.get("format", _FORMAT) != _FORMAT:
-                what = f"is of format {entry['format']!s:.20}, where this version reads {_FORMAT}"
-                raise OSError(f"{what}: resume the run with the version of resilient_train that wrote it")
-            yield entry, end
+    return [entry for entry, _ in entries(path) if entry is not None]
 
 
 def damaged_lines(path: Path) -> int:
     """Count the lines of a journal that cannot be read, without the last one if it is being written."""
-    return sum(entry is None for entry, _ in entries(path)) if path.exists() else 0
+    return sum(entry is None for entry, _ in entries(path))
 
 
 def entries(path: Path, start: int = 0) -> Iterator[tuple[Entry | None, int]]:
     """Yield the entries after byte `start`, each with where it ends; None for a damaged line."""
+    if not path.exists():
+        return
     with open(path, "rb") as file:
         end = start if 0 <= start <= os.fstat(file.fileno()).st_size else 0
         file.seek(end)
@@ -179,7 +170,11 @@ def entries(path: Path, start: int = 0) -> Iterator[tuple[Entry | None, int]]:
             if not line.endswith(b"\n"):  # it is being written, or was when a kill came
                 return
             end += len(line)
-            yield unseal(line[:-1]), end
+            entry = unseal(line[:-1])
+            if entry is not None and (form := entry.get("format", _FORMAT)) != _FORMAT:
+                what = f"is of format {form!s:.20}, where this version reads {_FORMAT}"
+                raise OSError(f"{what}: resume the run with the version of resilient_train that wrote it")
+            yield entry, end
 
 
 def plain(value: Any) -> Any:

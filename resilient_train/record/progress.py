@@ -6,7 +6,6 @@ or none. Not a memory map: a file that is cut short, or a server that is gone, w
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import struct
@@ -19,6 +18,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TypeVar
 
+from resilient_train import files
 from resilient_train.files import commit_text, read_json, read_plain
 from resilient_train.record.journal import WriteAttempts
 from resilient_train.secrets import masked_tree
@@ -49,12 +49,21 @@ class OutOfMemory:
     evidence: str
 
 
-Note = TypeVar("Note", Hung, OutOfMemory)
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A rank other than 0 that failed: rank 0 sees only a closed connection, or a request to stop."""
 
-_FILES: dict[type, str] = {Hung: "hung.rank{}.json", OutOfMemory: "no_room.rank{}"}
+    rank: int
+    why: str
+    in_training: bool  # an error before it began does not explain why the previous process ended
 
 
-def leave(run_dir: Path, note: Hung | OutOfMemory) -> None:
+Note = TypeVar("Note", Hung, OutOfMemory, Failed)
+
+_FILES: dict[type, str] = {Hung: "hung.rank{}.json", OutOfMemory: "no_room.rank{}", Failed: "failed.rank{}"}
+
+
+def leave(run_dir: Path, note: Hung | OutOfMemory | Failed) -> None:
     """Write a note. Raises OSError if this host does not have the directory, or cannot write to it."""
     commit_text(run_dir / _FILES[type(note)].format(note.rank), json.dumps(masked_tree(asdict(note))) + "\n")
 
@@ -72,7 +81,7 @@ def clear(run_dir: Path | None, kind: type) -> None:
     """Remove the notes, as the journal has them now. All ranks that share a directory try to."""
     for path in run_dir.glob(_FILES[kind].format("*")) if run_dir is not None else []:
         with suppress(OSError):
-            path.unlink()
+            files.disk.unlink(path)
 
 
 def gather_hung(run_dir: Path, mine: Hung, size: int, seconds: float) -> list[Hung]:
@@ -125,7 +134,7 @@ class Progress:
         self._path = None if directory is None else directory / PROGRESS
         self._number, self.last = 0, Position()  # of the previous process
         if directory is not None:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 self._number, self.last = _read(directory)
         self._position = self.last
         self._file = -1

@@ -110,36 +110,29 @@ def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _read(file: Path, fingerprint: Mapping[str, Any] | None) -> dict[int, Quarantined]:
-    """Read a list of rows of this data set. Raises ValueError if it is not one."""
+def _read(file: Path, here: Mapping[str, Any] | None) -> dict[int, Quarantined]:
+    """Read a list of rows. Raises Foreign if they are not of the data set `here`, ValueError if it is damaged."""
     try:
         content = json.loads(read_plain(file).decode("utf-8"))
-        form, data, written = content["format"], content["data"], content.pop("sha256", None)
-        listed = content["rows"] if form == _FORMAT else []
-        rows = {one["row"]: Quarantined(one["reason"], one["step"], one["incident"]) for one in listed}
-        is_as_written = written in (None, _digest(content))  # a user who edits the list removes its sha256
-        are_rows = all(type(row) is int and 0 <= row < data["rows"] for row in rows)
-        other = None if fingerprint is None else _other(data, fingerprint)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if (form := content["format"]) != _FORMAT:
+            raise ValueError(f"is of format {form}, where this version reads {_FORMAT}")
+        if content.pop("sha256", None) not in (None, _digest(content)):  # a user who edits the list removes it
+            raise ValueError("is damaged: it is not what was written (its sha256 is that of another list)")
+        rows = {one.pop("row"): Quarantined(**one) for one in content["rows"]}
+        if not all(type(row) is int and 0 <= row < content["data"]["rows"] for row in rows):
+            raise ValueError("is damaged: it lists what is no row of the data set")
+        if here is not None:
+            _compare(content["data"], here)
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError("is damaged: it is not a list of rows in quarantine") from error
-    if form != _FORMAT:
-        raise ValueError(f"is of format {form}, where this version reads {_FORMAT}")
-    if not are_rows:
-        raise ValueError("is damaged: it lists what is no row of the data set")
-    if not is_as_written:
-        raise ValueError("is damaged: it is not what was written (its sha256 is that of another list)")
-    if other:
-        raise Foreign(other)
     return rows
 
 
-def _other(listed: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
-    """Say how the data set of a list differs from this one. Rows that differ at each fetch prove nothing."""
+def _compare(listed: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Raise Foreign if the data set of a list is not this one. Rows that differ at each fetch prove nothing."""
     theirs, ours = (f"{one['dataset']} ({one['rows']:,} rows)" for one in (listed, here))
     if theirs != ours:
-        return f"lists rows of {theirs}, but this data set is {ours}"
-    known, now = listed["digests"], here["digests"]
-    changed = [row for row in known.keys() & now.keys() if known[row] and now[row] and known[row] != now[row]]
-    if changed:
-        return f"lists rows of other data: row {min(changed, key=int)} of {ours} has changed"
-    return None
+        raise Foreign(f"lists rows of {theirs}, but this data set is {ours}")
+    for row, now in here["digests"].items():
+        if now and (known := listed["digests"].get(row)) and known != now:
+            raise Foreign(f"lists rows of other data: row {row} of {ours} has changed")
