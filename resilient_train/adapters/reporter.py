@@ -162,6 +162,13 @@ def write_summary(summary: Summary, run_dir: Path) -> None:
         log.error("%s cannot be written: %s", run_dir / SUMMARY, error.strerror or error)
 
 
+def note_error(run_dir: Path, rank: int, error: BaseException, *, in_training: bool) -> None:
+    """Leave a note for rank 0 of what failed on this rank, unless rank 0 knows it."""
+    # That a GPU was lost explains nothing: its samples may be to blame.
+    if not (isinstance(error, GaveUp | Stopped) or is_lost_peer(error) or is_lost_device(error)):
+        endings.note_failure(run_dir, rank, short_message(error), in_training=in_training)
+
+
 def print_review(run_dir: Path) -> None:
     if not run_dir.is_dir():
         log.error("the run directory is gone: %s", run_dir)
@@ -323,7 +330,7 @@ class RunReporter:
             return
         is_lost = error is not None and is_lost_peer(error)
         if is_lost and not is_only_told:
-            ended = replace(ended, failure=endings.failure(self.directory) or "")
+            ended = replace(ended, failure=endings.failure(self.directory))
         self._ending = ending = self.summary(ended, time.monotonic() - self._began, digests)
         if is_only_told:
             known = place.incident_log.incidents, place.incident_log.run_history.effects
@@ -338,10 +345,8 @@ class RunReporter:
 
     def fail(self, error: BaseException) -> None:
         """Report that an error ended the loop; a rank other than 0 leaves a note for rank 0."""
-        # That a GPU was lost explains nothing: its samples may be to blame.
-        is_known = isinstance(error, GaveUp | Stopped) or is_lost_peer(error) or is_lost_device(error)
-        if self.place.rank and not (self._is_over or is_known):
-            endings.note_failure(self.directory, self.place.rank, short_message(error), in_training=True)
+        if self.place.rank and not self._is_over:
+            note_error(self.directory, self.place.rank, error, in_training=True)
         self.end(RunFacts(error=error))
         self.conclude()
 

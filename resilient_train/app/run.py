@@ -8,12 +8,14 @@ import os
 import platform
 import subprocess
 import time
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from resilient_train import __version__
-from resilient_train.adapters.reporter import Place, finish_uploads, print_review, write_summary
+from resilient_train.adapters.reporter import Place, finish_uploads, note_error, print_review, write_summary
 from resilient_train.app.build import Run, assemble
 from resilient_train.app.config.compose import FIXED, Composed, describe_changes, other_run
 from resilient_train.app.directory import RunDirectory, claim
@@ -31,13 +33,12 @@ from resilient_train.errors import (
     Stopped,
     TrainError,
     in_one_line,
-    short_message,
 )
 from resilient_train.files import commit_text
 from resilient_train.ranks.lock import DirectoryLock
 from resilient_train.ranks.process_exit import StopRequests, has_lost_sibling
 from resilient_train.ranks.watchdog import Hang, Phase, Watchdog
-from resilient_train.ranks.world import World, is_lost_device, is_lost_peer
+from resilient_train.ranks.world import World, is_lost_peer
 from resilient_train.record import endings, progress
 from resilient_train.record.endings import SUMMARY, Summary, read_ending
 from resilient_train.record.incident_log import IncidentLog
@@ -223,7 +224,7 @@ class _Session:
                 self.incident_log.report(anomaly, by_signal(anomaly), Decision((Action("end"),)))
         else:
             another_failed = self._stops_since_another_failed()  # reads files, so not before the stacks are logged
-            if (why := endings.failure(directory.path) if another_failed else None) is not None:
+            if why := endings.failure(directory.path) if another_failed else "":
                 log.error("error: %s", why)
                 evidence = fact("text", text=why)
             code = 75 if self._save_newest() and not another_failed else 1  # 75: the same command resumes
@@ -259,13 +260,11 @@ class _Session:
             another_failed = error is not None and self.world.size > 1 and is_lost_peer(error)
         if another_failed:
             why = endings.failure(directory.path)
-            was_lost = why is None
+            was_lost = not why
             ended = PeerEnded(why or "another process of this run ended; its error is in its train.rank*.log")
             ended.__cause__, error = error, ended
-        elif is_lost_device(error):
-            pass  # that a GPU was lost explains nothing: its samples may be to blame
-        elif not is_main and error is not None and not isinstance(error, GaveUp | Stopped):
-            endings.note_failure(directory.path, self.world.rank, short_message(error), in_training=run is not None)
+        elif not is_main and error is not None:
+            note_error(directory.path, self.world.rank, error, in_training=run is not None)
         if run is not None and not was_lost:  # else the journal still is the previous process's
             run.guard.ended()
         self.incident_log.close_files()
@@ -297,8 +296,7 @@ class _Session:
                 self.tracker.drop()
         if isinstance(error, KeyboardInterrupt):
             raise error
-        loss = summary.eval["loss"] if summary.eval else summary.final_loss
-        return summary.exit_code, None if error else loss
+        return _ending_of(asdict(summary))
 
     def _alert(self, event: str, summary: Summary) -> None:
         """Run the user's command, if there is one, with a line of JSON on its input. A failure is only a warning."""
@@ -336,7 +334,7 @@ class _Session:
         """Say whether a launcher asks to stop because another rank failed, and not a person or a scheduler."""
         if self.world.size == 1 or (self.run is not None and self.run.guard.stopped):  # all ranks agreed to stop
             return False
-        return endings.failure(self.directory.path) is not None or has_lost_sibling()
+        return bool(endings.failure(self.directory.path)) or has_lost_sibling()
 
 
 def _place_of(hang: Hang) -> tuple[str, bool]:
@@ -364,10 +362,12 @@ def _already_finished(directory: RunDirectory, summary: dict[str, Any], world: W
         if left := left_in(directory.path):
             how = command("sync", directory.path)
             log.warning("MLflow lacks %s of it; to upload them:\n  %s", counted(left, "entry"), how)
-    if has_given_up:
-        return GaveUp.exit_code, None
-    evaluated = summary.get("eval")
-    return 0, evaluated.get("loss") if isinstance(evaluated, dict) else summary.get("final_loss")
+    return _ending_of(summary)
+
+
+def _ending_of(summary: Mapping[str, Any]) -> Ending:
+    evaluated = summary.get("eval") or {}
+    return summary["exit_code"], None if summary["exit_code"] else evaluated.get("loss", summary.get("final_loss"))
 
 
 def _print_error(error: BaseException, directory: RunDirectory, world: World) -> None:

@@ -95,7 +95,7 @@ class Resumption:
         found = incidents_of_damage(damaged, step)
         skipped, span = None, last.stop - last.start
         is_updating = last.doing in (Doing.UPDATING, Doing.FIRST)
-        if self.directory is not None and endings.failure(self.directory, in_training=True) is not None:
+        if self.directory is not None and endings.failure(self.directory, in_training=True):
             is_explained = True
         if not is_explained and (is_updating or last.doing is Doing.HUNG) and span > 0:
             times = history.note_process_end(last.tick, last.start, last.stop, in_first=last.doing is Doing.FIRST)

@@ -113,10 +113,10 @@ def note_failure(run_dir: Path, rank: int, why: str, *, in_training: bool) -> No
             leave(run_dir, Failed(rank, why, in_training))
 
 
-def failure(run_dir: Path, *, in_training: bool = False) -> str | None:
-    """Return the error of the first rank other than 0 that noted one, in one line."""
+def failure(run_dir: Path, *, in_training: bool = False) -> str:
+    """Return the error of the first rank other than 0 that noted one, in one line; empty if none did."""
     noted = [one for one in found(run_dir, Failed) if one.in_training or not in_training]
-    return f"rank {noted[0].rank}: {' '.join(noted[0].why.split())}" if noted else None
+    return f"rank {noted[0].rank}: {' '.join(noted[0].why.split())}" if noted else ""
 
 
 def read_ending(run_dir: Path, name: str) -> dict[str, Any] | None:
@@ -137,7 +137,7 @@ def facts_of(run_dir: Path) -> RunFacts:
     return RunFacts(
         process=at_work(run_dir),  # first: a process that ends now has written its summary
         summary=read_ending(run_dir, SUMMARY) or {},
-        failure=failure(run_dir) or "",
+        failure=failure(run_dir),
         refusal=read_ending(run_dir, REFUSED) or {},
         is_run=is_run(run_dir),
     )
