@@ -1,0 +1,164 @@
+"""No sentence is data: with the words of all of them in another order, runs decide what they decide else."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import random
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import MINE
+from fork_server import Forked, python
+from test_killed_anywhere import train
+
+import resilient_train
+from resilient_train import run_sentences, sentences, wording
+from resilient_train.record.journal import JOURNAL, Journal, read
+
+PACKAGE = Path(resilient_train.__file__).parent
+DRILLED = [*MINE, "run.steps=120", "drill=gauntlet"]
+GIVES_UP = ["drill=inf_loss", "drill.at=[20,21,22,23,24,25]", "recovery.budget.in_a_row=3"]
+OF_SUMMARY = ("status", "exit_code", "steps", "ticks", "trial_updates", "verdict", "final_loss", "weights_sha256")
+
+
+def killed(entries: int) -> None:
+    """Train to the entry of the journal with this number."""
+    write = Journal.write
+
+    def writing(journal: Journal, kind: str, /, **fields: Any) -> None:
+        write(journal, kind, **fields)
+        if len(journal.entries) == entries:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Journal.write = writing  # type: ignore[method-assign]
+    train(Path("run"))
+
+
+# Each is started so often, one start after the other.
+RUNS: dict[str, list[Callable[[], None]]] = {
+    "ten faults": [partial(train, Path("run"))],
+    "killed and resumed": [partial(killed, 40), partial(train, Path("run"))],
+    "drills": [partial(python, "-m", "resilient_train", *DRILLED, "run.dir=run")],
+    "gives up": [partial(python, "-m", "resilient_train", *MINE, *GIVES_UP, "run.dir=run", "run.steps=60")] * 2,
+    "sweep": [partial(python, "-m", "resilient_train", *DRILLED, "--multirun", "run.seed=1,2", "hydra.sweep.dir=run")],
+}
+
+
+def with_words_shuffled(what: Callable[[], None]) -> None:
+    """Do it with the words of each template in another order; fields and optional parts stay whole."""
+    dice = random.Random(0)
+
+    def shuffled(text: Any) -> Any:
+        if isinstance(text, tuple):
+            return tuple(map(shuffled, text))
+        parts = re.findall(r"<[^<>]*>|\{[^{}]*\}|[^\s<>{}]+", text)
+        return " ".join(dice.sample(parts, len(parts)))
+
+    for module in (sentences, run_sentences):
+        for name, value in [*vars(module).items()]:
+            if isinstance(value, dict) and name.isupper():
+                value.update({key: shuffled(text) for key, text in value.items()})
+            elif isinstance(value, str) and name.isupper():
+                for other in [one for one in sys.modules.values() if getattr(one, name, None) is value]:
+                    setattr(other, name, shuffled(value))
+    what()
+
+
+def facts_of(place: Path) -> Iterator[Any]:
+    """Everything that runs have written as data; what a clock says is left out."""
+    for journal in sorted(place.rglob(JOURNAL)):
+        for entry in read(journal):
+            (entry.get("incident") or {}).pop("seconds", None)
+            yield [entry["n"], entry["kind"], {name: one for name, one in entry.items() if name not in ("at", "crc")}]
+        if (file := journal.with_name("summary.json")).exists():  # a loop of the caller's may have none
+            yield {name: json.loads(file.read_text()).get(name) for name in OF_SUMMARY}
+        if (file := journal.with_name("quarantine.json")).exists():
+            yield [[row["row"], row["step"], row["incident"]] for row in json.loads(file.read_text())["rows"]]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_what_a_run_says_decides_nothing(name: str, tmp_path: Path) -> None:
+    """Nothing parses or compares a sentence: all facts are the same where each says something else."""
+    facts, said, codes = [], [], []
+    for folder in ("said", "shuffled"):
+        (place := tmp_path / folder).mkdir()
+        for start in RUNS[name]:
+            start = partial(with_words_shuffled, start) if folder == "shuffled" else start
+            codes.append(Forked(start, place=place, out=place / "out.txt").wait())
+        facts.append([json.dumps(one, sort_keys=True).replace(str(place), "") for one in facts_of(place)])
+        said.append("".join(file.read_text() for file in sorted(place.rglob("incidents.jsonl"))))
+    assert codes[: len(codes) // 2] == codes[len(codes) // 2 :]
+    assert facts[0] == facts[1]
+    assert any("incident_opened" in one for one in facts[0])
+    assert sorted(said[0]) != said[1] != said[0], "the words were shuffled"
+
+
+# --------------------------------------------------------------------------------------------------- what the code says
+
+SAYING = {
+    name for name, one in vars(wording).items() if callable(one) and getattr(one, "__module__", "") == wording.__name__
+}
+TAKING_APART = re.compile(
+    "replace|r?partition|r?split|splitlines|(starts|ends)with|find|index|count|remove(pre|suf)fix"
+)
+KEEPING = {"fact", "Anomaly", "Diagnosis", "Decision", "ProcessIncident"}
+
+
+def name_of(call: ast.expr) -> str:
+    function = call.func if isinstance(call, ast.Call) else None
+    return function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
+
+
+def is_said(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in SAYING
+
+
+def offences(tree: ast.Module) -> Iterator[ast.expr]:
+    """Where a sentence is compared, searched or taken apart, and where one is put into a fact."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Compare(left=left, comparators=others) if any(map(is_said, [left, *others])):
+                yield node
+            case ast.Call(func=ast.Attribute(value=value, attr=name)) if is_said(value) and TAKING_APART.fullmatch(
+                name
+            ):
+                yield node
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="re")), args=given) if any(map(is_said, given)):
+                yield node
+            case ast.Call(args=args, keywords=named) if name_of(node) in KEEPING:
+                given = [part for one in (*args, *(key.value for key in named)) for part in ast.walk(one)]
+                texts = (one.value for one in given if isinstance(one, ast.Constant) and isinstance(one.value, str))
+                if any(len(text.split()) > 5 for text in texts):
+                    yield node
+
+
+def test_no_code_reads_sentences_or_keeps_them_as_facts() -> None:
+    found = [
+        f"{file.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}"
+        for file in sorted(PACKAGE.rglob("*.py"))
+        if file.name != "wording.py"
+        for node in offences(ast.parse(file.read_text(encoding="utf-8")))
+    ]
+    assert found == []
+
+
+def test_such_code_is_found() -> None:
+    """Each of these lines, and none of the others."""
+    bad = """\
+if "hardware" in say(facts): pass
+say(facts).partition(": ")
+re.sub("a", "b", describe(incident))
+describe(incident) == other
+fact("text", text="it is what it was some time ago")
+Diagnosis(Cause.DATA, advice="look at the rows of this batch")"""
+    good = 'say(facts).strip()\nfact("text", text=str(error))\nlog.info("%s", say(facts))\nsaid in words'
+    assert [node.lineno for node in offences(ast.parse(bad))] == [1, 2, 3, 4, 5, 6]
+    assert not [*offences(ast.parse(good))]
