@@ -1,8 +1,8 @@
 """Every sentence about a run, by the kind of the fact that it says. `wording` fills them in.
 
-`{name}` is a value of the fact and `{name:spec}` its format: one of numbers, as in `{loss:.4g}`; `rows`, `ranks`,
-`names` of a list; `place` of a line of code; `say`, `list`, `lines`, `sentences` of facts inside of a fact; the kind of
-another sentence, which is filled in with the value; any other word is a unit, as in `{count:update}`.
+`{name}` is a value of the fact and `{name:spec}` its format: one of numbers, as in `{loss:.4g}`; `times` of a factor;
+`rows`, `ranks`, `names` of a list; `place` of a line of code; `say`, `list`, `lines`, `sentences` of facts inside of a
+fact; the kind of another sentence, which is filled in with the value; any other word is a unit, as in `{count:update}`.
 A part in `<...>` is left out if one of its values is missing, empty, false or 0; one in `<name?...>` if that value is,
 one in `<!name?...>` if it is not, one in `<name=word?...>` if it is not that word.
 """
@@ -180,7 +180,7 @@ ADVICE = {
     "spike_landed": f"The loss jumped and stayed there: {_CALMER}; declare a deliberate change with expect=[STEP].",
     "decays_fast": "Weights decay faster than they learn: lower weight_decay.",
     "rate_rose": (
-        "The learning rate <is_sudden?jumped><!is_sudden?rose> x{times:.3g} <is_sudden?from step {before} to>"
+        "The learning rate <is_sudden?jumped><!is_sudden?rose> x{times:times} <is_sudden?from step {before} to>"
         "<!is_sudden?since step> {step}: look at the schedule, and at what else sets it there; the samples are not to "
         "blame."
     ),

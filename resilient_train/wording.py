@@ -166,6 +166,7 @@ _SPECS: dict[str, Callable[[Any], str]] = {
     "it": lambda rows: "it" if len(rows) == 1 else "them",
     "ranks": rank_names,
     "names": names_listed,
+    "times": lambda times: format(times, ",.0f" if times >= 100 else ".3g"),
     "wrong": lambda family: SINGULAR[family][0],
     "fix": lambda family: SINGULAR[family][1],
     "rate": lambda times: "the configured one" if times == 1 else f"x{_amount(times)} of the configured one",
