@@ -301,7 +301,7 @@ def test_an_operation_with_a_value_to_give_is_patched() -> None:
     assert [one.remedy for one in first.decision.actions] == ["armor"]
     assert not first.diagnosis.rows
     assert all(one.anomaly.signal is not Signal.EXCEPTION for one in others)
-    guard._controls.unpatch()
+    guard._controls.patches.remove()
 
 
 class Exact(nn.Linear):
@@ -357,7 +357,7 @@ def masked(model: Any, batch: Any) -> Tensor:
 def test_what_every_batch_raises_is_patched_where_a_patch_has_a_value(objective: Any, op: str) -> None:
     """As weights leave the domain, or from the first update on; by whatever kind of error."""
     guard = narrowed("balanced", objective)
-    guard._controls.unpatch()
+    guard._controls.patches.remove()
     first = guard.incidents[0]
     assert (guard.clock.step, first.anomaly.signal) == (STEPS, Signal.EXCEPTION)
     assert (first.diagnosis.culprit and first.diagnosis.culprit.op) == op
@@ -431,7 +431,7 @@ def test_what_is_learned_is_of_the_line() -> None:
     guard = run(learned)
     first, *_ = guard.incidents
     assert (first.diagnosis.culprit and first.diagnosis.culprit.op) == "log_prob"
-    guard._controls.unpatch()
+    guard._controls.patches.remove()
 
 
 def by_hand(chosen: Tensor) -> Tensor:

@@ -175,7 +175,7 @@ def test_a_slope_that_is_nan_at_any_scale_is_no_overflow() -> None:
     assert (first.anomaly.signal, first.diagnosis.culprit.op) == ("nonfinite_grad", "pow")
     assert not others
     assert guard.world.accelerator.scaler.get_scale() == 2.0**10, "two refusals, before the replay of the third"
-    guard._controls.unpatch()
+    guard._controls.patches.remove()
 
 
 def test_a_scale_that_collapses_is_an_incident() -> None:

@@ -125,7 +125,7 @@ def write(run_dir: Path, met: Sequence[Incident], summary: dict[str, Any] | None
     """Leave what a run of 300 steps with these incidents leaves."""
     place = run_dir / "checkpoints" / "step-00000250"
     place.mkdir(parents=True)
-    manifest = {"kind": "verified", "step": 250, "tick": 300, "remedies": {}, "files": {"manifest.json": {}}}
+    manifest = {"kind": "verified", "step": 250, "tick": 300, "effects": {}, "files": {"manifest.json": {}}}
     for _ in range(2):  # with its own size, as there is no other file
         (place / "manifest.json").write_text(json.dumps(manifest).ljust(999))
         manifest["files"] = {"manifest.json": {"bytes": 999}}
