@@ -22,7 +22,7 @@ from resilient_train.record.incident_lines import as_line, from_line
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.journal import Journal, plain, read
 from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
-from resilient_train.wording import describe, say, tags
+from resilient_train.wording import describe, tags
 
 pytestmark = pytest.mark.usefixtures("careless")
 
@@ -405,98 +405,8 @@ def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 # Incidents in words.
 
 
-def acted(*actions: Action, **changes: Any) -> Incident:
-    incident = dataclasses.replace(POISON, decision=Decision(actions), diagnosis=Diagnosis(Cause.UNKNOWN))
-    return dataclasses.replace(incident, anomaly=dataclasses.replace(POISON.anomaly, ranks=()), **changes)
-
-
-def seen(incident: Incident, **changes: Any) -> Incident:
-    return dataclasses.replace(incident, anomaly=dataclasses.replace(incident.anomaly, **changes))
-
-
-def test_an_incident_is_told_in_a_few_lines() -> None:
-    """What was noticed, the evidence, what was done and what it cost; rows and the place in the user's code."""
-    assert describe(acted(Action("skip"), steps_lost=1)) == (
-        "! incident 1, step 1,204: the loss is not finite (nonfinite_loss), refused before it reached the weights\n"
-        "  cause unknown; skipped the suspect samples; 0 steps lost"
-    )
-    assert describe(SPIKE) == (
-        "! incident 3, step 1,204: the loss jumped (loss_spike), in the weights since step 1,191\n"
-        "  loss 8.12 where 2.9 to 3.4 was usual\n"
-        "  cause explosion; rewound to step 1,177 (verified), learning rate x0.5 with 20 steps of warm-up, "
-        "in 0.12 s; 27 steps lost\n"
-        "  advice: Lower the learning rate."
-    )
-    header, cause, advice = describe(POISON).split("\n")
-    assert "the loss is not finite on ranks 1 and 3 (nonfinite_loss)" in header
-    assert cause.startswith("  cause operation (log in net.head, mine.py:31, backward; rows 17 and 90000);")
-    assert advice == f"  advice: {say(POISON.diagnosis.advice)}"
-
-
-def test_every_remedy_has_words() -> None:
-    """One and many, thousands, remedies that are not known here, and settings that nobody foresaw."""
-    for action, expected in (
-        (Action("skip", {"updates": 2000}), "skipped 2,000 updates of data"),
-        (Action("skip", {"updates": 1}), "skipped 1 update of data"),
-        (Action("lower_lr", {"factor": 0.1, "rewarm": 1}), "learning rate x0.1 with 1 step of warm-up"),
-        (Action("lower_lr", {"factor": 0.1, "rewarm": 20}), "learning rate x0.1 with 20 steps of warm-up"),
-        (
-            Action("limit_lr", {"to": 1.0, "leapt_to": 53.0}),
-            "learning rate capped at the configured one and falling with",
-        ),
-        (
-            Action("limit_lr", {"to": 2.5}),
-            "learning rate capped at x2.5 of the configured one; 0 steps lost",
-        ),
-        (Action("rewind"), "not rewound: no verified snapshot; 0 steps lost"),
-        (Action("higher_precision", {"steps": 2000}), "full precision for 2,000 steps"),
-        (Action("mine.knock", {"how_often": 3, "loudly": True}), "mine.knock (how often 3, loudly yes)"),
-        (Action("lower_lr", {"factor": "nan", "rewarm": "x"}), "learning rate xnan with x steps of warm-up"),
-    ):
-        assert describe(acted(action)).split("\n")[-1].startswith(f"  cause unknown; {expected}")
-
-
-def test_every_signal_has_words() -> None:
-    """A crash or a full disk is not said to be in the weights."""
-    beside = {"no_progress", "exception", "out_of_memory", "hang", "crash"}
-    beside |= {"disk_full", "checkpoint_failed", "checkpoint_damaged"}
-    for one in Signal:
-        header = describe(seen(SPIKE, signal=one)).split("\n")[0]
-        assert f"({one})" in header
-        assert ("in the weights" in header) == (one not in beside)
-
-
-def test_the_farewell_says_what_is_left_and_what_to_do() -> None:
-    gave_up = Decision(gave_up=free_text("3 incidents within 1,000 ticks"))
-    last = dataclasses.replace(SPIKE, id=9, decision=gave_up, rewound_to=None)
-    assert describe(last, "final", last_good=Path("runs/mine/checkpoints/1177")) == (
-        "gave up at step 1,204: the loss jumped (loss_spike), in the weights since step 1,191\n"
-        "  if step 1,191 changes something on purpose, run again with expect=[1191]\n"
-        "  loss 8.12 where 2.9 to 3.4 was usual\n"
-        "  cause explosion\n"
-        "  why: 3 incidents within 1,000 ticks\n"
-        "  last good weights: runs/mine/checkpoints/1177\n"
-        "  what to try next: Lower the learning rate."
-    )
-    said = describe(acted(), "final", last_good=None)  # no remedy, no checkpoint, no advice
-    assert "last good weights: none were written" in said
-    assert "what to try next" not in said
-
-
 def with_outcome(outcome: Outcome | None) -> Incident:
     return dataclasses.replace(SPIKE, outcome=outcome)
-
-
-def test_tags_name_the_last_incident_and_all_causes() -> None:
-    """One line for a person, causes once each for a filter; a clean run has neither."""
-    told_by = tags([with_outcome(Outcome.RECURRED), POISON, with_outcome(Outcome.RECOVERED)], "recovered")
-    assert told_by["resilience.cause"] == "explosion, operation"
-    assert told_by["resilience.last_incident"] == (
-        "step 1,204: the loss jumped (loss_spike), in the weights since step 1,191; cause explosion; "
-        "rewound to step 1,177 (verified), "
-        "learning rate x0.5 with 20 steps of warm-up, in 0.12 s; 27 steps lost; recovered"
-    )
-    assert set(tags([], "clean")) == {"resilience.status", "resilience.incidents"}
 
 
 def _lines(entries: list[dict[str, Any]]) -> list[bytes]:

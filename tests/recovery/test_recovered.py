@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import cache
@@ -16,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from group import alone
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -24,10 +21,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
 from resilient_train.adapters.guard import Guard
-from resilient_train.controls import Controls
 from resilient_train.errors import GaveUp
-from resilient_train.reader import DiskConfig, MemoryConfig
-from resilient_train.record.incident_log import IncidentLog
+from resilient_train.reader import MemoryConfig
 from resilient_train.tracking.report import note
 from resilient_train.tracking.story import read_story
 from resilient_train.wording import say
@@ -495,61 +490,6 @@ def test_running_statistics_are_looked_at(size: float, hands_over: bool) -> None
     assert [one[:2] for one in loop.told()] == [("weights_jump", "corruption")]
     assert loop.guard.incidents[0].anomaly.evidence[0]["name"] == "norm"
     assert loop.loss() == healthy(200, hands_over, True)[1]
-
-
-# --------------------------------------------------------------------------------------------- ranks, and restarts
-
-
-WRITES: dict[str, type] = {"open": IncidentLog, "record_treatment": IncidentLog, "note": Controls}
-
-
-def hot_loop(run_dir: Path, dies: str = "", tick: int = NEVER) -> dict[str, Any]:
-    """A run through a hot stretch that is killed at an attempted update, or at a point of its first incident."""
-
-    def die(*args: Any, **more: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def dying(name: str) -> Callable[..., Any]:
-        method = getattr(WRITES[name], name)
-
-        def dies_after(*args: Any, **more: Any) -> Any:
-            method(*args, **more)
-            die()
-
-        return dies_after
-
-    if dies:
-        setattr(WRITES[dies], dies, dying(dies))
-    loop = Loop(stretch(300, 90, 12), run_dir=run_dir, disk=DiskConfig(every=25), resume=True)
-    loop.train(190, lambda now: die() if now == tick else None)
-    loop.guard.close()
-    done = [[action.remedy for action in one.decision.actions] for one in loop.guard.incidents]
-    return {"told": loop.told(), "weights": loop.weights(), "done": done}
-
-
-KILLS: list[tuple[str, int]] = [(name, NEVER) for name in WRITES]
-KILLS += [("", 112)]
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The run that is not killed."""
-    whole = hot_loop(tmp_path_factory.mktemp("whole"))
-    assert {one[1:] for one in whole["told"]} == {("rate", "recovered")}
-    return whole
-
-
-@pytest.mark.parametrize(("dies", "tick"), KILLS, ids=[dies or f"tick {tick}" for dies, tick in KILLS])
-def test_a_kill_in_an_open_incident_changes_no_decision(
-    tmp_path: Path, dies: str, tick: int, whole: dict[str, Any]
-) -> None:
-    """Wherever it strikes, the next process is measured against the same reference and comes to the same weights."""
-    code, _ = alone(hot_loop, tmp_path / "mine", dies, tick)
-    assert code == -signal.SIGKILL
-    mine = hot_loop(tmp_path / "mine")
-    assert mine["weights"] == whole["weights"]
-    assert {one[1] for one in mine["told"]} == {"rate"}
-    assert mine["told"][-1] == whole["told"][-1]
 
 
 @pytest.fixture(autouse=True)

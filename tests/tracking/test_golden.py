@@ -19,6 +19,7 @@ from resilient_train.record.incident_log import IncidentLog
 from resilient_train.tracking.report import note, report
 from resilient_train.tracking.story import read_story
 from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal, Tried
+from resilient_train.wording import final_message, tags
 
 HALF = Action("lower_lr", {"factor": 0.5, "rewarm": 20})
 LOG = Culprit("forward", "log", "", "/home/u/loss.py", 7, ({"dtype": "float32", "shape": [8], "min": -0.5},))
@@ -42,6 +43,23 @@ PROCESS = {
     Signal.CHECKPOINT_FAILED: ("try_again", None),
     Signal.CHECKPOINT_DAMAGED: ("fall_back", None),
     Signal.EXCEPTION: ("skip", None),
+}
+EFFECTS = {
+    "knobs": {
+        "lr": 0.5,
+        "clip": 0.25,
+        "eps": 100.0,
+        "share": 0.01,
+        "decay": 0.0,
+        "norm": 1.0,
+        "higher_precision": 3,
+        "mends_eps": True,
+        "ceiling": 0.5,
+    },
+    "quarantined": [7, 3, 7],
+    "micro_batch": 8,
+    "skipped": [[0, 8]],
+    "armor": [{"op": "log", "file": LOG.file, "line": LOG.line}],
 }
 NO_PROGRESS = {"first_loss": 2.5, "final_loss": 2.4, "verdict": "no_progress"}
 LEVEL = {"best_level": {"from": 100, "to": 140, "loss": 1.25}, "final_loss": 2.0, "verdict": "above_best"}
@@ -125,7 +143,13 @@ def write(run_dir: Path, met: Sequence[Incident], summary: dict[str, Any] | None
     """Leave what a run of 300 steps with these incidents leaves."""
     place = run_dir / "checkpoints" / "step-00000250"
     place.mkdir(parents=True)
-    manifest = {"kind": "verified", "step": 250, "tick": 300, "effects": {}, "files": {"manifest.json": {}}}
+    manifest = {
+        "kind": "verified",
+        "step": 250,
+        "tick": 300,
+        "effects": EFFECTS if len(met) > 5 else {},
+        "files": {"manifest.json": {}},
+    }
     for _ in range(2):  # with its own size, as there is no other file
         (place / "manifest.json").write_text(json.dumps(manifest).ljust(999))
         manifest["files"] = {"manifest.json": {"bytes": 999}}
@@ -158,6 +182,9 @@ def test_what_is_read_of_a_run(name: str, caplog: pytest.LogCaptureFixture, caps
     head, _, same = report(story).partition(f"{gap}{blocks}" if blocks else "\0")
     assert not same
     said |= {"report": head, "note": note(story, "trace-{}".format)}
+    said["tags"] = "\n".join(f"{key}: {text}" for key, text in tags(story.incidents, story.status).items())
+    if story.status == "gave_up":
+        said["last words"] = final_message(story.incidents[-1], Path("checkpoints/step-00000250"))
     whole = "\n".join(f"----- {part}\n\n{text.rstrip()}\n" for part, text in said.items())
     here = str(Path.cwd())
     golden.check(f"{name}.txt", whole.replace(here.replace("_", r"\_"), "/runs").replace(here, "/runs"))
