@@ -19,7 +19,7 @@ from fork_server import ENVIRONMENT
 from stories import CLIMBED, free_text
 
 import resilient_train
-from resilient_train.app import incidents, status
+from resilient_train.app import incidents
 from resilient_train.ranks.lock import DirectoryLock
 from resilient_train.record.incident_lines import as_line
 from resilient_train.record.incident_log import IncidentLog
@@ -95,20 +95,6 @@ def test_the_story_is_a_page_for_a_person(met: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("NO_COLOR", "1")
     assert incidents.main([str(met)]) == 0
     assert capsys.readouterr().out == plain
-
-
-def test_what_is_left_to_change_is_counted_and_listed_first(met: Path, capsys: Said) -> None:
-    """`status` says how much there is; `incidents` begins with it, in the words of the end of the run."""
-    assert status.main([str(met)]) == 0
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith(f"{met}: Recovered: 300 steps; 2 incidents (1 explosion, 1 operation), no repeat since. ")
-    assert line.endswith(" 2 things to change.")
-    assert status.main([str(met), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["incidents"], len(found["to_change"])) == (2, 2)
-    assert incidents.main([str(met)]) == 0
-    listed = capsys.readouterr().out.splitlines()[1:3]
-    assert listed == [one for one in review(read_story(met)) if one.startswith("to change: ")]
 
 
 CURED, AGAIN = Outcome.RECOVERED, Outcome.RECURRED

@@ -24,10 +24,7 @@ from resilient_train.app import status
 from resilient_train.checkpoint.store import DEMOTED, Store
 from resilient_train.checkpoint.weights import Best
 from resilient_train.record.run_history import RunHistory
-from resilient_train.tracking.report import report
-from resilient_train.tracking.story import read_story
 from resilient_train.types import Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
-from resilient_train.wording import tags
 
 RUN = ["model=mlp", "data=digits", "objective=custom", "objective._target_=paused_run.cross_entropy", "tracking=none"]
 RUN += ["checkpoint.disk.every=5", "checkpoint.memory.every=5", "checkpoint.verify_after=5", "run.dir=run"]
@@ -115,33 +112,6 @@ def test_the_last_good_state_is_one_that_is_verified(here: Path, run_command: co
     assert again.code == 3
     assert good.name in again.stderr + again.stdout
     assert newest.name not in again.stderr + again.stdout
-
-
-def test_what_a_drill_made_is_marked_wherever_it_is_shown_and_nothing_is_advised(
-    here: Path, run_command: command, capsys: Said
-) -> None:
-    """Also where it is noticed later than it struck, and what follows from its damage."""
-    drilled = [*SAVING, "run.steps=110", "run.dir=run", "drill=hot_lr", "drill.at=[60]", "drill.factor=1000"]
-    outcome = run_command(drilled)
-    said = outcome.stdout + outcome.stderr
-    found = incidents(here / "run")
-    assert found
-    assert all(one["tick"] != 60 for one in found), "it is noticed in a later update"
-    assert said.count("on purpose (drill: hot_lr)") == said.count("\n! incident ") == len(found)
-    assert "\nto change: " not in said
-    assert "\nnothing to change: all incidents are on purpose (drill)\n" in said
-    capsys.readouterr()
-    assert shown.main(["run"]) == 0
-    page = capsys.readouterr().out
-    assert page.count("on purpose (drill: hot_lr)") == len(found)
-    assert "  advice: " not in page
-    story = read_story(here / "run")
-    whole = report(story)
-    assert whole.count("on purpose (drill: hot_lr)") == len(found)
-    assert "  advice: " not in whole
-    assert "on purpose (drill: hot_lr)" in tags(story.incidents, "recovered")["resilience.last_incident"]
-    assert {one["drill"] for one in found} == {"hot_lr"}
-    assert {one["advice"] for one in found} == {""}
 
 
 AT, LATER = Anomaly(Signal.LOSS_SPIKE, 50, 60, 49, landed=False), Anomaly(Signal.DIVERGENCE, 80, 90, 60)

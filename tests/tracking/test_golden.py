@@ -45,6 +45,7 @@ PROCESS = {
     Signal.EXCEPTION: ("skip", None),
 }
 EFFECTS = {
+    "tick": 300,
     "knobs": {
         "lr": 0.5,
         "clip": 0.25,
@@ -56,7 +57,7 @@ EFFECTS = {
         "mends_eps": True,
         "ceiling": 0.5,
     },
-    "quarantined": [7, 3, 7],
+    "quarantined": [[7, "bad", 9, 1], [3, "bad", 9, 1]],
     "micro_batch": 8,
     "skipped": [[0, 8]],
     "armor": [{"op": "log", "file": LOG.file, "line": LOG.line}],

@@ -200,44 +200,6 @@ def test_rows_to_look_at_are_one_advice() -> None:
     assert "**Do:** Look at rows 313, 977 and 1502: the batches are ordinary" in note(story(*met, step=160), url)
 
 
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"status": "unrecovered"}, "read in the report what was tried, then try another policy or a lower"),
-        ({"status": "gave_up"}, "read in the report what was tried"),
-        (
-            {"status": "no_progress", "summary": {"first_loss": 1.0, "final_loss": 1.0}},
-            "check the learning rate, the data and the objective",
-        ),
-        ({"status": "failed", "why": "RuntimeError: x"}, "fix the error that ended it, and start it again"),
-    ],
-)
-def test_a_run_that_needs_attention_never_says_that_there_is_nothing_to_change(
-    changed: dict[str, Any], said: str
-) -> None:
-    for drill in ("", "loss_spike"):
-        of = story(incident(1, Outcome.UNRECOVERED, drill=drill, diagnosis=replace(ROOT, advice=())), **changed)
-        first, *_ = note(of, url).splitlines()
-        assert f"**Do:** {said}" in first
-        assert "Nothing to change" not in first
-        assert of.status == "failed" or any(line.startswith(f"to do: {said}") for line in review(of))
-    assert "**Do:** fix the error that ended it, and start it again. Row 77: " in note(
-        story(incident(2), status="failed", why="ValueError: y"), url
-    )
-
-
-def test_a_drill_is_named_in_the_first_line_and_asks_for_nothing() -> None:
-    drilled = [incident(at, drill="bad_row") for at in range(1, 4)]
-    said = note(story(*drilled), url)
-    assert said.startswith("**Recovered so far, 3 of 3 incidents on purpose (drill).** Nothing to change.")
-    assert all("on purpose (drill: bad_row)" in row[3] for row in cells(said)[1:])
-    assert "Do:" not in said
-    said = note(story(*drilled, incident(4)), url)
-    assert "nothing to change: all incidents are on purpose (drill)" in review(story(*drilled))
-    assert "nothing to change" not in " ".join(review(story(*drilled, incident(4))))
-    assert said.startswith("**Recovered so far, 3 of 4 incidents on purpose (drill).**")
-
-
 def test_a_thousand_bad_rows_make_a_short_report() -> None:
     of = story(*(incident(at, diagnosis=replace(BAD_ROW, rows=(at,))) for at in range(1, 1_001)))
     assert len(report(of)) < 200_000
