@@ -4,9 +4,12 @@ from __future__ import annotations
 
 # An incident. Its values are those of `wording.about`.
 _NOTICED = "{signal:signal}< on {ranks:ranks}>"
-_REACHED = "<let_through?, let through><landed?, in the weights already><, in the weights since step {since}>"
+_REACHED = (
+    "<reached=let_through?, let through><reached=now?, in the weights already>"
+    "<reached=earlier?, in the weights since step {first}>"
+)
 _DRILL = "<, on purpose (drill: {drill})>"
-_SIGN = f"step {{step}}: {_NOTICED} ({{signal}})<refused?, refused before it reached the weights>{_REACHED}{_DRILL}"
+_SIGN = f"step {{step}}: {_NOTICED} ({{signal}})<reached=not?, refused before it reached the weights>{_REACHED}{_DRILL}"
 _CAUSE = "cause {cause}< ({blamed:say})>"
 _DONE = (
     "<gave_up?gave up: {why:say}><!gave_up?{remedies:list}><took?, in {seconds:,.2f} s><!gave_up?; {lost:step} lost>"
@@ -52,7 +55,7 @@ ROW = {
     "#": "{id}",
     "when": "{opened:day}",
     "step": "{step}",
-    "what": f"{_NOTICED}<refused?, refused>{_REACHED}{_DRILL}",
+    "what": f"{_NOTICED}<reached=not?, refused>{_REACHED}{_DRILL}",
     "cause": "{cause}<: {where:list}>",
     "remedy": "<gave_up?gave up: {why:say}><!gave_up?{remedies:list}>",
     "outcome": "{outcome:outcome}",
@@ -87,8 +90,9 @@ _COSTS = (
 )
 _IN_ALL = f"In all, {_COSTS}"
 _SO_FAR = "<!state=completed? so far>"
-_ODD = "The evaluation is not finite ({odd:list})"
-_WELL = f"{_WHERE}; {_COSTS}< {{results:Say}}.>"
+_ODD = "The evaluation is not finite ({odd:pairs})"
+_RESULTS = "<state=completed? Recent loss {final_loss:.4g}.><state=completed? Evaluation: {eval:pairs}.>"
+_WELL = f"{_WHERE}; {_COSTS}{_RESULTS}"
 HEADLINES = {
     "clean": f"<odd?{_ODD}><!odd?All is well>{_SO_FAR}",
     "recovered": f"<odd?{_ODD}><!odd?Recovered>{_SO_FAR}",
@@ -160,10 +164,7 @@ RUN = {
     "on_purpose": "<, {drilled} of {total:incident} on purpose (drill)>",
     "start_refused": "The last start was refused",
     "before_that": "{refused}. Before that, ",
-    "recent_loss": "recent loss {value:.4g}",
-    "evaluation": "evaluation {name} {value:.4g}",
-    "metric": "{name} {value:.4g}",
-    "checkpoint": "{path} (step {step}<, {metrics:list}><kind=candidate?, not yet verified>)",
+    "checkpoint": "{path} (step {step}<, {metrics:pairs}><kind=candidate?, not yet verified>)",
     "asked": "{advice:sentences}<several? ({incident:incident})>",
     "all_drilled": "nothing to change: all incidents are on purpose (drill)",
     "to_do": "to do: {what}",
@@ -192,14 +193,24 @@ RUN = {
     "gives_up_again": "says so again at once and ends with 3; with a changed configuration it {onward:say}",
     "to_see": "to see it, start (it answers after half a minute)\n  {command}",
     "open": "<served?and><!served?to see it,> open\n  {url}",
-    # The description in MLflow.
-    "verdict": "**{headline}.**< **Do:** {things}><calm? Nothing to change.> {details}",
     "and_more": "And {count} more.",
-    "strip": "![The incidents of the run, by cause, over its ticks]({url})",
-    "table": "**What went wrong, and what was done**<several?, the newest first>",
-    "older_in_report": "And {count} before them, in `{report}`.",
-    "left": "- **{label}**: {words}",
-    "next": "- **The same command** {words}.",
-    "full_report": "- **Full report**: `{report}` among the artifacts. Numbers link to traces.",
-    "axis": "- **The Step axis** of the charts is the tick: attempted updates, lost ones included.",
 }
+
+# The description in MLflow.
+NOTE = """\
+**{headline}.**< **Do:** {things}><calm? Nothing to change.> {details}
+
+<![The incidents of the run, by cause, over its ticks]({strip})
+
+><titles?**What went wrong, and what was done**, the newest first
+
+| {titles} |
+{rule}|
+{rows:raw}
+
+><And {older} before them, in `{report}`.
+
+>{left:raw}- **The same command** {next}.
+<titles?- **Full report**: `{report}` among the artifacts. Numbers link to traces.
+>- **The Step axis** of the charts is the tick: attempted updates, lost ones included.
+"""

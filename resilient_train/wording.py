@@ -6,6 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
 from typing import Any
@@ -51,7 +52,8 @@ def say(facts: Iterable[Mapping[str, Any]], between: str = " ") -> str:
 
 def _sentence(known: Mapping[str, Any]) -> str:
     if (template := SENTENCES.get(known.get("fact", ""))) is not None:
-        return fill(template, known)
+        with suppress(KeyError, TypeError, ValueError, AttributeError):  # of another version
+            return fill(template, known)
     kind, *rest = known  # a remedy, perhaps of the user's: a dotted name
     template = REMEDIES.get(known[kind], f"{{{kind}}}")
     said = _NAME.findall(template)
@@ -82,9 +84,11 @@ def _formatted(value: Any, spec: str) -> str:
         return of(value)
     if (template := SENTENCES.get(spec)) is not None:
         return fill(template, value)
-    if "." in spec or spec in ("g", "d"):  # text, where a number was not finite
-        return value if isinstance(value, str) else format(value, spec)
-    return counted(value, spec)
+    return _number(value, spec) if "." in spec or spec in ("g", "d") else counted(value, spec)
+
+
+def _number(value: Any, spec: str = ".4g") -> str:
+    return format(value, spec) if isinstance(value, int | float) else str(value)  # text, where it was not finite
 
 
 def printable(text: str) -> str:
@@ -150,12 +154,12 @@ def duration(seconds: float) -> str:
 _SPECS: dict[str, Callable[[Any], str]] = {
     "": _amount,
     "id": str,  # without commas, as it is looked up
+    "raw": str,  # perhaps in several lines
     "say": lambda facts: say(facts, "; "),
     "list": lambda facts: say(facts, ", "),
     "lines": lambda facts: say(facts, "\n  "),
     "sentences": say,
-    "Say": lambda facts: (said := say(facts, ", "))[:1].upper() + said[1:],
-    "pairs": lambda values: ", ".join(f"{name} {value}" for name, value in values.items()),
+    "pairs": lambda values: ", ".join(f"{name} {_number(value)}" for name, value in values.items()),
     "counts": lambda counts: ", ".join(f"{count:,} {OUTCOMES.get(of, of)}" for of, count in counts.items()),
     "signal": lambda signal: SIGNALS[signal],
     "outcome": lambda outcome: OUTCOMES[outcome],
@@ -189,18 +193,17 @@ def about(incident: Incident) -> dict[str, Any]:
     """Return the values that sentences about an incident may name."""
     anomaly, diagnosis = incident.anomaly, incident.diagnosis
     gave_up, has_rewound = incident.decision.gave_up, incident.rewound_to is not None
-    in_weights = anomaly.landed and anomaly.signal not in _NOT_ABOUT_WEIGHTS
-    kept_out = not anomaly.landed and anomaly.signal not in _NOT_ABOUT_WEIGHTS
     first = anomaly.since + 1
+    reached = ("now" if first >= anomaly.step else "earlier") if anomaly.landed else "not"
+    reached = "let_through" if reached == "not" and incident.is_observed else reached
     culprits = filter(None, (diagnosis.culprit, diagnosis.symptom))
     recurred = fact("recurred_to_the_end" if incident.outcome is Outcome.RECURRED else "loss_not_back")
     return {
-        **{name: getattr(record, name) for record in (incident, diagnosis, anomaly) for name in record.__slots__},
+        **_fields(incident),
+        **_fields(diagnosis),
+        **_fields(anomaly),
         "ranks": [] if anomaly.signal is Signal.RANK_MISMATCH else sorted(anomaly.ranks),  # its evidence names them
-        "refused": kept_out and not incident.is_observed,
-        "let_through": kept_out and incident.is_observed,
-        "landed": in_weights and first >= anomaly.step,
-        "since": first if in_weights and first < anomaly.step else None,
+        "reached": None if anomaly.signal in _NOT_ABOUT_WEIGHTS else reached,  # the weights
         "first": first,
         "meant": anomaly.landed and anomaly.signal in _MAY_BE_MEANT,
         "blamed": blamed(diagnosis),
@@ -216,6 +219,10 @@ def about(incident: Incident) -> dict[str, Any]:
         "lost": incident.steps_lost if incident.steps_lost > (not anomaly.landed and not has_rewound) else 0,
         "not_over": fact("not_saved") if diagnosis.cause is Cause.PROCESS else recurred,
     }
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in record.__slots__}
 
 
 def blamed(diagnosis: Diagnosis, **changed: Any) -> Facts:

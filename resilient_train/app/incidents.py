@@ -22,9 +22,12 @@ from resilient_train.wording import describe, say
 _LOOK_EVERY_S = 1.0
 _RESTARTS_WITHIN_S = 120.0  # by a launcher, which cannot be seen from here
 
-_STYLES = {"clean": "bold green", "recovered": "bold green"}
-_STYLES |= dict.fromkeys(("gave_up", "failed", "unrecovered"), "bold red")
-_OUTCOMES: dict[Outcome | None, str] = {Outcome.RECOVERED: "green", Outcome.UNRECOVERED: "red", Outcome.GAVE_UP: "red"}
+# Of a status and of an outcome.
+_COLOURS = {"clean": "green", "recovered": "green", "gave_up": "red", "failed": "red", "unrecovered": "red"}
+
+
+def _colour(word: str | None) -> str:
+    return _COLOURS.get(word or "", "yellow")
 
 
 def main(words: list[str]) -> int:
@@ -86,7 +89,7 @@ class _Shown:
             return
         words, sentences = verdict(story)
         running = say(fact("running", process=story.process)) if story.process else ""
-        print_line((f"{words}: ", _STYLES.get(story.status, "bold yellow")), sentences + running)
+        print_line((f"{words}: ", f"bold {_colour(story.status)}"), sentences + running)
         if damaged:
             print_line((say(fact("lines_left_out", file=JOURNAL, count=damaged)), "yellow"))
         for line in review(story)[1:]:
@@ -108,11 +111,11 @@ class _Shown:
             if self.as_json:
                 print(json.dumps(in_words(incident)), flush=True)
             elif is_known:
-                print_line((describe(incident, "outcome"), _OUTCOMES.get(incident.outcome, "yellow")))
+                print_line((describe(incident, "outcome"), _colour(incident.outcome)))
             else:
                 first, *lines, outcome = block(chapter)
                 print_line()
                 print_line((first, "bold"))
                 for line in lines:
                     print_line(line)
-                print_line((outcome, _OUTCOMES.get(incident.outcome, "yellow")))
+                print_line((outcome, _colour(incident.outcome)))

@@ -103,6 +103,8 @@ def _value(kind: Any, value: Any) -> Any:
         return tuple(_value(inner[0], one) for one in value)
     if kind is Action:
         return _action(value)
+    if origin is Mapping and not isinstance(value, dict):
+        raise TypeError(f"{value!r} is no fact")
     if dataclasses.is_dataclass(kind):
         return _record(kind, value)  # type: ignore[arg-type]
     is_enum = isinstance(kind, type) and issubclass(kind, StrEnum)

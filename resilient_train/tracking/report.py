@@ -6,7 +6,7 @@ from collections.abc import Callable
 from itertools import accumulate
 
 from resilient_train.record.run_history import Chapter
-from resilient_train.run_sentences import ROW
+from resilient_train.run_sentences import NOTE, ROW
 from resilient_train.secrets import masked
 from resilient_train.tracking.review import left, next_start, review, shortened, things_to_do, verdict
 from resilient_train.tracking.story import Story
@@ -21,13 +21,9 @@ REPORT = "report.txt"  # its name among the artifacts
 LIMIT = 7_950  # characters of a note: MLflow cuts a tag at 8,000
 
 _MOST_TO_DO, _LONGEST_TO_DO = 3, 300  # things, and characters of each
-_MOST_LEFT, _MOST_INCIDENTS = 260, 200  # characters of a line, and incidents in the report
-_ABOUT_OLDER = 60  # characters
+_MOST_LEFT, _MOST_INCIDENTS, _MOST_ROWS = 260, 200, 80  # characters of a line; incidents in the report, in a note
 
 PageUrl = Callable[[int], str]  # the page of an incident, by its number
-
-
-# ------------------------------------------------------------------------------------- incidents, for terminal and file
 
 
 def block(chapter: Chapter) -> list[str]:
@@ -46,43 +42,31 @@ def report(story: Story) -> str:
     return "\n".join(printable(masked(line)) for line in lines) + "\n"
 
 
-# ------------------------------------------------------------------------------------------------------ note, in MLflow
-
-
 def note(story: Story, trace_url: PageUrl, strip_url: str = "") -> str:
-    """Return the description, below MLflow's limit; its first lines are all that the page shows at first."""
+    """Return the description in MLflow, below its limit; its first lines are all that the page shows at first.
+
+    The newest incidents are in a table, as many as fit. MLflow shows it without lines and margins.
+    """
     words, sentences = verdict(story)
     things = [text(one, _LONGEST_TO_DO) for one in shortened(things_to_do(story), _MOST_TO_DO, "and_more")]
-    do = " ".join(one if one.endswith((".", ")")) else f"{one}." for one in things)
-    details = text(sentences[:1].upper() + sentences[1:], 900)
-    parts = [
-        say(fact("verdict", headline=text(words, 300), things=do, calm=story.chapters and not do, details=details))
-    ]
-    ending = "\n".join(_left(story))
-    if story.chapters and strip_url:
-        parts.append(say(fact("strip", url=strip_url)))
-    if story.chapters:
-        parts.append(_newest(story, trace_url, LIMIT - sum(len(part) + 2 for part in (*parts, ending))))
-    return "\n\n".join([*parts, ending]) + "\n"
-
-
-def _left(story: Story) -> list[str]:
-    found = [(label, text(words, _MOST_LEFT)) for label, words in left(story, str)]
-    lines = [say(fact("left", label=label.capitalize(), words=words)) for label, words in found]
-    lines.append(say(fact("next", words=text(say(next_start(story)), _MOST_LEFT))))
-    return [*lines, *([say(fact("full_report", report=REPORT))] if story.chapters else []), say(fact("axis"))]
-
-
-def _newest(story: Story, trace_url: PageUrl, room: int) -> str:
-    """Put the newest incidents into a table, as many as fit; MLflow shows it without lines and margins."""
-    title = say(fact("table", several=len(story.chapters) > 1))
-    lines = [title, "", f"| {_GAP.join(ROW)} |", "|---" * len(ROW) + "|"]
-    rows = [f"| {_GAP.join(_row(chapter, trace_url))} |" for chapter in story.chapters[:-_MOST_INCIDENTS:-1]]
-    ends = accumulate([sum(map(len, lines)) + _ABOUT_OLDER, *(len(row) + 1 for row in rows)])
-    shown = rows[: sum(end <= room for end in ends) - 1]
-    if older := len(story.chapters) - len(shown):
-        shown += ["", say(fact("older_in_report", count=older, report=REPORT))]
-    return "\n".join(lines + shown)
+    rows = [f"| {_GAP.join(_row(chapter, trace_url))} |" for chapter in story.chapters[:-_MOST_ROWS:-1]]
+    values = {
+        "headline": text(words, 300),
+        "things": " ".join(one if one.endswith((".", ")")) else f"{one}." for one in things),
+        "calm": story.chapters and not things,
+        "details": text(sentences[:1].upper() + sentences[1:], 900),
+        "strip": strip_url if story.chapters else "",
+        "titles": _GAP.join(ROW) if story.chapters else "",
+        "rule": "|---" * len(ROW),
+        "left": "".join(f"- **{label.capitalize()}**: {text(one, _MOST_LEFT)}\n" for label, one in left(story, str)),
+        "next": text(say(next_start(story)), _MOST_LEFT),
+        "report": REPORT,
+    }
+    while True:
+        older = len(story.chapters) - len(rows)
+        if len(whole := fill(NOTE, values | {"rows": "\n".join(rows), "older": older})) <= LIMIT:
+            return whole
+        rows.pop()
 
 
 def _row(chapter: Chapter, trace_url: PageUrl) -> list[str]:

@@ -21,7 +21,6 @@ from resilient_train.wording import fill, say
 
 Show = Callable[[Path], str]  # names a path
 
-SCRIPT = "resilient-train"
 WEIGHTS = "weights.safetensors"  # of a run that finished
 
 _MOST_ADVICE, _MOST_LEFT = 5, 4
@@ -64,8 +63,7 @@ def about(story: Story) -> dict[str, Any]:
     if story.status in ("recovered", "above_best") and Outcome.RECURRED in others:
         others[AGAIN] = others.pop(Outcome.RECURRED)
     more = 0 if others else sum(one.further for one in incidents)
-    evaluation: Mapping[str, Any] = summary.get("eval") or {}
-    measured = fact("recent_loss", value=summary.get("final_loss")) + _metrics("evaluation", evaluation)
+    evaluation = summary.get("eval") or {}
     last = _last(story)
     returned = story.status == "gave_up" and last is not None and last.anomaly.step > story.step + 1
     return {
@@ -81,15 +79,10 @@ def about(story: Story) -> dict[str, Any]:
         "quiet": not (others or more) and bool(incidents),
         "undone": story.tick - story.step if incidents else 0,
         "drilled": sum(bool(one.drill) for one in incidents),
-        "results": [one for one in measured if story.is_complete and isinstance(one["value"], int | float)],
-        "odd": _metrics("metric", {name: one for name, one in evaluation.items() if isinstance(one, str)}),
+        "odd": {name: value for name, value in evaluation.items() if isinstance(value, str)},
         "fell": story.status == "no_progress" and summary["final_loss"] < summary["first_loss"],
         "last": last and wording.about(last),
     }
-
-
-def _metrics(kind: str, metrics: Mapping[str, Any]) -> Facts:
-    return tuple(one for name, value in metrics.items() for one in fact(kind, name=name, value=value))
 
 
 def _last(story: Story) -> Incident | None:
@@ -137,11 +130,8 @@ def shortened(lines: Sequence[str], most: int, rest: str) -> list[str]:
 def left(story: Story, show: Show) -> list[tuple[str, str]]:
     """Say what differs from the configuration and where the weights are, each with a label; `show` names a path."""
 
-    def described(one: Checkpoint | None) -> Mapping[str, Any] | None:
-        if one is None:
-            return None
-        metrics = _metrics("metric", dict([*one.metrics.items()][:3]))
-        return {"path": show(one.path), "step": one.step, "metrics": metrics, "kind": one.kind}
+    def described(one: Checkpoint | None) -> Mapping[str, Any]:
+        return {"path": show(one.path), "step": one.step, "metrics": one.metrics, "kind": one.kind} if one else {}
 
     weights = story.directory / WEIGHTS if story.directory is not None else None
     values = {
@@ -209,20 +199,17 @@ def command(verb: str, directory: Path) -> str:
     return f"{program()} {verb} {shlex.quote(near(directory))}"
 
 
-def program() -> str:
-    """Return our command as it works: the script may not be on the PATH."""
-    is_found = shutil.which(SCRIPT) == str(Path(sys.executable).with_name(SCRIPT))
-    return SCRIPT if is_found else f"{shlex.quote(sys.executable)} -m resilient_train"
+def program(name: str = "resilient-train", module: str = "resilient_train") -> str:
+    """Return how to call a program of this environment, which may not be activated."""
+    is_found = shutil.which(name) == str(Path(sys.executable).with_name(name))
+    return name if is_found else f"{shlex.quote(sys.executable)} -m {module}"
 
 
 def ui_command(tracking_uri: str) -> str:
     """Return the shell command that shows a database, from any directory; empty for a server, which shows itself."""
     if tracking_uri.startswith(("http://", "https://", *SCHEMELESS)):
         return ""
-    next_to_python = Path(sys.executable).with_name("mlflow")
-    is_found = shutil.which("mlflow") == str(next_to_python) or not next_to_python.exists()
-    program = "mlflow" if is_found else shlex.quote(str(next_to_python))  # an environment that is not activated
-    return f"{program} ui --backend-store-uri {shlex.quote(tracking_uri)}"
+    return f"{program('mlflow', 'mlflow')} ui --backend-store-uri {shlex.quote(tracking_uri)}"
 
 
 def where_to_look(command_line: str, url: str | None) -> list[str]:

@@ -156,16 +156,9 @@ def open_advice(incidents: Sequence[Incident]) -> list[Advice]:
     for one in incidents:
         if not one.drill and one.diagnosis.advice:
             groups.setdefault(_asks_about(one), []).append(one)
-    urgent = [(urgency, group) for group in groups.values() if (urgency := _urgency(group)) is not None]
-    urgent.sort(key=lambda pair: (pair[0], -len(pair[1])))
-    advice: list[Advice] = []
-    for _, group in urgent:
-        facts, numbers = _facts(group), [one.id for one in group]
-        if (same := next((one for one in advice if one.facts == facts), None)) is None:
-            advice.append(Advice(facts, numbers))
-        else:
-            same.incidents.extend(numbers)
-    return advice
+    urgent = [group for group in groups.values() if _urgency(group) < _NOT_URGENT]
+    urgent.sort(key=lambda group: (_urgency(group), -len(group)))
+    return [Advice(_facts(group), [one.id for one in group]) for group in urgent]
 
 
 def _asks_about(incident: Incident) -> object:
@@ -174,11 +167,14 @@ def _asks_about(incident: Incident) -> object:
         return culprit.file, culprit.line, culprit.op
     if diagnosis.suspects:
         return "rows to look at"
-    return "bad rows" if diagnosis.rows else (diagnosis.cause, incident.anomaly.signal)
+    return "bad rows" if diagnosis.rows else (diagnosis.cause, *(one["fact"] for one in diagnosis.advice))
 
 
-def _urgency(group: Sequence[Incident]) -> int | None:
-    """Return the place in the order of what some incidents ask for; None if they ask for nothing."""
+_NOT_URGENT = 7
+
+
+def _urgency(group: Sequence[Incident]) -> int:
+    """Return the place in the order of what some incidents ask for; the last one if they ask for nothing."""
     last, outcomes = group[-1], {one.outcome for one in group}
     reasons = [
         Outcome.GAVE_UP in outcomes,
@@ -188,8 +184,9 @@ def _urgency(group: Sequence[Incident]) -> int | None:
         bool(last.diagnosis.rows),
         last.diagnosis.cause in _REPEATS,
         len(group) > 1 or last.further > 0,
+        True,
     ]
-    return reasons.index(True) if any(reasons) else None
+    return reasons.index(True)
 
 
 def _facts(group: Sequence[Incident]) -> Facts:

@@ -221,12 +221,12 @@ def test_advice_is_told_once_for_each_line_cause_and_all_rows_the_most_important
         incident(4, diagnosis=PASSED),
         incident(5, diagnosis=ROOT),
         incident(6, diagnosis=replace(BAD_ROW, rows=(9,))),
-        incident(7, None, diagnosis=replace(PASSED, advice=free_text("open"))),
-        incident(8, Outcome.GAVE_UP, diagnosis=replace(PASSED, advice=free_text("gave up"))),
+        incident(7, None, diagnosis=replace(PASSED, advice=fact("open"))),
+        incident(8, Outcome.GAVE_UP, diagnosis=replace(PASSED, advice=fact("gave_up"))),
     ]
     assert open_advice(met) == [
-        (free_text("gave up"), [8]),
-        (free_text("open"), [7]),
+        (fact("gave_up"), [8]),
+        (fact("open"), [7]),
         (ROOT.advice, [3, 5]),
         (fact("all_bad_rows", rows=[9, 77]) + BAD_ROW.advice, [2, 6]),
         (CLIMBED.advice, [1]),

@@ -268,7 +268,7 @@ def test_the_command_that_opens_a_database_can_be_pasted(monkeypatch: pytest.Mon
         monkeypatch.setenv("PATH", f"{programs}:{path}")
         assert ui_command(uri) == expected
         monkeypatch.setenv("PATH", "/usr/bin")
-        assert ui_command(uri) == (f"{programs}/{expected}" if expected else "")
+        assert ui_command(uri) == (f"{sys.executable} -m {expected}" if expected else "")
 
 
 def test_one_name_for_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
