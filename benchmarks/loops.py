@@ -79,7 +79,7 @@ def _by_command(job: Job, on_step: OnStep, tell: Callable[[Any], None], *changed
 
         run.beat = settled
         train(run)
-        tracker.finish("completed")
+        tracker.finish()
         terminal.close()
         if run.guard.incidents:
             raise SystemExit(f"a healthy run met {len(run.guard.incidents)} incidents: no figure of it would be right")

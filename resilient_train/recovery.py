@@ -113,7 +113,7 @@ class Recovery:
         parts.updater.usual_norm = checks.usual_norm or parts.updater.usual_norm
 
         # Diagnose.
-        history = recent(self.policy, self.incident_log.treated, parts.clock.tick)
+        history = recent(self.policy, self.incident_log.incidents, parts.clock.tick)
         try:
             reference = checks.rewind_check.reference
             diagnosis, leap = self.explainer.explain(anomaly, update, refused, history, reference, leap)

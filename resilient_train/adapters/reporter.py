@@ -184,7 +184,7 @@ def print_review(run_dir: Path) -> None:
 
 def finish_uploads(tracker: Tracker, summary: Summary, run_dir: Path) -> None:
     """Upload the rest, print where MLflow shows the run, and note that in the summary."""
-    if (run := tracker.finish(summary.status)) is not None:
+    if (run := tracker.finish()) is not None:
         for line in where_to_look(ui_command(run.tracking_uri), run.url):
             log.info("%s", line)
         summary.mlflow = asdict(run)

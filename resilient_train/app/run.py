@@ -292,8 +292,6 @@ class _Session:
                     finish_uploads(self.tracker, summary, directory.path)
                 finally:
                     requests.may_interrupt = False
-            else:
-                self.tracker.drop()
         if isinstance(error, KeyboardInterrupt):
             raise error
         return _ending_of(asdict(summary))

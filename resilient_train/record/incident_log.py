@@ -61,11 +61,6 @@ class IncidentLog:
         return self.run_history.incidents
 
     @property
-    def treated(self) -> list[Incident]:
-        """Without those that a process opened and ended before it did anything: they may come again."""
-        return [one for one in self._incidents.values() if one.decision.actions or one.outcome is not None]
-
-    @property
     def _of_training(self) -> list[Incident]:
         return [one for one in self.incidents if one.diagnosis.cause is not Cause.PROCESS]
 

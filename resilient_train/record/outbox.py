@@ -4,16 +4,16 @@ Each line is an entry with a checksum, as in the journal:
 
     {"at": 1767225600000, "kind": "metrics", "tick": 400, "values": {"loss": 2.31}, "crc": "5f3a9c01"}
 
-The first one, `opened`, holds a unique key; `began`, with the parameters, and `ended` mark the processes of a run;
-`metrics` are what to show. A separate process uploads them, now or later.
+Each process of a run writes one that `began`, with a unique key and the parameters, and then `metrics`. A separate
+process uploads them, now or later.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -23,11 +23,13 @@ from resilient_train.files import read_plain
 from resilient_train.record.journal import Entry, WriteAttempts, append_lines, plain, seal, size_of
 
 OUTBOX = "outbox.jsonl"  # its name in a run directory
-OPENED, BEGAN, ENDED, METRICS = "opened", "began", "ended", "metrics"
+BEGAN, METRICS = "began", "metrics"
 
 MOST_WAITING = 50_000  # entries that a full disk does not take, about 1 KB each: newer ones are dropped
 WRITE_EVERY_S, TRY_AGAIN_S = 0.25, 2.0
-_TAIL_BYTES = 2**20
+_TAIL_BYTES = 2**20  # more than any entry has
+
+_log = logging.getLogger("resilient_train")
 
 
 class Outbox:
@@ -51,16 +53,19 @@ class Outbox:
 
     def put(self, kind: str, /, **fields: Any) -> None:
         """Add an entry. It never waits and never raises."""
-        if len(self._waiting) + len(self._lines) < MOST_WAITING or kind == ENDED:
+        if len(self._waiting) + len(self._lines) < MOST_WAITING:
             self._waiting.append({"at": time.time_ns() // 1_000_000, "kind": kind, **fields})
         else:
             self.dropped += 1
 
-    def close(self, within_s: float) -> bool:
+    def close(self, within_s: float = 10.0) -> bool:
         """Write the rest in at most `within_s`; say whether everything is on disk."""
         self._closing.set()
         self._thread.join(within_s)
-        return not (self._thread.is_alive() or self._waiting or self._lines or self.dropped)
+        is_whole = not (self._thread.is_alive() or self._waiting or self._lines or self.dropped)
+        if not is_whole:
+            _log.warning("%s is not complete: the disk did not take all of it", self.path)
+        return is_whole
 
     # -- in the thread -------------------------------------------------------------------------------------------------
 
@@ -76,24 +81,10 @@ class Outbox:
 
     def _write(self, is_last: bool) -> None:
         if self._end < 0 or size_of(self.path) < self._end:  # not read yet, or it was removed
-            self._end = _end_of_lines(self.path)
-        if self._end == 0 and not self._lines:
-            began = self._waiting[0]["at"]  # not later than the first entry
-            self._lines.append(_sealed({"at": began, "kind": OPENED, "key": uuid.uuid4().hex}))
+            tail = read_plain(self.path, last=_TAIL_BYTES) if self.path.exists() else b""
+            self._end = size_of(self.path) - len(tail) + tail.rfind(b"\n") + 1
         # One by one: the training thread may add to them meanwhile. Each is sealed once, however full the disk is.
         for _ in range(len(self._waiting)):
-            self._lines.append(_sealed(self._waiting.popleft()))
+            self._lines.append(seal(json.dumps(plain(self._waiting.popleft()))))
         self._end = append_lines(self.path, self._lines, self._end, sync=is_last)  # before, whoever uploads them syncs
         self._lines.clear()
-
-
-def _sealed(entry: Entry) -> bytes:
-    return seal(json.dumps(plain(entry)))
-
-
-def _end_of_lines(path: Path) -> int:
-    if not (size := size_of(path)):
-        return 0
-    start = max(0, size - _TAIL_BYTES)
-    last = read_plain(path, last=_TAIL_BYTES).rfind(b"\n") + 1
-    return start + last if last or start == 0 else size  # what is longer than any entry is kept

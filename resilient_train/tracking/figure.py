@@ -37,12 +37,16 @@ def draw_strip(story: Story) -> Any:
     axes.set_xlabel("tick: attempted updates", fontsize=9)
     axes.set_yticks(range(len(causes)), [f"{cause}, {len(some):,}" for cause, some in causes.items()])
     axes.set_ylim(len(causes) - 0.4, -0.6)  # the most frequent on top
-    marks = {}
-    for lane, some in enumerate(causes.values()):
-        for outcome, (mark, edge, fill) in _LOOKS.items():
-            if ticks := [one.anomaly.tick for one in some if one.outcome is outcome]:
-                lanes = [lane] * len(ticks)
-                (marks[OUTCOMES[outcome]],) = axes.plot(ticks, lanes, mark, color=edge, mfc=fill, markersize=9)
-    figure.legend(marks.values(), marks, ncols=_LEGEND_COLUMNS, loc="outside lower left", frameon=False, fontsize=9)
-    figure.set_figheight(height + _LEGEND_ROW * ((len(marks) - 1) // _LEGEND_COLUMNS))
+    for outcome, (mark, edge, fill) in _LOOKS.items():
+        points = [
+            (one.anomaly.tick, lane)
+            for lane, some in enumerate(causes.values())
+            for one in some
+            if one.outcome is outcome
+        ]
+        if points:
+            ticks, lanes = zip(*points, strict=True)
+            axes.plot(ticks, lanes, mark, color=edge, mfc=fill, markersize=9, label=OUTCOMES[outcome])
+    figure.legend(ncols=_LEGEND_COLUMNS, loc="outside lower left", frameon=False, fontsize=9)
+    figure.set_figheight(height + _LEGEND_ROW * ((len(axes.lines) - 1) // _LEGEND_COLUMNS))
     return figure

@@ -148,7 +148,11 @@ def left(story: Story, show: Show) -> list[tuple[str, str]]:
 
 
 def active_remedies(remedies: Mapping[str, Any]) -> list[str]:
-    knobs = {**remedies, **remedies.get("knobs", {}), "quarantined": sorted({row for row, *_ in remedies.get("quarantined", [])})}
+    knobs = {
+        **remedies,
+        **remedies.get("knobs", {}),
+        "quarantined": sorted({row for row, *_ in remedies.get("quarantined", [])}),
+    }
     turned = [name for name in ACTIVE if (knobs.get(name, 1) != 1 if name in _FACTORS else knobs.get(name))]
     return [fill(ACTIVE[name], knobs) for name in turned] + [fill(PATCHED, one) for one in remedies.get("armor", [])]
 

@@ -6,31 +6,29 @@ talks to MLflow: neither MLflow's import nor a slow or dead server can hold up a
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
+from uuid import uuid4
 
-from resilient_train.record.outbox import BEGAN, ENDED, METRICS, OUTBOX, Outbox
+from resilient_train.record.outbox import BEGAN, METRICS, OUTBOX, Outbox
 from resilient_train.secrets import masked
-from resilient_train.tracking.connection import Store, TrackedRun, UploadCursor, cut, left_in, locate
+from resilient_train.tracking.connection import TrackedRun, UploadCursor, lacking, locate
 from resilient_train.tracking.review import command
-from resilient_train.wording import counted
 
 EXPERIMENT = "resilient_train"  # of the caller's own loop; conf/tracking names the same one for the command
 
-_WRITE_WITHIN_S = 10.0  # at the end, for entries that are not on disk yet
 _EXPLAIN_AFTER_S = 1.0
 _EXIT_WITHIN_S = 2.0  # after a kill
 _RESTART_AFTER_S = 30.0
-_MOST_LINES, _MOST_WORDS, _MOST_BYTES = 5, 300, 10_000  # of what the process says: lines, and characters of each
+_MOST_BYTES = 10_000  # of what the process says at once
 
 _log = logging.getLogger("resilient_train")
 
@@ -50,179 +48,132 @@ class Tracker:
     def run(self) -> TrackedRun | None:
         return None
 
-    def begin(self) -> None:
+    def begin(self) -> object:
         """Say that the first update has landed: from now on tracking may use the CPU."""
 
     def metrics(self, tick: int, values: Mapping[str, float]) -> None:
         """Note what was measured at `tick`."""
 
-    def finish(self, status: str) -> TrackedRun | None:
-        """Upload the rest within the time configured, and say in the log what is left."""
+    def finish(self) -> TrackedRun | None:
+        """Upload the rest within the time configured, once summary.json is written, and log what is left."""
         return None
-
-    def drop(self) -> None:
-        """Discard it: there was no update to show."""
 
 
 class OutboxTracker(Tracker):
-    def __init__(self, config: TrackingConfig, directory: Path, store: Store, about: Mapping[str, Any]) -> None:
-        self._config, self._directory, self._store, self._about = config, directory, store, about
+    def __init__(self, config: TrackingConfig, directory: Path, uri: str, about: Mapping[str, Any]) -> None:
+        self._config, self._directory, self._uri, self._about = config, directory, uri, about
         cursor = UploadCursor(directory)
         cursor.settle()
-        cursor.aim(masked(store.uri), config.experiment)
-        self._outbox = Outbox(directory / OUTBOX, self._look_after_uploader)
-        self.uploader: UploaderProcess | None = None
+        cursor.aim(masked(uri), config.experiment)
+        self._outbox: Outbox | None = None  # once the run has begun
+        self.uploader: subprocess.Popen[bytes] | None = None
         self._starts_at = 0.0  # when the next process is started, if this one dies
-        self._logged: list[str] = []
-        self._trouble: str | None = None  # the newest
-        self._has_begun = False
+        self._logged = set[str]()
+        self._trouble = ""  # the newest
 
     @property
     def run(self) -> TrackedRun | None:
         """The run in MLflow, from the file that the uploader keeps in the run directory."""
         return UploadCursor(self._directory).run
 
-    def begin(self) -> None:
-        if not self._has_begun:
-            self._outbox.put(BEGAN, **self._about)
-            self._has_begun = True
+    def begin(self) -> Outbox:
+        if self._outbox is None:
+            self._outbox = Outbox(self._directory / OUTBOX, self._look_after_uploader)
+            self._outbox.put(BEGAN, key=uuid4().hex, **self._about)
+        return self._outbox
 
     def metrics(self, tick: int, values: Mapping[str, float]) -> None:
-        self._outbox.put(METRICS, tick=tick, values=dict(values))
+        self.begin().put(METRICS, tick=tick, values=dict(values))
 
-    def finish(self, status: str) -> TrackedRun | None:
-        self.begin()
-        self._outbox.put(ENDED, status=status)
-        is_written = True
+    def finish(self) -> TrackedRun | None:
+        outbox = self.begin()
         try:
-            is_written = self._outbox.close(_WRITE_WITHIN_S)
+            outbox.close()
             trouble = self._finish_uploads()
+        except subprocess.TimeoutExpired as error:
+            self._report(error.output or b"")
+            trouble = self._trouble or "it took too long"
         except KeyboardInterrupt:
             trouble = "interrupted"
         finally:
-            if self.uploader is not None:
-                self.uploader.close()
+            self._end_uploader()
         if trouble is not None:
-            left = left_in(self._directory)
-            what = f"it lacks {counted(left, 'entry')} of {OUTBOX}" if left else "what it shows is not complete"
-            _log.warning("MLflow at %s did not get everything: %s (%s)", self._store.uri, what, trouble)
-            how = "to upload the rest, from any machine that has the directory:\n  %s"
-            _log.warning(how, command("sync", self._directory))
-        if not is_written:
-            _log.warning("%s is not complete: the disk did not take all of it", self._outbox.path)
+            what = "MLflow at %s did not get everything: %s (%s)"
+            _log.warning(what, self._uri, lacking(self._directory), trouble)
+            _log.warning("to upload the rest, from any machine with it:\n  %s", command("sync", self._directory))
         return self.run
 
-    def drop(self) -> None:
-        self._outbox.close(_WRITE_WITHIN_S)
-
     def _finish_uploads(self) -> str | None:
-        if self.uploader is None or self.uploader.code is not None:
+        """Return what prevents it. Raises TimeoutExpired."""
+        if self.uploader is None or self.uploader.poll() is not None:
             self._start_uploader()  # once more
         if self.uploader is None:
             return self._trouble
-        self.uploader.ask_to_end()
         drain_s = self._config.drain_s
-        if self.uploader.wait(min(drain_s, _EXPLAIN_AFTER_S)) is None and drain_s > _EXPLAIN_AFTER_S:
+        try:
+            # A line, and not only the end of the pipe: children that the run has forked hold that open, too.
+            output, _ = self.uploader.communicate(b"\n", min(drain_s, _EXPLAIN_AFTER_S))
+        except subprocess.TimeoutExpired:
             why = "uploading to MLflow, for up to %g s; Ctrl-C leaves the rest to %s"
             _log.info(why, drain_s, command("sync", self._directory))
-            self.uploader.wait(drain_s - _EXPLAIN_AFTER_S)
-        self._report(self.uploader.read())
-        return None if self.uploader.code == 0 else self._trouble or self.uploader.last_error() or "it took too long"
+            output, _ = self.uploader.communicate(timeout=drain_s - _EXPLAIN_AFTER_S)
+        self._report(output)
+        return self._trouble if self.uploader.returncode else None
 
     # -- in the thread of the outbox -----------------------------------------------------------------------------------
 
     def _look_after_uploader(self) -> None:
-        """Start the process once the run has begun, log what it says, and replace it if it dies."""
-        if not self._has_begun:
-            return
-        if self.uploader is not None:
-            code = self.uploader.code
-            self._report(self.uploader.read())
+        """Start the process, log what it says, and replace it if it dies."""
+        if self.uploader is not None and self.uploader.stdout is not None:
+            os.set_blocking(self.uploader.stdout.fileno(), False)
+            code = self.uploader.poll()
+            with suppress(BlockingIOError):  # nothing new
+                self._report(os.read(self.uploader.stdout.fileno(), _MOST_BYTES))
             if code is None:
                 return
-            self._report([f"its process ended with {code}: {self.uploader.last_error()}"])
+            self._report(b"its process ended with %d" % code)
         if time.monotonic() > self._starts_at:
             self._start_uploader()
 
     def _start_uploader(self) -> None:
+        """Start `resilient-train sync --follow`, which writes what prevents an upload, a line for each trouble."""
         self._starts_at = time.monotonic() + _RESTART_AFTER_S
-        if self.uploader is not None:
-            self.uploader.close()
-            self.uploader = None
-        try:
-            self.uploader = UploaderProcess(self._directory, self._store, self._config.experiment)
-        except (OSError, RuntimeError) as error:  # RuntimeError: at the exit of the interpreter
-            self._report([f"no process can be started: {getattr(error, 'strerror', None) or error}"])
-
-    def _report(self, lines: Sequence[str]) -> None:
-        """Log what the process says, each line once, and only so many."""
-        for line in lines:
-            self._trouble = line
-            if line not in self._logged and len(self._logged) < _MOST_LINES:
-                self._logged.append(line)
-                _log.warning("MLflow at %s: %s. Training is not affected.", self._store.uri, line)
-
-
-class UploaderProcess:
-    def __init__(self, directory: Path, store: Store, experiment: str) -> None:
-        start = [sys.executable, "-m", "resilient_train", "sync", str(directory.absolute())]
-        start += ["--follow", "--attached", f"--experiment={experiment}"]
+        self._end_uploader()
+        # -P: else a mlflow.py in the working directory would be imported.
+        start = [sys.executable, "-P", "-m", "resilient_train", "sync", str(self._directory.absolute())]
         # The address may hold a password, so it is no argument: those are public. Modules are found where ours are.
-        path = os.pathsep.join(one for one in sys.path if isinstance(one, str))
-        threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-        environment = {**os.environ, **threads, "PYTHONPATH": path, "MLFLOW_TRACKING_URI": store.uri}
-        environment["PYTHONSAFEPATH"] = "1"  # else a mlflow.py in the working directory would be imported
-        self._read = 0  # bytes of its output
-        with contextlib.ExitStack() as files:
-            self._output, self._errors = files.enter_context(TemporaryFile()), files.enter_context(TemporaryFile())
-            self.process = subprocess.Popen(
-                start,
-                bufsize=0,
+        environment = {
+            **os.environ,
+            "MLFLOW_TRACKING_URI": self._uri,
+            "PYTHONPATH": os.pathsep.join(map(str, sys.path)),
+        }
+        environment |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        try:
+            self.uploader = subprocess.Popen(
+                [*start, "--attached", f"--experiment={self._config.experiment}"],
                 stdin=subprocess.PIPE,
-                stdout=self._output,
-                stderr=self._errors,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
                 env=environment,
                 start_new_session=True,  # a Ctrl-C is not meant for it
             )
-            self._files = files.pop_all()
+        except (OSError, RuntimeError) as error:  # RuntimeError: at the exit of the interpreter
+            self._report(f"no process can be started: {error}".encode())
 
-    @property
-    def code(self) -> int | None:
-        return self.process.poll()
+    def _end_uploader(self) -> None:
+        if self.uploader is not None:
+            self.uploader.kill()
+            with suppress(subprocess.TimeoutExpired):
+                self.uploader.communicate(timeout=_EXIT_WITHIN_S)
+            self.uploader = None
 
-    def read(self) -> list[str]:
-        new = os.pread(self._output.fileno(), _MOST_BYTES, self._read)
-        whole = new[: new.rfind(b"\n") + 1]
-        self._read += len(whole)
-        return _lines(whole)
-
-    def last_error(self) -> str:
-        size = os.fstat(self._errors.fileno()).st_size
-        lines = _lines(os.pread(self._errors.fileno(), _MOST_BYTES, max(0, size - _MOST_BYTES)))
-        return lines[-1] if lines else ""
-
-    def ask_to_end(self) -> None:
-        """Send a line, and not only the end of the pipe: children that the run has forked hold that open, too."""
-        assert self.process.stdin is not None
-        with contextlib.suppress(OSError):  # it is gone already
-            self.process.stdin.write(b"end\n")
-
-    def wait(self, within_s: float) -> int | None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(within_s)
-        return self.code
-
-    def close(self) -> None:
-        self.process.kill()
-        self.wait(_EXIT_WITHIN_S)
-        if self.process.stdin is not None:
-            self.process.stdin.close()
-        self._files.close()
-
-
-def _lines(output: bytes) -> list[str]:
-    lines = (" ".join(line.split()) for line in output.decode("utf-8", "replace").splitlines())
-    return [cut(masked(line), _MOST_WORDS) for line in lines if line]
+    def _report(self, output: bytes) -> None:
+        """Log what prevents an upload, each line once."""
+        for line in output.decode("utf-8", "replace").splitlines():
+            self._trouble = line
+            if line not in self._logged:
+                self._logged.add(line)
+                _log.warning("MLflow at %s: %s. Training is not affected.", self._uri, line)
 
 
 def build(
@@ -235,7 +186,5 @@ def build(
     """`home` holds the database if no other store is named; runs are compared by `params`; `sweep` is a name."""
     if config.kind == "none":
         return Tracker()
-    about: dict[str, Any] = {"params": {key: masked(str(value)) for key, value in (params or {}).items()}}
-    if sweep is not None:
-        about["sweep"] = sweep
+    about = {"params": {key: masked(str(value)) for key, value in (params or {}).items()}, "sweep": sweep}
     return OutboxTracker(config, directory, locate(config.uri, home), about)

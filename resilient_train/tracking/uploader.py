@@ -4,120 +4,119 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from resilient_train.record.endings import last_sign_ms
-from resilient_train.record.journal import Entry, entries
-from resilient_train.record.outbox import BEGAN, ENDED, METRICS, OUTBOX
-from resilient_train.tracking.connection import (
-    MOST_METRICS,
-    Connection,
-    Store,
-    TrackedRun,
-    connect,
-    is_refusal,
-    metrics_of,
-    root_cause,
-    slices,
-)
-from resilient_train.tracking.presentation import Presentation
-from resilient_train.tracking.story import read_story
+from resilient_train.record.endings import CHECKPOINTS, CONFIG, LOOP, facts_of, last_sign_ms
+from resilient_train.record.incident_log import INCIDENTS
+from resilient_train.record.journal import JOURNAL, entries
+from resilient_train.record.outbox import BEGAN, METRICS, OUTBOX
+from resilient_train.tracking.connection import run_page
+from resilient_train.tracking.figure import draw_strip
+from resilient_train.tracking.mlflow_run import MlflowRun
+from resilient_train.tracking.report import REPORT, note, report
+from resilient_train.tracking.story import Story, read_story
+from resilient_train.tracking.traces import trace_id_of
+from resilient_train.tracking.traces import upload as upload_trace
+from resilient_train.wording import tags
 
 ENTRIES_AT_ONCE = 200
 
-
-class Busy(Exception):
-    """Another process is uploading the same run directory."""
+_AS_THEY_ARE = (CONFIG, LOOP, INCIDENTS, "train.log")  # files of the run directory
+_STRIP = "incidents.png"  # an artifact
+_REST = 10  # times as long as describing a run took: with many incidents it takes at most a tenth of the time
 
 
 class Uploader:
     """Uploads one run directory to one store. Whatever goes wrong raises, and the next call continues there."""
 
-    def __init__(self, run_dir: Path, store: Store, experiment: str) -> None:
-        self.run_dir, self.outbox = run_dir, run_dir / OUTBOX
-        self.uploaded = 0  # entries, by this object
-        self.damaged = 0
-        self.refused: list[str] = []  # why, for each thing that MLflow will never take
-        self.store, self._experiment = store, experiment
-        self._reached: tuple[Connection, Presentation] | None = None
-        self._lock: int | None = None
-
-    @property
-    def run(self) -> TrackedRun | None:
-        return self._reached[0].run if self._reached is not None else None
+    def __init__(self, run_dir: Path, uri: str, experiment: str, say: Callable[[str], None]) -> None:
+        """`say` gets what MLflow will never take."""
+        self.run_dir, self._connect = run_dir, partial(MlflowRun, uri, experiment, run_dir, say)
+        self._outbox = os.open(run_dir / OUTBOX, os.O_RDONLY)  # locked: one process uploads at a time
+        self._run: MlflowRun | None = None
+        self._seen: object = None  # the state of the run directory that MLflow shows
+        self._rests_until = 0.0
 
     def upload(self, *, is_last: bool = False) -> None:
         """Upload all that is there by now: first the entries of the outbox; if it `is_last`, also how the run ended."""
-        self._acquire()
-        if self._reached is None:
-            connection = connect(self.store, self._experiment, self.run_dir)
-            self._reached = connection, Presentation(connection, self.run_dir, self._unless_refused)
-        connection, presentation = self._reached
-        self._upload_entries(connection)
+        try:
+            fcntl.flock(self._outbox, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BlockingIOError("another process is uploading it") from None
+        run = self._run = self._run or self._connect()
+        self._upload_entries(run)
+        self._show(run, is_last=is_last)
         if is_last:
-            self._show_end(connection)
-        if (trouble := presentation.refresh(is_last=is_last)) is not None:
-            raise trouble
-        if is_last:
-            connection.forget_twins()
+            run.forget_twins()
 
     def close(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        os.close(self._outbox)
 
-    def _acquire(self) -> None:
-        if self._lock is not None:
-            return
-        lock = os.open(self.outbox, os.O_RDONLY | os.O_NOFOLLOW)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(lock)
-            raise Busy("another process is uploading it") if isinstance(error, BlockingIOError) else error from None
-        self._lock = lock
-
-    def _upload_entries(self, connection: Connection) -> None:
-        end = connection.cursor.get("delivered", 0)
-        while portion := list(islice(entries(self.outbox, end), ENTRIES_AT_ONCE)):
-            self._send(connection, [entry for entry, _ in portion if entry is not None])
-            self.damaged += sum(entry is None for entry, _ in portion)
-            self.uploaded += len(portion)
+    def _upload_entries(self, run: MlflowRun) -> None:
+        end = run.cursor.get("delivered", 0)
+        while portion := list(islice(entries(self.run_dir / OUTBOX, end), ENTRIES_AT_ONCE)):
+            rows = [entry for entry, _ in portion if entry is not None]
+            run.add_metrics(row for row in rows if row["kind"] == METRICS)
+            for row in rows:
+                if row["kind"] == BEGAN:
+                    run.add_params(row["params"])
+                    if sweep := row.get("sweep"):
+                        run.send(run.client.set_tag, "resilience.sweep", sweep)
             end = portion[-1][1]
-            assert self._lock is not None
-            with suppress(OSError):  # else a power cut could take it, and other lines its place
-                os.fsync(self._lock)
-            connection.cursor.note(delivered=end)
+            os.fsync(self._outbox)  # else a power cut could take it, and other lines its place
+            run.cursor.note(delivered=end)
 
-    def _send(self, connection: Connection, portion: list[Entry]) -> None:
-        metrics = [one for entry in portion if entry["kind"] == METRICS for one in metrics_of(entry)]
-        for some in slices(metrics, MOST_METRICS):
-            self._unless_refused(partial(connection.client.log_batch, connection.run_id, some))
-        for entry in portion:
-            if entry["kind"] == BEGAN:
-                self._unless_refused(partial(connection.add_params, entry["params"]))
-                connection.client.update_run(connection.run_id, status="RUNNING")
-            elif entry["kind"] == ENDED:
-                status = replace(read_story(self.run_dir), state=entry["status"]).in_mlflow
-                connection.client.set_terminated(connection.run_id, status, entry["at"])
-
-    def _show_end(self, connection: Connection) -> None:
+    def _show(self, run: MlflowRun, *, is_last: bool) -> None:
+        """Show the run as it is now, if something has changed. All of it may be uploaded again, to the same place."""
+        state, began = self._state(), time.monotonic()
+        if not is_last and (began < self._rests_until or state == self._seen):
+            return
+        is_first, self._seen = self._seen is None, None  # until all is there
         story = read_story(self.run_dir)
-        shown = connection.client.get_run(connection.run_id).info.status
-        if story.process is None and story.state != "none" and shown != story.in_mlflow:
-            connection.client.set_terminated(connection.run_id, story.in_mlflow, last_sign_ms(self.run_dir))
-
-    def _unless_refused(self, send: Callable[[], object]) -> None:
-        """Do it, and note why where MLflow will never take it. Raises what prevents it for now."""
         try:
-            send()
-        except Exception as error:
-            if not is_refusal(error):
-                raise
-            if (why := root_cause(error)) not in self.refused:
-                self.refused.append(why)
+            self._describe(run, story, is_last=is_last)
+            self._upload_traces(run, story)
+        finally:  # the store of the files may be another one, and fail alone
+            if story.chapters:
+                run.send(run.client.log_figure, draw_strip(story), _STRIP)
+            self._rests_until = time.monotonic() + _REST * (time.monotonic() - began)
+            if is_first or is_last:
+                self._upload_files(run)
+            if is_last:  # only then: uploads would grow with the square of the number of incidents
+                run.send(run.client.log_text, report(story), REPORT)
+        self._seen = state
+
+    def _state(self) -> object:
+        """Return what differs when something has changed, at the cost of a few looks at files."""
+        paths = [self.run_dir / name for name in (JOURNAL, CHECKPOINTS, "best")]
+        return facts_of(self.run_dir), [path.stat().st_mtime_ns for path in paths if path.exists()]
+
+    def _describe(self, run: MlflowRun, story: Story, *, is_last: bool) -> None:
+        is_over = is_last and story.state not in ("running", "none")
+        status = story.in_mlflow if is_over else "RUNNING"
+        page = run_page(run.experiment_id, run.run_id, "/traces")
+
+        def trace(number: int) -> str:
+            return f"{page}&selectedEvaluationId={trace_id_of(run.run_id, number)}"
+
+        # The content of an artifact, for a page of the same server.
+        strip = f"get-artifact?path={_STRIP}&run_uuid={run.run_id}"
+        run.describe(status, last_sign_ms(self.run_dir), tags(story.incidents, story.status), note(story, trace, strip))
+
+    def _upload_traces(self, run: MlflowRun, story: Story) -> None:
+        traced = run.cursor.get("traced", [])  # incidents whose trace was sent, or refused
+        for chapter in story.chapters:
+            if chapter.closed_ms is not None and chapter.incident.id not in traced:
+                run.send(upload_trace, chapter, run.tracing, run.experiment_id)
+                traced = [*traced, chapter.incident.id]
+                run.cursor.note(traced=traced)
+
+    def _upload_files(self, run: MlflowRun) -> None:
+        for name in _AS_THEY_ARE:
+            file = self.run_dir / name  # of a directory that somebody else made it may be anything
+            if file.is_file() and not file.is_symlink():
+                run.send(run.client.log_artifact, str(file))

@@ -30,7 +30,7 @@ from resilient_train.errors import TrainError
 from resilient_train.ranks.lock import DirectoryLock
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.journal import entries
-from resilient_train.record.outbox import BEGAN, ENDED, METRICS, OUTBOX, Outbox
+from resilient_train.record.outbox import BEGAN, METRICS, OUTBOX, Outbox
 from resilient_train.tracking.connection import MLFLOW_JSON, UploadCursor, locate
 from resilient_train.tracking.story import read_story
 from resilient_train.tracking.tracker import OutboxTracker, TrackingConfig, build
@@ -82,7 +82,6 @@ def trained(run_dir: Path, rows: range = range(ROWS), incidents: int = INCIDENTS
     for number in range(book.next_id, incidents + 1):
         met(book, number)
     (run_dir / "summary.json").write_text(json.dumps({"status": "completed", "exit_code": 0, "steps": ROWS}))
-    box.put(ENDED, status="completed")
     assert box.close(30)
     book.close_files()
     return run_dir
@@ -123,14 +122,19 @@ def prove(run_dir: Path, address: str, experiment: str) -> None:
 
 
 def uploader(run_dir: Path, address: str, experiment: str) -> Uploader:
-    return Uploader(run_dir, locate(address, run_dir.parent), experiment)
+    return Uploader(run_dir, locate(address, run_dir.parent), experiment, pytest.fail)
 
 
-def finished(run_dir: Path, address: str, experiment: str) -> Uploader:
-    one = uploader(run_dir, address, experiment)
-    with contextlib.closing(one):
+def finished(run_dir: Path, address: str, experiment: str) -> str:
+    with contextlib.closing(uploader(run_dir, address, experiment)) as one:
         one.upload(is_last=True)
-    return one
+    return run_id_of(run_dir)
+
+
+def run_id_of(run_dir: Path) -> str:
+    run = UploadCursor(run_dir).run
+    assert run is not None
+    return run.run_id
 
 
 # ----------------------------------------------------------------------------------------------------------- the server
@@ -173,10 +177,8 @@ def test_a_copy_that_trains_is_a_run_of_its_own_and_a_moved_directory_is_not(tmp
     trained(run_dir, range(50), incidents=1)
 
     def sent(one: Path) -> str:
-        build(config, one, tmp_path).drop()  # as the command does when it begins to train
-        run = finished(one, server, "copied").run
-        assert run is not None
-        return run.run_id
+        build(config, one, tmp_path)  # as the command does when it begins to train
+        return finished(one, server, "copied")
 
     first = sent(run_dir)
     shutil.copytree(run_dir, copy)
@@ -196,14 +198,14 @@ def test_a_run_that_goes_on_is_the_same_run(tmp_path: Path, server: str) -> None
     run_dir = trained(tmp_path / "run", range(200), incidents=1)
     with contextlib.closing(uploader(run_dir, server, "goes on")) as first:
         first.upload()
-        assert first.run is not None
-        there = [one.path for one in client_of(server).list_artifacts(first.run.run_id)]
+        run_id = run_id_of(run_dir)
+        there = [one.path for one in client_of(server).list_artifacts(run_id)]
         assert "report.txt" not in there, "with each incident it would take as long as all of them squared"
         first.upload(is_last=True)
     moved = run_dir.rename(tmp_path / "moved")
     trained(moved, range(200, ROWS))
     (moved / MLFLOW_JSON).unlink()
-    assert finished(moved, server, "goes on").run == first.run
+    assert finished(moved, server, "goes on") == run_id
     prove(moved, server, "goes on")
 
 
@@ -224,10 +226,9 @@ def test_a_file_that_cannot_be_stored_keeps_nothing_else_back(
         with contextlib.closing(one), pytest.raises(OSError, match="no room"):
             one.upload(is_last=True)
         client = client_of(server)
-        assert one.run is not None
-        run = client.get_run(one.run.run_id)
+        run = client.get_run(run_id_of(run_dir))
         assert (run.info.status, run.data.tags["resilience.status"]) == ("FINISHED", "recovered")
-        assert len(client.get_metric_history(one.run.run_id, "train/loss")) == ROWS
+        assert len(client.get_metric_history(run.info.run_id, "train/loss")) == ROWS
     finished(run_dir, server, "storage")
     prove(run_dir, server, "storage")
 
@@ -260,27 +261,24 @@ def test_a_run_that_ended_without_a_word_is_shown_as_killed(
     (run_dir / "progress").touch()
     os.utime(run_dir / "progress", (1767225600, 1767225600))  # not the time of the upload
     held = DirectoryLock(run_dir) if lock == "held" else None
-    one = finished(run_dir, server, experiment)
+    run_id = finished(run_dir, server, experiment)
     if held is not None:
         held.release()
-    assert one.run is not None
-    run = client_of(server).get_run(one.run.run_id)
+    run = client_of(server).get_run(run_id)
     assert (run.info.status, run.info.end_time) == (status, 1767225600_000 if status == "KILLED" else None)
     assert run.data.tags["resilience.status"] == ("failed" if status == "KILLED" else "clean")
 
 
 def test_what_a_person_has_written_stays_and_a_parameter_keeps_its_first_value(tmp_path: Path, server: str) -> None:
     run_dir = trained(tmp_path / "run", range(20), incidents=1)
-    first = finished(run_dir, server, "kept").run
-    assert first is not None
+    run_id = finished(run_dir, server, "kept")
     client = client_of(server)
-    client.set_tag(first.run_id, "mlflow.note.content", "mine")
+    client.set_tag(run_id, "mlflow.note.content", "mine")
     box = Outbox(run_dir / OUTBOX)
     box.put(BEGAN, params={"layer.7": "another", "new": 1})
     assert box.close(30)
     trained(run_dir, range(20, 25), incidents=2)
-    assert finished(run_dir, server, "kept").refused == []
-    run = client.get_run(first.run_id)
+    run = client.get_run(finished(run_dir, server, "kept"))
     assert run.data.params == {**PARAMS, "new": "1"}
     tags = run.data.tags
     assert (tags["mlflow.note.content"], tags["resilience.incidents"]) == ("mine", "2")
@@ -347,13 +345,9 @@ def test_a_run_is_there_while_it_lasts_and_a_kill_is_made_up_for(
     assert not Path(f"/proc/{uploader_pid}").exists()
     door.mood = "pass"
     (run_dir / "summary.json").write_text('{"status": "completed", "exit_code": 0}')
-    box = Outbox(run_dir / OUTBOX)
-    box.put(ENDED, status="completed")
-    assert box.close(30)
-    assert sync.main([str(run_dir)]) == 0
-    assert "MLflow at" in capsys.readouterr().out
-    assert sync.main([str(run_dir)]) == 0
-    assert "nothing was left" in capsys.readouterr().out
+    for _ in range(2):
+        assert sync.main([str(run_dir)]) == 0
+        assert "has everything" in capsys.readouterr().out
     prove(run_dir, server, "killed")
 
 
@@ -365,10 +359,9 @@ def test_the_end_of_a_run_waits_no_longer_than_allowed_and_says_what_is_left(
     tracker = build(TrackingConfig("mlflow", door.address, experiment, drain_s=4.0), run_dir, tmp_path)
     assert isinstance(tracker, OutboxTracker)
     began = time.monotonic()
-    assert tracker.finish("completed") is None
+    assert tracker.finish() is None
     assert time.monotonic() - began < 60  # of a machine that is busy; far below what a client of MLflow waits by itself
-    assert tracker.uploader is not None
-    assert not Path(f"/proc/{tracker.uploader.process.pid}").exists()
+    assert not any(b"--attached" in Path(f"/proc/{one}/cmdline").read_bytes() for one in _children(os.getpid()))
     with monkeypatch.context() as impatient:
         impatient.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
         assert sync.main([str(run_dir)]) == 1
@@ -387,7 +380,7 @@ def _children(pid: int) -> list[int]:
     ("what", "said"),
     [
         *(("nothing there", "no run there"), ("a secret", "MLFLOW_TRACKING_URI"), ("elsewhere", "--uri")),
-        *(("a bracket", "http://[::1: is no address"), ("no outbox", "a run that was not tracked")),
+        *(("a bracket", "http://[::1: MLflow takes no such"), ("no outbox", "a run that was not tracked")),
     ],
 )
 def test_sync_says_in_one_line_what_it_lacks(
@@ -453,18 +446,17 @@ def test_sync_sends_credentials_only_where_a_person_says(
         assert Listening.came[-1] == "Basic bWU6bWluZQ=="
 
 
-def test_a_process_that_a_run_has_started_uploads_to_where_the_run_says(
+def test_an_address_that_is_noted_without_its_secrets_has_them_from_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the directory could be told of it: an address is noted without its secrets, or not at all."""
-    address = "http://mlflow:mlflow@127.0.0.1:5000"
+    address = "http://me:hidden@127.0.0.1:5000"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
-    trained(tmp_path / "run", range(3))
-    for noted in (None, "http://***:***@127.0.0.1:5000", "http://127.0.0.1:6000"):
-        if noted is not None:
-            UploadCursor(tmp_path / "run").aim(noted, "x")
-        assert sync._destination(tmp_path / "run", None, None, is_attached=True)[0].uri == address
+    run_dir = trained(tmp_path / "run", range(3))
+    cursor = UploadCursor(run_dir)
+    assert sync._address(run_dir, None, cursor) == address
+    cursor.aim("http://me:***@127.0.0.1:5000", "x")
+    assert sync._address(run_dir, None, cursor) == address
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
-    (tmp_path / "run" / MLFLOW_JSON).unlink()
+    cursor.clear()
     with pytest.raises(TrainError, match="it is not known where"):
-        sync._destination(tmp_path / "run", None, None)
+        sync._address(run_dir, None, cursor)

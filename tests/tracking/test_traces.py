@@ -17,8 +17,9 @@ from flaky_mlflow import free_port
 from stories import free_text
 
 from resilient_train.record.run_history import Chapter
-from resilient_train.tracking.connection import ENVIRONMENT
-from resilient_train.tracking.traces import Traces, trace_id_of
+from resilient_train.tracking import traces
+from resilient_train.tracking.mlflow_run import ENVIRONMENT
+from resilient_train.tracking.traces import trace_id_of
 from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
 
 if TYPE_CHECKING:
@@ -59,11 +60,8 @@ class Place:
     experiment_id: str
     run_id: str
 
-    def traces(self) -> Traces:
-        return Traces(self.client, self.uri, self.experiment_id, self.run_id)
-
     def upload(self, chapter: Chapter) -> str:
-        self.traces().upload(chapter)
+        upload_to(self.uri, chapter, self.run_id, self.experiment_id)
         return trace_id_of(self.run_id, chapter.incident.id)
 
     def found(self, filter_string: str | None = None) -> list[Trace]:
@@ -76,6 +74,12 @@ class Place:
     def read(self, number: int = 3) -> Trace:
         trace: Trace = self.client.get_trace(trace_id_of(self.run_id, number))
         return trace
+
+
+def upload_to(uri: str, chapter: Chapter, run_id: str = "abc", experiment_id: str = "1") -> None:
+    from mlflow.tracing.client import TracingClient
+
+    traces.upload(run_id, chapter, TracingClient(uri), experiment_id)
 
 
 def placed(uri: str) -> Place:
@@ -223,14 +227,13 @@ def test_two_uploaders_at_once_leave_one_of_each(place: Place) -> None:
 
 def test_errors_come_out_and_nothing_is_left_running() -> None:
     """A server that is not there is reported at once; no thread, no provider of OpenTelemetry."""
-    from mlflow import MlflowClient
     from opentelemetry import trace
 
     before, provider = threading.active_count(), trace._TRACER_PROVIDER
     started, port = time.monotonic(), free_port()
     address = f"http://127.0.0.1:{port}"
     with pytest.raises(Exception, match=str(port)):
-        Traces(MlflowClient(address), address, "1", "abc").upload(CLOSED)
+        upload_to(address, CLOSED)
     assert time.monotonic() - started < 30
     assert threading.active_count() == before
     assert trace._TRACER_PROVIDER is provider
@@ -240,9 +243,9 @@ class Older(http.server.BaseHTTPRequestHandler):
     """A server of MLflow 3.3, without a trace."""
 
     def do_GET(self) -> None:
-        self.send_response(404 if self.path.startswith("/v1/traces") else 200)
+        self.send_response(200 if self.path == "/version" else 404)
         self.end_headers()
-        self.wfile.write(b"3.3.0" if self.path == "/version" else b'{"run": {"info": {"experiment_id": "1"}}}')
+        self.wfile.write(b"3.3.0" if self.path == "/version" else b'{"error_code": "RESOURCE_DOES_NOT_EXIST"}')
 
     do_POST = do_GET
 
@@ -251,11 +254,9 @@ class Older(http.server.BaseHTTPRequestHandler):
 
 
 def test_a_server_that_takes_no_spans_gets_no_traces() -> None:
-    from mlflow import MlflowClient
-
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Older) as older:
         threading.Thread(target=older.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{older.server_port}"
-        with pytest.raises(NotImplementedError, match=r"3\.4 or newer"):
-            Traces(MlflowClient(address), address, "1", "abc").upload(CLOSED)
+        with pytest.raises(NotImplementedError, match=r"less than 3\.4"):
+            upload_to(address, CLOSED)
         older.shutdown()

@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 from resilient_train import files
 from resilient_train.errors import ConfigError
 from resilient_train.record.journal import entries
-from resilient_train.record.outbox import BEGAN, ENDED, METRICS, OUTBOX, Outbox
+from resilient_train.record.outbox import BEGAN, METRICS, OUTBOX, Outbox
 from resilient_train.tracking import tracker as tracking
 from resilient_train.tracking.connection import TrackedRun, UploadCursor, locate, url
 from resilient_train.tracking.review import command, ui_command
@@ -89,10 +89,11 @@ def outbox(run_dir: Path, params: dict[str, Any] | None = None) -> Iterator[Outb
 
 def uploaded(run_dir: Path, home: Path) -> TrackedRun:
     """Upload it as the process of a run would, but here, where MLflow is loaded already."""
-    with contextlib.closing(Uploader(run_dir, locate(None, home), EXPERIMENT)) as uploader:
+    with contextlib.closing(Uploader(run_dir, locate(None, home), EXPERIMENT, pytest.fail)) as uploader:
         uploader.upload(is_last=True)
-        assert uploader.run is not None
-        return uploader.run
+    run = UploadCursor(run_dir).run
+    assert run is not None
+    return run
 
 
 def test_a_run_ends_as_training_did(home: Path, tmp_path: Path) -> None:
@@ -103,7 +104,7 @@ def test_a_run_ends_as_training_did(home: Path, tmp_path: Path) -> None:
         with outbox(tmp_path / status) as box:
             box.put(METRICS, tick=1, values={"loss": 0.5})
             after = time.time_ns() // 1_000_000
-            box.put(ENDED, status=status)
+        (tmp_path / status / "summary.json").write_text(json.dumps({"status": status, "exit_code": 0}))
         run = uploaded(tmp_path / status, home)
         info = fetched(run).info
         assert (info.status, info.run_name) == (stored, status)
@@ -111,8 +112,8 @@ def test_a_run_ends_as_training_did(home: Path, tmp_path: Path) -> None:
         [(tick, at, loss)] = history(run, "train/loss")
         assert (tick, loss) == (1, 0.5)
         assert before <= at <= after
-    with outbox(tmp_path / "off") as box:
-        box.put(ENDED, status="completed")
+    with outbox(tmp_path / "off"):
+        pass
     (tmp_path / "off/summary.json").write_text('{"status": "completed", "exit_code": 0, "verdict": "unrecovered"}')
     assert fetched(uploaded(tmp_path / "off", home)).info.status == "FAILED"
 
@@ -198,13 +199,13 @@ def test_a_dead_server_is_said_once_with_what_is_left_and_how_to_upload_it(
     for tick in range(1000):
         values["loss"] = float(tick)
         tracker.metrics(tick, values)
-    assert tracker.finish("failed") is None
+    assert tracker.finish() is None
     rows = [one for one, _ in entries(tmp_path / OUTBOX) if one is not None and one["kind"] == METRICS]
     assert all(one["values"]["loss"] == one["tick"] for one in rows)
     *first, last, how = caplog.messages
     assert all("Training is not affected" in one for one in first)
     assert len(first) <= 1
-    assert "it lacks 1,003 entries of outbox.jsonl" in last
+    assert "it lacks 1,001 entries of outbox.jsonl" in last
     assert "ConnectionRefusedError" in last
     assert how.endswith(command("sync", tmp_path))
     assert "secret" not in "".join(caplog.messages) + (tmp_path / OUTBOX).read_text()
@@ -214,14 +215,13 @@ def test_a_dead_server_is_said_once_with_what_is_left_and_how_to_upload_it(
 def test_a_process_that_cannot_be_started_or_dies_is_reported_and_holds_up_nothing(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With its last line, however much it has said, and without the secrets in it."""
     python = tmp_path / "python"
-    words = "print('x' * 10**6, file=sys.stderr); sys.exit('cannot open http://me:hidden@host: ' + 'no ' * 500)"
+    words = "print('cannot open'); sys.exit(1)"
     python.write_text(f"#!{sys.executable}\nimport sys; {words}\n")
     python.chmod(0o755)
     for executable, said in (
-        ("/nowhere/python", "no process can be started: No such file"),
-        (str(python), "its process ended with 1: cannot open http://me:***@host: no no"),
+        ("/nowhere/python", "no process can be started: [Errno 2] No such file"),
+        (str(python), "its process ended with 1"),
     ):
         caplog.clear()
         monkeypatch.setattr(tracking.sys, "executable", executable)  # type: ignore[attr-defined]
@@ -231,23 +231,21 @@ def test_a_process_that_cannot_be_started_or_dies_is_reported_and_holds_up_nothi
         while said not in caplog.text:
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        assert len(caplog.messages[0]) < 500
-        assert tracker.finish("completed") is None
-        assert said[-10:] in caplog.text.split("did not get everything")[1]
+        assert tracker.finish() is None
+        last = said if executable.startswith("/nowhere") else "cannot open"
+        assert f"({last}" in caplog.text.split("did not get everything")[1]
 
 
 def test_a_store_is_named_by_the_configuration_or_else_by_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As it is for MLflow itself, which refuses a plain directory as well, but only once it is loaded. A relative
-    address is meant from where the run was started; its files lie next to it."""
+    address is meant from where the run was started."""
     monkeypatch.chdir(tmp_path)
-    store = locate("sqlite:///mine.db", tmp_path / "home")
-    assert store.uri == f"sqlite:///{tmp_path}/mine.db"
-    assert store.artifacts == (tmp_path / "mlartifacts").as_uri()
+    assert locate("sqlite:///mine.db", tmp_path / "home") == f"sqlite:///{tmp_path}/mine.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
-    assert locate(None, tmp_path).uri == "http://127.0.0.1:1"
-    assert locate("http://127.0.0.1:2", tmp_path).uri == "http://127.0.0.1:2"
+    assert locate(None, tmp_path) == "http://127.0.0.1:1"
+    assert locate("http://127.0.0.1:2", tmp_path) == "http://127.0.0.1:2"
     for uri in ("./mlruns", "mlruns", "/data/mlruns", "file:mlruns", "file:///data/mlruns"):
         with pytest.raises(ConfigError, match=r"^tracking\.uri="):
             build(config(uri), tmp_path, tmp_path)
@@ -308,7 +306,7 @@ def test_no_tracking_takes_every_call_and_has_no_run(caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.DEBUG):
         tracker.begin()
         tracker.metrics(1, {"loss": 1.0})
-        assert tracker.finish("completed") is tracker.run is None
+        assert tracker.finish() is tracker.run is None
     assert caplog.messages == []
 
 
