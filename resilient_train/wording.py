@@ -11,8 +11,7 @@ from dataclasses import asdict
 from datetime import datetime
 from typing import Any
 
-from resilient_train.run_sentences import INCIDENT
-from resilient_train.sentences import OUTCOMES, REMEDIES, SENTENCES, SIGNALS, SINGULAR
+from resilient_train.sentences import INCIDENT, OUTCOMES, REMEDIES, SENTENCES, SIGNALS, SINGULAR
 from resilient_train.types import (
     Action,
     Anomaly,

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from resilient_train.record.endings import RunFacts, status_of
 from resilient_train.record.run_history import Chapter
-from resilient_train.record.status import RunFacts, status_of
 from resilient_train.tracking.story import Checkpoint, Story
 from resilient_train.types import (
     Action,

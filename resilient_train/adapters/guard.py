@@ -29,7 +29,7 @@ from resilient_train.diagnose.search import Search
 from resilient_train.drills import Drill
 from resilient_train.errors import RanksDiffer, Stopped, TrainError, own_error
 from resilient_train.reader import ClipConfig, DiskConfig, MemoryConfig
-from resilient_train.record.status import RunFacts
+from resilient_train.record.endings import RunFacts
 from resilient_train.recovery import Recovery
 from resilient_train.run_parts import RunParts
 from resilient_train.state.copies import Backups, BufferWatch

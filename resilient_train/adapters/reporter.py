@@ -37,11 +37,10 @@ from resilient_train.ranks.lock import DirectoryLock
 from resilient_train.ranks.world import World, is_lost_device, is_lost_peer
 from resilient_train.reader import DiskConfig
 from resilient_train.record import endings
-from resilient_train.record.endings import SUMMARY, Loop, Summary
+from resilient_train.record.endings import SUMMARY, Loop, RunFacts, Summary, status_of
 from resilient_train.record.incident_log import INCIDENTS, IncidentLog
 from resilient_train.record.journal import JOURNAL
 from resilient_train.record.progress import Doing, Progress
-from resilient_train.record.status import RunFacts, status_of
 from resilient_train.state.run_state import Clock
 from resilient_train.tracking import tracker as tracking
 from resilient_train.tracking.connection import locate

@@ -40,10 +40,9 @@ from resilient_train.ranks.process_exit import StopRequests, has_lost_sibling
 from resilient_train.ranks.watchdog import Hang, Phase, Watchdog
 from resilient_train.ranks.world import World, is_lost_peer
 from resilient_train.record import endings, progress
-from resilient_train.record.endings import SUMMARY, Summary, read_ending
+from resilient_train.record.endings import SUMMARY, RunFacts, Summary, read_ending, status_of
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.progress import Position, position_of
-from resilient_train.record.status import RunFacts, status_of
 from resilient_train.recover.decide import by_signal
 from resilient_train.secrets import masked_tree
 from resilient_train.state.randomness import set_deterministic

@@ -6,9 +6,8 @@ import json
 
 from resilient_train.app import no_run, parser_of
 from resilient_train.app.terminal import print_line
-from resilient_train.record.endings import facts_of
+from resilient_train.record.endings import Status, facts_of, status_of
 from resilient_train.record.journal import JOURNAL
-from resilient_train.record.status import Status, status_of
 from resilient_train.secrets import masked_tree
 from resilient_train.tracking.review import next_start, verdict
 from resilient_train.tracking.story import Story, read_story

@@ -20,8 +20,7 @@ from resilient_train.errors import TrainError
 from resilient_train.record.endings import at_work, is_run
 from resilient_train.record.outbox import OUTBOX
 from resilient_train.secrets import masked
-from resilient_train.tracking.connection import UploadCursor, database_of, lacking, locate
-from resilient_train.tracking.mlflow_run import root_cause
+from resilient_train.tracking.connection import UploadCursor, database_of, lacking, locate, root_cause
 from resilient_train.tracking.tracker import EXPERIMENT
 from resilient_train.tracking.uploader import Uploader
 

@@ -37,8 +37,7 @@ from resilient_train.diagnose.frames import (
     statistics,
     user_line,
 )
-from resilient_train.diagnose.singular import is_plain
-from resilient_train.diagnose.verdict import Observations
+from resilient_train.diagnose.verdict import Observations, is_plain
 from resilient_train.numerics.armor import is_patched
 from resilient_train.numerics.operations import is_in_place, is_random, op_name
 from resilient_train.state.tree import leaves

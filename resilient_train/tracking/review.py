@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from resilient_train import wording
-from resilient_train.record.endings import Summary, resumes
-from resilient_train.record.status import unrecovered
-from resilient_train.run_sentences import ACTIVE, AGAIN, DETAILS, HEADLINES, LEFT, PATCHED, TO_DO
+from resilient_train.record.endings import Summary, resumes, unrecovered
+from resilient_train.sentences import ACTIVE, AGAIN, DETAILS, HEADLINES, LEFT, PATCHED, TO_DO
 from resilient_train.tracking.connection import SCHEMELESS
 from resilient_train.tracking.story import Checkpoint, Story
 from resilient_train.types import Facts, Incident, Outcome, fact
@@ -52,7 +51,7 @@ def verdict(story: Story) -> tuple[str, str]:
     details = fill(DETAILS[kind], values)
     if story.refused:
         return say(fact("start_refused")), say(fact("before_that", **values)) + details
-    return fill(HEADLINES[kind], values) + say(fact("on_purpose", **values)), details
+    return fill(HEADLINES[kind], values) + say(fact("drilled", **values)), details
 
 
 def about(story: Story) -> dict[str, Any]:

@@ -10,11 +10,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from resilient_train.files import read_json
-from resilient_train.record.endings import CHECKPOINTS, Loop, Summary, facts_of, loop_of, resumes, settings_of
+from resilient_train.record.endings import (
+    CHECKPOINTS,
+    Loop,
+    RunFacts,
+    Status,
+    Summary,
+    facts_of,
+    loop_of,
+    resumes,
+    settings_of,
+    status_of,
+)
 from resilient_train.record.journal import JOURNAL, read
 from resilient_train.record.progress import Position, position_of
 from resilient_train.record.run_history import Chapter, RunHistory
-from resilient_train.record.status import RunFacts, Status, status_of
 from resilient_train.types import Cause, Facts, Incident, Outcome, fact
 
 _CHECKPOINT = re.compile(r"step-\d{8,18}(\.\d+)?")

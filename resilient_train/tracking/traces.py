@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from resilient_train.record.incident_lines import in_words
 from resilient_train.record.run_history import Chapter
-from resilient_train.tracking.mlflow_run import cut
+from resilient_train.tracking.connection import cut
 from resilient_train.types import Outcome
 from resilient_train.wording import describe, printable
 

@@ -14,10 +14,8 @@ from resilient_train.record.endings import CHECKPOINTS, CONFIG, LOOP, facts_of, 
 from resilient_train.record.incident_log import INCIDENTS
 from resilient_train.record.journal import JOURNAL, entries
 from resilient_train.record.outbox import BEGAN, METRICS, OUTBOX
-from resilient_train.tracking.connection import run_page
-from resilient_train.tracking.figure import draw_strip
-from resilient_train.tracking.mlflow_run import MlflowRun
-from resilient_train.tracking.report import REPORT, note, report
+from resilient_train.tracking.connection import MlflowRun, run_page
+from resilient_train.tracking.report import REPORT, draw_strip, note, report
 from resilient_train.tracking.story import Story, read_story
 from resilient_train.tracking.traces import trace_id_of
 from resilient_train.tracking.traces import upload as upload_trace

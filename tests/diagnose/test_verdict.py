@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resilient_train.diagnose.rows import far_above, guilty, nonfinite_fields, outlying_fields, usual_sizes
-from resilient_train.diagnose.singular import NOT_AT_ZERO, on_operation
 from resilient_train.diagnose.state import lost_eps, of_state
 from resilient_train.diagnose.verdict import (
     ERRORS,
+    NOT_AT_ZERO,
     NOT_FINITE,
     SPIKES,
     Observations,
@@ -25,6 +25,7 @@ from resilient_train.diagnose.verdict import (
     climbed,
     merge_ranks,
     on_bad_rows,
+    on_operation,
     rule_for,
 )
 from resilient_train.sentences import SENTENCES, SINGULAR

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from stories import free_text
 
+from resilient_train.record.endings import RunFacts, status_of
 from resilient_train.record.incident_log import IncidentLog
-from resilient_train.record.status import RunFacts, status_of
 from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Outcome, Signal
 
 SKIP = Decision((Action("skip"),))

@@ -8,7 +8,7 @@ import pytest
 from stories import incident
 
 from resilient_train.errors import ConfigError, GaveUp, Stopped, TrainError
-from resilient_train.record.status import RunFacts, status_of
+from resilient_train.record.endings import RunFacts, status_of
 from resilient_train.types import ACCEPTED, OBSERVE, Action, Decision, Outcome
 
 RUNS = {"process": "process 7"}

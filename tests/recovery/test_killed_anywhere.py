@@ -169,7 +169,6 @@ def test_each_fault_is_said_as_it_was(whole: Path) -> None:
 
 
 @pytest.mark.timeout(1800)  # seventy processes
-
 def test_a_kill_between_any_two_entries_costs_nothing_of_the_story(whole: Path) -> None:
     """The same program comes to the same incidents, rows and weights, whatever is the last entry before the kill."""
 

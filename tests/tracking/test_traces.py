@@ -18,7 +18,7 @@ from stories import free_text
 
 from resilient_train.record.run_history import Chapter
 from resilient_train.tracking import traces
-from resilient_train.tracking.mlflow_run import ENVIRONMENT
+from resilient_train.tracking.connection import ENVIRONMENT
 from resilient_train.tracking.traces import trace_id_of
 from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
 
