@@ -84,7 +84,7 @@ class _Naming(ast.NodeTransformer):
         self.generic_visit(node)
         for rule in node.value.elts if isinstance(node.value, ast.Tuple) else ():
             match rule:
-                case ast.Call(func=ast.Name("Rule"), args=[ast.Constant(name), ast.Lambda() as when, *_]):
+                case ast.Call(func=ast.Name("Rule"), args=[ast.Constant(str(name)), ast.Lambda() as when, *_]):
                     name = ".".join([*self._path, ast.unparse(node.targets[0]), name])
                     when.body = _call("tested", self._name(name, rule), when.body)
         return node

@@ -23,9 +23,8 @@ from resilient_train.recover.remedies import Case, RunControl, is_mild, remedy
 from resilient_train.run_parts import RunParts
 from resilient_train.state.ring import Snapshot
 from resilient_train.trials import Trials
-from resilient_train.types import Action, Anomaly, Diagnosis, Facts, Incident
+from resilient_train.types import Action, Anomaly, Diagnosis, Facts, Incident, fact
 from resilient_train.watch.vitals import Leap
-from resilient_train.wording import say
 
 _EARLY_STEPS = 16  # a failure within so many accepted updates counts as one from the start
 
@@ -120,9 +119,8 @@ class Controls(RunControl):
 
     def quarantine(self) -> None:
         incident, diagnosis = self._incident, self._incident.diagnosis
-        reasons = dict.fromkeys(diagnosis.rows, say(diagnosis.advice))
-        reasons |= {row: say(why, "; ") for row, why in diagnosis.reasons.items() if row in reasons}
-        reasons |= dict.fromkeys(reasons, "bad on purpose: a drill") if incident.drill else {}
+        reasons = {row: diagnosis.reasons.get(row, diagnosis.advice) for row in diagnosis.rows}
+        reasons |= dict.fromkeys(reasons, fact("drilled_row")) if incident.drill else {}
         self._rows.add(reasons, incident.anomaly.step, incident.id)
 
     def reset_moments(self) -> None:
@@ -203,7 +201,7 @@ class Controls(RunControl):
         """Quarantine rows common to the updates in which the process died, if the budget allows."""
         count, listed = self._parts.samples.rows, {*rows} | self.quarantined.rows.keys()
         if len(listed - self.quarantined.given) <= self._policy.budget.rows_of(count) and len(listed) < count:
-            self._rows.add(dict.fromkeys(rows, say(reason)), self._parts.clock.step, incident)
+            self._rows.add(dict.fromkeys(rows, reason), self._parts.clock.step, incident)
 
     def digest(self, start: int) -> int:
         """Digest what ranks have to agree on before an update whose samples begin at `start`."""

@@ -16,9 +16,9 @@ from resilient_train.data.samples import Samples
 from resilient_train.errors import in_one_line
 from resilient_train.numerics.armor import Armor, CannotArmor, LineChanged, PatchedLine
 from resilient_train.record.quarantine import Quarantine, Quarantined
-from resilient_train.secrets import masked, masked_tree
+from resilient_train.secrets import masked_tree
 from resilient_train.state.run_state import Clock
-from resilient_train.types import Culprit
+from resilient_train.types import Culprit, Facts
 from resilient_train.wording import log
 
 
@@ -109,25 +109,26 @@ class QuarantinedRows:
     samples: Samples
     quarantine: Quarantine
 
-    def add(self, reasons: Mapping[int, str], step: int, incident: int) -> None:
+    def add(self, reasons: Mapping[int, Facts], step: int, incident: int) -> None:
         """Take rows out of the data. They are listed in quarantine.json once the journal has them."""
         self.samples.quarantine(reasons)
-        self.quarantine.add({row: Quarantined(masked(why), step, incident) for row, why in reasons.items()})
+        self.quarantine.add({row: Quarantined(why, step, incident) for row, why in reasons.items()})
 
     def effect(self) -> Effect:
         rows = self.quarantine.rows
 
         def state() -> list[list[Any]]:
-            return [[row, why.reason, why.step, why.incident] for row, why in rows.items()]
+            return masked_tree([[row, [*why.reason], why.step, why.incident] for row, why in rows.items()])  # type: ignore[no-any-return]
 
         return Effect("quarantined", state, self._restore, agreed=lambda: sorted(rows))
 
     def _restore(self, state: Any) -> None:
-        """Rows that quarantine.json lost are listed there again."""
+        """Rows that quarantine.json lost are listed there again; of the others it has the reasons in words only."""
         there = range(self.samples.rows)  # the data set may be smaller now
         for row, reason, step, incident in state:
-            if (listed := int(row)) in there and listed not in self.quarantine.rows:
-                self.add({listed: str(reason)}, int(step), int(incident))
+            if (listed := int(row)) in there:
+                self.add({listed: tuple(reason)}, int(step), int(incident))
+                self.quarantine.rows[listed] = Quarantined(tuple(reason), int(step), int(incident))
         self.quarantine.write()
 
 

@@ -340,6 +340,7 @@ ROWS = {
     "row_above_most": "{field}< at {at:id}> is {value:.3g}, where three of four other rows stay within ±{usual:.3g}",
     "row_breaks": "{where:place} breaks on such values, and on hardly any of {others} others",
     "row_raises": "{where:place} raises {error}, and for hardly any of {others} others",
+    "drilled_row": "bad on purpose: a drill",
     "no_loss": "no finite loss in {where:place} for such targets",
 }
 

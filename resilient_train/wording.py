@@ -184,8 +184,11 @@ _SPECS: dict[str, Callable[[Any], str]] = {
 
 def describe(incident: Incident, how: str = "printed", **more: Any) -> str:
     """Say of an incident what `how` stands for in `INCIDENT`; `more` are values beyond its own."""
-    lines = fill(INCIDENT[how], about(incident) | more).split("\n")
-    return "\n".join(line for line in lines if line.strip())
+    return "\n".join(lines_of(incident, how, **more))
+
+
+def lines_of(incident: Incident, how: str, **more: Any) -> list[str]:
+    return [line for line in fill(INCIDENT[how], about(incident) | more).split("\n") if line.strip()]
 
 
 def about(incident: Incident) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from resilient_train.errors import ConfigError, unusable
 from resilient_train.files import commit_text, read_plain
 from resilient_train.record.journal import WriteAttempts
 from resilient_train.secrets import masked_tree
+from resilient_train.types import Facts, fact
+from resilient_train.wording import say
 
 QUARANTINE = "quarantine.json"  # its name in a run directory
 
@@ -26,7 +28,7 @@ _log = logging.getLogger("resilient_train")
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
-    reason: str
+    reason: Facts  # the file has it in words
     step: int
     incident: int  # its number, in the run that met it
 
@@ -95,7 +97,7 @@ class Quarantine:
         self._is_behind = False
         if self._file is None:
             return
-        rows = masked_tree([{"row": row, **asdict(why)} for row, why in self.rows.items()])
+        rows = masked_tree([{"row": row, **asdict(why), "reason": say(why.reason)} for row, why in self.rows.items()])
         content = {"format": _FORMAT, "data": dict(self._fingerprint()), "rows": rows}
         content["sha256"] = _digest(content)
         with self._attempts.attempt():
@@ -118,7 +120,10 @@ def _read(file: Path, here: Mapping[str, Any] | None) -> dict[int, Quarantined]:
             raise ValueError(f"is of format {form}, where this version reads {_FORMAT}")
         if content.pop("sha256", None) not in (None, _digest(content)):  # a user who edits the list removes it
             raise ValueError("is damaged: it is not what was written (its sha256 is that of another list)")
-        rows = {one.pop("row"): Quarantined(**one) for one in content["rows"]}
+        rows = {
+            one["row"]: Quarantined(fact("text", text=one["reason"]), one["step"], one["incident"])
+            for one in content["rows"]
+        }
         if not all(type(row) is int and 0 <= row < content["data"]["rows"] for row in rows):
             raise ValueError("is damaged: it lists what is no row of the data set")
         if here is not None:

@@ -12,7 +12,7 @@ from resilient_train.sentences import NOTE, OUTCOMES, ROW
 from resilient_train.tracking.review import by_cause, left, next_start, review, shortened, things_to_do, verdict
 from resilient_train.tracking.story import Story
 from resilient_train.types import Outcome, fact
-from resilient_train.wording import about, blamed, describe, fill, printable, say
+from resilient_train.wording import about, blamed, fill, lines_of, printable, say
 
 _DOTS = "..."
 _MARKS = {one: f"\\{one}" for one in "*_[]~"} | {one: f"&#{ord(one)};" for one in "&<>|\\@$¨"} | {"`": ""}
@@ -29,7 +29,7 @@ PageUrl = Callable[[int], str]  # the page of an incident, by its number
 
 def block(chapter: Chapter) -> list[str]:
     """Describe an incident in lines: as it was printed when it was met, with its times; the last one is its outcome."""
-    return describe(chapter.incident, "block", opened=chapter.opened_ms).split("\n")
+    return lines_of(chapter.incident, "block", opened=chapter.opened_ms)
 
 
 def report(story: Story) -> str:
@@ -125,7 +125,7 @@ def draw_strip(story: Story) -> Any:
     axes.set_xlabel("tick: attempted updates", fontsize=9)
     axes.set_yticks(range(len(causes)), [f"{cause}, {len(some):,}" for cause, some in causes.items()])
     axes.set_ylim(len(causes) - 0.4, -0.6)  # the most frequent on top
-    for outcome, (mark, edge, fill) in _LOOKS.items():
+    for outcome, (mark, edge, inside) in _LOOKS.items():
         points = [
             (one.anomaly.tick, lane)
             for lane, some in enumerate(causes.values())
@@ -134,7 +134,7 @@ def draw_strip(story: Story) -> Any:
         ]
         if points:
             ticks, lanes = zip(*points, strict=True)
-            axes.plot(ticks, lanes, mark, color=edge, mfc=fill, markersize=9, label=OUTCOMES[outcome])
+            axes.plot(ticks, lanes, mark, color=edge, mfc=inside, markersize=9, label=OUTCOMES[outcome])
     figure.legend(ncols=_LEGEND_COLUMNS, loc="outside lower left", frameon=False, fontsize=9)
     figure.set_figheight(height + _LEGEND_ROW * ((len(axes.lines) - 1) // _LEGEND_COLUMNS))
     return figure

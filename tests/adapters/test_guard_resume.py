@@ -246,7 +246,7 @@ def test_a_patched_line_that_was_changed_since_is_said_once_and_asks_for_nothing
     with caplog.at_level("INFO", logger="resilient_train"):
         assert trained(30) == []
         (asked,) = read_story(run_dir).advice
-        assert "`div` at ratio.py:3" in asked
+        assert asked.facts[0]["where"]["line"] == 3
         source.write_text(source.read_text().replace("error / batch[1]", "error / batch[1].clamp(0.5)"))
         assert trained(40) == [f"{source}:3 was changed since: its patch is removed"]
         assert trained(50) == []

@@ -168,8 +168,8 @@ CASES: dict[str, tuple[Act, Act, Act, set[str], str]] = {
         *({"failed", "completed"}, "completed"),
     ),
     "a row in quarantine": (
-        lambda run_dir: Quarantine(run_dir, lambda: FINGERPRINT).adopt({3: Quarantined("odd", 1, 1)}),
-        lambda run_dir: Quarantine(run_dir, lambda: FINGERPRINT).adopt({7: Quarantined("odd", 2, 2)}),
+        lambda run_dir: Quarantine(run_dir, lambda: FINGERPRINT).adopt({3: Quarantined((), 1, 1)}),
+        lambda run_dir: Quarantine(run_dir, lambda: FINGERPRINT).adopt({7: Quarantined((), 2, 2)}),
         *(listed, {"[3]", "[3, 7]"}, "[3, 7]"),
     ),
 }

@@ -193,7 +193,9 @@ def test_a_scale_that_collapses_is_an_incident() -> None:
 def test_rows_of_another_run_are_not_counted_after_a_crash(tmp_path: Path) -> None:
     """The budget of rows is for those that this run finds."""
     data = rows()
-    Quarantine(tmp_path, lambda: fingerprint(data)).adopt(dict.fromkeys([1, 2], Quarantined("it raises", 3, 1)))
+    Quarantine(tmp_path, lambda: fingerprint(data)).adopt(
+        dict.fromkeys([1, 2], Quarantined(fact("died_twice", rows=[5]), 3, 1))
+    )
     guard = guarded(adamw, At("none"), quarantine=tmp_path / QUARANTINE, recovery={**SKIP, "budget": {"rows": 1}})
     guard._controls.quarantine_after_crash([5], fact("died_twice", rows=[5]), 1)
     guard._controls.quarantine_after_crash([6], fact("died_twice", rows=[6]), 2)

@@ -19,9 +19,11 @@ from resilient_train.errors import ConfigError
 from resilient_train.record import quarantine
 from resilient_train.record.quarantine import QUARANTINE, Quarantine, Quarantined
 from resilient_train.state.randomness import seed_host
+from resilient_train.types import fact
 
 DATA = {"dataset": "Images", "rows": 50, "digests": {"0": "aa", "24": None, "49": "cc"}}
-WHY = Quarantined("values that are not finite in x", 120, 3)
+RAISES = fact("text", text="it raises")
+WHY = Quarantined(fact("text", text="values that are not finite in x"), 120, 3)
 
 
 def same() -> dict[str, Any]:
@@ -37,13 +39,13 @@ def test_what_is_listed_is_there_in_the_next_process(tmp_path: Path) -> None:
     """With its reasons, in its order; what is listed already stays as it is."""
     first = Quarantine(tmp_path, same)
     first.adopt(dict.fromkeys([17, 3], WHY))
-    first.adopt(dict.fromkeys([3, 49], Quarantined("it raises", 200, 5)))
+    first.adopt(dict.fromkeys([3, 49], Quarantined(RAISES, 200, 5)))
     second = Quarantine(tmp_path, same)
-    assert list(second.rows.items()) == [(17, WHY), (3, WHY), (49, Quarantined("it raises", 200, 5))]
+    assert list(second.rows.items()) == [(17, WHY), (3, WHY), (49, Quarantined(RAISES, 200, 5))]
     other = Quarantine(None, same)  # of another rank, which writes nothing
     other.adopt(second.rows)
     for one in (second, other):
-        one.adopt({1: Quarantined("it raises", 300, 6)})
+        one.adopt({1: Quarantined(RAISES, 300, 6)})
     assert list(Quarantine(tmp_path, same).rows) == list(other.rows) == [17, 3, 49, 1]
     assert [file.name for file in tmp_path.iterdir()] == [QUARANTINE]
 
@@ -59,7 +61,7 @@ def test_a_healthy_run_has_no_list_and_fetches_no_row(tmp_path: Path) -> None:
     one.adopt({})
     assert list(tmp_path.iterdir()) == []
     for row in range(3):
-        one.adopt({row: Quarantined("it raises", 1, 1)})
+        one.adopt({row: Quarantined(RAISES, 1, 1)})
     assert next(asked) == 2
 
 
@@ -71,12 +73,16 @@ def test_a_later_run_can_be_given_the_list(tmp_path: Path) -> None:
     before = given.read_text()
     for _ in range(2):
         later = Quarantine(tmp_path / "later", same)
-        later.adopt({4: Quarantined("it raises", 5, 6)})
+        later.adopt({4: Quarantined(RAISES, 5, 6)})
         later.load(given)
         assert sorted(later.given) == [3, 17]
-    assert dict(Quarantine(tmp_path / "later", same).rows) == {3: WHY, 17: WHY, 4: Quarantined("it raises", 5, 6)}
+    assert dict(Quarantine(tmp_path / "later", same).rows) == {
+        3: WHY,
+        17: WHY,
+        4: Quarantined(RAISES, 5, 6),
+    }
     later = Quarantine(tmp_path / "own", same)
-    later.adopt({3: Quarantined("it raises", 5, 6)})
+    later.adopt({3: Quarantined(RAISES, 5, 6)})
     later.load(given)
     assert sorted(later.given) == [17], "what it has found itself is its own"
     assert given.read_text() == before
@@ -144,7 +150,7 @@ def test_a_damaged_list_is_told_and_executes_nothing(
     assert dict(own.rows) == {}
     assert "cannot be used and is renamed: is damaged" in caplog.text
     assert (tmp_path / "quarantine.json.damaged").read_text() == text
-    own.adopt({5: Quarantined("it raises", 1, 1)})
+    own.adopt({5: Quarantined(RAISES, 1, 1)})
     assert list(Quarantine(tmp_path, same).rows) == [5]
 
 
@@ -166,11 +172,11 @@ def test_a_full_disk_costs_the_list_not_the_run(
     with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, "resilient_train"):
         patched.setattr(quarantine, "commit_text", full)
         one.adopt(dict.fromkeys([3], WHY))
-        one.adopt({4: Quarantined("it raises", 5, 6)})
+        one.adopt({4: Quarantined(RAISES, 5, 6)})
     assert list(one.rows) == [3, 4]
     (line,) = caplog.messages
     assert "quarantine.json cannot be written (No space left on device): this is retried with the next row" in line
-    one.adopt({4: Quarantined("it raises", 7, 8)})
+    one.adopt({4: Quarantined(RAISES, 7, 8)})
     assert Quarantine(tmp_path, same).rows == one.rows
 
 

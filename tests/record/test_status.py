@@ -11,7 +11,7 @@ from resilient_train.errors import ConfigError, GaveUp, Stopped, TrainError
 from resilient_train.record.endings import RunFacts, status_of
 from resilient_train.types import ACCEPTED, OBSERVE, Action, Decision, Outcome
 
-RUNS = {"process": "process 7"}
+RUNS: dict[str, Any] = {"process": "process 7"}
 COMPLETE = {"is_closed": True, "planned": 300, "step": 300}
 NOTED = {"failure": "rank 1: ValueError"}
 REFUSED = {"refusal": {"exit_code": 2, "why": "model.width: expected an int"}}

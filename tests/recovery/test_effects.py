@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 from resilient_train import Guard
 from resilient_train.controls import Controls
 from resilient_train.record.run_history import RunHistory
+from resilient_train.types import fact
 
 
 def controls() -> Controls:
@@ -28,11 +29,11 @@ def plain(state: Any) -> Any:
 
 def test_entries_of_the_journal_add_up_to_the_whole() -> None:
     """Lists are noted by what was added, and whole after something was undone; rows stay in quarantine."""
-    mine, history = controls(), RunHistory(None)
+    mine, history = controls(), RunHistory()
     samples, before = mine._parts.samples, mine.effects.state_dict()
     made: list[tuple[Callable[[], None], bool]] = [
         (lambda: samples.skip(8, 16), False),  # the first entry of a process has all
-        (lambda: mine._rows.add({3: "x is NaN", 9: "raises"}, 4, 1), True),
+        (lambda: mine._rows.add(dict.fromkeys((3, 9), fact("text", text="x is NaN")), 4, 1), True),
         (lambda: samples.skip(40, 48), True),
         (lambda: mine.knobs.turn_lr(0.5), False),
         (lambda: mine.effects.undo_to(before), False),

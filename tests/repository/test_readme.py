@@ -24,10 +24,10 @@ from torch.nn.functional import mse_loss
 
 from resilient_train.app import VERBS
 from resilient_train.app.config.compose import load
-from resilient_train.record.incident_lines import as_line, from_line
+from resilient_train.record.incident_lines import in_words
 from resilient_train.recover.policy import Budget, Policy, parse
 from resilient_train.recover.remedies import KNOWN
-from resilient_train.types import Cause, Outcome
+from resilient_train.types import Cause
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
@@ -142,7 +142,6 @@ def test_the_incident_that_is_shown_is_one_of_the_demo(run_command: command) -> 
     assert outcome.code == 0, outcome.stderr
     assert outcome.summary("runs/demo")["eval"]["loss"] < 0.65 * math.log(256)
     shown = json.loads(block(README, "json"))
-    assert as_line(from_line(shown)) == shown
     lines = [json.loads(line) for line in Path("runs/demo/incidents.jsonl").read_text().splitlines()]
     (met,) = [one for one in lines if one["drill"] == "bit_flip"]
     for one in (shown, met):
@@ -208,7 +207,7 @@ def test_the_snippets_for_a_loop_of_ones_own_recover(here: Path) -> None:
     exec(SNIPPET, handed_over)
     assert float(handed_over["loss"].detach()) < 0.5
     lines = [json.loads(line) for line in (here / "runs/mine/incidents.jsonl").read_text().splitlines()]
-    assert lines == [as_line(incident) for incident in handed_over["guard"].incidents]
+    assert lines == [in_words(incident) for incident in handed_over["guard"].incidents]
     (prepare,) = [line for line in SNIPPET.splitlines() if "accelerator.prepare" in line]
     before = set(here.rglob("*"))
     exec(f"from resilient_train import Guard\n{prepare}\n{SAME_BY_STEP}", stepped)
@@ -246,10 +245,9 @@ def test_a_policy_of_ones_own_recovers(here: Path, monkeypatch: pytest.MonkeyPat
     outcome = run_command([*what, "recovery=cool", "drill=bit_flip", "drill.at=[30]"])
     assert outcome.code == 0, outcome.stderr
     (line,) = Path("runs/one/incidents.jsonl").read_text().splitlines()
-    incident = from_line(json.loads(line))
-    assert incident.outcome is Outcome.RECOVERED
-    assert incident.diagnosis.cause is Cause.CORRUPTION
-    assert [action.remedy for action in incident.decision.actions] == ["rewind", "cooling.CoolDown"]
+    incident = json.loads(line)
+    assert (incident["outcome"], incident["cause"]) == ("recovered", "corruption")
+    assert [action["remedy"] for action in incident["actions"]] == ["rewind", "cooling.CoolDown"]
     file = Path("mine/recovery/mine.yaml")
     file.write_text(file.read_text().replace("lower_lr", "lower_rl"))
     outcome = run_command([*what, "recovery=mine", "run.name=other"])

@@ -19,7 +19,7 @@ from resilient_train.record.incident_log import IncidentLog
 from resilient_train.tracking.report import note, report
 from resilient_train.tracking.story import read_story
 from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal, Tried
-from resilient_train.wording import final_message, tags
+from resilient_train.wording import describe, tags
 
 HALF = Action("lower_lr", {"factor": 0.5, "rewarm": 20})
 LOG = Culprit("forward", "log", "", "/home/u/loss.py", 7, ({"dtype": "float32", "shape": [8], "min": -0.5},))
@@ -185,7 +185,7 @@ def test_what_is_read_of_a_run(name: str, caplog: pytest.LogCaptureFixture, caps
     said |= {"report": head, "note": note(story, "trace-{}".format)}
     said["tags"] = "\n".join(f"{key}: {text}" for key, text in tags(story.incidents, story.status).items())
     if story.status == "gave_up":
-        said["last words"] = final_message(story.incidents[-1], Path("checkpoints/step-00000250"))
+        said["last words"] = describe(story.incidents[-1], "final", last_good=Path("checkpoints/step-00000250"))
     whole = "\n".join(f"----- {part}\n\n{text.rstrip()}\n" for part, text in said.items())
     here = str(Path.cwd())
     golden.check(f"{name}.txt", whole.replace(here.replace("_", r"\_"), "/runs").replace(here, "/runs"))
