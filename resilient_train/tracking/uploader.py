@@ -6,10 +6,12 @@ import fcntl
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
 
+from resilient_train.files import MOST_BYTES
 from resilient_train.record.endings import CHECKPOINTS, CONFIG, LOOP, facts_of, last_sign_ms
 from resilient_train.record.incident_log import INCIDENTS
 from resilient_train.record.journal import JOURNAL, entries
@@ -34,7 +36,7 @@ class Uploader:
     def __init__(self, run_dir: Path, uri: str, experiment: str, say: Callable[[str], None]) -> None:
         """`say` gets what MLflow will never take."""
         self.run_dir, self._connect = run_dir, partial(MlflowRun, uri, experiment, run_dir, say)
-        self._outbox = os.open(run_dir / OUTBOX, os.O_RDONLY)  # locked: one process uploads at a time
+        self._outbox = os.open(run_dir / OUTBOX, os.O_RDONLY | os.O_NOFOLLOW)  # locked: one process uploads at a time
         self._run: MlflowRun | None = None
         self._seen: object = None  # the state of the run directory that MLflow shows
         self._rests_until = 0.0
@@ -65,7 +67,8 @@ class Uploader:
                     if sweep := row.get("sweep"):
                         run.send(run.client.set_tag, "resilience.sweep", sweep)
             end = portion[-1][1]
-            os.fsync(self._outbox)  # else a power cut could take it, and other lines its place
+            with suppress(OSError):  # else a power cut could take it, and other lines its place
+                os.fsync(self._outbox)
             run.cursor.note(delivered=end)
 
     def _show(self, run: MlflowRun, *, is_last: bool) -> None:
@@ -116,5 +119,5 @@ class Uploader:
     def _upload_files(self, run: MlflowRun) -> None:
         for name in _AS_THEY_ARE:
             file = self.run_dir / name  # of a directory that somebody else made it may be anything
-            if file.is_file() and not file.is_symlink():
+            if file.is_file() and not file.is_symlink() and file.stat().st_size <= MOST_BYTES:
                 run.send(run.client.log_artifact, str(file))
