@@ -57,7 +57,7 @@ def _sentence(known: Mapping[str, Any]) -> str:
     template = REMEDIES.get(known[kind], f"{{{kind}}}")
     said = _NAME.findall(template)
     more = [name for name in rest if name not in said and known[name] is not None]
-    settings = ", ".join(f"{name.replace('_', ' ')} {_amount(known[name])}" for name in more)
+    settings = ", ".join(f"{_amount(name.replace('_', ' '))} {_amount(known[name])}" for name in more)
     return fill(template, known) + (f" ({settings})" if more else "")
 
 

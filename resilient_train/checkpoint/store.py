@@ -31,14 +31,17 @@ CHECKPOINTS = "checkpoints"  # its name in a run directory
 MANIFEST, WEIGHTS = "manifest.json", "weights.safetensors"
 VERIFIED, CANDIDATE, DEMOTED = "verified", "candidate", "demoted"
 
-UNKNOWN_FORMAT = "is of format"  # how the message begins about a format that this version does not read
 
-_FORMAT = 1
+_FORMAT = 2
 _NAME = re.compile(r"step-(\d{8,18})(\.\d+)?")
 
 
 class Damaged(ValueError):
     """A checkpoint is not what was written. The message is one line."""
+
+
+class OtherFormat(Damaged):
+    """Another version has written it, and can read it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,7 @@ def read(checkpoint: Path) -> Manifest:
     try:
         node = json.loads(content.decode("utf-8"))
         if (format := node.pop("format")) != _FORMAT:
-            raise Damaged(f"{UNKNOWN_FORMAT} {format!s:.20}, where this version reads {_FORMAT}")
+            raise OtherFormat(f"is of format {format!s:.20}, where this version reads {_FORMAT}")
         del node["sha256"]
         node["files"] = {name: Written(one["bytes"], one["sha256"]) for name, one in node["files"].items()}
         if node["files"].keys() != {TENSORS, TREE, WEIGHTS}:
@@ -119,13 +122,14 @@ class Entry:
     path: Path
     manifest: Manifest | None
     damage: str = ""
+    is_foreign: bool = False  # another version has written it
 
     @classmethod
     def of(cls, path: Path) -> Entry:
         try:
             return cls(path, read(path))
         except Damaged as why:
-            return cls(path, None, str(why))
+            return cls(path, None, str(why), isinstance(why, OtherFormat))
 
     @property
     def kind(self) -> str:
@@ -279,7 +283,7 @@ class Store:
             kept += [one for one in verified if one.step <= reference][:1]
         kept += [one for one in entries[: entries.index(verified[0])] if one.kind == CANDIDATE]
         for one in entries:
-            if one not in kept and not one.damage.startswith(UNKNOWN_FORMAT):
+            if one not in kept and not one.is_foreign:
                 with contextlib.suppress(OSError):  # it stays until the next time
                     hidden = files.temporary(one.path)  # an interrupted removal leaves no half checkpoint
                     files.disk.rename(one.path, hidden)

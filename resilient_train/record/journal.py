@@ -2,7 +2,7 @@
 
 Each entry is one line of JSON with its own checksum:
 
-    {"n": 17, "at": 1767225600000, "kind": "incident_opened", "format": 1, "incident": {...}, "crc": "5f3a9c01"}
+    {"n": 17, "at": 1767225600000, "kind": "incident_opened", "format": 2, "incident": {...}, "crc": "5f3a9c01"}
 
 `n` counts the entries, `at` is in milliseconds since 1970, `crc` is the CRC-32 of the line up to the comma before it.
 The outbox has the same kind of lines.
@@ -37,7 +37,7 @@ Entry = dict[str, Any]
 
 _log = logging.getLogger("resilient_train")
 
-_FORMAT = 1
+_FORMAT = 2
 _SEALED = re.compile(rb'(?P<body>\{.*), "crc": "(?P<crc>[0-9a-f]{8})"\}')
 
 

@@ -1,4 +1,4 @@
-"""What has happened in a run, as its journal tells it: incidents, effects of remedies, checkpoints, drills.
+"""What has happened in a run, by its journal: incidents, effects of remedies, checkpoints, drills.
 
 This is the one reader of the journal's entries: the run itself, which also adds to them, and all that look at it.
 """

@@ -81,11 +81,11 @@ def test_a_journal_that_cannot_be_read_is_never_written_over(tmp_path: Path) -> 
 def test_a_journal_of_another_version_is_refused_in_one_line(full: tuple[Path, list[dict[str, Any]]]) -> None:
     """Neither read nor written over, even if only its last process was of that version."""
     path, entries = full
-    content = path.read_bytes() + b"".join(_lines([{**entries[0], "n": 4, "format": 2}]))
+    content = path.read_bytes() + b"".join(_lines([{**entries[0], "n": 4, "format": 3}]))
     path.write_bytes(content)
-    with pytest.raises(TrainError, match=r"journal\.jsonl is of format 2, where this version reads 1: resume the run"):
+    with pytest.raises(TrainError, match=r"journal\.jsonl is of format 3, where this version reads 2: resume the run"):
         Journal(path)
-    with pytest.raises(OSError, match=r"^is of format 2, where this version reads 1: resume"):
+    with pytest.raises(OSError, match=r"^is of format 3, where this version reads 2: resume"):
         read(path)
     assert path.read_bytes() == content
 
