@@ -70,17 +70,6 @@ def test_status_follows_a_run_through_kills_and_stops(nursery: Nursery, capsys: 
     assert line.startswith(f"Recovered: {at + 500:,} steps; 1 incident (1 process), ")
 
 
-def test_status_has_the_exit_code_and_the_reason(here: Path, run_command: command, capsys: Said) -> None:
-    told_by = [*MINE, "run.dir=run", "run.steps=20"]
-    assert run_command([*told_by, "objective._target_=user_programs.raises"]).code == 1
-    code, line = told(capsys, here / "run")
-    assert (code, line.startswith("Failed: at step 0 of 20: RuntimeError: the loss function")) == (1, True), line
-    assert run_command([*told_by, "drill=nan_grad", "recovery=off"]).code == 3
-    code, line = told(capsys, here / "run")
-    assert code == 3
-    assert re.match("Gave up, needs attention.*: at step 10 of 20", line), line
-
-
 def test_a_refused_start_is_told_until_one_goes_well(nursery: Nursery, capsys: Said) -> None:
     """A launcher makes 1 of a 2, so what a wrong configuration was told stays in the directory that it meant."""
     run_dir, launched = nursery.place / "runs" / "kept", {"WORLD_SIZE": "1", "RANK": "0"}

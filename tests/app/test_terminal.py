@@ -19,7 +19,7 @@ from fork_server import ENVIRONMENT
 from stories import CLIMBED, free_text
 
 import resilient_train
-from resilient_train.app import incidents
+from resilient_train.app import incidents, status
 from resilient_train.ranks.lock import DirectoryLock
 from resilient_train.record.incident_lines import as_line
 from resilient_train.record.incident_log import IncidentLog
@@ -263,8 +263,11 @@ def after(text: str, start: str) -> list[str]:
     return lines[place:]
 
 
-def test_a_run_ends_with_what_a_person_wants_to_know(here: Path, run_command: command) -> None:
-    """Clean, with incidents, given up, and resumed: the verdict, advice, where it all lies, what to do next."""
+def test_a_run_ends_with_what_a_person_wants_to_know(here: Path, run_command: command, capsys: Said) -> None:
+    """Clean, with incidents, given up, and resumed: the verdict, advice, where it all lies, what to do next.
+
+    `status` has the same reason, and the run's own exit code.
+    """
     often = [*MINE, "checkpoint.disk.every=10", "checkpoint.memory.every=5", "checkpoint.verify_after=2"]
     clean = run_command([*often, "run.steps=20", "run.name=run"])
     assert clean.code == 0, clean.stderr
@@ -300,9 +303,11 @@ def test_a_run_ends_with_what_a_person_wants_to_know(here: Path, run_command: co
     told = after(gave_up.stdout, "Gave up, needs attention, 1 of 1 incident on purpose (drill): ")
     assert re.search(r": at step \d+ of 20, returned to step 0: a gradient is not finite", told[0])
     assert re.fullmatch(r"the same command says so again at once and ends with 3; .* resumes from step \d+", told[-2])
+    assert status.main(["runs/other"]) == 3
+    assert capsys.readouterr().out.startswith("runs/other: Gave up, needs attention")
 
 
-def test_a_run_that_fails_ends_with_what_is_left(here: Path, run_command: command) -> None:
+def test_a_run_that_fails_ends_with_what_is_left(here: Path, run_command: command, capsys: Said) -> None:
     what = [*MINE, "checkpoint.disk.every=10", "checkpoint.verify_after=2", "run.name=run", "run.steps=60"]
     failed = run_command([*what, "objective._target_=user_programs.RaisesLater"])
     assert failed.code == 1
@@ -315,6 +320,8 @@ def test_a_run_that_fails_ends_with_what_is_left(here: Path, run_command: comman
     newest = re.fullmatch(r"newest checkpoint: runs/run/checkpoints/step-000000(\d+) \(step \1\)", told[1])
     assert newest, told
     assert told[2] == f"the same command resumes from step {newest[1]}"
+    assert status.main(["runs/run"]) == 1
+    assert capsys.readouterr().out.startswith(f"runs/run: {told[0]}")
 
 
 def test_however_much_a_run_has_met_its_end_is_told_on_one_page(tmp_path: Path) -> None:
