@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from guarded import trained
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -84,9 +85,7 @@ def learned(fault: str, strategy: str) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     prepared = model if strategy == "spread" else accelerator.prepare(model)
     guard = Guard(accelerator, prepared, optimizer, data=Rows(fault), batch_size=4, objective=loss, clip=1.0)
-    guard.steps = 30
-    for batch in guard.batches():
-        guard.step(batch)
+    trained(guard, 30)
     told = [
         {
             "signal": one.anomaly.signal,

@@ -39,6 +39,14 @@ def together(size: int, what: Callable[..., Any], *args: Any) -> list[tuple[int,
         return list(zip(ended(ranks), told, strict=True))
 
 
+def agreed(size: int, what: Callable[..., Any], *args: Any) -> Any:
+    """Call it on every rank: all of them end well, and what all have returned is the same."""
+    codes, told = zip(*together(size, what, *args), strict=True)
+    assert codes == (0,) * size
+    assert all(one == told[0] for one in told)
+    return told[0]
+
+
 class Done(NamedTuple):
     """How a command ended on each rank, and what all of them said."""
 

@@ -100,8 +100,9 @@ def mse(model: Any, batch: Any) -> torch.Tensor:
     return F.mse_loss(model(batch[0]), batch[1])
 
 
-def trained(guard: Guard, steps: int) -> Guard:
-    guard.steps = steps
+def trained(guard: Guard, steps: int | None = None) -> Guard:
+    """Train as long as is planned, or so many steps."""
+    guard.steps = steps or guard.steps
     for batch in guard.batches():
         guard.step(batch)
     return guard

@@ -75,25 +75,35 @@ class Net(L.LightningModule):  # type: ignore[misc]
         )
         self.accuracy: Any = torchmetrics.Accuracy("multiclass", num_classes=4)
         self.fault, self.schedule, self.at, self.was_struck = fault, schedule, at, False
+        self.struck: Any = self.net[4]
+
+    @property
+    def is_time(self) -> bool:
+        return bool(self.trainer.global_step == self.at)
 
     def strikes(self, fault: str) -> bool:
-        if self.fault != fault or self.trainer.global_step != self.at or self.was_struck:
+        if self.fault != fault or not self.is_time or self.was_struck:
             return False
         self.was_struck = True
         return True
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y = batch
-        if self.strikes("nan_batch"):
-            x = x * math.nan
+    def spoiled(self, x: torch.Tensor) -> torch.Tensor:
         if self.strikes("bit_flip"):
             with torch.no_grad():
-                self.net[4].weight.view(-1)[7] -= 2.0**60
-        logits = self.net(x)
+                self.struck.weight.view(-1)[7] -= 2.0**60
+        return x * math.nan if self.strikes("nan_batch") else x
+
+    def loss(self, logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         loss = nn.functional.cross_entropy(logits, y)
         if self.fault == "operation":
             rest = 1.0 - torch.softmax(8 * logits.float(), -1).amax(-1)
             loss = loss + 0.01 * torch.sqrt(rest).mean()  # infinite slope where the model is sure
+        return loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self.net(self.spoiled(x))
+        loss = self.loss(logits, y)
         self.accuracy(logits.detach().nan_to_num(), y)
         self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
         self.log("loss", loss, on_step=True, on_epoch=True)
@@ -103,7 +113,8 @@ class Net(L.LightningModule):  # type: ignore[misc]
 
     def on_after_backward(self) -> None:
         if self.strikes("nan_gradient"):
-            self.net[0].weight.grad.view(-1)[3] = math.nan
+            grads = [one.grad for one in self.parameters() if one.requires_grad]  # a generator may be toggled off
+            next(one for one in grads if one is not None).view(-1)[3] = math.nan
         if self.fault == "raises" and self.trainer.global_step == AT:
             raise ZeroDivisionError("of the user")
 
@@ -196,26 +207,21 @@ class Manual(Net):
         self.is_pair = how in ("in turn", "critic", "both first")
         self.generator: Any = nn.Sequential(nn.Linear(4, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 16))
         self.critic: Any = nn.Sequential(nn.Linear(16, 32), nn.LeakyReLU(0.2), nn.Dropout(0.1), nn.Linear(32, 1))
-        self.struck: Any = self.critic[0] if self.is_pair else self.net[4]
-
-    def strikes(self, fault: str) -> bool:
-        if self.fault != fault or self.total < self.at or self.was_struck:
-            return False
-        self.was_struck = True
-        return True
+        if self.is_pair:
+            self.struck = self.critic[0]
 
     @property
     def total(self) -> int:
         """Batches until now: `global_step` counts each step of each optimizer."""
         return int(self.trainer.fit_loop.epoch_loop.total_batch_idx)
 
+    @property
+    def is_time(self) -> bool:
+        return self.total >= self.at
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
-        if self.strikes("nan_batch"):
-            x = x * math.nan
-        if self.strikes("bit_flip"):
-            with torch.no_grad():
-                self.struck.weight.view(-1)[7] -= 2.0**60
+        x = self.spoiled(x)
         loss = self.step_pair(x, batch_idx) if self.is_pair else self.step_alone(x, y, batch_idx)
         for schedule in self.schedules() if self.how != "accumulated" or batch_idx % 4 == 3 else ():
             schedule.step()
@@ -229,26 +235,18 @@ class Manual(Net):
     def step_alone(self, x: torch.Tensor, y: torch.Tensor, batch_idx: int) -> torch.Tensor:
         optimizer: Any = self.optimizers()
 
-        def computed() -> torch.Tensor:
-            logits = self.net(x)
-            loss = nn.functional.cross_entropy(logits, y)
-            if self.fault == "operation":
-                rest = 1.0 - torch.softmax(8 * logits.float(), -1).amax(-1)
-                loss = loss + 0.01 * torch.sqrt(rest).mean()  # infinite slope where the model is sure
-            return loss
-
         if self.how == "closure":
             losses = []
 
             def closure() -> torch.Tensor:
                 optimizer.zero_grad()
-                losses.append(computed())
+                losses.append(self.loss(self.net(x), y))
                 self.manual_backward(losses[0])
                 return losses[0]
 
             optimizer.step(closure=closure)
             return losses[0].detach()
-        loss = computed()
+        loss = self.loss(self.net(x), y)
         if self.how == "accumulated":
             self.manual_backward(loss / 4)
             if batch_idx % 4 == 3 or self.trainer.is_last_batch:
@@ -260,7 +258,7 @@ class Manual(Net):
             self.manual_backward(loss)
             self.clip_gradients(optimizer, gradient_clip_val=1.0)
             optimizer.step()
-            loss = computed() if self.how == "three times" else loss
+            loss = self.loss(self.net(x), y) if self.how == "three times" else loss
         return loss
 
     def step_pair(self, x: torch.Tensor, batch_idx: int) -> torch.Tensor:
@@ -304,11 +302,6 @@ class Manual(Net):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         pass
-
-    def on_after_backward(self) -> None:
-        if self.strikes("nan_gradient"):
-            grads = [one.grad for one in self.parameters() if one.requires_grad]  # a generator may be toggled off
-            next(one for one in grads if one is not None).view(-1)[3] = math.nan
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         pass

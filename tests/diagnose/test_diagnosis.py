@@ -16,7 +16,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from group import together
+from group import agreed
 
 from resilient_train.adapters.guard import Guard
 from resilient_train.tracking.story import open_advice
@@ -74,8 +74,7 @@ def program(tmp_path: Path) -> Iterator[ModuleType]:
     """A stranger's module, which nobody else has patched."""
     path = tmp_path / f"stranger_{tmp_path.name}.py"
     path.write_text(PROGRAM)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
+    spec: Any = importlib.util.spec_from_file_location(path.stem, path)
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
@@ -143,8 +142,7 @@ def test_what_breaks_of_made_up_values_is_armored_and_not_accused(program: Modul
     for one in (first, second):
         assert named([one], program, "sqrt", "spread", "forward")
         assert [action.remedy for action in one.decision.actions] == ["armor"]
-    symptom = second.diagnosis.symptom
-    assert symptom is not None
+    symptom: Any = second.diagnosis.symptom
     assert (symptom.op, symptom.line) == ("div", line("follows"))
     assert "patched div, " in describe(second)
     assert open_advice(guard.incidents) == [(first.diagnosis.advice, [1, 2])]
@@ -277,9 +275,7 @@ def test_a_replay_that_fails_ends_no_run(program: ModuleType) -> None:
 )
 def test_every_rank_learns_what_one_has_met(fault: str, strategy: str) -> None:
     """The same diagnosis, cure and weights, also where ranks share the weights and the gradients of their rows."""
-    (code, first), (other, second) = together(2, clinic_ranks.learned, fault, strategy)
-    assert (code, other) == (0, 0)
-    assert first == second
+    first = agreed(2, clinic_ranks.learned, fault, strategy)
     (incident,) = first["told"]
     assert incident["ranks"] in ((0,), (1,))
     if fault == "operation":

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from resilient_train.diagnose.frames import Line
-from resilient_train.diagnose.microscope import Microscope, Origin
+from resilient_train.diagnose.microscope import Microscope
 from resilient_train.numerics.armor import Armor
 from resilient_train.numerics.operations import op_name
 
@@ -36,15 +36,14 @@ class Body(nn.Module):
         return self.does(self.layer(inputs))
 
 
-def origin_of(does: Callable[[Tensor], Tensor]) -> Origin | None:
+def origin_of(does: Callable[[Tensor], Tensor]) -> Any:
     torch.manual_seed(0)
     model = Body(does)
     with Microscope(model) as microscope:
         loss = model(torch.randn(3, 4))
         microscope.judge(loss)
         loss.backward()
-    found: Origin | None = microscope.of_loss or microscope.backward
-    return found
+    return microscope.of_loss or microscope.backward
 
 
 def line_of(does: Callable[..., Any], mark: str = "# breaks") -> int:
@@ -126,10 +125,8 @@ def test_it_names_operation_and_line(name: str) -> None:
     """Origins are named by the operation's name, in the user's own line, forward or backward."""
     phase, op, kind, does = BIRTHS[name]
     found = origin_of(does)
-    assert found is not None
     assert (found.phase, found.op) == (phase, op)
     assert found.kind in (kind, "nan")
-    assert found.line is not None
     assert (found.line.file, found.line.line) == (HERE, line_of(does))
 
 
@@ -145,9 +142,7 @@ GIVEN: dict[str, Program] = {
 def test_values_that_the_program_gives_itself_are_named_where_they_enter(op: str) -> None:
     """A constant, or what numpy made: no operation is to blame, but the line is known if it reaches the loss."""
     found = origin_of(GIVEN[op])
-    assert found is not None
     assert (found.op, found.was_given) == (op, True)
-    assert found.line is not None
     assert found.line.line == line_of(GIVEN[op])
 
 
@@ -216,8 +211,6 @@ def test_what_breaks_of_made_up_values_is_told_from_what_breaks_of_itself(does: 
         found = origin_of(does)
     finally:
         armor.remove()
-    assert found is not None
-    assert found.line is not None
     assert (found.op, found.line.line) == (op, line_of(does))
     first = found.after
     assert (first.op if first else "") == follows
@@ -233,7 +226,6 @@ def test_of_several_births_the_earliest_is_told() -> None:
         return (second + first).sum()
 
     found = origin_of(meeting)
-    assert found is not None
     assert found.op == "log"
     mask = torch.tril(torch.ones(3, 4)) == 0
     assert origin_of(lambda h: torch.softmax(h.masked_fill(mask, -math.inf), -1).square().mean()) is None
@@ -267,7 +259,6 @@ def test_a_second_look_tells_what_the_inputs_were() -> None:
     """Of the call whose backward is to blame: shape, type, range, zeros, the smallest magnitude."""
     distances = BIRTHS["distances"][-1]
     found = origin_of(distances)
-    assert found is not None
     torch.manual_seed(0)
     model = Body(distances)
     with Microscope(model, look_at=found.call) as microscope:
@@ -295,8 +286,7 @@ def test_a_module_is_named_by_its_path() -> None:
     with Microscope(model) as microscope:
         loss = model(torch.randn(2, 4))
         microscope.judge(loss)
-    found = microscope.of_loss
-    assert found is not None
+    found: Any = microscope.of_loss
     assert found.op == "softmax"
     assert isinstance(found.line, Line)
     assert found.line.module == "blocks.1"
@@ -338,9 +328,7 @@ class InNumpyBackward(InNumpy):
 def test_a_users_own_operation_is_named(kind: Any, phase: str, op: str, function: Any, mark: str) -> None:
     """What torch computes there is seen as elsewhere; what leaves torch is named by the class and its method."""
     found = origin_of(lambda hidden: kind.apply(hidden).sum())
-    assert found is not None
     assert (found.phase, found.op, found.was_given) == (phase, op, False)
-    assert found.line is not None
     assert found.line.line == line_of(function, mark)
 
 

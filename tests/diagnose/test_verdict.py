@@ -390,13 +390,11 @@ def test_damage_names_the_element() -> None:
     weights = {name: weight.clone() for name, weight in before.items()}
     weights["a.weight"][1, 2] = 900.0
     jump = Anomaly(Signal.WEIGHTS_JUMP, 9, 9, 5)
-    found = of_state(jump, weights, before, [])
-    assert found is not None
+    found: Any = of_state(jump, weights, before, [])
     assert found[1].cause is Cause.CORRUPTION
     assert "`a.weight` went from 1 to 900 at [1, 2]" in say(found[1].advice)
     weights["b.bias"][3] = math.nan
-    found = of_state(replace(jump, signal=Signal.NONFINITE_WEIGHTS), weights, before, [])
-    assert found is not None
+    found: Any = of_state(replace(jump, signal=Signal.NONFINITE_WEIGHTS), weights, before, [])
     assert "`b.bias` is nan at [3]" in say(found[1].advice)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from group import together
+from group import agreed
 from guarded import trained
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from resilient_train.adapters import arguments
 from resilient_train.adapters.guard import Guard
 from resilient_train.types import Cause, Signal
-from resilient_train.wording import say
 
 ROWS, STEPS = 256, 60
 BAD = (40, 171)
@@ -60,35 +59,30 @@ def run(objective: Any = squared, data: Any = None, accelerator: Any = None, ste
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     data = table() if data is None else data
     guard = Guard(accelerator, model, optimizer, data=data, batch_size=16, steps=steps, objective=objective, **more)
-    for batch in guard.batches():
-        guard.step(batch)
-    guard.settle()
+    trained(guard).settle()
     return guard
 
 
 def test_rows_that_raise_go_to_quarantine(caplog: pytest.LogCaptureFixture) -> None:
-    """Found by bisection, each with the error as its reason; what is left of the run is as it is without these rows."""
+    """Found by bisection, each with the error as its reason; also in the very first update, as other rows pass there.
+
+    A run without a directory says once how it ended, and what is still open.
+    """
+    first = run(data=table(bad=()), steps=1).samples.rows_at(0, 16)[3]
     with caplog.at_level(logging.INFO, "resilient_train"):
-        guard = run()
-    assert {one.anomaly.signal for one in guard.incidents} == {Signal.EXCEPTION}
-    assert {one.diagnosis.cause for one in guard.incidents} == {Cause.DATA}
-    assert sorted(row for one in guard.incidents for row in one.diagnosis.rows) == sorted(BAD)
-    assert guard.clock.step == STEPS
+        guard = run(data=table(bad=(first, 171)))
+        guard.close()
+    assert {(one.anomaly.signal, one.diagnosis.cause) for one in guard.incidents} == {(Signal.EXCEPTION, Cause.DATA)}
+    assert [one.diagnosis.rows for one in guard.incidents] == [(first,), (171,)]
+    assert (guard.incidents[0].anomaly.step, guard.clock.step) == (1, STEPS)
     assert "RuntimeError: index 7 is out of bounds" in caplog.text
     assert f"{__file__}:" in caplog.text, "the line of the user's that raised"
-
-
-def test_a_run_without_a_directory_says_how_it_ended(caplog: pytest.LogCaptureFixture) -> None:
-    """Once, and what is still open, though nothing is written."""
-    with caplog.at_level(logging.INFO, "resilient_train"):
-        guard = run(data=table(bad=(3,)))
-        guard.close()
     messages = [one.getMessage() for one in caplog.records]
     (verdict,) = (one for one in messages if one.startswith("Recovered: "))
     after = messages[messages.index(verdict) + 1 :]
-    assert "1 incident (1 data)" in verdict
-    assert after[0].startswith("to change: With row 3 an update raised")
-    assert "still active at the end: row 3 in quarantine" in after
+    assert "2 incidents (2 data)" in verdict
+    assert after[0].startswith(f"to change: Fix or remove rows {first} and 171: quarantine.json has the reason")
+    assert any(one.startswith("still active at the end: ") and "in quarantine" in one for one in after)
     assert after[-1].startswith("nothing of this is written: with run_dir")
 
 
@@ -113,14 +107,6 @@ def test_what_every_batch_raises_is_a_bug(after: int) -> None:
         run(broken, table(bad=()))
     assert broken.calls == after + (6 if after else 5)
     assert any("raise as well" in note for note in getattr(raised.value, "__notes__", [])) == bool(after)
-
-
-def test_a_row_that_raises_in_the_very_first_update_is_found_too() -> None:
-    """Other rows pass at the same weights, so the code works."""
-    bad = run(data=table(bad=()), steps=1).samples.rows_at(0, 16)[3]
-    guard = run(data=table(bad=(bad,)))
-    assert [(one.anomaly.step, one.diagnosis.rows) for one in guard.incidents] == [(1, (bad,))]
-    assert guard.clock.step == STEPS
 
 
 def of_sizes(model: Any, batch: Any) -> Tensor:
@@ -317,7 +303,7 @@ def narrowing(model: Any, batch: Any) -> Tensor:
     return torch.as_tensor(-density.log_prob(batch[1]).mean())  # type: ignore[no-untyped-call]
 
 
-def narrowed(recovery: str, objective: Any = narrowing, incidents: Any = None) -> Guard:
+def narrowed(recovery: str, objective: Any, incidents: Any) -> Guard:
     torch.manual_seed(0)
     model, x = Exact(), torch.randn(ROWS, 4)
     data = TensorDataset(x, model(x).detach())
@@ -326,12 +312,9 @@ def narrowed(recovery: str, objective: Any = narrowing, incidents: Any = None) -
         *(None, model, optimizer), data=data, batch_size=16, steps=STEPS, objective=objective, recovery=recovery
     )
     try:
-        for batch in guard.batches():
-            guard.step(batch)
+        return trained(guard)
     finally:
-        if incidents is not None:
-            incidents += guard.incidents
-    return guard
+        incidents += guard.incidents
 
 
 def drawn(model: Any, batch: Any) -> Tensor:
@@ -356,7 +339,7 @@ def masked(model: Any, batch: Any) -> Tensor:
 @pytest.mark.parametrize(("objective", "op"), [(narrowing, "Normal"), (drawn, "multinomial"), (masked, "masked_fill")])
 def test_what_every_batch_raises_is_patched_where_a_patch_has_a_value(objective: Any, op: str) -> None:
     """As weights leave the domain, or from the first update on; by whatever kind of error."""
-    guard = narrowed("balanced", objective)
+    guard = narrowed("balanced", objective, [])
     guard._controls.patches.remove()
     first = guard.incidents[0]
     assert (guard.clock.step, first.anomaly.signal) == (STEPS, Signal.EXCEPTION)
@@ -364,19 +347,22 @@ def test_what_every_batch_raises_is_patched_where_a_patch_has_a_value(objective:
     assert [one.remedy for one in first.decision.actions] == ["armor"]
 
 
-def test_what_every_batch_raises_ends_a_run_whose_policy_has_no_patch() -> None:
-    with pytest.raises(ValueError, match="GreaterThan") as raised:
-        narrowed("conservative")
-    assert any("raise as well" in note for note in raised.value.__notes__)
-
-
-def test_a_matrix_for_which_no_patch_has_a_value_ends_the_run() -> None:
-    """One update later, as the text of the error could be of another operation; the incident says what it is."""
+@pytest.mark.parametrize(
+    ("recovery", "objective", "error", "facts"),
+    [
+        ("conservative", narrowing, "ValueError", ["raised"]),  # it has no patch
+        ("balanced", inverted, "_LinAlgError", ["batches_raise"]),  # no patch has a value; noticed an update later
+    ],
+)
+def test_what_no_patch_mends_in_every_batch_ends_the_run(
+    recovery: str, objective: Any, error: str, facts: list[str]
+) -> None:
     incidents: list[Any] = []
-    with pytest.raises(torch.linalg.LinAlgError) as raised:  # type: ignore[attr-defined]
-        narrowed("balanced", inverted, incidents)
+    with pytest.raises(Exception, match=r"GreaterThan|singular") as raised:
+        narrowed(recovery, objective, incidents)
+    assert type(raised.value).__name__ == error
     assert any("raise as well" in note for note in raised.value.__notes__)
-    assert [say(one.diagnosis.advice).partition(" _Lin")[0] for one in incidents] == ["Every batch raises"]
+    assert [one.diagnosis.advice[0]["fact"] for one in incidents] == facts
 
 
 def test_a_line_that_rows_have_passed_before_is_named() -> None:
@@ -490,7 +476,7 @@ def test_a_stream_without_an_index_skips_what_raises() -> None:
     assert guard.clock.step == STEPS
 
 
-def on_ranks(size: int) -> tuple[list[tuple[int, ...]], str]:
+def on_ranks() -> tuple[list[tuple[int, ...]], str]:
     from accelerate import Accelerator
 
     guard = run(accelerator=Accelerator(cpu=True), data=table(bad=(40,)), steps=30, recovery="balanced")
@@ -502,10 +488,8 @@ def test_an_exception_on_one_rank_is_seen_by_all() -> None:
 
     The model has buffers, which are broadcast in each forward.
     """
-    ranks = together(2, on_ranks, 2)
-    assert [code for code, _ in ranks] == [0, 0]
-    assert {tuple(rows) for _, (rows, _) in ranks} == {((40,),)}
-    assert len({weights for _, (_, weights) in ranks}) == 1
+    rows, _ = agreed(2, on_ranks)
+    assert rows == [(40,)]
 
 
 def twice(model: Any, batch: Any) -> Tensor:
@@ -537,10 +521,7 @@ def accumulated(bad: list[int]) -> tuple[list[int], str]:
 def test_ranks_broadcast_alike_in_every_micro_batch(number: int) -> None:
     """Forwards broadcast by what the last one, with or without a reduction, has left: no rank waits for another."""
     bad = [64 * update + 32 * number + 16 for update in (1, 2, 3)]  # of rank 1
-    ranks = together(2, accumulated, bad)
-    assert [code for code, _ in ranks] == [0, 0]
-    assert ranks[0] == ranks[1]
-    assert ranks[0][1][0] == bad
+    assert agreed(2, accumulated, bad)[0] == bad
 
 
 UNREACHABLE = "def objective(model, batch):\n    return functional.mse_loss(model(batch[0].log()), batch[1])"

@@ -62,11 +62,7 @@ def test_an_update_that_was_refused_by_mistake_is_repeated_and_lands() -> None:
     """Where a change is declared, the limit is no reason to lose an update: the very same one lands."""
     checks = named("default")
     checks.expect = [50]
-    guard = guarded(adamw, At("spike", 50), checks=checks, recovery=SKIP)
-    seen = []
-    for batch in guard.batches(60):
-        guard.step(batch)
-        seen.append(guard.samples.position)
+    guard = trained(guarded(adamw, At("spike", 50), checks=checks, recovery=SKIP), 60)
     assert guard.incidents == []
     assert guard.clock.step == 60
     assert guard.clock.tick in (60, 61)
@@ -84,15 +80,10 @@ def handed_over(guard: Guard, objective: Any, steps: int) -> Guard:
 
 def test_a_loop_of_its_own_with_an_objective_is_replayed() -> None:
     """The objective is only for diagnosis. Batches of a loader cannot be fetched again, and need not be."""
-    accelerator, model, poison = Accelerator(cpu=True), Net(), Poison("loss")
+    accelerator, model = Accelerator(cpu=True), Net()
     guard = Guard(accelerator, accelerator.prepare(model), adamw(model), data=DataLoader(rows(), batch_size=8),  # type: ignore[arg-type]
                   objective=Poison("none"), recovery=SKIP)  # fmt: skip
-    for number, batch in enumerate(guard.batches(30), start=1):
-        poison.strikes = number == 20
-        loss = poison(guard.model, batch)
-        accelerator.backward(loss)
-        guard.update(loss)
-    (incident,) = guard.incidents
+    (incident,) = handed_over(guard, At("loss", 20), 30).incidents
     assert (str(incident.diagnosis.cause), incident.diagnosis.advice) == ("transient", TRANSIENT.advice)
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from group import alone
+from guarded import trained
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
@@ -304,9 +305,7 @@ def test_a_checkpoint_that_does_not_read_back_is_none(tmp_path: Path, monkeypatc
     monkeypatch.setattr(files, "disk", Forgetful())
     guard = small(tmp_path / "run", steps=20)
     guard.keep(average=network())
-    for batch in guard.batches():
-        guard.step(batch)
-    guard.leave()
+    trained(guard).leave()
     guard.close()
     assert {str(one.anomaly.signal) for one in guard.incidents} == {"checkpoint_failed"}
     assert "is not what was written" in guard.incidents[0].anomaly.evidence[0]["why"]

@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from group import alone, together
+from guarded import trained
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -58,15 +59,9 @@ def guarded(objective: Any, batch_size: int = 32, accumulation: int = 1, **more:
         objective=objective,
         memory=memory,
         verify_after=3,
+        steps=STEPS,
         **more,
     )
-
-
-def trained(guard: Guard, steps: int = STEPS) -> Guard:
-    guard.steps = steps
-    for batch in guard.batches():
-        guard.step(batch)
-    return guard
 
 
 def told(incidents: list[Incident]) -> list[tuple[str, str, tuple[int, ...]]]:

@@ -12,7 +12,7 @@ import pairs
 import pytest
 import torch
 from accelerate import Accelerator
-from group import together
+from group import agreed
 from guarded import REWIND, SKIP
 from pairs import BATCH_SIZE, Fault, Pair, train
 from torch.nn import functional as F
@@ -314,10 +314,7 @@ def test_optimizers_may_be_those_that_accelerate_has_wrapped() -> None:
 
 def test_two_ranks_train_as_a_plain_loop_does() -> None:
     """Each network in a DDP of its own, under the names that it has in one process."""
-    ended = together(2, pairs.on_a_rank, "actor", None, 30, {})
-    assert [code for code, _ in ended] == [0, 0]
-    (one, other) = (told for _, told in ended)
-    assert one == other
+    one = agreed(2, pairs.on_a_rank, "actor", None, 30, {})
     assert one["tick"] == 30
     assert sorted(one["names"]) == sorted(name for name, _ in pair("actor").bare.named_parameters())
     assert one["plain"] == one["digests"]
@@ -327,10 +324,7 @@ def test_two_ranks_train_as_a_plain_loop_does() -> None:
 def test_two_ranks_refuse_the_same_turn(kind: str, place: int, how: str) -> None:
     """A fault of rank 1 alone: neither network of either rank keeps half of it."""
     fault = Fault(15, pair(kind).names[place], how, rank=1)
-    ended = together(2, pairs.on_a_rank, kind, fault, 20, {"recovery": SKIP})
-    assert [code for code, _ in ended] == [0, 0]
-    (one, other) = (told for _, told in ended)
-    assert one == other
+    one = agreed(2, pairs.on_a_rank, kind, fault, 20, {"recovery": SKIP})
     assert one["tick"] == 21
     assert one["ranks"] == ([(1,)] if how == "loss" else [()])
 

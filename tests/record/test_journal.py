@@ -401,13 +401,6 @@ def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not list(tmp_path.iterdir())
 
 
-# Incidents in words.
-
-
-def with_outcome(outcome: Outcome | None) -> Incident:
-    return dataclasses.replace(SPIKE, outcome=outcome)
-
-
 def _lines(entries: list[dict[str, Any]]) -> list[bytes]:
     return [_sealed(json.dumps(entry).encode()[:-1]) for entry in entries]
 

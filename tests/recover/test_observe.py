@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from command import SAVING, command
-from guarded import Net, adamw, rows
+from guarded import Net, adamw, rows, trained
 from torch.nn import functional as F
 
 from resilient_train.adapters.guard import Guard
@@ -75,9 +75,7 @@ def observed(faults: list[Any], data: Any, **more: Any) -> tuple[Guard, Net]:
     model, optimizer = parts()
     more = {"objective": loss_of, "steps": STEPS, "drill": the_drill(*faults) if faults else None, **more}
     guard = Guard(None, model, optimizer, data=data, batch_size=8, recovery="observe", clip=1.0, **more)
-    for batch in guard.batches():
-        guard.step(batch)
-    guard.close()
+    trained(guard).close()
     return guard, model
 
 

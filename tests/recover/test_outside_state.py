@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_trials import WITH, WITHOUT, regression, squares, train
+from guarded import trained as train
+from test_trials import WITH, WITHOUT, regression, squares
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -7,22 +7,18 @@ from math import inf
 
 import pytest
 from test_recover import ANY, case_of, landed, policy_named
+from test_reference import passed
 
 from resilient_train.recover.decide import decide
-from resilient_train.types import Cause, Diagnosis, Vitals
+from resilient_train.types import Cause, Diagnosis
 from resilient_train.watch.config import named
 from resilient_train.watch.reference import Reference, RewindCheck, Standing
-from resilient_train.watch.vitals import UpdateHistory
 
 
 @pytest.mark.parametrize(("since", "usual"), [(None, None), (390, None), (300, 1.01**100), (250, 1.01**50)])
 def test_a_slow_rise_is_looked_for_since_things_went_wrong(since: int | None, usual: float | None) -> None:
     """The rates up to that step are what was usual; the last 64 updates are looked at in any case."""
-    updates = UpdateHistory()
-    for step in range(1, 401):
-        pace = 1.01 ** max(0, step - 200)
-        updates.add(Vitals(step, step, True, 1.0, 0.5, 1e-3 * pace, lr_ratio=pace))
-    leap = updates.leap(since)
+    leap = passed([1.01 ** max(0, step - 200) for step in range(1, 401)]).leap(since)
     assert leap is None or not leap.is_sudden
     assert (leap and leap.usual) == (usual and pytest.approx(usual))
 

@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from group import alone, together
+from group import agreed, alone
+from guarded import trained as train
 from stories import incident as any_incident
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from resilient_train.adapters.guard import Guard
 from resilient_train.reader import DiskConfig
@@ -197,12 +198,6 @@ def language(lr: float, steps: int = 150, recovery: Any = "balanced", optimizer:
     return Guard(accelerator, model, optimizer, steps=steps, recovery=recovery, **given)
 
 
-def train(guard: Guard) -> Guard:
-    for batch in guard.batches():
-        guard.step(batch)
-    return guard
-
-
 def test_what_is_said_of_a_race_names_the_rate_that_was_there() -> None:
     """It was tried as it is, and from where the lower rates began."""
     arms = tuple(Tried(one, 0, loss, loss == 1.9) for one, loss in (((), 2.2), (cut(0.3), 1.9), (cut(0.1), 1.8)))
@@ -270,16 +265,19 @@ def squares(model: Any, batch: Any) -> Tensor:
     return F.mse_loss(F.dropout(model(batch[0]), 0.1), batch[1])
 
 
+def noise(rows: int) -> TensorDataset:
+    numbers = torch.Generator().manual_seed(5)
+    return TensorDataset(torch.randn(rows, WIDTH, generator=numbers), torch.randn(rows, 1, generator=numbers))
+
+
 def regression(recovery: Any, rates: Sequence[float] | None = None, **more: Any) -> Guard:
     """Noise that nothing explains: the loss stands from the first updates on. BatchNorm and dropout."""
-    numbers = torch.Generator().manual_seed(5)
-    data = TensorDataset(torch.randn(512, WIDTH, generator=numbers), torch.randn(512, 1, generator=numbers))
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True)
     model = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     model, optimizer = accelerator.prepare(model, optimizer)
-    given = {"objective": squares, "data": data, "batch_size": 16, "clip": 1.0, **more}
+    given = {"objective": squares, "data": noise(512), "batch_size": 16, "clip": 1.0, **more}
     return Guard(accelerator, model, optimizer, steps=150, recovery=recovery, **given)
 
 
@@ -287,19 +285,15 @@ WITHOUT = {"ladders": {"default": [["skip"]]}}
 WITH = {**WITHOUT, "rates": [0.1, 0.01]}
 
 
-class Raising(Dataset[tuple[Tensor, Tensor]]):
+class Raising(TensorDataset):
     def __init__(self, first: int, each: int) -> None:
-        numbers = torch.Generator().manual_seed(5)
-        self.rows, self.targets = torch.randn(4000, WIDTH, generator=numbers), torch.randn(4000, 1, generator=numbers)
+        super().__init__(*noise(4000).tensors)
         self.first, self.each = first, each
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, row: int) -> tuple[Tensor, ...]:
         if row >= self.first and row % self.each == 0:
             raise ValueError(f"cannot decode row {row}")
-        return self.rows[row], self.targets[row]
+        return super().__getitem__(row)
 
 
 @pytest.mark.parametrize(("first", "each", "takes_place"), [(1080, 50, True), (1080, 8, False)])
@@ -317,12 +311,10 @@ def test_rows_that_cannot_be_fetched_do_not_end_a_run_in_a_trial(first: int, eac
 def test_a_race_begins_with_what_followed_a_rewind(caplog: pytest.LogCaptureFixture) -> None:
     """The run exploded and was rewound to its start; other samples come first since then. Then its loss stands."""
     caplog.set_level(logging.DEBUG, "resilient_train")
-    numbers = torch.Generator().manual_seed(5)
-    data = TensorDataset(torch.randn(512, WIDTH, generator=numbers), torch.randn(512, 1, generator=numbers))
     torch.manual_seed(0)
     model = nn.Linear(WIDTH, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=4.0)
-    guard = train(Guard(None, model, optimizer, data=data, batch_size=16, objective=squares, steps=150))
+    guard = train(Guard(None, model, optimizer, data=noise(512), batch_size=16, objective=squares, steps=150))
     assert guard.incidents[0].rewound_to == 0
     assert guard._controls.trials.updates > 30
     assert "cannot be reproduced" not in caplog.text
@@ -353,12 +345,9 @@ def on_a_rank() -> dict[str, Any]:
 
 def test_all_ranks_choose_the_same_rate() -> None:
     """They compare losses that are averaged over the ranks, and hold the same weights afterwards."""
-    ended = together(2, on_a_rank)
-    assert {code for code, _ in ended} == {0}
-    told = [one for _, one in ended]
-    assert told[0] == told[1]
-    assert told[0]["trial"] > 0
-    assert told[0]["factors"][-1] < 1
+    told = agreed(2, on_a_rank)
+    assert told["trial"] > 0
+    assert told["factors"][-1] < 1
 
 
 def killed_in_trial(run_dir: Path, kills: bool) -> list[str]:

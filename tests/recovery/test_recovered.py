@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from guarded import trained
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -186,50 +187,43 @@ def shuffled_from(tick: int, loop: list[Loop]) -> Callable[[Any, Any], Tensor]:
     return objective
 
 
-def test_a_run_that_does_not_come_back_returns(tmp_path: Path) -> None:
-    """It gives up with code 3 and ends on the best state that was proven, however much came after that."""
+def poison_from(tick: int, loop: list[Loop]) -> Callable[[Any, Any], Tensor]:
+    """Every loss is NaN from some attempted update on."""
+    is_poison = lambda: loop and loop[0].guard.clock.tick >= tick  # noqa: E731
+    return lambda model, batch: cross_entropy(model, batch) * (math.nan if is_poison() else 1)
+
+
+@pytest.mark.parametrize(
+    ("objective", "recovery", "signal"),
+    [(shuffled_from, "conservative", "loss_spike"), (poison_from, "balanced", "nonfinite_loss")],
+)
+def test_a_run_that_does_not_come_back_returns(
+    objective: Any, recovery: str, signal: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It soon gives up with code 3, says why, and ends on the best state that was proven, however much came after."""
     made: list[Loop] = []
-    more: dict[str, Any] = {"recovery": "conservative", "run_dir": tmp_path / "run"}
-    made.append(Loop(objective=shuffled_from(150, made), hands_over=True, **more))
+    made.append(Loop(objective=objective(150, made), hands_over=True, recovery=recovery, run_dir=tmp_path))
     with pytest.raises(GaveUp) as error:
         made[0].train(400)
     guard = made[0].guard
-    assert error.value.exit_code == 3
+    assert error.value.exit_code == read_story(tmp_path).exit_code == 3
     assert 100 <= guard.clock.step < 150
-    assert guard.clock.tick < 300
+    assert guard.clock.tick <= 150 + 100
     assert made[0].weights() == healthy(guard.clock.step, True)[0]
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["status"], summary["exit_code"], summary["steps"]) == ("gave_up", 3, guard.clock.step)
     assert summary["verdict"] == "gave_up"
-    assert "recovered" not in {outcome for *_, outcome in made[0].told()}
-    assert read_story(tmp_path / "run").exit_code == 3
-
-
-def test_a_run_that_cannot_be_saved_ends_soon_and_keeps_its_last_good_state(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Where every batch is poison it gives up within a hundred attempts, says why, and leaves what was proven good."""
-
-    def poison(model: Any, batch: Any) -> Tensor:
-        is_poison = made and made[0].guard.clock.tick >= 80
-        return cross_entropy(model, batch) * (math.nan if is_poison else 1)
-
-    made: list[Loop] = []
-    made.append(Loop(objective=poison, run_dir=tmp_path))
-    with pytest.raises(GaveUp):
-        made[0].train(200)
-    assert made[0].guard.clock.tick <= 80 + 100
     [kept] = (tmp_path / "checkpoints").iterdir()
-    assert kept.name == "step-00000050"
+    assert kept.name == f"step-{guard.clock.step:08}"
     on_disk = load_file(kept / "weights.safetensors")
     assert all(torch.equal(on_disk[name], weight) for name, weight in made[0].model.named_parameters())
-    assert made[0].weights() == healthy(50)[0]
     (farewell,) = [one.getMessage() for one in caplog.records if one.levelno == logging.ERROR]
-    for words in ("gave up at step", "nonfinite_loss", "what to try next", str(kept)):
+    for words in ("gave up at step", signal, "what to try next", str(kept)):
         assert words in farewell
-    lines = [json.loads(line) for line in (tmp_path / "incidents.jsonl").read_text().splitlines()]
-    assert len(lines) == len(made[0].guard.incidents)
-    assert lines[-1]["outcome"] == "gave_up"
+    outcomes = [json.loads(line)["outcome"] for line in (tmp_path / "incidents.jsonl").read_text().splitlines()]
+    assert outcomes == [outcome for *_, outcome in made[0].told()]
+    assert "recovered" not in outcomes
+    assert outcomes[-1] == "gave_up"
 
 
 def raised(made: list[Loop], by: Callable[[int], float]) -> Callable[[Any, Any], Tensor]:
@@ -270,19 +264,35 @@ def test_what_a_chunk_leaves_off_its_reference_is_not_verified(is_asked: bool, t
 
 
 @pytest.mark.parametrize(
-    ("recovery", "exit_code", "kind"),
-    [("balanced", 3, None), ("skip", 0, "verified"), ("observe", 0, "candidate"), ("off", 3, None)],
+    ("recovery", "exit_code", "kind", "verdict"),
+    [
+        ("balanced", 3, None, "gave_up"),
+        ("skip", 0, "verified", "unrecovered"),
+        ("observe", 0, "candidate", "observed"),
+        ("off", 3, None, "gave_up"),
+    ],
 )
-def test_a_planned_end_without_a_way_back(recovery: str, exit_code: int, kind: str | None, tmp_path: Path) -> None:
-    """No state can be restored, and the last remedy cannot show what it does: that is no completed run."""
+def test_a_planned_end_without_a_way_back(
+    recovery: str, exit_code: int, kind: str | None, verdict: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No state can be restored, and the last remedy cannot show what it does: that is no completed run.
+
+    `recovery=skip` never goes back: one alarm, and in the end it never says that it is well.
+    """
+    caplog.set_level(logging.INFO, "resilient_train")
     made: list[Loop] = []
     small = MemoryConfig(every=25, keep=4, max_gib=1e-6)
     made.append(Loop(objective=shuffled_from(150, made), recovery=recovery, memory=small, run_dir=tmp_path, disk=25))
     with pytest.raises(GaveUp) if exit_code else nullcontext():
         made[0].train(165)
-    made[0].guard.close()
-    assert json.loads((tmp_path / "summary.json").read_text())["exit_code"] == exit_code
+    guard = made[0].guard
+    guard.close()
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["exit_code"], summary["verdict"]) == (exit_code, verdict)
+    assert exit_code or len(guard.incidents) == 1
     assert kinds(tmp_path).get(165) == kind
+    assert exit_code or guard.clock.step == guard.clock.tick == 165
+    assert ("Not recovered, needs attention" in caplog.text) == (verdict == "unrecovered")
 
 
 @pytest.mark.parametrize(("more", "policy"), [(math.nan, {"default": []}), (3.0, {"default": [["reset_moments"]]})])
@@ -302,21 +312,6 @@ def test_a_run_that_was_just_resumed_ends_on_its_best_checkpoint(more: float, po
     assert (loop.guard.clock.step, loop.weights()) == (verified, healthy(verified)[0])
 
 
-def test_skipping_alone_reports_it_and_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """One alarm, and in the end the outcome: `recovery=skip` never goes back, and never says that it is well."""
-    caplog.set_level(logging.INFO, "resilient_train")
-    made: list[Loop] = []
-    run = tmp_path / "run"
-    made.append(Loop(objective=shuffled_from(150, made), hands_over=True, recovery="skip", run_dir=run))
-    guard = made[0].train(260).guard
-    guard.close()
-    assert (guard.clock.step, guard.clock.tick) == (260, 260)
-    assert [one[2] for one in made[0].told()] == ["unrecovered"]
-    summary = json.loads((run / "summary.json").read_text())
-    assert (summary["status"], summary["exit_code"], summary["verdict"]) == ("completed", 0, "unrecovered")
-    assert "Not recovered, needs attention" in caplog.text
-
-
 def test_a_schedule_that_starts_again_hides_no_damage() -> None:
     """The rate leaps to where it began, on purpose; a loss that leaps with it, and stays up, is undone all the same."""
     made: list[Loop] = []
@@ -329,10 +324,7 @@ def test_damage_that_passes_is_recovered_without_a_rewind() -> None:
     """Under a policy that only reports: the loss came back by itself, and stayed."""
 
     def objective(model: Any, batch: Any) -> Tensor:
-        return shuffled(model, batch) if 150 <= made[0].guard.clock.tick < 160 else cross_entropy(model, batch)
-
-    def shuffled(model: Any, batch: Any) -> Tensor:
-        return F.cross_entropy(model(batch[0]), (batch[1] + 1) % CLASSES)
+        return F.cross_entropy(model(batch[0]), (batch[1] + (150 <= made[0].guard.clock.tick < 160)) % CLASSES)
 
     made = [Loop(hands_over=True, recovery="skip")]
     made[0].objective = objective
@@ -378,15 +370,15 @@ def test_a_row_far_out_in_one_of_the_first_updates_is_found() -> None:
         losses: Tensor = batch[2] * F.cross_entropy(model(batch[0]), batch[1], reduction="none")
         return losses.mean()
 
-    def trained(rows: set[int], objective: Callable[[Any, Any], Tensor] = weighed) -> Loop:
+    def run(rows: set[int], objective: Callable[[Any, Any], Tensor] = weighed) -> Loop:
         weights = torch.ones(BLOBS).index_fill(0, torch.tensor([*rows], dtype=torch.long), 1e6)
         return Loop(data=TensorDataset(*blobs().tensors, weights), objective=objective).train(250)
 
-    clean = trained(set())
+    clean = run(set())
     assert clean.guard.incidents == []
     rows = {min(clean.guard.samples.rows_at(start, start + 16)) for start in (32, 640)}
-    assert trained(rows, cross_entropy).guard.incidents == []
-    loop = trained(rows)
+    assert run(rows, cross_entropy).guard.incidents == []
+    loop = run(rows)
     (incident,) = loop.guard.incidents
     assert (incident.diagnosis.cause, {*incident.diagnosis.rows}, incident.rewound_to) == ("data", rows, 0)
     assert incident.anomaly.evidence[0]["fact"] == "worse_losses_with_rows"
@@ -403,18 +395,16 @@ def test_the_first_update_is_no_measure() -> None:
 
     targets = 1000 + torch.randn(BLOBS, generator=torch.Generator().manual_seed(3))
 
-    def trained(rows: set[int]) -> Guard:
+    def run(rows: set[int]) -> Guard:
         unread = torch.ones(BLOBS).index_fill(0, torch.tensor([*rows], dtype=torch.long), 1e6)
         model = Mean()
         guard = Guard(None, model, torch.optim.SGD(model.parameters(), lr=0.5), batch_size=16, clip=None, steps=60,
                       data=TensorDataset(targets, unread),
                       objective=lambda model, batch: (model.mean - batch[0]).square().mean())  # fmt: skip
-        for batch in guard.batches():
-            guard.step(batch)
-        return guard
+        return trained(guard)
 
-    clean = trained(set())
-    assert clean.incidents == trained({min(clean.samples.rows_at(0, 16))}).incidents == []
+    clean = run(set())
+    assert clean.incidents == run({min(clean.samples.rows_at(0, 16))}).incidents == []
 
 
 def test_rows_that_a_normalization_hides_are_found() -> None:
@@ -447,16 +437,15 @@ def test_labels_that_are_wrong_for_a_stretch_are_data() -> None:
 # --------------------------------------------------------------------------------------------- damage from outside
 
 
+def tampered(change: Callable[[Loop], Any], at: range, **more: Any) -> Loop:
+    """A run of 200 updates, between some of which somebody writes into its state."""
+    loop = Loop(**more)
+    return loop.train(200, lambda tick: torch.no_grad()(change)(loop) if tick in at else None)
+
+
 def test_tampering_again_and_again_goes_on_being_cured() -> None:
     """Every fifty updates somebody writes into a weight: each time it is undone, for as long as it goes on."""
-    loop = Loop()
-
-    def tamper(tick: int) -> None:
-        if tick % 50 == 40:
-            with torch.no_grad():
-                loop.model.last.weight[1, 2] = 500.0
-
-    loop.train(200, tamper)
+    loop = tampered(lambda loop: loop.model.last.weight[1, 2].fill_(500.0), range(40, 400, 50))
     assert len(loop.told()) >= 4
     assert {cause for _, cause, _ in loop.told()} == {"corruption"}
     assert loop.weights() == healthy(200)[0]
@@ -464,14 +453,9 @@ def test_tampering_again_and_again_goes_on_being_cured() -> None:
 
 def test_lost_moments_are_got_over() -> None:
     """The run learns what it would have learnt with them."""
-    loop = Loop()
-
-    def tamper(tick: int) -> None:
-        if tick == 100:
-            for state in loop.optimizer.state.values():
-                state["exp_avg_sq"].zero_()
-
-    loop.train(200, tamper)
+    loop = tampered(
+        lambda loop: [state["exp_avg_sq"].zero_() for state in loop.optimizer.state.values()], range(100, 101)
+    )
     assert {outcome for *_, outcome in loop.told()} == {"recovered"}
     assert loop.loss() < 1.15 * healthy(200)[1]
 
@@ -479,14 +463,8 @@ def test_lost_moments_are_got_over() -> None:
 @pytest.mark.parametrize(("size", "hands_over"), [(1e6, True), (1e30, False)])
 def test_running_statistics_are_looked_at(size: float, hands_over: bool) -> None:
     """No training loss tells of them: what evaluation uses is as it would have been."""
-    loop = Loop(norm=True, hands_over=hands_over)
-
-    def tamper(tick: int) -> None:
-        if tick == 130:
-            loop.model.norm.running_mean.fill_(size)  # type: ignore[union-attr,operator]
-            loop.model.norm.running_var.fill_(size)  # type: ignore[union-attr,operator]
-
-    loop.train(200, tamper)
+    change = lambda loop: [one.fill_(size) for one in (loop.model.norm.running_mean, loop.model.norm.running_var)]  # noqa: E731
+    loop = tampered(change, range(130, 131), norm=True, hands_over=hands_over)
     assert [one[:2] for one in loop.told()] == [("weights_jump", "corruption")]
     assert loop.guard.incidents[0].anomaly.evidence[0]["name"] == "norm"
     assert loop.loss() == healthy(200, hands_over, True)[1]

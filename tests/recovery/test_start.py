@@ -10,6 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from group import together
+from guarded import trained
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -63,7 +64,7 @@ def loss_of(net: nn.Module, rows: TensorDataset, criterion: Any) -> float:
         return float(criterion(net(points), targets))
 
 
-def trained(net: nn.Module, rows: TensorDataset, criterion: Any, optimizer: Any, *, hands_over: bool = False) -> Guard:
+def limited(net: nn.Module, rows: TensorDataset, criterion: Any, optimizer: Any, *, hands_over: bool = False) -> Guard:
     def objective(model: nn.Module, batch: Any) -> Tensor:
         loss: Tensor = criterion(model(batch[0]), batch[1])
         return loss
@@ -96,7 +97,7 @@ def test_what_explodes_for_other_reasons_than_the_rate_is_trained_with_that_rate
 
     net, rows, criterion, optimizer = made(build)
     first = loss_of(net, rows, criterion)
-    guard = trained(net, rows, criterion, optimizer, hands_over=hands_over)
+    guard = limited(net, rows, criterion, optimizer, hands_over=hands_over)
     assert loss_of(net, rows, criterion) < 0.1 * first
     tried = {action.remedy for one in guard.incidents for action in one.decision.actions}
     assert tried & {"limit_update", "tighten_clip"}
@@ -117,8 +118,7 @@ def on_ranks(size: int) -> tuple[list[str], float, float]:
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     guard = Guard(accelerator, net, optimizer, data=rows, batch_size=32 // size, steps=60,
                   objective=lambda model, batch: size * criterion(model(batch[0]), batch[1]))  # fmt: skip
-    for batch in guard.batches():
-        guard.step(batch)
+    trained(guard)
     remedies = [action.remedy for one in guard.incidents for action in one.decision.actions]
     loss = loss_of(net, rows, criterion)
     guard.world.leave()

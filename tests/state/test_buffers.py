@@ -8,6 +8,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from guarded import SKIP
+from guarded import trained as run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -73,12 +74,10 @@ def line_of(text: str) -> int:
 def test_the_line_that_spoils_a_buffer_is_found_and_patched(how: str, text: str) -> None:
     """Not in the update whose loss meets it: that is a later one, and by then there is nothing left to see."""
     guard, model = guarded(how, lambda model, batch: model(*batch))
-    for batch in guard.batches():
-        guard.step(batch)
+    run(guard)
     causes = [incident.diagnosis.cause for incident in guard.incidents]
     assert causes == ["corruption", "operation"]
-    culprit = guard.incidents[1].diagnosis.culprit
-    assert culprit is not None
+    culprit: Any = guard.incidents[1].diagnosis.culprit
     assert (culprit.op, culprit.line) == ("div", line_of(text))
     assert bool(model.centres.isfinite().all())
     assert {incident.outcome for incident in guard.incidents} == {"recovered"}
@@ -201,9 +200,7 @@ def trained(kind: Any, bad: int | None = None) -> tuple[Any, list[Any]]:
     model = kind()
     guard = Guard(None, model, torch.optim.SGD(model.parameters(), lr=0.01), data=rows, batch_size=8, steps=40,
                   objective=lambda model, batch: model(batch))  # fmt: skip
-    for batch in guard.batches():
-        guard.step(batch)
-    return model, [one.diagnosis for one in guard.incidents]
+    return model, [one.diagnosis for one in run(guard).incidents]
 
 
 def test_a_state_that_is_carried_along_is_not_lost_with_one_update() -> None:

@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from clinic_ranks import Net, Rows
 from group import launch, together
+from guarded import trained
 from kills import checkpoints, incidents, summary
 
 from resilient_train.adapters.guard import Guard
@@ -229,9 +230,7 @@ def learned(bit: int) -> list[dict[str, Any]]:
     found = []
     for at, every in ((), 20), ((STRUCK,), 20), ((STRUCK,), 1), ((STEPS,), 20):
         guard = guarded(accelerator, [BitFlip(at=at, rank=1, bit=bit)] if at else [], every)
-        guard.steps = STEPS
-        for batch in guard.batches():
-            guard.step(batch)
+        trained(guard, STEPS)
         found.append({"incidents": guard.incidents, "weights": guard.state.weights_sha256(), "tick": guard.clock.tick})
         guard.close()
     guard.world.leave()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from guarded import Poison, guarded
-from torch import nn
+from torch import nn, optim
 
 from resilient_train.state.tree import sha256
 from resilient_train.update.gate import NO_LIMIT, Gate
@@ -45,23 +45,27 @@ def muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01, fused=True)]
 
 
+def of(kind: Any, **options: Any) -> Callable[[nn.Module], Any]:
+    return lambda model: kind(model.parameters(), lr=0.01, **options)
+
+
 OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
-    "adam": lambda model: torch.optim.Adam(model.parameters(), lr=0.01),
-    "adam-fused": lambda model: torch.optim.Adam(model.parameters(), lr=0.01, fused=True),
-    "adamw-fused": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, fused=True),
-    "adamw-amsgrad-fused": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, amsgrad=True, fused=True),
-    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
-    "sgd-fused": lambda model: torch.optim.SGD(model.parameters(), lr=0.01, fused=True),
-    "sgd-momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
-    "sgd-momentum-fused": lambda model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True),
-    "rmsprop": lambda model: torch.optim.RMSprop(model.parameters(), lr=0.01),
-    "adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=0.01),
-    "adagrad-fused": lambda model: torch.optim.Adagrad(model.parameters(), lr=0.01, fused=True),
-    "nadam": lambda model: torch.optim.NAdam(model.parameters(), lr=0.01),
-    "adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=0.01),
+    "adam": of(optim.Adam),
+    "adam-fused": of(optim.Adam, fused=True),
+    "adamw-fused": of(optim.AdamW, fused=True),
+    "adamw-amsgrad-fused": of(optim.AdamW, amsgrad=True, fused=True),
+    "sgd": of(optim.SGD),
+    "sgd-fused": of(optim.SGD, fused=True),
+    "sgd-momentum": of(optim.SGD, momentum=0.9),
+    "sgd-momentum-fused": of(optim.SGD, momentum=0.9, fused=True),
+    "rmsprop": of(optim.RMSprop),
+    "adagrad": of(optim.Adagrad),
+    "adagrad-fused": of(optim.Adagrad, fused=True),
+    "nadam": of(optim.NAdam),
+    "adafactor": of(optim.Adafactor),
     "muon+adamw": muon_and_adamw,
-    "a user's own": lambda model: Signed(model.parameters(), lr=0.01),
-    "a user's own over a fused one": lambda model: Projected(model.parameters(), lr=0.01, fused=True),
+    "a user's own": of(Signed),
+    "a user's own over a fused one": of(Projected, fused=True),
 }
 
 

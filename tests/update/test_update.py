@@ -23,11 +23,6 @@ from resilient_train.update.updater import Attempt, Updater, parameter_groups
 CPU = torch.device("cpu")
 
 
-def rates(curve: Any, warmup_steps: int, steps: range) -> list[float]:
-    schedule = CurveSchedule([1.0], curve, warmup_steps)
-    return [round(schedule.settings(step)[0]["lr"], 6) for step in steps]
-
-
 @pytest.mark.parametrize(
     ("curve", "warmup_steps", "expected"),
     [
@@ -44,7 +39,8 @@ def rates(curve: Any, warmup_steps: int, steps: range) -> list[float]:
     ],
 )
 def test_rates_by_step(curve: Any, warmup_steps: int, expected: list[float]) -> None:
-    assert rates(curve, warmup_steps, range(6)) == expected
+    schedule = CurveSchedule([1.0], curve, warmup_steps)
+    assert [round(schedule.settings(step)[0]["lr"], 6) for step in range(6)] == expected
 
 
 SCHEDULERS: dict[str, Any] = {
@@ -413,8 +409,7 @@ def test_a_rate_that_the_optimizer_sets_itself_is_lowered_by_scaling_its_updates
     """The first update of `Own` shows that it does; with a factor of 1 nothing is scaled."""
     weight = nn.Parameter(torch.tensor([1.0, 2.0]))
     optimizer = kind([weight])
-    first = optimizer.param_groups[0]["lr"]
-    updater = Updater([optimizer], [CurveSchedule([first], constant, 0)], ClipConfig(None, None), device=CPU)
+    updater = constant_updater(optimizer)
     seen = []
     for step, factor in enumerate([1.0, 1.0, 0.1, 1.0]):
         before = weight.detach().clone()
@@ -436,7 +431,7 @@ def test_an_optimizer_without_its_moments_steps_as_a_new_one(build: Any) -> None
         optimizer.step()
 
     optimizer = build(weights, lr=0.1)
-    updater = Updater([optimizer], [CurveSchedule([0.1], constant, 0)], ClipConfig(None, None), device=CPU)
+    updater = constant_updater(optimizer)
     for _ in range(5):
         step(optimizer)
     updater.reset_moments()

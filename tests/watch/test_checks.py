@@ -178,12 +178,10 @@ def test_a_run_that_explodes_from_its_beginning(losses: Curve, seen_at: int | No
 def test_what_is_not_finite_is_an_anomaly_at_once(checks: str, signal: Signal) -> None:
     """Nothing landed, so the present state stays trusted; with all checks off, too, and in the first update."""
     vitals = Vitals(7, 3, False, nan, nan, 1e-3, refused=signal, ranks=(1,))
-    anomaly = Checks(named(checks)).judge(vitals).anomaly
-    assert anomaly is not None
+    anomaly: Any = Checks(named(checks)).judge(vitals).anomaly
     assert (anomaly.signal, anomaly.step, anomaly.tick, anomaly.since) == (signal, 4, 7, 3)
     assert (anomaly.landed, anomaly.ranks) == (False, (1,))
-    landed = Checks(named(checks)).judge(Vitals(9, 9, True, nan, 1.0, 1e-3)).anomaly  # without a gate
-    assert landed is not None
+    landed: Any = Checks(named(checks)).judge(Vitals(9, 9, True, nan, 1.0, 1e-3)).anomaly  # without a gate
     assert (landed.signal, landed.landed, landed.since) == (Signal.NONFINITE_LOSS, True, 7)
 
 
@@ -260,8 +258,7 @@ def test_overflows_are_ordinary_until_they_do_not_end() -> None:
     before = run.checks.state_dict()["level"]
     findings = [run.overflow(2.0**power) for power in range(16, -12, -1)]
     assert [finding.anomaly for finding in findings[:-1]] == [None] * 27
-    anomaly = findings[-1].anomaly
-    assert anomaly is not None
+    anomaly: Any = findings[-1].anomaly
     assert (anomaly.signal, anomaly.landed, anomaly.since) == (Signal.SCALE_COLLAPSE, True, 399)
     assert run.checks.state_dict()["level"] == before
 
@@ -340,8 +337,7 @@ def test_how_far_the_loss_is_off_is_said_by_losses_that_are_finite(losses: list[
     run.checks.require_recovery(run.step, run.step + 1)
     for loss in losses:
         run.attempt(loss)
-    reference = run.checks.rewind_check.reference
-    assert reference is not None
+    reference: Any = run.checks.rewind_check.reference
     assert run.checks.loss_excess() == pytest.approx(reference.excess(median))
 
 
@@ -359,8 +355,7 @@ def test_what_rewinds_cannot_undo_is_an_alarm_each_time(climb: float) -> None:
         run.rewind(found, copy.deepcopy(state), 550)
     assert {one.signal for one in alarms} <= {Signal.LOSS_SPIKE, Signal.NOT_RECOVERED}
     assert all(600 < one.step <= 613 for one in alarms), "none of them is later than the first look behind the jump"
-    reference = run.checks.rewind_check.reference
-    assert reference is not None
+    reference: Any = run.checks.rewind_check.reference
     assert reference.level == pytest.approx(3.07, abs=0.1)
     assert reference.step <= 600
 

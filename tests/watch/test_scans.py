@@ -507,8 +507,7 @@ def test_no_gradients_carry_a_weight_beyond_its_bound(
         weight.grad = torch.tensor(push, dtype=torch.float64)
         optimizer.step()
         path.landed(optimizer.param_groups[0], float(weight.grad.norm()))
-        far = path.reach(length=float(start.norm()), largest=float(start.abs().max()), root=len(start) ** 0.5)
-        assert far is not None
+        far: Any = path.reach(length=float(start.norm()), largest=float(start.abs().max()), root=len(start) ** 0.5)
         moved = (weight.detach() - start).norm(), (weight.detach() - start).abs().max()
         assert float(moved[0]) <= far[0] * (1 + 1e-6) + 1e-9
         assert float(moved[1]) <= far[1] * (1 + 1e-6) + 1e-9
