@@ -35,16 +35,8 @@ _IS_CALLED = 15  # PR_SET_NAME
 
 _context = get_context("forkserver")
 _context.set_forkserver_preload(
-    [
-        *("torch._inductor", "torch.distributed.fsdp", "torch.distributed.run", "frozen"),
-        *(
-            "resilient_train.app.run",
-            "resilient_train.app.command",
-            "resilient_train.zoo.data",
-            "resilient_train.zoo.models",
-        ),
-        "resilient_train.zoo.objectives",
-    ]
+    ["torch._inductor", "torch.distributed.fsdp", "torch.distributed.run", "frozen"]
+    + [f"resilient_train.{name}" for name in ("app.run", "app.command", "zoo.data", "zoo.models", "zoo.objectives")]
 )
 
 

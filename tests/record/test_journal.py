@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import math
 import os
 import time
+import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def test_a_journal_that_cannot_be_read_is_never_written_over(tmp_path: Path) -> 
 def test_a_journal_of_another_version_is_refused_in_one_line(full: tuple[Path, list[dict[str, Any]]]) -> None:
     """Neither read nor written over, even if only its last process was of that version."""
     path, entries = full
-    content = path.read_bytes() + b"".join(_lines([{**entries[0], "n": 4, "format": 3}]))
+    content = path.read_bytes() + _sealed(json.dumps({**entries[0], "n": 4, "format": 3}).encode()[:-1])
     path.write_bytes(content)
     with pytest.raises(TrainError, match=r"journal\.jsonl is of format 3, where this version reads 2: resume the run"):
         Journal(path)
@@ -246,7 +247,7 @@ def test_a_line_has_the_contracts_keys_first() -> None:
     line = strictly(json.dumps(as_line(SPIKE)))
     assert line["actions"] == [{"remedy": "rewind"}, {"remedy": "lower_lr", "factor": 0.5, "rewarm": 20}]
     assert (line["rank"], line["culprit"], line["rows"], line["outcome"]) == (None, None, [], None)
-    line = strictly(json.dumps(as_line(dataclasses.replace(POISON, outcome=Outcome.RECOVERED))))
+    line = strictly(json.dumps(as_line(replace(POISON, outcome=Outcome.RECOVERED))))
     assert (line["rank"], line["rows"], line["outcome"]) == (1, [17, 90_000], "recovered")
     assert line["culprit"]["inputs"] == [{"name": "x", "min": "-inf", "shape": [2, 3]}]
     assert list(line["culprit"]) == ["phase", "op", "module", "file", "line", "inputs"]
@@ -285,7 +286,7 @@ def test_an_incident_comes_back_from_its_line(incident: Incident) -> None:
     line = strictly(json.dumps(as_line(incident)))
     finite = from_line(line)  # an infinity in the settings became its name
     assert as_line(finite) == line
-    assert dataclasses.replace(finite, decision=incident.decision, diagnosis=incident.diagnosis) == incident
+    assert replace(finite, decision=incident.decision, diagnosis=incident.diagnosis) == incident
     assert len(describe(incident).split("\n")) in (2, 3, 4)
     assert "\n" not in describe(incident, "outcome")
     assert describe(incident, "final", last_good=None)
@@ -309,10 +310,10 @@ def test_incidents_are_listed_once_their_outcome_is_known(tmp_path: Path) -> Non
     assert file.read_text() == ""
     for incident in (POISON, SPIKE):
         book.add(incident)
-        book.record_treatment(dataclasses.replace(incident, seconds=0.5))
+        book.record_treatment(replace(incident, seconds=0.5))
         assert file.read_text() == ""
-    book.close(dataclasses.replace(SPIKE, outcome=Outcome.RECOVERED))
-    book.close(dataclasses.replace(POISON, outcome=Outcome.RECURRED))
+    book.close(replace(SPIKE, outcome=Outcome.RECOVERED))
+    book.close(replace(POISON, outcome=Outcome.RECURRED))
     assert [strictly(line)["outcome"] for line in file.read_text().splitlines()] == ["recovered", "recurred"]
     kinds = [entry["kind"] for entry in read(tmp_path / "journal.jsonl")]
     assert kinds == ["incident_opened", "incident_treated"] * 2 + ["incident_closed"] * 2
@@ -321,8 +322,8 @@ def test_incidents_are_listed_once_their_outcome_is_known(tmp_path: Path) -> Non
 def test_an_open_incident_survives(tmp_path: Path) -> None:
     """The process that resumes has all incidents as they were left, and the drills; it closes what is open."""
     before = IncidentLog(tmp_path)
-    treated = dataclasses.replace(SPIKE, seconds=0.5)
-    closed = dataclasses.replace(from_line(as_line(POISON)), outcome=Outcome.RECOVERED)
+    treated = replace(SPIKE, seconds=0.5)
+    closed = replace(from_line(as_line(POISON)), outcome=Outcome.RECOVERED)
     before.add(SPIKE)
     before.add(POISON)
     before.record_treatment(treated)
@@ -333,7 +334,7 @@ def test_an_open_incident_survives(tmp_path: Path) -> None:
     assert not after.run_history.has_fired(3)
     assert after.incidents == [closed, treated]
     assert after.next_id == 4
-    after.close(dataclasses.replace(treated, outcome=Outcome.RECOVERED))
+    after.close(replace(treated, outcome=Outcome.RECOVERED))
     assert [json.loads(line)["id"] for line in (tmp_path / "incidents.jsonl").read_text().splitlines()] == [1, 3]
 
 
@@ -341,18 +342,18 @@ def test_an_incident_that_nothing_was_done_about_is_taken_up(tmp_path: Path) -> 
     """The process ended in between: at the same step it is the same incident, elsewhere it has recurred."""
     IncidentLog(tmp_path).open(POISON.anomaly, POISON.diagnosis, POISON.decision)
     (found,) = IncidentLog(tmp_path).incidents
-    met = dataclasses.replace(POISON.anomaly, tick=POISON.anomaly.tick + 9)
+    met = replace(POISON.anomaly, tick=POISON.anomaly.tick + 9)
     again = IncidentLog(tmp_path)
     assert again.open(met, POISON.diagnosis, POISON.decision) == again.incidents[0]
     assert (len(again.incidents), again.incidents[0].anomaly, again.incidents[0].id) == (1, met, found.id)
-    later = dataclasses.replace(met, step=met.step + 1)
+    later = replace(met, step=met.step + 1)
     assert again.open(later, POISON.diagnosis, POISON.decision).id == found.id + 1
 
 
 def test_the_list_is_made_anew_from_the_journal(tmp_path: Path) -> None:
     book = IncidentLog(tmp_path)
     book.add(POISON)
-    book.close(dataclasses.replace(POISON, outcome=Outcome.RECOVERED))
+    book.close(replace(POISON, outcome=Outcome.RECOVERED))
     file = tmp_path / "incidents.jsonl"
     right = file.read_bytes()
     for damage in (b"", b'{"id": 1, "st', b"nonsense\n"):
@@ -369,7 +370,7 @@ def test_a_disk_that_refuses_the_list_gets_it_later(tmp_path: Path, caplog: pyte
     file.unlink()
     file.mkdir()
     for number in (1, 2):
-        book.close(dataclasses.replace(SPIKE, id=number, outcome=Outcome.RECOVERED))
+        book.close(replace(SPIKE, id=number, outcome=Outcome.RECOVERED))
     assert len([one for one in caplog.records if one.levelname == "WARNING"]) == 1
     file.rmdir()
     book.close_files()
@@ -393,7 +394,7 @@ def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     book = IncidentLog(None)
     book.add(SPIKE)
-    book.close(dataclasses.replace(SPIKE, outcome=Outcome.RECOVERED))
+    book.close(replace(SPIKE, outcome=Outcome.RECOVERED))
     book.run_history.note_drill_fired(1, "nan_batch", 3)
     book.close_files()
     assert book.run_history.has_fired(1)
@@ -401,12 +402,6 @@ def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not list(tmp_path.iterdir())
 
 
-def _lines(entries: list[dict[str, Any]]) -> list[bytes]:
-    return [_sealed(json.dumps(entry).encode()[:-1]) for entry in entries]
-
-
 def _sealed(body: bytes) -> bytes:
     """Seal as the format says, independently of the code under test."""
-    import zlib
-
     return body + b', "crc": "' + f"{zlib.crc32(body):08x}".encode() + b'"}\n'

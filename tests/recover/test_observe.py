@@ -11,6 +11,7 @@ import pytest
 import torch
 from command import SAVING, command
 from guarded import Net, adamw, rows, trained
+from tables import table
 from torch.nn import functional as F
 
 from resilient_train.adapters.guard import Guard
@@ -87,18 +88,18 @@ def is_finite(model: Net) -> bool:
     return all(bool(one.isfinite().all()) for one in model.state_dict().values())
 
 
-@pytest.mark.parametrize(
+@table(
     ("faults", "bad", "signals", "ends_finite"),
-    [
-        pytest.param([], (), [], True, id="healthy"),
-        pytest.param([NanBatch(at=[AT])], (), ["nonfinite_batch"], False, id="NaN batch"),
-        pytest.param([NanGrad(at=[1])], (), ["nonfinite_grad"], False, id="NaN gradient in the first update"),
-        pytest.param([NanGrad(at=[STEPS])], (), ["nonfinite_grad"], False, id="in the last update"),
-        pytest.param([LossSpike(at=[AT, AT + 1, AT + 9], factor=1e6)], (), ["loss_spike"], True, id="three in a row"),
-        pytest.param([BitFlip(at=[AT])], (), ["nonfinite_weights"], False, id="bit flip"),
-        pytest.param([HotLr(at=[AT], factor=300.0, updates=30)], (), ["divergence"], True, id="hot rate"),
-        pytest.param([], BAD, ["nonfinite_batch"], False, id="rows with NaN"),
-    ],
+    {
+        "healthy": ([], (), [], True),
+        "NaN batch": ([NanBatch(at=[AT])], (), ["nonfinite_batch"], False),
+        "NaN gradient in the first update": ([NanGrad(at=[1])], (), ["nonfinite_grad"], False),
+        "in the last update": ([NanGrad(at=[STEPS])], (), ["nonfinite_grad"], False),
+        "three in a row": ([LossSpike(at=[AT, AT + 1, AT + 9], factor=1e6)], (), ["loss_spike"], True),
+        "bit flip": ([BitFlip(at=[AT])], (), ["nonfinite_weights"], False),
+        "hot rate": ([HotLr(at=[AT], factor=300.0, updates=30)], (), ["divergence"], True),
+        "rows with NaN": ([], BAD, ["nonfinite_batch"], False),
+    },
 )
 def test_a_run_ends_as_a_plain_loop_does(
     faults: list[Any], bad: tuple[int, ...], signals: list[str], ends_finite: bool, tmp_path: Path

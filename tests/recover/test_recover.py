@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
+from tables import table
 
 from resilient_train.errors import ConfigError
 from resilient_train.files import conf
@@ -62,7 +62,7 @@ ANY = Case(refused(9), unknown(refused(9)), snapshots=4, mixed_precision=True, l
 
 
 def case_of(anomaly: Anomaly, diagnosis: Diagnosis, like: Case = ANY) -> Case:
-    return dataclasses.replace(like, anomaly=anomaly, diagnosis=diagnosis)
+    return replace(like, anomaly=anomaly, diagnosis=diagnosis)
 
 
 def guilty(*rows: int) -> Callable[[Anomaly], Diagnosis]:
@@ -90,6 +90,14 @@ def rungs(made: Sequence[Decision]) -> list[int | Facts]:
     return [decision.gave_up or decision.rung for decision in made]
 
 
+ENDLESS = {"do": ["skip"], "strikes": None}
+
+
+def default(*rungs: Any, **more: Any) -> dict[str, Any]:
+    """A policy with one ladder for all causes."""
+    return {"ladders": {"default": list(rungs)}, **more}
+
+
 def spent(count: int) -> Facts:
     return fact("ladder_exhausted", cause="unknown", count=count)
 
@@ -97,128 +105,102 @@ def spent(count: int) -> Facts:
 THREE = {"default": [["skip"], ["rewind", "skip"], [{"rewind": {"older": 1}}, "lower_lr"]]}
 
 
-@pytest.mark.parametrize(
+@table(
     ("policy", "anomalies", "expected"),
-    [
-        pytest.param({}, [refused(7)], [0], id="a refused update takes the first rung"),
-        pytest.param({}, [landed(7)], [1], id="skip cannot help what landed"),
-        pytest.param(
-            {}, [refused(7), refused(7, 8), refused(7, 9), refused(7, 10)], [0, 1, 2, spent(3)], id="it climbs"
-        ),
-        pytest.param({"strikes": 2}, [refused(7, n) for n in range(7, 12)], [0, 0, 1, 1, 2], id="strikes to a rung"),
-        pytest.param({"forgive_after": 100}, [landed(7), landed(106)], [1, 2], id="not yet forgiven"),
-        pytest.param({"forgive_after": 100}, [landed(7), landed(107)], [1, 1], id="forgiven"),
-        pytest.param(
-            {"forgive_after": 100, "strikes": 2},
-            [landed(7), landed(107), landed(120)],
-            [1, 1, 1],
-            id="forgiven for good",
-        ),
-        pytest.param({"forgive_after": 100}, [landed(7), landed(7, 900)], [1, 2], id="no progress is not forgiven"),
-        pytest.param(
+    {
+        "a refused update takes the first rung": ({}, [refused(7)], [0]),
+        "skip cannot help what landed": ({}, [landed(7)], [1]),
+        "it climbs": ({}, [refused(7), refused(7, 8), refused(7, 9), refused(7, 10)], [0, 1, 2, spent(3)]),
+        "strikes to a rung": ({"strikes": 2}, [refused(7, n) for n in range(7, 12)], [0, 0, 1, 1, 2]),
+        "not yet forgiven": ({"forgive_after": 100}, [landed(7), landed(106)], [1, 2]),
+        "forgiven": ({"forgive_after": 100}, [landed(7), landed(107)], [1, 1]),
+        "forgiven for good": ({"forgive_after": 100, "strikes": 2}, [landed(7), landed(107), landed(120)], [1, 1, 1]),
+        "no progress is not forgiven": ({"forgive_after": 100}, [landed(7), landed(7, 900)], [1, 2]),
+        "after a long rewind the way back is no progress": (
             {"forgive_after": 100},
             [landed(500, 500), landed(200, 700), landed(550, 1050)],
             [1, 2, spent(2)],
-            id="after a long rewind the way back is no progress",
         ),
-        pytest.param(
-            {"ladders": {"default": [{"do": ["skip"], "strikes": None}, *THREE["default"][1:]]}, "forgive_after": 100},
+        "what lower rungs pass over does not bring a spent rung back": (
+            default(ENDLESS, *THREE["default"][1:], forgive_after=100),
             [landed(7), landed(50), *[refused(n) for n in range(60, 145, 5)], landed(145)],
             [1, 2, *[0] * 17, spent(2)],
-            id="what lower rungs pass over does not bring a spent rung back",
         ),
-        pytest.param(
-            {"ladders": {"default": [{"do": ["skip"], "strikes": None}, *THREE["default"][1:]]}, "forgive_after": 100},
+        "what lower rungs pass over does not keep a cause from being forgiven": (
+            default(ENDLESS, *THREE["default"][1:], forgive_after=100),
             [landed(7), landed(50), *[refused(n) for n in range(60, 155, 5)], landed(155)],
             [1, 2, *[0] * 19, 1],
-            id="what lower rungs pass over does not keep a cause from being forgiven",
         ),
-        pytest.param(
-            {"ladders": {"default": [{"do": ["skip"], "strikes": None}, ["rewind"]]}, "budget": {"in_a_row": 500}},
+        "unlimited strikes": (
+            default(ENDLESS, ["rewind"], budget={"in_a_row": 500}),
             [refused(1, n) for n in range(400)],
             [0] * 400,
-            id="unlimited strikes",
         ),
-        pytest.param(
-            {"ladders": {"default": [{"do": ["skip"], "strikes": 2, "within": 5}, ["rewind"]]}},
+        "strikes within some ticks": (
+            default({"do": ["skip"], "strikes": 2, "within": 5}, ["rewind"]),
             [refused(1), refused(4), refused(6), refused(20)],
             [0, 0, 1, 0],
-            id="strikes within some ticks",
         ),
-        pytest.param(
-            {"ladders": {"default": [{"do": ["rewind"], "landed": True}, ["skip"]]}},
+        "a rung for what landed": (
+            default({"do": ["rewind"], "landed": True}, ["skip"]),
             [refused(7), landed(9)],
             [1, 0],
-            id="a rung for what landed",
         ),
-        pytest.param(
-            {"ladders": {"default": []}}, [refused(7)], [fact("no_remedy", cause="unknown")], id="an empty ladder"
-        ),
-        pytest.param(
-            {"ladders": {"default": [["skip"]]}},
-            [landed(7)],
-            [fact("none_applies", cause="unknown")],
-            id="none applies",
-        ),
-        pytest.param(
+        "an empty ladder": (default(), [refused(7)], [fact("no_remedy", cause="unknown")]),
+        "none applies": (default(["skip"]), [landed(7)], [fact("none_applies", cause="unknown")]),
+        "a budget over a window": (
             {"budget": {"incidents": 2, "window": 51}, "forgive_after": 1},
             [landed(10), landed(20), landed(70), landed(71)],
             [1, 1, 1, fact("incidents_in_window", count=2, window=51)],
-            id="a budget over a window",
         ),
-        pytest.param(
+        "a run": (
             {"budget": {"run": 2}, "forgive_after": 1},
             [landed(n) for n in (1, 9000, 90000)],
             [1, 1, fact("incidents_in_run", count=2)],
-            id="a run",
         ),
-        pytest.param(
+        "refused updates": (
             {"budget": {"refused": 2, "window": 10}, "forgive_after": 1},
             [refused(n) for n in (1, 3, 14, 16, 18)],
             [0, 0, 0, 0, fact("refused_in_window", count=2, window=10)],
-            id="refused updates",
         ),
-        pytest.param(
+        "refused in a row": (
             {"budget": {"in_a_row": 2}, "strikes": 9},
             [refused(1, 1), refused(1, 2), refused(2, 4), refused(2, 5), refused(2, 6)],
             [0, 0, 0, 0, fact("in_a_row", count=2, limit=2)],
-            id="refused in a row",
         ),
-        pytest.param(
+        "what landed was not refused in a row": (
             {"budget": {"in_a_row": 2}, "strikes": 9},
             [landed(1, 1), landed(1, 2), refused(1, 3)],
             [1, 1, 0],
-            id="what landed was not refused in a row",
         ),
-        pytest.param(
-            {"ladders": {"default": [{"do": ["skip", "report"], "strikes": None}]}, "budget": {"refused": 1}},
+        "what landed and was reported was not refused": (
+            default({"do": ["skip", "report"], "strikes": None}, budget={"refused": 1}),
             [landed(1), landed(3), refused(5), landed(7), refused(9)],
             [0, 0, 0, 0, fact("refused_in_window", count=1, window=1000)],
-            id="what landed and was reported was not refused",
         ),
-    ],
+    },
 )
 def test_rungs_by_history(policy: dict[str, Any], anomalies: list[Anomaly], expected: list[int | Facts]) -> None:
     """A rung is taken by strikes since the cause was forgiven, and budgets come first; the end has one reason."""
     assert rungs(decisions(parse({"ladders": THREE, **policy}), anomalies)) == expected
 
 
-@pytest.mark.parametrize(
+@table(
     ("steps", "expected"),
-    [
-        pytest.param([7], [0], id="nothing is proven yet"),
-        pytest.param([120], [1], id="not begun later"),
-        pytest.param([7, 8, 9, 10], [0, 0, 0, 1], id="its strikes"),
-        pytest.param([7, 120, 190], [0, 0, 0], id="begun, it goes on"),
-        pytest.param([7, 120, 330], [0, 0, 1], id="until it is forgiven"),
-    ],
+    {
+        "nothing is proven yet": ([7], [0]),
+        "not begun later": ([120], [1]),
+        "its strikes": ([7, 8, 9, 10], [0, 0, 0, 1]),
+        "begun, it goes on": ([7, 120, 190], [0, 0, 0]),
+        "until it is forgiven": ([7, 120, 330], [0, 0, 1]),
+    },
 )
 def test_a_rung_for_the_start_of_a_run(steps: list[int], expected: list[int]) -> None:
     """It is begun while no state but the first is proven, and taken until its strikes are used up or forgiven."""
-    policy = parse({"ladders": {"default": [{"do": ["rewind"], "strikes": 3, "at_start": True}, ["report"]]}})
+    policy = parse(default({"do": ["rewind"], "strikes": 3, "at_start": True}, ["report"]))
     history: list[Incident] = []
     for number, step in enumerate(steps, start=1):
-        can, anomaly = dataclasses.replace(ANY, at_start=step < 100), landed(step)
+        can, anomaly = replace(ANY, at_start=step < 100), landed(step)
         decision = decide(policy, case_of(anomaly, unknown(anomaly), can), tuple(history))
         history.append(Incident(number, anomaly, unknown(anomaly), decision))
     assert [one.decision.rung for one in history] == expected
@@ -263,9 +245,9 @@ def test_remedies_of_a_rung(
     rung: list[Any], anomaly: Anomaly, rows: list[int], can: dict[str, Any], expected: list[str]
 ) -> None:
     """A rung keeps the remedies that apply, in a fixed order; one of which none applies is passed over."""
-    policy = parse({"ladders": {"default": [rung]}})
+    policy = parse(default(rung))
     diagnose = guilty(*rows) if rows else unknown
-    (decision,) = decisions(policy, [anomaly], dataclasses.replace(ANY, **can), diagnose)
+    (decision,) = decisions(policy, [anomaly], replace(ANY, **can), diagnose)
     assert [action.remedy for action in decision.actions] == expected
     assert (decision.gave_up is None) == bool(expected)
 
@@ -289,8 +271,8 @@ def test_a_data_set_loses_so_many_rows_and_no_more(
     budget: dict[str, Any], rows: list[int], count: int, before: int, broken: tuple[int, int] | None
 ) -> None:
     """Neither more than their number nor more than their share, but for one; beyond that the data set is broken."""
-    policy = parse({"ladders": {"default": [["quarantine"], ["skip"]]}, "budget": budget})
-    can = dataclasses.replace(ANY, rows=count, quarantined=before)
+    policy = parse(default(["quarantine"], ["skip"], budget=budget))
+    can = replace(ANY, rows=count, quarantined=before)
     (decision,) = decisions(policy, [refused(9)], can, guilty(*rows))
     if broken is not None:
         assert decision.gave_up == fact("data_broken", bad=broken[0], rows=count, allowed=broken[1])
@@ -301,8 +283,8 @@ def test_a_data_set_loses_so_many_rows_and_no_more(
 
 def test_rows_that_another_run_listed_cost_nothing_but_one_row_stays() -> None:
     """They are left out of the budget; with them no row may be left to train on."""
-    policy = parse({"ladders": {"default": [["quarantine"]]}, "budget": {"rows": 3}})
-    can = dataclasses.replace(ANY, rows=100, quarantined=1, given=97)
+    policy = parse(default(["quarantine"], budget={"rows": 3}))
+    can = replace(ANY, rows=100, quarantined=1, given=97)
     (decision,) = decisions(policy, [refused(9)], can, guilty(1))
     assert decision.gave_up is None
     (decision,) = decisions(policy, [refused(9)], can, guilty(1, 2))
@@ -315,12 +297,11 @@ def test_only_the_budget_of_rows_leaves_other_remedies() -> None:
     def diagnose(anomaly: Anomaly) -> Diagnosis:
         return Diagnosis(Cause.OPERATION, rows=(7,))
 
-    ladders = {"default": [{"do": ["quarantine"], "strikes": None}, {"do": ["skip"], "strikes": None}]}
-    few = parse({"ladders": ladders, "budget": {"rows": 0}})
+    quarantine = {"do": ["quarantine"], "strikes": None}
+    few = parse(default(quarantine, ENDLESS, budget={"rows": 0}))
     (made,) = decisions(few, [refused(9)], diagnose=diagnose)
     assert [action.remedy for action in made.actions] == ["skip"]
-    ladders["default"][1]["do"] = ["rewind"]
-    met = parse({"ladders": ladders, "budget": {"refused": 2}})
+    met = parse(default(quarantine, {"do": ["rewind"], "strikes": None}, budget={"refused": 2}))
     made = decisions(met, [refused(n) for n in (1, 3, 5)], diagnose=diagnose)[-1]
     assert made.gave_up == fact("refused_in_window", count=2, window=1000)
 
@@ -416,9 +397,9 @@ def test_a_trial_beyond_its_budget_is_passed_over(left: int, rung: int) -> None:
     """Two arms of 20 updates, and the forwards that judge them."""
     trial = {"trial": {"of": [["tighten_clip"], ["raise_eps"]], "steps": 20}}
     (made,) = decisions(
-        parse({"ladders": {"default": [[trial], ["skip"]]}}),
+        parse(default([trial], ["skip"])),
         [refused(1)],
-        dataclasses.replace(ANY, trial_updates=left),
+        replace(ANY, trial_updates=left),
     )
     assert made.rung == rung
 
@@ -481,7 +462,7 @@ def test_a_remedy_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """A dotted path in a rung is imported, its settings are checked, and it is applied after the others."""
     (tmp_path / "my_remedies.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
-    policy = parse({"ladders": {"default": [[{"my_remedies.Halve": {"times": 2}}, "skip"]]}})
+    policy = parse(default([{"my_remedies.Halve": {"times": 2}}, "skip"]))
     (decision,) = decisions(policy, [refused(1)])
     assert decision.actions == (Action("skip"), Action("my_remedies.Halve", {"times": 2}))
     run = Run()
@@ -495,10 +476,10 @@ def test_a_remedy_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "subprocess.Popen": "is not a remedy: write a",
     }.items():
         with pytest.raises(ConfigError) as error:
-            parse({"ladders": {"default": [[entry]]}})
+            parse(default([entry]))
         assert f"recovery.ladders.default[0][0]={entry}: {said}" in str(error.value)
     with pytest.raises(ConfigError, match=r"my_remedies\.Halve\.times=0: must be a whole number \(at least 1\)"):
-        parse({"ladders": {"default": [[{"my_remedies.Halve": {"times": 0}}]]}})
+        parse(default([{"my_remedies.Halve": {"times": 0}}]))
     sys.modules.pop("my_remedies")
 
 
@@ -519,7 +500,7 @@ def test_a_policy_in_a_run_directory_imports_nothing(tmp_path: Path, monkeypatch
 
 def test_every_remedy_works_as_the_case_settles_its_defaults() -> None:
     """Each can be made without settings, and its docstring says what it does."""
-    like = dataclasses.replace(ANY, loss_excess=1.0, usual_rate=0.5, rewinds=True)
+    like = replace(ANY, loss_excess=1.0, usual_rate=0.5, rewinds=True)
     case = case_of(landed(9), unknown(landed(9)), like)
     for kind in KNOWN.values():
         assert kind.__doc__
@@ -581,7 +562,7 @@ def trained(policy: Policy, fault: Fault, steps: int = 600, most_ticks: int = 6_
             run.knobs.trouble()
         for action in decision.actions:
             remedy(action).apply(run)
-        history.record_treatment(dataclasses.replace(incident, rewound_to=run.rewound_to))
+        history.record_treatment(replace(incident, rewound_to=run.rewound_to))
     history.close_all(Outcome.RECOVERED)
     return run, history
 
@@ -675,7 +656,7 @@ DRILLS = [
 @pytest.mark.parametrize(("anomaly", "cause"), DRILLS)
 def test_one_fault_is_cured_by_the_first_rung(name: str, anomaly: Anomaly, cause: str) -> None:
     """A fault that comes once costs one incident; what landed is rewound, corruption loses no samples."""
-    fault: Fault = lambda run: dataclasses.replace(anomaly, tick=50) if run.tick == 50 else None  # noqa: E731
+    fault: Fault = lambda run: replace(anomaly, tick=50) if run.tick == 50 else None  # noqa: E731
     run, history = trained(policy_named(name), fault)
     (incident,) = history.incidents
     assert (incident.diagnosis.cause, incident.outcome) == (cause, Outcome.RECOVERED)
@@ -698,7 +679,7 @@ def series(draw: st.DrawFn) -> list[Anomaly]:
 
 
 def with_a_row(anomaly: Anomaly) -> Diagnosis:
-    return dataclasses.replace(by_signal(anomaly), rows=(anomaly.tick,))
+    return replace(by_signal(anomaly), rows=(anomaly.tick,))
 
 
 counts = st.integers(0, 200)
@@ -722,9 +703,7 @@ def test_decisions_are_total_and_the_same_everywhere(name: str, anomalies: list[
         assert bool(decision.actions) == (decision.gave_up is None)
         for action in decision.actions:
             rewinds = any(one.remedy == "rewind" for one in decision.actions)
-            assert remedy(action).applies(
-                dataclasses.replace(case_of(anomaly, with_a_row(anomaly), can), rewinds=rewinds)
-            )
+            assert remedy(action).applies(replace(case_of(anomaly, with_a_row(anomaly), can), rewinds=rewinds))
 
 
 @settings(max_examples=60, deadline=None)
@@ -788,8 +767,8 @@ def test_a_limit_of_updates_falls_with_their_root() -> None:
 @pytest.mark.parametrize(("left", "share"), [(0.0, 0.1), (0.06, 0.02), (0.9, 0.1)])
 def test_updates_that_are_limited_already_are_limited_further(left: float, share: float) -> None:
     """The incident says by how much; never to more than the policy says."""
-    can = dataclasses.replace(ANY, sgd=True, share=left)
-    policy = parse({"ladders": {"default": [["rewind", "limit_update"]]}})
+    can = replace(ANY, sgd=True, share=left)
+    policy = parse(default(["rewind", "limit_update"]))
     found = decide(policy, case_of(landed(9), unknown(landed(9)), can), ())
     assert [dict(one.settings) for one in found.actions if one.remedy == "limit_update"] == [{"share": share}]
 
@@ -1010,10 +989,10 @@ def test_the_same_trouble_again_closes_the_one_before() -> None:
     history = IncidentLog(None)
     history.open(refused(1), DATA, SKIPPED)
     assert closed_by(history, lambda: history.open(refused(2), EXPLOSION, SKIPPED)) == []
-    assert closed_by(history, lambda: history.open(refused(3), dataclasses.replace(DATA, culprit=line), SKIPPED)) == []
+    assert closed_by(history, lambda: history.open(refused(3), replace(DATA, culprit=line), SKIPPED)) == []
     assert closed_by(history, lambda: history.open(refused(4), DATA, SKIPPED)) == [(1, "recurred")]
-    elsewhere = dataclasses.replace(line, inputs=({"min": -1.0},))
-    again = functools.partial(history.open, refused(5), dataclasses.replace(DATA, culprit=elsewhere), SKIPPED)
+    elsewhere = replace(line, inputs=({"min": -1.0},))
+    again = functools.partial(history.open, refused(5), replace(DATA, culprit=elsewhere), SKIPPED)
     assert closed_by(history, again) == [(3, "recurred")]
     assert accept(history, *range(5, 55)) == [(2, "recovered"), (4, "recovered"), (5, "recovered")]
     assert history.tally() == {"total": 5, "recovered": 3, "by_cause": {"data": 4, "explosion": 1}}

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import exp, inf, isfinite, nan
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tables import table
 from test_recover import ANY, Fault, Run, case_of, landed, policy_named, refused, trained
 
 from resilient_train.record.incident_log import IncidentLog
@@ -64,14 +64,14 @@ def made(shape: Shape, steps: int = 100, *, seed: int = 0) -> Reference:
 
 
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize(
+@table(
     ("shape", "level", "scatter", "slope"),
-    [
-        pytest.param(flat, (2.93, 3.03), (0.05, 0.12), (0.0, 0.0), id="flat: their mean but for the highest"),
-        pytest.param(falling, (2.70, 2.90), (0.02, 0.10), (0.0, 0.0), id="falling: where they have come to"),
-        pytest.param(rising, (2.90, 3.05), (0.02, 0.10), (0.007, 0.012), id="rising: where they are, and how fast"),
-        pytest.param(skewed, (0.70, 2.00), (0.50, 2.50), (0.0, 0.0), id="skewed: without single outliers"),
-    ],
+    {
+        "flat: their mean but for the highest": (flat, (2.93, 3.03), (0.05, 0.12), (0.0, 0.0)),
+        "falling: where they have come to": (falling, (2.70, 2.90), (0.02, 0.10), (0.0, 0.0)),
+        "rising: where they are, and how fast": (rising, (2.90, 3.05), (0.02, 0.10), (0.007, 0.012)),
+        "skewed: without single outliers": (skewed, (0.70, 2.00), (0.50, 2.50), (0.0, 0.0)),
+    },
 )
 def test_what_the_losses_up_to_a_step_tell(
     shape: Shape, level: tuple[float, float], scatter: tuple[float, float], slope: tuple[float, float], seed: int
@@ -288,34 +288,33 @@ WARM_UP = [(step + 1) / 50 for step in range(50)]
 DOWN = [0.01 ** (step / 100) for step in range(100)]
 
 
-@pytest.mark.parametrize(
+@table(
     ("paces", "leap"),
-    [
-        pytest.param([1.0] * 100, None, id="constant"),
-        pytest.param([*[1.0] * 100, 10.0], Leap(101, 10.0, 1.0, True), id="sudden"),
-        pytest.param([*[1.0] * 100, 1.9], None, id="less than twice"),
-        pytest.param([*[1.0] * 100, *[5.0] * 40, 20.0], Leap(101, 20.0, 1.0, True), id="the first of two leaps"),
-        pytest.param([*[1.0] * 100, *[5.0] * 63], Leap(101, 5.0, 1.0, True), id="lately"),
-        pytest.param([*[1.0] * 100, *[5.0] * 65], None, id="too long ago: it is what was usual since"),
-        pytest.param(WARM_UP, None, id="a warm-up from zero"),
-        pytest.param(WARM_UP[:10], None, id="a warm-up that has just begun"),
-        pytest.param([*WARM_UP, *DOWN], None, id="a warm-up and a decay"),
-        pytest.param([*WARM_UP, *DOWN, 1.0], None, id="a restart back to an earlier peak"),
-        pytest.param([*WARM_UP, *DOWN, *DOWN[:30]], None, id="some way behind such a restart"),
-        pytest.param([*WARM_UP, *DOWN, 3.0], Leap(151, 3.0, 1.0, True), id="a restart far above the peak"),
-        pytest.param(
+    {
+        "constant": ([1.0] * 100, None),
+        "sudden": ([*[1.0] * 100, 10.0], Leap(101, 10.0, 1.0, True)),
+        "less than twice": ([*[1.0] * 100, 1.9], None),
+        "the first of two leaps": ([*[1.0] * 100, *[5.0] * 40, 20.0], Leap(101, 20.0, 1.0, True)),
+        "lately": ([*[1.0] * 100, *[5.0] * 63], Leap(101, 5.0, 1.0, True)),
+        "too long ago: it is what was usual since": ([*[1.0] * 100, *[5.0] * 65], None),
+        "a warm-up from zero": (WARM_UP, None),
+        "a warm-up that has just begun": (WARM_UP[:10], None),
+        "a warm-up and a decay": ([*WARM_UP, *DOWN], None),
+        "a restart back to an earlier peak": ([*WARM_UP, *DOWN, 1.0], None),
+        "some way behind such a restart": ([*WARM_UP, *DOWN, *DOWN[:30]], None),
+        "a restart far above the peak": ([*WARM_UP, *DOWN, 3.0], Leap(151, 3.0, 1.0, True)),
+        "a slow rise begins where it is beyond a tenth": (
             [*[1.0] * 50, *[1.05**step for step in range(1, 41)]],
             Leap(52, 1.05**40, 1.0, False),
-            id="a slow rise begins where it is beyond a tenth",
         ),
-        pytest.param([*[1.0] * 50, *[1.02**step for step in range(1, 30)]], None, id="a rise to less than twice"),
-        pytest.param([1.0] * 5 + [10.0], Leap(6, 10.0, 1.0, True), id="a few updates tell what is usual"),
-        pytest.param([0.01, 0.02, 0.03, 0.04], None, id="the first steps of a warm-up"),
-        pytest.param([0.5] * 3 + [1.0] * 9, None, id="the next stage of a warm-up"),
-        pytest.param([0.01] * 50 + [1.0], Leap(51, 100.0, 0.01, True), id="too far for a stage of a warm-up"),
-        pytest.param([0.0] * 100, None, id="rates that are not known"),
-        pytest.param([], None, id="no updates"),
-    ],
+        "a rise to less than twice": ([*[1.0] * 50, *[1.02**step for step in range(1, 30)]], None),
+        "a few updates tell what is usual": ([1.0] * 5 + [10.0], Leap(6, 10.0, 1.0, True)),
+        "the first steps of a warm-up": ([0.01, 0.02, 0.03, 0.04], None),
+        "the next stage of a warm-up": ([0.5] * 3 + [1.0] * 9, None),
+        "too far for a stage of a warm-up": ([0.01] * 50 + [1.0], Leap(51, 100.0, 0.01, True)),
+        "rates that are not known": ([0.0] * 100, None),
+        "no updates": ([], None),
+    },
 )
 def test_a_rate_that_leapt(paces: list[float], leap: Leap | None) -> None:
     """It counts against the highest so far; what rose slowly, against what was usual before the last updates."""
@@ -356,18 +355,18 @@ def test_what_a_leap_says_is_so(paces: list[float]) -> None:
 # What becomes of incidents.
 
 
-@pytest.mark.parametrize(
+@table(
     ("anomaly", "cause", "rewound_to", "damage"),
-    [
-        pytest.param(refused(100), Cause.DATA, None, False, id="refused and skipped"),
-        pytest.param(refused(100), Cause.DATA, 75, False, id="refused and rewound"),
-        pytest.param(landed(100), Cause.EXPLOSION, None, True, id="landed and only reported"),
-        pytest.param(landed(100), Cause.EXPLOSION, 75, True, id="landed and rewound"),
-        pytest.param(landed(100), Cause.EXPLOSION, 0, True, id="landed and rewound to the start"),
-        pytest.param(landed(100), Cause.CORRUPTION, 75, False, id="changed outside of an update and rewound"),
-        pytest.param(landed(100), Cause.CORRUPTION, None, True, id="changed outside of an update and left"),
-        pytest.param(landed(100), Cause.PROCESS, 75, False, id="of the process"),
-    ],
+    {
+        "refused and skipped": (refused(100), Cause.DATA, None, False),
+        "refused and rewound": (refused(100), Cause.DATA, 75, False),
+        "landed and only reported": (landed(100), Cause.EXPLOSION, None, True),
+        "landed and rewound": (landed(100), Cause.EXPLOSION, 75, True),
+        "landed and rewound to the start": (landed(100), Cause.EXPLOSION, 0, True),
+        "changed outside of an update and rewound": (landed(100), Cause.CORRUPTION, 75, False),
+        "changed outside of an update and left": (landed(100), Cause.CORRUPTION, None, True),
+        "of the process": (landed(100), Cause.PROCESS, 75, False),
+    },
 )
 @pytest.mark.parametrize("is_back", [True, False])
 @pytest.mark.parametrize("ends", ["far beyond it", "at once", "given up"])
@@ -377,7 +376,7 @@ def test_what_an_incident_comes_to(
     """What left damage recovers only where the loss is back; everything else as soon as the run is beyond it."""
     history = IncidentLog(None)
     incident = history.open(anomaly, Diagnosis(cause), Decision((Action("skip"),)))
-    history.record_treatment(dataclasses.replace(incident, rewound_to=rewound_to))
+    history.record_treatment(replace(incident, rewound_to=rewound_to))
     assert history.incidents[0].left_damage == damage
     good = Outcome.RECOVERED if is_back or not damage else None
     if ends == "far beyond it":
@@ -426,7 +425,7 @@ def test_corruption_now_and_then_never_exhausts_the_ladder(times: int, completes
 
 def decided(cause: Cause, history: Sequence[Incident] = (), *, policy: str = "balanced", **can: Any) -> Decision:
     anomaly = landed(200 + len(history), 200 + 50 * len(history))
-    case = case_of(anomaly, Diagnosis(cause), dataclasses.replace(ANY, **can))
+    case = case_of(anomaly, Diagnosis(cause), replace(ANY, **can))
     return decide(policy_named(policy), case, tuple(history))
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -68,7 +68,7 @@ def test_the_last_of_many_incidents_costs_what_an_early_one_does(
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)
     policy = named("balanced")
-    policy = dataclasses.replace(policy, budget=dataclasses.replace(policy.budget, window=40, rows=10**6, share=0.9))
+    policy = replace(policy, budget=replace(policy.budget, window=40, rows=10**6, share=0.9))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     guard = Guard(
         *(None, model, optimizer),

@@ -312,24 +312,17 @@ def test_a_run_that_was_just_resumed_ends_on_its_best_checkpoint(more: float, po
     assert (loop.guard.clock.step, loop.weights()) == (verified, healthy(verified)[0])
 
 
-def test_a_schedule_that_starts_again_hides_no_damage() -> None:
-    """The rate leaps to where it began, on purpose; a loss that leaps with it, and stays up, is undone all the same."""
+def restarts(step: int) -> float:
+    return 0.55 + 0.45 * math.cos(math.pi * (step % 200) / 200)
+
+
+@pytest.mark.parametrize(("rate", "at", "recovery"), [(restarts, 200, "balanced"), (lambda step: 1.0, 150, "skip")])
+def test_damage_that_passes_is_recovered(rate: Callable[[int], float], at: int, recovery: str) -> None:
+    """A loss that jumps with a rate that starts again on purpose is undone; a policy that only reports waits for it."""
     made: list[Loop] = []
-    curve = lambda step: 0.55 + 0.45 * math.cos(math.pi * (step % 200) / 200)  # noqa: E731
-    made.append(Loop(curve, objective=raised(made, lambda tick: (200 <= tick < 212) * 3), hands_over=True))
+    objective = raised(made, lambda tick: (at <= tick < at + 12) * 3)
+    made.append(Loop(rate, objective=objective, hands_over=True, recovery=recovery))
     assert [one[2] for one in made[0].train(300).told()] == ["recovered"]
-
-
-def test_damage_that_passes_is_recovered_without_a_rewind() -> None:
-    """Under a policy that only reports: the loss came back by itself, and stayed."""
-
-    def objective(model: Any, batch: Any) -> Tensor:
-        return F.cross_entropy(model(batch[0]), (batch[1] + (150 <= made[0].guard.clock.tick < 160)) % CLASSES)
-
-    made = [Loop(hands_over=True, recovery="skip")]
-    made[0].objective = objective
-    made[0].train(300)
-    assert [one[2] for one in made[0].told()] == ["recovered"]
 
 
 def test_a_run_whose_loss_does_not_fall_is_not_well(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tables import table
 from test_checks import Run
 from torch.nn.functional import cross_entropy
 
@@ -37,18 +38,18 @@ def seen(losses: list[float]) -> BestLevel:
     return best
 
 
-@pytest.mark.parametrize(
+@table(
     ("losses", "after_incidents", "otherwise"),
-    [
-        pytest.param(noisy(2.0, 300), None, None, id="it stands"),
-        pytest.param(noisy(2.0, 100) + noisy(0.5, 200), None, None, id="it falls"),
-        pytest.param(noisy(0.5, 100) + noisy(2.0, 100), (51, 100), (51, 100), id="it rose fourfold"),
-        pytest.param(noisy(0.5, 50) + noisy(0.8, 100), (1, 50), None, id="it rose by 60 %"),
-        pytest.param(noisy(0.5, 50) + noisy(0.6, 100), None, None, id="it rose by 20 %"),
-        pytest.param(noisy(0.5, 100, scatter=3.0) + noisy(0.8, 100, scatter=3.0), None, None, id="it is noisy"),
-        pytest.param(noisy(0.5, 50) + noisy(2.0, 49), None, None, id="too few losses show it"),
-        pytest.param([-0.1, *noisy(0.5, 99), *noisy(2.0, 100)], None, None, id="losses below zero"),
-    ],
+    {
+        "it stands": (noisy(2.0, 300), None, None),
+        "it falls": (noisy(2.0, 100) + noisy(0.5, 200), None, None),
+        "it rose fourfold": (noisy(0.5, 100) + noisy(2.0, 100), (51, 100), (51, 100)),
+        "it rose by 60 %": (noisy(0.5, 50) + noisy(0.8, 100), (1, 50), None),
+        "it rose by 20 %": (noisy(0.5, 50) + noisy(0.6, 100), None, None),
+        "it is noisy": (noisy(0.5, 100, scatter=3.0) + noisy(0.8, 100, scatter=3.0), None, None),
+        "too few losses show it": (noisy(0.5, 50) + noisy(2.0, 49), None, None),
+        "losses below zero": ([-0.1, *noisy(0.5, 99), *noisy(2.0, 100)], None, None),
+    },
 )
 def test_the_newest_losses_are_compared_with_the_best_block(
     losses: list[float], after_incidents: tuple[int, int] | None, otherwise: tuple[int, int] | None
@@ -155,18 +156,18 @@ def test_refused_losses_do_not_widen_the_range() -> None:
 RISE = Rise(160, 2560, 2.0, False)
 
 
-@pytest.mark.parametrize(
+@table(
     ("again", "was_low", "confirms"),
-    [
-        pytest.param(RISE._replace(start=2000), True, True, id="other samples"),
-        pytest.param(RISE, True, False, id="the same samples"),
-        pytest.param(RISE._replace(step=168, start=2000), True, True, id="a little later"),
-        pytest.param(RISE._replace(step=190, start=2000), True, False, id="much later"),
-        pytest.param(RISE._replace(start=2000, height=9.0), True, False, id="higher"),
-        pytest.param(RISE._replace(start=2000, grows=True), True, False, id="gradients grow"),
-        pytest.param(RISE._replace(step=126), True, True, id="at once"),
-        pytest.param(RISE._replace(step=126), False, False, id="at once, where the loss was as high before"),
-    ],
+    {
+        "other samples": (RISE._replace(start=2000), True, True),
+        "the same samples": (RISE, True, False),
+        "a little later": (RISE._replace(step=168, start=2000), True, True),
+        "much later": (RISE._replace(step=190, start=2000), True, False),
+        "higher": (RISE._replace(start=2000, height=9.0), True, False),
+        "gradients grow": (RISE._replace(start=2000, grows=True), True, False),
+        "at once": (RISE._replace(step=126), True, True),
+        "at once, where the loss was as high before": (RISE._replace(step=126), False, False),
+    },
 )
 def test_a_rise_that_comes_again(again: Rise, was_low: bool, confirms: bool) -> None:
     probe = Probe.of(RISE, 164, 125, is_jump=True)

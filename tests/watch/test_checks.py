@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import json
 import random
 import struct
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from math import exp, inf, isfinite, nan, sin
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tables import table
 
 from resilient_train.types import Anomaly, Signal, Vitals
 from resilient_train.watch.checks import Checks, Finding
@@ -148,20 +149,20 @@ def only(check: str) -> ChecksConfig:
 SURGE = [(400.0, 90.0), (90.0, 30.0), (50.0, 30.0)]
 
 
-@pytest.mark.parametrize(
+@table(
     ("losses", "seen_at"),
-    [
-        pytest.param([(1.1, 0.3), *SURGE], 4, id="loss and slope leap"),
-        pytest.param([(1.1, 0.3), *[(1.0, 0.4)] * 20, *SURGE], 24, id="after some calm updates"),
-        pytest.param([(1.1, 0.3), *[(1e9, 0.0)] * 3], 4, id="thrown to where there is no slope"),
-        pytest.param([(-2.0, 0.3), *[(9.0, 3.0)] * 3], 4, id="a loss that begins below zero"),
-        pytest.param([(1.1, 0.3), *[(400.0, 90.0), (1.1, 0.3), (1.1, 0.3)] * 9], None, id="single hard batches"),
-        pytest.param([(1.1, 0.3), *[(400.0, 90.0), (400.0, 90.0), (1.1, 0.3)] * 9], None, id="two of three are hard"),
-        pytest.param([(0.01, 1.0), *[(0.01 * n, 1.0) for n in range(40)]], None, id="a climb from near zero"),
-        pytest.param([(1.1, 0.3), *[(1.1, 3.0)] * 30], None, id="slopes alone"),
-        pytest.param([(1.1, 0.3), *[(3.0, 3.0)] * 30], None, id="a warm-up that goes somewhat astray"),
-        pytest.param([(1.1, 0.3), *[(1.0, 0.4)] * 31, *SURGE], None, id="too late: others know what is usual"),
-    ],
+    {
+        "loss and slope leap": ([(1.1, 0.3), *SURGE], 4),
+        "after some calm updates": ([(1.1, 0.3), *[(1.0, 0.4)] * 20, *SURGE], 24),
+        "thrown to where there is no slope": ([(1.1, 0.3), *[(1e9, 0.0)] * 3], 4),
+        "a loss that begins below zero": ([(-2.0, 0.3), *[(9.0, 3.0)] * 3], 4),
+        "single hard batches": ([(1.1, 0.3), *[(400.0, 90.0), (1.1, 0.3), (1.1, 0.3)] * 9], None),
+        "two of three are hard": ([(1.1, 0.3), *[(400.0, 90.0), (400.0, 90.0), (1.1, 0.3)] * 9], None),
+        "a climb from near zero": ([(0.01, 1.0), *[(0.01 * n, 1.0) for n in range(40)]], None),
+        "slopes alone": ([(1.1, 0.3), *[(1.1, 3.0)] * 30], None),
+        "a warm-up that goes somewhat astray": ([(1.1, 0.3), *[(3.0, 3.0)] * 30], None),
+        "too late: others know what is usual": ([(1.1, 0.3), *[(1.0, 0.4)] * 31, *SURGE], None),
+    },
 )
 def test_a_run_that_explodes_from_its_beginning(losses: Curve, seen_at: int | None) -> None:
     """Three losses and the median of their norms far above the first ones: the rate is wrong by orders of magnitude."""
@@ -367,15 +368,15 @@ def updates_of(losses: Sequence[float], norms: Sequence[float]) -> UpdateHistory
     return updates
 
 
-@pytest.mark.parametrize(
+@table(
     ("norms", "wildest", "number"),
-    [
-        pytest.param([1.0, 1.0, 1.0, 1.0, 4.0] * 10, 4.0, 0, id="one in ten is not several times another"),
-        pytest.param([1.0, 1.0, 1.0, 1.0, 7.0] * 10, 7.0, 5, id="it is"),
-        pytest.param([1.0] * 3 + [200.0] + [1.0] * 20, 200.0, 1, id="one of a row in thousands"),
-        pytest.param([4.0] * 3 + [200.0] + [4.0] * 20, 200.0, 0, id="not far enough above all others"),
-        pytest.param([0.0] * 3 + [200.0] + [0.0] * 20, 200.0, 0, id="nearly all of them are zero"),
-    ],
+    {
+        "one in ten is not several times another": ([1.0, 1.0, 1.0, 1.0, 4.0] * 10, 4.0, 0),
+        "it is": ([1.0, 1.0, 1.0, 1.0, 7.0] * 10, 7.0, 5),
+        "one of a row in thousands": ([1.0] * 3 + [200.0] + [1.0] * 20, 200.0, 1),
+        "not far enough above all others": ([4.0] * 3 + [200.0] + [4.0] * 20, 200.0, 0),
+        "nearly all of them are zero": ([0.0] * 3 + [200.0] + [0.0] * 20, 200.0, 0),
+    },
 )
 def test_gradients_that_differ_wildly(norms: list[float], wildest: float, number: int) -> None:
     """Only then the largest of them are worth a look."""
@@ -383,35 +384,35 @@ def test_gradients_that_differ_wildly(norms: list[float], wildest: float, number
     assert ([one.norm for one in found].count(wildest), len(known)) == (number, len(norms))
 
 
-@pytest.mark.parametrize(
+@table(
     ("losses", "first"),
-    [
-        pytest.param([], None, id="nothing yet"),
-        pytest.param([8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.5], 4.5, id="the mean of eight"),
-        pytest.param([2.0, 4.0, 3.0, 3.0], 3.0, id="noise does not change that"),
-        pytest.param([4.0, 170.0, 90.0, 60.0, 50.0, 40.0, 30.0, 20.0], 4.0, id="thrown up by the first update"),
-        pytest.param([5.0, 3.0, 90.0, 60.0], 4.0, id="by the second"),
-        pytest.param([-1.0, 8.0, 8.0], -1.0, id="a likelihood"),
-        pytest.param([-0.1, 0.1, 0.1, -0.1, 0.3], 0.06, id="a loss that stays near 0"),
-    ],
+    {
+        "nothing yet": ([], None),
+        "the mean of eight": ([8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.5], 4.5),
+        "noise does not change that": ([2.0, 4.0, 3.0, 3.0], 3.0),
+        "thrown up by the first update": ([4.0, 170.0, 90.0, 60.0, 50.0, 40.0, 30.0, 20.0], 4.0),
+        "by the second": ([5.0, 3.0, 90.0, 60.0], 4.0),
+        "a likelihood": ([-1.0, 8.0, 8.0], -1.0),
+        "a loss that stays near 0": ([-0.1, 0.1, 0.1, -0.1, 0.3], 0.06),
+    },
 )
 def test_the_level_that_a_run_began_with(losses: list[float], first: float | None) -> None:
     """A run that never came back from its first updates has not made progress since."""
     assert updates_of(losses, [1.0] * len(losses)).first_loss == first
 
 
-@pytest.mark.parametrize(
+@table(
     ("first", "high", "seen_after"),
-    [
-        pytest.param([3.0] * 12, 9.1, 5, id="twelve losses are enough"),
-        pytest.param([3.0] * 11, 9.1, None, id="eleven are not"),
-        pytest.param([3.0] * 40, 5.2, 5, id="above them by seven tenths of their size"),
-        pytest.param([3.0] * 40, 5.0, None, id="by less"),
-        pytest.param([9.0, *[3.0] * 39], 9.1, 5, id="as high as the first, but far above all of the last"),
-        pytest.param([3.0 * 0.95**index for index in range(40)], 0.9, None, id="little above the last"),
-        pytest.param([3.0 * 0.95**index for index in range(40)], 4.0, 5, id="above where it began"),
-        pytest.param([0.01 * (1 + index) for index in range(40)], 0.41, None, id="a climb from near zero"),
-    ],
+    {
+        "twelve losses are enough": ([3.0] * 12, 9.1, 5),
+        "eleven are not": ([3.0] * 11, 9.1, None),
+        "above them by seven tenths of their size": ([3.0] * 40, 5.2, 5),
+        "by less": ([3.0] * 40, 5.0, None),
+        "as high as the first, but far above all of the last": ([9.0, *[3.0] * 39], 9.1, 5),
+        "little above the last": ([3.0 * 0.95**index for index in range(40)], 0.9, None),
+        "above where it began": ([3.0 * 0.95**index for index in range(40)], 4.0, 5),
+        "a climb from near zero": ([0.01 * (1 + index) for index in range(40)], 0.41, None),
+    },
 )
 def test_a_young_run_is_judged_by_its_last_losses(first: list[float], high: float, seen_after: int | None) -> None:
     """Before the range is known, losses far above the last dozen are a jump, as soon as most of a few are such."""
@@ -470,7 +471,7 @@ def test_what_is_not_finite_leaves_no_trace(pairs: list[tuple[float, float]], se
 
 def _without_ticks(finding: Finding) -> Finding:
     anomaly = finding.anomaly
-    return dataclasses.replace(finding, anomaly=anomaly and dataclasses.replace(anomaly, tick=0))
+    return replace(finding, anomaly=anomaly and replace(anomaly, tick=0))
 
 
 @QUICK
