@@ -394,7 +394,7 @@ def test_damage_names_the_element() -> None:
     assert found[1].cause is Cause.CORRUPTION
     assert "`a.weight` went from 1 to 900 at [1, 2]" in say(found[1].advice)
     weights["b.bias"][3] = math.nan
-    found: Any = of_state(replace(jump, signal=Signal.NONFINITE_WEIGHTS), weights, before, [])
+    found = of_state(replace(jump, signal=Signal.NONFINITE_WEIGHTS), weights, before, [])
     assert "`b.bias` is nan at [3]" in say(found[1].advice)
 
 

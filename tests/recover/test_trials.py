@@ -293,7 +293,8 @@ class Raising(TensorDataset):
     def __getitem__(self, row: int) -> tuple[Tensor, ...]:
         if row >= self.first and row % self.each == 0:
             raise ValueError(f"cannot decode row {row}")
-        return super().__getitem__(row)
+        found: tuple[Tensor, ...] = super().__getitem__(row)  # type: ignore[no-untyped-call]
+        return found
 
 
 @pytest.mark.parametrize(("first", "each", "takes_place"), [(1080, 50, True), (1080, 8, False)])

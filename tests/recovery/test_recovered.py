@@ -189,8 +189,12 @@ def shuffled_from(tick: int, loop: list[Loop]) -> Callable[[Any, Any], Tensor]:
 
 def poison_from(tick: int, loop: list[Loop]) -> Callable[[Any, Any], Tensor]:
     """Every loss is NaN from some attempted update on."""
-    is_poison = lambda: loop and loop[0].guard.clock.tick >= tick  # noqa: E731
-    return lambda model, batch: cross_entropy(model, batch) * (math.nan if is_poison() else 1)
+
+    def objective(model: Any, batch: Any) -> Tensor:
+        is_poison = loop and loop[0].guard.clock.tick >= tick
+        return cross_entropy(model, batch) * (math.nan if is_poison else 1)
+
+    return objective
 
 
 @pytest.mark.parametrize(
