@@ -20,7 +20,6 @@ from resilient_train.adapters.guard import Guard
 from resilient_train.adapters.rows_of_loader import number_rows
 from resilient_train.data.fed import Fed, FedSamples
 from resilient_train.data.samples import Slicing
-from resilient_train.errors import TrainError
 from resilient_train.state.copies import Backup
 from resilient_train.state.randomness import RecordedStates
 from resilient_train.update.schedule import Schedule
@@ -217,10 +216,8 @@ class Follower(ABC):
         """Land the newest update. Returns its loss if it was retried; NaN if it was left out at last."""
         try:
             loss = self._land()
-        except TrainError:  # which all ranks raise together
+        finally:  # also where the policy gives up
             self._rename_damaged()
-            raise
-        self._rename_damaged()
         self._is_open = False
         return loss
 

@@ -59,7 +59,6 @@ _TIMED = 10_000  # laps from which the median step time is taken
 
 _DRAIN_S = 30.0  # how long the end of a loop waits for MLflow at most
 
-_unreported: set[RunReporter] = set()  # of loops whose end is not reported yet
 # By run directory, of this process: who reports the run, and the guard, which may be gone.
 holders: dict[Path, tuple[RunReporter, weakref.ref[Any]]] = {}
 
@@ -147,7 +146,7 @@ def _close_older(directory: Path) -> bool:
         return False
     log.info("%s is taken over from a guard of this process whose loop was left", directory)
     if guard is not None:
-        guard.stop_now()
+        guard.stopped = True
         with suppress(TrainError):
             guard.close()
     reporter.closed(None, sys.maxsize)
@@ -227,7 +226,6 @@ class RunReporter:
         place, directory = self.place, self.place.directory
         if directory is None:
             return
-        _unreported.add(self)
         is_new, self._is_over, self._ending = self._is_over, False, None
         if place.lock is None:
             return
@@ -336,9 +334,8 @@ class RunReporter:
             for line in [completed(ending)] * (ending.status == "completed") + review(story_of(ending, *known)):
                 log.info("%s", line)
             return
-        if ended.failure or not (
-            is_lost or is_lost_device(error)
-        ):  # else the progress stays as if this process was killed
+        # Of a loss that nobody explains, the progress stays as if this process was killed.
+        if ended.failure or not (is_lost or is_lost_device(error)):
             self.progress.turned_to(Doing.ENDED)
         write_summary(ending, self.directory)
 
@@ -354,7 +351,6 @@ class RunReporter:
             return
         self._is_over = True
         self.place.incident_log.close_files()
-        _unreported.discard(self)
         if self._ending.status == "completed":
             log.info("%s", completed(self._ending))
         print_review(self.directory)
@@ -368,7 +364,6 @@ class RunReporter:
         self.conclude()
         if is_writing:
             return
-        _unreported.discard(self)
         self.progress.close()
         if self.place.lock is not None:  # let another process resume in the directory
             self.place.lock.release()
@@ -387,11 +382,11 @@ class RunReporter:
 
     def left(self, error: BaseException | None) -> None:
         """Report at the exit of the process what was not reported before; `error` is what it exits with."""
-        if os.getpid() != self._process:
+        if self._is_over or os.getpid() != self._process:
             return
         if error is not None and self._ending is None:
             self.fail(error)
-        elif self.place.rank and not self._is_over:
+        elif self.place.rank:
             endings.note_failure(self.directory, self.place.rank, "left its loop, without an error", in_training=True)
         self.end(RunFacts(is_closed=False))  # by a break that was meant, or by sys.exit(1), which leaves no trace
         self.conclude()  # the directory stays locked until the process has ended: something may still be written
@@ -426,7 +421,7 @@ class _LastResort(logging.Handler):
 def _at_exit() -> None:
     """The interpreter has an error that was not caught."""
     error = None if hasattr(sys, "ps1") else getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    for one in list(_unreported):
+    for one, _ in list(holders.values()):
         try:
             one.left(error)
         except Exception as failed:

@@ -25,6 +25,9 @@ class _Like:
     def __len__(self) -> int:
         return len(self.own)
 
+    def __getitem__(self, key: Any) -> Any:
+        return self.own[key]
+
     def __getattr__(self, name: str) -> Any:
         if name == "own":  # not there yet: this is unpickled, from a worker or in one
             raise AttributeError(name)
@@ -36,9 +39,6 @@ class NumberedBatch(_Like):
 
     def __init__(self, batch: Any, rows: Sequence[int]) -> None:
         self.own, self.rows = batch, rows
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.own[key]
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.own)
@@ -53,9 +53,6 @@ class NumberedBatch(_Like):
 class _NumberedRows(_Like):
     def __init__(self, dataset: Any) -> None:
         self.own = dataset
-
-    def __getitem__(self, row: int) -> tuple[int, Any]:
-        return row, self.own[row]
 
     def __getitems__(self, rows: Sequence[int]) -> list[tuple[int, Any]]:
         fetch_many = getattr(self.own, "__getitems__", None)

@@ -73,7 +73,7 @@ def assemble(
     config: Config,
     world: World,
     home: Place,
-    resume: Resume | None = None,
+    resume: Resume | bool = False,
     stop: Callable[[], bool] = lambda: False,
     beat: Callable[[], None] = lambda: None,
 ) -> Run:
@@ -104,7 +104,10 @@ def assemble(
     schedules = [_schedule(config.schedule, optimizer) for optimizer in optimizers]
     if config.accelerate.compile:
         model.compile()  # in place: torch.compile() would prefix every name with _orig_mod.
-    prepared = world.prepared(model, optimizers, is_sharded=is_sharded)
+    if is_sharded:  # and so not to be wrapped in DDP
+        prepared = world.accelerator.prepare_model(model, evaluation_mode=True)
+    else:
+        prepared, *_ = world.accelerator.prepare(model, *optimizers)
     guard = Guard(
         world.accelerator,
         prepared,
@@ -125,7 +128,7 @@ def assemble(
         disk=config.checkpoint.disk,
         drill=drill,
         home=home,
-        resume=resume or False,
+        resume=resume,
         stop=stop,
         beat=beat,
     )

@@ -25,15 +25,7 @@ from resilient_train.checkpoint import weights
 from resilient_train.checkpoint.resume import Resume
 from resilient_train.checkpoint.store import WEIGHTS
 from resilient_train.diagnose.frames import called_by_us, is_users
-from resilient_train.errors import (
-    ConfigError,
-    GaveUp,
-    PeerEnded,
-    RanksDiffer,
-    Stopped,
-    TrainError,
-    in_one_line,
-)
+from resilient_train.errors import ConfigError, GaveUp, PeerEnded, RanksDiffer, Stopped, TrainError, in_one_line
 from resilient_train.files import commit_text
 from resilient_train.ranks.lock import DirectoryLock
 from resilient_train.ranks.process_exit import StopRequests, has_lost_sibling

@@ -10,7 +10,7 @@ import time
 import traceback
 import uuid
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
 from functools import partial, wraps
 from pathlib import Path
@@ -29,7 +29,6 @@ from accelerate.utils import (
 )
 from torch import nn
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from resilient_train.errors import ConfigError, TrainError, in_one_line, is_plumbing, text_of, unusable
@@ -196,13 +195,6 @@ class World:
             why = "needs a GPU: half precision has no loss scaling on a CPU; bf16 works there"
             raise ConfigError("accelerate.mixed_precision", "fp16", why)
         return cls(accelerator)
-
-    def prepared(self, model: nn.Module, optimizers: Iterable[Optimizer], *, is_sharded: bool) -> nn.Module:
-        """Let Accelerate move a model to its device and precision, and wrap it in DDP unless it is sharded."""
-        if is_sharded:
-            return self.accelerator.prepare_model(model, evaluation_mode=True)  # type: ignore[no-any-return]
-        prepared, *_ = self.accelerator.prepare(model, *optimizers)
-        return prepared  # type: ignore[no-any-return]
 
     def on_device(self, batch: Any) -> Any:
         return batch if self.device.type == "cpu" else send_to_device(batch, self.device, non_blocking=True)
