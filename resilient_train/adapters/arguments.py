@@ -73,7 +73,6 @@ TRAINERS = (
 )
 _WRAPPERS = {"torch.distributed.fsdp.fully_sharded_data_parallel": _FSDP1, "deepspeed.": _ENGINES["DEEPSPEED"]}
 
-
 _NUMBERS: dict[str, tuple[Any, dict[str, int]]] = {
     "accumulate": (int, {"at_least": 1}),
     "batch_size": (int | None, {"at_least": 1}),

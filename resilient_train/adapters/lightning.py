@@ -72,8 +72,7 @@ class Guarded(Callback):  # type: ignore[misc]  # mypy skips Lightning
 
 
 def refuse(trainer: Any, module: Any) -> None:
-    is_ours = isinstance(trainer, Trainer)  # not of the package pytorch_lightning, whose classes are others
-    if not is_ours:
+    if not isinstance(trainer, Trainer):  # such as one of the package pytorch_lightning, whose classes are others
         raise TypeError(f"Guarded: expected a lightning.pytorch.Trainer, got one of {type(trainer).__module__}")
     strategy, plugin = trainer.strategy, trainer.precision_plugin
     # DeepSpeed's strategy is derived from that of DDP, as is Megatron's.

@@ -33,7 +33,6 @@ from resilient_train.secrets import learn, masked, masked_tree
 
 _LAST_WORD_S = 2.0  # seconds that other ranks wait for rank 0's report
 
-
 _codes: list[int] = []  # of the runs of this process: Hydra does not return them
 _main_process: int | None = None  # a launcher of Hydra's may run jobs in other processes
 

@@ -338,8 +338,7 @@ def _place_of(hang: Hang) -> tuple[str, bool]:
 
 
 def _already_finished(directory: RunDirectory, summary: dict[str, Any], world: World) -> Ending:
-    has_given_up = summary["status"] == "gave_up"
-    if has_given_up:
+    if summary["status"] == "gave_up":
         level = logging.ERROR if world.is_main else logging.INFO
         log.log(level, "%s gave up: the end of its train.log says why", directory.path)
     else:

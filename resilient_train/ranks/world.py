@@ -291,18 +291,18 @@ _PATIENCE_S = 1800.0
 _NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def join(*, cpu: bool = False, patience: timedelta = timedelta(minutes=30), limit: timedelta | None = None) -> bool:
-    """Make the process group like Accelerate, but with a store for this attempt; False if it is left to Accelerate.
+def join(*, cpu: bool = False, patience: timedelta = timedelta(minutes=30), limit: timedelta | None = None) -> None:
+    """Make the process group like Accelerate, but with a store for this attempt, unless that is left to Accelerate.
 
     A training loop calls it before it makes its Accelerator, so that the processes of an agent's restart find each
     other. `cpu` is that of the Accelerator; `patience` limits the wait for the others, `limit` every later collective.
     """
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and all(one in os.environ for one in _NEEDED)
     if not has_agent or torch.distributed.is_initialized():
-        return False
+        return
     on_gpu = not cpu and torch.cuda.is_available()
     if not (on_gpu or cpu) or (cpu and torch.distributed.is_mpi_available()):
-        return False  # another kind of device or backend, which Accelerate knows to choose
+        return  # another kind of device or backend, which Accelerate knows to choose
     rank, local, size, port = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"))
     device = torch.device("cuda", local % torch.cuda.device_count()) if on_gpu else None
     if device is not None:
@@ -312,7 +312,6 @@ def join(*, cpu: bool = False, patience: timedelta = timedelta(minutes=30), limi
     store = PrefixStore(f"{_PREFIX}/{attempt_name(agents, rank, size, patience)}", agents)
     by = "gloo" if device is None else "nccl"
     torch.distributed.init_process_group(by, store=store, rank=rank, world_size=size, timeout=limit, device_id=device)
-    return True
 
 
 def attempt_name(agents: Store, rank: int, size: int, patience: timedelta) -> str:
