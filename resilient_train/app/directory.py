@@ -108,7 +108,7 @@ def _launch() -> str | None:
     return f"slurm {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else None
 
 
-def _began(process: int | str) -> str:
+def _began(process: int) -> str:
     """Return when a process began, in ticks since the boot, as its number may be in use again; "" if it is gone."""
     try:
         return read_plain(Path("/proc", str(process), "stat")).rpartition(b")")[2].split()[19].decode()
@@ -119,11 +119,10 @@ def _began(process: int | str) -> str:
 def _was_launched_by_this(run_dir: Path) -> bool:
     """Say whether this process is a restart by the launcher that started the run there."""
     restarts = [os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")]
-    launch = _launch()
-    if launch is None or restarts == ["0", "0"]:
+    if restarts == ["0", "0"]:
         return False
     try:
-        return read_plain(run_dir / _LAUNCH).decode(errors="replace").strip() == launch
+        return read_plain(run_dir / _LAUNCH).decode(errors="replace").strip() == _launch()
     except OSError:
         return False
 

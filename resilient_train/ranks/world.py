@@ -205,10 +205,8 @@ class World:
     def sum(self, vector: torch.Tensor) -> torch.Tensor:
         return self.accelerator.reduce(vector, "sum") if self.size > 1 else vector
 
-    def gather(self, vector: torch.Tensor) -> torch.Tensor | None:
-        """Collect a vector from every rank, one row each; None if there is only one rank."""
-        if self.size == 1:
-            return None
+    def gather(self, vector: torch.Tensor) -> torch.Tensor:
+        """Collect a vector from every rank, one row each, where there are several."""
         table = torch.zeros((self.size, vector.numel()), dtype=vector.dtype, device=vector.device)
         table[self.rank] = vector
         torch.distributed.all_reduce(table)  # every torch and backend has it, and 0 + NaN is NaN
