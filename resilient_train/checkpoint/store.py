@@ -246,11 +246,9 @@ class Store:
         raise Damaged("does not hold the state of a run")
 
     @staticmethod
-    def mark(entry: Entry, kind: str) -> Entry:
+    def mark(entry: Entry, kind: str) -> None:
         assert entry.manifest is not None
-        manifest = replace(entry.manifest, kind=kind)
-        files.commit_text(entry.path / MANIFEST, manifest.text())
-        return Entry(entry.path, manifest)
+        files.commit_text(entry.path / MANIFEST, replace(entry.manifest, kind=kind).text())
 
     def demote(self, since: int | None = None) -> None:
         """Mark every checkpoint after `since`, the newest step that can be trusted, and those that could not be before.

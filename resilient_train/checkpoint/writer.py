@@ -37,14 +37,13 @@ class Job:
 
     @property
     def trouble(self) -> str:
-        """Why it could not be written; empty if it was."""
-        if isinstance(self.error, OSError) and self.error.strerror:
-            return self.error.strerror
-        return in_one_line(self.error) if self.error is not None else ""
+        """Why it could not be written."""
+        assert self.error is not None
+        return getattr(self.error, "strerror", None) or in_one_line(self.error)
 
     @property
     def is_disk_full(self) -> bool:
-        return isinstance(self.error, OSError) and self.error.errno in _NO_ROOM
+        return getattr(self.error, "errno", None) in _NO_ROOM
 
 
 class Writer:

@@ -101,7 +101,7 @@ class FedSamples(Samples):
         fed.rows = [*fed.rows, array("q", rows)] if are_known else []
         if fed is self.current:  # not if it is left out
             assert self._served is not None
-            self._served.batches.append(rebuilt(batch, lambda leaf: leaf))
+            self._served.batches.append(rebuilt(batch))
             self._served.keys[:] = fed.keys
         self.keep(fed, batch)
 
@@ -207,7 +207,7 @@ class FedSamples(Samples):
 
     def handed_out(self, fed: Fed) -> list[Any]:
         """Return the batches in containers of their own: the trainer may take entries out of one."""
-        return [rebuilt(batch, lambda leaf: leaf) for batch in fed.batches or ()]
+        return [rebuilt(batch) for batch in fed.batches or ()]
 
     def go_back(self, update: Update) -> None:
         self.position = update.start

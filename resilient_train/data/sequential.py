@@ -65,9 +65,12 @@ class LoaderBatches:
     def continue_from(self, behind: int, mark: Any) -> None:
         self.drawn -= behind
         self._marks.append((self.drawn, mark))
-        self._stateful.load_state_dict(copy.deepcopy(mark))
+        self._load(mark)
         for _ in range(behind):
             self._next_batch()
+
+    def _load(self, mark: Any) -> None:
+        self._stateful.load_state_dict(copy.deepcopy(mark))
 
     def fetch(self) -> list[tuple[Any, Sequence[int]]]:
         """Fetch the micro-batches of the next update, with the indices of their rows if these are known."""
@@ -159,7 +162,7 @@ class LoaderSamples(FedSamples):
         made = [self.healthy(batch, rows) for batch, rows in self._source.fetch()]
         fed = self.feed([rebuilt(batch, _copied) for batch, _ in made], [rows for _, rows in made])
         fed.number = drawn
-        fed.more["fresh"] = fed.batches, [rebuilt(batch, lambda leaf: leaf) for batch, _ in made]
+        fed.more["fresh"] = fed.batches, [rebuilt(batch) for batch, _ in made]
 
 
 class RowStream(LoaderBatches):
@@ -187,16 +190,12 @@ class RowStream(LoaderBatches):
         while len(self._marks) > 1 and self._marks[1][0] <= drawn and self._marks[1][1][-1] is not None:
             self._marks.popleft()
 
-    def continue_from(self, behind: int, mark: Any) -> None:
+    def _load(self, mark: Any) -> None:
         epoch, row, state, digest = mark
-        self.drawn -= behind
-        self._marks.append((self.drawn, mark))
         if state is not None and self._leads_to(epoch, row, state, digest):
             self._begin(epoch, row, state)
         else:
             self._read_to(epoch, row)
-        for _ in range(behind):
-            self._next_batch()
 
     def fetch(self) -> list[tuple[Any, Sequence[int]]]:
         """Fetch the rows of the next update, over all ranks and micro-batches."""
@@ -282,7 +281,7 @@ class IterableSamples(LoaderSamples):
         for number, some in enumerate(self.slicing.of_this_rank(rows)):
             place = number * self.slicing.world + self.slicing.rank  # among the micro-batches on all ranks
             seed_host(mix(Purpose.COLLATE, self.seed, fed.start, place))
-            batches.append(self.collate([rebuilt(row, lambda leaf: leaf) for row in some]))
+            batches.append(self.collate([rebuilt(row) for row in some]))
         return batches
 
     def keep(self, fed: Fed, made: Any) -> None:

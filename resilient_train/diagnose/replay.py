@@ -76,7 +76,7 @@ class Replay:
             weight.grad = None
         own_attributes = self.backups.attributes()
         self.backups.set_attributes(attributes)
-        self.backups.set_scale(1.0)  # what is not finite then is no overflow that a lower scale prevents
+        self.backups.unscale()  # what is not finite then is no overflow that a lower scale prevents
         may_be_compiled = hasattr(self.model, "_orig_mod") or "torch._dynamo" in sys.modules
         # The microscope cannot look into a fused kernel.
         in_eager = torch.compiler.set_stance("force_eager") if may_be_compiled else nullcontext()

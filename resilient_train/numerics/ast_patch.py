@@ -239,10 +239,10 @@ class _Rewriter(ast.NodeTransformer):
         if node not in self.chosen:
             return node
         function = node.func
+        name, first = "call", function
         if isinstance(function, ast.Attribute) and not _is_special(function):
-            call = _called(f"method_of_{function.attr}", [function.value, *node.args], node.keywords, node)
-        else:
-            call = _called("call", [function, *node.args], node.keywords, node)
+            name, first = f"method_of_{function.attr}", function.value
+        call = _called(name, [first, *node.args], node.keywords, node)
         if isinstance(function, ast.Attribute) and line != node.lineno:
             call.lineno, call.col_offset = line, (function.end_col_offset or 0) - len(function.attr)
         return call

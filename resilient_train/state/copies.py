@@ -247,10 +247,10 @@ class Backups:
         if backup.copies or backup.of_kept:
             self._spare.append(backup)
 
-    def set_scale(self, scale: float) -> None:
-        """Set the loss scale, if there is one, until a backup is put back."""
+    def unscale(self) -> None:
+        """Do not scale the loss until a backup is put back."""
         for one in self._scale()[:1]:
-            one.fill_(scale)
+            one.fill_(1.0)
 
     def _scale(self) -> list[torch.Tensor]:
         """The tensors of the loss scale, which RunState has made."""

@@ -306,4 +306,8 @@ def restore_optimizer(optimizer: Optimizer, saved: Tree) -> None:
 
 
 def _places(optimizer: Optimizer) -> list[tuple[int, torch.Tensor]]:
-    return list(enumerate(weight for group in optimizer.param_groups for weight in group["params"]))
+    return list(enumerate(weights_of(optimizer)))
+
+
+def weights_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [weight for group in optimizer.param_groups for weight in group["params"]]

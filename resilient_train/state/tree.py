@@ -155,7 +155,7 @@ def leaves(tree: Any) -> list[Any]:
     return tree_leaves(with_dicts(tree)) if any(isinstance(leaf, Mapping) for leaf in found) else found
 
 
-def rebuilt(tree: Any, change: Callable[[Any], Any]) -> Any:
+def rebuilt(tree: Any, change: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
     """Return a tree in new containers of its classes, each leaf as `change` returns it: ten times as fast as pytree."""
     if isinstance(tree, MutableMapping | list):
         twin: Any = copy.copy(tree)

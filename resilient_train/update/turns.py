@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from resilient_train.errors import TrainError, named_type
 from resilient_train.state.copies import Backup, Backups, room
-from resilient_train.state.run_state import optimizer_tree, restore_optimizer
+from resilient_train.state.run_state import optimizer_tree, restore_optimizer, weights_of
 from resilient_train.state.tree import Tree, copy_into, is_sharded, local_part, put_together, taken_apart
 from resilient_train.wording import log
 
@@ -166,8 +166,7 @@ class Turns:
     @property
     def weights(self) -> list[torch.Tensor]:
         """Those of the current optimizer; empty if it is all."""
-        groups = self.current.param_groups if self.current is not None else []
-        return [weight for group in groups for weight in group["params"]]
+        return [] if self.current is None else weights_of(self.current)
 
     def add(self, loss: torch.Tensor, norm: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum of the losses so far, and the norm of the gradients so far as if they were one vector."""
@@ -204,8 +203,7 @@ class Turns:
         saved, self._saved = self._saved, {}
         for optimizer, (plain, tensors) in saved.items():
             parts = put_together(plain, tensors)
-            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-            copy_into(list(map(local_part, weights)), list(map(local_part, parts["weights"])))
+            copy_into(list(map(local_part, weights_of(optimizer))), list(map(local_part, parts["weights"])))
             restore_optimizer(optimizer, parts["optimizer"])
         if saved:
             for group, settings in zip(self._groups, self.before, strict=True):

@@ -44,6 +44,9 @@ class _Row(NamedTuple):
     is_sum: bool = False  # of a sharded model each rank has its share
 
 
+_NOTHING: tuple[int, list[_Row]] = (-1, [])
+
+
 class Scans:
     """Looks at weights, buffers, optimizer state and the statistics of normalization layers, at their own intervals.
 
@@ -68,7 +71,7 @@ class Scans:
         self._landed: list[tuple[Settings, float | None]] = []  # updates that were not added up yet
         self._found: list[tuple[int, Found]] = []  # with its step; does not rewind
         self.accepted: tuple[Found, bool] | None = None  # newly taken for intended, and whether that was declared
-        self._pending: tuple[int, list[_Row]] | None = None  # a measurement that was not judged yet, and its step
+        self._pending = _NOTHING  # a measurement that was not judged yet, and its step
         self._lay_out(clean_step=0)
         self._norms = NormStatistics(config.norms, model, self.layout.device)
         self._empty = {name: scan.state_dict() for name, scan in self._by_name().items()}
@@ -91,7 +94,7 @@ class Scans:
         """Accept the next measurement as long as it is finite: something was changed on purpose."""
         self._weights.rebase()
         self._moments.rebase()
-        self._pending = None
+        self._pending = _NOTHING
 
     # Every update.
 
@@ -167,14 +170,10 @@ class Scans:
         return torch.cat([row.numbers for row in rows]) if rows else torch.zeros(0, device=self.layout.device)
 
     def are_copies(self) -> list[bool]:
-        return [self.layout.is_whole and not row.is_own for row in self._rows for _ in row.items]
+        return [self.layout.is_whole and not row.is_own for row in self._pending[1] for _ in row.items]
 
     def are_shares(self) -> list[bool]:
-        return [not self.layout.is_whole and row.is_sum for row in self._rows for _ in row.items]
-
-    @property
-    def _rows(self) -> list[_Row]:
-        return self._pending[1] if self._pending is not None else []
+        return [not self.layout.is_whole and row.is_sum for row in self._pending[1] for _ in row.items]
 
     # An update later.
 
@@ -198,12 +197,12 @@ class Scans:
         return replace(anomaly, ranks=tuple(sorted(guilty)))
 
     def judge(self, step: int, tick: int, values: Sequence[float]) -> Anomaly | None:
-        pending, numbers = self._pending, iter(values)
-        if pending is None or pending[0] != step:
+        (measured_at, rows), numbers = self._pending, iter(values)
+        if measured_at != step:
             return None
-        self._pending = None
+        self._pending = _NOTHING
         by_scan: dict[str, list[dict[Any, float]]] = {}
-        for row in pending[1]:
+        for row in rows:
             by_scan.setdefault(row.scan, []).append(dict(zip(row.items, numbers, strict=False)))  # ends with the items
         damage: list[tuple[Found, int]] = []
         scans = self._by_name()
@@ -250,7 +249,7 @@ class Scans:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Returns the scans that start empty, because another version saved other things of them."""
-        self._pending = None
+        self._pending = _NOTHING
         self._landed.clear()
         self._step = state["step"]
         scans = self._by_name()
