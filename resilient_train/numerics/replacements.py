@@ -58,7 +58,7 @@ def operation(name: str) -> Operation:
 
 def wide(value: Any) -> Any:
     """What a wider form of an expression takes in the place of a tensor. A large one stays: it would cost too much."""
-    is_any = isinstance(value, Tensor) and is_repairable(value) and value.device.type != "mps"
+    is_any = is_repairable(value) and value.device.type != "mps"
     return guarded(value).double() if is_any and value.numel() <= _MOST_TO_WIDEN else value
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.optim import Optimizer
 
+from resilient_train.watch.limit import NO_LIMIT
+
 DIGEST = 3  # the column of the digest in a row, after loss, gradient norm and whether the rank was asked to stop
 DIGESTS = 2**24  # digests are below this number: float32 represents such integers exactly
 
@@ -42,7 +44,6 @@ class Agreement:
         return torch.cat([table[:, :1].mean(0), largest[1:2], measured[2:], largest[2:], least[-1:]]), table
 
 
-NO_LIMIT = torch.finfo(torch.float32).max
 LARGEST_NORM = 2.0**63  # its square is near the end of float32: beyond it moments would be infinite
 
 

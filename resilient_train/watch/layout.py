@@ -31,7 +31,7 @@ _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by s
 
 def _here(tensor: Tensor) -> Tensor:
     """Return the part of a tensor that this process has, as real numbers, never empty."""
-    tensor = local_part(tensor) if is_sharded(tensor) else tensor
+    tensor = local_part(tensor)
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return tensor if tensor.numel() else tensor.new_zeros(1)
@@ -130,8 +130,8 @@ class Layout:
         return self._gauge((path.removeprefix("/"), one) for path, one in sorted_leaves(states))
 
     def _gauge(self, named: Iterable[tuple[str, Any]]) -> Gauge:
-        found = [(name, one) for name, one in named if isinstance(one, Tensor)]
-        return Gauge([(name, one) for name, one in found if self._is_measured(name, one)], self.device)
+        tensors = [(name, one) for name, one in named if isinstance(one, Tensor) and self._is_measured(name, one)]
+        return Gauge(tensors, self.device)
 
     def moments(self) -> State:
         """The state of the optimizers, looked up again, since a rewind may replace its tensors."""

@@ -169,9 +169,8 @@ class Level(PlainState):
         self._outliers.extend([self._seen, loss] for loss in losses)
 
     def exceeded(self) -> float:
-        while self._outliers and self._outliers[0][0] <= self._seen - (self.losses.maxlen or 0):
-            self._outliers.popleft()
-        return exceeded(sorted([*self.losses, *(loss for _, loss in self._outliers)]))
+        first = self._seen - (self.losses.maxlen or 0)
+        return exceeded(sorted([*self.losses, *(loss for seen, loss in self._outliers if seen > first)]))
 
     def _drop_descent(self) -> None:
         """Forget the first half of the losses while the second half is clearly lower.

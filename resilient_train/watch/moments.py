@@ -65,7 +65,7 @@ class Moments(Scan):
             evidence = fact("moment_negative", name=name, value=-depth)
             found = Found(Signal.OPTIMIZER_RANGE, evidence, acceptable=False)
         else:
-            named = {**{moment.name: value for moment, value in plain.items()}, **sums}
+            named = {moment.name: value for moment, value in {**plain, **squares}.items()}
             # A user's own optimizer may have an infinity on purpose, such as a best loss.
             free = {moment.name for moment, value in plain.items() if not moment.by_torch and not isnan(value)}
             found = nonfinite(Signal.NONFINITE_OPTIMIZER, named, free, self.bounded)
