@@ -392,17 +392,19 @@ class CheckpointKeeper:
 
     def _read_outcomes(self) -> None:
         while self._writer.finished:
-            job = self._writer.finished.popleft()
-            if job.error is not None:
-                self._note_failure(job)
-                continue
-            if job.entry is not None and not self._is_sharded:  # else that was noted on all ranks
-                self._note_saved(job.step, job.counts_as)
-            if self._is_failing:
-                log.info("checkpoints are saved again: step %d", job.step)
-                self._is_failing = False
-                if self._saving_incident is not None:
-                    self.incident_log.clear_ongoing(self._saving_incident)
+            self._note_outcome(self._writer.finished.popleft())
+
+    def _note_outcome(self, job: Job) -> None:
+        if job.error is not None:
+            self._note_failure(job)
+            return
+        if job.entry is not None and not self._is_sharded:  # else that was noted on all ranks
+            self._note_saved(job.step, job.counts_as)
+        if self._is_failing:
+            log.info("checkpoints are saved again: step %d", job.step)
+            self._is_failing = False
+            if self._saving_incident is not None:
+                self.incident_log.clear_ongoing(self._saving_incident)
 
     def _note_failure(self, job: Job) -> None:
         if self._is_failing:
