@@ -154,7 +154,9 @@ class CheckpointKeeper:
             if best is not None:
                 best.take(self._parts.clock.step, metrics, tensors)
 
-    def note_incident(self, seen: ProcessIncident, *, ongoing: bool = False) -> int:
+    def note_incident(
+        self, seen: ProcessIncident, *, effects: Mapping[str, Any] | None = None, ongoing: bool = False
+    ) -> int:
         """Write down an incident of the process, not of the training, about which something was done already."""
         tick = self._parts.clock.tick
         anomaly = Anomaly(seen.signal, seen.step, tick, seen.since, seen.evidence, ranks=seen.ranks)
@@ -164,6 +166,7 @@ class CheckpointKeeper:
             anomaly,
             diagnosis,
             Decision((Action(seen.remedy),)),
+            effects=effects,
             rewound_to=seen.rewound_to,
             steps_lost=seen.steps_lost,
             ongoing=ongoing,
@@ -395,24 +398,20 @@ class CheckpointKeeper:
             self._note_outcome(self._writer.finished.popleft())
 
     def _note_outcome(self, job: Job) -> None:
-        if job.error is not None:
-            self._note_failure(job)
-            return
-        if job.entry is not None and not self._is_sharded:  # else that was noted on all ranks
-            self._note_saved(job.step, job.counts_as)
-        if self._is_failing:
-            log.info("checkpoints are saved again: step %d", job.step)
-            self._is_failing = False
-            if self._saving_incident is not None:
-                self.incident_log.clear_ongoing(self._saving_incident)
-
-    def _note_failure(self, job: Job) -> None:
-        if self._is_failing:
-            return
-        self._is_failing = True
-        evidence = fact("not_written", step=job.step, why=job.trouble)
-        signal = Signal.DISK_FULL if job.is_disk_full else Signal.CHECKPOINT_FAILED
-        found = ProcessIncident(signal, job.step, job.step, evidence, "try_again")
-        self._saving_incident = self.note_incident(found, ongoing=True)
-        if not job.is_disk_full:
-            log.info("the writer of checkpoints failed", exc_info=job.error, extra=IN_FILE_ONLY)
+        step = job.step
+        if job.error is None:
+            if job.entry is not None and not self._is_sharded:  # else that was noted on all ranks
+                self._note_saved(step, job.counts_as)
+            if self._is_failing:
+                log.info("checkpoints are saved again: step %d", step)
+                self._is_failing = False
+                if self._saving_incident is not None:
+                    self.incident_log.clear_ongoing(self._saving_incident)
+        elif not self._is_failing:
+            self._is_failing = True
+            evidence = fact("not_written", step=step, why=job.trouble)
+            signal = Signal.DISK_FULL if job.is_disk_full else Signal.CHECKPOINT_FAILED
+            found = ProcessIncident(signal, step, step, evidence, "try_again")
+            self._saving_incident = self.note_incident(found, ongoing=True)
+            if not job.is_disk_full:
+                log.info("the writer of checkpoints failed", exc_info=job.error, extra=IN_FILE_ONLY)
