@@ -155,6 +155,7 @@ class Controls(RunControl):
         return Case(
             anomaly,
             diagnosis,
+            began=self._keeper.progress.first or 0,
             snapshots=len(verified) or int(self._keeper.has_verified(anomaly.since)),
             # Not after a line was patched: an early failure then does not indicate a wrong learning rate.
             at_start=max(anomaly.since, reference.step if reference else 0) < _EARLY_STEPS

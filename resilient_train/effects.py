@@ -112,13 +112,14 @@ class QuarantinedRows:
     def add(self, reasons: Mapping[int, Facts], step: int, incident: int) -> None:
         """Take rows out of the data. They are listed in quarantine.json once the journal has them."""
         self.samples.quarantine(reasons)
-        self.quarantine.add({row: Quarantined(why, step, incident) for row, why in reasons.items()})
+        masked = {row: tuple(masked_tree([*why])) for row, why in reasons.items()}
+        self.quarantine.add({row: Quarantined(why, step, incident) for row, why in masked.items()})
 
     def effect(self) -> Effect:
         rows = self.quarantine.rows
 
         def state() -> list[list[Any]]:
-            return masked_tree([[row, [*why.reason], why.step, why.incident] for row, why in rows.items()])  # type: ignore[no-any-return]
+            return [[row, [*why.reason], why.step, why.incident] for row, why in rows.items()]
 
         return Effect("quarantined", state, self._restore, agreed=lambda: sorted(rows))
 

@@ -44,7 +44,7 @@ class MicroBatchSizer:
         self._fit_into(self._recovery.controls.micro_batch or self._samples.slicing.batch_size)
         for one in self._notes[:1]:  # of the rank with the least room
             if self._fit_into(one.batch_size - 1):
-                self.note_smaller(one.step, f"rank {one.rank}: {one.evidence}", (one.rank,))
+                self.note_smaller(one.step, one.evidence, (one.rank,))
         progress.clear(self._place, OutOfMemory)
 
     def make_smaller(self, step: int, evidence: str) -> None:

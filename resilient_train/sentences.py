@@ -13,10 +13,7 @@ from resilient_train.types import ACCEPTED, OBSERVE, TRIAL, Outcome, Signal
 
 # An incident. Its values are those of `wording.about`.
 _NOTICED = "{signal:signal}< on {ranks:ranks}>"
-_REACHED = (
-    "<reached=let_through?, let through><reached=now?, in the weights already>"
-    "<reached=earlier?, in the weights since step {first}>"
-)
+_REACHED = "<reached=let_through?, let through><reached=now?, in the weights already><reached=earlier?, in the weights since step {first}>"
 _DRILL = "<, on purpose (drill: {drill})>"
 _SIGN = f"step {{step}}: {_NOTICED} ({{signal}})<reached=not?, refused before it reached the weights>{_REACHED}{_DRILL}"
 _CAUSE = "cause {cause}< ({blamed:say})>"
@@ -24,10 +21,7 @@ _DONE = (
     "<gave_up?gave up: {why:say}><!gave_up?{remedies:list}><took?, in {seconds:,.2f} s><!gave_up?; {lost:step} lost>"
 )
 _HANDLED = f"{_CAUSE}; {_DONE}<!gave_up?; {{outcome:outcome}}>"
-_OUTCOME = (
-    "{outcome:outcome}<; the same fault {further:more time}><outcome=recovered?; {healthy:healthy step} since>"
-    "<outcome=unrecovered?; {not_over:say}><outcome=gave_up?; {why:say}>"
-)
+_OUTCOME = "{outcome:outcome}<; the same fault {further:more time}><outcome=recovered?; {healthy:healthy step} since><outcome=unrecovered?; {not_over:say}><outcome=gave_up?; {why:say}>"
 _BODY = f"""\
   {{evidence:say}}
   {_CAUSE}; {_DONE}
@@ -88,15 +82,8 @@ PARTS = {
 }
 
 # A run: is it all right? Values: `review.about`.
-_WHERE = (
-    "<state=completed?{step:step}><state=ended?left without guard.close() ><state=closed?closed >"
-    "<!state=completed?at step {at}><!state=completed? of {steps}><returned?, returned to step {step}>"
-)
-_COSTS = (
-    "<!total?no incidents><total?{total:incident} ({causes:counts})><, {others:counts}>"
-    "<, {more:more update} skipped for the same reason><quiet?, no repeat since>."
-    "< {undone} of {tick:update} refused or undone.>"
-)
+_WHERE = "<state=completed?{step:step}><state=ended?left without guard.close() ><state=closed?closed ><!state=completed?at step {at}><!state=completed? of {steps}><returned?, returned to step {step}>"
+_COSTS = "<!total?no incidents><total?{total:incident} ({causes:counts})><, {others:counts}><, {more:more update} skipped for the same reason><quiet?, no repeat since>.< {undone} of {tick:update} refused or undone.>"
 _IN_ALL = f"In all, {_COSTS}"
 _SO_FAR = "<!state=completed? so far>"
 _ODD = "The evaluation is not finite ({odd:pairs})"
@@ -108,9 +95,7 @@ HEADLINES = {
     "recovering": "Recovering",
     "observed": "Observed only",
     "unrecovered": "Not recovered, needs attention",
-    "no_progress": (
-        "The loss <fell?hardly fell><!fell?did not fall> (it began at {first_loss:.4g} and ended at {final_loss:.4g})"
-    ),
+    "no_progress": "The loss <fell?hardly fell><!fell?did not fall> (it began at {first_loss:.4g} and ended at {final_loss:.4g})",
     "above_best": "Ended above the level of steps {from:id} to {to:id} ({loss:.4g}, now {final_loss:.4g})",
     "gave_up": "Gave up, needs attention",
     "preempted": "Stopped on request",
@@ -189,9 +174,7 @@ RUN = {
     # What the same command does.
     "resumes": "the same command< with {how}> resumes",
     "the_command": "the same command {next:say}",
-    "trainer_resumes": (
-        "starts again; the trainer resumes by `resume_from_checkpoint=True`, Lightning's by `ckpt_path`"
-    ),
+    "trainer_resumes": "starts again; the trainer resumes by `resume_from_checkpoint=True`, Lightning's by `ckpt_path`",
     "resumes_from": "resumes from step {step}",
     "starts_over": "begins at step 0 again",
     "trains_longer": "trains longer if `run.steps` is raised",
@@ -268,79 +251,50 @@ EVIDENCE = {
     "loss_climbs": "loss {loss:.4g}, climbing since step {since}; {low:.4g} to {high:.4g} was usual",
     "refused_often": "{count:update} were refused within a few steps",
     "norm_outside": "gradient norm {norm:.4g} where at most {largest:.4g} was usual",
-    "far_from_first": (
-        "loss {loss:.4g}, gradient norm {norm:.4g} where the run began with {first:.4g}, {first_norm:.4g}"
-    ),
+    "far_from_first": "loss {loss:.4g}, gradient norm {norm:.4g} where the run began with {first:.4g}, {first_norm:.4g}",
     "off_level": "the last losses ({count}) average {mean:.4g} where {level:.4g} was usual at step {step}",
-    "off_since_rate": (
-        "the last losses ({count}) average {mean:.4g} where {level:.4g} was usual before the learning rate rose "
-        "x{times:.3g}"
-    ),
+    "off_since_rate": "the last losses ({count}) average {mean:.4g} where {level:.4g} was usual before the learning rate rose x{times:.3g}",
     "rate_rose_last": ("the learning rate rose x{times:.3g} with the last update, and no loss shows its effect yet"),
-    "plateau": (
-        "the last losses ({count}) average {mean:.4g} <falls?and fall><thrown?after the first updates had thrown "
-        "it up><stands?and do not fall>, where it began with {first:.4g}"
-        "<doubted?, and after an explosion at the start its rate is in doubt>"
-        "<, and the weights still change by {travel:.2g} of their norm in 25 updates>"
-    ),
+    "plateau": "the last losses ({count}) average {mean:.4g} <falls?and fall><thrown?after the first updates had thrown it up><stands?and do not fall>, where it began with {first:.4g}<doubted?, and after an explosion at the start its rate is in doubt><, and the weights still change by {travel:.2g} of their norm in 25 updates>",
     "weights_fell": "the weights fell to {share:.2g} of their norm",
     "worse_norms_with_rows": "gradient norms of {norm:.3g} with some rows, of {usual:.3g} without them",
     "worse_losses_with_rows": "losses of {loss:.4g} with some rows, of {usual:.4g} without them",
     "scale_stays": "the loss scale stays at {scale:.3g}, at which {times} updates in a row overflowed",
     "scale_fell": "the loss scale fell to {scale:.3g}",
     "not_finite": "not finite: {name} holds {value:g}< and {more} more>, of {count:tensor}",
-    "weight_jumped": (
-        "weights jumped: {name} {what} {before:.4g} -> {now:.4g} where {updates:update} can reach {bound:.4g}"
-    ),
+    "weight_jumped": "weights jumped: {name} {what} {before:.4g} -> {now:.4g} where {updates:update} can reach {bound:.4g}",
     "weight_huge": "weights jumped: {name} max |w| {before:.4g} -> {now:.4g}, the model's largest was {largest:.4g}",
     "moment_negative": "a second moment is negative: {name} holds {value:.4g}, the root of which is taken",
-    "moments_shrank": (
-        "second moments shrank: {name} sums to {before:.4g} -> {now:.4g} where {updates} updates leave {least:.4g} at "
-        "least"
-    ),
-    "statistics_out": (
-        "the running statistics of `{name}` are {value:.3g} times out of the range of its batches; {usual:.3g} was "
-        "usual"
-    ),
+    "moments_shrank": "second moments shrank: {name} sums to {before:.4g} -> {now:.4g} where {updates} updates leave {least:.4g} at least",
+    "statistics_out": "the running statistics of `{name}` are {value:.3g} times out of the range of its batches; {usual:.3g} was usual",
     "replicas_differ": "replicas differ< in `{name}`, {apart} of {count:tensor}>: {ranks:ranks} of {size}",
     "decided_differently": "{ranks:ranks} decided differently",
     "row_failed": "row {row:id} cannot be fetched: {error}",
     "bad_batch": "the batch holds values that are not finite",
     "no_gradient_finite": "no gradient is finite",
-    "gradients_not_finite": (
-        "gradients that are not finite: {names:names} ({bad} of {count:weight}<, from `{began}` on backward>)"
-    ),
+    "gradients_not_finite": "gradients that are not finite: {names:names} ({bad} of {count:weight}<, from `{began}` on backward>)",
     "hangs": "<asked?it was asked to stop, and >no {phase} was finished for {seconds:.0f} s; it hangs in {where}",
     "hangs_on": "rank {rank:id}: {why:say}",
     "silent": "{ranks:ranks} did not respond, and the others waited: {why:say}",
-    "died": (
-        "the previous process died <during update {update}><!update?after step {step}>"
-        "<: {hung:say}><silent? without logging anything>"
-        "<skipped?, and the one before that at the same samples: they are skipped>"
-    ),
+    "died": "the previous process died <during update {update}><!update?after step {step}><: {hung:say}><silent? without logging anything><skipped?, and the one before that at the same samples: they are skipped>",
     "damaged": "{name} {why}",
     "not_written": "the checkpoint of step {step} could not be written: {why}",
     "smaller_batch": "{why}; micro-batches of {rows:row} from now on",
-    "lost_gpu": (
-        "{error}: this process cannot use the GPU any more<; on the host {why}, with {rows:rows} alone>"
-        "<; samples at which {times} processes in a row end are skipped>"
-    ),
+    "lost_gpu": "{error}: this process cannot use the GPU any more<; on the host {why}, with {rows:rows} alone><; samples at which {times} processes in a row end are skipped>",
 }
 
 # What is wrong with a row.
 ROWS = {
     "row_not_finite": "{field}< at {at:id}> is {value:g}<, and {more} more>",
     "row_far": "{field}< at {at:id}> is {value:.3g}, where {others} other rows stay within ±{usual:.3g}",
-    "row_near_zero": (
-        "{field}< at {at:id}> is {value:.3g}, where nearly all of {others} other rows have {usual:.3g} or more"
-    ),
-    "row_out_of_range": (
-        "{field}< at {at:id}> is {value:.3g}, where nearly all of {others} other rows have {low:.4g} to {high:.4g}"
-    ),
+    "row_near_zero": "{field}< at {at:id}> is {value:.3g}, where nearly all of {others} other rows have {usual:.3g} or more",
+    "row_out_of_range": "{field}< at {at:id}> is {value:.3g}, where nearly all of {others} other rows have {low:.4g} to {high:.4g}",
     "row_above_most": "{field}< at {at:id}> is {value:.3g}, where three of four other rows stay within ±{usual:.3g}",
     "row_breaks": "{where:place} breaks on such values, and on hardly any of {others} others",
     "row_raises": "{where:place} raises {error}, and for hardly any of {others} others",
     "drilled_row": "bad on purpose: a drill",
+    "rows_without_names": "rows of such data cannot be named",
+    "other_rank_failed": "another rank could not make its batches",
     "no_loss": "no finite loss in {where:place} for such targets",
 }
 
@@ -352,166 +306,68 @@ _NORMALISE = "normalise each column (subtract its mean, divide by its deviation)
 ADVICE = {
     # What a signal suggests by itself.
     Signal.NONFINITE_BATCH: "The batch holds NaN or infinite values: look at what makes its rows.",
-    Signal.NONFINITE_LOSS: (
-        "The batch is finite and its loss is not: look for a logarithm, division, root or power that meets 0 or less."
-    ),
-    Signal.NONFINITE_GRAD: (
-        "The loss is finite and its gradient is not: look for an infinite slope, such as that of sqrt or norm at 0."
-    ),
-    Signal.LOSS_SPIKE: (  # of an update that was refused
-        "One loss was far above anything recent: look at the rows of that batch; if many follow, lower the rate."
-    ),
-    Signal.GRAD_SPIKE: (
-        "One gradient was far above anything recent: look for outliers; if many follow, lower the learning rate."
-    ),
+    Signal.NONFINITE_LOSS: "The batch is finite and its loss is not: look for a logarithm, division, root or power that meets 0 or less.",
+    Signal.NONFINITE_GRAD: "The loss is finite and its gradient is not: look for an infinite slope, such as that of sqrt or norm at 0.",
+    Signal.LOSS_SPIKE: "One loss was far above anything recent: look at the rows of that batch; if many follow, lower the rate.",
+    Signal.GRAD_SPIKE: "One gradient was far above anything recent: look for outliers; if many follow, lower the learning rate.",
     Signal.EXCEPTION: "This batch raises and others do not: handle that case, or fix the rows.",
-    Signal.NONFINITE_WEIGHTS: (
-        f"Weights became NaN or infinite although every update was finite: {_WRITES} weights between updates."
-    ),
-    Signal.WEIGHTS_JUMP: (
-        f"Weights moved farther than the optimizer can move them: {_WRITES} weights between updates."
-    ),
-    Signal.RANK_MISMATCH: (
-        f"The ranks hold different weights: {_WRITES} weights on some ranks; if they should, turn off replicas."
-    ),
-    Signal.NONFINITE_OPTIMIZER: (
-        "The optimizer's moments are not finite: if it returns, raise its eps, or keep its state in float32."
-    ),
+    Signal.NONFINITE_WEIGHTS: f"Weights became NaN or infinite although every update was finite: {_WRITES} weights between updates.",
+    Signal.WEIGHTS_JUMP: f"Weights moved farther than the optimizer can move them: {_WRITES} weights between updates.",
+    Signal.RANK_MISMATCH: f"The ranks hold different weights: {_WRITES} weights on some ranks; if they should, turn off replicas.",
+    Signal.NONFINITE_OPTIMIZER: "The optimizer's moments are not finite: if it returns, raise its eps, or keep its state in float32.",
     Signal.OPTIMIZER_RANGE: (f"The optimizer's second moments do not follow from its gradients: {_WRITES} its state."),
     Signal.DIVERGENCE: f"The loss climbs and does not come back down: {_CALMER}.",
-    Signal.NOT_RECOVERED: (
-        f"The loss is stable, but not back where it was: {_CALMER}; declare a deliberate change with expect=[STEP]."
-    ),
-    Signal.NO_PROGRESS: (
-        "The learning rate is too high from the start: lower it by the factor that the trial found, or warm up longer."
-    ),
-    Signal.SCALE_COLLAPSE: (
-        "Gradients overflow half precision at every loss scale: use bf16, or keep the layer that does in float32."
-    ),
+    Signal.NOT_RECOVERED: f"The loss is stable, but not back where it was: {_CALMER}; declare a deliberate change with expect=[STEP].",
+    Signal.NO_PROGRESS: "The learning rate is too high from the start: lower it by the factor that the trial found, or warm up longer.",
+    Signal.SCALE_COLLAPSE: "Gradients overflow half precision at every loss scale: use bf16, or keep the layer that does in float32.",
     Signal.OUT_OF_MEMORY: "Use a smaller batch with more accumulation, or activation checkpointing.",
     Signal.HANG: "train.log says where each rank was: often one of them waits for data or for a collective.",
-    Signal.CRASH: (
-        "See the last lines of the process that died, on its terminal or in its log (train.log, if it was the command)."
-    ),
+    Signal.CRASH: "See the last lines of the process that died, on its terminal or in its log (train.log, if it was the command).",
     Signal.DISK_FULL: "Make room on the disk of the run directory, or keep fewer checkpoints.",
     Signal.CHECKPOINT_FAILED: "Find what kept the state from being written: the log has a traceback.",
     Signal.CHECKPOINT_DAMAGED: "Check the disk: a file differs from what was written.",
     # More that is known.
     "spike_landed": f"The loss jumped and stayed there: {_CALMER}; declare a deliberate change with expect=[STEP].",
     "decays_fast": "Weights decay faster than they learn: lower weight_decay.",
-    "rate_rose": (
-        "The learning rate <is_sudden?jumped><!is_sudden?rose> x{times:times} <is_sudden?from step {before} to>"
-        "<!is_sudden?since step> {step}: look at the schedule, and at what else sets it there; the samples are not to "
-        "blame."
-    ),
-    "passed_on_replay": (
-        "The batch passed on replay. If this recurs, suspect the hardware, or code outside of the model."
-    ),
-    "not_replayed": "The update could not be replayed: {why}.",
-    "climbed": (
-        "Gradients or losses climbed to {times:.3g} times their usual before it broke: lower the learning rate."
-        "< It broke first in {where:place}.>"
-    ),
-    "every_batch_breaks": (
-        "Every batch breaks at the weights that the last updates have made: lower the learning rate. It broke "
-        "first in {where:place}."
-    ),
-    "batch_not_finite": (
-        "The batch holds values that are not finite: "
-        "<{failure}><!failure?none of its rows was seen to hold them when fetched again>."
-    ),
-    "gradient_too_large": (
-        "With {rows:rows} the gradient is {size:.3g}, which no update can use: clamp or scale what is computed of "
-        "{rows:it}, or remove {rows:it}."
-    ),
-    "rows_fail": (
-        "Every batch with {rows:rows} fails; the operation could not be identified: look at {rows:it}, or remove "
-        "{rows:it}."
-    ),
-    "reproducible": (
-        "Reproducible with this batch, but "
-        "<{failure}><!failure?no operation of the forward or backward was seen to make it>."
-    ),
-    "singular": (
-        "{where:place} {family:wrong}<, reached by {zeros:element} equal to 0><, reached by values as small as "
-        "{smallest:.3g}><, reached by values down to {lowest:.3g}>: {family:fix}."
-    ),
-    "makes_nonfinite": (
-        "{where:place} makes values that are not finite of <{zeros:element} equal to 0><values as small as "
-        "{smallest:.3g}><values down to {lowest:.3g}><plain?what it is given>: mask them before it."
-    ),
-    "is_given": (
-        "{where:place} is given values that are not finite by the program itself, as a constant or from code outside "
-        "of torch, and they reach the loss: mask those elements before, or give them another value."
-    ),
-    "overflows": (
-        "{where:place} makes more< of values up to {largest:.3g}> than <{dtype}><!dtype?its type> can hold: scale or "
-        "clamp "
-        "its input, or compute it in a wider type."
-    ),
-    "follows_patch": (
-        "{where:place} fails on values from {patched:place}, which is already patched; fix that line first."
-    ),
+    "rate_rose": "The learning rate <is_sudden?jumped><!is_sudden?rose> x{times:times} <is_sudden?from step {before} to><!is_sudden?since step> {step}: look at the schedule, and at what else sets it there; the samples are not to blame.",
+    "passed_on_replay": "The batch passed on replay. If this recurs, suspect the hardware, or code outside of the model.",
+    "not_replayed": "The update could not be replayed: {why:say}.",
+    "climbed": "Gradients or losses climbed to {times:.3g} times their usual before it broke: lower the learning rate.< It broke first in {where:place}.>",
+    "every_batch_breaks": "Every batch breaks at the weights that the last updates have made: lower the learning rate. It broke first in {where:place}.",
+    "batch_not_finite": "The batch holds values that are not finite: <{failure:say}><!failure?none of its rows was seen to hold them when fetched again>.",
+    "gradient_too_large": "With {rows:rows} the gradient is {size:.3g}, which no update can use: clamp or scale what is computed of {rows:it}, or remove {rows:it}.",
+    "rows_fail": "Every batch with {rows:rows} fails; the operation could not be identified: look at {rows:it}, or remove {rows:it}.",
+    "reproducible": "Reproducible with this batch, but <{failure:say}><!failure?no operation of the forward or backward was seen to make it>.",
+    "singular": "{where:place} {family:wrong}<, reached by {zeros:element} equal to 0><, reached by values as small as {smallest:.3g}><, reached by values down to {lowest:.3g}>: {family:fix}.",
+    "makes_nonfinite": "{where:place} makes values that are not finite of <{zeros:element} equal to 0><values as small as {smallest:.3g}><values down to {lowest:.3g}><plain?what it is given>: mask them before it.",
+    "is_given": "{where:place} is given values that are not finite by the program itself, as a constant or from code outside of torch, and they reach the loss: mask those elements before, or give them another value.",
+    "overflows": "{where:place} makes more< of values up to {largest:.3g}> than <{dtype}><!dtype?its type> can hold: scale or clamp its input, or compute it in a wider type.",
+    "follows_patch": "{where:place} fails on values from {patched:place}, which is already patched; fix that line first.",
     "seen_with": "Seen with {rows:rows}.",
     "then_raised": "What follows from it raised {error}",
     "raised": "{where:place} raised {error}: keep what it is given within its domain, or catch it there.",
-    "raised_now": (
-        "{where:place} raised {error} with {rows:rows}, which passed it in an earlier epoch: keep what it is given in "
-        "its domain, or catch it."
-    ),
+    "raised_now": "{where:place} raised {error} with {rows:rows}, which passed it in an earlier epoch: keep what it is given in its domain, or catch it.",
     "rows_raised": "With {rows:rows} an update raised {error}: fix or remove such rows, or fix the line.",
-    "batches_raise": (
-        "<everywhere?Every batch raises><only_some?Only some batches raise><!is_compared?The batch raises> {error}: "
-        "handle that in your code."
-    ),
+    "batches_raise": "<everywhere?Every batch raises><only_some?Only some batches raise><!is_compared?The batch raises> {error}: handle that in your code.",
     "bad_rows": "{rows:Rows}: {why:say}; fix or remove {rows:it}.",
     "or_fix_line": "Or fix the line<: {how:say}><!how?.>",
-    "bad_labels": (
-        "The loss of these updates' samples is {loss:.4g} at weights at which that of earlier ones is {usual:.4g}: "
-        "look for wrong labels or targets there."
-    ),
-    "loss_changed": (
-        "At weights at which the loss was {was:.4g} it is {now:.4g}: look for wrong labels, or for what changed in the "
-        "data or the objective; a change on purpose is declared with expect=[STEP]."
-    ),
-    "rows_again": (
-        "{rows:Rows}: the batch is ordinary without {rows:it}; the same happened with {rows:it} in earlier updates."
-    ),
+    "bad_labels": "The loss of these updates' samples is {loss:.4g} at weights at which that of earlier ones is {usual:.4g}: look for wrong labels or targets there.",
+    "loss_changed": "At weights at which the loss was {was:.4g} it is {now:.4g}: look for wrong labels, or for what changed in the data or the objective; a change on purpose is declared with expect=[STEP].",
+    "rows_again": "{rows:Rows}: the batch is ordinary without {rows:it}; the same happened with {rows:it} in earlier updates.",
     "ordinary_rows": "Look at {rows:rows}: the batch is ordinary without {rows:it}.",
     "this_batch_only": "Only this batch does it, and no row of it alone: if many follow, lower the learning rate.",
-    "other_batches_too": (
-        "Other batches do the same: if the task was changed, declare it with expect=[STEP]; else lower the rate."
-    ),
+    "other_batches_too": "Other batches do the same: if the task was changed, declare it with expect=[STEP]; else lower the rate.",
     "not_compared": "Reproducible with this batch; no other rows could be tried.",
-    "inputs_out_of_scale": (
-        "The inputs are out of scale: <many?a part><!many?column {column:id}> of {field} is about {size:.3g}, where "
-        "half "
-        f"of its {{columns}} columns are below {{usual:.3g}}: {_NORMALISE}"
-    ),
-    "inputs_large": (
-        "The values of {field} are large: half of its {columns} columns that are not zero are {usual:.3g} or more: "
-        f"{_NORMALISE}"
-    ),
+    "inputs_out_of_scale": f"The inputs are out of scale: <many?a part><!many?column {{column:id}}> of {{field}} is about {{size:.3g}}, where half of its {{columns}} columns are below {{usual:.3g}}: {_NORMALISE}",
+    "inputs_large": f"The values of {{field}} are large: half of its {{columns}} columns that are not zero are {{usual:.3g}} or more: {_NORMALISE}",
     "eps_lost": "eps={eps:g} of {optimizer} is 0 in {dtype}: raise it, or keep weights and moments in float32.",
-    "weight_not_finite": (
-        "`{name}` is {value:g} at {at:id}<more? ({bad} of {count:weight} are not finite: {names:names})>, which no "
-        "update can "
-        "have done: expect=[{step:id}] declares it if it is meant; if it returns, suspect the hardware, or code that "
-        "writes to weights between updates."
-    ),
-    "weight_moved": (
-        "`{name}` went from {before:.3g} to {now:.3g} at {at:id}, which no update can have done: expect=[{step:id}] "
-        "declares it if it is meant; if it returns, suspect the hardware, or code that writes to weights between "
-        "updates."
-    ),
+    "weight_not_finite": "`{name}` is {value:g} at {at:id}<more? ({bad} of {count:weight} are not finite: {names:names})>, which no update can have done: expect=[{step:id}] declares it if it is meant; if it returns, suspect the hardware, or code that writes to weights between updates.",
+    "weight_moved": "`{name}` went from {before:.3g} to {now:.3g} at {at:id}, which no update can have done: expect=[{step:id}] declares it if it is meant; if it returns, suspect the hardware, or code that writes to weights between updates.",
     "kept_not_finite": ("Weights and buffers are finite, and something kept is not: look at the code that updates it."),
     "again_after_rewind": "It happened again at the same place after a rewind.",
     "died_twice": "Look at {rows:rows}: the process ended there twice.",
     "rows_raise_on_host": "Fix or remove {rows:rows}: {why}.",
-    "ranks_decide": (
-        "The ranks decided differently: look for code, data or settings that differ between ranks, such as another "
-        "version of a file on another host, or a state that only some ranks change."
-    ),
+    "ranks_decide": "The ranks decided differently: look for code, data or settings that differ between ranks, such as another version of a file on another host, or a state that only some ranks change.",
     "on_purpose": "{what:say}: taken as a change on purpose; to declare it: expect=[{step:id}]",
     # Several incidents together.
     "all_bad_rows": "Fix or remove {rows:rows}: quarantine.json has the reason for each. The last:",
@@ -551,7 +407,7 @@ SINGULAR = {
 # Why a run gave up.
 GAVE_UP = {
     "no_remedy": "the policy has no remedy for {cause}",
-    "in_a_row": "{count} consecutive updates were refused (limit {count})",
+    "in_a_row": "{count:consecutive update} were refused (limit {limit})",
     "ladder_exhausted": "the ladder for {cause} has no rung left, {count:rung} did not help",
     "none_applies": "none of the remedies for {cause} can be applied here",
     "refused_in_window": "the budget of {count:refused update} within {window:update} is used up",
@@ -563,26 +419,15 @@ GAVE_UP = {
 
 # Changes that were taken as on purpose, or after which earlier losses are no measure.
 CHANGES = {
-    "risen_at_verified": (
-        "the loss rose from {was:.4g} to {now:.4g} with <is_of_later?all later><!is_of_later?any> samples, at verified "
-        "weights too"
-    ),
-    "just_learned": (
-        "losses of {was:.4g} up to step {step} are of rows that had just been learned; at the same weights others have "
-        "{others:.4g}"
-    ),
+    "risen_at_verified": "the loss rose from {was:.4g} to {now:.4g} with <is_of_later?all later><!is_of_later?any> samples, at verified weights too",
+    "just_learned": "losses of {was:.4g} up to step {step} are of rows that had just been learned; at the same weights others have {others:.4g}",
     "fell": "the loss fell from {was:.4g} to {now:.4g} as the loop wrote to the weights",
-    "rose_again": (
-        "the loss rose from {was:.4g} to {now:.4g} at step {step}, after a rewind as before it, with other samples and "
-        "a tenth of the rate"
-    ),
+    "rose_again": "the loss rose from {was:.4g} to {now:.4g} at step {step}, after a rewind as before it, with other samples and a tenth of the rate",
 }
 
 # Remedies. Settings that their sentence does not name follow in brackets.
 REMEDIES = {
-    "rewind": (
-        "<rewound?rewound to step {rewound_to} (verified)><!rewound?not rewound: no verified snapshot><older?><steps?>"
-    ),
+    "rewind": "<rewound?rewound to step {rewound_to} (verified)><!rewound?not rewound: no verified snapshot><older?><steps?>",
     "skip": "skipped<!updates? the suspect samples>< {updates:update} of data>",
     "quarantine": "quarantined< {rows:rows}>",
     "repeat": "retried the update",
@@ -592,7 +437,7 @@ REMEDIES = {
     "limit_lr": "learning rate capped< at {to:rate}><leapt_to? and falling with the schedule>",
     "tighten_clip": "<!to?gradient clip><!to? x{factor}><gradients clipped to a norm of {to}>",
     "limit_update": "updates limited< to {share} of the weights' norm>",
-    "lower_decay": "weight decay<!factor? lowered>< x{factor}>",
+    "lower_decay": "weight decay<!factor? x0>< x{factor}>",
     "raise_eps": "epsilon<!factor? raised>< x{factor}>",
     "mend_eps": "epsilon raised: it rounds to 0 in its dtype",
     "armor": "patched<!symptom? that line>< {symptom:culprit}, too>",

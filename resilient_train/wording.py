@@ -51,7 +51,7 @@ def say(facts: Iterable[Mapping[str, Any]], between: str = " ") -> str:
 
 def _sentence(known: Mapping[str, Any]) -> str:
     if (template := SENTENCES.get(known.get("fact", ""))) is not None:
-        with suppress(KeyError, TypeError, ValueError, AttributeError):  # of another version
+        with suppress(LookupError, TypeError, ValueError, AttributeError):  # of another version
             return fill(template, known)
     kind, *rest = known  # a remedy, perhaps of the user's: a dotted name
     template = REMEDIES.get(known[kind], f"{{{kind}}}")

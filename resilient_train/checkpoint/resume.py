@@ -109,10 +109,14 @@ class Resumption:
         known = [manifest.effects if manifest else {}, history.effects]
         # At the same tick the journal's are newer.
         known.sort(key=lambda one: tick if type(tick := one.get("tick")) is int else 0)
+        effects = {**known[0], **known[1]}
+        if history.has_gap:
+            lists = [name for name, one in effects.items() if isinstance(one, list)]
+            effects |= {name: [*known[0].get(name, []), *known[1].get(name, [])] for name in lists}
         return ResumePlan(
             path=entry.path if entry else None,
             tick=last.tick,
-            effects={**known[0], **known[1]},
+            effects=effects,
             found=tuple(found),
             incidents=tuple(incidents),
             skipped=skipped,

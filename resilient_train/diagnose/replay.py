@@ -20,6 +20,7 @@ from resilient_train.state import randomness
 from resilient_train.state.copies import Attributes, Backups
 from resilient_train.state.randomness import Seeds
 from resilient_train.state.tree import is_sharded, local_part, rebuilt
+from resilient_train.types import Facts
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Replayed:
     by_layer: dict[str, float]  # the norm of each weight's gradient
     origin: Origin | None = None  # under the microscope: the operation that broke first
     raised: str = ""  # the exception that ended it, in one line; then loss and norm are NaN
-    failure: str = ""  # why nothing could be measured; then the loss is NaN
+    failure: Facts = ()  # why nothing could be measured; then the loss is NaN
 
 
 @dataclass

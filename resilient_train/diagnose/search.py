@@ -81,7 +81,7 @@ class Search:
             by_rank = self.world.all_of(self._observe(refused, is_spike))
         seen = replace(verdict.merge_ranks(by_rank), landed=anomaly.step - 1)
         if not seen.reproduced:
-            why = fact("not_replayed", why=seen.failure)
+            why = fact("not_replayed", why=[*seen.failure])
             return Diagnosis(Cause.UNKNOWN, why) if seen.failure else verdict.TRANSIENT
         now = max(map(verdict.climbed, history))
         rules: Sequence[verdict.Rule] = verdict.NOT_FINITE
@@ -144,7 +144,7 @@ class Search:
         alone, others = self._alone(refused, found, origin, filler)
         found = alone or found
         if not refused.update.keys and origin is None:
-            return replace(facts, failure="rows of such data cannot be named")
+            return replace(facts, failure=fact("rows_without_names"))
         if not found or filler is None:
             return facts
         odd = self._odd(found, filler, _ABSURD if facts.culprit else _FAR, refused.nan_is_usual)
@@ -269,11 +269,11 @@ class Search:
         made, why = _attempted(make)
         # Where ranks wait for each other in a forward, all make one, or none does.
         if self.replay.is_sharded and not all(self.world.all_of(made is not None)):
-            made, why = None, why or "another rank could not make its batches"
+            made, why = None, why or fact("other_rank_failed")
         if made is not None:
             measured, why = _attempted(partial(replay, made, start))
             if measured is not None and measured.raised and not takes_errors:
-                why, measured = measured.raised, None
+                why, measured = fact("text", text=measured.raised), None
         self.beat()
         return measured or Replayed(math.nan, 0.0, {}, failure=why)
 
@@ -304,8 +304,8 @@ def _where(culprit: Culprit) -> tuple[str, int, str]:
     return culprit.file, culprit.line, culprit.op
 
 
-def _attempted(function: Callable[[], T]) -> tuple[T | None, str]:
+def _attempted(function: Callable[[], T]) -> tuple[T | None, Facts]:
     try:
-        return function(), ""
+        return function(), ()
     except Exception as error:
-        return None, f"{type(error).__name__}: {text_of(error)}".splitlines()[0]
+        return None, fact("text", text=f"{type(error).__name__}: {text_of(error)}".splitlines()[0])

@@ -129,7 +129,7 @@ class Observations:
     are_again: bool = False  # each of the rows made the loss or the gradient jump in earlier updates
     batch_is_bad: bool = False  # it holds values that are not finite
     size: float = 0.0  # of the gradient, measured in doubles
-    failure: str = ""  # why a replay was impossible
+    failure: Facts = ()  # why a replay was impossible
     # What was known before: the same on all ranks.
     climb: float = 1.0  # how many times their usual losses or norms had become
     leap: float = 1.0  # how many times the newest is
@@ -203,7 +203,7 @@ class Observations:
 def merge_ranks(observed: Sequence[Observations]) -> Observations:
     """Combine what all ranks observed: the first one that found an operation names it, and rows of all count."""
     again = [one for one in observed if one.reproduced]
-    failure = next((one.failure for one in observed if one.failure), "")
+    failure = next((one.failure for one in observed if one.failure), ())
     places = {(one.culprit.file, one.culprit.line, one.culprit.op) for one in again if one.culprit}
     if not again:
         return Observations(failure=failure)

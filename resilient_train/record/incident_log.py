@@ -53,7 +53,8 @@ class IncidentLog:
         there: bytes | None = None
         with suppress(OSError):
             there = None if self._file is None else read_plain(self._file)
-        if there != self._lines().encode():  # else somebody may follow the file as it is
+        # As it is, somebody may follow it, or it has what this version cannot read.
+        if there != self._lines().encode() and not self.run_history.unreadable:
             self._write_lines()
 
     @property
@@ -110,7 +111,7 @@ class IncidentLog:
         number = self.next_id
         for one in self.open_incidents:
             is_same_kind = kind_of(one.anomaly, one.diagnosis) == kind_of(anomaly, diagnosis)
-            if is_same_kind and one.is_interrupted and anomaly.step <= one.anomaly.step:
+            if is_same_kind and one.is_interrupted and anomaly.step == one.anomaly.step:
                 number = one.id  # here it is again
             elif is_same_kind:
                 self.close(one, Outcome.RECURRED)

@@ -139,12 +139,12 @@ class Progress:
         self._position = self.last
         self._file = -1
         self._attempts = WriteAttempts(self._path, "a crash would be explained by an older position")
-        self._first: int | None = None  # tick of this process
+        self.first: int | None = None  # tick of this process
         self._stays = False
 
     def updating(self, tick: int, step: int, start: int, stop: int) -> None:
-        self._first = tick if self._first is None else self._first
-        self._note(Position(Doing.FIRST if tick == self._first else Doing.UPDATING, tick, step, start, stop))
+        self.first = tick if self.first is None else self.first
+        self._note(Position(Doing.FIRST if tick == self.first else Doing.UPDATING, tick, step, start, stop))
 
     def turned_to(self, doing: Doing, tick: int | None = None) -> None:
         """Note that the process does something else now, after `tick` attempted updates if that changed."""

@@ -42,6 +42,7 @@ class RunHistory:
         self.chapters: dict[int, Chapter] = {}  # by the number of the incident
         self.open: dict[int, Incident] = {}  # those without an outcome
         self.closed: dict[int, Incident] = {}  # the others, in the order of their outcomes
+        self.has_gap = False  # an entry is damaged: of lists, which are noted by what was added, some may be missing
         self.unreadable: list[str] = []  # entries about incidents, and why
         self.effects: dict[str, Any] = {}  # of remedies, as they were noted last
         self.has_saved = False  # a checkpoint was ever committed
@@ -51,7 +52,8 @@ class RunHistory:
         self._fired: dict[int, FiredDrill] = {}  # by their numbers
         # By tick, which no two processes end at: the samples in use when one ended, and whether in its first update.
         self._endings: dict[int, tuple[int, int, bool]] = {}
-        for entry in entries:
+        for number, entry in enumerate(entries, start=1):
+            self.has_gap |= entry["n"] != number
             try:
                 self.recall(entry)
             except ValueError as error:

@@ -141,7 +141,7 @@ class Knobs:
             value = state.get(name, now)
             if not 0 <= float(value) < math.inf:
                 raise ValueError(f"the knob {name} is {value!s:.20}, not a number from 0 up")
-            setattr(self, name, type(now)(value))
+            setattr(self, name, type(getattr(Knobs, name))(value))  # a remedy may have set a float to 1
 
 
 def _bounded(value: float, lowest: float, highest: float = 1.0) -> float:

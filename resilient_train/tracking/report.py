@@ -29,7 +29,13 @@ PageUrl = Callable[[int], str]  # the page of an incident, by its number
 
 def block(chapter: Chapter) -> list[str]:
     """Describe an incident in lines: as it was printed when it was met, with its times; the last one is its outcome."""
-    return lines_of(chapter.incident, "block", opened=chapter.opened_ms)
+    return lines_of(chapter.incident, "block", opened=chapter.opened_ms, **_meanwhile(chapter))
+
+
+def _meanwhile(chapter: Chapter) -> dict[str, Any]:
+    """What is said of remedies that are not applied yet."""
+    is_open = chapter.treated_ms is None and chapter.incident.outcome is None
+    return {"remedies": fact("being_handled")} if is_open else {}
 
 
 def report(story: Story) -> str:
@@ -75,8 +81,7 @@ def _row(chapter: Chapter, trace_url: PageUrl) -> list[str]:
     incident, culprit = chapter.incident, chapter.incident.diagnosis.culprit
     short = {"file": "/".join(culprit.file.split("/")[-2:]), "module": "", "phase": ""} if culprit else {}
     values = about(incident) | {"opened": chapter.opened_ms, "where": blamed(incident.diagnosis, **short)}
-    if chapter.treated_ms is None and incident.outcome is None:
-        values["remedies"] = fact("being_handled")
+    values |= _meanwhile(chapter)
     cells = {title: text(fill(template, values), 200) for title, template in ROW.items()}
     if chapter.closed_ms is not None:
         cells["#"] = f"[{cells['#']}]({trace_url(incident.id)})"

@@ -88,7 +88,9 @@ def _last(story: Story) -> Incident | None:
     """Return the incident that the verdict names."""
     if story.status == "unrecovered":
         return unrecovered(story.incidents, story.step)
-    named = [one for one in story.incidents if story.status == "gave_up" or one.is_observed or one.outcome is None]
+    if story.status == "gave_up":
+        return next((one for one in reversed(story.incidents) if one.decision.gave_up is not None), None)
+    named = [one for one in story.incidents if one.is_observed or one.outcome is None]
     return named[-1] if named else None
 
 

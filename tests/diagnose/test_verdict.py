@@ -109,7 +109,7 @@ OF_NOT_FINITE: list[tuple[str, Any, str, dict[str, Any], str]] = [
     ("gradient_too_large", replace(ROW, size=1e25), "overflow rows", {"size": 1e3}, "rows_fail"),
     ("ordinary_rows", replace(ROW, climb=1e5), "unknown suspects", {"climb": 9.0}, "rows_fail"),
     ("rows_fail", ROW, "unknown rows", {"rows": ()}, "unseen"),
-    ("unseen", replace(AGAIN, failure="it cannot"), "unknown", {"climb": 1e5}, "climbed"),
+    ("unseen", replace(AGAIN, failure=fact("text", text="it cannot")), "unknown", {"climb": 1e5}, "climbed"),
     ("overflow", broke("mul", HUGE), "overflow line patch", {"culprit": culprit("sqrt")}, "operation"),
     ("rare_rows", RARE, "data line rows patch", {"others": 0}, "operation"),
     ("no_loss", broke("ctc_loss", LOGS, facts=ROW), "data rows", {"everywhere": True}, "operation"),
