@@ -150,20 +150,6 @@ def test_a_hot_stretch_goes_on_after_a_restart() -> None:
     assert Journal().drill(HotLr(at=[2, 3], updates=5)).rate_factor(replace(place, tick=4)) == 100
 
 
-def test_a_firing_is_journalled_before_it_acts() -> None:
-    """When the fault acts, the journal has it already: what kills the process is not repeated for ever."""
-    model, was_whole = torch.nn.Linear(3, 1), []
-    before = [one.detach().clone() for one in model.parameters()]
-
-    def fired(*firing: Any) -> None:
-        was_whole.append(all(map(torch.equal, before, model.parameters())))
-
-    drill = Drill([BitFlip(at=[2])], has_fired=lambda number: False, fired=fired)
-    drill.between_updates(UpdatePlace(2, 2, 0), model, [])
-    assert was_whole == [True]
-    assert not all(map(torch.equal, before, model.parameters()))
-
-
 def test_every_rank_journals_the_firings_of_all() -> None:
     """Ranks that agree on what was fired can wait for each other there."""
     journals = [Journal(), Journal()]

@@ -262,29 +262,6 @@ def test_an_error_that_does_not_come_again_is_transient() -> None:
     assert guard.state.weights_sha256() == run(data=table(bad=())).state.weights_sha256()
 
 
-def determinant(model: Any, batch: Any) -> Tensor:
-    """A matrix of distances that is singular where two readings are the same."""
-    x, sensors, y = batch
-    kernel = torch.exp(-torch.cdist(x, x).square())
-    factor: Tensor = torch.linalg.cholesky(kernel)
-    return F.mse_loss(model(x, sensors), y) + 1e-3 * factor.diagonal().log().mean()
-
-
-def test_an_operation_with_a_value_to_give_is_patched() -> None:
-    """It is cured in its line, once, and no row is to blame."""
-    data = table(bad=())
-    met = run(data=data, steps=1).samples.rows_at(0, 2 * 16)
-    ahead = [row for row in range(ROWS) if row not in met][:40]
-    data.tensors[0][ahead] = torch.tensor([-3.0, 0.5, 0.2, 0.1])
-    guard = run(determinant, data)
-    first, *others = guard.incidents
-    assert first.diagnosis.culprit.op == "linalg_cholesky"
-    assert [one.remedy for one in first.decision.actions] == ["armor"]
-    assert not first.diagnosis.rows
-    assert all(one.anomaly.signal is not Signal.EXCEPTION for one in others)
-    guard._controls.patches.remove()
-
-
 class Exact(nn.Linear):
     """A line with a width: as the data has no noise, the best width is none, which no distribution takes."""
 

@@ -155,30 +155,6 @@ def test_a_restored_run_repeats_itself_to_the_last_bit(optimizer: str) -> None:
     other.run.guard.samples.close()
 
 
-def without(snapshot: dict[str, Any], path: str, live: dict[str, Any]) -> dict[str, Any]:
-    """The same snapshot as if one item had not been captured: it stays what it is in the live run."""
-    if path in snapshot:
-        return {**snapshot, path: live[path]}
-    here, there = snapshot["optimizer.0"], live["optimizer.0"]
-    if path == "groups":
-        return {**snapshot, "optimizer.0": {**here, path: there[path]}}
-    moments = {place: {**values, path: there["moments"][place][path]} for place, values in here["moments"].items()}
-    return {**snapshot, "optimizer.0": {**here, "moments": moments}}
-
-
-def test_nothing_in_a_capture_is_needless() -> None:
-    """Leave out any single item, and the run does not repeat itself. A new part has to be added to the ablation."""
-    program = Program()
-    program.train_to(CAPTURED_AT)
-    snapshot = program.captured()
-    assert snapshot.keys() == PARTS
-    first = program.train_to(STEPS)
-    live = program.captured()
-    for left_out in sorted(PARTS | INSIDE_THE_OPTIMIZER):
-        program.state.restore(without(snapshot, left_out, live))
-        assert program.train_to(STEPS) != first, left_out
-
-
 def test_evaluation_changes_nothing() -> None:
     """A run that evaluates every third step ends where one ends that never does, although its rows and dropout draw."""
     program = Program("data.eval._target_=user_programs.Augmented", "run.eval_every=3")

@@ -12,22 +12,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from flaky_mlflow import free_port
-from omegaconf import OmegaConf
 
-from resilient_train import files
 from resilient_train.errors import ConfigError
 from resilient_train.record.journal import entries
 from resilient_train.record.outbox import BEGAN, METRICS, OUTBOX, Outbox
 from resilient_train.tracking import tracker as tracking
 from resilient_train.tracking.connection import TrackedRun, UploadCursor, locate, url
 from resilient_train.tracking.review import command, ui_command
-from resilient_train.tracking.tracker import Tracker, TrackingConfig, build
+from resilient_train.tracking.tracker import TrackingConfig, build
 from resilient_train.tracking.uploader import Uploader
 
 if TYPE_CHECKING:
@@ -287,27 +284,6 @@ def test_the_link_opens_the_overview() -> None:
         "https://me:secret@tracking.example/mlflow/": "https://tracking.example/mlflow",
     }.items():
         assert url(uri, "1", "abc") == f"{root}/#/experiments/1/runs/abc?workflowType=machine_learning"
-
-
-@pytest.mark.parametrize("name", ["mlflow", "none"])
-def test_the_configuration_files_hold_every_field(name: str, tmp_path: Path) -> None:
-    """Their values are the defaults; the dataclass has none."""
-    directory = files.conf() / "tracking"
-    values = OmegaConf.to_container(OmegaConf.load(directory / f"{name}.yaml"))
-    assert isinstance(values, dict)
-    assert list(values) == [field.name for field in fields(TrackingConfig)]
-    assert values["kind"] == name
-    build(TrackingConfig(**{str(key): value for key, value in values.items()}), tmp_path, tmp_path)
-
-
-def test_no_tracking_takes_every_call_and_has_no_run(caplog: pytest.LogCaptureFixture) -> None:
-    tracker = build(TrackingConfig("none", None, EXPERIMENT, 0), Path("nothing"), Path())
-    assert type(tracker) is Tracker
-    with caplog.at_level(logging.DEBUG):
-        tracker.begin()
-        tracker.metrics(1, {"loss": 1.0})
-        assert tracker.finish() is tracker.run is None
-    assert caplog.messages == []
 
 
 def test_a_cursor_forgets_only_what_is_known_of_another_destination(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.distributed import HashStore  # type: ignore[attr-defined]
-from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -315,29 +313,6 @@ def test_sparse_gradients_are_taken() -> None:
     run = Run(make, Table(), max_norm=INF)
     assert run.updates(60) is None
     assert run.scans.layout.skipped == []
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.usefixtures("alone")
-def test_sharded_weights_are_scanned() -> None:
-    """Of a DTensor the part of this process is measured."""
-    from torch.distributed.fsdp import fully_shard
-
-    model: Any = nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 4))
-    mesh = init_device_mesh("cpu", (1,))
-    fully_shard(model, mesh=mesh)
-    run = Run(one(optim.AdamW, lr=3e-3), model, max_norm=INF)
-    assert run.updates(60) is None
-    assert run.scans.clean_step == 55
-    with torch.no_grad():
-        model[2].weight.to_local()[0, 0] = 1e5
-    assert run.finding().signal is Signal.WEIGHTS_JUMP
 
 
 # -------------------------------------------------------------------------------------------------------------- faults
