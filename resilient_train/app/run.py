@@ -131,8 +131,7 @@ class _Session:
         self.incident_log = IncidentLog(directory.path if world.is_main else None, run_dir=directory.path)
         resume = Resume(
             None if settings.resume in ("auto", "never") else Path(settings.resume),
-            *(composed.digest, tuple(directory.changes)),
-            mlflow=lambda: self.tracker.run.run_id if self.tracker.run else None,
+            tuple(directory.changes),
             fresh="run.resume=never",
         )
         watchdog = Watchdog(  # from before the first line of user code

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,7 @@ _SHAPES = ("model", "optimizer", "data.batch_size", "accelerate")  # keys that d
 @dataclass(frozen=True, slots=True)
 class Resume:
     source: Path | None = None  # a run or checkpoint that the user named, instead of the run's newest checkpoint
-    config: str = ""  # digest of the configuration
     changed: tuple[str, ...] = ()  # keys of the configuration with another value than before
-    mlflow: Callable[[], str | None] = lambda: None
     fresh: str = "resume=False, or another run_dir,"  # what starts a new run
 
 

@@ -53,10 +53,8 @@ class Manifest:
     world: int  # processes
     samples: int  # of an update, over all processes and micro-batches
     each: int  # samples of a process, as configured; samples / world, unless the number of processes changed
-    config: str  # digest
     made_by: str
     at: int  # milliseconds since 1970
-    mlflow: str | None  # the id of the run in MLflow
     effects: dict[str, Any]  # of remedies: knobs, skipped samples, patched lines, rows in quarantine
     groups: list[Any]  # the configured settings of each optimizer's parameter groups
     files: dict[str, Written]

@@ -159,10 +159,6 @@ class Composed:
         keys = sorted(key for key in there.keys() | here.keys() if there.get(key) != here.get(key))
         return {key: f"{shown(there, key)} there, {shown(here, key)} here" for key in keys}
 
-    @property
-    def digest(self) -> str:
-        return _digest(_settings(self.resolved))
-
 
 def composed(
     raw: DictConfig, choices: Mapping[str, Any], *, given: Sequence[str] = (), sweep: str | None = None
