@@ -65,11 +65,7 @@ class Examined:
 
 
 def examine(
-    model: nn.Module,
-    objective: Callable[[Any, Any], Any],
-    batch: Any,
-    *,
-    mixed_precision: str = "no",
+    model: nn.Module, objective: Callable[[Any, Any], Any], batch: Any, *, mixed_precision: str = "no"
 ) -> Examined:
     """Run forward and backward of one batch under the microscope; model, gradients and random numbers are restored.
 

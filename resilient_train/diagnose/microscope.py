@@ -78,12 +78,7 @@ class Origin:
     def noted(self, facts: Observations) -> Observations:
         after = self.after.culprit if self.after is not None else None
         return replace(
-            facts,
-            culprit=self.culprit,
-            kind=self.kind,
-            is_scalar=self.is_scalar,
-            was_given=self.was_given,
-            after=after,
+            facts, culprit=self.culprit, kind=self.kind, is_scalar=self.is_scalar, was_given=self.was_given, after=after
         )
 
 

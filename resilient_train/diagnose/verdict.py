@@ -464,11 +464,7 @@ SPIKES = (  # of the loss or the gradient norm, which were what is usual before
         rows=_rows,
     ),
     Rule(  # nothing is odd about them, and the weights may be at fault: none is quarantined
-        "ordinary_rows",
-        lambda seen: seen.blamed,
-        Cause.UNKNOWN,
-        _says("ordinary_rows", "rows"),
-        suspects=_rows,
+        "ordinary_rows", lambda seen: seen.blamed, Cause.UNKNOWN, _says("ordinary_rows", "rows"), suspects=_rows
     ),
     Rule(
         "climbed",

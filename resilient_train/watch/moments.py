@@ -51,11 +51,7 @@ class Moments(Scan):
         self.left = [left * _share_left(setting) for left, setting in zip(self.left, settings, strict=True)]
 
     def judge(
-        self,
-        step: int,
-        plain: Mapping[Moment, float],
-        squares: Mapping[Moment, float],
-        depths: Mapping[Moment, float],
+        self, step: int, plain: Mapping[Moment, float], squares: Mapping[Moment, float], depths: Mapping[Moment, float]
     ) -> Found | None:
         """Judge plain moments' largest values, and squares' sums and their depths below zero."""
         sums = {moment.name: value for moment, value in squares.items()}

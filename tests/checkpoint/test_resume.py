@@ -13,18 +13,7 @@ from typing import Any
 
 import pytest
 from command import MINE, Outcome, command
-from kills import (
-    Nursery,
-    after,
-    at_save,
-    at_tick,
-    checkpoints,
-    incidents,
-    killed,
-    left_overs,
-    summary,
-    taken_up_at,
-)
+from kills import Nursery, after, at_save, at_tick, checkpoints, incidents, killed, left_overs, summary, taken_up_at
 from paused_run import held_at, is_held
 from torch import Tensor, nn
 

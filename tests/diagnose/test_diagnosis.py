@@ -265,13 +265,7 @@ def test_a_replay_that_fails_ends_no_run(program: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "strategy"),
-    [
-        ("bad_row", "copied"),
-        ("raising", "copied"),
-        ("operation", "spread"),
-        ("slope", "spread"),
-    ],
+    ("fault", "strategy"), [("bad_row", "copied"), ("raising", "copied"), ("operation", "spread"), ("slope", "spread")]
 )
 def test_every_rank_learns_what_one_has_met(fault: str, strategy: str) -> None:
     """The same diagnosis, cure and weights, also where ranks share the weights and the gradients of their rows."""

@@ -240,10 +240,7 @@ def test_what_follows_from_armor_accuses_no_other_line(op: str, kind: str, is_sc
     found = answer(NOT_FINITE, seen)
     assert (found.cause, found.culprit, found.symptom, found.broken) == (cause, first, last, last)
     assert found.patchable is not is_scalar
-    assert found.advice == (
-        *fact("follows_patch", where=last.place, patched=first.place),
-        *fact("seen_with", rows=[4]),
-    )
+    assert found.advice == (*fact("follows_patch", where=last.place, patched=first.place), *fact("seen_with", rows=[4]))
 
 
 def test_ranks_learn_the_same() -> None:

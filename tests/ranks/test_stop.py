@@ -16,18 +16,7 @@ import pytest
 from command import MINE, command
 from fork_server import Forked
 from group import Group
-from kills import (
-    SAVING,
-    Nursery,
-    at_tick,
-    checkpoints,
-    in_journal,
-    incidents,
-    left_overs,
-    stand,
-    summary,
-    taken_up_at,
-)
+from kills import SAVING, Nursery, at_tick, checkpoints, in_journal, incidents, left_overs, stand, summary, taken_up_at
 from paused_run import held_at, is_held
 from torch import Tensor, nn
 

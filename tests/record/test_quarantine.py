@@ -76,11 +76,7 @@ def test_a_later_run_can_be_given_the_list(tmp_path: Path) -> None:
         later.adopt({4: Quarantined(RAISES, 5, 6)})
         later.load(given)
         assert sorted(later.given) == [3, 17]
-    assert dict(Quarantine(tmp_path / "later", same).rows) == {
-        3: WHY,
-        17: WHY,
-        4: Quarantined(RAISES, 5, 6),
-    }
+    assert dict(Quarantine(tmp_path / "later", same).rows) == {3: WHY, 17: WHY, 4: Quarantined(RAISES, 5, 6)}
     later = Quarantine(tmp_path / "own", same)
     later.adopt({3: Quarantined(RAISES, 5, 6)})
     later.load(given)

@@ -70,10 +70,7 @@ def guilty(*rows: int) -> Callable[[Anomaly], Diagnosis]:
 
 
 def decisions(
-    policy: Policy,
-    anomalies: Iterable[Anomaly],
-    can: Case = ANY,
-    diagnose: Callable[[Anomaly], Diagnosis] = unknown,
+    policy: Policy, anomalies: Iterable[Anomaly], can: Case = ANY, diagnose: Callable[[Anomaly], Diagnosis] = unknown
 ) -> list[Decision]:
     """What is decided about each of a series, until it is given up."""
     history: list[Incident] = []
@@ -396,11 +393,7 @@ def test_shipped_policies(name: str) -> None:
 def test_a_trial_beyond_its_budget_is_passed_over(left: int, rung: int) -> None:
     """Two arms of 20 updates, and the forwards that judge them."""
     trial = {"trial": {"of": [["tighten_clip"], ["raise_eps"]], "steps": 20}}
-    (made,) = decisions(
-        parse(default([trial], ["skip"])),
-        [refused(1)],
-        replace(ANY, trial_updates=left),
-    )
+    (made,) = decisions(parse(default([trial], ["skip"])), [refused(1)], replace(ANY, trial_updates=left))
     assert made.rung == rung
 
 

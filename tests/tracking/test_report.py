@@ -109,11 +109,7 @@ def test_whatever_was_named_the_note_is_under_the_limit_and_its_table_whole(word
     met = [hostile(incident(at, outcomes[at % 3]), words[at % len(words)]) for at in range(1, count + 1)]
     place = Path("/", *[words[0].replace("\0", "") or "x"] * 40)
     kept = Checkpoint(7, place, "verified", metrics={words[-1]: 1.0})
-    remedies = {
-        "armor": [{"op": words[0], "file": words[0], "line": 3}] * 9,
-        "knobs": {"lr": 0.5},
-        "skipped": [[1, 9]],
-    }
+    remedies = {"armor": [{"op": words[0], "file": words[0], "line": 3}] * 9, "knobs": {"lr": 0.5}, "skipped": [[1, 9]]}
     of = story(
         *met, status="failed", why=words[0], last_good=kept, newest=kept, best=kept, remedies=remedies, directory=place
     )

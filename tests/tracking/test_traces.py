@@ -40,9 +40,7 @@ POISON = Incident(
 )
 TREATED = Chapter(POISON, AT + 300, treated_ms=AT + 500)
 CLOSED = dataclasses.replace(
-    TREATED,
-    incident=dataclasses.replace(POISON, outcome=Outcome.RECOVERED),
-    closed_ms=AT + 9_000,
+    TREATED, incident=dataclasses.replace(POISON, outcome=Outcome.RECOVERED), closed_ms=AT + 9_000
 )
 
 
@@ -140,11 +138,7 @@ def test_a_trace_tells_the_incident(place: Place) -> None:
 
 def test_what_was_never_cured_is_an_error(place: Place) -> None:
     """What came back later was retried with success; each is found by its cause and outcome, as the page filters."""
-    table = [
-        (4, Outcome.RECURRED, "OK"),
-        (5, Outcome.UNRECOVERED, "ERROR"),
-        (6, Outcome.GAVE_UP, "ERROR"),
-    ]
+    table = [(4, Outcome.RECURRED, "OK"), (5, Outcome.UNRECOVERED, "ERROR"), (6, Outcome.GAVE_UP, "ERROR")]
     place.upload(CLOSED)
     for number, outcome, state in table:
         one = dataclasses.replace(POISON, id=number, diagnosis=Diagnosis(Cause.EXPLOSION), outcome=outcome)

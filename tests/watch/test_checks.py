@@ -187,8 +187,7 @@ def test_what_is_not_finite_is_an_anomaly_at_once(checks: str, signal: Signal) -
 
 
 @pytest.mark.parametrize(
-    ("loss", "norm", "signal"),
-    [(60.0, 1.0, None), (3.0, 1000.0, Signal.GRAD_SPIKE), (1e7, 1.0, Signal.LOSS_SPIKE)],
+    ("loss", "norm", "signal"), [(60.0, 1.0, None), (3.0, 1000.0, Signal.GRAD_SPIKE), (1e7, 1.0, Signal.LOSS_SPIKE)]
 )
 def test_a_single_odd_update(loss: float, norm: float, signal: Signal | None) -> None:
     """A loss far outside lands without a word: it does no harm. A thousand times farther out it points at a broken row
