@@ -32,21 +32,15 @@ CPU = torch.device("cpu")
 INF, NAN = math.inf, math.nan
 
 
-def heard(
-    rows: Sequence[Sequence[float]], *, stops: Sequence[bool] = (), digests: Sequence[int] = ()
-) -> tuple[Vitals, int]:
+def heard(rows: Sequence[Sequence[float]], *, digests: Sequence[int] = ()) -> tuple[Vitals, int]:
     """What the last rank hears, and how many numbers its host reads; `rows` are loss and norm of each."""
 
     def gathered(mine: torch.Tensor) -> torch.Tensor:
-        others = [
-            [*row[:2], float(bool(stops) and stops[rank]), float(digests[rank])] for rank, row in enumerate(rows[:-1])
-        ]
+        others = [[*row[:2], 0.0, float(digests[rank])] for rank, row in enumerate(rows[:-1])]
         return torch.cat([torch.tensor(others), mine[None]])
 
     digests = digests or [7] * len(rows)
     agreement = Agreement(gathered, CPU)
-    if stops and stops[-1]:
-        agreement.ask_to_stop()
     numbers, table = agreement.reduce(torch.tensor(rows[-1]), digests[-1])
     assert table is not None
     limits = (1e30, 1e30)
@@ -72,12 +66,6 @@ def test_one_verdict_of_all_ranks(rows: list[list[float]], loss: float, norm: fl
     vitals, _ = heard(rows)
     assert (vitals.loss, vitals.grad_norm) == pytest.approx((loss, norm), nan_ok=True)
     assert vitals.ranks == ranks
-
-
-@pytest.mark.parametrize("stops", [[False, False, False], [False, True, False], [False, False, True]])
-def test_when_one_rank_is_asked_to_stop_all_hear_it(stops: list[bool]) -> None:
-    vitals, _ = heard([[1, 1]] * 3, stops=stops)
-    assert vitals.stop_asked == any(stops)
 
 
 @pytest.mark.parametrize(

@@ -280,16 +280,6 @@ def test_a_declared_change_is_no_alarm(told: str) -> None:
     assert run.alarms((loss * 2.5, norm) for loss, norm in pairs[2000:2020])[0].signal is Signal.LOSS_SPIKE
 
 
-def test_an_update_refused_where_a_change_was_declared_is_repeated() -> None:
-    """Whoever declares a change after the limit went to the device gets the update back."""
-    run = warmed_up()
-    run.checks.expect(401)
-    finding = run.attempt(3.0, 1e4)
-    assert (finding.anomaly, finding.repeat) == (None, True)
-    assert run.attempt(3.0, 1e4) == Finding()
-    assert run.step == 401
-
-
 def test_a_change_nobody_undid_is_told_once_and_never_becomes_usual() -> None:
     """Without rewinds: one alarm, then peace, and nothing is learned from the new level, however long it lasts."""
     run = warmed_up()
