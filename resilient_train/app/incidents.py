@@ -11,8 +11,8 @@ from resilient_train.app import no_run, parser_of
 from resilient_train.app.directory import was_launched
 from resilient_train.app.terminal import print_line
 from resilient_train.errors import TrainError
-from resilient_train.record.incident_lines import in_words
 from resilient_train.record.journal import JOURNAL, damaged_lines
+from resilient_train.record.run_history import in_words
 from resilient_train.tracking.report import block
 from resilient_train.tracking.review import review, verdict
 from resilient_train.tracking.story import Story, read_story

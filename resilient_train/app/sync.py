@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from resilient_train.app import no_run, parser_of
 from resilient_train.errors import TrainError
 from resilient_train.record.endings import at_work, is_run
-from resilient_train.record.outbox import OUTBOX
+from resilient_train.record.journal import OUTBOX
 from resilient_train.secrets import masked
 from resilient_train.tracking.connection import UploadCursor, database_of, lacking, locate, root_cause
 from resilient_train.tracking.tracker import EXPERIMENT

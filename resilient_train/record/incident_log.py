@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from resilient_train.files import commit_text, open_to_append, read_plain
-from resilient_train.record.incident_lines import in_words
 from resilient_train.record.journal import JOURNAL, Journal, WriteAttempts
-from resilient_train.record.run_history import AGAIN, CLOSED, OPENED, TREATED, RunHistory
+from resilient_train.record.run_history import AGAIN, CLOSED, OPENED, TREATED, RunHistory, in_words
 from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, kind_of
 from resilient_train.wording import describe, log
 

@@ -18,7 +18,8 @@ import re
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from numbers import Integral, Real
@@ -27,7 +28,7 @@ from typing import Any
 
 from resilient_train import files
 from resilient_train.errors import TrainError
-from resilient_train.files import MOST_BYTES, sync_directory, write_all
+from resilient_train.files import MOST_BYTES, read_plain, sync_directory, write_all
 from resilient_train.secrets import masked_tree
 from resilient_train.wording import counted
 
@@ -209,3 +210,69 @@ def unseal(line: bytes) -> Entry | None:
         return None
     entry: Entry = json.loads(sealed["body"] + b"}")
     return entry
+
+
+OUTBOX = "outbox.jsonl"  # its name in a run directory
+BEGAN, METRICS = "began", "metrics"
+
+MOST_WAITING = 50_000  # entries that a full disk does not take, about 1 KB each: newer ones are dropped
+WRITE_EVERY_S, TRY_AGAIN_S = 0.25, 2.0
+_TAIL_BYTES = 2**20  # more than any entry has
+
+
+class Outbox:
+    """Takes entries in a microsecond, and writes them in a thread a few times a second.
+
+    The calling thread would wait for the disk while a checkpoint is synced, or for the interpreter if each entry woke
+    a thread.
+    """
+
+    def __init__(self, path: Path, also: Callable[[], None] = lambda: None) -> None:
+        """Write to `path`; `also` is called each time, in the same thread."""
+        self.path, self._also = path, also
+        self.dropped = 0
+        self._waiting: deque[Entry] = deque()
+        self._lines: list[bytes] = []  # entries that are sealed and not on disk yet
+        self._closing = threading.Event()
+        self._end = -1  # where the next line goes; unknown before the file is read
+        self._attempts = WriteAttempts(path, "what MLflow is to show is kept in memory, and a kill would lose it")
+        self._thread = threading.Thread(target=self._main, name="outbox", daemon=True)
+        self._thread.start()
+
+    def put(self, kind: str, /, **fields: Any) -> None:
+        """Add an entry. It never waits and never raises."""
+        if len(self._waiting) + len(self._lines) < MOST_WAITING:
+            self._waiting.append({"at": time.time_ns() // 1_000_000, "kind": kind, **fields})
+        else:
+            self.dropped += 1
+
+    def close(self, within_s: float = 10.0) -> bool:
+        """Write the rest in at most `within_s`; say whether everything is on disk."""
+        self._closing.set()
+        self._thread.join(within_s)
+        is_whole = not (self._thread.is_alive() or self._waiting or self._lines or self.dropped)
+        if not is_whole:
+            _log.warning("%s is not complete: the disk did not take all of it", self.path)
+        return is_whole
+
+    # -- in the thread -------------------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        is_last = False
+        while not is_last:
+            is_last = self._closing.wait(TRY_AGAIN_S if self._attempts.has_failed else WRITE_EVERY_S)
+            if self._waiting or self._lines:
+                with self._attempts.attempt():
+                    self._write(is_last)
+            if not self._closing.is_set():
+                self._also()
+
+    def _write(self, is_last: bool) -> None:
+        if self._end < 0 or size_of(self.path) < self._end:  # not read yet, or it was removed
+            tail = read_plain(self.path, last=_TAIL_BYTES) if self.path.exists() else b""
+            self._end = size_of(self.path) - len(tail) + tail.rfind(b"\n") + 1
+        # One by one: the training thread may add to them meanwhile. Each is sealed once, however full the disk is.
+        for _ in range(len(self._waiting)):
+            self._lines.append(seal(json.dumps(plain(self._waiting.popleft()))))
+        self._end = append_lines(self.path, self._lines, self._end, sync=is_last)  # before, whoever uploads them syncs
+        self._lines.clear()

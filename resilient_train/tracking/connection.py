@@ -22,8 +22,7 @@ import psutil
 
 from resilient_train.errors import ConfigError
 from resilient_train.files import commit_text, read_json
-from resilient_train.record.journal import Entry, entries
-from resilient_train.record.outbox import OUTBOX
+from resilient_train.record.journal import OUTBOX, Entry, entries
 from resilient_train.secrets import masked
 from resilient_train.wording import counted
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from resilient_train.record.outbox import BEGAN, METRICS, OUTBOX, Outbox
+from resilient_train.record.journal import BEGAN, METRICS, OUTBOX, Outbox
 from resilient_train.secrets import masked
 from resilient_train.tracking.connection import TrackedRun, UploadCursor, lacking, locate
 from resilient_train.tracking.review import command

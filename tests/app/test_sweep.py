@@ -9,8 +9,7 @@ from pathlib import Path
 from command import command
 
 from resilient_train.app import sync
-from resilient_train.record.journal import entries
-from resilient_train.record.outbox import METRICS, OUTBOX
+from resilient_train.record.journal import METRICS, OUTBOX, entries
 
 
 def test_the_jobs_of_a_sweep_are_runs_in_mlflow(here: Path, run_command: command, empty_store: Path) -> None:

@@ -21,9 +21,9 @@ from stories import CLIMBED, free_text
 import resilient_train
 from resilient_train.app import incidents, status
 from resilient_train.ranks.lock import DirectoryLock
-from resilient_train.record.incident_lines import as_line
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.journal import seal
+from resilient_train.record.run_history import as_line
 from resilient_train.tracking.review import review
 from resilient_train.tracking.story import read_story
 from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal

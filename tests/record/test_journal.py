@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from stories import free_text
 
 from resilient_train.errors import TrainError
-from resilient_train.record.incident_lines import as_line, from_line
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.journal import Journal, plain, read
+from resilient_train.record.run_history import as_line, from_line
 from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
 from resilient_train.wording import describe, tags
 

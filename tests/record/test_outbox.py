@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from resilient_train import files
-from resilient_train.record import outbox
-from resilient_train.record.journal import entries
-from resilient_train.record.outbox import OUTBOX, Outbox
+from resilient_train.record import journal as outbox
+from resilient_train.record.journal import OUTBOX, Outbox, entries
 
 
 def read(path: Path, start: int = 0) -> list[tuple[str, object]]:

@@ -25,7 +25,7 @@ from torch.utils.data import TensorDataset
 
 from resilient_train.adapters.guard import Guard
 from resilient_train.reader import DiskConfig
-from resilient_train.record.incident_lines import as_line, from_line
+from resilient_train.record.run_history import as_line, from_line
 from resilient_train.recover.trials import Arm, best_arm, fastest, holds, is_ahead, may_win, on_its_way
 from resilient_train.types import Action, Signal, Tried
 from resilient_train.watch.checks import Checks

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from resilient_train import Guard, files
 from resilient_train.checkpoint.writer import Writer
 from resilient_train.reader import MemoryConfig
-from resilient_train.record.incident_lines import as_line
 from resilient_train.record.journal import JOURNAL, Journal, read
+from resilient_train.record.run_history import as_line
 from resilient_train.tracking.report import report
 from resilient_train.tracking.story import read_story
 from resilient_train.types import Cause

@@ -24,7 +24,7 @@ from torch.nn.functional import mse_loss
 
 from resilient_train.app import VERBS
 from resilient_train.app.config.compose import load
-from resilient_train.record.incident_lines import in_words
+from resilient_train.record.run_history import in_words
 from resilient_train.recover.policy import Budget, Policy, parse
 from resilient_train.recover.remedies import KNOWN
 from resilient_train.types import Cause

@@ -29,8 +29,7 @@ from resilient_train.app import sync
 from resilient_train.errors import TrainError
 from resilient_train.ranks.lock import DirectoryLock
 from resilient_train.record.incident_log import IncidentLog
-from resilient_train.record.journal import entries
-from resilient_train.record.outbox import BEGAN, METRICS, OUTBOX, Outbox
+from resilient_train.record.journal import BEGAN, METRICS, OUTBOX, Outbox, entries
 from resilient_train.tracking.connection import MLFLOW_JSON, UploadCursor, locate
 from resilient_train.tracking.story import read_story
 from resilient_train.tracking.tracker import OutboxTracker, TrackingConfig, build

@@ -17,9 +17,9 @@ from flaky_mlflow import free_port
 from stories import free_text
 
 from resilient_train.record.run_history import Chapter
-from resilient_train.tracking import traces
+from resilient_train.tracking import uploader as traces
 from resilient_train.tracking.connection import ENVIRONMENT
-from resilient_train.tracking.traces import trace_id_of
+from resilient_train.tracking.uploader import trace_id_of
 from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class Place:
 def upload_to(uri: str, chapter: Chapter, run_id: str = "abc", experiment_id: str = "1") -> None:
     from mlflow.tracing.client import TracingClient
 
-    traces.upload(run_id, chapter, TracingClient(uri), experiment_id)
+    traces.upload_trace(run_id, chapter, TracingClient(uri), experiment_id)
 
 
 def placed(uri: str) -> Place:

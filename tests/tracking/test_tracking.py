@@ -19,8 +19,7 @@ import pytest
 from flaky_mlflow import free_port
 
 from resilient_train.errors import ConfigError
-from resilient_train.record.journal import entries
-from resilient_train.record.outbox import BEGAN, METRICS, OUTBOX, Outbox
+from resilient_train.record.journal import BEGAN, METRICS, OUTBOX, Outbox, entries
 from resilient_train.tracking import tracker as tracking
 from resilient_train.tracking.connection import TrackedRun, UploadCursor, locate, url
 from resilient_train.tracking.review import command, ui_command
