@@ -24,10 +24,6 @@ from resilient_train.state.tree import sha256
 
 STEPS, CAPTURED_AT = 28, 17
 
-PARTS = {"weights", "buffers", "clock", "optimizer.0", "schedule.0", "position", "kept.average"}
-PARTS |= {"random.python", "random.numpy", "random.torch"}
-INSIDE_THE_OPTIMIZER = {"groups", "exp_avg", "exp_avg_sq", "step"}
-
 
 class NoisyAverage:
     """An average of the weights kept by the user, who adds noise of all three kinds to it after each update."""

@@ -127,7 +127,6 @@ def test_whatever_was_named_the_note_is_under_the_limit_and_its_table_whole(word
     assert all(one.isprintable() for one in report(of).splitlines())
 
 
-FLAT = {"first_loss": 1.0, "final_loss": 1.0}
 SUSPECT = Diagnosis(
     Cause.UNKNOWN,
     free_text("The batch is finite and its loss is not: look in the forward pass for a logarithm that meets 0."),

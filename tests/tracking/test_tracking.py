@@ -34,7 +34,6 @@ pytestmark = pytest.mark.timeout(900)
 
 EXPERIMENT = "resilient_train"
 LONG_S = 300.0  # what a run's end may wait for, where a test is about something else
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
