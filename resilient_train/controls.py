@@ -12,7 +12,7 @@ from zlib import crc32
 import torch
 
 from resilient_train.checkpoint.keeper import CheckpointKeeper
-from resilient_train.diagnose.state import lost_eps
+from resilient_train.diagnose.explain import lost_eps
 from resilient_train.effects import Effect, Effects, Patches, QuarantinedRows, skipped_samples
 from resilient_train.errors import TrainError
 from resilient_train.record.quarantine import Quarantine

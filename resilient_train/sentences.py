@@ -1,4 +1,4 @@
-"""Every sentence about a run, by the kind of the fact that it says. `wording` fills them in.
+"""What is said of a run and its incidents, by the kind of the fact. `wording` fills the sentences in.
 
 `{name}` is a value of the fact and `{name:spec}` its format: one of numbers, as in `{loss:.4g}`; `times` of a factor;
 `rows`, `ranks`, `names` of a list; `place` of a line of code; `say`, `list`, `lines`, `sentences` of facts inside of a
@@ -21,7 +21,7 @@ _DONE = (
     "<gave_up?gave up: {why:say}><!gave_up?{remedies:list}><took?, in {seconds:,.2f} s><!gave_up?; {lost:step} lost>"
 )
 _HANDLED = f"{_CAUSE}; {_DONE}<!gave_up?; {{outcome:outcome}}>"
-_OUTCOME = "{outcome:outcome}<; the same fault {further:more time}><outcome=recovered?; {healthy:healthy step} since><outcome=unrecovered?; {not_over:say}><outcome=gave_up?; {why:say}>"
+_OUTCOME = "{outcome:outcome}<; the same fault {further:more time}><outcome=recovered?; {healthy:healthy step} since><outcome=unrecovered?; {not_over:say}><gave_up?; {why:say}>"
 _BODY = f"""\
   {{evidence:say}}
   {_CAUSE}; {_DONE}
@@ -78,7 +78,7 @@ PARTS = {
     "loss_not_back": "the loss did not come back to where it was",
     "this_incident": _INCIDENT,
     "never_over": f"after {_INCIDENT} {{not_over:say}}.",
-    "given_up": f"{_NOTICED}, {{why:say}}",
+    "given_up": f"{_NOTICED}; {{why:say}}",
 }
 
 # A run: is it all right? Values: `review.about`.
@@ -406,7 +406,7 @@ SINGULAR = {
 
 # Why a run gave up.
 GAVE_UP = {
-    "no_remedy": "the policy has no remedy for {cause}",
+    "no_remedy": "the policy has no remedy for the cause {cause}",
     "in_a_row": "{count:consecutive update} were refused (limit {limit})",
     "ladder_exhausted": "the ladder for {cause} has no rung left, {count:rung} did not help",
     "none_applies": "none of the remedies for {cause} can be applied here",

@@ -34,9 +34,8 @@ from resilient_train.recover.trials import (
 )
 from resilient_train.run_parts import RunParts
 from resilient_train.state.ring import Snapshot
-from resilient_train.types import Action, Tried
+from resilient_train.types import NO_LIMIT, Action, Tried
 from resilient_train.update.objective import scalar
-from resilient_train.watch.limit import NO_LIMIT
 from resilient_train.watch.vitals import mean
 from resilient_train.wording import counted, log, say
 

@@ -22,6 +22,7 @@ def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not isfinite(value) else value
 
 
+NO_LIMIT = 3.4028234663852886e38  # of a loss or norm: the largest float32
 _MAY_LAND = ("accepted", "pending")
 
 

@@ -337,6 +337,9 @@ class Guard(guard.EngineGuard):
 
     # For the command.
 
+    def stop_now(self) -> None:
+        self.stopped = True
+
     def let_go(self) -> None:
         """Undo what affects the whole process: worker processes and patched code."""
         self._controls.patches.remove()

@@ -146,7 +146,7 @@ def _close_older(directory: Path) -> bool:
         return False
     log.info("%s is taken over from a guard of this process whose loop was left", directory)
     if guard is not None:
-        guard.stopped = True
+        guard.stop_now()
         with suppress(TrainError):
             guard.close()
     reporter.closed(None, sys.maxsize)
@@ -334,7 +334,7 @@ class RunReporter:
             for line in [completed(ending)] * (ending.status == "completed") + review(story_of(ending, *known)):
                 log.info("%s", line)
             return
-        # Of a loss that nobody explains, the progress stays as if this process was killed.
+        # Of a loss without an explanation, the progress stays as if this process was killed.
         if ended.failure or not (is_lost or is_lost_device(error)):
             self.progress.turned_to(Doing.ENDED)
         write_summary(ending, self.directory)

@@ -67,7 +67,7 @@ def evaluate(run: Run) -> dict[str, float]:
             run.beat()
             if run.world.size == 1 and run.stop():  # several processes would each stop at another batch
                 run.model.train()
-                run.guard.stopped = True  # the run is not complete without its evaluation
+                run.guard.stop_now()  # the run is not complete without its evaluation
                 return {}
             loss, metrics = run.objective(run.model, run.world.on_device(batch))
             for name, value in {"loss": loss, **metrics}.items():

@@ -38,7 +38,7 @@ class Case:
     trial_updates: int = 0  # that trials may still make; 0: none can be made here
     usual_rate: float = 0.0  # highest learning rate before it rose, as a multiple of the configured one; 0: it did not
     leapt_to: float = 0.0  # what it rose to in one step; 0: not in one step
-    began: int = 0  # the first tick of this process: updates of the one before were made again
+    began: int = 0  # the first tick of this process: those of the one before may have been retried
 
 
 class RunControl(Protocol):

@@ -89,7 +89,8 @@ def _last(story: Story) -> Incident | None:
     if story.status == "unrecovered":
         return unrecovered(story.incidents, story.step)
     if story.status == "gave_up":
-        return next((one for one in reversed(story.incidents) if one.decision.gave_up is not None), None)
+        decided = [one for one in story.incidents if one.decision.gave_up is not None] or story.incidents
+        return decided[-1] if decided else None
     named = [one for one in story.incidents if one.is_observed or one.outcome is None]
     return named[-1] if named else None
 

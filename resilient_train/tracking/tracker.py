@@ -100,7 +100,7 @@ class OutboxTracker(Tracker):
         if trouble is not None:
             what = "MLflow at %s did not get everything: %s (%s)"
             _log.warning(what, self._uri, lacking(self._directory), trouble)
-            _log.warning("to upload the rest, from any machine with it:\n  %s", command("sync", self._directory))
+            _log.warning("to upload the rest:\n  %s", command("sync", self._directory))
         return self.run
 
     def _finish_uploads(self) -> str | None:

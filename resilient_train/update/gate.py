@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.optim import Optimizer
 
-from resilient_train.watch.limit import NO_LIMIT
+from resilient_train.types import NO_LIMIT
 
 DIGEST = 3  # the column of the digest in a row, after loss, gradient norm and whether the rank was asked to stop
 DIGESTS = 2**24  # digests are below this number: float32 represents such integers exactly

@@ -9,10 +9,10 @@ from math import inf, isfinite
 from statistics import median_high
 from typing import Any, ClassVar
 
-from resilient_train.types import SPIKES, Anomaly, Facts, Signal, Vitals, fact
+from resilient_train.types import NO_LIMIT, SPIKES, Anomaly, Facts, Signal, Vitals, fact
 from resilient_train.watch.best import BestLevel
 from resilient_train.watch.config import ChecksConfig
-from resilient_train.watch.limit import NO_LIMIT, GradLimit, Refusals, ScaleCollapse, loss_limit
+from resilient_train.watch.limit import GradLimit, Refusals, ScaleCollapse, loss_limit
 from resilient_train.watch.loss import Alarm, Creep, Jump, Level, PlainState, load, load_each, plain
 from resilient_train.watch.purpose import PROBE_RATE, Probe
 from resilient_train.watch.rate import EarlyDivergence, NoProgress, RateRise

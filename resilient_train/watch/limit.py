@@ -6,11 +6,10 @@ import struct
 from collections import deque
 from statistics import median_high
 
-from resilient_train.types import Facts, Vitals, fact
+from resilient_train.types import NO_LIMIT, Facts, Vitals, fact
 from resilient_train.watch.config import LimitConfig, ScaleConfig
 from resilient_train.watch.loss import Level, PlainState
 
-NO_LIMIT = 3.4028234663852886e38  # the largest float32
 _OUTLIER = 100  # times the median of the first norms: left out when the first limit is made from them
 _EARLY_LIMIT = 1e3  # times the median of a few norms or losses, before there are enough for the limit
 _FIRST_LIMIT = 1e7  # times the median of fewer norms than that

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from resilient_train.diagnose.explain import lost_eps, of_state
 from resilient_train.diagnose.rows import far_above, guilty, nonfinite_fields, outlying_fields, usual_sizes
-from resilient_train.diagnose.state import lost_eps, of_state
 from resilient_train.diagnose.verdict import (
     ERRORS,
     NOT_AT_ZERO,

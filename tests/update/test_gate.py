@@ -11,8 +11,8 @@ from guarded import Poison, guarded
 from torch import nn, optim
 
 from resilient_train.state.tree import sha256
+from resilient_train.types import NO_LIMIT
 from resilient_train.update.gate import Gate
-from resilient_train.watch.limit import NO_LIMIT
 
 
 class Signed(torch.optim.Optimizer):

@@ -17,10 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import table
 
-from resilient_train.types import Anomaly, Signal, Vitals
+from resilient_train.types import NO_LIMIT, Anomaly, Signal, Vitals
 from resilient_train.watch.checks import Checks, Finding
 from resilient_train.watch.config import ChecksConfig, named
-from resilient_train.watch.limit import NO_LIMIT
 from resilient_train.watch.vitals import UpdateHistory
 
 Curve = Iterable[tuple[float, float]]
