@@ -221,7 +221,8 @@ class _Session:
             if run is not None and (why or not another_failed):
                 run.guard.ended()
         if world.is_main:
-            summary = self._summary(Stopped(evidence) if code == Stopped.exit_code else TrainError(evidence))
+            why = say(evidence, "; ")
+            summary = self._summary(Stopped(why) if code == Stopped.exit_code else TrainError(why))
             write_summary(summary, directory.path)
             if code != 75:
                 self._alert("hang", summary)

@@ -9,8 +9,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import closing
-from functools import cache, partial
+from contextlib import closing, suppress
+from functools import cache
 from pathlib import Path
 from select import select
 from urllib.parse import urlsplit
@@ -43,7 +43,12 @@ def main(words: list[str]) -> int:
     parser.add_argument("--attached", action="store_true", help=argparse.SUPPRESS)  # to a run that started it
     given = parser.parse_args(words)
     run_dir, parent = given.run_dir.absolute(), os.getppid()
-    say = cache(partial(print, file=sys.stdout if given.attached else sys.stderr, flush=True))  # each line once
+
+    @cache  # each line once
+    def say(line: str) -> None:
+        with suppress(OSError):  # the run that reads it was killed
+            print(line, file=sys.stdout if given.attached else sys.stderr, flush=True)
+
     if not ((run_dir / OUTBOX).exists() or is_run(run_dir)):
         return no_run(given.run_dir)
     cursor = UploadCursor(run_dir)
@@ -117,7 +122,8 @@ def _upload(uploader: Uploader, has_ended: Callable[[float], bool], say: Callabl
     while True:
         if is_last:
             time.sleep(pause)
-        is_last = is_last or has_ended(pause)
+        elif has_ended(pause):
+            is_last, failures = True, 0
         try:
             uploader.upload(is_last=is_last)
         except Exception as error:  # of the server, the disk, the network

@@ -197,6 +197,7 @@ class Status:
         return "FAILED" if self.status in ("gave_up", "unrecovered") else _IN_MLFLOW.get(self.state, "FAILED")
 
 
+_VERDICTS = {"well", "recovered", "observed", "unrecovered", "no_progress", "above_best"}
 _EXIT_CODES = {"completed": 0, "closed": 0, "running": 0, "none": 2}  # others: 1; an error has its own
 _IN_MLFLOW = {"completed": "FINISHED", "closed": "FINISHED", "ended": "FINISHED"}
 _IN_MLFLOW |= {"preempted": "KILLED", "killed": "KILLED"}
@@ -242,7 +243,7 @@ def _status(run: RunFacts, state: str) -> str:
         return "failed"
     if state in ("failed", "gave_up", "preempted"):
         return state
-    if is_complete and verdict:
+    if is_complete and verdict in _VERDICTS:
         return "clean" if verdict == "well" else str(verdict)
     is_clean = all(one.is_accepted for one in incidents)
     if not is_clean:

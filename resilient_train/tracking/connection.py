@@ -68,13 +68,9 @@ class UploadCursor(dict[str, Any]):
         One that was moved or is mounted elsewhere is the same run.
         """
         here = self._directory.absolute()
-        place = {"path": str(here), "host": gethostname(), "inode": here.stat().st_ino}
-        was = self.get("place", place)
-        if was["host"] != place["host"]:
-            is_copy = was["inode"] != place["inode"]  # of the same directory on a shared disk it is the same
-        else:
-            is_copy = os.path.exists(was["path"]) and not os.path.samefile(was["path"], here)
-        if is_copy:
+        facts = here.stat()
+        place = {"path": str(here), "host": gethostname(), "device": facts.st_dev, "inode": facts.st_ino}
+        if _is_copy(self.get("place", place), place):
             self._forget_run()
             self["copy"] = uuid4().hex
         self.note(place=place)
@@ -96,6 +92,19 @@ def left_in(directory: Path) -> int:
         return sum(1 for _ in entries(directory / OUTBOX, UploadCursor(directory).get("delivered", 0)))
     except OSError:
         return 0
+
+
+def _is_copy(was: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
+    if was["path"] == here["path"]:
+        return False
+    with suppress(OSError):
+        there = os.stat(was["path"])
+        if there.st_ino == was["inode"] and (there.st_dev, there.st_ino) != (here["device"], here["inode"]):
+            return True  # both are there
+    if was["inode"] == here["inode"]:
+        return False
+    # A move to another disk leaves nothing behind. Devices of another host have other numbers.
+    return bool(was["host"] != here["host"] or was["device"] == here["device"])
 
 
 def lacking(directory: Path) -> str:
@@ -241,7 +250,8 @@ class MlflowRun:
         from mlflow.entities import RunTag
 
         there = self.client.get_run(self.run_id)
-        if there.info.status != status:
+        is_over = status != "RUNNING"
+        if there.info.status != status or (is_over and there.info.end_time != ended_ms):
             if status == "RUNNING":
                 self.send(self.client.update_run, status)
             else:
@@ -262,7 +272,9 @@ class MlflowRun:
                 self.client.delete_run(run_id)
 
     def _of_key(self) -> list[str]:
-        found = self.client.search_runs([self.experiment_id], f"tags.`{_KEY}` = '{self._key}'")
+        found = self.client.search_runs(
+            [self.experiment_id], f"tags.`{_KEY}` = '{self._key}'", order_by=["attributes.start_time ASC"]
+        )
         return [one.info.run_id for one in found]
 
 

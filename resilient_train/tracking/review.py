@@ -78,8 +78,9 @@ def about(story: Story) -> dict[str, Any]:
         "quiet": not (others or more) and bool(incidents),
         "undone": story.tick - story.step if incidents else 0,
         "drilled": sum(bool(one.drill) for one in incidents),
-        "odd": {name: value for name, value in evaluation.items() if isinstance(value, str)},
-        "fell": story.status == "no_progress" and summary["final_loss"] < summary["first_loss"],
+        "odd": {name: value for name, value in evaluation.items() if str(value) in ("nan", "inf", "-inf")},
+        "eval": {name: value for name, value in evaluation.items() if value is not None} or None,
+        "fell": story.status == "no_progress" and float(summary["final_loss"]) < float(summary["first_loss"]),
         "last": last and wording.about(last),
     }
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 from uuid import uuid4
 
@@ -67,6 +68,7 @@ class OutboxTracker(Tracker):
         cursor.aim(masked(uri), config.experiment)
         self._outbox: Outbox | None = None  # once the run has begun
         self.uploader: subprocess.Popen[bytes] | None = None
+        self._errors = TemporaryFile()  # of that process: the last line says why it died
         self._starts_at = 0.0  # when the next process is started, if this one dies
         self._logged = set[str]()
         self._trouble = ""  # the newest
@@ -131,7 +133,8 @@ class OutboxTracker(Tracker):
                 self._report(os.read(self.uploader.stdout.fileno(), _MOST_BYTES))
             if code is None:
                 return
-            self._report(b"its process ended with %d" % code)
+            self._errors.seek(0)
+            self._report(b"its process ended with %d: " % code + b"".join(self._errors.read().splitlines()[-1:]))
         if time.monotonic() > self._starts_at:
             self._start_uploader()
 
@@ -153,7 +156,7 @@ class OutboxTracker(Tracker):
                 [*start, "--attached", f"--experiment={self._config.experiment}"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
+                stderr=self._errors,
                 env=environment,
                 start_new_session=True,  # a Ctrl-C is not meant for it
             )
@@ -169,7 +172,7 @@ class OutboxTracker(Tracker):
 
     def _report(self, output: bytes) -> None:
         """Log what prevents an upload, each line once."""
-        for line in output.decode("utf-8", "replace").splitlines():
+        for line in masked(output.decode("utf-8", "replace")).splitlines():
             self._trouble = line
             if line not in self._logged:
                 self._logged.add(line)

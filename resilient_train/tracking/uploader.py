@@ -42,13 +42,15 @@ class Uploader:
     def __init__(self, run_dir: Path, uri: str, experiment: str, say: Callable[[str], None]) -> None:
         """`say` gets what MLflow will never take."""
         self.run_dir, self._connect = run_dir, partial(MlflowRun, uri, experiment, run_dir, say)
-        self._outbox = os.open(run_dir / OUTBOX, os.O_RDONLY | os.O_NOFOLLOW)  # locked: one process uploads at a time
+        self._outbox: int | None = None  # the file, locked: one process uploads at a time
         self._run: MlflowRun | None = None
         self._seen: object = None  # the state of the run directory that MLflow shows
         self._rests_until = 0.0
 
     def upload(self, *, is_last: bool = False) -> None:
         """Upload all that is there by now: first the entries of the outbox; if it `is_last`, also how the run ended."""
+        if self._outbox is None:
+            self._outbox = os.open(self.run_dir / OUTBOX, os.O_RDONLY | os.O_NOFOLLOW)
         try:
             fcntl.flock(self._outbox, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -60,7 +62,8 @@ class Uploader:
             run.forget_twins()
 
     def close(self) -> None:
-        os.close(self._outbox)
+        if self._outbox is not None:
+            os.close(self._outbox)
 
     def _upload_entries(self, run: MlflowRun) -> None:
         end = run.cursor.get("delivered", 0)
@@ -73,6 +76,7 @@ class Uploader:
                     if sweep := row.get("sweep"):
                         run.send(run.client.set_tag, "resilience.sweep", sweep)
             end = portion[-1][1]
+            assert self._outbox is not None
             with suppress(OSError):  # else a power cut could take it, and other lines its place
                 os.fsync(self._outbox)
             run.cursor.note(delivered=end)

@@ -82,7 +82,7 @@ KNOWN_TO = {
 WITHOUT_TORCH = {
     *(f"{name}.py" for name in GROUND),
     *("app/command", "app/config/"),  # --help and a mistake are answered at once
-    *("app/incidents", "app/status", "diagnose/singular.py", "diagnose/verdict.py", "ranks/process_exit.py"),
+    *("app/incidents", "app/status", "diagnose/verdict.py", "ranks/process_exit.py"),
     *("record", "recover", "tracking", "watch/checks.py", "watch/config.py"),
     *(f"watch/{name}.py" for name in ("best", "limit", "loss", "moments", "purpose", "rate", "reference", "weights")),
 }

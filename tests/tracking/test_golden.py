@@ -16,6 +16,7 @@ from stories import BAD_ROW, BEGAN_MS, CLIMBED, PASSED, ROOT, free_text, inciden
 
 from resilient_train.app import incidents, status
 from resilient_train.record.incident_log import IncidentLog
+from resilient_train.recover.knobs import Knobs
 from resilient_train.tracking.report import note, report
 from resilient_train.tracking.story import read_story
 from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal, Tried
@@ -44,19 +45,11 @@ PROCESS = {
     Signal.CHECKPOINT_DAMAGED: ("fall_back", None),
     Signal.EXCEPTION: ("skip", None),
 }
+KNOBS = Knobs(
+    lr=0.5, clip=0.25, eps=100.0, share=0.01, decay=0.0, norm=1.0, higher_precision=3, mends_eps=True, ceiling=0.5
+)
 EFFECTS = {
-    "tick": 300,
-    "knobs": {
-        "lr": 0.5,
-        "clip": 0.25,
-        "eps": 100.0,
-        "share": 0.01,
-        "decay": 0.0,
-        "norm": 1.0,
-        "higher_precision": 3,
-        "mends_eps": True,
-        "ceiling": 0.5,
-    },
+    "knobs": KNOBS.state_dict(),
     "quarantined": [[7, "bad", 9, 1], [3, "bad", 9, 1]],
     "micro_batch": 8,
     "skipped": [[0, 8]],
@@ -148,7 +141,7 @@ def write(run_dir: Path, met: Sequence[Incident], summary: dict[str, Any] | None
         "kind": "verified",
         "step": 250,
         "tick": 300,
-        "effects": EFFECTS if len(met) > 5 else {},
+        "effects": EFFECTS if len(met) > 5 else {"knobs": Knobs().state_dict()},
         "files": {"manifest.json": {}},
     }
     for _ in range(2):  # with its own size, as there is no other file
