@@ -68,7 +68,7 @@ class OutboxTracker(Tracker):
         cursor.aim(masked(uri), config.experiment)
         self._outbox: Outbox | None = None  # once the run has begun
         self.uploader: subprocess.Popen[bytes] | None = None
-        self._errors = TemporaryFile()  # of that process: the last line says why it died
+        self._errors = TemporaryFile()  # noqa: SIM115 (as long as the run) of that process: why it died
         self._starts_at = 0.0  # when the next process is started, if this one dies
         self._logged = set[str]()
         self._trouble = ""  # the newest

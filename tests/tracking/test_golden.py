@@ -145,8 +145,8 @@ def write(run_dir: Path, met: Sequence[Incident], summary: dict[str, Any] | None
         "files": {"manifest.json": {}},
     }
     for _ in range(2):  # with its own size, as there is no other file
-        (place / "manifest.json").write_text(json.dumps(manifest).ljust(999))
-        manifest["files"] = {"manifest.json": {"bytes": 999}}
+        (place / "manifest.json").write_text(json.dumps(manifest).ljust(2_999))
+        manifest["files"] = {"manifest.json": {"bytes": 2_999}}
     (run_dir / "loop.json").write_text(json.dumps({"steps": 300, "resumes": True}))
     book = IncidentLog(run_dir)
     for number, one in enumerate(met, start=1):
