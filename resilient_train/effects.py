@@ -1,8 +1,4 @@
-"""Effects: what remedies have changed in a run, and lasts. They do not rewind, and a resume restores them.
-
-One list has them all, in `Controls`. Checkpoints and the journal hold their states, ranks compare their digest, and a
-trial or a change on purpose undoes those that can be undone. A new effect is an entry of that list.
-"""
+"""What remedies have changed in a run, and lasts: one list, in `Controls`. It does not rewind; a resume restores it."""
 
 from __future__ import annotations
 

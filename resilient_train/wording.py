@@ -179,9 +179,6 @@ _SPECS: dict[str, Callable[[Any], str]] = {
 }
 
 
-# ------------------------------------------------------------------------------------------------------------ incidents
-
-
 def describe(incident: Incident, how: str = "printed", **more: Any) -> str:
     """Say of an incident what `how` stands for in `INCIDENT`; `more` are values beyond its own."""
     return "\n".join(lines_of(incident, how, **more))

@@ -1,7 +1,4 @@
-"""From what replays have shown to a cause and advice: tables of rules, of which the first that applies answers.
-
-Pure: every rank comes to the same diagnosis.
-"""
+"""From what replays have shown to a cause and advice: tables of rules, of which the first that applies answers."""
 
 from __future__ import annotations
 
@@ -232,8 +229,6 @@ def climbed(history: Sequence[float]) -> float:
     return abs(history[-1]) / usual if usual > 0 else 1.0
 
 
-# --------------------------------------------------------------------------------------------------------- advice
-
 Says = Callable[[Observations], Facts]
 
 
@@ -269,9 +264,6 @@ def _of_line(seen: Observations) -> Facts:
 
 def _seen_with(seen: Observations) -> Facts:
     return fact("seen_with", rows=[*seen.rows]) if seen.rows else ()
-
-
-# ---------------------------------------------------------------------------------------------------------- rules
 
 
 def _always(seen: Observations) -> bool:

@@ -1,7 +1,4 @@
-"""What has happened in a run, by its journal: incidents, effects of remedies, checkpoints, drills.
-
-This is the one reader of the journal's entries: the run itself, which also adds to them, and all that look at it.
-"""
+"""What has happened in a run: the one reader of its journal, for the run itself and for all that look at it."""
 
 from __future__ import annotations
 
@@ -165,9 +162,6 @@ def history_of(run_dir: Path) -> RunHistory:
     with suppress(OSError):
         return RunHistory(read(run_dir / JOURNAL))
     return RunHistory()
-
-
-# -------------------------------------------------------------------------------------------------------------- drills
 
 
 @dataclass(frozen=True, slots=True)

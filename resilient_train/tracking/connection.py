@@ -63,10 +63,7 @@ class UploadCursor(dict[str, Any]):
             self.note(**destination)
 
     def settle(self) -> None:
-        """Note where a run trains, and whether that is a copy of another directory: then it is a run of its own.
-
-        One that was moved or is mounted elsewhere is the same run.
-        """
+        """Note where a run trains. In a copy of another directory, not in a moved one, it is a run of its own."""
         here = self._directory.absolute()
         facts = here.stat()
         place = {"path": str(here), "host": gethostname(), "device": facts.st_dev, "inode": facts.st_ino}

@@ -50,10 +50,7 @@ def report(story: Story) -> str:
 
 
 def note(story: Story, trace_url: PageUrl, strip_url: str = "") -> str:
-    """Return the description in MLflow, below its limit; its first lines are all that the page shows at first.
-
-    The newest incidents are in a table, as many as fit. MLflow shows it without lines and margins.
-    """
+    """Return the description in MLflow, with as many of the newest incidents as fit below its limit."""
     words, sentences = verdict(story)
     things = [text(one, _LONGEST_TO_DO) for one in shortened(things_to_do(story), _MOST_TO_DO, "and_more")]
     rows = [f"| {_GAP.join(_row(chapter, trace_url))} |" for chapter in story.chapters[:-_MOST_ROWS:-1]]
@@ -88,9 +85,6 @@ def _row(chapter: Chapter, trace_url: PageUrl) -> list[str]:
     if incident.outcome is not Outcome.RECOVERED:
         cells["outcome"] = f"**{cells['outcome']}**"
     return [*cells.values()]
-
-
-# ------------------------------------------------------------------------------------------------------------ markdown
 
 
 def text(raw: str, most: int) -> str:

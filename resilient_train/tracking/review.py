@@ -42,9 +42,6 @@ def completed(summary: Summary) -> str:
     return say(fact("completed", steps=summary.steps, seconds=summary.seconds))
 
 
-# ----------------------------------------------------------------------------------------------------- is it all right
-
-
 def verdict(story: Story) -> tuple[str, str]:
     """Say whether a run is all right: in two or three words, and in sentences that explain them."""
     kind, values = "killed" if story.state == "killed" else story.status, about(story)
@@ -101,9 +98,6 @@ def by_cause(incidents: Sequence[Incident]) -> dict[str, list[Incident]]:
     return {cause: [one for one in incidents if one.diagnosis.cause == cause] for cause, _ in counts.most_common()}
 
 
-# ------------------------------------------------------------------------------------------------------ what to change
-
-
 def to_change(story: Story) -> list[str]:
     things = things_to_do(story)
     if not things and story.incidents and all(one.drill for one in story.incidents):
@@ -125,9 +119,6 @@ def shortened(lines: Sequence[str], most: int, rest: str) -> list[str]:
     if len(lines) <= most + 1:
         return list(lines)
     return [*lines[:most], say(fact(rest, count=len(lines) - most))]
-
-
-# -------------------------------------------------------------------------------------------------------- what is left
 
 
 def left(story: Story, show: Show) -> list[tuple[str, str]]:
@@ -166,9 +157,6 @@ def samples_skipped(remedies: Mapping[str, Any]) -> int:
     for start, stop in sorted(remedies.get("skipped", [])):
         skipped, end = skipped + max(0, stop - max(start, end)), max(stop, end)
     return skipped
-
-
-# -------------------------------------------------------------------------------------------------------- what is next
 
 
 def is_trainers(story: Story) -> bool:

@@ -109,9 +109,6 @@ def story_of(summary: Summary, incidents: Sequence[Incident], remedies: Mapping[
     )
 
 
-# -------------------------------------------------------------------------------------------------- checkpoints on disk
-
-
 def checkpoints_of(run_dir: Path) -> list[Checkpoint]:
     """List what a resume may load, the latest first. Checksums are not verified."""
     paths = [path for path in (run_dir / CHECKPOINTS).glob("step-*") if _CHECKPOINT.fullmatch(path.name)]
@@ -147,9 +144,6 @@ def _is_there(file: Path, written: Any) -> bool:
         return isinstance(written, dict) and file.lstat().st_size == written.get("bytes")
     except (OSError, ValueError):
         return False
-
-
-# ------------------------------------------------------------------------------------------------------- what to change
 
 
 class Advice(NamedTuple):

@@ -136,28 +136,32 @@ def lines_in(files: Iterable[Path]) -> int:
 
 
 def tokens_in(files: Iterable[Path]) -> int:
-    """Count tokens of code, without comments and docstrings."""
+    """Count tokens of code, without comments and docstrings; an f-string also counts what it holds."""
     described, count = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef), 0
     for file in files:
         text = file.read_text(encoding="utf-8")
         docs = set()
         for node in ast.walk(ast.parse(text)):
-            if isinstance(node, described) and isinstance(first := node.body[0] if node.body else None, ast.Expr):
+            if isinstance(node, ast.FormattedValue):
+                count += len(words_of(ast.unparse(node.value)))
+            elif isinstance(node, described) and isinstance(first := node.body[0] if node.body else None, ast.Expr):
                 is_text = isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
                 docs |= {*range(first.lineno, (first.end_lineno or 0) + 1)} if is_text else set()
-        tokens = (one for one in tokenize.generate_tokens(io.StringIO(text).readline) if one.type not in _NO_CODE)
-        count += sum(one.type != tokenize.STRING or one.start[0] not in docs for one in tokens)
+        count += sum(one.type != tokenize.STRING or one.start[0] not in docs for one in words_of(text))
     return count
 
 
+def words_of(code: str) -> list[tokenize.TokenInfo]:
+    return [one for one in tokenize.generate_tokens(io.StringIO(code).readline) if one.type not in _NO_CODE]
+
+
 def test_the_house_does_not_grow() -> None:
-    """No more lines and files than limits.txt says, whose figures may only fall. README has those of lines."""
-    engine = lines_in(file for file in FILES if room(file) not in AROUND | {"sentences"})
-    found = {"lines of the engine": engine, "lines of the package": lines_in(FILES), "files of the package": len(FILES)}
+    """No more lines and files than limits.txt says, whose figures may only fall. README has those of the package."""
+    found = {"lines of the package": lines_in(FILES), "files of the package": len(FILES)}
     assert above_limits(found | {"lines of the tests": lines_in(TESTS)}) == {}
     said = " ".join((HOUSE.parent / "README.md").read_text(encoding="utf-8").split())
-    most_engine, most, files = map(limit_of, found)
-    assert f"{most_engine:,} lines, and {most:,} with what is around it, in {files} files" in said
+    most, files = map(limit_of, found)
+    assert f"at most {most:,} lines in {files} files" in said
 
 
 def test_lines_are_not_packed() -> None:

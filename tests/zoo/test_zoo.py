@@ -14,12 +14,12 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from resilient_train import files
 from resilient_train.zoo.data import digits, python_source, synthetic
 from resilient_train.zoo.hf import hf_causal_lm, hf_dataset
-from resilient_train.zoo.models import GPT, MLP, ResNet
+from resilient_train.zoo.models import GPT, ResNet
 from resilient_train.zoo.objectives import classification, language_model, model_loss, regression
 
 CONF = files.conf()
@@ -37,20 +37,6 @@ def size(model: nn.Module) -> int:
     return sum(weight.numel() for weight in model.parameters())
 
 
-def train(model: nn.Module, data: Dataset[Any], objective: Callable[..., Any], steps: int, lr: float = 3e-3) -> float:
-    """Train with AdamW; return the mean loss of the last ten steps."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    losses: list[float] = []
-    while len(losses) < steps:
-        for batch in DataLoader(data, batch_size=32, shuffle=True):
-            loss, _ = objective(model, batch)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-    return sum(losses[-10:]) / 10
-
-
 def test_gpt_never_looks_ahead() -> None:
     """Changing a token leaves all earlier logits as they were and changes the later ones. Dropout is for training."""
     model = GPT(**TINY | {"layers": 3}, dropout=0.2)
@@ -62,47 +48,6 @@ def test_gpt_never_looks_ahead() -> None:
     before, after = model(ids), model(changed)
     assert torch.equal(before[:, :12], after[:, :12])
     assert (before[:, 12:] != after[:, 12:]).any(-1).all()
-
-
-def test_gpt_and_resnet_have_the_sizes_of_their_papers() -> None:
-    """GPT-2's 124M parameters, its head tied to its embedding; the 20 layers of ResNet-20, for images of any side."""
-    with torch.device("meta"):
-        model = GPT(vocab_size=50257, context=1024, layers=12, heads=12, width=768)
-    assert size(model) == 124_439_808
-    assert model.head.weight is model.tokens.weight
-    resnet = ResNet(in_channels=3, classes=7)
-    convolutions = [m for m in resnet.modules() if isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3)]
-    assert len(convolutions) + 1 == 20
-    assert 270_000 < size(resnet) < 275_000
-    for side in (4, 28):
-        assert resnet(torch.rand(2, 3, side, side)).shape == (2, 7)
-
-
-@pytest.mark.parametrize(
-    ("model", "data", "objective", "metric", "expected"),
-    [
-        (lambda: MLP(dropout=0.1), digits, classification, "accuracy", (0.8, 1.0)),
-        (lambda: ResNet(depth=8), digits, classification, "accuracy", (0.8, 1.0)),
-        (MLP, lambda split: synthetic("classification", split=split), classification, "accuracy", (0.6, 1.0)),
-        (lambda: MLP(out_features=1), lambda split: synthetic("regression", split=split), regression, "mae", (0, 0.4)),
-    ],
-    ids=["mlp", "resnet", "synthetic classes", "synthetic targets"],
-)
-def test_models_learn_what_holds_for_the_eval_rows(
-    model: Any, data: Any, objective: Any, metric: str, expected: tuple[float, float]
-) -> None:
-    """The two splits of the digits, and of a teacher's rows, are of one kind."""
-    net = model()
-    train(net, data("train"), objective, steps=80, lr=1e-2)
-    net.eval()
-    [batch] = DataLoader(data("eval"), batch_size=5000)
-    with torch.no_grad():
-        assert expected[0] < objective(net, batch)[1][metric].item() < expected[1]
-
-
-def test_gpt_learns_a_markov_chain_down_to_its_entropy() -> None:
-    """Four successors are equally likely: the loss reaches log 4, and cannot go below."""
-    assert 1.3 < train(GPT(**TINY), synthetic("tokens", vocab=32, context=32), language_model, 120, lr=1e-2) < 1.5
 
 
 def test_digits_are_split_without_overlap_or_loss() -> None:
@@ -159,7 +104,6 @@ def test_synthetic_rows_depend_on_seed_split_and_index_alone(kind: str) -> None:
     ("build", "error"),
     [
         (lambda: GPT(width=100, heads=3), "width must be a multiple of heads, got width=100 and heads=3"),
-        (lambda: GPT(**TINY)(torch.zeros(1, 65, dtype=torch.long)), "65 tokens does not fit the model's context of 64"),
         (lambda: ResNet(depth=19), r"depth must be 6n\+2 .*, got 19"),
         (lambda: digits("test"), "split must be train or eval, got 'test'"),
         (lambda: python_source(max_bytes=100), "100 tokens of train text hold no row of 129: raise max_bytes"),
