@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 from uuid import uuid4
 
@@ -27,7 +26,6 @@ from resilient_train.tracking.review import command
 EXPERIMENT = "resilient_train"  # of the caller's own loop; conf/tracking names the same one for the command
 
 _EXPLAIN_AFTER_S = 1.0
-_EXIT_WITHIN_S = 2.0  # after a kill
 _RESTART_AFTER_S = 30.0
 _MOST_BYTES = 10_000  # of what the process says at once
 
@@ -66,12 +64,12 @@ class OutboxTracker(Tracker):
         cursor = UploadCursor(directory)
         cursor.settle()
         cursor.aim(masked(uri), config.experiment)
-        self._outbox: Outbox | None = None  # once the run has begun
         self.uploader: subprocess.Popen[bytes] | None = None
-        self._errors = TemporaryFile()  # noqa: SIM115 (as long as the run) of that process: why it died
+        self._has_begun = False
         self._starts_at = 0.0  # when the next process is started, if this one dies
         self._logged = set[str]()
         self._trouble = ""  # the newest
+        self._outbox = Outbox(directory / OUTBOX, self._look_after_uploader)  # now: at an exit no thread can be started
 
     @property
     def run(self) -> TrackedRun | None:
@@ -79,8 +77,8 @@ class OutboxTracker(Tracker):
         return UploadCursor(self._directory).run
 
     def begin(self) -> Outbox:
-        if self._outbox is None:
-            self._outbox = Outbox(self._directory / OUTBOX, self._look_after_uploader)
+        if not self._has_begun:
+            self._has_begun = True
             self._outbox.put(BEGAN, key=uuid4().hex, **self._about)
         return self._outbox
 
@@ -102,7 +100,9 @@ class OutboxTracker(Tracker):
         if trouble is not None:
             what = "MLflow at %s did not get everything: %s (%s)"
             _log.warning(what, self._uri, lacking(self._directory), trouble)
-            _log.warning("to upload the rest:\n  %s", command("sync", self._directory))
+            _log.warning(
+                "to upload the rest, from any machine that has the directory:\n  %s", command("sync", self._directory)
+            )
         return self.run
 
     def _finish_uploads(self) -> str | None:
@@ -126,6 +126,8 @@ class OutboxTracker(Tracker):
 
     def _look_after_uploader(self) -> None:
         """Start the process, log what it says, and replace it if it dies."""
+        if not self._has_begun:
+            return
         if self.uploader is not None and self.uploader.stdout is not None:
             os.set_blocking(self.uploader.stdout.fileno(), False)
             code = self.uploader.poll()
@@ -133,8 +135,7 @@ class OutboxTracker(Tracker):
                 self._report(os.read(self.uploader.stdout.fileno(), _MOST_BYTES))
             if code is None:
                 return
-            self._errors.seek(0)
-            self._report(b"its process ended with %d: " % code + b"".join(self._errors.read().splitlines()[-1:]))
+            self._report(b"its process ended with %d" % code)
         if time.monotonic() > self._starts_at:
             self._start_uploader()
 
@@ -156,7 +157,7 @@ class OutboxTracker(Tracker):
                 [*start, "--attached", f"--experiment={self._config.experiment}"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=self._errors,
+                stderr=subprocess.DEVNULL,
                 env=environment,
                 start_new_session=True,  # a Ctrl-C is not meant for it
             )
@@ -166,8 +167,8 @@ class OutboxTracker(Tracker):
     def _end_uploader(self) -> None:
         if self.uploader is not None:
             self.uploader.kill()
-            with suppress(subprocess.TimeoutExpired):
-                self.uploader.communicate(timeout=_EXIT_WITHIN_S)
+            with suppress(BrokenPipeError), self.uploader:  # it closes the pipes
+                pass
             self.uploader = None
 
     def _report(self, output: bytes) -> None:

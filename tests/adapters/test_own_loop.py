@@ -395,7 +395,7 @@ def test_each_loop_is_reported_at_the_exit_where_no_thread_can_be_started(tmp_pa
     assert done.is_well, done.stderr
     for name in ("one", "three"):
         assert json.loads((tmp_path / name / "summary.json").read_text())["status"] == "ended"
-        assert '"kind": "ended"' in (tmp_path / name / "outbox.jsonl").read_text()
+        assert '"kind": "began"' in (tmp_path / name / "outbox.jsonl").read_text()
     assert done.stderr.count("to upload the rest") == 2
     assert "two could not be reported: ZeroDivisionError" in done.stderr
     assert "Traceback" not in done.stderr
