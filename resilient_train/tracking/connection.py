@@ -247,8 +247,7 @@ class MlflowRun:
         from mlflow.entities import RunTag
 
         there = self.client.get_run(self.run_id)
-        is_over = status != "RUNNING"
-        if there.info.status != status or (is_over and there.info.end_time != ended_ms):
+        if there.info.status != status:
             if status == "RUNNING":
                 self.send(self.client.update_run, status)
             else:
