@@ -3,8 +3,8 @@
 `{name}` is a value of the fact and `{name:spec}` its format: one of numbers, as in `{loss:.4g}`; `times` of a factor;
 `rows`, `ranks`, `names` of a list; `place` of a line of code; `say`, `list`, `lines`, `sentences` of facts inside of a
 fact; the kind of another sentence, which is filled in with the value; any other word is a unit, as in `{count:update}`.
-A part in `<...>` is left out if one of its values is missing, empty, false or 0; one in `<name?...>` if that value is,
-one in `<!name?...>` if it is not, one in `<name=word?...>` if it is not that word.
+A part in `<...>` is left out if one of its values is missing, empty, false or 0. One in `<name?...>` is shown if that
+value is there, one in `<!name?...>` if it is not, one in `<name=word?...>` if it is that word.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def examine(
 ) -> Examined:
     """Run forward and backward of one batch under the microscope; model, gradients and random numbers are restored.
 
-    `objective` is called as `(model, batch)` and returns the loss, or the loss and metrics. It runs four times.
+    `objective` is called as `(model, batch)` and returns the loss, or the loss and metrics. It runs three times.
     `mixed_precision`, "bf16" or "fp16", is for a model that Accelerate has not prepared: its forward runs as there.
     """
     if mixed_precision not in _DTYPES:

@@ -10,14 +10,13 @@ from typing import Any
 
 from resilient_train.numerics.domains import HAVE_VALUES, OUT_OF_RANGE
 from resilient_train.numerics.operations import family
-from resilient_train.sentences import SINGULAR
 from resilient_train.types import Cause, Culprit, Diagnosis, Facts, fact
 
 HUGE = 1e15  # sums and squares of it leave float32
 _TINY = 1e-12
 _LARGEST_EXPONENT = 88.0  # of e, in float32
 
-# Operations that are singular where others are, by the name of `sentences.SINGULAR`.
+# Operations that are singular somewhere: those that are so where another one is, by that one, and the others.
 _ALIKE = {
     "log": "log2 log10 log1p logit xlogy digamma polygamma erfinv",
     "div": "reciprocal fmod remainder floor_divide addcdiv cumprod prod",
@@ -32,8 +31,9 @@ _ALIKE = {
     "layer_norm": "batch_norm instance_norm group_norm rms_norm",
     "linalg": "inverse pinverse svd logdet slogdet det cholesky lstsq",
     "loss": "cross_entropy nll_loss ctc_loss kl_div gaussian_nll_loss poisson_nll_loss",
+    **dict.fromkeys(("sqrt", "rsqrt", "pow", "atanh", "binary_cross_entropy", "lgamma"), ""),
 }
-_FAMILIES = {name: op for op in SINGULAR for name in (op, *_ALIKE.get(op, "").split())}
+_FAMILIES = {name: op for op, alike in _ALIKE.items() for name in (op, *alike.split())}
 NOT_AT_ZERO = ("softmax", "linalg", "acos", "atanh", "mean", "loss", "layer_norm", "std")
 WITH_POLES = ("log", "log2", "log10", "log1p", "div", "reciprocal", "rsqrt", "atanh", "lgamma")  # infinite there
 _ONE_SIDED = ("exp", "exp2", "expm1")
@@ -48,7 +48,7 @@ def is_plain(op: str) -> bool:
 
 
 def _family(op: str) -> str | None:
-    """The entry of SINGULAR that is about an operation; None for plain arithmetic, which can only overflow."""
+    """The family of an operation that is singular somewhere; None for plain arithmetic, which can only overflow."""
     return _FAMILIES.get(op, "linalg" if op.startswith("linalg_") else None)
 
 
@@ -101,7 +101,7 @@ def _reached(inputs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 _CLIMB = 100.0  # times the usual: an explosion on its way
 _LEAP = 1e4  # the same, at once: no task changes so much
-_START = 32  # updates in which weights are led astray from where they began: a line that breaks then is innocent
+_START = 32  # updates in which weights are led astray from where they began: a line that breaks then is not the cause
 _FIRST = 4  # updates in which a rate that is far too high does so, whatever the losses say
 _BEYOND = 1e18  # its square, and so a norm of it, leaves float32
 
@@ -328,7 +328,7 @@ NOT_FINITE = (
         rows=_rows,
         names_line=True,
     ),
-    Rule(  # a line that overflows is where it shows, and innocent
+    Rule(  # a line that overflows is where it shows, not the cause
         "climbed",
         lambda seen: seen.leaps or (seen.climbs and (seen.culprit is None or seen.overflows)),
         Cause.EXPLOSION,
