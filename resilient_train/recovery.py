@@ -445,7 +445,7 @@ class Recovery:
         path, is_restored = self._restore_best(since)
         if not is_restored:
             return GaveUp("not recovered, and there is no verified state to return to", None)
-        why = f"the loss did not come back to {reference.level:.4g}, where it was at step {reference.step:,}"
+        why = f"the loss did not return to {reference.level:.4g}, where it was at step {reference.step:,}"
         return GaveUp(f"not recovered: {why}; the run returned to step {clock.step:,}", path)
 
 

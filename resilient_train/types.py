@@ -100,7 +100,7 @@ class Cause(StrEnum):
 class Outcome(StrEnum):
     RECOVERED = "recovered"
     RECURRED = "recurred"
-    UNRECOVERED = "unrecovered"  # the loss did not come back, or saving failed until the end
+    UNRECOVERED = "unrecovered"  # the loss did not return, or saving failed until the end
     GAVE_UP = "gave_up"
     OBSERVED = "observed"  # by policy it was only reported
 
