@@ -89,7 +89,7 @@ def in_turn(run_dir: Path) -> nn.Module:
         guard.update(loss, optimizer=of_critic)  # the critic has stepped when this returns
         loss = softplus(-critic(fake)).mean()
         accelerator.backward(loss)
-        guard.update(loss, optimizer=of_generator)  # the turn is complete: one update, which lands as a whole or not
+        guard.update(loss, optimizer=of_generator)  # one update with the step before: it lands as a whole or not
     guard.close()  # reports how the run ended; without it, the exit of the program does
     return gan
 

@@ -63,6 +63,7 @@ class StartedUpdate:
     attributes: Attributes = ()  # of the model's modules before its first forward; none where the loop calls the model
     raised: list[str] = field(default_factory=list)  # exceptions of its forwards and backwards, each in one line
     versions: list[Any] = field(default_factory=list)  # Tensor._version of each tensor before the forward pass
+    result: UpdateResult | None = None  # for the loop, if it has one before the verdict is on its way
 
 
 @dataclass
@@ -78,7 +79,7 @@ class InFlight:
 
     def __post_init__(self) -> None:
         attempt = self.attempt
-        self.result = UpdateResult("pending", attempt.loss.detach())  # for the loop
+        self.result = self.begun.result or UpdateResult("pending", attempt.loss.detach())  # for the loop
         self._sent = Sent(attempt.measured, attempt.numbers)
 
     def read(self, step: int, *, has_scale: bool) -> Vitals:

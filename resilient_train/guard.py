@@ -27,10 +27,11 @@ from resilient_train.micro_batches import MicroBatchSizer
 from resilient_train.record.progress import Doing
 from resilient_train.recovery import Recovery
 from resilient_train.run_parts import RunParts
+from resilient_train.state.copies import Backup
 from resilient_train.types import Signal, UpdateResult, Vitals
 from resilient_train.update.gate import DIGEST
 from resilient_train.update.objective import Metrics, scalar
-from resilient_train.update.turns import TWICE, TWO_GUARDS, why_no_gradient
+from resilient_train.update.turns import MISSING, MIXED, TWICE, TWO_GUARDS, why_no_gradient
 from resilient_train.watch.examination import Examination
 from resilient_train.watch.vitals import landed, mean, mean_metrics, versions
 from resilient_train.wording import log
@@ -53,13 +54,14 @@ class EngineGuard:
         self._parts, self._recovery = parts, recovery
         self._keeper, self._controls = recovery.keeper, recovery.controls
         self._updater, self._ring, self._checks, self._scans = parts.updater, parts.ring, parts.checks, parts.scans
-        self._turns, self._backups = parts.updater.turns, loop.backups
+        self._turn, self._backups = parts.updater.turn, loop.backups
         self._loop, self._lost_device = loop, LostDevice(parts, recovery, loop.objective)
         self._sizer, self._direct_steps, self._verify_after = MicroBatchSizer(recovery), loop.direct_steps, verify_after
         self._examination = Examination(self.world, self.clock, self._checks, self._scans, loop.backups)
         self._begun: StartedUpdate | None = None
         self._newest_update: Update | None = None  # the newest that was begun
         self._in_flight: InFlight | None = None
+        self._refused: Backup | None = None  # the buffers, and what is kept, when the newest update was refused
         self._handed_out: Any = None  # the batch that the loop has now
         self._losses: list[torch.Tensor] = []  # of the micro-batches so far
         self._reported: list[Metrics] = []
@@ -92,11 +94,13 @@ class EngineGuard:
             self._begin(update)
             for number, batch in enumerate(update.batches, start=1):
                 yield from self._hand_out(batch, is_last=number == len(update.batches))
+                if self._turn.has_stepped:
+                    self.settle()
                 if self._begun is None:
-                    self._end_dropped_turn()
+                    self._undo_loop()
                     break  # it was dropped, or is complete
                 if len(self._losses) < number:
-                    raise TrainError(self._turns.missing)
+                    raise TrainError(MISSING)
 
     def _continues(self, last: int, *, is_plan: bool) -> bool:
         """Say whether another update follows. After the last one, wait for its verdict and scan everything first."""
@@ -128,7 +132,7 @@ class EngineGuard:
     def _begin(self, update: Update) -> None:
         self._losses.clear()
         self._reported.clear()
-        self._turns.begin()
+        self._turn.begin()
         knobs = self._controls.knobs.values
         self._parts.precision.set(higher=knobs.higher_precision)
         tick, backup = self.clock.tick + 1, self._backups.take()
@@ -184,9 +188,7 @@ class EngineGuard:
     def update(self, loss: torch.Tensor, *, optimizer: Any = None) -> UpdateResult:
         """Continue after the loop's own forward and backward; with `optimizer` the loss is its own, and it steps."""
         loss, given = self._parts.buffers.spoil(scalar(loss)), loss
-        if not self._turns.take(optimizer, self.samples.slicing.accumulation, self.objective):
-            self._updater.drop_gradients()
-            return UpdateResult("refused")
+        self._turn.take(optimizer, self.samples.slicing.accumulation, self.objective)
         begun = self._require_batch("update")
         # Rows that could not be fetched, and exceptions, make it NaN: so every rank learns of them and refuses it.
         loss = torch.full_like(loss, math.nan) if begun.update.failed or begun.raised else loss
@@ -194,15 +196,14 @@ class EngineGuard:
             self._losses.append(loss)
             if len(self._losses) < len(begun.update.batches):
                 return UpdateResult("accumulating")
-        weights = self._turns.weights or self._updater.weights
+        weights = self._turn.weights or self._updater.weights
         if all(weight.grad is None for weight in weights):
             raise TrainError(why_no_gradient(given, weights))
         with self._direct_steps.running("guard"), self._lost_device:
             result = self._send_to_gate(begun, loss if len(self._losses) < 2 else mean(self._losses))
             if self._waits and self._in_flight is not None:  # the loop's code for what it keeps sees no refused update
                 self.settle()
-                if not result:
-                    self._turns.drop(self._backups)
+                self._refused = None if result else self._backups.take()
         return result
 
     def _require_batch(self, verb: str) -> StartedUpdate:
@@ -219,35 +220,32 @@ class EngineGuard:
 
         All ranks do this at the same point. Nothing waits for the device: the last update was measured long ago.
         """
-        self._begun = None
-        if not self._turns.has_stepped:
-            with self._turns.keeping_graphs(self.state.model):
-                is_clear = self._judge_in_flight(begun)
-                if is_clear and self.stopped:
-                    self._roll_back(begun)
-                elif is_clear:
-                    self._examination.launch(begun.backup)
-            if not is_clear or self.stopped:
-                self._turns.drop(self._backups)
-                return UpdateResult("refused")
-        self.drill.on_gradients(self._place, self._turns.weights or self._updater.weights)
+        turn, self._begun = self._turn, None
+        if turn.current is not None and self._in_flight is not None:
+            raise TrainError(MIXED)
+        if not self._judge_in_flight(begun):
+            return UpdateResult("refused")
+        if turn.current is None and self.stopped:
+            self._roll_back(begun)
+            return UpdateResult("refused")
+        if not turn.has_stepped:
+            self._examination.launch(begun.backup)
+        self.drill.on_gradients(self._place, turn.weights or self._updater.weights)
         rates = self._checks.rate_factor(self.attempted_step + 1), self.drill.rate_factor(self._place)
         self._ring.copier.before_change()
         agreement, knobs = self._updater.agreement, self._controls.knobs.values
         digest = 0 if agreement.is_alone else self._controls.digest(begun.update.start)
-        self._begun = begun if self._turns.current is not None else None  # to undo, if the loop is left in a turn
-        self._parts.updates.has_turns |= self._turns.current is not None
         self._updater.gate.limit(*self._checks.limits)
-        self._updater.apply(self.clock.step, loss, knobs, rates=rates, digest=digest)
-        return self._end_update(begun) if self._turns.is_complete else UpdateResult("accumulating")
-
-    def end_turn(self) -> bool:
-        """End an update in which a trainer has stepped any optimizers, any number of times. False: it stepped none."""
-        return self._begun is not None and self._turns.has_stepped and bool(self._end_update(self._begun))
+        attempt = self._updater.apply(self.clock.step, loss, knobs, rates=rates, digest=digest)
+        if turn.current is None:
+            return self._end_update(begun)
+        self._begun, self._parts.updates.has_turns = begun, True
+        begun.result = begun.result or UpdateResult("pending", attempt.loss.detach())
+        return begun.result if turn.is_complete else UpdateResult("accumulating")
 
     def _end_update(self, begun: StartedUpdate) -> UpdateResult:
         attempt, gate, self._begun = self._updater.newest, self._updater.gate, None
-        if attempt.trains_more:
+        if self._updater.has_new_weights():
             self._checks.more_is_trained(self.clock.step + 1)
         self.clock.tick += 1
         self._in_flight = InFlight(begun, attempt, gate.limits, mean_metrics(self._reported), gate.is_open)
@@ -256,9 +254,11 @@ class EngineGuard:
     # The verdict, an update later.
 
     def settle(self) -> bool:
-        """Wait for the verdict on the last update. False: it was an anomaly, and has been treated."""
+        """Wait for the verdict on the last update; a turn ends with it. False: an anomaly, and it has been treated."""
         if self._begun is not None:
-            raise TrainError("guard.settle belongs between two updates: hand the batch over first")
+            if not self._turn.has_stepped:
+                raise TrainError("guard.settle belongs between two updates: hand the batch over first")
+            self._end_update(self._begun)
         self.seeds.between(self.samples.position)
         self._keeper.progress.turned_to(Doing.BETWEEN)
         with self._lost_device:
@@ -292,10 +292,10 @@ class EngineGuard:
             losses = self._parts.updates.recent_measurements()[0]
             finding = self._checks.after_change(vitals, finding, losses)
         # The gate has accepted it on the device; only now the host knows.
-        was_half = not vitals.accepted and self._turns.undo()
+        was_half = not vitals.accepted and self._turn.undo()
         if vitals.accepted:
             self.clock.step += 1
-            self._turns.land()
+            self._turn.land()
             self._updater.accept(self.clock.step)
             norm = self._updater.clipped(vitals.grad_norm, attempt)
             self._scans.landed(self.clock.step, attempt.settings, norm, attempt.times)
@@ -364,8 +364,8 @@ class EngineGuard:
 
     def _roll_back(self, begun: StartedUpdate) -> None:
         """Undo an update: its gradients and first steps, its changes to buffers, and the place in the data."""
-        if self._turns.has_stepped:
-            self._turns.undo()
+        if self._turn.has_stepped:
+            self._turn.undo()
         self._updater.drop_gradients()
         self.seeds.between(begun.update.start)
         self._backups.put_back(begun.backup)
@@ -373,14 +373,19 @@ class EngineGuard:
 
     def _put_back_batch(self) -> None:
         """Undo an update whose loop was left: its batch comes again when the loop is entered again."""
-        self._end_dropped_turn()
-        if self._begun is not None:
+        self._undo_loop()
+        if self._begun is not None and self._turn.is_complete:
+            self._end_update(self._begun)
+        elif self._begun is not None:
             self._roll_back(self._begun)
             self._begun = None
 
-    def _end_dropped_turn(self) -> None:
-        """Undo what the loop did for the other losses of a turn that was dropped at its first."""
-        if self._turns.end_dropped(self._backups):
+    def _undo_loop(self) -> None:
+        """Undo what the loop did with what it keeps after an update that was refused."""
+        if (refused := self._refused) is not None:
+            self._refused = None
+            self._backups.put_back(refused)
+            self._backups.let_go(refused)
             self._updater.drop_gradients()
             self.seeds.between(self.samples.position)
 

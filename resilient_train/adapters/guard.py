@@ -403,6 +403,8 @@ class Guard(guard.EngineGuard):
             self._waits = self.world.least(-len(self.state.kept)) < 0 and not self.samples.is_fed  # on every rank
         self._has_begun = True
         self._put_back_batch()
+        if self._turn.has_stepped:
+            self.settle()
         self.seeds.between(self.samples.position)
         if not self._ring.snapshots and self._in_flight is None:
             found = self._examination.examine_now() if self.clock.step == 0 else None  # later ones compare with it

@@ -38,7 +38,7 @@ class ManualFit(Fit):
 
     def begin(self, options: dict[str, Any], made: int | None) -> None:
         super().begin(options, made)
-        self._updater.turns.is_open_ended = True
+        self._updater.turn.keeps_gradients = True
 
     def _run(self, plain: Any, *given: Any) -> Any:
         self._sum = self._sum if self._is_open else None
@@ -89,7 +89,7 @@ class ManualFit(Fit):
         return result
 
     def _landed(self, fed: Fed, loss: torch.Tensor) -> bool:
-        if self.guard.end_turn():
+        if self._updater.turn.has_stepped:
             return self.guard.settle()
         self.guard._put_back_batch()  # no optimizer had a gradient
         self.samples.skip(fed.start, fed.stop)

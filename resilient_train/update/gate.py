@@ -71,8 +71,8 @@ class Gate:
                 self._on_device[place].fill_(new)  # a number as an argument: no copy that the host would wait for
         self.limits = (loss, grad_norm)
 
-    def admits(self, loss: float, grad_norm: float, *, is_whole: bool = True) -> bool:
-        return -math.inf < loss <= (self.limits[0] if is_whole else NO_LIMIT) and grad_norm <= self.limits[1]
+    def admits(self, loss: float, grad_norm: float, *, is_part: bool = False) -> bool:
+        return -math.inf < loss <= (NO_LIMIT if is_part else self.limits[0]) and grad_norm <= self.limits[1]
 
     @torch.no_grad()
     def step(
@@ -80,12 +80,11 @@ class Gate:
         measured: torch.Tensor,
         only: Optimizer | None = None,
         *,
-        is_whole: bool = True,
         scaled: tuple[Sequence[torch.Tensor], float] | None = None,
     ) -> list[float] | None:
         """Step if `measured`, which begins with loss and gradient norm, is admitted.
 
-        With `only`, step one optimizer. Unless it `is_whole`, more losses follow, and the limit is that of their sum.
+        With `only`, step one optimizer, which may be a part of the update: the limit of the loss is for all of it.
         `scaled`: weights that move by a multiple of what their optimizers make of it, none of which is fused.
         Returns the numbers if the host had to read them, so that they are not read twice.
         """
@@ -98,7 +97,7 @@ class Gate:
         waits_for = synchronous(optimizers)
         if waits_for or not self._is_settled(optimizers):
             numbers: list[float] = measured.tolist()
-            if self.admits(numbers[0], numbers[1], is_whole=is_whole):
+            if self.admits(numbers[0], numbers[1], is_part=only is not None):
                 weights, factor = scaled or ((), 1.0)
                 before = [weight.clone() for weight in weights] if factor != 1.0 else []
                 for optimizer in optimizers:
@@ -112,7 +111,7 @@ class Gate:
         # A loss of -inf is below every limit, but no loss.
         heads = measured[:2].nan_to_num(nan=math.inf, neginf=math.inf)
         limits = self._on_device
-        if not is_whole:
+        if only is not None:
             limits = limits.clone()
             limits[0].fill_(NO_LIMIT)
         refused = (heads > limits).any().float()  # no NaN is left in them

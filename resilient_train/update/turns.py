@@ -1,8 +1,8 @@
-"""Losses that are stepped in turn, as in a GAN: one update, in which each optimizer steps once with its own loss.
+"""Losses that are stepped in turn, as in a GAN: one update, in which optimizers step with losses of their own.
 
-An optimizer has stepped when `update` returns, so that the next loss sees its new weights, and the verdict comes after
-the last one. Until then a copy on the device has the weights and moments from before each step but the last: if a later
-loss is refused, all of them are restored.
+An optimizer has stepped when `update` returns, so that the next loss sees its new weights. The verdict comes when the
+loop asks for the next batch. Until then copies on the device have the weights and moments from before the turn: if any
+of its losses is refused, all of it is undone.
 """
 
 from __future__ import annotations
@@ -10,18 +10,16 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import chain
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from resilient_train.errors import TrainError, named_type
-from resilient_train.state.copies import Backup, Backups, room
+from resilient_train.state.copies import room
 from resilient_train.state.run_state import optimizer_tree, restore_optimizer, weights_of
-from resilient_train.state.tree import Tree, copy_into, is_sharded, local_part, put_together, taken_apart
+from resilient_train.state.tree import Tree, copy_into, local_part, put_together, taken_apart
 from resilient_train.wording import log
 
 
@@ -70,6 +68,8 @@ class DirectStepCheck:
 
 _HOW = "for losses that are stepped in turn, as in a GAN, call guard.update(loss, optimizer=...) for each optimizer"
 TWICE = f"guard.{{verb}} was called twice for one batch: {_HOW}"
+MISSING = "a batch was not handed back: call guard.step(batch), or guard.update(loss)"
+MIXED = f"guard.update(loss) and losses in turn take no turns: {_HOW}"
 TWO_GUARDS = f"two guards are at work in turn, which would not rewind together: give one of them all networks; {_HOW}"
 
 
@@ -87,79 +87,54 @@ def why_no_gradient(loss: torch.Tensor, weights: Sequence[torch.Tensor]) -> str:
     return "no weight has a gradient: call loss.backward(), or accelerator.backward(loss), before"
 
 
-class Turns:
-    """The turn of the newest update, if its losses are stepped in turn."""
+class Turn:
+    """The losses of the newest update, if they are stepped in turn: by any optimizers, any number of times."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = list(optimizers)
         self.current: Optimizer | None = None  # whose loss the loop has handed over; None if it is that of all
-        self.has_stepped = False  # an optimizer has, in the newest update
-        self._taken: list[Optimizer] = []  # whose losses were handed over, the current one included
-        self._loss = self._norm = torch.zeros(())  # of the turn so far
+        self.has_stepped = False  # an optimizer has
+        self.keeps_gradients = False  # a trainer steps, and drops them itself
+        self.is_clipped = False  # gradients were clipped, to norms that are not known here
+        self.before: Sequence[Mapping[str, Any]] = ()  # the settings of the groups before it
         self._groups: Sequence[dict[str, Any]] = ()  # of all optimizers
-        self.before: Sequence[Mapping[str, Any]] = ()  # the settings of the groups before the turn
+        self._steps = Counter[Optimizer]()  # with losses of their own
+        self._loss = self._norm = torch.zeros(())  # so far
+        self._rates: list[dict[str, Any]] = []  # the settings of each group, in the step of its highest rate
         self._saved: dict[Optimizer, tuple[Tree, list[torch.Tensor]]] = {}  # as they and their weights were before
         self._memory: dict[Optimizer, list[torch.Tensor]] = {}  # of the copies
-        self._dropped: Backup | None = None  # the buffers when the turn was dropped, whose other losses still come
-        self.is_open_ended = False  # a trainer steps any optimizers, any number of times, and says when the turn ends
-        self.is_clipped = False  # in such turns gradients are clipped, to norms that are not known here
-        self._most = 0  # steps in such a turn so far
-        self._rates: list[dict[str, Any]] = []  # the settings of each group, in the step of its highest rate
 
     def begin(self) -> None:
         """Begin an update. What was saved stays until the verdict on the last one."""
-        self.current, self.has_stepped = None, False
-        self._most = max(self._most, len(self._taken))
-        self._taken.clear()
-        self._rates = []
+        self.current, self.has_stepped, self._rates = None, False, []
+        self._steps.clear()
 
-    def take(self, optimizer: Any, accumulation: int, objective: object) -> bool:
-        """Take a loss for an optimizer, or for all of them if it is None. False: its turn was dropped."""
+    def take(self, optimizer: Any, accumulation: int, objective: object) -> None:
+        """Take a loss for an optimizer, or for all of them if it is None."""
         if optimizer is None:
-            if self._taken:
+            if self._steps:
                 raise TrainError(f"guard.update(loss) in the middle of a turn, without its optimizer: {_HOW}")
-            return True
+            return
         known = [one for one in self._optimizers if one is optimizer or one is getattr(optimizer, "optimizer", None)]
         if not known:
             what = f"the guard does not know this optimizer, {named_type(optimizer)}"
             raise TrainError(f"guard.update: {what}: give Guard a list of all optimizers")
-        if known[0] in self._taken and not self.is_open_ended:
-            raise TrainError(f"guard.update was called twice in a turn for {self._name(known[0])}: each steps once")
         if accumulation > 1:
             raise TrainError("losses in turn cannot accumulate gradients: set gradient_accumulation_steps to 1")
-        if objective is not None and not self.is_open_ended:
+        if objective is not None and not self.keeps_gradients:
             raise TrainError("losses in turn have no objective, which is one loss for all: leave out objective=")
         self.current = known[0]
-        self._taken.append(known[0])
-        return self._dropped is None
+        self._steps[self.current] += 1
 
     @property
     def is_complete(self) -> bool:
-        """Say whether the current loss is the last one: always, if it is that of all optimizers."""
-        return self.current is None or (not self.is_open_ended and len(self._taken) == len(self._optimizers))
-
-    @property
-    def is_last_step(self) -> bool:
-        """An open-ended turn may still have more steps than any before."""
-        if not self.is_open_ended:
-            return self.is_complete
-        return len(self._taken) == self._most and len(set(self._taken)) == len(self._optimizers)
+        """Say whether every optimizer has stepped: a loop that is left before has left the turn."""
+        return len(self._steps) == len(self._optimizers)
 
     @property
     def times(self) -> int:
         """How often the optimizer that stepped most often has stepped."""
-        return max(Counter(self._taken).values(), default=1)
-
-    @property
-    def missing(self) -> str:
-        if not self._taken:
-            return "a batch was not handed back: call guard.step(batch), or guard.update(loss)"
-        left = [self._name(one) for one in self._optimizers if one not in self._taken]
-        return f"a turn is not complete, {' and '.join(left)} did not step: {_HOW}"
-
-    def _name(self, optimizer: Optimizer) -> str:
-        place = self._optimizers.index(optimizer) + 1
-        return f"{type(optimizer).__name__}, number {place} of {len(self._optimizers)}"
+        return max(self._steps.values(), default=1)
 
     # What the updater asks.
 
@@ -182,10 +157,10 @@ class Turns:
         return self._rates
 
     def save(self, groups: Sequence[dict[str, Any]], before: Sequence[Mapping[str, Any]]) -> None:
-        """Copy the current optimizer and its weights, unless its step is the last: that one the gate decides alone."""
+        """Copy the current optimizer and its weights before its first step."""
         if not self.has_stepped:
             self.has_stepped, self._groups, self.before = True, groups, before
-        if self.current is None or self.is_complete or self.current in self._saved:
+        if self.current is None or self.current in self._saved:
             return
         plain, sources = taken_apart({"weights": self.weights, "optimizer": optimizer_tree(self.current)})
         copies = room(sources, self._memory.get(self.current, []), torch.empty_like)
@@ -209,26 +184,3 @@ class Turns:
             for group, settings in zip(self._groups, self.before, strict=True):
                 group.update(settings)
         return bool(saved)
-
-    def keeping_graphs(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Let the guard change what a later loss of the turn needs for its backward, as after a forward for two losses.
-
-        Buffers are as before when it is over, weights only if the turn is not dropped: else the backward is ignored.
-        """
-        if self.current is None:
-            return nullcontext()
-        kept = tuple(one for one in chain(model.parameters(), model.buffers()) if not is_sharded(one))
-        return torch.autograd._unsafe_preserve_version_counter(kept)  # type: ignore[attr-defined]
-
-    def drop(self, backups: Backups) -> None:
-        """Note that the update was undone; the loop may still compute the other losses, and update what is kept."""
-        if self.current is not None or backups.kept:
-            self._dropped = backups.take()
-
-    def end_dropped(self, backups: Backups) -> bool:
-        """Restore the buffers, and what is kept, if the newest update was dropped: the loop did not stop there."""
-        dropped, self._dropped = self._dropped, None
-        if dropped is not None:
-            backups.put_back(dropped)
-            backups.let_go(dropped)
-        return dropped is not None

@@ -22,7 +22,7 @@ from resilient_train.state.tree import is_sharded
 from resilient_train.update.clip import clip, clip_further, clip_to_share, norm_limit
 from resilient_train.update.gate import DIGESTS, Agreement, Gate
 from resilient_train.update.schedule import LoopSchedule, Schedule
-from resilient_train.update.turns import Turns
+from resilient_train.update.turns import Turn
 from resilient_train.wording import log
 
 LR_OF_GUARD = "lr_of_guard"  # a key of each parameter group: the lr that the guard set; rewinds with the group
@@ -42,7 +42,6 @@ class Attempt:
     before: Settings  # the settings of the groups before it
     is_limited: bool  # the schedule asks for a higher rate than the knobs allow
     lr_ratio: float  # the rate as a multiple of the configured one, in the group where that is highest
-    trains_more: bool  # weights were added or unfrozen since the update before
     max_norm: float | None  # the norm that gradients were clipped to
     has_share: bool = False  # gradients were clipped further, to a share of the norm of the weights
     is_turn: bool = False  # the optimizers stepped one after the other, and each had its gradients clipped alone
@@ -82,7 +81,7 @@ class Updater:
         self.trainers_norm: torch.Tensor | None = None  # as it measured that before; None if it did not
         self.changes_after_norm = False  # its callbacks may, after it was measured
         self.gate = Gate(optimizers, device, skips_overflow=scaler is not None)
-        self.turns = Turns(optimizers)
+        self.turn = Turn(optimizers)
         self.weights: list[torch.Tensor] = []
         # Torch's own zero_grad only sets gradients to None, at fifty times the cost.
         self._own_zero_grad = [one for one in optimizers if type(one).zero_grad is not Optimizer.zero_grad]
@@ -116,9 +115,11 @@ class Updater:
         trained = sum(weight.requires_grad for weight in self.weights)
         self._has_new_weights |= trained > self._trained > 0
         self._trained = max(self._trained, trained)
-        turns, one = self.turns, self.turns.current
+        turn, one = self.turn, self.turn.current
+        if not turn.has_stepped:
+            self._norms = []
         scale = self._unscale(self.optimizers if one is None else [one])
-        weights = self.weights if one is None else turns.weights
+        weights = self.weights if one is None else turn.weights
         groups = self._groups() if one is None else one.param_groups
         max_norm = norm_limit(self.clipping.max_norm, knobs.clip, self.usual_norm, knobs.norm)
         if not self.trainer_clips:
@@ -131,8 +132,8 @@ class Updater:
         else:
             if (norm := self.trainers_norm) is None:
                 norm = clip(weights, over_ranks=self._over_ranks)
-            elif turns.is_open_ended:
-                turns.is_clipped = True
+            elif one is not None:
+                turn.is_clipped = True
             elif self.changes_after_norm:
                 after = clip(weights, over_ranks=self._over_ranks)
                 norm = torch.where(after.isfinite(), norm, after)
@@ -148,42 +149,40 @@ class Updater:
         if not self.agreement.is_alone:
             digest ^= _digest_of_rates(settings)
         if one is not None:
-            loss, grad_norm = turns.add(loss, grad_norm)
-            turns.save(self._groups(), before)
+            loss, grad_norm = turn.add(loss, grad_norm)
+            turn.save(self._groups(), before)
         measured, by_rank = self.agreement.reduce(torch.stack([loss, grad_norm, *scale]), digest)
         scaled = None
         if self._own_rates:
             moving = [weight for group in groups if self._has_own_rate(group) for weight in group["params"]]
             scaled = moving, knobs.lr * rate_factor
-        is_end = turns.is_complete or turns.is_open_ended
-        trains_more = is_end and self._has_new_weights
-        self._has_new_weights &= not is_end
-        numbers = self.gate.step(measured, one, is_whole=turns.is_last_step, scaled=scaled)
+        numbers = self.gate.step(measured, one, scaled=scaled)
         self.note_rates(settings)
-        if self.scaler is not None and turns.is_complete:
+        if self.scaler is not None:
             self.scaler.update()
-        norms = self._norms
-        if turns.is_complete:
-            self._norms = []
-        if not turns.is_open_ended:
-            self.drop_gradients(in_turn=not turns.is_complete)
+        if one is None or not turn.keeps_gradients:
+            self.drop_gradients()
         self.newest = Attempt(
             loss=loss,
             measured=measured,
             by_rank=by_rank,
             numbers=numbers,
-            settings=turns.fastest(settings) if turns.is_open_ended else settings,
-            before=before if one is None else turns.before,
+            settings=settings if one is None else turn.fastest(settings),
+            before=before if one is None else turn.before,
             is_limited=ratio < asked_ratio,
             lr_ratio=ratio / rates[0],
-            trains_more=trains_more,
             max_norm=max_norm,
             has_share=knobs.share > 0,
             is_turn=one is not None,
-            norms=norms,
-            times=turns.times,
+            norms=self._norms,
+            times=turn.times,
         )
         return self.newest
+
+    def has_new_weights(self) -> bool:
+        """Say whether weights were added or unfrozen since the last call."""
+        has_new, self._has_new_weights = self._has_new_weights, False
+        return has_new
 
     def adopt_groups(self, *, are_new: bool = True) -> None:
         """Take in the parameter groups that a loop has added, as it does to unfreeze weights; a rewind keeps them."""
@@ -210,19 +209,19 @@ class Updater:
     def clipped(self, grad_norm: float, attempt: Attempt) -> float | None:
         """Return the norm of the gradients after clipping; None if unknown: by value, one by one or to a share."""
         is_unknown = self.clipping.max_value is not None or attempt.has_share
-        if is_unknown or attempt.times > 1 or self.turns.is_clipped:
+        if is_unknown or attempt.times > 1 or self.turn.is_clipped:
             return None
         if attempt.max_norm is None or grad_norm <= attempt.max_norm:
             return grad_norm
         return None if attempt.is_turn else attempt.max_norm
 
-    def drop_gradients(self, *, in_turn: bool = False) -> None:
-        """Discard the gradients without a step; in a turn, the loss scaler has yet to hear how they were."""
+    def drop_gradients(self) -> None:
+        """Discard the gradients without a step."""
         for optimizer in self._own_zero_grad:
             optimizer.zero_grad()
         for weight in self.weights:
             weight.grad = None
-        if self.scaler is not None and not in_turn:
+        if self.scaler is not None:
             self.scaler._per_optimizer_states.clear()
 
     def reset_moments(self) -> None:

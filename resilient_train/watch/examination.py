@@ -47,9 +47,11 @@ class Examination:
         if not self._scans.is_due(self._clock.step):
             return
         after = self._backups.take()
-        self._backups.put_back(before, with_kept=False)
-        self._scan = self._measure(before.kept)
-        self._backups.put_back(after, with_kept=False)
+        # A later loss of the turn may need them in its backward, as they are now and will be again.
+        with torch.autograd._unsafe_preserve_version_counter(tuple(after.live)):  # type: ignore[attr-defined]
+            self._backups.put_back(before, with_kept=False)
+            self._scan = self._measure(before.kept)
+            self._backups.put_back(after, with_kept=False)
         self._backups.let_go(after)
 
     def verdict(self) -> Anomaly | None:
