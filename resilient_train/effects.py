@@ -9,7 +9,7 @@ from typing import Any
 from zlib import crc32
 
 from resilient_train.data.samples import Samples
-from resilient_train.errors import in_one_line
+from resilient_train.errors import in_one_line, unusable
 from resilient_train.numerics.armor import Armor, CannotArmor, LineChanged, PatchedLine
 from resilient_train.record.quarantine import Quarantine, Quarantined
 from resilient_train.secrets import masked_tree
@@ -46,6 +46,10 @@ class Effects:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the effects of an earlier process. Raises ValueError if they are damaged."""
+        known = {"tick", *(effect.name for effect in self._effects)}
+        if unknown := [name for name in state.keys() - known if state[name]]:
+            why = f"{min(unknown)} is in effect in this run, and nothing that is installed here knows it"
+            raise unusable("recovery", why)
         self._digest = None
         try:
             for effect in self._effects:
@@ -58,7 +62,8 @@ class Effects:
         """Undo what can be undone of all that has changed since `state_dict` returned this."""
         self._digest = None
         for effect in self._effects:
-            effect.undo(state[effect.name])
+            if effect.name in state:
+                effect.undo(state[effect.name])
 
     @contextmanager
     def scope(self) -> Iterator[None]:

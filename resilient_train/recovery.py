@@ -51,8 +51,17 @@ class Intended:
         self._before: Any = None  # the effects before the incidents of late
         self._began_tick, self._step = 0, -(10**9)  # of the first of them, and of the newest
         self._rose_at = 0  # where the loss rose first: code that keeps no count of steps changes at once after a rewind
-        if opened := [one.anomaly for one in incidents.incidents if one.outcome is None]:  # by the process before
-            self._began_tick, self._step = opened[0].tick, opened[-1].step
+
+    def resume(self) -> None:
+        """Continue with the incidents of the process before. It is a collective."""
+        first, done = 0, [one for one in self._incident_log.of_training if one.decision.actions and not one.is_observed]
+        for one in done:
+            if one.decision.rung != OUTSIDE:
+                first = first if self._is_recent(one.anomaly.step) else one.id
+                self._began_tick = one.anomaly.tick if first == one.id else self._began_tick
+                self._step = one.last_step
+        history = self._incident_log.run_history
+        self._before = self._parts.world.on_main(lambda: history.effects_before(first))
 
     def began_by_chance(self, anomaly: Anomaly, explainer: Explainer) -> bool:
         """Say whether an alarm compares with a first loss that was low by chance, and forget that loss then."""
@@ -144,7 +153,7 @@ class Intended:
         note = fact("on_purpose", what=what, step=step)
         for incident in self._incident_log.incidents if self._is_recent(self._parts.clock.step) else ():
             is_about_rows = bool(incident.diagnosis.rows) or incident.diagnosis.cause is Cause.PROCESS
-            if incident.anomaly.tick >= self._began_tick and not is_about_rows:
+            if incident.anomaly.tick >= self._began_tick and not (is_about_rows or incident.is_accepted):
                 decision = replace(incident.decision, actions=(*incident.decision.actions, Action(ACCEPTED)))
                 diagnosis = replace(incident.diagnosis, cause=Cause.UNKNOWN, advice=note, suspects=())
                 incident = replace(incident, decision=decision, diagnosis=diagnosis)
@@ -244,12 +253,14 @@ class Recovery:
         decision = decide(self.policy, controls.case(anomaly, diagnosis, leap), history)
         self._set_reference(anomaly, diagnosis, decision)
         before = self.incident_log.continued(anomaly, diagnosis, decision)
-        incident = before or self.incident_log.open(anomaly, diagnosis, decision, is_off=checks.rewind_check.is_open)
+        is_off, effects = checks.rewind_check.is_open, controls.effects
+        incident = before or self.incident_log.open(
+            anomaly, diagnosis, decision, is_off=is_off, effects=effects.changes()
+        )
         if decision.gave_up is not None:
             self._give_up(incident)
         if self.observes:  # every update lands until no further anomaly has come for a while
-            self._observed, self._anomalous_step = incident.id, parts.clock.step + (not anomaly.landed)
-            parts.updater.gate.is_open = True
+            self._let_land(incident)
             incident = replace(incident, seconds=time.perf_counter() - started)
             self.incident_log.record_treatment(incident, ongoing=True)
             return
@@ -301,10 +312,15 @@ class Recovery:
             self.incident_log.update(replace(incident, anomaly=replace(incident.anomaly, landed=True)))
         return True
 
+    def _let_land(self, incident: Incident) -> None:
+        """Let every update land, until no further anomaly has come for a while."""
+        self._observed, self._anomalous_step = incident.id, self.parts.clock.step + (not incident.anomaly.landed)
+        self.parts.updater.gate.is_open = True
+
     def _end_observed(self) -> None:
         """Refuse anomalous updates again: the next one is an incident of its own."""
         if self._observed is not None:
-            self.incident_log.clear_ongoing(self._observed)
+            self.incident_log.ongoing.discard(self._observed)
             self._observed, self.parts.updater.gate.is_open = None, False
 
     @property
@@ -402,6 +418,11 @@ class Recovery:
         except ValueError as error:
             raise TrainError(f"{plan.path or incident_log.directory}: {error}") from error
         parts.clock.tick = max(parts.clock.tick, plan.tick)
+        self.intended.resume()
+        for one in incident_log.open_incidents if self.observes else ():
+            if one.is_observed:
+                self._let_land(one)
+                incident_log.ongoing.add(one.id)
         for found in plan.found:
             if plan.skipped is not None and found.remedy == "skip":
                 parts.samples.skip(*plan.skipped)

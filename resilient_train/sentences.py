@@ -13,7 +13,7 @@ from resilient_train.types import ACCEPTED, OBSERVE, TRIAL, Outcome, Signal
 
 # An incident. Its values are those of `wording.about`.
 _NOTICED = "{signal:signal}< on {ranks:ranks}>"
-_REACHED = "<reached=let_through?, let through><reached=now?, in the weights already><reached=earlier?, in the weights since step {first}>"
+_REACHED = "<reached=let_through?, let through><reached=now?, in the weights already><reached=earlier?, in the weights since step {first} at the earliest>"
 _DRILL = "<, on purpose (drill: {drill})>"
 _SIGN = f"step {{step}}: {_NOTICED} ({{signal}})<reached=not?, refused before it reached the weights>{_REACHED}{_DRILL}"
 _CAUSE = "cause {cause}< ({blamed:say})>"
@@ -83,12 +83,13 @@ PARTS = {
 
 # A run: is it all right? Values: `review.about`.
 _WHERE = "<state=completed?{step:step}><state=ended?left without guard.close() ><state=closed?closed ><!state=completed?at step {at}><!state=completed? of {steps}><returned?, returned to step {step}>"
-_COSTS = "<!total?no incidents><total?{total:incident} ({causes:counts})><, {others:counts}><, {more:more update} skipped for the same reason><quiet?, no repeat since>.< {undone} of {tick:update} refused or undone.>"
-_IN_ALL = f"In all, {_COSTS}"
+_TOTAL = "<total?{total:incident} ({causes:counts})><, {others:counts}><, {more:more update} skipped for the same reason><quiet?, no repeat since>.< {undone} of {tick:update} refused or undone.>"
+_COSTS = f"<!total?no incidents>{_TOTAL}"
+_IN_ALL = f"<!total?No incidents><total?In all, >{_TOTAL}"
 _SO_FAR = "<!state=completed? so far>"
 _ODD = "The evaluation is not finite ({odd:pairs})"
 _RESULTS = "<state=completed? Recent loss {final_loss:.4g}.><state=completed? Evaluation: {eval:pairs}.>"
-_WELL = f"{_WHERE}; {_COSTS}{_RESULTS}"
+_WELL = f"{_WHERE}; {_COSTS}< {{accepted:change}} taken as on purpose.>{_RESULTS}"
 HEADLINES = {
     "clean": f"<odd?{_ODD}><!odd?All is well>{_SO_FAR}",
     "recovered": f"<odd?{_ODD}><!odd?Recovered>{_SO_FAR}",
@@ -115,7 +116,7 @@ DETAILS = {
     "killed": f"{_WHERE}. {_IN_ALL}",
     "failed": f"{_WHERE}<: {{why}}>. {_IN_ALL}",
 }
-AGAIN = "needed a second remedy"  # in place of the outcome, once all is over
+AGAIN = "came back earlier"  # in place of the outcome, once all is over
 
 # What to do about a run that is not all right, where the advice of its incidents does not say so.
 _POLICY = "read in the report what was tried, then try another policy or a lower learning rate"
@@ -166,7 +167,7 @@ RUN = {
     "more_to_change": "to change: {count} more",
     "more": "{count} more",
     "nothing_written": "nothing of this is written: with run_dir there is a report, and a way to resume",
-    "completed": "completed {steps:step} in {seconds:duration}",
+    "completed": "completed {steps:step}; this process took {seconds:duration}",
     "running": " Running, {process}.",
     "lines_left_out": "{file}: {count:line} damaged and left out",
     "older": "{count:incident} before these",
@@ -186,11 +187,12 @@ RUN = {
     "to_see": "to see it, start (it answers after half a minute)\n  {command}",
     "open": "<served?and><!served?to see it,> open\n  {url}",
     "and_more": "And {count} more.",
+    "left": "- **{label:Sentence}**: {what}\n",
 }
 
 # The description in MLflow.
 NOTE = """\
-**{headline}.**< **Do:** {things}><calm? Nothing to change.> {details}
+**{headline}.**< **Do:** {things:closed}><calm? Nothing to change.> {details:Sentence}
 
 <![The incidents of the run, by cause, over its ticks]({strip})
 
@@ -299,6 +301,7 @@ ROWS = {
 }
 
 _WRITES = "if it returns, suspect the hardware, or code that writes to"
+_BY_NO_UPDATE = f"which no update can have done: expect=[{{step:id}}] declares it if it is meant; {_WRITES} weights between updates."
 _CALMER = "lower the learning rate, warm up longer, or clip tighter"
 _NORMALISE = "normalise each column (subtract its mean, divide by its deviation)."
 
@@ -361,8 +364,8 @@ ADVICE = {
     "inputs_out_of_scale": f"The inputs are out of scale: <many?a part><!many?column {{column:id}}> of {{field}} is about {{size:.3g}}, where half of its {{columns}} columns are below {{usual:.3g}}: {_NORMALISE}",
     "inputs_large": f"The values of {{field}} are large: half of its {{columns}} columns that are not zero are {{usual:.3g}} or more: {_NORMALISE}",
     "eps_lost": "eps={eps:g} of {optimizer} is 0 in {dtype}: raise it, or keep weights and moments in float32.",
-    "weight_not_finite": "`{name}` is {value:g} at {at:id}<more? ({bad} of {count:weight} are not finite: {names:names})>, which no update can have done: expect=[{step:id}] declares it if it is meant; if it returns, suspect the hardware, or code that writes to weights between updates.",
-    "weight_moved": "`{name}` went from {before:.3g} to {now:.3g} at {at:id}, which no update can have done: expect=[{step:id}] declares it if it is meant; if it returns, suspect the hardware, or code that writes to weights between updates.",
+    "weight_not_finite": f"`{{name}}` is {{value:g}} at {{at:id}}<more? ({{bad}} of {{count:weight}} are not finite: {{names:names}})>, {_BY_NO_UPDATE}",
+    "weight_moved": f"`{{name}}` went from {{before:.3g}} to {{now:.3g}} at {{at:id}}, {_BY_NO_UPDATE}",
     "kept_not_finite": ("Weights and buffers are finite, and something kept is not: look at the code that updates it."),
     "again_after_rewind": "It happened again at the same place after a rewind.",
     "died_twice": "Look at {rows:rows}: the process ended there twice.",
@@ -370,7 +373,7 @@ ADVICE = {
     "ranks_decide": "The ranks decided differently: look for code, data or settings that differ between ranks, such as another version of a file on another host, or a state that only some ranks change.",
     "on_purpose": "{what:say}: taken as a change on purpose; to declare it: expect=[{step:id}]",
     # Several incidents together.
-    "all_bad_rows": "Fix or remove {rows:rows}: quarantine.json has the reason for each. The last:",
+    "all_bad_rows": "Fix or remove {rows:rows}: their incidents say why. The last:",
     "all_ordinary_rows": "Look at {rows:rows}: the batches are ordinary without them.",
 }
 
@@ -445,7 +448,7 @@ REMEDIES = {
     "higher_precision": "full precision< for {steps:step}>",
     TRIAL: "tried< {of} remedies>< for {steps:step}>",
     OBSERVE: "only observed",
-    "go_on": "<!restarted?the run was resumed><restarted?no checkpoint: restarted at step 0>",
+    "go_on": "<!restarted?the run was resumed>< from step {rewound_to}><restarted?no checkpoint: restarted at step 0>",
     "fall_back": "fell back to the previous one",
     "try_again": "training continues, and saving is retried",
     "smaller_batch": "smaller micro-batches, more of them to an update",

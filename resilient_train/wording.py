@@ -16,7 +16,6 @@ from resilient_train.types import (
     Action,
     Anomaly,
     Cause,
-    Culprit,
     Diagnosis,
     Facts,
     Incident,
@@ -166,6 +165,8 @@ _SPECS: dict[str, Callable[[Any], str]] = {
     "few": rows_named,
     "rows": lambda rows: rows_named(rows, 8),
     "Rows": lambda rows: rows_named(rows, 8).capitalize(),
+    "Sentence": lambda text: text[:1].upper() + text[1:],
+    "closed": lambda texts: " ".join(one if one.endswith((".", ")")) else f"{one}." for one in texts),
     "it": lambda rows: "it" if len(rows) == 1 else "them",
     "ranks": rank_names,
     "names": names_listed,
@@ -212,7 +213,7 @@ def about(incident: Incident) -> dict[str, Any]:
         "why": gave_up or fact("nothing_left"),
         "remedies": _remedies(incident.decision.actions, incident) or fact("nothing_done"),
         "arms": [{"fact": "arm", **asdict(one), "remedies": _arm(one, incident)} for one in incident.tried],
-        "took": has_rewound and gave_up is None,
+        "took": has_rewound and gave_up is None and diagnosis.cause is not Cause.PROCESS,
         "seconds": round(incident.seconds, 2),
         # An attempt that was refused held nothing yet.
         "lost": incident.steps_lost if incident.steps_lost > (not anomaly.landed and not has_rewound) else 0,
@@ -241,15 +242,11 @@ def _remedies(actions: Iterable[Action], incident: Incident) -> Facts:
     symptom = incident.diagnosis.symptom
     became: dict[str, dict[str, Any]] = {
         "rewind": {"rewound": incident.rewound_to is not None, "rewound_to": incident.rewound_to},
-        "go_on": {"restarted": incident.rewound_to == 0},
+        "go_on": {"restarted": incident.rewound_to == 0, "rewound_to": incident.rewound_to},
         "quarantine": {"rows": incident.diagnosis.rows},
         "armor": {"symptom": symptom and symptom.place},
     }
     return tuple({"remedy": one.remedy, **one.settings, **became.get(one.remedy, {})} for one in actions)
-
-
-def describe_culprit(culprit: Culprit) -> str:
-    return fill(SENTENCES["culprit"], asdict(culprit))
 
 
 def evidence_of(anomaly: Anomaly) -> str:

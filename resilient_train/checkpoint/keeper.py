@@ -404,7 +404,7 @@ class CheckpointKeeper:
                 log.info("checkpoints are saved again: step %d", step)
                 self._is_failing = False
                 if self._saving_incident is not None:
-                    self.incident_log.clear_ongoing(self._saving_incident)
+                    self.incident_log.ongoing.discard(self._saving_incident)
         elif not self._is_failing:
             self._is_failing = True
             evidence = fact("not_written", step=step, why=job.trouble)

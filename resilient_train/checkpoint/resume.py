@@ -104,17 +104,10 @@ class Resumption:
             counted = sum(one.steps_lost for one in incidents if one.anomaly.tick > tick)
             lost = last.tick - tick - counted if tick or not step else last.step - step
             found.append(self._crash(step, max(0, lost), skipped, hung, incidents))
-        known = [manifest.effects if manifest else {}, history.effects]
-        # At the same tick the journal's are newer.
-        known.sort(key=lambda one: tick if type(tick := one.get("tick")) is int else 0)
-        effects = {**known[0], **known[1]}
-        if history.has_gap:
-            lists = [name for name, one in effects.items() if isinstance(one, list)]
-            effects |= {name: [*known[0].get(name, []), *known[1].get(name, [])] for name in lists}
         return ResumePlan(
             path=entry.path if entry else None,
             tick=last.tick,
-            effects=effects,
+            effects=history.effects_with(manifest.effects if manifest else {}),
             found=tuple(found),
             incidents=tuple(incidents),
             skipped=skipped,

@@ -21,7 +21,7 @@ from resilient_train.state.randomness import Seeds
 from resilient_train.state.tree import leaves, rebuilt
 from resilient_train.types import Diagnosis
 from resilient_train.watch.layout import nonfinite
-from resilient_train.wording import describe_culprit, say
+from resilient_train.wording import blamed, say
 
 _DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _TITLES = ("layer", "class", "output", "from", "to", "not finite", "gradient there")
@@ -58,7 +58,7 @@ class Examined:
         lines += [f"batch: {_shape(one)}, {' to '.join(_ends(one))}{_broken(one)}" for one in self.batch]
         lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
         if self.diagnosis is not None:
-            where = f" ({describe_culprit(self.diagnosis.culprit)})" if self.diagnosis.culprit is not None else ""
+            where = f" ({say(blamed(self.diagnosis)[:1])})" if self.diagnosis.culprit is not None else ""
             lines += [f"cause {self.diagnosis.cause}{where}", f"advice: {say(self.diagnosis.advice)}"]
         is_quiet = self.is_healthy and not self.remarks and self.diagnosis is None
         return "\n".join([*lines, *self.remarks, *["nothing here is out of order"] * is_quiet])

@@ -22,7 +22,7 @@ from resilient_train.diagnose import rows as by_rows
 from resilient_train.diagnose import verdict
 from resilient_train.diagnose.search import Refused, Search
 from resilient_train.ranks.world import World
-from resilient_train.recover.decide import by_rate, by_signal
+from resilient_train.recover.decide import by_signal
 from resilient_train.state import randomness
 from resilient_train.state.ring import Ring, Snapshot
 from resilient_train.state.run_state import RunState
@@ -121,7 +121,9 @@ class Explainer:
         may_be_leap = is_sudden or (found.culprit is None and found.cause is Cause.EXPLOSION)
         may_be_leap &= found.cause is not Cause.DATA and anomaly.signal in (_OF_THE_RATE if is_sudden else OF_THE_LOSS)
         if leap is not None and may_be_leap:
-            return by_rate(leap.jump or leap.factor, leap.step, is_sudden=is_sudden), leap
+            times, before = leap.jump or leap.factor, leap.step - 1
+            rose = fact("rate_rose", times=times, before=before, step=leap.step, is_sudden=is_sudden)
+            return Diagnosis(Cause.RATE, rose), leap
         if found.cause in (Cause.EXPLOSION, Cause.OVERFLOW) and (advice := self._out_of_scale(update)):
             found = replace(found, advice=found.advice + advice)
         return found, None

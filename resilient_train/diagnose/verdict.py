@@ -270,10 +270,6 @@ def _always(seen: Observations) -> bool:
     return True
 
 
-def _never(seen: Observations) -> bool:
-    return False
-
-
 def _nothing(seen: Observations) -> tuple[()]:
     return ()
 
@@ -293,7 +289,7 @@ class Rule:
     rows: Callable[[Observations], tuple[int, ...]] = _nothing
     suspects: Callable[[Observations], tuple[int, ...]] = _nothing
     names_line: bool = False  # the patched one, if what fails follows from it
-    patchable: Callable[[Observations], bool] = _never
+    patchable: Callable[[Observations], object] = _nothing
 
     def answer(self, seen: Observations) -> Diagnosis:
         found = on_bad_rows(self.bad(seen)) if self.bad is not None else Diagnosis(self.cause, rows=self.rows(seen))
@@ -302,7 +298,7 @@ class Rule:
             advice=found.advice + self.advice(seen),
             culprit=(seen.after or seen.culprit) if self.names_line else None,
             suspects=self.suspects(seen),
-            patchable=self.patchable(seen),
+            patchable=bool(self.patchable(seen)),
             symptom=seen.culprit if self.names_line and seen.after else None,
         )
 

@@ -199,8 +199,7 @@ class Status:
 
 _VERDICTS = {"well", "recovered", "observed", "unrecovered", "no_progress", "above_best"}
 _EXIT_CODES = {"completed": 0, "closed": 0, "running": 0, "none": 2}  # others: 1; an error has its own
-_IN_MLFLOW = {"completed": "FINISHED", "closed": "FINISHED", "ended": "FINISHED"}
-_IN_MLFLOW |= {"preempted": "KILLED", "killed": "KILLED"}
+_IN_MLFLOW = {"completed": "FINISHED", "closed": "FINISHED"} | dict.fromkeys(("ended", "preempted", "killed"), "KILLED")
 
 
 def status_of(run: RunFacts) -> Status:

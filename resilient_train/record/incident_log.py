@@ -32,7 +32,7 @@ class IncidentLog:
         self._file = None if directory is None else directory / INCIDENTS
         self._journal = None if directory is None else Journal(directory / JOURNAL)
         self.run_history = RunHistory(self._journal.entries if self._journal else (), self._journal)
-        self._ongoing: set[int] = set()  # incidents that healthy updates do not close
+        self.ongoing: set[int] = set()  # incidents that healthy updates do not close
         for why in self.run_history.unreadable:
             log.warning("%s", why)
         # The process ended before it did what was decided.
@@ -51,7 +51,7 @@ class IncidentLog:
         return self.run_history.incidents
 
     @property
-    def _of_training(self) -> list[Incident]:
+    def of_training(self) -> list[Incident]:
         return [one for one in self.incidents if one.diagnosis.cause is not Cause.PROCESS]
 
     @property
@@ -69,13 +69,21 @@ class IncidentLog:
 
     # From opening to outcome.
 
-    def open(self, anomaly: Anomaly, diagnosis: Diagnosis, decision: Decision, *, is_off: bool = False) -> Incident:
+    def open(
+        self,
+        anomaly: Anomaly,
+        diagnosis: Diagnosis,
+        decision: Decision,
+        *,
+        is_off: bool = False,
+        effects: Mapping[str, Any] | None = None,
+    ) -> Incident:
         """Add an incident before anything is done about it; open incidents of the same kind have recurred.
 
         If the decision is to give up, all have failed; those that left damage are unrecovered if the loss `is_off`.
         """
         incident = self._new(anomaly, diagnosis, decision, is_off=is_off)
-        self.add(incident)
+        self.add(incident, effects)
         return incident
 
     def report(
@@ -90,8 +98,7 @@ class IncidentLog:
     ) -> Incident:
         """Add an incident about which something was done already: `done` are its fields that say what."""
         incident = replace(self._new(anomaly, diagnosis, decision), **done)
-        self.run_history.note(OPENED, incident=incident, effects=effects, is_treated=True)
-        self._announce(incident, ongoing=ongoing)
+        self.record_treatment(incident, effects=effects, ongoing=ongoing)
         return incident
 
     def _new(self, anomaly: Anomaly, diagnosis: Diagnosis, decision: Decision, *, is_off: bool = False) -> Incident:
@@ -109,19 +116,16 @@ class IncidentLog:
         incident = Incident(number, anomaly, diagnosis, decision, drill=drill)
         return incident if decision.gave_up is None else replace(incident, outcome=_failed(incident, is_off=False))
 
-    def add(self, incident: Incident) -> None:
-        self.run_history.note(OPENED, incident=incident)
+    def add(self, incident: Incident, effects: Mapping[str, Any] | None = None) -> None:
+        self.run_history.note(OPENED, incident=incident, effects=effects)
 
     def record_treatment(
         self, incident: Incident, *, effects: Mapping[str, Any] | None = None, ongoing: bool = False
     ) -> None:
-        """Record what was done about an incident. An `ongoing` one is open until `clear_ongoing`."""
+        """Record what was done about an incident, which may be an `ongoing` one."""
         self.run_history.note(TREATED, incident=incident, effects=effects)
-        self._announce(incident, ongoing=ongoing)
-
-    def _announce(self, incident: Incident, *, ongoing: bool) -> None:
         if ongoing:
-            self._ongoing.add(incident.id)
+            self.ongoing.add(incident.id)
         log.warning("%s", describe(incident))
 
     def update(self, incident: Incident) -> None:
@@ -142,7 +146,7 @@ class IncidentLog:
         """Close what has recovered; while `loss_is_off` its reference, incidents that left damage stay open."""
         for one in self.open_incidents:
             reached = one.last_step - (not one.anomaly.landed)
-            is_over = step >= reached + recovered_after and one.id not in self._ongoing
+            is_over = step >= reached + recovered_after and one.id not in self.ongoing
             if is_over and not (loss_is_off and one.left_damage):
                 self.close(one, Outcome.RECOVERED, healthy_steps=recovered_after)
 
@@ -163,7 +167,7 @@ class IncidentLog:
         is_unknown = diagnosis.cause is Cause.UNKNOWN and not diagnosis.rows and anomaly.signal is not Signal.EXCEPTION
         is_same_kind = diagnosis.culprit is not None or is_unknown
         is_skip = decision.actions == (Action("skip"),) and not anomaly.landed and is_same_kind
-        if not is_skip or not (earlier := self._of_training):
+        if not is_skip or not (earlier := self.of_training):
             return None
         last = earlier[-1]
         if last.outcome is not None or last.decision != decision or len(last.again) >= _AGAIN:
@@ -177,32 +181,27 @@ class IncidentLog:
         self.run_history.note(AGAIN, number=incident.id, at_update=[anomaly.tick, anomaly.step], effects=effects)
         _log_doubling(self.run_history.open[incident.id], anomaly.step)
 
-    def clear_ongoing(self, number: int) -> None:
-        self._ongoing.discard(number)
-
     def close_all(self, outcome: Outcome, *, healthy_since: int | None = None) -> None:
         """Close open incidents as the training ends: as recovered, or with `outcome` if they left damage.
 
         One that was skipped again has recurred, unless all of that was up to step `healthy_since`.
         """
-        before = {kind_of(one.anomaly, one.diagnosis): one.outcome for one in self._of_training if one.outcome}
+        before = {kind_of(one.anomaly, one.diagnosis): one.outcome for one in self.of_training if one.outcome}
         for one in self.open_incidents:
             reached = one.last_step - (not one.anomaly.landed)
             is_skip = one.decision.actions == (Action("skip"),)
             was = before.get(kind_of(one.anomaly, one.diagnosis))
             is_again = bool(one.again) or (is_skip and was is Outcome.RECURRED)
             has_recurred = is_again and healthy_since is not None and reached > healthy_since
-            if one.id not in self._ongoing:
+            if one.id not in self.ongoing:
                 over = Outcome.RECURRED if has_recurred else Outcome.RECOVERED
                 self.close(one, outcome if one.left_damage else over)
 
     def close_ongoing(self, number: int) -> None:
         """Close an incident as the run ends, if it is open: as unrecovered if it is ongoing."""
-        if number in self.run_history.open:
-            self.close(
-                self.run_history.open[number], Outcome.UNRECOVERED if number in self._ongoing else Outcome.RECOVERED
-            )
-        self._ongoing.discard(number)
+        if (incident := self.run_history.open.get(number)) is not None:
+            self.close(incident, Outcome.UNRECOVERED if number in self.ongoing else Outcome.RECOVERED)
+        self.ongoing.discard(number)
 
     # The files.
 

@@ -56,8 +56,10 @@ class RunHistory:
         self._fired: dict[int, FiredDrill] = {}  # by their numbers
         # By tick, which no two processes end at: the samples in use when one ended, and whether in its first update.
         self._endings: dict[int, tuple[int, int, bool]] = {}
-        for number, entry in enumerate(entries, start=1):
-            self.has_gap |= entry["n"] != number
+        number = 0
+        for entry in entries:
+            self.has_gap |= entry["n"] != number + 1
+            number = entry["n"]
             try:
                 self.recall(entry)
             except ValueError as error:
@@ -107,8 +109,7 @@ class RunHistory:
             self._add(**effects)
         match entry:
             case {"kind": "incident_opened" | "incident_treated" | "incident_closed" as kind, "at": int(at)}:
-                is_treated = kind == TREATED or entry.get("is_treated") is True
-                self._recall_incident(entry.get("incident"), at, is_treated=is_treated, is_closed=kind == CLOSED)
+                self._recall_incident(kind, entry.get("incident"), at)
             case {"kind": "incident_again", "number": int(number), "at_update": [int(tick), int(step)]}:
                 if (known := self.chapters.get(number)) is not None:
                     again = (*known.incident.again, (tick, step))
@@ -130,15 +131,33 @@ class RunHistory:
     def _add(self, added: Mapping[str, list[Any]], **whole: Any) -> None:
         """Add what `Effects.changes` returned."""
         self.effects |= whole
+        self.has_gap &= bool(added)  # else all lists are whole again
         for name, new in added.items():  # in place: copying a list each time would take longer with each incident
             self.effects.setdefault(name, []).extend(new)
 
-    def _recall_incident(self, line: Any, at: int, *, is_treated: bool, is_closed: bool) -> None:
+    def effects_with(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the effects in force: those that were `saved` with a checkpoint, or noted since."""
+        known = [saved, self.effects]  # at the same tick the journal's are newer
+        older, newer = sorted(known, key=lambda one: tick if type(tick := one.get("tick")) is int else 0)
+        effects = {**older, **newer}
+        for name in [name for name, one in effects.items() if self.has_gap and isinstance(one, list)]:
+            before, since = older.get(name, []), newer.get(name, [])
+            effects[name] = [*before, *(one for one in since if one not in before)]
+        return effects
+
+    def effects_before(self, number: int) -> dict[str, Any]:
+        """Return the effects as they were noted when an incident was opened."""
+        entries = self._journal.entries if self._journal is not None else []
+        opened = [place for place, one in enumerate(entries, start=1) if one["kind"] == OPENED]
+        ends = [place for place in opened if entries[place - 1]["incident"]["id"] == number]
+        return RunHistory(entries[: min(ends, default=0)]).effects
+
+    def _recall_incident(self, kind: str, line: Any, at: int) -> None:
         incident = line if isinstance(line, Incident) else from_line(line)
         chapter = replace(self.chapters.get(incident.id, Chapter(incident, at)), incident=incident)
-        if is_treated and chapter.treated_ms is None:  # a second entry only adds what is known since
+        if kind == TREATED and chapter.treated_ms is None:  # a second entry only adds what is known since
             chapter = replace(chapter, treated_ms=at)
-        elif is_closed:
+        elif kind == CLOSED:
             chapter = replace(chapter, closed_ms=at)
             self.closed[incident.id] = incident
         self._keep(chapter)
@@ -264,7 +283,8 @@ def from_line(line: Any) -> Incident:
 
 def _line_of_action(action: Action) -> dict[str, Any]:
     line = {"remedy": action.remedy, **action.settings}
-    return line | {"of": [list(map(_line_of_action, arm)) for arm in line["of"]]} if "of" in line else line
+    arms = line["of"] if action.remedy == TRIAL else ()
+    return line | {"of": [list(map(_line_of_action, arm)) for arm in arms]} if arms else line
 
 
 def _record(kind: type[T], line: Mapping[str, Any], **parts: Any) -> T:

@@ -39,10 +39,6 @@ _CAUSES = {Signal(signal): cause for cause, signals in _BY_CAUSE.items() for sig
 BY_DECAY = Diagnosis(Cause.OPTIMIZER, fact("decays_fast"))
 
 
-def by_rate(times: float, step: int, *, is_sudden: bool) -> Diagnosis:
-    return Diagnosis(Cause.RATE, fact("rate_rose", times=times, before=step - 1, step=step, is_sudden=is_sudden))
-
-
 def by_signal(anomaly: Anomaly) -> Diagnosis:
     if anomaly.signal is Signal.LOSS_SPIKE and anomaly.landed:
         return Diagnosis(Cause.EXPLOSION, fact("spike_landed"))

@@ -56,13 +56,13 @@ def note(story: Story, trace_url: PageUrl, strip_url: str = "") -> str:
     rows = [f"| {_GAP.join(_row(chapter, trace_url))} |" for chapter in story.chapters[:-_MOST_ROWS:-1]]
     values = {
         "headline": text(words, 300),
-        "things": " ".join(one if one.endswith((".", ")")) else f"{one}." for one in things),
+        "things": things,
         "calm": story.chapters and not things,
-        "details": text(sentences[:1].upper() + sentences[1:], 900),
+        "details": text(sentences, 900),
         "strip": strip_url if story.chapters else "",
         "titles": _GAP.join(ROW) if story.chapters else "",
         "rule": "|---" * len(ROW),
-        "left": "".join(f"- **{label.capitalize()}**: {text(one, _MOST_LEFT)}\n" for label, one in left(story, str)),
+        "left": "".join(say(fact("left", label=label, what=text(one, _MOST_LEFT))) for label, one in left(story, str)),
         "next": text(say(next_start(story)), _MOST_LEFT),
         "report": REPORT,
     }

@@ -61,19 +61,21 @@ def about(story: Story) -> dict[str, Any]:
     more = 0 if others else sum(one.further for one in incidents)
     evaluation = summary.get("eval") or {}
     last = _last(story)
-    returned = story.status == "gave_up" and last is not None and last.anomaly.step > story.step + 1
+    at = last.anomaly.step if last is not None and story.status == "gave_up" else story.step
+    lost = sum(one.steps_lost for one in incidents)  # while it runs, of its newest updates the verdict is pending
     return {
         **summary,
         **(summary.get("best_level") or {}),
         **vars(story),
-        "at": last.anomaly.step if last is not None and returned else story.step,
-        "returned": returned,
+        "at": at,
+        "returned": at > story.step + 1,
+        "accepted": len({str(one.diagnosis.advice) for one in incidents if one.is_accepted}),
         "total": len(incidents),
         "causes": {cause: len(some) for cause, some in by_cause(incidents).items()},
         "others": others,
         "more": more,
         "quiet": not (others or more) and bool(incidents),
-        "undone": story.tick - story.step if incidents else 0,
+        "undone": (story.tick - story.step if summary else lost) if incidents else 0,
         "drilled": sum(bool(one.drill) for one in incidents),
         "odd": {name: value for name, value in evaluation.items() if str(value) in ("nan", "inf", "-inf")},
         "eval": {name: value for name, value in evaluation.items() if value is not None} or None,

@@ -77,7 +77,6 @@ def read_story(run_dir: Path) -> Story:
     found = tuple(history.chapters.values())
     checkpoints, loop, position = checkpoints_of(run_dir), loop_of(run_dir), position_of(run_dir) or Position()
     step, tick = (facts.summary.get(key, here) for key, here in (("steps", position.step), ("ticks", position.tick)))
-    known = [history.effects, *(one.remedies for one in checkpoints)]  # one of these is newer as knobs relax
     planned = settings_of(run_dir).get("steps") if loop is None else loop.steps
     status = status_of(replace(facts, incidents=[one.incident for one in found], step=step))
     return Story(
@@ -90,7 +89,7 @@ def read_story(run_dir: Path) -> Story:
         last_good=next((one for one in checkpoints if one.kind == "verified"), None),
         newest=next(iter(checkpoints), None),
         best=_best_of(run_dir),
-        remedies=max(known, key=lambda one: one.get("tick", -1)),
+        remedies=history.effects_with(checkpoints[0].remedies if checkpoints else {}),
         loop=loop,
         resumes=resumes(run_dir),
     )
@@ -187,7 +186,7 @@ def _urgency(group: Sequence[Incident]) -> int:
         last.diagnosis.culprit is not None,
         bool(last.diagnosis.rows),
         last.diagnosis.cause in _REPEATS,
-        len(group) > 1 or last.further > 0,
+        len(group) > 1 or last.further > 0 or last.is_accepted,
         True,
     ]
     return reasons.index(True)

@@ -119,12 +119,14 @@ class Uploader:
         run.describe(status, last_sign_ms(self.run_dir), tags(story.incidents, story.status), note(story, trace, strip))
 
     def _upload_traces(self, run: MlflowRun, story: Story) -> None:
-        traced = run.cursor.get("traced", [])  # incidents whose trace was sent, or refused
-        for chapter in story.chapters:
-            if chapter.closed_ms is not None and chapter.incident.id not in traced:
-                run.send(upload_trace, chapter, run.tracing, run.experiment_id)
-                traced = [*traced, chapter.incident.id]
-                run.cursor.note(traced=traced)
+        traced = dict.fromkeys(run.cursor.get("traced", []))  # incidents whose trace was sent, or refused
+        try:
+            for chapter in story.chapters:
+                if chapter.closed_ms is not None and chapter.incident.id not in traced:
+                    run.send(upload_trace, chapter, run.tracing, run.experiment_id)
+                    traced[chapter.incident.id] = None
+        finally:
+            run.cursor.note(traced=[*traced])
 
     def _upload_files(self, run: MlflowRun) -> None:
         for name in _AS_THEY_ARE:

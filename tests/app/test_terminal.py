@@ -101,7 +101,7 @@ CURED, AGAIN = Outcome.RECOVERED, Outcome.RECURRED
 VERDICTS: list[tuple[list[Outcome | None], dict[str, object] | None, str]] = [
     ([], {}, "All is well: 300 steps; no incidents."),
     ([CURED], {"ticks": 300}, "Recovered: 300 steps; 1 incident (1 explosion), no repeat since."),
-    ([AGAIN, CURED], {"ticks": 435}, "Recovered: 300 steps; 2 incidents (2 explosion), 1 needed a second"),
+    ([AGAIN, CURED], {"ticks": 435}, "Recovered: 300 steps; 2 incidents (2 explosion), 1 came back earlier"),
     ([None], None, "Killed (no exit message): at step 0 of 300. In all, 1 incident (1 explosion), 1 open."),
     ([CURED, None], {"status": "preempted", "exit_code": 75, "steps": 120}, "Stopped on request: at step 120 of"),
     ([Outcome.GAVE_UP], {"status": "gave_up", "exit_code": 3, "steps": 90}, "Gave up, needs attention: at step 90 of"),

@@ -102,8 +102,11 @@ def test_what_a_run_says_decides_nothing(name: str, tmp_path: Path) -> None:
 
 # --------------------------------------------------------------------------------------------------- what the code says
 
-SAYING = {
-    name for name, one in vars(wording).items() if callable(one) and getattr(one, "__module__", "") == wording.__name__
+SAYING = {  # what returns words
+    name
+    for name, one in vars(wording).items()
+    if getattr(one, "__module__", "") == wording.__name__
+    and one.__annotations__.get("return") in ("str", "list[str]", "dict[str, str]")
 }
 TAKING_APART = re.compile(
     "replace|r?partition|r?split|splitlines|(starts|ends)with|find|index|count|remove(pre|suf)fix"
@@ -111,21 +114,39 @@ TAKING_APART = re.compile(
 KEEPING = {"fact", "Anomaly", "Diagnosis", "Decision", "ProcessIncident"}
 
 
-def name_of(call: ast.expr) -> str:
+def name_of(call: ast.AST) -> str:
     function = call.func if isinstance(call, ast.Call) else None
     return function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
 
 
-def is_said(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in SAYING
-
-
 def offences(tree: ast.Module) -> Iterator[ast.expr]:
     """Where a sentence is compared, searched or taken apart, and where one is put into a fact."""
-    for node in ast.walk(tree):
+    for scope in [tree, *(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))]:
+        yield from offences_in([*of_scope(scope)])
+
+
+def of_scope(scope: ast.AST) -> Iterator[ast.AST]:
+    for node in ast.iter_child_nodes(scope):
+        yield node
+        if not isinstance(node, ast.FunctionDef):
+            yield from of_scope(node)
+
+
+def offences_in(nodes: list[ast.AST]) -> Iterator[ast.expr]:
+    said = [node for node in nodes if isinstance(node, ast.Assign) and name_of(node.value) in SAYING]
+    names = {target.id for node in said for target in node.targets if isinstance(target, ast.Name)}
+
+    def is_said(node: ast.AST) -> bool:
+        return name_of(node) in SAYING or (isinstance(node, ast.Name) and node.id in names)
+
+    for node in nodes:
         match node:
             case ast.Compare(left=left, comparators=others) if any(map(is_said, [left, *others])):
                 yield node
+            case ast.Subscript(value=value) if is_said(value):
+                yield node
+            case ast.Match(subject=subject) if is_said(subject):
+                yield subject
             case ast.Call(func=ast.Attribute(value=value, attr=name)) if is_said(value) and TAKING_APART.fullmatch(
                 name
             ):
@@ -157,8 +178,10 @@ if "hardware" in say(facts): pass
 say(facts).partition(": ")
 re.sub("a", "b", describe(incident))
 describe(incident) == other
+words = wording.say(facts); "x" in words
+say(facts)[:3]
 fact("text", text="it is what it was some time ago")
 Diagnosis(Cause.DATA, advice="look at the rows of this batch")"""
     good = 'say(facts).strip()\nfact("text", text=str(error))\nlog.info("%s", say(facts))\nsaid in words'
-    assert [node.lineno for node in offences(ast.parse(bad))] == [1, 2, 3, 4, 5, 6]
+    assert sorted(node.lineno for node in offences(ast.parse(bad))) == [1, 2, 3, 4, 5, 6, 7, 8]
     assert not [*offences(ast.parse(good))]

@@ -28,7 +28,7 @@ def written(status: str, exit_code: int, **more: Any) -> dict[str, Any]:
         (COMPLETE, "completed", 0, "", "FINISHED"),
         ({"is_closed": True}, "completed", 0, "", "FINISHED"),  # without a plan
         (COMPLETE | {"step": 299}, "closed", 0, "", "FINISHED"),
-        ({"is_closed": False}, "ended", 1, "", "FINISHED"),
+        ({"is_closed": False}, "ended", 1, "", "KILLED"),
         ({"error": GaveUp("enough")}, "gave_up", 3, "enough", "FAILED"),
         ({"error": Stopped("asked")}, "preempted", 75, "asked", "KILLED"),
         ({"error": ConfigError("a", 1, "no")}, "failed", 2, "a=1: no", "FAILED"),

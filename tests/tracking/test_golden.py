@@ -15,6 +15,7 @@ import pytest
 from stories import BAD_ROW, BEGAN_MS, CLIMBED, PASSED, ROOT, free_text, incident
 
 from resilient_train.app import incidents, status
+from resilient_train.ranks.lock import LOCK, DirectoryLock
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.recover.knobs import Knobs
 from resilient_train.tracking.report import note, report
@@ -117,7 +118,9 @@ STORIES: dict[str, tuple[Sequence[Incident], dict[str, Any] | None]] = {
     "closed": ((incident(1),), {"status": "closed"}),
     "no_progress": ([of(Signal.NO_PROGRESS, Cause.RATE, Action("report"))], NO_PROGRESS),
     "above_best": ([incident(3, diagnosis=CLIMBED)], LEVEL),
-    "unrecovered": ([incident(2, Outcome.RECURRED, diagnosis=BAD_ROW), incident(5, diagnosis=PASSED)], {}),
+    "unrecovered": ([incident(2, Outcome.UNRECOVERED, diagnosis=BAD_ROW), incident(5, diagnosis=PASSED)], {}),
+    "recovering": ([incident(2, Outcome.RECURRED, diagnosis=BAD_ROW), incident(5, None, diagnosis=PASSED)], None),
+    "refused": ((), {"status": "closed"}),
     "not_finite": ((), {"eval": {"loss": "nan"}}),
 }
 
@@ -156,6 +159,8 @@ def write(run_dir: Path, met: Sequence[Incident], summary: dict[str, Any] | None
         if one.outcome is not None:
             book.close(opened, one.outcome, healthy_steps=50)
     book.close_files()
+    if run_dir.name == "refused":
+        (run_dir / "refused.json").write_text(json.dumps({"exit_code": 2, "why": "model: no such option"}))
     if summary is not None:
         ended = {"status": "completed", "exit_code": 0, "steps": 300, "ticks": 320, **summary}
         (run_dir / "summary.json").write_text(json.dumps(ended))
@@ -163,10 +168,13 @@ def write(run_dir: Path, met: Sequence[Incident], summary: dict[str, Any] | None
 
 @pytest.mark.usefixtures("careless", "in_2025", "here")
 @pytest.mark.parametrize("name", STORIES)
-def test_what_is_read_of_a_run(name: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_read_of_a_run(name: str, request: Any, caplog: Any, capsys: Any) -> None:
     """Each sentence is as it was, and the report has the incidents as the terminal shows them."""
     with caplog.at_level(logging.INFO, "resilient_train"):
         write(Path(name), *STORIES[name])
+    if name == "recovering":
+        request.addfinalizer(DirectoryLock(Path(name)).release)
+        (Path(name) / LOCK).write_text("process 7 on node1")
     said = {"logged": "\n".join(caplog.messages)}
     for verb in (status, incidents):
         code = verb.main([name])
