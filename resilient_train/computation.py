@@ -12,7 +12,7 @@ import math
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +20,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from resilient_train.data.samples import Update
 from resilient_train.diagnose.frames import Line, line_of
 from resilient_train.errors import TrainError, in_one_line, text_of
 from resilient_train.numerics.domains import has_value
 from resilient_train.ranks.world import is_lost_device
 from resilient_train.run_parts import RunParts
 from resilient_train.state import randomness
-from resilient_train.state.copies import Attributes, Backup, Backups
+from resilient_train.state.copies import Backups
 from resilient_train.state.randomness import Seeds
-from resilient_train.state.ring import Snapshot
-from resilient_train.types import UpdateResult, Vitals
+from resilient_train.transaction import Transaction
 from resilient_train.update.objective import Measured, Metrics
 from resilient_train.update.turns import DirectStepCheck
-from resilient_train.update.updater import Attempt
 from resilient_train.watch.modes import AnomalyMode
-from resilient_train.watch.vitals import Sent, read_vitals, versions
+from resilient_train.watch.vitals import versions
 from resilient_train.wording import IN_FILE_ONLY, counted, log
 
 _ON_THE_HOST = ("can't allocate memory", "not enough memory", "std::bad_alloc")
@@ -49,54 +46,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def memory_evidence(error: BaseException) -> str:
     return " ".join(text_of(error).split()).split(" Of the allocated memory")[0][:200] or type(error).__name__
-
-
-@dataclass
-class StartedUpdate:
-    """An update whose forward and backward are under way."""
-
-    update: Update
-    tick: int
-    step: int  # its number if it is accepted
-    backup: Backup  # of the buffers before it
-    inputs: list[Any]  # its micro-batches, as the model saw them
-    attributes: Attributes = ()  # of the model's modules before its first forward; none where the loop calls the model
-    raised: list[str] = field(default_factory=list)  # exceptions of its forwards and backwards, each in one line
-    versions: list[Any] = field(default_factory=list)  # Tensor._version of each tensor before the forward pass
-    result: UpdateResult | None = None  # for the loop, if it has one before the verdict is on its way
-
-
-@dataclass
-class InFlight:
-    """An update that went through the gate on the device, and whose verdict is pending."""
-
-    begun: StartedUpdate
-    attempt: Attempt
-    limits: tuple[float, float]
-    metrics: Metrics
-    is_open: bool  # the gate was: it has landed, whatever it measured
-    snapshot: Snapshot | None = None  # of the state after it, if one was taken
-
-    def __post_init__(self) -> None:
-        attempt = self.attempt
-        self.result = self.begun.result or UpdateResult("pending", attempt.loss.detach())  # for the loop
-        self._sent = Sent(attempt.measured, attempt.numbers)
-
-    def read(self, step: int, *, has_scale: bool) -> Vitals:
-        """Return what was measured of it, after `step` accepted updates; the host waits for the device."""
-        update, attempt = self.begun.update, self.attempt
-        return read_vitals(
-            *(self.begun.tick, step, update.start, update.stop, attempt.settings[0]["lr"] or 0.0),
-            *(self._sent.read(), self.limits),
-            has_scale=has_scale,
-            lr_ratio=attempt.lr_ratio,
-            by_rank=attempt.rows_by_rank,
-        )
-
-    @property
-    def was_modified(self) -> bool:
-        """Whether its batches were changed in place after the model got them."""
-        return self.begun.versions != [versions(batch) for batch in self.begun.inputs]
 
 
 _TRIED = 4  # other batches
@@ -130,13 +79,13 @@ class Loop:
     def compute(
         self,
         batch: Any,
-        begun: StartedUpdate,
-        before: InFlight | None = None,
+        begun: Transaction,
+        pending: Transaction | None = None,
         spoil: Callable[[Tensor], Tensor] = lambda loss: loss,
         *,
         stands_in: bool = True,
     ) -> Computed | str:
-        """Run forward and backward of the newest batch of `begun`; `before` is the update in flight.
+        """Run forward and backward of the newest batch of `begun`; `pending` is the update before.
 
         `spoil` changes the loss on the way, in a drill. If memory runs out, return what the error says; if only this
         batch raises an exception, note it in `begun`, and return what another batch computed, which must not land.
@@ -151,7 +100,7 @@ class Loop:
             if not stands_in or not self._may_be_of_batch(error):
                 raise
             tried = 0
-            for other in self._others(begun, before):
+            for other in self._others(begun, pending):
                 try:
                     with self._forwards.again() if self._forwards is not None else nullcontext():
                         computed = self._computed(self.parts.world.on_device(other))
@@ -165,13 +114,13 @@ class Loop:
                 for weight in self.parts.updater.weights:
                     weight.grad = torch.zeros_like(weight)
                 return torch.full((), math.nan, device=self.parts.world.device), {}
-            if tried and (self.parts.clock.step or before):  # a plain bug ends the first update as in a plain loop
+            if tried and (self.parts.clock.step or pending):  # a plain bug ends the first update as in a plain loop
                 said = f"{counted(tried, 'other batch')} at the same weights raise{'s' * (tried == 1)} as well"
                 error.add_note(f"resilient_train: {said}")
                 log.error("update %d: %s: it is a bug", begun.step, said)
             raise
 
-    def _note(self, begun: StartedUpdate, error: Exception) -> None:
+    def _note(self, begun: Transaction, error: Exception) -> None:
         begun.raised.append(text := in_one_line(error))
         if text not in self._logged:
             self._logged.add(text)
@@ -212,7 +161,7 @@ class Loop:
         last = Path(codes[-1].co_filename)
         return not last.is_relative_to(_OURS) or any(last.is_relative_to(home) for home in _USERS)
 
-    def _others(self, begun: StartedUpdate, before: InFlight | None) -> Iterator[Any]:
+    def _others(self, begun: Transaction, pending: Transaction | None) -> Iterator[Any]:
         """Yield batches of other rows, then the one of the update before at the same place, if that is as it was."""
         samples, number = self.parts.samples, len(begun.inputs) - 1
         for draw in range(_TRIED if begun.update.keys else 0):
@@ -222,9 +171,9 @@ class Loop:
                 except Exception:
                     continue
             yield batch
-        if before is not None and number < len(before.begun.inputs):
-            batch = before.begun.inputs[number]
-            if versions(batch) == before.begun.versions[number]:
+        if pending is not None and number < len(pending.inputs):
+            batch = pending.inputs[number]
+            if versions(batch) == pending.versions[number]:
                 yield batch
 
 

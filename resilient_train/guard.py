@@ -4,7 +4,7 @@ k+1: take samples -> forward and backward of each micro-batch
      -> read the verdict on k, measured an update ago: an anomaly stops here, before k+1 changes a weight
      -> gate k+1 on the device -> optimizer step -> start copying its measurements to the host
 
-`updates_until` yields batches, `step` or `update` takes them back, `_send_to_gate` and `_judge_in_flight` do the rest.
+`updates_until` yields batches, `step` or `update` takes them back, `_send_to_gate` and `_judge_pending` do the rest.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from resilient_train.computation import InFlight, Loop, StartedUpdate
+from resilient_train.computation import Loop
 from resilient_train.data.samples import Update
-from resilient_train.diagnose.search import Refused
 from resilient_train.drills import Drill, UpdatePlace
 from resilient_train.errors import TrainError
 from resilient_train.lost_device import LostDevice
@@ -28,6 +27,7 @@ from resilient_train.record.progress import Doing
 from resilient_train.recovery import Recovery
 from resilient_train.run_parts import RunParts
 from resilient_train.state.copies import Backup
+from resilient_train.transaction import Transaction
 from resilient_train.types import Signal, UpdateResult, Vitals
 from resilient_train.update.gate import DIGEST
 from resilient_train.update.objective import Metrics, scalar
@@ -58,13 +58,11 @@ class EngineGuard:
         self._loop, self._lost_device = loop, LostDevice(parts, recovery, loop.objective)
         self._sizer, self._direct_steps, self._verify_after = MicroBatchSizer(recovery), loop.direct_steps, verify_after
         self._examination = Examination(self.world, self.clock, self._checks, self._scans, loop.backups)
-        self._begun: StartedUpdate | None = None
+        self._current: Transaction | None = None  # it is being computed
         self._newest_update: Update | None = None  # the newest that was begun
-        self._in_flight: InFlight | None = None
+        self._pending: Transaction | None = None  # its verdict is
         self._refused: Backup | None = None  # the buffers, and what is kept, when the newest update was refused
         self._handed_out: Any = None  # the batch that the loop has now
-        self._losses: list[torch.Tensor] = []  # of the micro-batches so far
-        self._reported: list[Metrics] = []
         self._has_begun = self._has_accepted = self._waits = False
 
     # The loop over updates.
@@ -81,10 +79,10 @@ class EngineGuard:
             # Take the snapshot here, after the loop's own code for the last update (for example an EMA) has run.
             self._updater.adopt_groups()  # first: the schedule is in the copy
             if self._ring.is_due(step := self.attempted_step):
-                if self._in_flight is None:
+                if self._pending is None:
                     self._controls.snapshot(step)
                 elif (snapshot := self._ring.take(step)) is not None:  # None: it has a snapshot already, or no slot
-                    self._in_flight.snapshot = snapshot
+                    self._pending.snapshot = snapshot
             start = self.samples.next_start  # noted before they are fetched: a data set may hang
             stop = start + self.samples.slicing.samples
             progress.updating(self.clock.tick + 1, self.clock.step, start, stop)
@@ -96,10 +94,10 @@ class EngineGuard:
                 yield from self._hand_out(batch, is_last=number == len(update.batches))
                 if self._turn.has_stepped:
                     self.settle()
-                if self._begun is None:
+                if self._current is None:
                     self._undo_loop()
                     break  # it was dropped, or is complete
-                if len(self._losses) < number:
+                if len(self._current.losses) < number:
                     raise TrainError(MISSING)
 
     def _continues(self, last: int, *, is_plan: bool) -> bool:
@@ -130,14 +128,12 @@ class EngineGuard:
         return anomaly is None or self._recovery.observes
 
     def _begin(self, update: Update) -> None:
-        self._losses.clear()
-        self._reported.clear()
         self._turn.begin()
         knobs = self._controls.knobs.values
         self._parts.precision.set(higher=knobs.higher_precision)
         tick, backup = self.clock.tick + 1, self._backups.take()
-        begun = StartedUpdate(update, tick, self.attempted_step + 1, backup, [])
-        self._begun, self._newest_update = begun, update
+        self._current = begun = Transaction(update, tick, self.attempted_step + 1, backup)
+        self._newest_update = update
         self._place = UpdatePlace(tick, begun.step, self.world.rank)
         self._lost_device.begins(update)
         EngineGuard._newest = id(begun)
@@ -149,10 +145,10 @@ class EngineGuard:
 
     def _hand_out(self, batch: Any, *, is_last: bool) -> Iterator[Any]:
         """Yield one micro-batch to the loop; with the last one gradients are reduced over the ranks."""
-        assert self._begun is not None
+        assert self._current is not None
         batch = self.drill.on_batch(self._place, batch)
-        self._begun.versions.append(versions(batch))
-        self._begun.inputs.append(batch)  # the host batch: a device batch would occupy memory for two updates
+        self._current.versions.append(versions(batch))
+        self._current.inputs.append(batch)  # the host batch: a device batch would occupy memory for two updates
         with self._lost_device:
             self._handed_out = batch = self.world.on_device(batch)
         # Sharded gradients cannot wait: each rank would have to hold all of them. Trainers make them wait themselves.
@@ -171,17 +167,17 @@ class EngineGuard:
         if batch is not self._handed_out:
             begun.inputs[-1] = batch  # the loop has changed it
         begun.versions[-1] = versions(begun.inputs[-1])
-        begun.attributes = begun.attributes if self._losses else self._backups.attributes()
+        begun.attributes = begun.attributes if begun.losses else self._backups.attributes()
         spoil = partial(self.drill.on_loss, self._place)
         with self._lost_device:
-            computed = self._loop.compute(batch, begun, self._in_flight, spoil)
+            computed = self._loop.compute(batch, begun, self._pending, spoil)
         if not isinstance(computed, str):
             loss, metrics = computed
-            self._reported.append(metrics)
+            begun.reported.append(metrics)
             return self.update(loss)
         self._sizer.make_smaller(begun.step, computed)
-        self._begun = None
-        self._roll_back(begun)
+        self._current = None
+        self._discard(begun)
         self._sizer.note_smaller(begun.step, computed)
         return UpdateResult("refused")
 
@@ -193,43 +189,44 @@ class EngineGuard:
         # Rows that could not be fetched, and exceptions, make it NaN: so every rank learns of them and refuses it.
         loss = torch.full_like(loss, math.nan) if begun.update.failed or begun.raised else loss
         if optimizer is None:
-            self._losses.append(loss)
-            if len(self._losses) < len(begun.update.batches):
+            begun.losses.append(loss)
+            if len(begun.losses) < len(begun.update.batches):
                 return UpdateResult("accumulating")
+            loss = loss if len(begun.losses) < 2 else mean(begun.losses)
         weights = self._turn.weights or self._updater.weights
         if all(weight.grad is None for weight in weights):
             raise TrainError(why_no_gradient(given, weights))
         with self._direct_steps.running("guard"), self._lost_device:
-            result = self._send_to_gate(begun, loss if len(self._losses) < 2 else mean(self._losses))
-            if self._waits and self._in_flight is not None:  # the loop's code for what it keeps sees no refused update
+            result = self._send_to_gate(begun, loss)
+            if self._waits and self._pending is not None:  # the loop's code for what it keeps sees no refused update
                 self.settle()
                 self._refused = None if result else self._backups.take()
         return result
 
-    def _require_batch(self, verb: str) -> StartedUpdate:
+    def _require_batch(self, verb: str) -> Transaction:
         if not self._has_begun:
             raise TrainError(f"guard.{verb} before the loop: iterate over guard.batches(), which makes the batches")
-        if self._begun is None or len(self._losses) >= len(self._begun.inputs):
+        if (current := self._current) is None or len(current.losses) >= len(current.inputs):
             raise TrainError(TWICE.format(verb=verb))
-        if EngineGuard._newest != id(self._begun):
+        if EngineGuard._newest != id(current):
             raise TrainError(TWO_GUARDS)
-        return self._begun
+        return current
 
-    def _send_to_gate(self, begun: StartedUpdate, loss: torch.Tensor) -> UpdateResult:
+    def _send_to_gate(self, begun: Transaction, loss: torch.Tensor) -> UpdateResult:
         """Between backward and optimizer: read the verdict on the last update, then send this one through the gate.
 
         All ranks do this at the same point. Nothing waits for the device: the last update was measured long ago.
         """
-        turn, self._begun = self._turn, None
-        if turn.current is not None and self._in_flight is not None:
+        turn, self._current = self._turn, None
+        if turn.current is not None and self._pending is not None:
             raise TrainError(MIXED)
-        if not self._judge_in_flight(begun):
+        if not self._judge_pending(begun):
             return UpdateResult("refused")
         if turn.current is None and self.stopped:
-            self._roll_back(begun)
+            self._discard(begun)
             return UpdateResult("refused")
         if not turn.has_stepped:
-            self._examination.launch(begun.backup)
+            self._examination.launch(begun.before)
         self.drill.on_gradients(self._place, turn.weights or self._updater.weights)
         rates = self._checks.rate_factor(self.attempted_step + 1), self.drill.rate_factor(self._place)
         self._ring.copier.before_change()
@@ -239,53 +236,53 @@ class EngineGuard:
         attempt = self._updater.apply(self.clock.step, loss, knobs, rates=rates, digest=digest)
         if turn.current is None:
             return self._end_update(begun)
-        self._begun, self._parts.updates.has_turns = begun, True
+        self._current, self._parts.updates.has_turns = begun, True
         begun.result = begun.result or UpdateResult("pending", attempt.loss.detach())
         return begun.result if turn.is_complete else UpdateResult("accumulating")
 
-    def _end_update(self, begun: StartedUpdate) -> UpdateResult:
-        attempt, gate, self._begun = self._updater.newest, self._updater.gate, None
+    def _end_update(self, begun: Transaction) -> UpdateResult:
+        gate, self._current = self._updater.gate, None
         if self._updater.has_new_weights():
             self._checks.more_is_trained(self.clock.step + 1)
         self.clock.tick += 1
-        self._in_flight = InFlight(begun, attempt, gate.limits, mean_metrics(self._reported), gate.is_open)
-        return self._in_flight.result
+        self._pending = begun
+        return begun.send(self._updater.newest, gate.limits, is_open=gate.is_open)
 
     # The verdict, an update later.
 
     def settle(self) -> bool:
         """Wait for the verdict on the last update; a turn ends with it. False: an anomaly, and it has been treated."""
-        if self._begun is not None:
+        if self._current is not None:
             if not self._turn.has_stepped:
                 raise TrainError("guard.settle belongs between two updates: hand the batch over first")
-            self._end_update(self._begun)
+            self._end_update(self._current)
         self.seeds.between(self.samples.position)
         self._keeper.progress.turned_to(Doing.BETWEEN)
         with self._lost_device:
-            return self._judge_in_flight()
+            return self._judge_pending()
 
-    def _judge_in_flight(self, begun: StartedUpdate | None = None) -> bool:
-        """Judge the update in flight. False: anomalous, or it must be retried; the next update, `begun`, is dropped."""
-        flight, self._in_flight = self._in_flight, None
-        if flight is None:
+    def _judge_pending(self, begun: Transaction | None = None) -> bool:
+        """Judge the pending update. False: anomalous, or it must be retried; the next update, `begun`, is dropped."""
+        judged, self._pending = self._pending, None
+        if judged is None:
             return True
         before = self.clock.step
-        is_clear = self._judge(flight, begun)
-        flight.result.status = "accepted" if self.clock.step > before else "refused"  # a rewind goes back
+        is_clear = self._judge(judged, begun)
+        assert judged.result is not None
+        judged.result.status = "accepted" if self.clock.step > before else "refused"  # a rewind goes back
         return is_clear
 
-    def _judge(self, flight: InFlight, begun: StartedUpdate | None) -> bool:
-        judged, attempt = flight.begun, flight.attempt
-        update, inputs = judged.update, judged.inputs
-        vitals = flight.read(self.clock.step, has_scale=self._updater.scaler is not None)
+    def _judge(self, judged: Transaction, begun: Transaction | None) -> bool:
+        update, inputs, attempt = judged.update, judged.inputs, judged.attempt
+        vitals = judged.read(self.clock.step, has_scale=self._updater.scaler is not None)
         if not vitals.ranks_agree:
             self._recovery.ranks_differ([row[DIGEST] for row in attempt.rows_by_rank()])
         finding = self._checks.judge(vitals)
-        if flight.is_open:  # the checks learn nothing from it, as if it was refused
+        if judged.is_open:  # the checks learn nothing from it, as if it was refused
             vitals = landed(vitals)
         self.newest = vitals
         self.stopped |= vitals.stop_asked
-        self.metrics = flight.metrics
+        self.metrics = mean_metrics(judged.reported)
         self._parts.updates.add(vitals)  # refused ones too: they may turn out to have caused a later incident
         scanned = self._examination.verdict()  # of the state before this update
         if self._recovery.intended.accept_written():
@@ -299,30 +296,29 @@ class EngineGuard:
             self._updater.accept(self.clock.step)
             norm = self._updater.clipped(vitals.grad_norm, attempt)
             self._scans.landed(self.clock.step, attempt.settings, norm, attempt.times)
-            if flight.snapshot is not None:
-                flight.snapshot.checks_state = self._parts.checks_state()
-        elif flight.snapshot is not None:
-            self._ring.drop(flight.snapshot)
+            if judged.snapshot is not None:
+                judged.snapshot.checks_state = self._parts.checks_state()
+        elif judged.snapshot is not None:
+            self._ring.drop(judged.snapshot)
         explainer = self._recovery.explainer
-        refused = partial(Refused, update, inputs, flight.limits, judged.attributes)
         anomaly = scanned or finding.anomaly or explainer.check_first_updates(vitals, inputs)
-        if anomaly is None and finding.at_any_scale and explainer.breaks_at_any_scale(refused(flight.was_modified)):
+        if anomaly is None and finding.at_any_scale and explainer.breaks_at_any_scale(judged):
             anomaly = finding.at_any_scale
         if anomaly is not None and self._recovery.counts(anomaly):
-            self._backups.let_go(judged.backup)
+            self._backups.let_go(judged.before)
             self._on_accepted()
             return True
-        if anomaly is None and (flight.is_open or not finding.repeat):
+        if anomaly is None and (judged.is_open or not finding.repeat):
             is_overflow = vitals.overflowed and not self._recovery.observes
-            if was_half or (is_overflow and (judged.backup.tables or judged.backup.kept)):
+            if was_half or (is_overflow and (judged.before.tables or judged.before.kept)):
                 # Buffers may be NaN since its forward, and the next one has used them, or half an update: repeat that.
                 if begun is not None:
-                    self._roll_back(begun)
-                self._backups.put_back(judged.backup, with_scale=False)
+                    self._discard(begun)
+                self._backups.put_back(judged.before, with_scale=False)
                 return begun is None
-            self._backups.let_go(judged.backup)
+            self._backups.let_go(judged.before)
             if vitals.accepted:
-                self._after_accepted(flight)
+                self._after_accepted(judged)
             return True
         # Trouble. Undo the refused update and the next one, then treat it.
         if not vitals.accepted:
@@ -331,54 +327,52 @@ class EngineGuard:
                 self.clock.tick -= 1
         self._updater.drop_gradients()
         if (first := begun if vitals.accepted else judged) is not None:
-            self._roll_back(first)
+            self._discard(first)
             self._backups.set_attributes(judged.attributes, only_lost=True)
         if anomaly is not None:
-            spiked = not float(attempt.loss) <= flight.limits[0]
+            spiked = not float(attempt.loss) <= judged.limits[0]
             what = inputs, update.failed, judged.raised, attempt.norms
             refined = self._examination.refine_signal(anomaly, *what, spiked=spiked, is_scanned=scanned is not None)
-            usual, is_error = self._checks.nan_is_usual, refined.signal is Signal.EXCEPTION
-            attempted = None if vitals.accepted else refused(flight.was_modified, usual, is_error)
-            self._recovery.treat(refined, update, attempted)
+            judged.nan_is_usual, judged.is_error = self._checks.nan_is_usual, refined.signal is Signal.EXCEPTION
+            self._recovery.treat(refined, update, None if vitals.accepted else judged)
         return self._recovery.observes and vitals.accepted and begun is None  # then nothing was undone
 
-    def _after_accepted(self, flight: InFlight) -> None:
+    def _after_accepted(self, accepted: Transaction) -> None:
         step, recovery, keeper = self.clock.step, self._recovery, self._keeper
-        recovery.update_accepted(flight.begun.update, was_limited=flight.attempt.is_limited)
+        recovery.update_accepted(accepted.update, was_limited=accepted.attempt.is_limited)
         self._on_accepted()
         is_first, self._has_accepted = not self._has_accepted, True
         if is_first:  # optimizers create their state in their first step
             keeper.check()
         if is_first and (step == 1 or not self._checks.knows_usual_batches):
-            self._examination.learn_usual_batches(flight.begun.inputs)
-        if flight.snapshot is not None:
-            flight.snapshot.effects = self._controls.effects.state_dict()
+            self._examination.learn_usual_batches(accepted.inputs)
+        if accepted.snapshot is not None:
+            accepted.snapshot.effects = self._controls.effects.state_dict()
         is_back = self._checks.rewind_check.is_at_reference(step)
         is_back |= self._checks.is_only_reported and not recovery.observes
         scanned, after, self._ring.best_step = self._scans.clean_step, self._verify_after, self._checks.best.step
         self._ring.verify(healthy_until=step, scanned_until=scanned, after=after, is_back=is_back)
-        self.samples.forget_before(self._ring.oldest_position(flight.begun.update.start))
+        self.samples.forget_before(self._ring.oldest_position(accepted.update.start))
         keeper.verified()
         if is_first and step == 1:
             log.info("%s", self._ring.describe())  # its size is known now that the optimizer has its moments
 
-    def _roll_back(self, begun: StartedUpdate) -> None:
-        """Undo an update: its gradients and first steps, its changes to buffers, and the place in the data."""
-        if self._turn.has_stepped:
-            self._turn.undo()
+    def _discard(self, begun: Transaction) -> None:
+        """Give an update up: undo its steps, what its forwards have changed, and its place in the data."""
+        self._turn.undo()
         self._updater.drop_gradients()
         self.seeds.between(begun.update.start)
-        self._backups.put_back(begun.backup)
+        self._backups.put_back(begun.before)
         self.samples.go_back(begun.update)
 
     def _put_back_batch(self) -> None:
         """Undo an update whose loop was left: its batch comes again when the loop is entered again."""
         self._undo_loop()
-        if self._begun is not None and self._turn.is_complete:
-            self._end_update(self._begun)
-        elif self._begun is not None:
-            self._roll_back(self._begun)
-            self._begun = None
+        if self._current is not None and self._turn.is_complete:
+            self._end_update(self._current)
+        elif self._current is not None:
+            self._discard(self._current)
+            self._current = None
 
     def _undo_loop(self) -> None:
         """Undo what the loop did with what it keeps after an update that was refused."""
@@ -392,7 +386,7 @@ class EngineGuard:
     @property
     def attempted_step(self) -> int:
         """Accepted updates, including the one whose verdict is pending."""
-        return self.clock.step + (self._in_flight is not None)
+        return self.clock.step + (self._pending is not None)
 
     # What the public guard adds.
 

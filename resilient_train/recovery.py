@@ -15,7 +15,6 @@ from resilient_train.controls import Controls
 from resilient_train.data.rows import fingerprint
 from resilient_train.data.samples import Update
 from resilient_train.diagnose.explain import OF_THE_LOSS, ChangedOnPurpose, Explainer, ReferenceInvalid
-from resilient_train.diagnose.search import Refused
 from resilient_train.errors import GaveUp, RanksDiffer, StorageFailed, TrainError
 from resilient_train.ranks.world import odd_ones
 from resilient_train.record.incident_log import IncidentLog
@@ -24,6 +23,7 @@ from resilient_train.recover.decide import BY_DECAY, by_signal, decide, recent
 from resilient_train.recover.policy import Policy
 from resilient_train.recover.remedies import is_mild
 from resilient_train.run_parts import RunParts
+from resilient_train.transaction import Transaction
 from resilient_train.types import (
     ACCEPTED,
     OUTSIDE,
@@ -218,7 +218,7 @@ class Recovery:
 
     # One incident.
 
-    def treat(self, anomaly: Anomaly, update: Update, refused: Refused | None = None) -> None:
+    def treat(self, anomaly: Anomaly, update: Update, refused: Transaction | None = None) -> None:
         """Apply what the policy prescribes, or raise GaveUp; `update` is the newest one. All ranks call it together."""
         parts, controls, checks = self.parts, self.controls, self.parts.checks
         started = time.perf_counter()

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from resilient_train.computation import Loop, StartedUpdate, is_out_of_memory
+from resilient_train.computation import Loop, is_out_of_memory
 from resilient_train.effects import Effects
 from resilient_train.errors import StorageFailed, TrainError, in_one_line
 from resilient_train.recover.policy import Policy
@@ -34,6 +34,7 @@ from resilient_train.recover.trials import (
 )
 from resilient_train.run_parts import RunParts
 from resilient_train.state.ring import Snapshot
+from resilient_train.transaction import Transaction
 from resilient_train.types import NO_LIMIT, Action, Tried
 from resilient_train.update.objective import scalar
 from resilient_train.watch.vitals import mean
@@ -262,7 +263,7 @@ class Trials:
         parts, loop, losses = self._parts, self._loop, []
         parts.precision.set(higher=self._control.knobs.values.higher_precision)
         update = parts.samples.next_update()
-        begun = StartedUpdate(update, parts.clock.tick + 1, parts.clock.step + 1, backup, [])
+        begun = Transaction(update, parts.clock.tick + 1, parts.clock.step + 1, backup)
         loop.seeds.for_update(update.start)
         for batch in update.batches:
             begun.inputs.append(batch)

@@ -32,8 +32,7 @@ from resilient_train.reader import ClipConfig, DiskConfig, MemoryConfig
 from resilient_train.record.endings import RunFacts
 from resilient_train.recovery import Recovery
 from resilient_train.run_parts import RunParts
-from resilient_train.state.copies import Backups, BufferWatch
-from resilient_train.state.kept import Stateful
+from resilient_train.state.copies import Backups, BufferWatch, Stateful
 from resilient_train.state.randomness import RecordedStates, Seeds
 from resilient_train.state.ring import Ring
 from resilient_train.state.run_state import Clock, RunState
@@ -278,7 +277,7 @@ class Guard(guard.EngineGuard):
 
         def of_one(first: Any) -> Iterator[Any]:
             yield first
-            while self._begun is not None:
+            while self._current is not None:
                 yield next(batches)
 
         yield from map(of_one, batches)
@@ -406,7 +405,7 @@ class Guard(guard.EngineGuard):
         if self._turn.has_stepped:
             self.settle()
         self.seeds.between(self.samples.position)
-        if not self._ring.snapshots and self._in_flight is None:
+        if not self._ring.snapshots and self._pending is None:
             found = self._examination.examine_now() if self.clock.step == 0 else None  # later ones compare with it
             if found is not None and found.signal is Signal.RANK_MISMATCH:
                 raise RanksDiffer(f"{say(found.evidence)}, before the first update: {_FROM_THE_START}")

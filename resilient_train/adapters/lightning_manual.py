@@ -83,7 +83,6 @@ class ManualFit(Fit):
         if not self.is_left_out and any(weight.grad is not None for weight in weights):
             settings = self._scheduled()
             self._set(settings)
-            self.guard._losses.clear()  # `loss` has those of the micro-batches before
             self.guard.update(self._zero() if loss is None else loss, optimizer=optimizer)  # it ran backward itself
             self._put_back(settings)
         return result

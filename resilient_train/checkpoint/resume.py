@@ -15,7 +15,7 @@ from resilient_train.record.progress import Doing, Hung, Progress
 from resilient_train.record.run_history import RunHistory
 from resilient_train.run_parts import RunParts
 from resilient_train.secrets import masked
-from resilient_train.state.kept import Stateful
+from resilient_train.state.copies import Stateful
 from resilient_train.state.run_state import explain_mismatch
 from resilient_train.types import Facts, Incident, ProcessIncident, Signal, fact
 from resilient_train.update.updater import LR_OF_GUARD

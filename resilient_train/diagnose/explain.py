@@ -20,13 +20,14 @@ from resilient_train.data.samples import Samples, Update
 from resilient_train.data.stream import Key
 from resilient_train.diagnose import rows as by_rows
 from resilient_train.diagnose import verdict
-from resilient_train.diagnose.search import Refused, Search
+from resilient_train.diagnose.search import Search
 from resilient_train.ranks.world import World
 from resilient_train.recover.decide import by_signal
 from resilient_train.state import randomness
 from resilient_train.state.ring import Ring, Snapshot
 from resilient_train.state.run_state import RunState
 from resilient_train.state.tree import Share, is_sharded, local_part, sharding_of
+from resilient_train.transaction import Transaction
 from resilient_train.types import SPIKES, Anomaly, Cause, Diagnosis, Facts, Incident, Signal, Vitals, fact
 from resilient_train.watch.purpose import LEARNED
 from resilient_train.watch.reference import Reference
@@ -91,14 +92,14 @@ class Explainer:
             return anomaly, leap
         return replace(anomaly, since=max(0, leap.step - 1)), leap
 
-    def breaks_at_any_scale(self, refused: Refused) -> bool:
+    def breaks_at_any_scale(self, refused: Transaction) -> bool:
         return self.search is not None and self.search.breaks_at_any_scale(refused)
 
     def explain(
         self,
         anomaly: Anomaly,
         update: Update,
-        refused: Refused | None,
+        refused: Transaction | None,
         history: Sequence[Incident],
         reference: Reference | None,
         leap: Leap | None = None,
@@ -138,7 +139,7 @@ class Explainer:
             except Exception:  # a row that cannot be fetched is an incident of its own
                 return ()
 
-    def _of_refused(self, anomaly: Anomaly, refused: Refused) -> Diagnosis | None:
+    def _of_refused(self, anomaly: Anomaly, refused: Transaction) -> Diagnosis | None:
         update, search = refused.update, self.search
         if anomaly.signal in SPIKES:
             self._require_old_losses(anomaly)

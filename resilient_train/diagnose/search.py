@@ -13,7 +13,7 @@ from functools import partial
 from itertools import chain, islice
 from typing import Any, TypeVar
 
-from resilient_train.data.samples import Samples, Update
+from resilient_train.data.samples import Samples
 from resilient_train.data.stream import Key
 from resilient_train.diagnose import rows as by_rows
 from resilient_train.diagnose import verdict
@@ -23,7 +23,7 @@ from resilient_train.diagnose.verdict import Observations
 from resilient_train.errors import text_of
 from resilient_train.ranks.world import World
 from resilient_train.state import randomness
-from resilient_train.state.copies import Attributes
+from resilient_train.transaction import Transaction
 from resilient_train.types import SPIKES, Anomaly, Cause, Culprit, Diagnosis, Facts, Signal, fact
 
 _CONTROLS = 4  # draws of other rows at most, where the first ones break as well
@@ -40,25 +40,6 @@ Keys = Sequence[Sequence[Key]]  # of the micro-batches of an update
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """An update that the gate refused, and what it takes to replay it."""
-
-    update: Update
-    inputs: Sequence[Any]  # its micro-batches as the model saw them
-    limits: tuple[float, float]  # of the gate, for loss and gradient norm
-    attributes: Attributes = ()  # of the model's modules before it
-    was_modified: bool = False  # they were changed in place after the model got them: they cannot be used again
-    nan_is_usual: bool = False  # in the batches of this run
-    is_error: bool = False  # an exception ended its forward or backward on some rank
-
-    def allows_loss(self, one: Replayed) -> bool:
-        return -math.inf < one.loss <= self.limits[0]
-
-    def would_refuse(self, one: Replayed) -> bool:
-        return not (self.allows_loss(one) and one.norm <= self.limits[1])
-
-
 @dataclass
 class Search:
     """Finds the culprit of an update that was refused. Every rank gets the same answer."""
@@ -72,7 +53,7 @@ class Search:
         self.tried: set[tuple[str, int, str]] = set()  # operations that were patched, or cannot be
         self._spiked: dict[int, set[int]] = {}  # rows that made the loss or the gradient jump: starts of those updates
 
-    def diagnose(self, anomaly: Anomaly, refused: Refused, history: History) -> Diagnosis | None:
+    def diagnose(self, anomaly: Anomaly, refused: Transaction, history: History) -> Diagnosis | None:
         """Find the cause; None where nothing is known beyond the signal."""
         if anomaly.signal not in (*_NONFINITE, *SPIKES, Signal.EXCEPTION):
             return None
@@ -96,7 +77,7 @@ class Search:
         ranks = tuple(rank for rank, one in enumerate(by_rank) if one.reproduced)
         return replace(found, ranks=ranks if len(ranks) < self.world.size else ())
 
-    def breaks_at_any_scale(self, refused: Refused) -> bool:
+    def breaks_at_any_scale(self, refused: Transaction) -> bool:
         """Whether the gradients are not finite where no loss scale can have made them overflow."""
         with randomness.preserved(self.world.device):
             norm = self._replayed(refused).norm
@@ -115,9 +96,9 @@ class Search:
 
     # The replays. Every rank makes each of them.
 
-    def _observe(self, refused: Refused, is_spike: bool) -> Observations:
+    def _observe(self, refused: Transaction, is_spike: bool) -> Observations:
         first = self._replayed(refused)
-        reproduced = not first.failure and refused.would_refuse(first)
+        reproduced = not first.failure and refused.would_refuse(first.loss, first.norm)
         if not any(self.world.all_of(reproduced)):
             return Observations(failure=first.failure)
         filler, is_compared = self._control(refused)
@@ -138,7 +119,7 @@ class Search:
         is_sharded = self.replay.is_sharded
         found = self._guilty(refused, filler if reproduced or is_sharded else None)
         if is_sharded:  # the gradient is of all ranks' rows: all ranks reproduce it unless some rank's rows are known
-            reproduced = bool(found or origin) or not (first.failure or refused.allows_loss(first))
+            reproduced = bool(found or origin) or not (first.failure or refused.allows_loss(first.loss))
             is_known = any(self.world.all_of(reproduced))
             facts = replace(facts, reproduced=reproduced or not is_known)
         alone, others = self._alone(refused, found, origin, filler)
@@ -155,7 +136,7 @@ class Search:
         passed = self.samples.have_passed(found)
         return replace(facts, rows=rows, odd=odd, others=others, have_passed=passed, are_again=are_again)
 
-    def _control(self, refused: Refused) -> tuple[list[Key] | None, bool]:
+    def _control(self, refused: Transaction) -> tuple[list[Key] | None, bool]:
         """Replay other rows at the same weights; return a healthy draw of them, and whether any was replayed."""
         filler: list[Key] | None = None
         is_compared = False
@@ -165,14 +146,14 @@ class Search:
             others = self._others(refused.update.keys, draw)
             tried = self._replayed(refused, others)
             is_compared |= not tried.failure
-            if filler is None and not refused.would_refuse(tried):
+            if filler is None and not refused.would_refuse(tried.loss, tried.norm):
                 filler = others
             if all(self.world.all_of(filler is not None)):
                 break
         return filler, is_compared
 
     def _alone(
-        self, refused: Refused, found: Sequence[Key], origin: Origin | None, filler: list[Key] | None
+        self, refused: Transaction, found: Sequence[Key], origin: Origin | None, filler: list[Key] | None
     ) -> tuple[list[Key], int]:
         """The rows that break an operation of data alone, and how many others were tried, of which hardly any does."""
         keys = [*chain(*refused.update.keys)]
@@ -188,13 +169,14 @@ class Search:
             if key is None or origin is None or seen is None or again.failure:
                 continue
             is_same = seen.is_of_data and _where(seen.culprit) == _where(origin.culprit)
-            if is_same and refused.would_refuse(again):
+            if is_same and refused.would_refuse(again.loss, again.norm):
                 alone.append(key)
         others, draw = set[int](), _CONTROLS
         count, most = len(alone), len(alone) + (2 * len(keys) <= _RARE)  # of a large draw many rows may break
         while any(self.world.all_of(len(others) < _RARE * count <= _RARE * most)) and draw < _MOST_DRAWS:
             drawn = self._others(refused.update.keys, draw)
-            is_broken = refused.would_refuse(self._replayed(refused, drawn))
+            tried = self._replayed(refused, drawn)
+            is_broken = refused.would_refuse(tried.loss, tried.norm)
             count, draw = count + (bool(alone) and is_broken), draw + 1
             others.update(key.row for key in drawn)
         return (alone, len(others)) if alone and len(others) >= _RARE * count and count <= most else ([], 0)
@@ -210,7 +192,7 @@ class Search:
         is_tried = _where(origin.culprit) in self.tried
         return is_few and not is_tried and not self.samples.have_passed(found)
 
-    def _guilty(self, refused: Refused, filler: Sequence[Key] | None) -> list[Key]:
+    def _guilty(self, refused: Transaction, filler: Sequence[Key] | None) -> list[Key]:
         """Search a batch for rows each of which breaks a healthy one, the filler; ranks without one replay as well.
 
         Where a batch cannot be replayed no row is to blame. Where ranks share their weights, a gradient is that of the
@@ -229,7 +211,7 @@ class Search:
             mine = {place - first for place in asked or ()}
             mixed = [keys[place] if place in mine else other for place, other in enumerate(filler or ())]
             tried = self._replayed(refused, mixed or None)
-            is_broken = not tried.failure and refused.would_refuse(tried)
+            is_broken = not tried.failure and refused.would_refuse(tried.loss, tried.norm)
             if together:
                 is_broken = any(self.world.all_of(is_broken))
             if asked is None:
@@ -241,7 +223,7 @@ class Search:
         return [key for place, key in enumerate(keys, first) if place in found]
 
     def _replayed(
-        self, refused: Refused, keys: Sequence[Key] | None = None, *, watched: bool = False, later: int = 0
+        self, refused: Transaction, keys: Sequence[Key] | None = None, *, watched: bool = False, later: int = 0
     ) -> Replayed:
         """Replay a refused update, or other rows in the places of its own; `later` means other random numbers."""
 

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from resilient_train.errors import in_one_line, unusable
 from resilient_train.state import randomness
-from resilient_train.state.kept import Metrics, Stateful, restore_item
+from resilient_train.state.copies import Metrics, Stateful, restore_item
 from resilient_train.state.tree import (
     Share,
     Tree,

@@ -238,7 +238,7 @@ def test_training_starts_from_given_weights(run_command: command) -> None:
     outcome = run_command([*MINE, "run.steps=1", "run.name=second", "run.init_from=runs/first", "run.log_every=1"])
     assert outcome.summary("runs/second")["final_loss"] < outcome.summary("runs/first")["final_loss"] * 1.5
     assert outcome.summary("runs/second")["steps"] == 1
-    assert "completed 1 step in " in outcome.stdout
+    assert "completed 1 step; " in outcome.stdout
 
 
 def test_examine_takes_the_weights_that_a_run_has_now(run_command: command, capsys: pytest.CaptureFixture[str]) -> None:

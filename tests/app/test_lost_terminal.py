@@ -65,7 +65,7 @@ def test_a_run_whose_terminal_is_closed_goes_on_to_its_end(tmp_path: Path) -> No
     assert run.ended(240) == 0
     told = its_log(tmp_path)
     assert "step 300/300" in told
-    assert "INFO completed 300 steps in" in told
+    assert "INFO completed 300 steps;" in told
 
 
 def test_a_command_line_ends_with_its_own_code_when_nobody_hears_it(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_the_story_is_a_page_for_a_person(met: Path, monkeypatch: pytest.MonkeyP
     for words in (
         "Recovered: 300 steps; 2 incidents (1 explosion, 1 operation), no repeat since.",
         "30 of 330 updates refused or undone.",
-        "incident 1, step 40: the loss jumped (loss_spike), in the weights since step 36 at 20",
+        "incident 1, step 40: the loss jumped (loss_spike), in the weights since step 36 at the earliest at 20",
         ", tick 50 loss 8.12 where 2.9 to 3.4 was usual cause explosion; rewound to step 33 (verified)",
         "cause operation (sqrt in net.0, /x/mine.py:2, backward; row 77)",
         "rewound to step 33 (verified), learning rate x0.5 with 20 steps of warm-up",
@@ -271,7 +271,7 @@ def test_a_run_ends_with_what_a_person_wants_to_know(here: Path, run_command: co
     often = [*MINE, "checkpoint.disk.every=10", "checkpoint.memory.every=5", "checkpoint.verify_after=2"]
     clean = run_command([*often, "run.steps=20", "run.name=run"])
     assert clean.code == 0, clean.stderr
-    verdict, *rest = after(clean.stdout, "completed 20 steps in ")[1:]
+    verdict, *rest = after(clean.stdout, "completed 20 steps; ")[1:]
     assert re.fullmatch(r"All is well: 20 steps; no incidents\. Recent loss [\d.]+\.", verdict)
     assert rest == [
         "weights: runs/run/weights.safetensors",
@@ -286,7 +286,7 @@ def test_a_run_ends_with_what_a_person_wants_to_know(here: Path, run_command: co
     )
     drilled = run_command([*often, "run.steps=40", "run.name=run", "drill=bit_flip", "drill.at=[30]"])
     assert drilled.code == 0, drilled.stderr
-    told = after(drilled.stdout, "completed 40 steps in ")
+    told = after(drilled.stdout, "completed 40 steps; ")
     assert re.match(
         r"Recovered, 1 of 1 incident on purpose \(drill\): 40 steps; 1 incident \(1 corruption\), no repeat since\. "
         r"\d+ of \d+ updates refused or undone\. Recent loss ",

@@ -81,7 +81,7 @@ def test_rows_that_raise_go_to_quarantine(caplog: pytest.LogCaptureFixture) -> N
     (verdict,) = (one for one in messages if one.startswith("Recovered: "))
     after = messages[messages.index(verdict) + 1 :]
     assert "2 incidents (2 data)" in verdict
-    assert after[0].startswith(f"to change: Fix or remove rows {first} and 171: quarantine.json has the reason")
+    assert after[0].startswith(f"to change: Fix or remove rows {first} and 171: their incidents say why")
     assert any(one.startswith("still active at the end: ") and "in quarantine" in one for one in after)
     assert after[-1].startswith("nothing of this is written: with run_dir")
 

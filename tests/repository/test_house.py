@@ -29,19 +29,20 @@ KNOWN = {
     "record": "ranks",
     "update": "recover state",
     "watch": "data ranks state",
-    "diagnose": "data numerics ranks recover state watch",
+    "diagnose": "data numerics ranks recover state transaction watch",
     "run_parts": "data diagnose ranks state update watch",
     "checkpoint": "record recover run_parts state update",
     "effects": "data numerics record state",
-    "trials": "computation effects numerics recover run_parts state update watch",
+    "transaction": "data state update watch",
+    "trials": "computation effects numerics recover run_parts state transaction update watch",
     "controls": "checkpoint diagnose effects record recover run_parts state trials watch",
-    "recovery": "checkpoint controls data diagnose ranks record recover run_parts state watch",
+    "recovery": "checkpoint controls data diagnose ranks record recover run_parts state transaction watch",
     "micro_batches": "record recovery",
     "lost_device": "data ranks recovery run_parts state update",
-    "computation": "data diagnose numerics ranks run_parts state update watch",
+    "computation": "data diagnose numerics ranks run_parts state transaction update watch",
     "guard": (
         "computation data diagnose drills lost_device micro_batches numerics record recovery run_parts state "
-        "trials update watch"
+        "transaction trials update watch"
     ),
     # What is around it.
     "zoo": "",

@@ -1,0 +1,73 @@
+"""One update, from its samples to its verdict."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from resilient_train.data.samples import Update
+from resilient_train.state.copies import Attributes, Backup
+from resilient_train.state.ring import Snapshot
+from resilient_train.types import UpdateResult, Vitals
+from resilient_train.update.objective import Metrics
+from resilient_train.update.updater import Attempt
+from resilient_train.watch.vitals import Sent, read_vitals, versions
+
+
+@dataclass(eq=False)
+class Transaction:
+    """An update. At most two are open: the pending one, whose verdict is not read yet, and the next one."""
+
+    update: Update
+    tick: int
+    step: int  # its number if it is accepted
+    before: Backup  # what its forwards may change, as it was
+    attributes: Attributes = ()  # of the model's modules before it; none where the loop calls the model
+    inputs: list[Any] = field(default_factory=list)  # its micro-batches, as the model saw them
+    versions: list[Any] = field(default_factory=list)  # Tensor._version of each tensor before the forward pass
+    raised: list[str] = field(default_factory=list)  # exceptions of its forwards and backwards, each in one line
+    losses: list[torch.Tensor] = field(default_factory=list)  # of the micro-batches so far
+    reported: list[Metrics] = field(default_factory=list)  # by the objective, of each
+    result: UpdateResult | None = None  # for the loop
+    snapshot: Snapshot | None = None  # of the state after it, if one was taken
+    nan_is_usual: bool = False  # in the batches of this run
+    is_error: bool = False  # an exception ended its forward or backward on some rank
+
+    # Since it went through the gate.
+    attempt: Attempt = field(init=False)
+    limits: tuple[float, float] = field(init=False)  # of the gate
+    is_open: bool = field(init=False)  # the gate was: it has landed, whatever it measured
+    _sent: Sent = field(init=False)
+
+    def send(self, attempt: Attempt, limits: tuple[float, float], *, is_open: bool) -> UpdateResult:
+        """Note what went through the gate; what was measured is on its way to the host."""
+        self.attempt, self.limits, self.is_open = attempt, limits, is_open
+        self._sent = Sent(attempt.measured, attempt.numbers)
+        self.result = self.result or UpdateResult("pending", attempt.loss.detach())
+        return self.result
+
+    def read(self, step: int, *, has_scale: bool) -> Vitals:
+        """Return what was measured of it, after `step` accepted updates; the host waits for the device."""
+        update, attempt = self.update, self.attempt
+        return read_vitals(
+            *(self.tick, step, update.start, update.stop, attempt.settings[0]["lr"] or 0.0),
+            *(self._sent.read(), self.limits),
+            has_scale=has_scale,
+            lr_ratio=attempt.lr_ratio,
+            by_rank=attempt.rows_by_rank,
+        )
+
+    @cached_property
+    def was_modified(self) -> bool:
+        """Whether its batches were changed in place after the model got them: they cannot be used again."""
+        return self.versions != [versions(batch) for batch in self.inputs]
+
+    def allows_loss(self, loss: float) -> bool:
+        return -math.inf < loss <= self.limits[0]
+
+    def would_refuse(self, loss: float, norm: float) -> bool:
+        return not (self.allows_loss(loss) and norm <= self.limits[1])
