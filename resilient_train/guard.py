@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -28,7 +29,7 @@ from resilient_train.recovery import Recovery
 from resilient_train.run_parts import RunParts
 from resilient_train.state.copies import Backup
 from resilient_train.transaction import Transaction
-from resilient_train.types import Signal, UpdateResult, Vitals
+from resilient_train.types import Anomaly, Signal, UpdateResult, Vitals
 from resilient_train.update.gate import DIGEST
 from resilient_train.update.objective import Metrics, scalar
 from resilient_train.update.turns import MISSING, MIXED, TWICE, TWO_GUARDS, why_no_gradient
@@ -241,12 +242,12 @@ class EngineGuard:
         return begun.result if turn.is_complete else UpdateResult("accumulating")
 
     def _end_update(self, begun: Transaction) -> UpdateResult:
-        gate, self._current = self._updater.gate, None
+        self._current = None
         if self._updater.has_new_weights():
             self._checks.more_is_trained(self.clock.step + 1)
         self.clock.tick += 1
         self._pending = begun
-        return begun.send(self._updater.newest, gate.limits, is_open=gate.is_open)
+        return begun.send(self._updater.newest, self._updater.gate.limits)
 
     # The verdict, an update later.
 
@@ -278,7 +279,8 @@ class EngineGuard:
         if not vitals.ranks_agree:
             self._recovery.ranks_differ([row[DIGEST] for row in attempt.rows_by_rank()])
         finding = self._checks.judge(vitals)
-        if judged.is_open:  # the checks learn nothing from it, as if it was refused
+        observes = self._recovery.observes
+        if observes:  # the checks have learned nothing from it, as if it was refused
             vitals = landed(vitals)
         self.newest = vitals
         self.stopped |= vitals.stop_asked
@@ -304,12 +306,15 @@ class EngineGuard:
         anomaly = scanned or finding.anomaly or explainer.check_first_updates(vitals, inputs)
         if anomaly is None and finding.at_any_scale and explainer.breaks_at_any_scale(judged):
             anomaly = finding.at_any_scale
-        if anomaly is not None and self._recovery.counts(anomaly):
+        if anomaly is not None and observes:
+            anomaly = replace(anomaly, landed=True)
+            if not self._recovery.counts(anomaly):
+                self._recovery.treat(self._refined(anomaly, judged, is_scanned=scanned is not None), update)
             self._backups.let_go(judged.before)
             self._on_accepted()
             return True
-        if anomaly is None and (judged.is_open or not finding.repeat):
-            is_overflow = vitals.overflowed and not self._recovery.observes
+        if anomaly is None and (observes or not finding.repeat):
+            is_overflow = vitals.overflowed and not observes
             if was_half or (is_overflow and (judged.before.tables or judged.before.kept)):
                 # Buffers may be NaN since its forward, and the next one has used them, or half an update: repeat that.
                 if begun is not None:
@@ -323,19 +328,23 @@ class EngineGuard:
         # Trouble. Undo the refused update and the next one, then treat it.
         if not vitals.accepted:
             self._updater.undo(attempt)
-            if self._recovery.observes:  # the very same update lands: one attempt, with the faults of its drill
-                self.clock.tick -= 1
         self._updater.drop_gradients()
         if (first := begun if vitals.accepted else judged) is not None:
             self._discard(first)
             self._backups.set_attributes(judged.attributes, only_lost=True)
         if anomaly is not None:
-            spiked = not float(attempt.loss) <= judged.limits[0]
-            what = inputs, update.failed, judged.raised, attempt.norms
-            refined = self._examination.refine_signal(anomaly, *what, spiked=spiked, is_scanned=scanned is not None)
+            refined = self._refined(anomaly, judged, is_scanned=scanned is not None)
             judged.nan_is_usual, judged.is_error = self._checks.nan_is_usual, refined.signal is Signal.EXCEPTION
             self._recovery.treat(refined, update, None if vitals.accepted else judged)
-        return self._recovery.observes and vitals.accepted and begun is None  # then nothing was undone
+        return False
+
+    def _refined(self, anomaly: Anomaly, judged: Transaction, *, is_scanned: bool) -> Anomaly:
+        spiked = not float(judged.attempt.loss) <= judged.limits[0]
+        what = judged.inputs, judged.update.failed, judged.raised, judged.attempt.norms
+        observes = self._recovery.observes
+        return self._examination.refine_signal(
+            anomaly, *what, spiked=spiked, is_scanned=is_scanned, has_landed=observes
+        )
 
     def _after_accepted(self, accepted: Transaction) -> None:
         step, recovery, keeper = self.clock.step, self._recovery, self._keeper

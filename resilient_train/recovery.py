@@ -182,7 +182,7 @@ class Recovery:
         )
         self._recovered_after = recovered_after
         self.intended = Intended(parts, self.incident_log, controls)
-        self.observes = policy.observe  # incidents are reported, and every update lands
+        self.observes = parts.updater.gate.is_open = policy.observe  # incidents are reported, and every update lands
         self._observed: int | None = None  # number of the incident that further anomalies count into
         self._anomalous_step = 0  # the newest of them
         self._ended_damaged = False  # the loop ended before it was healthy again
@@ -259,8 +259,8 @@ class Recovery:
         )
         if decision.gave_up is not None:
             self._give_up(incident)
-        if self.observes:  # every update lands until no further anomaly has come for a while
-            self._let_land(incident)
+        if self.observes:
+            self._observed, self._anomalous_step = incident.id, parts.clock.step
             incident = replace(incident, seconds=time.perf_counter() - started)
             self.incident_log.record_treatment(incident, ongoing=True)
             return
@@ -303,25 +303,16 @@ class Recovery:
         parts, step = self.parts, self.parts.clock.step
         parts.ring.distrust(anomaly.since)
         self.keeper.distrust(anomaly.since)
-        [incident] = [one for one in self.incident_log.open_incidents if one.id == self._observed]
         if step > self._anomalous_step:
             self._anomalous_step = step
             self.incident_log.count_further(self._observed, step)
-        elif not incident.anomaly.landed:  # it was refused, and has landed now
-            parts.checks.require_recovery(anomaly.since, step, is_only_reported=True)
-            self.incident_log.update(replace(incident, anomaly=replace(incident.anomaly, landed=True)))
         return True
 
-    def _let_land(self, incident: Incident) -> None:
-        """Let every update land, until no further anomaly has come for a while."""
-        self._observed, self._anomalous_step = incident.id, self.parts.clock.step + (not incident.anomaly.landed)
-        self.parts.updater.gate.is_open = True
-
     def _end_observed(self) -> None:
-        """Refuse anomalous updates again: the next one is an incident of its own."""
+        """The next anomaly is an incident of its own."""
         if self._observed is not None:
             self.incident_log.ongoing.discard(self._observed)
-            self._observed, self.parts.updater.gate.is_open = None, False
+            self._observed = None
 
     @property
     def is_damaged(self) -> bool:
@@ -421,7 +412,7 @@ class Recovery:
         self.intended.resume()
         for one in incident_log.open_incidents if self.observes else ():
             if one.is_observed:
-                self._let_land(one)
+                self._observed, self._anomalous_step = one.id, parts.clock.step
                 incident_log.ongoing.add(one.id)
         for found in plan.found:
             if plan.skipped is not None and found.remedy == "skip":

@@ -13,7 +13,7 @@ from resilient_train.types import ACCEPTED, OBSERVE, TRIAL, Outcome, Signal
 
 # An incident. Its values are those of `wording.about`.
 _NOTICED = "{signal:signal}< on {ranks:ranks}>"
-_REACHED = "<reached=let_through?, let through><reached=now?, in the weights already><reached=earlier?, in the weights since step {first} at the earliest>"
+_REACHED = "<reached=now?, in the weights already><reached=earlier?, in the weights since step {first} at the earliest>"
 _DRILL = "<, on purpose (drill: {drill})>"
 _SIGN = f"step {{step}}: {_NOTICED} ({{signal}})<reached=not?, refused before it reached the weights>{_REACHED}{_DRILL}"
 _CAUSE = "cause {cause}< ({blamed:say})>"

@@ -40,12 +40,11 @@ class Transaction:
     # Since it went through the gate.
     attempt: Attempt = field(init=False)
     limits: tuple[float, float] = field(init=False)  # of the gate
-    is_open: bool = field(init=False)  # the gate was: it has landed, whatever it measured
     _sent: Sent = field(init=False)
 
-    def send(self, attempt: Attempt, limits: tuple[float, float], *, is_open: bool) -> UpdateResult:
+    def send(self, attempt: Attempt, limits: tuple[float, float]) -> UpdateResult:
         """Note what went through the gate; what was measured is on its way to the host."""
-        self.attempt, self.limits, self.is_open = attempt, limits, is_open
+        self.attempt, self.limits = attempt, limits
         self._sent = Sent(attempt.measured, attempt.numbers)
         self.result = self.result or UpdateResult("pending", attempt.loss.detach())
         return self.result

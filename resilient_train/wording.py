@@ -195,7 +195,6 @@ def about(incident: Incident) -> dict[str, Any]:
     gave_up, has_rewound = incident.decision.gave_up, incident.rewound_to is not None
     first = anomaly.since + 1
     reached = ("now" if first >= anomaly.step else "earlier") if anomaly.landed else "not"
-    reached = "let_through" if reached == "not" and incident.is_observed else reached
     culprits = filter(None, (diagnosis.culprit, diagnosis.symptom))
     recurred = fact("recurred_to_the_end" if incident.outcome is Outcome.RECURRED else "loss_not_back")
     return {

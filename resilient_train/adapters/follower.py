@@ -208,10 +208,6 @@ class Follower(ABC):
         """Take the loss of a micro-batch after its backward; that of the update is the mean of them."""
         self._loss = loss.detach()
 
-    def was_made(self, loss: torch.Tensor) -> bool:
-        """Say whether the newest update has landed with this loss: one that was left out has NaN."""
-        return bool(loss.isfinite()) or (self.guard._recovery.observes and not self.is_left_out)
-
     def land(self) -> torch.Tensor | None:
         """Land the newest update. Returns its loss if it was retried; NaN if it was left out at last."""
         try:

@@ -142,7 +142,7 @@ class Guarding(Follower):
     def _step(self, plain: Any, closure: Any = None) -> None:
         place, norm = self._place(), self.norm
         if (loss := self.land()) is not None:
-            is_made = self.was_made(loss)
+            is_made = bool(loss.isfinite())
             self._return_to(place._replace(noted=self._noted() if is_made else self.fed.before[0].noted))
         self._log_as_made(loss, norm)
         newest = self.guard.newest  # after an overflow in fp16 the trainer's schedule waits
@@ -155,7 +155,7 @@ class Guarding(Follower):
         if retried is None:
             self._logged = trainer._tr_loss - before, self.norm
             return
-        if self.was_made(retried):
+        if retried.isfinite():
             self._logged = retried.to(before.device), self.norm
         loss_of_made, norm_of_made = self._logged
         trainer._tr_loss.copy_(before + loss_of_made)

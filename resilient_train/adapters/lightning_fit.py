@@ -219,7 +219,7 @@ class Fit(Follower):
         place = self._place()
         if (loss := self.land()) is not None:
             self._return_to(place)
-            if not self.was_made(loss):
+            if not loss.isfinite():  # it was left out
                 assert self._logged is not None
                 self._logged.restore()
                 self._output = {}

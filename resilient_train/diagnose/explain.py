@@ -20,7 +20,7 @@ from resilient_train.data.samples import Samples, Update
 from resilient_train.data.stream import Key
 from resilient_train.diagnose import rows as by_rows
 from resilient_train.diagnose import verdict
-from resilient_train.diagnose.search import Search
+from resilient_train.diagnose.search import NONFINITE, Search
 from resilient_train.ranks.world import World
 from resilient_train.recover.decide import by_signal
 from resilient_train.state import randomness
@@ -112,8 +112,9 @@ class Explainer:
             found = self._of_first_updates[1]
         elif anomaly.signal is Signal.EXCEPTION and any(failed := self.world.all_of(errors)):
             found = verdict.on_bad_rows(*failed)
-        elif not anomaly.landed or anomaly.signal is Signal.NONFINITE_BATCH:
-            found = self._of_refused(anomaly, refused) if refused is not None else None
+        elif not anomaly.landed or anomaly.signal in NONFINITE:
+            found = self._bad_rows(update) if anomaly.signal is Signal.NONFINITE_BATCH else None
+            found = found or (self._of_refused(anomaly, refused) if refused is not None else None)
             found = found or by_signal(anomaly)
         elif anomaly.signal in OF_THE_LOSS and not is_sudden:
             found = self._samples_behind(anomaly, reference)
@@ -143,12 +144,6 @@ class Explainer:
         update, search = refused.update, self.search
         if anomaly.signal in SPIKES:
             self._require_old_losses(anomaly)
-        if anomaly.signal is Signal.NONFINITE_BATCH:  # rows whose values are not finite: this takes no replay
-            keys = chain.from_iterable(update.keys) if self.samples.rows else ()
-            with randomness.preserved(self.world.device):  # fetching rows changes it
-                odd = self._odd_among(keys, lambda row: by_rows.nonfinite_fields(row)[:3])
-            if any(by_rank := self.world.all_of(odd)):
-                return verdict.on_bad_rows(*by_rank)
         found = search.diagnose(anomaly, refused, self.updates.recent_measurements()) if search is not None else None
         if anomaly.signal not in SPIKES or (search is not None and (found is None or found.cause is not Cause.DATA)):
             return found
@@ -156,6 +151,14 @@ class Explainer:
         if found is None or more is None:
             return found or more
         return replace(found, rows=tuple(sorted({*found.rows, *more.rows})), reasons={**more.reasons, **found.reasons})
+
+    def _bad_rows(self, update: Update) -> Diagnosis | None:
+        """Find the rows whose values are not finite. This takes no replay."""
+        keys = chain.from_iterable(update.keys) if self.samples.rows else ()
+        with randomness.preserved(self.world.device):  # fetching rows changes it
+            odd = self._odd_among(keys, lambda row: by_rows.nonfinite_fields(row)[:3])
+        by_rank = self.world.all_of(odd)
+        return verdict.on_bad_rows(*by_rank) if any(by_rank) else None
 
     def _damage(self, anomaly: Anomaly, history: Sequence[Incident]) -> Diagnosis:
         """What is wrong with weights or moments: the worst that any rank has found. Raises ChangedOnPurpose."""

@@ -32,7 +32,7 @@ _FEW, _MOST_DRAWS = 4, 32  # rows of an update, and draws of others, that are tr
 _AGAIN = 3  # places of the data where an ordinary row made the loss or the gradient jump: as many epochs
 _FAR = 4.0  # times the largest of those: what makes a gradient jump is an outlier
 _ABSURD = 1e4  # the same where an operation broke: one that cannot take a large value is to blame itself
-_NONFINITE = (Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD, Signal.NONFINITE_BATCH)
+NONFINITE = (Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD, Signal.NONFINITE_BATCH)
 
 History = Sequence[Sequence[float]]  # losses, and gradient norms: of the updates before, then of the refused one
 Keys = Sequence[Sequence[Key]]  # of the micro-batches of an update
@@ -55,7 +55,7 @@ class Search:
 
     def diagnose(self, anomaly: Anomaly, refused: Transaction, history: History) -> Diagnosis | None:
         """Find the cause; None where nothing is known beyond the signal."""
-        if anomaly.signal not in (*_NONFINITE, *SPIKES, Signal.EXCEPTION):
+        if anomaly.signal not in (*NONFINITE, *SPIKES, Signal.EXCEPTION):
             return None
         is_spike = anomaly.signal in SPIKES
         with randomness.preserved(self.world.device):  # fetching rows changes them

@@ -96,10 +96,7 @@ def _in_optimizer(live: Tree, saved: Tree, optimizer: Optimizer) -> Iterator[str
 
 @dataclass
 class Clock:
-    """Counts updates: `step` the accepted ones, which rewinds; `tick` the attempted ones, which does not.
-
-    An attempt that `recovery=observe` makes again, because nothing may be refused, counts once.
-    """
+    """Counts updates: `step` the accepted ones, which rewinds; `tick` the attempted ones, which does not."""
 
     step: int = 0
     tick: int = 0

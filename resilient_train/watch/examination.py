@@ -131,12 +131,14 @@ class Examination:
         *,
         spiked: bool,
         is_scanned: bool,
+        has_landed: bool,
     ) -> Anomaly:
         """Say more precisely what is wrong with a bad update, or with the state that a scan has seen. Every rank comes.
 
         In this order: rows that could not be fetched, which make the loss NaN; bad weights, which explain all that
         follows from them; exceptions that were `raised`; a bad batch, unless its NaN is usual. `norms` are those of
-        single gradients, by name; `spiked`: the loss of this rank was above the limit.
+        single gradients, by name; `spiked`: the loss of this rank was above the limit. Where it `has_landed`, weights
+        that are not finite follow from it.
         """
         if is_scanned and anomaly.signal is not Signal.NONFINITE_WEIGHTS:
             return anomaly
@@ -145,7 +147,7 @@ class Examination:
         everywhere, of_code = zip(*self._world.all_of((of_rows, of_errors)), strict=True)
         is_alone = self._world.size == 1
         if not any(everywhere):
-            if (found := self.examine_now()) is not None:
+            if not has_landed and (found := self.examine_now()) is not None:
                 # The loop may have put what the batch holds into the weights, as two passes of SAM do.
                 return self._blame_batch(found, batches) if found.signal is Signal.NONFINITE_WEIGHTS else found
             everywhere = of_code
