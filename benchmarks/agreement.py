@@ -39,7 +39,7 @@ class Sent:
 def model_of(processes: int, tensors: int) -> dict[str, Sent]:
     """What a guard with default checks adds to DDP, by what it is for; AdamW, weights without buffers beside them."""
     return {
-        "agreement": Sent(COUNTED, COUNTED * 4 * 4 * processes),  # loss, norm, a flag, digest: a row of each rank
+        "agreement": Sent(COUNTED, COUNTED * 4 * 3 * processes),  # loss, norm, a flag: a row of each rank
         # Norm and largest of each weight; of its moments the largest, sum and depth, and its count of updates: of
         # all ranks the largest number and the least; and two numbers for what the loop keeps.
         "scans": Sent(COUNTED / 10, COUNTED / 10 * 4 * 2 * (6 * tensors + 2)),

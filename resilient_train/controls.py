@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from struct import pack
 from typing import Any
 from zlib import crc32
 
@@ -16,7 +17,6 @@ from resilient_train.diagnose.explain import lost_eps
 from resilient_train.effects import Effect, Effects, Patches, QuarantinedRows, skipped_samples
 from resilient_train.errors import TrainError
 from resilient_train.record.quarantine import Quarantine
-from resilient_train.recover.decide import update_digest
 from resilient_train.recover.knobs import Knobs
 from resilient_train.recover.policy import Policy
 from resilient_train.recover.remedies import Case, RunControl, is_mild, remedy
@@ -64,7 +64,6 @@ class Controls(RunControl):
                 Effect("trials", trials.state_dict, trials.load_state_dict),
             ],
         )
-        self._decided = 0  # a checksum of what was done about incidents in this process
 
     def apply(self, incident: Incident, suspects: tuple[int, int], started: float, *, was_refused: bool) -> Incident:
         """Apply the remedies of an incident, which may come from [start, stop) of the samples; return what was done.
@@ -83,7 +82,6 @@ class Controls(RunControl):
             checks.rewound(treated.rewound_to, incident.anomaly.since, self.knobs.lr)
         elif incident.anomaly.reached_weights and not is_mildly_treated:
             checks.stayed(clock.step, self.knobs.lr)
-        self._decided = crc32(repr((treated.decision, treated.rewound_to)).encode(), self._decided)
         seconds = time.perf_counter() - started
         return replace(treated, steps_lost=step_before - clock.step + was_refused, seconds=seconds)
 
@@ -204,8 +202,9 @@ class Controls(RunControl):
         if len(listed - self.quarantined.given) <= self._policy.budget.rows_of(count) and len(listed) < count:
             self._rows.add(dict.fromkeys(rows, reason), self._parts.clock.step, incident)
 
-    def digest(self, start: int) -> int:
-        """Digest what ranks have to agree on before an update whose samples begin at `start`."""
-        clock, samples = self._parts.clock, self._parts.samples.slicing.samples
-        done = crc32(b"%d" % self.effects.digest, self._decided)
-        return update_digest(done, clock.step, clock.tick, start, samples, self.knobs.values)
+    def digest(self) -> int:
+        """Digest what ranks have to agree on. Knobs as float32, as their last digit may differ between machines."""
+        clock, samples, knobs = self._parts.clock, self._parts.samples, self.knobs.values
+        place = clock.step, clock.tick, samples.position, samples.slicing.samples
+        more = self.effects.agreed(), self._parts.updater.rates(clock.step)
+        return crc32(repr(more).encode(), crc32(pack(f"<4q{len(knobs)}f", *place, *knobs)))

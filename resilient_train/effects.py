@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
-from zlib import crc32
 
 from resilient_train.data.samples import Samples
 from resilient_train.errors import in_one_line, unusable
@@ -39,7 +38,6 @@ class Effects:
     def __init__(self, clock: Clock, effects: Sequence[Effect]) -> None:
         self._clock, self._effects = clock, effects
         self._noted: dict[str, list[Any]] = {}  # the lists that the journal has from this process
-        self._digest: int | None = None  # None: it may have changed
 
     def state_dict(self) -> dict[str, Any]:
         return {"tick": self._clock.tick, **{effect.name: effect.state() for effect in self._effects}}
@@ -50,7 +48,6 @@ class Effects:
         if unknown := [name for name in state.keys() - known if state[name]]:
             why = f"{min(unknown)} is in effect in this run, and nothing that is installed here knows it"
             raise unusable("recovery", why)
-        self._digest = None
         try:
             for effect in self._effects:
                 if effect.name in state:  # else its entry of the journal was damaged
@@ -60,7 +57,6 @@ class Effects:
 
     def undo_to(self, state: Mapping[str, Any]) -> None:
         """Undo what can be undone of all that has changed since `state_dict` returned this."""
-        self._digest = None
         for effect in self._effects:
             if effect.name in state:
                 effect.undo(state[effect.name])
@@ -80,14 +76,12 @@ class Effects:
         lists = {name: one for name, one in state.items() if isinstance(one, list)}
         grown = [name for name, noted in self._noted.items() if lists[name][: len(noted)] == noted]
         added = {name: state.pop(name)[len(self._noted[name]) :] for name in grown}
-        self._noted, self._digest = lists, None
+        self._noted = lists
         return {**state, "added": added}
 
-    @property
-    def digest(self) -> int:
-        if self._digest is None:
-            self._digest = crc32(repr([effect.agreed() for effect in self._effects]).encode())
-        return self._digest
+    def agreed(self) -> list[Any]:
+        """Return what has to be the same on all ranks."""
+        return [effect.agreed() for effect in self._effects]
 
 
 def skipped_samples(samples: Samples) -> Effect:

@@ -30,7 +30,6 @@ from resilient_train.run_parts import RunParts
 from resilient_train.state.copies import Backup
 from resilient_train.transaction import Transaction
 from resilient_train.types import Anomaly, Signal, UpdateResult, Vitals
-from resilient_train.update.gate import DIGEST
 from resilient_train.update.objective import Metrics, scalar
 from resilient_train.update.turns import MISSING, MIXED, TWICE, TWO_GUARDS, why_no_gradient
 from resilient_train.watch.examination import Examination
@@ -231,10 +230,8 @@ class EngineGuard:
         self.drill.on_gradients(self._place, turn.weights or self._updater.weights)
         rates = self._checks.rate_factor(self.attempted_step + 1), self.drill.rate_factor(self._place)
         self._ring.copier.before_change()
-        agreement, knobs = self._updater.agreement, self._controls.knobs.values
-        digest = 0 if agreement.is_alone else self._controls.digest(begun.update.start)
         self._updater.gate.limit(*self._checks.limits)
-        attempt = self._updater.apply(self.clock.step, loss, knobs, rates=rates, digest=digest)
+        attempt = self._updater.apply(self.clock.step, loss, self._controls.knobs.values, rates=rates)
         if turn.current is None:
             return self._end_update(begun)
         self._current, self._parts.updates.has_turns = begun, True
@@ -276,8 +273,6 @@ class EngineGuard:
     def _judge(self, judged: Transaction, begun: Transaction | None) -> bool:
         update, inputs, attempt = judged.update, judged.inputs, judged.attempt
         vitals = judged.read(self.clock.step, has_scale=self._updater.scaler is not None)
-        if not vitals.ranks_agree:
-            self._recovery.ranks_differ([row[DIGEST] for row in attempt.rows_by_rank()])
         finding = self._checks.judge(vitals)
         observes = self._recovery.observes
         if observes:  # the checks have learned nothing from it, as if it was refused

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -250,7 +250,8 @@ class Recovery:
         rise = self.intended.rise(anomaly, diagnosis)
         if rise is not None and self.intended.accepts(rise, anomaly):
             return
-        decision = decide(self.policy, controls.case(anomaly, diagnosis, leap), history)
+        case = controls.case(anomaly, diagnosis, leap)
+        decision = parts.world.on_main(lambda: decide(self.policy, case, history))
         self._set_reference(anomaly, diagnosis, decision)
         before = self.incident_log.continued(anomaly, diagnosis, decision)
         is_off, effects = checks.rewind_check.is_open, controls.effects
@@ -267,6 +268,7 @@ class Recovery:
 
         self.intended.before_treatment(anomaly)
         incident = controls.apply(incident, suspects, started, was_refused=refused is not None)
+        self.require_agreement()
         self.intended.after_treatment(rise, incident)
         if before is not None:
             controls.note(partial(self.incident_log.count_again, before, anomaly))
@@ -361,9 +363,14 @@ class Recovery:
         self.parts.checks.rewind_check.end()
         return path, snapshot is not None or path is not None
 
-    def ranks_differ(self, digests: Sequence[float]) -> NoReturn:
-        """End the run on all ranks, as a collective might wait forever. What landed before was the same on all."""
-        odd, since = odd_ones(digests), self.parts.clock.step
+    def require_agreement(self) -> None:
+        """End the run on all ranks if they hold other settings or remedies. It is a collective."""
+        digests = self.parts.world.all_of(self.controls.digest()) if self.parts.world.size > 1 else ()
+        if odd := odd_ones(digests):
+            self._ranks_differ(odd)
+
+    def _ranks_differ(self, odd: tuple[int, ...]) -> NoReturn:
+        since = self.parts.clock.step
         evidence = fact("decided_differently", ranks=[*odd])
         anomaly = Anomaly(Signal.RANK_MISMATCH, since + 1, self.parts.clock.tick, since, evidence, ranks=odd)
         incident = self.incident_log.open(

@@ -121,7 +121,6 @@ class Vitals(NamedTuple):
     loss_scale: float | None = None
     ranks: tuple[int, ...] = ()  # where it began, if only on some ranks
     stop_asked: bool = False  # on any rank: all stop together
-    ranks_agree: bool = True  # all ranks made the same decisions before it
     lr_ratio: float = 0.0  # its learning rate as a multiple of the configured one; 0: unknown
 
 

@@ -406,6 +406,7 @@ class Guard(guard.EngineGuard):
             self.settle()
         self.seeds.between(self.samples.position)
         if not self._ring.snapshots and self._pending is None:
+            self._recovery.require_agreement()
             found = self._examination.examine_now() if self.clock.step == 0 else None  # later ones compare with it
             if found is not None and found.signal is Signal.RANK_MISMATCH:
                 raise RanksDiffer(f"{say(found.evidence)}, before the first update: {_FROM_THE_START}")

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from struct import pack
-from zlib import crc32
 
-from resilient_train.recover.knobs import KnobValues
 from resilient_train.recover.policy import Policy, Rung
 from resilient_train.recover.remedies import Case, applicable, is_mild
 from resilient_train.types import (
@@ -44,8 +41,6 @@ def by_signal(anomaly: Anomaly) -> Diagnosis:
         return Diagnosis(Cause.EXPLOSION, fact("spike_landed"))
     return Diagnosis(_CAUSES[anomaly.signal], fact(anomaly.signal))
 
-
-DIGEST_BITS = 24  # float32 holds a number of so many bits exactly
 
 _FROM_OUTSIDE = (Cause.CORRUPTION, Cause.DATA)  # not caused by the training: they may occur again after any remedy
 _MAIN = {TRIAL, "limit_update"}  # without these a rung that names them is pointless
@@ -197,9 +192,3 @@ def _refused_in_a_row(case: Case, history: Sequence[Incident]) -> int:
             break
         first = one.tick
     return anomaly.tick - first
-
-
-def update_digest(decisions: int, step: int, tick: int, start: int, samples: int, knobs: KnobValues) -> int:
-    """Digest the inputs of an update, cheaply; knobs as float32, as their last digit may differ between machines."""
-    whole = crc32(pack(f"<5q{len(knobs)}f", decisions, step, tick, start, samples, *knobs))
-    return (whole ^ (whole >> DIGEST_BITS)) & ((1 << DIGEST_BITS) - 1)

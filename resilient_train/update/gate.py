@@ -10,9 +10,6 @@ from torch.optim import Optimizer
 
 from resilient_train.types import NO_LIMIT
 
-DIGEST = 3  # the column of the digest in a row, after loss, gradient norm and whether the rank was asked to stop
-DIGESTS = 2**24  # digests are below this number: float32 represents such integers exactly
-
 
 class Agreement:
     """The only collective that the checks of an update cost; its rows are read only after an incident."""
@@ -21,27 +18,22 @@ class Agreement:
         """`gather` collects a vector from every rank; None if there is only one."""
         self.is_alone = gather is None
         self._gather = gather
-        self._own = torch.zeros(2, device=device)  # whether this rank was asked to stop, and its digest
-        self._stop, self._digest = self._own.unbind()
+        self._stop = torch.zeros(1, device=device)  # whether this rank was asked to
 
     def ask_to_stop(self) -> None:
         self._stop.fill_(1.0)
 
-    def reduce(self, measured: torch.Tensor, digest: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def reduce(self, measured: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Reduce to the mean loss and the largest gradient norm of all ranks. A NaN of any rank stays NaN.
 
-        `measured` is this rank's loss, norm and, if there is one, loss scale, which is returned as it is. `digest` is
-        below `DIGESTS`. The result continues with whether any rank was asked to stop, and the largest and least digest.
-        The second result is the table with a row for each rank, or None if there is only one.
+        `measured` is this rank's loss, norm and, if there is one, loss scale, which is returned as it is. The result
+        ends with whether any rank was asked to stop. The second result is the table with a row for each rank, or None
+        if there is only one.
         """
-        if self._gather is None:
+        if self._gather is None or (table := self._gather(torch.cat([measured[:2], self._stop]))) is None:
             return measured, None
-        self._digest.fill_(digest)  # a number as an argument: no copy that the host would wait for
-        table = self._gather(torch.cat([measured[:2], self._own]))
-        if table is None:
-            return measured, None
-        least, largest = table.aminmax(dim=0)
-        return torch.cat([table[:, :1].mean(0), largest[1:2], measured[2:], largest[2:], least[-1:]]), table
+        largest = table.amax(dim=0)
+        return torch.cat([table[:, :1].mean(0), largest[1:2], measured[2:], largest[2:]]), table
 
 
 LARGEST_NORM = 2.0**63  # its square is near the end of float32: beyond it moments would be infinite

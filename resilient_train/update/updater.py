@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from itertools import chain
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import nn
@@ -20,7 +19,7 @@ from resilient_train.reader import ClipConfig
 from resilient_train.recover.knobs import AS_CONFIGURED, KnobValues
 from resilient_train.state.tree import is_sharded
 from resilient_train.update.clip import clip, clip_further, clip_to_share, norm_limit
-from resilient_train.update.gate import DIGESTS, Agreement, Gate
+from resilient_train.update.gate import Agreement, Gate
 from resilient_train.update.schedule import LoopSchedule, Schedule
 from resilient_train.update.turns import Turn
 from resilient_train.wording import log
@@ -103,13 +102,11 @@ class Updater:
         knobs: KnobValues = AS_CONFIGURED,
         *,
         rates: tuple[float, float] = (1.0, 1.0),
-        digest: int = 0,
     ) -> Attempt:
         """Send the gradients to the gate as update `step + 1`, and drop them. All optimizers step, or none does.
 
         In a turn, that is the gradients of the optimizer that is next. `rates` multiply the learning rate: by what an
-        experiment asks, which is not recorded, and by what counts as the rate of this update. `digest` is of the
-        decisions that all ranks must have taken alike.
+        experiment asks, which is not recorded, and by what counts as the rate of this update.
         """
         self.adopt_groups()
         trained = sum(weight.requires_grad for weight in self.weights)
@@ -146,12 +143,10 @@ class Updater:
             share = knobs.share * min(1.0, ratio or knobs.lr)
             clip_to_share(groups, share, self._over_ranks)
         grad_norm = grad_norm if grad_norm.dtype is torch.float32 else grad_norm.float()
-        if not self.agreement.is_alone:
-            digest ^= _digest_of_rates(settings)
         if one is not None:
             loss, grad_norm = turn.add(loss, grad_norm)
             turn.save(self._groups(), before)
-        measured, by_rank = self.agreement.reduce(torch.stack([loss, grad_norm, *scale]), digest)
+        measured, by_rank = self.agreement.reduce(torch.stack([loss, grad_norm, *scale]))
         scaled = None
         if self._own_rates:
             moving = [weight for group in groups if self._has_own_rate(group) for weight in group["params"]]
@@ -235,6 +230,14 @@ class Updater:
     def decays_fast(self) -> bool:
         """Say whether a weight decay may take the weights away before they learn: with usual ones they learn faster."""
         return any(float(group.get("weight_decay") or 0.0) >= _STRONG_DECAY for group in self._groups())
+
+    def rates(self, step: int) -> list[int]:
+        """Return the planned rates to a hundredth, as the last digit differs between machines.
+
+        Of logarithms: no round rate is at a border.
+        """
+        planned = [setting["lr"] for schedule in self.schedules for setting in schedule.settings(step)]
+        return [round(200 * math.log(rate)) for rate in planned if isinstance(rate, float) and 0 < rate < math.inf]
 
     def note_rates(self, given: Settings = ()) -> None:
         """Note the rates of the groups: an optimizer may have changed those that were `given` in its step."""
@@ -332,13 +335,6 @@ def _built_state(optimizer: Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
                 return {}  # it has made some
             built.setdefault(weight, {})[name] = one.flatten()[:1].clone().expand(one.shape or (1,)).reshape(one.shape)
     return built
-
-
-def _digest_of_rates(settings: Settings) -> int:
-    """To a hundredth, as the last digit differs between machines; of logarithms: no round rate is at a border."""
-    rates = [setting["lr"] for setting in settings]
-    logs = [round(200 * math.log(rate)) for rate in rates if isinstance(rate, float) and 0 < rate < math.inf]
-    return crc32(repr(logs).encode()) % DIGESTS
 
 
 class Precision:

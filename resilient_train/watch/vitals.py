@@ -72,12 +72,11 @@ def read_vitals(
     """Make the vitals of an update; `step` updates were accepted before it.
 
     The numbers are its loss, its gradient norm, the loss scale if there is one; with several ranks also whether one
-    asks to stop, and the largest and the least of their digests. `by_rank`, called after trouble only, returns a row
-    for each rank, which begins with its loss and gradient norm.
+    asks to stop. `by_rank`, called after trouble only, returns a row for each rank, which begins with its loss and
+    gradient norm.
     """
     loss, grad_norm, *rest = numbers
     scale = rest.pop(0) if has_scale else None
-    stop_asked, most, least = rest or (0.0, 0.0, 0.0)
     signal = None  # the reason for which the gate refused the update
     if not isfinite(loss):
         signal = Signal.NONFINITE_LOSS
@@ -101,8 +100,7 @@ def read_vitals(
         overflowed,
         scale,
         ranks=() if signal is None else _where_not_finite(by_rank()),
-        stop_asked=stop_asked > 0,
-        ranks_agree=most == least,
+        stop_asked=any(rest),
         lr_ratio=lr_ratio,
     )
 

@@ -19,10 +19,8 @@ from resilient_train.adapters.guard import Guard
 from resilient_train.drills import BitFlip, Drill
 from resilient_train.ranks.world import odd_ones
 from resilient_train.reader import MemoryConfig
-from resilient_train.recover.decide import update_digest
-from resilient_train.recover.knobs import KnobValues
 from resilient_train.types import Vitals
-from resilient_train.update.gate import DIGESTS, Agreement
+from resilient_train.update.gate import Agreement
 from resilient_train.watch.config import Every, named
 from resilient_train.watch.layout import digest
 from resilient_train.watch.scans import Replicas
@@ -32,16 +30,13 @@ CPU = torch.device("cpu")
 INF, NAN = math.inf, math.nan
 
 
-def heard(rows: Sequence[Sequence[float]], *, digests: Sequence[int] = ()) -> tuple[Vitals, int]:
+def heard(rows: Sequence[Sequence[float]]) -> tuple[Vitals, int]:
     """What the last rank hears, and how many numbers its host reads; `rows` are loss and norm of each."""
 
     def gathered(mine: torch.Tensor) -> torch.Tensor:
-        others = [[*row[:2], 0.0, float(digests[rank])] for rank, row in enumerate(rows[:-1])]
-        return torch.cat([torch.tensor(others), mine[None]])
+        return torch.cat([torch.tensor([[*row[:2], 0.0] for row in rows[:-1]]), mine[None]])
 
-    digests = digests or [7] * len(rows)
-    agreement = Agreement(gathered, CPU)
-    numbers, table = agreement.reduce(torch.tensor(rows[-1]), digests[-1])
+    numbers, table = Agreement(gathered, CPU).reduce(torch.tensor(rows[-1]))
     assert table is not None
     limits = (1e30, 1e30)
     vitals = read_vitals(
@@ -68,44 +63,12 @@ def test_one_verdict_of_all_ranks(rows: list[list[float]], loss: float, norm: fl
     assert vitals.ranks == ranks
 
 
-@pytest.mark.parametrize(
-    ("digests", "alike"),
-    [
-        ([7, 7, 7], True),
-        ([0, 0, 0], True),
-        ([DIGESTS - 1] * 3, True),
-        ([DIGESTS - 1, DIGESTS - 2, DIGESTS - 1], False),
-        ([1, 0, 0], False),
-    ],
-)
-def test_digests_are_compared_to_the_last_bit(digests: list[int], alike: bool) -> None:
-    assert heard([[1, 1]] * 3, digests=digests)[0].ranks_agree is alike
-
-
 @pytest.mark.parametrize("scale", [(), (1024.0,)])
 def test_what_the_host_reads_does_not_grow_with_the_ranks(scale: tuple[float, ...]) -> None:
     """Of two ranks and of two thousand it is as much; the loss scale stays this rank's own."""
     (few, small), (many, large) = heard([[1, 1, *scale]] * 2), heard([[1, 1]] * 1999 + [[1, 1, *scale]])
     assert small == large
     assert few.loss_scale == many.loss_scale == (scale[0] if scale else None)
-
-
-ALIKE: dict[str, Any] = {"decisions": 5, "step": 7, "tick": 9, "start": 64, "samples": 8, "knobs": KnobValues()}
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        *({"decisions": 6}, {"step": 8}, {"tick": 10}, {"start": 72}, {"samples": 16}),
-        *({"knobs": one} for one in (KnobValues(lr=0.5), KnobValues(clip=0.5), KnobValues(eps=10.0))),
-        {"knobs": KnobValues(higher_precision=True)},
-    ],
-)
-def test_the_digest_of_an_update_tells_what_is_not_alike(other: dict[str, Any]) -> None:
-    """Each of the things that ranks have to agree on changes it; it is exact in float32."""
-    mine, its = update_digest(**ALIKE), update_digest(**{**ALIKE, **other})
-    assert mine != its
-    assert all(float(torch.tensor(float(one))) == one < DIGESTS for one in (mine, its))
 
 
 @pytest.mark.parametrize(
@@ -127,7 +90,7 @@ def test_who_differs_is_told_by_the_majority(said: list[int], odd: tuple[int, ..
     assert odd_ones(said) == odd
 
 
-def test_a_rank_that_decides_otherwise_ends_the_run_on_all(tmp_path: Path) -> None:
+def test_a_rank_that_does_otherwise_ends_the_run_on_all(tmp_path: Path) -> None:
     """One line that names the ranks, code 1, an incident, and a proven state on disk."""
     own = ["-m", "odd_rank", "model=mlp", "data=digits", "objective=classification", "run.steps=60", "run.dir=run"]
     own += ["accelerate.cpu=true", "tracking=none", "drill=nan_grad", "drill.at=[46]"]
