@@ -17,6 +17,7 @@ from kills import checkpoints, incidents, summary
 
 from resilient_train.adapters.guard import Guard
 from resilient_train.drills import BitFlip, Drill
+from resilient_train.errors import RanksDiffer
 from resilient_train.ranks.world import odd_ones
 from resilient_train.reader import MemoryConfig
 from resilient_train.types import Vitals
@@ -156,13 +157,13 @@ def test_all_are_equal_where_the_largest_is_the_least(largest: list[int], is_equ
 STEPS, STRUCK = 50, 33  # both ends of a run are compared; this is in the middle of an interval
 
 
-def guarded(accelerator: Accelerator, flips: list[BitFlip], every: int) -> Guard:
+def guarded(accelerator: Accelerator, flips: list[BitFlip], every: int, rate: float = 1e-2) -> Guard:
     fired: set[int] = set()
     checks = named("default")
     checks.replicas.every = every
     torch.manual_seed(0)
     model = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True)
     return Guard(
         *(accelerator, accelerator.prepare(model), optimizer),
         data=Rows("none"),
@@ -176,7 +177,7 @@ def guarded(accelerator: Accelerator, flips: list[BitFlip], every: int) -> Guard
 
 
 def learned(bit: int) -> list[dict[str, Any]]:
-    """Train, on a rank, one run after the other: one without a fault, and others in which a bit flips on rank 1."""
+    """Train, on a rank: a run without a fault, some in which a bit flips on rank 1, and one with rates that differ."""
     accelerator = Accelerator(cpu=True)
     found = []
     for at, every in ((), 20), ((STRUCK,), 20), ((STRUCK,), 1), ((STEPS,), 20):
@@ -184,6 +185,8 @@ def learned(bit: int) -> list[dict[str, Any]]:
         trained(guard, STEPS)
         found.append({"incidents": guard.incidents, "weights": guard.state.weights_sha256(), "tick": guard.clock.tick})
         guard.close()
+    with pytest.raises(RanksDiffer, match="ranks 0, 1 and 2 decided differently in update 1"):
+        trained(guarded(accelerator, [], 20, rate=1e-3 * (1 + accelerator.process_index)), STEPS)
     guard.world.leave()
     return found
 
