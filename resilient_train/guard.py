@@ -77,8 +77,8 @@ class EngineGuard:
             if tries_rates and self._checks.asks_for_rates(step, self._ring.travelled) and self.settle():
                 self._recovery.try_rates()
             # Take the snapshot here, after the loop's own code for the last update (for example an EMA) has run.
-            self._updater.adopt_groups()  # first: the schedule is in the copy
             if self._ring.is_due(step := self.attempted_step):
+                self._updater.adopt_groups()  # first: the schedule is in the copy
                 if self._pending is None:
                     self._controls.snapshot(step)
                 elif (snapshot := self._ring.take(step)) is not None:  # None: it has a snapshot already, or no slot
@@ -129,8 +129,7 @@ class EngineGuard:
 
     def _begin(self, update: Update) -> None:
         self._turn.begin()
-        knobs = self._controls.knobs.values
-        self._parts.precision.set(higher=knobs.higher_precision)
+        self._parts.precision.set(higher=self._controls.knobs.higher_precision > 0)
         tick, backup = self.clock.tick + 1, self._backups.take()
         self._current = begun = Transaction(update, tick, self.attempted_step + 1, backup)
         self._newest_update = update
