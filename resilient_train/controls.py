@@ -43,7 +43,7 @@ class Controls(RunControl):
         self.micro_batch = 0  # rows of a micro-batch that fit into memory, where it was made smaller
         self.quarantined, self._rows = quarantined, QuarantinedRows(parts.samples, quarantined)
         self.patches = Patches(parts.search.tried if parts.search is not None else set())
-        updater, reference = parts.updater, parts.checks.rewind_check
+        updater, reference = parts.updater, parts.checks.episode
 
         def set_micro_batch(rows: Any) -> None:
             self.micro_batch = int(rows)
@@ -149,7 +149,7 @@ class Controls(RunControl):
     def case(self, anomaly: Anomaly, diagnosis: Diagnosis, leap: Leap | None) -> Case:
         """Collect what decides which remedies apply. It is a collective: all ranks call it together."""
         parts = self._parts
-        verified, reference = parts.ring.verified_until(anomaly.since), parts.checks.rewind_check.reference
+        verified, reference = parts.ring.verified_until(anomaly.since), parts.checks.episode.reference
         return Case(
             anomaly,
             diagnosis,

@@ -71,7 +71,7 @@ class Intended:
         level = explainer.level_at_first(anomaly, checks.config.overshoot.times)
         if level is not None:
             checks.early_divergence.begins_with(level)
-            checks.rewind_check.end()
+            checks.episode.end()
         return level is not None
 
     def learn_again(self, anomaly: Anomaly, why: ReferenceInvalid) -> None:
@@ -145,7 +145,7 @@ class Intended:
 
     @property
     def _level(self) -> float:
-        reference = self._checks.rewind_check.reference
+        reference = self._checks.episode.reference
         return inf if reference is None else reference.level
 
     def _note(self, what: Facts, step: int) -> None:
@@ -201,7 +201,7 @@ class Recovery:
 
     def update_accepted(self, update: Update, *, was_limited: bool) -> None:
         """Count a healthy update. `was_limited`: a remedy kept its learning rate below the schedule's."""
-        history, check, step = self.incident_log.run_history, self.parts.checks.rewind_check, self.parts.clock.step
+        history, check, step = self.incident_log.run_history, self.parts.checks.episode, self.parts.clock.step
         if self._observed is not None and step >= self._anomalous_step + self._recovered_after:
             self._end_observed()
         self.controls.knobs.advance(was_limited=was_limited, may_relax=check.is_at_reference(step))
@@ -236,7 +236,7 @@ class Recovery:
         # Diagnose.
         history = recent(self.policy, self.incident_log.incidents, parts.clock.tick)
         try:
-            reference = checks.rewind_check.reference
+            reference = checks.episode.reference
             diagnosis, leap = self.explainer.explain(anomaly, update, refused, history, reference, leap)
         except ReferenceInvalid as why:
             self.intended.learn_again(anomaly, why)
@@ -254,7 +254,7 @@ class Recovery:
         decision = parts.world.on_main(lambda: decide(self.policy, case, history))
         self._set_reference(anomaly, diagnosis, decision)
         before = self.incident_log.continued(anomaly, diagnosis, decision)
-        is_off, effects = checks.rewind_check.is_open, controls.effects
+        is_off, effects = checks.episode.is_open, controls.effects
         incident = before or self.incident_log.open(
             anomaly, diagnosis, decision, is_off=is_off, effects=effects.changes()
         )
@@ -287,7 +287,7 @@ class Recovery:
                 self.controls.note()
             return
         parts.checks.require_recovery(step, step)
-        if parts.checks.rewind_check.is_open:
+        if parts.checks.episode.is_open:
             parts.ring.keep_reference(step)
         fell = fact("weights_fell", share=found.left) if found.left < 1 else ()
         anomaly = Anomaly(Signal.NO_PROGRESS, step, parts.clock.tick, found.since, check.evidence + fell)
@@ -328,13 +328,13 @@ class Recovery:
         rewinds = any(action.remedy == "rewind" for action in actions)
         if diagnosis.cause is Cause.CORRUPTION and (rewinds or decision.gave_up):
             if checks.is_only_reported:
-                checks.rewind_check.end()
+                checks.episode.end()
             return  # a rewind recomputes the same updates bit for bit, so there is nothing to compare
         if anomaly.reached_weights:
             is_mild_ladder = all(is_mild(rung.do) for rung in self.policy.ladder(diagnosis.cause))
             is_reported = is_mild_ladder and bool(actions) and is_mild(actions)  # and nothing more will be done
             checks.require_recovery(anomaly.since, _reached(anomaly), is_only_reported=is_reported)
-            if checks.rewind_check.is_open:
+            if checks.episode.is_open:
                 self.parts.ring.keep_reference(anomaly.since)
 
     def _give_up(self, incident: Incident) -> NoReturn:
@@ -360,7 +360,7 @@ class Recovery:
             path = self.keeper.restore(since)
             ring.clear()
         self.parts.updates.rewound(self.parts.clock.step)
-        self.parts.checks.rewind_check.end()
+        self.parts.checks.episode.end()
         return path, snapshot is not None or path is not None
 
     def require_agreement(self) -> None:
@@ -436,7 +436,7 @@ class Recovery:
 
     def finish(self) -> None:
         """The run is complete: close its incidents, as recovered if the loss is back or was never off."""
-        check, is_back = self.parts.checks.rewind_check, self._is_back()
+        check, is_back = self.parts.checks.episode, self._is_back()
         self._ended_damaged = self._observed is not None
         self._end_observed()
         outcome = Outcome.RECOVERED if is_back else Outcome.UNRECOVERED
@@ -446,7 +446,7 @@ class Recovery:
         self.incident_log.close_all(outcome, healthy_since=self.parts.clock.step - self._recovered_after)
 
     def _is_back(self) -> bool:
-        check = self.parts.checks.rewind_check
+        check = self.parts.checks.episode
         return not check.is_open or check.ends_back(self.parts.clock.step)
 
     def is_unrecovered(self) -> bool:
@@ -456,7 +456,7 @@ class Recovery:
     def end_unrecovered(self) -> GaveUp:
         """End a run whose loss is not back: its result is the best verified state. Returns the error to raise."""
         checks, clock = self.parts.checks, self.parts.clock
-        reference = checks.rewind_check.reference
+        reference = checks.episode.reference
         assert reference is not None
         since, newest = checks.not_recovered_since(clock.step), self.parts.ring.newest_verified()
         self.keeper.distrust(max(since, newest.step if newest else 0))  # what was left on the way is no result either

@@ -240,7 +240,7 @@ class Guard(guard.EngineGuard):
         self._owes_resume = False
         resumed = self._recovery.resume(is_explained=self._sizer.previous_ran_out())
         self._sizer.as_before(self._keeper.previous_samples_per_update)
-        self._checks.rewind_check.resumed(self.clock.step)
+        self._checks.episode.resumed(self.clock.step)
         self.seeds.between(self.samples.position)
         return resumed
 
@@ -412,7 +412,7 @@ class Guard(guard.EngineGuard):
                 raise RanksDiffer(f"{say(found.evidence)}, before the first update: {_FROM_THE_START}")
             if self._keeper.is_verified or self._ring.is_due(self.clock.step):  # else no snapshot is taken at this step
                 self._controls.snapshot(self.clock.step, verified=self._keeper.is_verified)
-            if self._checks.rewind_check.is_open:  # since before the process ended
+            if self._checks.episode.is_open:  # since before the process ended
                 self._ring.keep_reference(self.clock.step)
 
     def _complete(self) -> None:

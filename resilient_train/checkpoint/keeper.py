@@ -49,7 +49,7 @@ class CheckpointKeeper:
         self._is_sharded = parts.state.is_sharded  # all ranks gather what a checkpoint holds, at the same update
         common = parts.world.on_main(lambda: directory) if self._is_sharded else directory
         self._writes, self._store = common is not None, Store(common or Path(os.devnull))
-        reference = parts.checks.rewind_check.reference_step
+        reference = parts.checks.episode.reference_step
         self._writer = Writer(self._store, keep=config.keep, keep_every=config.keep_every, reference=reference)
         self.resumption = Resumption(parts, history, self.progress, self._store, directory, how)
         self.previous_samples_per_update = 0  # as in ResumePlan

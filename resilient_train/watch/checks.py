@@ -16,7 +16,7 @@ from resilient_train.watch.limit import GradLimit, Refusals, ScaleCollapse, loss
 from resilient_train.watch.loss import Alarm, Creep, Jump, Level, PlainState, load, load_each, plain
 from resilient_train.watch.purpose import PROBE_RATE, Probe
 from resilient_train.watch.rate import EarlyDivergence, NoProgress, RateRise
-from resilient_train.watch.reference import Reference, RewindCheck, Standing
+from resilient_train.watch.reference import Episode, Reference, Standing
 from resilient_train.wording import log
 
 REMEMBERED = 10_000  # updates: further back than the memory snapshots of a run reach
@@ -54,12 +54,12 @@ class Checks:
         self.jump = Jump(config.jump, self.level)
         self.creep = Creep(config.creep, self.level)
         self.rate = RateRise(config.rate)
-        self.rewind_check = RewindCheck(config.probation)
+        self.episode = Episode(config.probation)
         self.no_progress = NoProgress(config.no_progress)
         self._scale = ScaleCollapse(config.scale)
         self.refusals = Refusals(config.limit)
         self._checks = {name: one for name, one in vars(self).items() if isinstance(one, PlainState)}
-        self._lasting = {name: one for name, one in self._checks.items() if one.persistent and one != self.rewind_check}
+        self._lasting = {name: one for name, one in self._checks.items() if one.persistent and one != self.episode}
         self._empty = self.state_dict()
         # Loss and gradient norm of accepted updates, by step. Of a dict, the first entry is slow to find and remove.
         self._accepted = OrderedDict[int, tuple[float, float]]()
@@ -101,7 +101,7 @@ class Checks:
     def require_recovery(self, since: int, step: int, *, is_only_reported: bool = False) -> None:
         """Compare the run with its losses up to `since`: damage came after that and was noticed at `step`."""
         if self.config.probation.every:
-            self.rewind_check.begin(self._reference_at(since), step, since)
+            self.episode.begin(self._reference_at(since), step, since)
             self.is_only_reported = is_only_reported
 
     def _reference(self, until: int) -> Reference | None:
@@ -113,11 +113,11 @@ class Checks:
 
     @property
     def _is_silent(self) -> bool:
-        return self.rewind_check.is_open and self.is_only_reported
+        return self.episode.is_open and self.is_only_reported
 
     def asks_for_rates(self, step: int, travelled: Callable[[], float]) -> bool:
         """Say whether lower learning rates should be tried, as the loss stands; not while an incident is open."""
-        may_ask, is_suspect = not self.rewind_check.is_open, self.early_divergence.is_suspect
+        may_ask, is_suspect = not self.episode.is_open, self.early_divergence.is_suspect
         return may_ask and step not in self.declared and self.no_progress.asks(step, travelled, is_suspect=is_suspect)
 
     def loss_at(self, step: int) -> float | None:
@@ -129,7 +129,7 @@ class Checks:
 
     def loss_excess(self) -> float:
         """How far the loss is above the reference, relative to the size of such losses; 0 if not known."""
-        reference = self.rewind_check.reference
+        reference = self.episode.reference
         return reference.excess(self._median_latest()) if reference is not None and self._latest else 0.0
 
     def _median_latest(self) -> float:
@@ -143,17 +143,17 @@ class Checks:
         Measurements up to `since`, or to the step of an older reference, are trusted and do not rewind: a run that goes
         back to its beginning would learn any loss as usual.
         """
-        reference = self.rewind_check.reference
+        reference = self.episode.reference
         trusted = since if reference is None else max(since, reference.step)
         self._accepted = OrderedDict((other, one) for other, one in self._accepted.items() if other <= trusted)
         self._latest.clear()
         self._step = step
-        self.rewind_check.rewound(step, {other: loss for other, (loss, _) in self._accepted.items()}, rate)
+        self.episode.rewound(step, {other: loss for other, (loss, _) in self._accepted.items()}, rate)
         if len(self._accepted) >= self.config.limit.warmup:
             self.grad_limit.bound(max(norm for _, norm in self._accepted.values()))
 
     def stayed(self, step: int, rate: float) -> None:
-        self.rewind_check.stayed(step, self._latest, rate)
+        self.episode.stayed(step, self._latest, rate)
 
     def judge(self, vitals: Vitals) -> Finding:
         self._step = vitals.step
@@ -165,7 +165,7 @@ class Checks:
         if self._repeats > _MOST_REPEATS and vitals.refused is not None:  # the raised limit refuses it again
             evidence = _measured(vitals) + fact("refused_again", times=self._repeats)
             return replace(finding, anomaly=_refused(vitals, vitals.refused, evidence))
-        anomaly, is_new = finding.anomaly, not self.rewind_check.is_open
+        anomaly, is_new = finding.anomaly, not self.episode.is_open
         if anomaly is not None and anomaly.landed and (is_new or anomaly.signal is not Signal.NOT_RECOVERED):
             # New damage counts as only reported, until the policy has done something about it.
             self.require_recovery(anomaly.since, anomaly.step, is_only_reported=is_new or self.is_only_reported)
@@ -199,7 +199,7 @@ class Checks:
 
     def _judge_landed(self, vitals: Vitals) -> Anomaly | None:
         """Update the checks and return the first alarm; None while damage is only reported."""
-        step, loss, check = vitals.step, vitals.loss, self.rewind_check
+        step, loss, check = vitals.step, vitals.loss, self.episode
         outside = self._is_outside(loss)
         jumped = self.jump.see(step, loss, outside)
         if check.learns_again(step, self._median_latest()):
@@ -226,7 +226,7 @@ class Checks:
 
     def _is_outside(self, loss: float) -> bool:
         jump = self.config.jump
-        above = bool(jump.every) and self.rewind_check.is_above(loss, jump.sigmas, jump.share)
+        above = bool(jump.every) and self.episode.is_above(loss, jump.sigmas, jump.share)
         return above or self.jump.is_outside(loss)
 
     def _judge_refused(self, vitals: Vitals, signal: Signal) -> Finding:
@@ -255,7 +255,7 @@ class Checks:
 
         Nor one at which the loss was far above the best level of the run already.
         """
-        verified = self.rewind_check.stands_on if self.rewind_check.is_open else None
+        verified = self.episode.stands_on if self.episode.is_open else None
         then, best = self._reference(alarm.since), self.best.until(alarm.since)
         share = self.config.jump.share
         if then is not None and best is not None and self.best.is_above(then.level, then.scatter, alarm.since, share):
@@ -264,12 +264,12 @@ class Checks:
         return _landed(vitals, signal, alarm.evidence, since)
 
     def not_recovered(self, vitals: Vitals) -> Anomaly:
-        evidence, since = self.rewind_check.evidence(vitals.step), self.not_recovered_since(vitals.step)
+        evidence, since = self.episode.evidence(vitals.step), self.not_recovered_since(vitals.step)
         return _landed(vitals, Signal.NOT_RECOVERED, evidence, since)
 
     def not_recovered_since(self, step: int) -> int:
         """The newest trusted step of a run that is not back: what it did since the rewind does not count."""
-        reference, stands_on = self.rewind_check.reference, self.rewind_check.stands_on
+        reference, stands_on = self.episode.reference, self.episode.stands_on
         assert reference is not None
         return min(reference.step if stands_on is None else stands_on, step)
 
@@ -290,7 +290,7 @@ class Checks:
         self._accepted.clear()
         for check in (self.level, self.jump, self.rate, self.creep, self.no_progress, self.grad_limit):
             check.forget()
-        self.rewind_check.end()
+        self.episode.end()
         self.probe = None
         self.early_divergence.is_over = True
 

@@ -103,7 +103,7 @@ def line(values: Sequence[float]) -> tuple[float, float, float]:
     return slope, residual / sqrt(square), residual
 
 
-class RewindCheck(PlainState):
+class Episode(PlainState):
     """From damage on, compares the run with the reference, until its loss was there for a whole window.
 
     The window begins at `goal`, the step that the run had reached. The losses rewind with the run, reference and goal

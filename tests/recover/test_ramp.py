@@ -12,7 +12,7 @@ from test_reference import passed
 from resilient_train.recover.decide import decide
 from resilient_train.types import Cause, Diagnosis
 from resilient_train.watch.config import named
-from resilient_train.watch.reference import Reference, RewindCheck, Standing
+from resilient_train.watch.reference import Episode, Reference, Standing
 
 
 @pytest.mark.parametrize(("since", "usual"), [(None, None), (390, None), (300, 1.01**100), (250, 1.01**50)])
@@ -33,7 +33,7 @@ def test_a_warm_up_without_its_rewind_is_no_treatment(snapshots: int, rung: int)
 
 def test_what_no_rewind_undoes_has_time_to_be_learned_again() -> None:
     """As long as it took to lose it, at half the rate twice as long; until then only higher losses count."""
-    check = RewindCheck(named("default").probation)
+    check = Episode(named("default").probation)
     check.begin(Reference(100, 1.0, 0.1, 0.0, 1.0, 48), goal=200, since=100)
     check.stayed(200, [3.0, 2.9, 3.1], rate=0.5)
     assert check.goal == 400
@@ -41,7 +41,7 @@ def test_what_no_rewind_undoes_has_time_to_be_learned_again() -> None:
     assert set(looks) == {Standing.UNDECIDED}
     assert check.learns_again(399, 3.0)
     assert not check.learns_again(399, 3.2)
-    restored = RewindCheck(check.config)
+    restored = Episode(check.config)
     restored.load_persistent_state(check.persistent_state())
     restored.resumed(260)  # no rewind: nothing else is known by now
     assert restored.learns_again(399, 3.0)

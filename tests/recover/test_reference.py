@@ -21,7 +21,7 @@ from resilient_train.recover.remedies import cut
 from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, Vitals, fact
 from resilient_train.watch.config import named
 from resilient_train.watch.loss import without_top
-from resilient_train.watch.reference import WINDOW, Reference, RewindCheck, Standing, falls
+from resilient_train.watch.reference import WINDOW, Episode, Reference, Standing, falls
 from resilient_train.watch.vitals import Leap, UpdateHistory
 
 SIGMAS, SHARE = 4.0, 0.03
@@ -94,7 +94,7 @@ def test_few_losses_are_a_rough_reference() -> None:
 @pytest.mark.parametrize(("losses", "lowest"), [([2.0, 9.0, 4.0], 12.0), ([4.0] * 9 + [3.9, 4.1], 5.39)])
 def test_what_a_few_losses_cannot_judge_is_learned(losses: list[float], lowest: float) -> None:
     """A loss is above them where no noise explains it: where that is not known, by twice their size."""
-    check = RewindCheck(named("default").probation)
+    check = Episode(named("default").probation)
     check.begin(Reference.of(by_step(losses), 20), 20, 20)
     assert not check.is_above(lowest - 0.01, SIGMAS, 0.35)
     assert check.is_above(lowest + 0.01, SIGMAS, 0.35)
@@ -166,7 +166,7 @@ def test_what_is_above_and_falls_is_undecided(steepness: float, seed: int) -> No
     assert falls(down)
     assert not falls(down[::-1])
     for losses, expected in ((down, Standing.UNDECIDED), (down[::-1], Standing.OFF), ([6.0] * 50, Standing.OFF)):
-        check = RewindCheck(named("default").probation)
+        check = Episode(named("default").probation)
         check.begin(made(flat, seed=seed), 100, 100)
         assert [check.see(101 + place, loss) for place, loss in enumerate(losses)][-1] is expected
 
@@ -207,12 +207,12 @@ def test_how_far_a_loss_is_above_it(loss: float, off: float) -> None:
 
 def test_a_reference_outlives_the_process() -> None:
     """What it has in memory passes through a file, and the next process measures against the same place."""
-    check = RewindCheck(named("default").probation)
+    check = Episode(named("default").probation)
     assert check.persistent_state() is None
     way = by_step(losses_of(falling, 100))
     check.begin(Reference.of(way, 95), 100, 95)
     check.rewound(50, {step: loss for step, loss in way.items() if step <= 95})
-    again = RewindCheck(named("default").probation)
+    again = Episode(named("default").probation)
     again.load_persistent_state(json.loads(json.dumps(check.persistent_state())))
     assert again.persistent_state() == check.persistent_state()
     assert (again.reference, again.goal, again.came_from) == (check.reference, 100, 50)
@@ -222,7 +222,7 @@ def test_a_reference_outlives_the_process() -> None:
 
 def test_a_newer_anomaly_does_not_move_the_reference() -> None:
     """Behind a rewind the older reference holds; it is replaced only where trouble began before the two ways parted."""
-    check = RewindCheck(named("default").probation)
+    check = Episode(named("default").probation)
     way = by_step(losses_of(flat, 200))
     first, second, third = (Reference.of(way, until) for until in (190, 150, 120))
     check.begin(first, 200, 190)
@@ -241,7 +241,7 @@ def test_a_run_at_its_end_is_back_or_off() -> None:
         ([4.0] * 5, False),
         ([6.0 - 0.05 * place for place in range(50)], False),
     ]:
-        check = RewindCheck(named("default").probation)
+        check = Episode(named("default").probation)
         check.begin(reference, 100, 100)
         check.rewound(100, {})
         for step, loss in enumerate(again, 101):

@@ -289,7 +289,7 @@ def test_a_change_nobody_undid_is_told_once_and_never_becomes_usual() -> None:
     assert run.alarms((loss, norm) for loss, norm in curve(3000, seed=1, low=6.0)[400:]) == []
     assert run.checks.state_dict()["level"] == level
     assert run.checks.limits == limits
-    assert run.checks.rewind_check.is_open
+    assert run.checks.episode.is_open
 
 
 def test_a_change_that_was_told_and_went_away_is_told_again_when_it_returns() -> None:
@@ -299,9 +299,9 @@ def test_a_change_that_was_told_and_went_away_is_told_again_when_it_returns() ->
     assert len(run.alarms(up)) == 1
     half = run.checks.config.probation.window // 2
     assert run.alarms(down[:half]) == []
-    assert run.checks.rewind_check.is_open
+    assert run.checks.episode.is_open
     assert run.alarms(down[half:]) == []
-    assert not run.checks.rewind_check.is_open
+    assert not run.checks.episode.is_open
     assert len(run.alarms(up)) == 1
 
 
@@ -311,7 +311,7 @@ def test_a_change_that_was_declared_becomes_usual() -> None:
     assert len(run.alarms([(6.0, 1.0)] * 50)) == 1
     run.checks.expect(run.step + 1)
     assert run.alarms(curve(800, seed=1, low=6.0)[400:]) == []
-    assert not run.checks.rewind_check.is_open
+    assert not run.checks.episode.is_open
     (alarm,) = run.alarms((loss * 2, norm) for loss, norm in curve(20, seed=2, low=6.0))
     assert alarm.signal is Signal.LOSS_SPIKE
 
@@ -323,7 +323,7 @@ def test_how_far_the_loss_is_off_is_said_by_losses_that_are_finite(losses: list[
     run.checks.require_recovery(run.step, run.step + 1)
     for loss in losses:
         run.attempt(loss)
-    reference: Any = run.checks.rewind_check.reference
+    reference: Any = run.checks.episode.reference
     assert run.checks.loss_excess() == pytest.approx(reference.excess(median))
 
 
@@ -341,7 +341,7 @@ def test_what_rewinds_cannot_undo_is_an_alarm_each_time(climb: float) -> None:
         run.rewind(found, copy.deepcopy(state), 550)
     assert {one.signal for one in alarms} <= {Signal.LOSS_SPIKE, Signal.NOT_RECOVERED}
     assert all(600 < one.step <= 613 for one in alarms), "none of them is later than the first look behind the jump"
-    reference: Any = run.checks.rewind_check.reference
+    reference: Any = run.checks.episode.reference
     assert reference.level == pytest.approx(3.07, abs=0.1)
     assert reference.step <= 600
 
@@ -545,7 +545,7 @@ def test_whether_a_rewind_has_helped(rise: float, noise: float, told_after: int 
     since = run.step
     run.rewind(Anomaly(Signal.DIVERGENCE, since, run.tick, since), run.checks.state_dict(), since)
     found = run.alarms((3.0 * rise * (1 + dice.gauss(0, noise)), 1.0) for _ in range(59))
-    assert run.checks.rewind_check.is_open == bool(found) == (told_after is not None)
+    assert run.checks.episode.is_open == bool(found) == (told_after is not None)
     for first in found[:1]:
         assert told_after is not None
         assert first.step - since <= told_after
@@ -581,7 +581,7 @@ def test_the_way_back_after_a_deep_rewind_may_start_higher(back_to: int, seed: i
     """Losses as high as they were on the way are no alarm, and the run is back a window behind where it had been."""
     run, alarms = way_back(back_to, seed=seed)
     assert (alarms, run.step) == ([], 580)
-    assert not run.checks.rewind_check.is_open
+    assert not run.checks.episode.is_open
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -597,7 +597,7 @@ def test_a_deep_rewind_that_has_not_helped(back_to: int, seed: int) -> None:
     assert 500 < first.step <= 550
     run.rewind(first, five_hundred(seed)[1][back_to], back_to)
     assert run.alarms(curve(580, seed=10 + seed)[back_to:]) == []
-    assert not run.checks.rewind_check.is_open
+    assert not run.checks.episode.is_open
 
 
 def resume(run: Run) -> None:
@@ -605,7 +605,7 @@ def resume(run: Run) -> None:
     resumed = Checks(run.checks.config)
     resumed.load_state_dict(json.loads(json.dumps(run.checks.state_dict())))
     resumed.load_persistent_state(json.loads(json.dumps(run.checks.persistent_state())))
-    resumed.rewind_check.load_persistent_state(json.loads(json.dumps(run.checks.rewind_check.persistent_state())))
+    resumed.episode.load_persistent_state(json.loads(json.dumps(run.checks.episode.persistent_state())))
     run.checks = resumed
 
 
