@@ -351,8 +351,8 @@ class EngineGuard:
             self._examination.learn_usual_batches(accepted.inputs)
         if accepted.snapshot is not None:
             accepted.snapshot.effects = self._controls.effects.state_dict()
-        is_back = self._checks.episode.is_at_reference(step)
-        is_back |= self._checks.is_only_reported and not recovery.observes
+        episode = self._checks.episode
+        is_back = episode.is_at_reference(step) or (episode.is_only_reported and not recovery.observes)
         scanned, after, self._ring.best_step = self._scans.clean_step, self._verify_after, self._checks.best.step
         self._ring.verify(healthy_until=step, scanned_until=scanned, after=after, is_back=is_back)
         self.samples.forget_before(self._ring.oldest_position(accepted.update.start))

@@ -327,7 +327,7 @@ class Recovery:
         checks, actions = self.parts.checks, decision.actions
         rewinds = any(action.remedy == "rewind" for action in actions)
         if diagnosis.cause is Cause.CORRUPTION and (rewinds or decision.gave_up):
-            if checks.is_only_reported:
+            if checks.episode.is_only_reported:
                 checks.episode.end()
             return  # a rewind recomputes the same updates bit for bit, so there is nothing to compare
         if anomaly.reached_weights:
@@ -451,7 +451,7 @@ class Recovery:
 
     def is_unrecovered(self) -> bool:
         """Say whether the run may not end as it is: the loss is not back, and the policy does more than report that."""
-        return not (self._is_back() or self.parts.checks.is_only_reported or self.observes)
+        return not (self._is_back() or self.parts.checks.episode.is_only_reported or self.observes)
 
     def end_unrecovered(self) -> GaveUp:
         """End a run whose loss is not back: its result is the best verified state. Returns the error to raise."""

@@ -42,7 +42,7 @@ class Checks:
     on, until the loss is back at its reference, nothing is learned from losses above that.
     """
 
-    persistent = ("is_only_reported", "is_changed", "nan_is_usual", "declared", "probe")
+    persistent = ("is_changed", "nan_is_usual", "declared", "probe")
     records: ClassVar = {"probe": Probe.from_plain}
 
     def __init__(self, config: ChecksConfig) -> None:
@@ -63,7 +63,6 @@ class Checks:
         self._empty = self.state_dict()
         # Loss and gradient norm of accepted updates, by step. Of a dict, the first entry is slow to find and remove.
         self._accepted = OrderedDict[int, tuple[float, float]]()
-        self.is_only_reported = False  # the policy does nothing about the damage, so one alarm about it is enough
         self.is_changed = False  # what is usual was learned again: the beginning of the run is no measure any more
         self.nan_is_usual = False  # healthy batches hold values that are not finite, such as masks
         self.knows_usual_batches = False  # the process before has learned that
@@ -101,8 +100,7 @@ class Checks:
     def require_recovery(self, since: int, step: int, *, is_only_reported: bool = False) -> None:
         """Compare the run with its losses up to `since`: damage came after that and was noticed at `step`."""
         if self.config.probation.every:
-            self.episode.begin(self._reference_at(since), step, since)
-            self.is_only_reported = is_only_reported
+            self.episode.begin(self._reference_at(since), step, since, is_only_reported=is_only_reported)
 
     def _reference(self, until: int) -> Reference | None:
         return Reference.of({step: loss for step, (loss, _) in self._accepted.items()}, until, self.level.scale)
@@ -110,10 +108,6 @@ class Checks:
     def _reference_at(self, step: int) -> Reference | None:
         # The loss of the next step was computed with the weights of this one: use it if there is no earlier loss.
         return self._reference(step) or self._reference(step + 1)
-
-    @property
-    def _is_silent(self) -> bool:
-        return self.episode.is_open and self.is_only_reported
 
     def asks_for_rates(self, step: int, travelled: Callable[[], float]) -> bool:
         """Say whether lower learning rates should be tried, as the loss stands; not while an incident is open."""
@@ -168,7 +162,7 @@ class Checks:
         anomaly, is_new = finding.anomaly, not self.episode.is_open
         if anomaly is not None and anomaly.landed and (is_new or anomaly.signal is not Signal.NOT_RECOVERED):
             # New damage counts as only reported, until the policy has done something about it.
-            self.require_recovery(anomaly.since, anomaly.step, is_only_reported=is_new or self.is_only_reported)
+            self.require_recovery(anomaly.since, anomaly.step, is_only_reported=is_new or self.episode.is_only_reported)
         return finding
 
     def _judge(self, vitals: Vitals) -> Finding:
@@ -218,7 +212,7 @@ class Checks:
         standing = check.see(step, loss) if check.is_open else Standing.UNDECIDED
         if standing is Standing.BACK:
             check.end()
-        if self._is_silent:
+        if self.episode.is_silent:
             return None
         if alarm := risen or jumped or climbed:
             return self._about_loss(vitals, Signal.LOSS_SPIKE if alarm is jumped else Signal.DIVERGENCE, alarm)
@@ -235,10 +229,10 @@ class Checks:
         outside, evidence = self._is_outside(loss), fact("loss_outside", loss=loss, **self.level.usual_range)
         if which != self.refusals.latest and outside:  # counts for a jump, but is not learned
             jumped = self.jump.see(step, loss, True, landed=False)
-            if jumped and not self._is_silent:
+            if jumped and not self.episode.is_silent:
                 return Finding(self._about_loss(vitals, Signal.LOSS_SPIKE, jumped))
         norms = self.refusals.add(step, which, norm)
-        if norms is not None and outside and not self._is_silent:  # a new regime would not raise the loss
+        if norms is not None and outside and not self.episode.is_silent:  # a new regime would not raise the loss
             alarm = Alarm(self.refusals.since, evidence + fact("refused_often", count=len(norms)))
             return Finding(self._about_loss(vitals, Signal.DIVERGENCE, alarm))
         if norms is not None:
@@ -274,7 +268,7 @@ class Checks:
         return min(reference.step if stands_on is None else stands_on, step)
 
     def at_end(self, vitals: Vitals) -> Anomaly | None:
-        risen = None if self._is_silent else self.rate.at_end(vitals.step)
+        risen = None if self.episode.is_silent else self.rate.at_end(vitals.step)
         return self._about_loss(vitals, Signal.DIVERGENCE, risen) if risen else None
 
     def after_change(self, vitals: Vitals, finding: Finding, losses: Sequence[float]) -> Finding:

@@ -111,7 +111,17 @@ class Episode(PlainState):
     """
 
     saved = ("_losses",)
-    persistent = ("reference", "goal", "reached", "came_from", "stands_on", "ceiling", "was", "took")
+    persistent = (
+        "reference",
+        "goal",
+        "reached",
+        "came_from",
+        "stands_on",
+        "ceiling",
+        "was",
+        "took",
+        "is_only_reported",
+    )
     records: ClassVar = {"reference": lambda plain: Reference(**plain)}
 
     def __init__(self, config: ReferenceConfig) -> None:
@@ -129,16 +139,21 @@ class Episode(PlainState):
         self.ceiling: float | None = None  # the highest loss on the way from there, until the run is back
         self.was: float | None = None  # the highest loss before a treatment that could not rewind ...
         self.took = 0  # ... and the steps in which that was lost
+        self.is_only_reported = False  # the policy does nothing about the damage, so one alarm about it is enough
         self._losses.clear()
 
     @property
     def is_open(self) -> bool:
         return self.reference is not None
 
+    @property
+    def is_silent(self) -> bool:
+        return self.is_open and self.is_only_reported
+
     def reference_step(self) -> int | None:
         return self.reference.step if self.reference is not None else None
 
-    def begin(self, reference: Reference | None, goal: int, since: int) -> None:
+    def begin(self, reference: Reference | None, goal: int, since: int, *, is_only_reported: bool = False) -> None:
         """Compare with `reference` from now on, unless an older one can still be trusted. All after `since` is damaged.
 
         One from before a rewind stays trusted, unless the damage began before the two courses parted.
@@ -149,6 +164,7 @@ class Episode(PlainState):
             self.reference = reference
             self.came_from = self.stands_on = self.ceiling = self.was = None
             self.took = 0
+        self.is_only_reported = is_only_reported
         self.goal = self.reached = max(self.reached if is_trusted else 0, goal)
         self._losses.clear()
 
