@@ -74,6 +74,16 @@ def checkpoints(run_dir: Path) -> dict[int, bool]:
     return found
 
 
+def kinds(run_dir: Path) -> dict[int, str]:
+    """Of its checkpoints, by step."""
+    found = {}
+    for file in run_dir.glob("checkpoints/step-*/manifest.json"):
+        with contextlib.suppress(FileNotFoundError):  # pruned meanwhile
+            one = json.loads(file.read_text())
+            found[one["step"]] = one["kind"]
+    return found
+
+
 def left_overs(run_dir: Path) -> list[str]:
     """Files and directories that are half made, or half removed."""
     return sorted(str(one.relative_to(run_dir)) for one in run_dir.rglob(".*.resilient-tmp"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import lightning
 import pytest
 import torch
+from kills import incidents, summary
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -109,9 +109,7 @@ def digest(module: nn.Module) -> str:
 
 
 def told(output: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    summary = json.loads((output / "resilient_train" / "summary.json").read_text())
-    lines = (output / "resilient_train" / "incidents.jsonl").read_text().splitlines()
-    return summary, [json.loads(line) for line in lines]
+    return summary(output / "resilient_train"), incidents(output / "resilient_train")
 
 
 def test_what_a_callback_reads_and_sets_through_the_loader_is_the_users(tmp_path: Path) -> None:
@@ -155,10 +153,10 @@ class SpoilsGradient(TrainerCallback):  # type: ignore[misc]
 
 def test_a_gradient_that_a_callback_spoils_after_the_clip_is_refused(tmp_path: Path) -> None:
     trainer = by_transformers(tmp_path, SpoilsGradient, guarded=True, max_steps=80)
-    summary, [incident] = told(tmp_path)
+    written, [incident] = told(tmp_path)
     assert (incident["signal"], incident["step"], incident["steps_lost"]) == ("nonfinite_grad", 13, 1)
     assert all(bool(weight.isfinite().all()) for weight in trainer.model.parameters())
-    assert summary["status"] == "completed"
+    assert written["status"] == "completed"
 
 
 BAD = 41  # a row that the first epoch meets
@@ -227,8 +225,8 @@ def test_a_run_within_a_handler_of_an_earlier_error_completes(tmp_path: Path) ->
         raise ValueError("no checkpoint")
     except ValueError:
         by_transformers(tmp_path, guarded=True, max_steps=6)
-    summary, _ = told(tmp_path)
-    assert (summary["status"], summary["verdict"]) == ("completed", "well")
+    written, _ = told(tmp_path)
+    assert (written["status"], written["verdict"]) == ("completed", "well")
 
 
 def test_an_error_right_after_a_rewind_leaves_the_incident_open(tmp_path: Path) -> None:
@@ -247,6 +245,6 @@ def test_an_error_right_after_a_rewind_leaves_the_incident_open(tmp_path: Path) 
                     raise RuntimeError("right after the rewind")
         finally:
             guard.close()
-    summary, closed = told(tmp_path)
-    assert (summary["status"], summary["incidents"]["total"], summary["incidents"]["recovered"]) == ("failed", 1, 0)
+    written, closed = told(tmp_path)
+    assert (written["status"], written["incidents"]["total"], written["incidents"]["recovered"]) == ("failed", 1, 0)
     assert closed == []

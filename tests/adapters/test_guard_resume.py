@@ -14,6 +14,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from group import alone, together
+from kills import incidents, summary
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
@@ -111,9 +112,8 @@ def test_a_loop_that_is_killed_is_run_again_and_ends_the_same(tmp_path: Path, un
     assert told["began"] > 0
     assert [what[:2] for what in told["told"]] == [("crash", "go_on")] * 2
     assert all(told[key] == unharmed[key] for key in ("step", "weights", "average"))
-    incidents = [json.loads(line) for line in (tmp_path / "mine/incidents.jsonl").read_text().splitlines()]
-    summary = json.loads((tmp_path / "mine/summary.json").read_text())
-    assert sum(one["steps_lost"] for one in incidents) == summary["ticks"] - STEPS > 0, "also what had no verdict yet"
+    lost = sum(one["steps_lost"] for one in incidents(tmp_path / "mine"))
+    assert lost == summary(tmp_path / "mine")["ticks"] - STEPS > 0, "also what had no verdict yet"
     saved = manifests(tmp_path / "mine")
     code, again = alone(loop, tmp_path / "mine")
     assert (code, again["began"], again["weights"]) == (0, None, unharmed["weights"]), "it is complete"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -19,6 +18,7 @@ pytest.importorskip("transformers")
 import hf_programs as programs
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from hf_ranks import on_two_ranks
+from kills import incidents as listed
 
 import resilient_train
 from resilient_train import GaveUp, Guard
@@ -38,8 +38,7 @@ def rows(trainer: Any) -> list[dict[str, float]]:
 
 
 def incidents(output: Path) -> list[dict[str, Any]]:
-    lines = (output / "resilient_train" / "incidents.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    return listed(output / "resilient_train")
 
 
 def trained(program: str, output: Path, fault: str = "", *, guarded: bool = True, **more: Any) -> Any:
@@ -179,10 +178,10 @@ def test_a_resume_finds_the_run_directory_of_its_checkpoint(tmp_path: Path) -> N
     trained("vit", tmp_path, steps=4)
     trained("vit", tmp_path, "bad_rows", steps=30, save_strategy="steps", save_steps=30)
     second = tmp_path / "resilient_train-2"
-    assert len((second / "incidents.jsonl").read_text().splitlines()) == 2
+    assert len(listed(second)) == 2
     again = programs.trainer("vit", tmp_path, "bad_rows", steps=34)
     resilient_train.hf.guard(again).train(resume_from_checkpoint=True)
-    assert len((second / "incidents.jsonl").read_text().splitlines()) == 2
+    assert len(listed(second)) == 2
     assert not (tmp_path / "resilient_train-3").exists()
 
 

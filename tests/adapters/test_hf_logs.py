@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ pytest.importorskip("transformers")
 
 import hf_programs as programs
 import torch
+from kills import summary
 from test_hf import Stream, incidents, of_a_stream, rows, trained, weights
 from transformers import Trainer, TrainerCallback
 
@@ -67,10 +67,10 @@ def test_the_best_weights_at_the_end_leave_no_incident_open(tmp_path: Path) -> N
     more = EVALUATED | {"eval_steps": 4, "save_steps": 4, "load_best_model_at_end": True}
     trainer = trained("vit", tmp_path, "bad_rows", steps=24, **more)
     assert trainer.state.best_global_step == 4
-    summary = json.loads((tmp_path / "resilient_train/summary.json").read_text())
+    written = summary(tmp_path / "resilient_train")
     assert [incident["outcome"] for incident in incidents(tmp_path)] == ["recovered"] * 2
-    assert summary["incidents"]["recovered"] == summary["incidents"]["total"] == 2
-    assert summary["eval"] == {"loss": pytest.approx(evaluations(trainer)[-1])}
+    assert written["incidents"]["recovered"] == written["incidents"]["total"] == 2
+    assert written["eval"] == {"loss": pytest.approx(evaluations(trainer)[-1])}
 
 
 LEFT_OUT = 13  # the update that has the bad row of the stream

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fork_server import Forked, torchrun
+from kills import incidents
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -276,6 +277,5 @@ def test_two_processes_treat_a_fault_of_one_alike(tmp_path: Path) -> None:
     assert all(map(torch.equal, weights["plain"][0], weights["bit_flip"][0]))
     for fault, expected in ENDS.items():
         if fault != "plain":
-            lines = (tmp_path / fault / "resilient_train" / "incidents.jsonl").read_text().splitlines()
-            incidents = [json.loads(line) for line in lines]
-            assert sorted((one["cause"], one["rewound_to"], *one["rows"]) for one in incidents) == expected
+            found = incidents(tmp_path / fault / "resilient_train")
+            assert sorted((one["cause"], one["rewound_to"], *one["rows"]) for one in found) == expected

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from kills import incidents
 from lightning.pytorch.callbacks import BackboneFinetuning, EarlyStopping, LearningRateFinder, StochasticWeightAveraging
 from lightning_programs import WARNINGS
 from torch import Tensor, nn
@@ -79,11 +79,6 @@ def fitted(place: Path, module: Recipe, *callbacks: Any, epochs: int = 2, bad: i
     return module
 
 
-def told(place: Path) -> list[dict[str, Any]]:
-    lines = (place / "resilient_train" / "incidents.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
 def weights(module: Recipe) -> list[Any]:
     return [one.tolist() for one in module.parameters()]
 
@@ -91,7 +86,7 @@ def weights(module: Recipe) -> list[Any]:
 def test_a_schedule_made_for_the_estimated_steps_leaves_rows_their_names(tmp_path: Path) -> None:
     """`estimated_stepping_batches` makes the loader before the training begins: the bad row is named all the same."""
     fitted(tmp_path, Recipe(one_cycle=True), lightning.Guarded(), bad=10)
-    assert told(tmp_path)[0]["rows"] == [10]
+    assert incidents(tmp_path / "resilient_train")[0]["rows"] == [10]
 
 
 @pytest.mark.parametrize("is_first", [False, True])
@@ -129,6 +124,6 @@ def test_a_backbone_that_is_unfrozen_is_trained(tmp_path: Path, struck_at: int) 
     expected = fitted(tmp_path, Recipe(), unfrozen(), epochs=3)
     module = fitted(tmp_path, Recipe(struck_at=struck_at), unfrozen(), lightning.Guarded(), epochs=3)
     assert (weights(module) == weights(expected)) == (struck_at < 0)
-    assert [one["outcome"] for one in told(tmp_path)] == ["recovered"] * (struck_at >= 0)
+    assert [one["outcome"] for one in incidents(tmp_path / "resilient_train")] == ["recovered"] * (struck_at >= 0)
     assert len(module.trainer.optimizers[0].param_groups) == 2
     assert module.means[-1] < 1.5 * expected.means[-1]

@@ -16,7 +16,7 @@ import pytest
 import torch
 from fork_server import ENVIRONMENT
 from group import Group, launch
-from kills import stand
+from kills import stand, summary
 
 from resilient_train.adapters.guard import Guard
 from resilient_train.app import incidents, status, sync
@@ -148,11 +148,11 @@ def test_the_end_of_a_loop_is_known_by_its_directory(
     assert sum("for the full report" in words for words in review) == 1, done.stderr
     assert any("1 incident (1 data)" in words for words in review)
     assert done.stderr.count("resilient_train: ! incident ") == (code != 3)
-    summary = json.loads((place / "mine/summary.json").read_text())
-    assert summary["exit_code"] == code
-    assert summary["incidents"]["by_cause"] == {"data": 1}
-    assert (summary["weights_sha256"] is not None) == (summary["status"] == "completed" and how == "end")
-    assert summary["step_ms"] is None or summary["step_ms"] > 0
+    written = summary(place / "mine")
+    assert written["exit_code"] == code
+    assert written["incidents"]["by_cause"] == {"data": 1}
+    assert (written["weights_sha256"] is not None) == (written["status"] == "completed" and how == "end")
+    assert written["step_ms"] is None or written["step_ms"] > 0
 
 
 def test_a_loop_is_at_work_until_it_says_otherwise(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,7 +186,7 @@ def test_an_interpreter_of_its_own_knows_of_the_error_that_ended_it(
     code, line = said(capsys, place)
     assert code == 1
     assert re.match(r"Failed: at step 70 of 120: ValueError: of mine \(.*own.py:\d+\)", line), line
-    assert json.loads((place / "mine/summary.json").read_text())["exit_code"] == 1
+    assert summary(place / "mine")["exit_code"] == 1
 
 
 AT_WORK = """
@@ -260,8 +260,7 @@ class TestLive:
         assert found["losses"] == [tick for tick in found["losses"] if tick % 10 in (0, 1)]
         assert len(found["losses"]) == 12
         assert {"report.txt", "loop.json", "incidents.jsonl"} <= found["files"]
-        summary = json.loads((place / "mine/summary.json").read_text())
-        assert summary["mlflow"]["tracking_uri"] == f"sqlite:///{place}/live.db"
+        assert summary(place / "mine")["mlflow"]["tracking_uri"] == f"sqlite:///{place}/live.db"
         assert done.stderr.count("to see it, start") == 1
         assert sync.main([str(place / "mine")]) == 0
         assert shown(place, "live.db") == found
@@ -276,9 +275,9 @@ class TestLive:
         found = shown(place, "live.db")
         assert found["status"] == "FINISHED"
         assert len(found["losses"]) == 12
-        summary = json.loads((place / "mine/summary.json").read_text())
-        assert (summary["status"], summary["eval"]) == ("completed", {"loss": 0.25})
-        assert summary["mlflow"] is not None
+        written = summary(place / "mine")
+        assert (written["status"], written["eval"]) == ("completed", {"loss": 0.25})
+        assert written["mlflow"] is not None
 
 
 def test_a_guard_that_could_not_be_made_leaves_its_directory_unlocked(
@@ -311,7 +310,7 @@ def test_a_close_that_raises_still_lets_go(error: Exception, tmp_path: Path, mon
         guard.close()
     assert let_go
     DirectoryLock(tmp_path / "run").release()
-    assert str(error) in json.loads((tmp_path / "run" / "summary.json").read_text())["why"]
+    assert str(error) in summary(tmp_path / "run")["why"]
 
 
 def test_a_close_that_is_interrupted_while_it_writes_is_a_failure(
@@ -339,7 +338,7 @@ def test_a_close_that_is_interrupted_while_it_writes_is_a_failure(
     try:
         with pytest.raises(KeyboardInterrupt):
             guard.close()
-        assert json.loads((run_dir / "summary.json").read_text())["status"] == "failed"
+        assert summary(run_dir)["status"] == "failed"
         with pytest.raises(DirectoryInUse):
             DirectoryLock(run_dir)
     finally:
@@ -394,7 +393,7 @@ def test_each_loop_is_reported_at_the_exit_where_no_thread_can_be_started(tmp_pa
     done = launch(tmp_path, 1, "exits.py")
     assert done.is_well, done.stderr
     for name in ("one", "three"):
-        assert json.loads((tmp_path / name / "summary.json").read_text())["status"] == "ended"
+        assert summary(tmp_path / name)["status"] == "ended"
         assert '"kind": "began"' in (tmp_path / name / "outbox.jsonl").read_text()
     assert done.stderr.count("to upload the rest") == 2
     assert "two could not be reported: ZeroDivisionError" in done.stderr

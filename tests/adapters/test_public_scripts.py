@@ -11,10 +11,10 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from kills import incidents, summary
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "scripts.md").read_text()
@@ -77,9 +77,8 @@ def test_a_public_script_survives_a_nan_and_a_kill(tmp_path: Path) -> None:
     assert run(NAN_AT=11, KILL_AT=45) == -signal.SIGKILL
     assert run("--resume_from_checkpoint out/checkpoint-40") == 0
     run_dir = path.parent / "out/resilient_train"
-    summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
-    incidents = [json.loads(line) for line in (run_dir / "incidents.jsonl").read_text().splitlines()]
-    assert summary["status"] == "completed"
-    assert [one["signal"] for one in incidents] == ["nonfinite_grad", "crash"]
-    assert incidents[0]["outcome"] == "recovered"
-    assert 0 < incidents[1]["steps_lost"] <= summary["ticks"] - summary["steps"]
+    written, (refused, crash) = summary(run_dir), incidents(run_dir)
+    assert written["status"] == "completed"
+    assert [refused["signal"], crash["signal"]] == ["nonfinite_grad", "crash"]
+    assert refused["outcome"] == "recovered"
+    assert 0 < crash["steps_lost"] <= written["ticks"] - written["steps"]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from command import MINE, command
 from fork_server import ENVIRONMENT
-from kills import COMMAND, Nursery, stand
+from kills import COMMAND, Nursery, stand, summary
 from launched import Launched, never_imported
 
 from resilient_train.app import checkpoints, examine, incidents, status, sync
@@ -58,7 +58,7 @@ def test_status_follows_a_run_through_kills_and_stops(nursery: Nursery, capsys: 
     second.until(lambda: stand(run_dir).step > at + 20)
     second.strike(signal.SIGTERM)
     assert second.wait() == 75
-    at = json.loads((run_dir / "summary.json").read_text())["steps"]
+    at = summary(run_dir)["steps"]
     code, line = told(capsys, run_dir)
     assert code == 75
     assert line.startswith(f"Stopped on request: at step {at:,} of 10,000,000; 1 incident (1 process), ")

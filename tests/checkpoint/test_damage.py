@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from command import SAVING, command, train
 from forged_checkpoints import CPU, seal, write
+from kills import incidents, summary
 
 from resilient_train.app import checkpoints
 from resilient_train.checkpoint import store as manifests
@@ -127,7 +128,7 @@ def unharmed(run_command: command, tmp_path_factory: pytest.TempPathFactory) -> 
     if "whole" not in _made:
         _made["whole"] = tmp_path_factory.mktemp("damage") / "whole"
         assert train(run_command, _made["whole"], 40).code == 0
-    return str(json.loads((_made["whole"] / "summary.json").read_text())["weights_sha256"])
+    return str(summary(_made["whole"])["weights_sha256"])
 
 
 def test_a_run_goes_on_from_the_previous_one_and_says_so(copied: Path, run_command: command, unharmed: str) -> None:
@@ -137,7 +138,7 @@ def test_a_run_goes_on_from_the_previous_one_and_says_so(copied: Path, run_comma
     outcome = train(run_command, copied, 40)
     assert outcome.code == 0, outcome.stderr
     assert "Traceback" not in outcome.stdout + outcome.stderr
-    (incident,) = [json.loads(line) for line in (copied / "incidents.jsonl").read_text().splitlines()]
+    (incident,) = incidents(copied)
     told = (incident["signal"], incident["cause"], incident["outcome"])
     assert told == ("checkpoint_damaged", "process", "recovered")
     assert newest in incident["evidence"]

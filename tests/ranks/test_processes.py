@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 import torch
 from command import command
 from group import Done, launch
-from kills import in_journal
+from kills import in_journal, summary
 from safetensors.torch import load_file
 from torch import nn
 
@@ -26,11 +25,6 @@ OWN += ["accelerate.cpu=true", "data.batch_size=3", "run.steps=20", "run.name=ru
 
 def launched(folder: Path, processes: int, *overrides: str) -> Done:
     return launch(folder, processes, "-m", "resilient_train", *OWN, *overrides)
-
-
-def summary(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "runs/run/summary.json").read_text())
-    return found
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -64,7 +58,7 @@ def test_processes_and_micro_batches_make_the_same_updates(
     mine, theirs = weights(folder), weights(one_process)
     for name, weight in theirs.items():
         torch.testing.assert_close(mine[name], weight, rtol=1e-4, atol=1e-5)
-    here, there = summary(folder), summary(one_process)
+    here, there = summary(folder / "runs/run"), summary(one_process / "runs/run")
     assert here["final_loss"] == pytest.approx(there["final_loss"], rel=1e-4)
     assert here["eval"] == pytest.approx(there["eval"], rel=1e-4)
     assert "2 processes" in done.stdout
@@ -88,7 +82,7 @@ def test_a_metric_that_one_rank_lacks_holds_nobody_up(tmp_path: Path) -> None:
     done = launched(tmp_path / "place", 2, *what, "data.eval._target_=user_programs.Augmented")
     assert done.is_well, done.stderr
     assert "rare" in done.stdout
-    assert "rare" in summary(tmp_path / "place")["eval"]
+    assert "rare" in summary(tmp_path / "place/runs/run")["eval"]
     again = launched(tmp_path / "place", 2, *what, "data.eval._target_=user_programs.Augmented")
     assert again.is_well, again.stderr
     assert "is complete" in again.stdout

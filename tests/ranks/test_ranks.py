@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 from command import command
 from group import launch
+from kills import incidents, summary
 
 # What rounding makes of another order of adding up, grown over so many updates. One update more or less, or another
 # remedy, leaves a hundred times as much.
@@ -31,25 +31,20 @@ def struck(rank: int) -> str:
 STRUCK = {"nan_batch": 40, "nan_grad": 70, "inf_loss": 100, "loss_spike": 150, "bit_flip": 175, "bad_moments": 205}
 
 
-def incidents(folder: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (folder / "run/incidents.jsonl").read_text().splitlines()]
-    return sorted(lines, key=lambda one: one["id"])
+def met(folder: Path) -> list[dict[str, Any]]:
+    return sorted(incidents(folder / "run"), key=lambda one: one["id"])
 
 
 def cures(folder: Path) -> list[Any]:
     return [
         (one["cause"], [action["remedy"] for action in one["actions"]], one["culprit"], one["rows"])
-        for one in incidents(folder)
+        for one in met(folder)
     ]
 
 
 def digests(folder: Path) -> list[str]:
     logs = [folder / "run" / name for name in ("train.log", "train.rank1.log")]
     return [sha for log in logs for sha in re.findall(r"weights_sha256 ([0-9a-f]{64})", log.read_text())]
-
-
-def loss(folder: Path) -> float:
-    return float(json.loads((folder / "run/summary.json").read_text())["final_loss"])
 
 
 def test_two_processes_are_cured_as_one_is(
@@ -64,11 +59,12 @@ def test_two_processes_are_cured_as_one_is(
     both = launch(two, 2, "-m", "resilient_train", *OWN, "data.batch_size=32", struck(1))
     assert both.is_well, both.stderr[-3000:]
     assert cures(two) == cures(one)
-    assert loss(two) == pytest.approx(loss(one), rel=ROUNDING)
+    losses = [summary(folder / "run")["final_loss"] for folder in (one, two)]
+    assert losses[1] == pytest.approx(losses[0], rel=ROUNDING)
     causes = [cause for cause, *_ in cures(one)]
     expected = ["data", "data", "data", "transient", "transient", "transient", "corruption", "optimizer"]
     assert causes == expected
-    assert [found["ranks"] for found in incidents(two)[2:]] == [[1]] * len(STRUCK)
-    assert {found["advice"] for found in incidents(two)[2:]} == {""}, "nothing is advised about faults on purpose"
+    assert [found["ranks"] for found in met(two)[2:]] == [[1]] * len(STRUCK)
+    assert {found["advice"] for found in met(two)[2:]} == {""}, "nothing is advised about faults on purpose"
     first, second = digests(two)
     assert first == second

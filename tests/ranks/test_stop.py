@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import signal
 import time
@@ -16,7 +14,19 @@ import pytest
 from command import MINE, command
 from fork_server import Forked
 from group import Group
-from kills import SAVING, Nursery, at_tick, checkpoints, in_journal, incidents, left_overs, stand, summary, taken_up_at
+from kills import (
+    SAVING,
+    Nursery,
+    at_tick,
+    checkpoints,
+    in_journal,
+    incidents,
+    kinds,
+    left_overs,
+    stand,
+    summary,
+    taken_up_at,
+)
 from paused_run import held_at, is_held
 from torch import Tensor, nn
 
@@ -224,15 +234,6 @@ def test_after_a_candidate_the_first_verified_state_is_written_at_once(nursery: 
         assert again.until(lambda: "verified" in [kind for at, kind in kinds(run_dir).items() if at > step])
     assert again.wait() == 0
     assert taken_up_at(run_dir) == [step]
-
-
-def kinds(run_dir: Path) -> dict[int, str]:
-    found = {}
-    for file in (run_dir / "checkpoints").glob("step-*/manifest.json"):
-        with contextlib.suppress(FileNotFoundError):  # pruned meanwhile
-            one = json.loads(file.read_text())
-            found[one["step"]] = one["kind"]
-    return found
 
 
 def test_a_request_that_reaches_workers_of_data_is_no_error(nursery: Nursery) -> None:

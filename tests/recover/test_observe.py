@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,8 @@ import pytest
 import torch
 from command import SAVING, command
 from guarded import Net, adamw, rows, trained
+from kills import incidents as listed
+from kills import kinds, summary
 from tables import table
 from torch.nn import functional as F
 
@@ -111,10 +112,10 @@ def test_a_run_ends_as_a_plain_loop_does(
     assert [str(one.anomaly.signal) for one in guard.incidents] == signals
     assert {one.outcome for one in guard.incidents} <= {Outcome.OBSERVED}
     assert (guard.clock.step, guard.clock.tick) == (STEPS, STEPS)
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert (summary["status"], summary["exit_code"], summary["steps_lost"]) == ("completed", 0, 0)
-    assert summary["incidents"]["recovered"] == 0
-    assert (summary["verdict"] == "observed") == bool(signals)
+    written = summary(tmp_path)
+    assert (written["status"], written["exit_code"], written["steps_lost"]) == ("completed", 0, 0)
+    assert written["incidents"]["recovered"] == 0
+    assert (written["verdict"] == "observed") == bool(signals)
 
 
 class Counted:
@@ -137,8 +138,7 @@ def test_weights_with_nan_make_one_incident_and_no_replays(tmp_path: Path) -> No
     assert incident.further == 400 - incident.anomaly.step
     assert objective.calls < 400 + 100
     assert len((tmp_path / "journal.jsonl").read_text().splitlines()) < 60
-    [line] = (tmp_path / "incidents.jsonl").read_text().splitlines()
-    told = json.loads(line)
+    [told] = listed(tmp_path)
     assert (told["outcome"], told["further"], told["actions"]) == (
         "observed",
         incident.further,
@@ -152,10 +152,8 @@ def test_no_state_after_the_damage_is_verified(checks: str, tmp_path: Path) -> N
     memory = MemoryConfig(every=5, keep=4, max_gib=None)
     more = {"checks": checks, "memory": memory, "disk": 5, "verify_after": 5, "run_dir": tmp_path}
     observed([NanGrad(at=[AT])], with_nan(), **more)
-    files = (tmp_path / "checkpoints").glob("*/manifest.json")
-    kinds = {one["step"]: one["kind"] for one in (json.loads(file.read_text()) for file in files)}
-    assert kinds[STEPS] == "candidate"
-    assert max(step for step, kind in kinds.items() if kind == "verified") < AT
+    assert kinds(tmp_path)[STEPS] == "candidate"
+    assert max(step for step, kind in kinds(tmp_path).items() if kind == "verified") < AT
 
 
 def test_trouble_that_keeps_returning_is_one_incident_and_after_quiet_a_new_one() -> None:
@@ -176,7 +174,7 @@ def test_the_command_completes_and_says_that_it_only_observed(
     assert "incident 1: observed only; the same fault 30 more times" in done.stdout
     assert "1 incident (1 data), 1 observed only" in done.stdout
     assert "recovered" not in done.stdout
-    summary = done.summary("run")
-    assert (summary["status"], summary["verdict"], summary["steps"]) == ("completed", "observed", 60)
+    written = done.summary("run")
+    assert (written["status"], written["verdict"], written["steps"]) == ("completed", "observed", 60)
     assert incidents.main(["run"]) == 0
     assert "Observed only" in capsys.readouterr().out

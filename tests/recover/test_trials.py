@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -18,6 +17,7 @@ import torch
 from accelerate import Accelerator
 from group import agreed, alone
 from guarded import trained as train
+from kills import incidents, summary
 from stories import incident as any_incident
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -228,11 +228,10 @@ def test_a_rate_that_was_quietly_too_high_is_found_and_lowered(tmp_path: Path) -
     assert incident.rewound_to == 0
     assert [one.won for one in incident.tried].count(True) == 1
     assert from_line(as_line(incident)).tried == incident.tried
-    line = json.loads((tmp_path / "run" / "incidents.jsonl").read_text())
-    assert line["tried"][0]["do"] == []  # as it is
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert 0 < summary["trial_updates"] <= 200
-    assert summary["ticks"] == guard.clock.tick  # updates of a trial are no ticks
+    assert incidents(tmp_path / "run")[0]["tried"][0]["do"] == []  # as it is
+    written = summary(tmp_path / "run")
+    assert 0 < written["trial_updates"] <= 200
+    assert written["ticks"] == guard.clock.tick  # updates of a trial are no ticks
     assert guard.clock.tick < 150 + incident.anomaly.step + 5
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from guarded import trained
+from kills import incidents, kinds, summary
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -214,9 +214,9 @@ def test_a_run_that_does_not_come_back_returns(
     assert 100 <= guard.clock.step < 150
     assert guard.clock.tick <= 150 + 100
     assert made[0].weights() == healthy(guard.clock.step, True)[0]
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert (summary["status"], summary["exit_code"], summary["steps"]) == ("gave_up", 3, guard.clock.step)
-    assert summary["verdict"] == "gave_up"
+    written = summary(tmp_path)
+    assert (written["status"], written["exit_code"], written["steps"]) == ("gave_up", 3, guard.clock.step)
+    assert written["verdict"] == "gave_up"
     [kept] = (tmp_path / "checkpoints").iterdir()
     assert kept.name == f"step-{guard.clock.step:08}"
     on_disk = load_file(kept / "weights.safetensors")
@@ -224,7 +224,7 @@ def test_a_run_that_does_not_come_back_returns(
     (farewell,) = [one.getMessage() for one in caplog.records if one.levelno == logging.ERROR]
     for words in ("gave up at step", signal, "what to try next", str(kept)):
         assert words in farewell
-    outcomes = [json.loads(line)["outcome"] for line in (tmp_path / "incidents.jsonl").read_text().splitlines()]
+    outcomes = [one["outcome"] for one in incidents(tmp_path)]
     assert outcomes == [outcome for *_, outcome in made[0].told()]
     assert "recovered" not in outcomes
     assert outcomes[-1] == "gave_up"
@@ -233,12 +233,6 @@ def test_a_run_that_does_not_come_back_returns(
 def raised(made: list[Loop], by: Callable[[int], float]) -> Callable[[Any, Any], Tensor]:
     """A loss that is higher from some attempted update on, whatever is learned."""
     return lambda model, batch: cross_entropy(model, batch) + 1 + (by(made[0].guard.clock.tick) if made else 0)
-
-
-def kinds(run: Path) -> dict[int, str]:
-    """Of the checkpoints of a run, by step."""
-    manifests = [json.loads(one.read_text()) for one in run.glob("checkpoints/*/manifest.json")]
-    return {one["step"]: one["kind"] for one in manifests}
 
 
 @pytest.mark.parametrize("is_asked", [False, True])
@@ -291,8 +285,8 @@ def test_a_planned_end_without_a_way_back(
         made[0].train(165)
     guard = made[0].guard
     guard.close()
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert (summary["exit_code"], summary["verdict"]) == (exit_code, verdict)
+    written = summary(tmp_path)
+    assert (written["exit_code"], written["verdict"]) == (exit_code, verdict)
     assert exit_code or len(guard.incidents) == 1
     assert kinds(tmp_path).get(165) == kind
     assert exit_code or guard.clock.step == guard.clock.tick == 165
@@ -335,8 +329,8 @@ def test_a_run_whose_loss_does_not_fall_is_not_well(tmp_path: Path, caplog: pyte
     loop = Loop(build=lambda weights: torch.optim.SGD(weights, lr=1e-9), run_dir=tmp_path / "run").train(120)
     loop.guard.close()
     assert "All is well" not in caplog.text
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert (summary["exit_code"], summary["verdict"]) == (0, "no_progress")
+    written = summary(tmp_path / "run")
+    assert (written["exit_code"], written["verdict"]) == (0, "no_progress")
     assert "The loss did not fall (it began at" in caplog.text
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from command import command
 from guarded import trained
+from kills import incidents
 
 from resilient_train.adapters.guard import Guard
 
@@ -23,8 +23,7 @@ def test_a_drilled_run_writes_its_incidents_down(run_command: command) -> None:
     """Exit code 0, one line of incidents.jsonl, and the count in the summary."""
     outcome = run_command([*LEARN, "drill=nan_grad", "run.steps=100", "run.name=drilled"])
     assert outcome.code == 0, outcome.stderr
-    (line,) = Path("runs/drilled/incidents.jsonl").read_text().splitlines()
-    told = json.loads(line)
+    (told,) = incidents(Path("runs/drilled"))
     assert (told["step"], told["tick"], told["signal"]) == (50, 50, "nonfinite_grad")
     assert (told["actions"], told["rewound_to"], told["steps_lost"]) == ([{"remedy": "repeat"}], None, 1)
     assert told["outcome"] == "recovered"

@@ -20,6 +20,7 @@ import yaml
 from accelerate import Accelerator
 from command import command
 from group import launch
+from kills import incidents, summary
 from torch.nn.functional import mse_loss
 
 from resilient_train.app import VERBS
@@ -91,7 +92,7 @@ def test_the_own_code_of_the_readme_trains_as_printed(tmp_path: Path, installed_
     start = [sys.executable, str(installed_wheel / "bin/resilient-train"), *own]
     done = subprocess.run(start, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "runs/own/summary.json").read_text())["final_loss"] < 8
+    assert summary(tmp_path / "runs/own")["final_loss"] < 8
 
 
 def test_the_table_of_files_is_what_runs_leave(here: Path, run_command: command) -> None:
@@ -142,8 +143,7 @@ def test_the_incident_that_is_shown_is_one_of_the_demo(run_command: command) -> 
     assert outcome.code == 0, outcome.stderr
     assert outcome.summary("runs/demo")["eval"]["loss"] < 0.65 * math.log(256)
     shown = json.loads(block(README, "json"))
-    lines = [json.loads(line) for line in Path("runs/demo/incidents.jsonl").read_text().splitlines()]
-    (met,) = [one for one in lines if one["drill"] == "bit_flip"]
+    (met,) = [one for one in incidents(Path("runs/demo")) if one["drill"] == "bit_flip"]
     for one in (shown, met):
         assert one.pop("seconds") > 0
         one["evidence"] = re.sub(r"[\d.e+]+", "#", one["evidence"])
@@ -206,8 +206,7 @@ def test_the_snippets_for_a_loop_of_ones_own_recover(here: Path) -> None:
     handed_over, stepped = loop_of_a_stranger(), loop_of_a_stranger()
     exec(SNIPPET, handed_over)
     assert float(handed_over["loss"].detach()) < 0.5
-    lines = [json.loads(line) for line in (here / "runs/mine/incidents.jsonl").read_text().splitlines()]
-    assert lines == [in_words(incident) for incident in handed_over["guard"].incidents]
+    assert incidents(here / "runs/mine") == [in_words(incident) for incident in handed_over["guard"].incidents]
     (prepare,) = [line for line in SNIPPET.splitlines() if "accelerator.prepare" in line]
     before = set(here.rglob("*"))
     exec(f"from resilient_train import Guard\n{prepare}\n{SAME_BY_STEP}", stepped)
@@ -244,8 +243,7 @@ def test_a_policy_of_ones_own_recovers(here: Path, monkeypatch: pytest.MonkeyPat
     what += ["tracking=none", "run.name=one"]
     outcome = run_command([*what, "recovery=cool", "drill=bit_flip", "drill.at=[30]"])
     assert outcome.code == 0, outcome.stderr
-    (line,) = Path("runs/one/incidents.jsonl").read_text().splitlines()
-    incident = json.loads(line)
+    (incident,) = incidents(Path("runs/one"))
     assert (incident["outcome"], incident["cause"]) == ("recovered", "corruption")
     assert [action["remedy"] for action in incident["actions"]] == ["rewind", "cooling.CoolDown"]
     file = Path("mine/recovery/mine.yaml")

@@ -5,7 +5,6 @@ Pictures of all of them are left in build/screenshots, to be looked at.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from browser import PATIENCE_MS, Console, chromium, console
+from kills import incidents, summary
 
 pytestmark = [pytest.mark.skipif(chromium() is None, reason="chromium is not installed"), pytest.mark.timeout(1800)]
 
@@ -52,7 +52,7 @@ class Shown:
 
     @property
     def incidents(self) -> list[dict[str, object]]:
-        return [json.loads(line) for line in (self.run_dir / "incidents.jsonl").read_text().splitlines()]
+        return incidents(self.run_dir)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory, server: str) -> Shown:
     words = ["-m", "resilient_train", *RUN, "run.name=troubled", "tracking.drain_s=600", f"tracking.uri={server}"]
     done = subprocess.run([sys.executable, *words], cwd=place, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    known = json.loads((place / "runs/troubled/summary.json").read_text())["mlflow"]
+    known = summary(place / "runs/troubled")["mlflow"]
     experiment = re.search(r"experiments/(\d+)/", known["url"])
     assert experiment is not None
     return Shown(place / "runs/troubled", server, experiment[1], known["run_id"])
