@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -10,13 +9,14 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 from command import MINE, command
 from fork_server import ENVIRONMENT
-from stories import CLIMBED, free_text
+from stories import free_text, incident
 
 import resilient_train
 from resilient_train.app import incidents, status
@@ -26,20 +26,12 @@ from resilient_train.record.journal import seal
 from resilient_train.record.run_history import as_line
 from resilient_train.tracking.review import review
 from resilient_train.tracking.story import read_story
-from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
+from resilient_train.types import Action, Cause, Culprit, Decision, Diagnosis, Incident
 
 Said = pytest.CaptureFixture[str]
 
 
 # ------------------------------------------------------------------------------------------------- incidents, as a page
-
-
-def incident(number: int, step: int, **more: object) -> Incident:
-    """A jump of the loss that a rewind cured."""
-    anomaly = Anomaly(Signal.LOSS_SPIKE, step, step + 10, step - 5, free_text("loss 8.12 where 2.9 to 3.4 was usual"))
-    decision = Decision((Action("rewind"), Action("lower_lr", {"factor": 0.5, "rewarm": 20})))
-    one = Incident(number, anomaly, CLIMBED, decision, rewound_to=step - 7, steps_lost=8, seconds=0.25)
-    return dataclasses.replace(one, **more)  # type: ignore[arg-type]
 
 
 def blamed(file: str, line: int) -> Diagnosis:
@@ -54,8 +46,8 @@ def write(run_dir: Path, *met: Incident, summary: dict[str, object] | None = Non
     book = IncidentLog(run_dir)
     book.run_history.note("began", processes=1, samples=32)
     for one in met:
-        book.add(dataclasses.replace(one, outcome=None))
-        book.record_treatment(dataclasses.replace(one, outcome=None))
+        book.add(replace(one, outcome=None))
+        book.record_treatment(replace(one, outcome=None))
         if one.outcome is not None:
             book.close(one)
     book.close_files()
@@ -67,60 +59,21 @@ def write(run_dir: Path, *met: Incident, summary: dict[str, object] | None = Non
 
 @pytest.fixture
 def met(tmp_path: Path) -> Path:
-    first = incident(1, 40, outcome=Outcome.RECOVERED)
-    second = incident(2, 90, diagnosis=blamed("/x/mine.py", 2), outcome=Outcome.RECOVERED)
-    return write(tmp_path / "run", first, second, summary={})
+    return write(tmp_path / "run", incident(1), incident(2, diagnosis=blamed("/x/mine.py", 2)), summary={})
 
 
-def test_the_story_is_a_page_for_a_person(met: Path, monkeypatch: pytest.MonkeyPatch, capsys: Said) -> None:
-    """The verdict first, in colour on a terminal; then what, why, who, what was done, what it cost, what to do."""
+def test_the_verdict_is_in_colour_on_a_terminal(met: Path, monkeypatch: pytest.MonkeyPatch, capsys: Said) -> None:
+    """Unless the environment says otherwise; the words are the same. Line and rows to blame are told together."""
     for name, value in {"FORCE_COLOR": "1", "NO_COLOR": "", "TERM": "xterm-256color"}.items():
         monkeypatch.setenv(name, value)
     assert incidents.main([str(met)]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("\x1b[1;32mRecovered")
     plain = re.sub(r"\x1b\[[0-9;]*m", "", shown)
-    one_line = " ".join(plain.split())
-    for words in (
-        "Recovered: 300 steps; 2 incidents (1 explosion, 1 operation), no repeat since.",
-        "30 of 330 updates refused or undone.",
-        "incident 1, step 40: the loss jumped (loss_spike), in the weights since step 36 at the earliest at 20",
-        ", tick 50 loss 8.12 where 2.9 to 3.4 was usual cause explosion; rewound to step 33 (verified)",
-        "cause operation (sqrt in net.0, /x/mine.py:2, backward; row 77)",
-        "rewound to step 33 (verified), learning rate x0.5 with 20 steps of warm-up",
-        "in 0.25 s; 8 steps lost",
-        "Add an epsilon.",
-    ):
-        assert words in one_line
+    assert "cause operation (sqrt in net.0, /x/mine.py:2, backward; row 77)" in " ".join(plain.split())
     monkeypatch.setenv("NO_COLOR", "1")
     assert incidents.main([str(met)]) == 0
     assert capsys.readouterr().out == plain
-
-
-CURED, AGAIN = Outcome.RECOVERED, Outcome.RECURRED
-VERDICTS: list[tuple[list[Outcome | None], dict[str, object] | None, str]] = [
-    ([], {}, "All is well: 300 steps; no incidents."),
-    ([CURED], {"ticks": 300}, "Recovered: 300 steps; 1 incident (1 explosion), no repeat since."),
-    ([AGAIN, CURED], {"ticks": 435}, "Recovered: 300 steps; 2 incidents (2 explosion), 1 came back earlier"),
-    ([None], None, "Killed (no exit message): at step 0 of 300. In all, 1 incident (1 explosion), 1 open."),
-    ([CURED, None], {"status": "preempted", "exit_code": 75, "steps": 120}, "Stopped on request: at step 120 of"),
-    ([Outcome.GAVE_UP], {"status": "gave_up", "exit_code": 3, "steps": 90}, "Gave up, needs attention: at step 90 of"),
-    (
-        [Outcome.GAVE_UP],
-        {"status": "gave_up", "exit_code": 3, "steps": 20, "ticks": 41},
-        "Gave up, needs attention: at step 41 of 300, returned to step 20: ",
-    ),
-    ([], {"status": "failed", "exit_code": 1, "steps": 7}, "Failed: at step 7 of 300"),
-]
-
-
-@pytest.mark.parametrize(("outcomes", "summary", "verdict"), VERDICTS)
-def test_the_first_line_says_whether_the_run_is_all_right(
-    outcomes: list[Outcome | None], summary: dict[str, object] | None, verdict: str, tmp_path: Path, capsys: Said
-) -> None:
-    met = [incident(n, 40 + n, outcome=one) for n, one in enumerate(outcomes, 1)]
-    assert incidents.main([str(write(tmp_path / "run", *met, summary=summary))]) == 0
-    assert capsys.readouterr().out.startswith(verdict)
 
 
 def test_programs_get_the_lines_of_incidents_jsonl(met: Path, capsys: Said) -> None:
@@ -138,7 +91,7 @@ def test_programs_get_the_lines_of_incidents_jsonl(met: Path, capsys: Said) -> N
 
 @pytest.mark.parametrize("verb", ["incidents", "status"])
 def test_a_character_that_the_terminal_lacks_is_escaped(verb: str, tmp_path: Path) -> None:
-    run_dir = write(tmp_path / "é", incident(1, 50, diagnosis=blamed("/home/é/mine.py", 3), outcome=Outcome.RECOVERED))
+    run_dir = write(tmp_path / "é", incident(1, diagnosis=blamed("/home/é/mine.py", 3)))
     command = [sys.executable, "-m", "resilient_train", verb, str(run_dir)]
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
     said = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -167,7 +120,6 @@ def test_nothing_in_a_journal_is_obeyed(tmp_path: Path, capsys: Said) -> None:
     culprit = Culprit("forward", bad, bad, bad, 3)
     one = incident(
         1,
-        40,
         diagnosis=Diagnosis(Cause.OPERATION, free_text(bad), culprit),
         decision=Decision((Action(bad, {bad: bad}),)),
     )
@@ -205,20 +157,20 @@ def test_following_shows_each_incident_once_and_ends_with_the_run(tmp_path: Path
     """What was done, in a line what became of it; then the verdict, and the run's exit code."""
     run_dir = write(tmp_path / "run")
     lock, book = DirectoryLock(run_dir), IncidentLog(run_dir)
-    one = incident(1, 40)
+    one = incident(3, None)
     following = Following(run_dir, capsys)
     following.until("All is well so far", "no incidents", f"Running, process {os.getpid()} on ")
     book.add(one)
     book.record_treatment(one)
-    following.until("rewound to step 33", "outcome: open\n")
-    book.close(dataclasses.replace(one, outcome=Outcome.RECOVERED))
-    following.until("\nincident 1: recovered\n")
+    following.until("rewound to step 125", "outcome: open\n")
+    book.close(incident(3))
+    following.until("\nincident 3: recovered\n")
     (run_dir / "summary.json").write_text('{"status": "preempted", "exit_code": 75, "steps": 120, "ticks": 130}')
     lock.release()
     assert following.end() == 75
     assert "\nStopped on request: at step 120 of 300; 1 incident" in following.said
     assert following.said.count("loss 8.12 where 2.9 to 3.4 was usual") == 1
-    assert following.said.count("incident 1") == 2
+    assert following.said.count("incident 3") == 2
     assert incidents.main([str(run_dir), "--follow", "--json"]) == 75, "at once, where it has ended already"
     assert len(capsys.readouterr().out.splitlines()) == 1
 
@@ -227,7 +179,7 @@ def test_an_incident_is_shown_while_it_is_being_treated(tmp_path: Path, capsys: 
     """Only who follows the run is told of it later, with what was done."""
     run_dir = write(tmp_path / "run")
     lock, book = DirectoryLock(run_dir), IncidentLog(run_dir)
-    book.add(incident(1, 40))
+    book.add(incident(1, None))
     for words in ([], ["--json"]):
         assert incidents.main([str(run_dir), *words]) == 0
         assert "loss 8.12 where 2.9 to 3.4 was usual" in capsys.readouterr().out
@@ -247,8 +199,8 @@ def test_following_waits_for_a_launcher_to_start_the_run_again(
     following = Following(run_dir, capsys)
     following.until("Failed: at step 120 of 300")
     lock, book = DirectoryLock(run_dir), IncidentLog(run_dir)
-    book.record_treatment(incident(1, 40))
-    following.until("rewound to step 33")
+    book.record_treatment(incident(3, None))
+    following.until("rewound to step 125")
     (run_dir / "summary.json").write_text(json.dumps({"status": "completed", "exit_code": 0, "steps": 300}))
     lock.release()
     assert following.end() == 0
@@ -329,9 +281,9 @@ def test_however_much_a_run_has_met_its_end_is_told_on_one_page(tmp_path: Path) 
     several = []
     for number in range(1, 201):
         cause, advice = list(Cause)[number % len(Cause)], free_text(f"Mend {number}.")
-        diagnosis = dataclasses.replace(blamed(f"/x/file{number}.py", number), cause=cause, advice=advice)
+        diagnosis = replace(blamed(f"/x/file{number}.py", number), cause=cause, advice=advice)
         decision = Decision((Action("lower_lr", {"factor": 0.5}), Action(f"mine.remedy_{number % 7}")))
-        several.append(incident(number, 100 + number, diagnosis=diagnosis, decision=decision, outcome=CURED))
+        several.append(incident(number, diagnosis=diagnosis, decision=decision))
     lines = review(read_story(write(tmp_path / "run", *several, summary={})))
     assert len(lines) <= 20
     assert lines[0].startswith("Recovered: 300 steps; 200 incidents (20 ")

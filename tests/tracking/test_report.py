@@ -78,9 +78,7 @@ def test_words_keep_to_their_room(raw: str, most: int) -> None:
 
 
 def test_the_note_says_what_the_same_command_would_do() -> None:
-    said = note(story(incident(1), incident(2, None)), url)
-    assert said.startswith("**Recovering")
-    assert "is refused while this run is at work" in said
+    assert note(story(incident(1), incident(2, None)), url).startswith("**Recovering")
     stopped = story(incident(1), status="preempted", summary={"status": "preempted"}, resumes=False)
     place = str(RUN).replace("_", r"\_")
     assert f" directory; with run.resume=auto run.dir={place} this one resumes from step 250." in note(stopped, url)
@@ -175,9 +173,6 @@ def test_a_thousand_bad_rows_make_a_short_report() -> None:
     of = story(*(incident(at, diagnosis=replace(BAD_ROW, rows=(at,))) for at in range(1, 1_001)))
     assert len(report(of)) < 200_000
     assert "Fix or remove rows 1, 2, 3, 4, 5, 6, 7, 8 and 992 more" in note(of, url)
-
-
-# -------------------------------------------------------------------------------------------------------------- report
 
 
 # -------------------------------------------------------------------------------------------------------------- advice
