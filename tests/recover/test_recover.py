@@ -69,17 +69,22 @@ def guilty(*rows: int) -> Callable[[Anomaly], Diagnosis]:
     return lambda anomaly: Diagnosis(Cause.DATA, rows=rows)
 
 
-def decisions(
+def met(
     policy: Policy, anomalies: Iterable[Anomaly], can: Case = ANY, diagnose: Callable[[Anomaly], Diagnosis] = unknown
-) -> list[Decision]:
-    """What is decided about each of a series, until it is given up."""
+) -> list[Incident]:
+    """What becomes of a series, until it is given up."""
     history: list[Incident] = []
     for anomaly in anomalies:
         decision = decide(policy, case_of(anomaly, diagnose(anomaly), can), tuple(history))
         history.append(Incident(len(history) + 1, anomaly, diagnose(anomaly), decision))
         if decision.gave_up is not None:
             break
-    return [incident.decision for incident in history]
+    return history
+
+
+def decisions(*given: Any, **more: Any) -> list[Decision]:
+    """What is decided about each."""
+    return [incident.decision for incident in met(*given, **more)]
 
 
 def rungs(made: Sequence[Decision]) -> list[int | Facts]:
@@ -315,12 +320,7 @@ def test_a_quarantine_passes_over() -> None:
 def test_a_run_taken_up_again_has_a_clean_slate() -> None:
     """What came before it gave up counts no more, or a better configuration would end at once as well."""
     policy = parse({"ladders": THREE})
-    before = [refused(7, n) for n in range(7, 11)]
-    made = decisions(policy, before)
-    history = [
-        Incident(n, anomaly, unknown(anomaly), one)
-        for n, (anomaly, one) in enumerate(zip(before, made, strict=True), start=1)
-    ]
+    history = met(policy, [refused(7, n) for n in range(7, 11)])
     assert history[-1].decision.gave_up is not None
     again = decide(policy, case_of(refused(7, 11), unknown(refused(7))), history)
     assert again == Decision((Action("skip"),), 0)
@@ -719,14 +719,20 @@ def test_an_endless_series_ends(name: str, faults: list[tuple[Signal, bool, int]
 # Knobs.
 
 
+def over(knobs: Knobs, name: str, updates: int, **more: Any) -> list[Any]:
+    """What a knob is in each of so many accepted updates."""
+    found = []
+    for _ in range(updates):
+        found.append(getattr(knobs.values, name))
+        knobs.advance(**more)
+    return found
+
+
 def test_knobs_climb_back_to_a_share_of_what_was() -> None:
     """A search for the highest rate that works: down, soon up again, and what never worked is not soon taken up."""
     knobs = Knobs(relax_after=10)
     knobs.turn_lr(0.03, regain=0.1)
-    rates = []
-    for _ in range(79):
-        rates.append(knobs.values.lr)
-        knobs.advance()
+    rates = over(knobs, "lr", 79)
     assert rates == sorted(rates)
     assert all(later / earlier < 1.1 for earlier, later in itertools.pairwise(rates))
     assert rates[15] == rates[-1] == pytest.approx(0.1)
@@ -735,10 +741,7 @@ def test_knobs_climb_back_to_a_share_of_what_was() -> None:
     again = Knobs(relax_after=10)
     again.load_state_dict(knobs.state_dict())
     for one in (knobs, again):
-        assert one.values.lr == pytest.approx(0.003)
-        for _ in range(20):
-            one.advance()
-        assert one.values.lr == pytest.approx(0.01)
+        assert over(one, "lr", 21)[::20] == pytest.approx([0.003, 0.01])
     knobs.turn_lr(0.5)
     knobs.advance()
     assert knobs.values.lr == pytest.approx(0.005), "another turn ends the climb"
@@ -746,14 +749,12 @@ def test_knobs_climb_back_to_a_share_of_what_was() -> None:
 
 def test_a_limit_of_updates_falls_with_their_root() -> None:
     """Down to a tenth; a resume has it as it was."""
-    knobs, shares = Knobs(share=0.1), []
-    for _ in range(9000):
-        knobs.advance()
-        shares.append(knobs.values.share)
+    knobs = Knobs(share=0.1)
+    shares = over(knobs, "share", 9001)
     resumed = Knobs()
     resumed.load_state_dict(json.loads(json.dumps(knobs.state_dict())))
     assert resumed.values == knobs.values
-    assert [shares[149], shares[-1]] == pytest.approx([0.05, 0.01])
+    assert [shares[150], shares[-1]] == pytest.approx([0.05, 0.01])
     assert shares == sorted(shares, reverse=True)
 
 
@@ -770,11 +771,7 @@ def test_knobs_re_warm() -> None:
     """The rate climbs in a straight line to the lowered one, and relaxing waits until it is there."""
     knobs = Knobs(relax_after=2)
     knobs.turn_lr(0.5, rewarm=4)
-    rates = []
-    for _ in range(8):
-        rates.append(knobs.values.lr)
-        knobs.advance()
-    assert rates == pytest.approx([0.125, 0.25, 0.375, 0.5, 0.5, 0.5, 0.5**0.5, 0.5**0.5])
+    assert over(knobs, "lr", 8) == pytest.approx([0.125, 0.25, 0.375, 0.5, 0.5, 0.5, 0.5**0.5, 0.5**0.5])
     assert knobs.values == KnobValues()
 
 
@@ -799,13 +796,10 @@ def test_steps_of_relaxing() -> None:
 
 def test_higher_precision_is_for_a_stretch() -> None:
     """It ends after so many accepted updates; a shorter stretch does not cut a longer one."""
-    run, seen = Run(), []
+    run = Run()
     HigherPrecision(3).apply(run)
     HigherPrecision(2).apply(run)
-    for _ in range(5):
-        seen.append(run.knobs.values.higher_precision)
-        run.knobs.advance()
-    assert seen == [True, True, True, False, False]
+    assert over(run.knobs, "higher_precision", 5) == [True, True, True, False, False]
 
 
 def healthy_updates_until_relaxed(knobs: Knobs) -> int:
@@ -856,13 +850,9 @@ def test_a_limit_of_the_rate_lasts_as_long_as_the_schedule_asks_for_more() -> No
     knobs = Knobs(relax_after=10)
     knobs.limit_lr(0.5)
     knobs.limit_lr(2.0)
-    ceilings = []
-    for _ in range(160):
-        knobs.advance(was_limited=True)
-        ceilings.append(knobs.values.ceiling)
-    assert ceilings == pytest.approx([*[0.5] * 79, *[0.5 * 2**0.5] * 80, 1.0])
-    for _ in range(80):
-        knobs.advance()
+    ceilings = over(knobs, "ceiling", 160, was_limited=True)
+    assert [*ceilings, knobs.values.ceiling] == pytest.approx([*[0.5] * 80, *[0.5 * 2**0.5] * 80, 1.0])
+    over(knobs, "ceiling", 80)
     assert knobs.values == KnobValues()
 
 
