@@ -188,14 +188,17 @@ def next_letter(model: Any, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0][:, :-1]).flatten(0, 1), batch[0][:, 1:].flatten())
 
 
+def guard_of(model: nn.Module, optimizer: Any, **given: Any) -> Guard:
+    accelerator = Accelerator(cpu=True)
+    return Guard(accelerator, *accelerator.prepare(model, optimizer), clip=1.0, **given)
+
+
 def language(lr: float, steps: int = 150, recovery: Any = "balanced", optimizer: Any = None, **more: Any) -> Guard:
     torch.manual_seed(0)
-    accelerator = Accelerator(cpu=True)
     model = LanguageModel()
     optimizer = (optimizer or partial(torch.optim.AdamW, lr=lr))(model.parameters())
-    model, optimizer = accelerator.prepare(model, optimizer)
-    given = {"objective": next_letter, "data": text(), "batch_size": 8, "clip": 1.0, **more}
-    return Guard(accelerator, model, optimizer, steps=steps, recovery=recovery, **given)
+    given = {"objective": next_letter, "data": text(), "batch_size": 8, **more}
+    return guard_of(model, optimizer, steps=steps, recovery=recovery, **given)
 
 
 def test_what_is_said_of_a_race_names_the_rate_that_was_there() -> None:
@@ -272,12 +275,10 @@ def noise(rows: int) -> TensorDataset:
 def regression(recovery: Any, rates: Sequence[float] | None = None, **more: Any) -> Guard:
     """Noise that nothing explains: the loss stands from the first updates on. BatchNorm and dropout."""
     torch.manual_seed(0)
-    accelerator = Accelerator(cpu=True)
     model = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    given = {"objective": squares, "data": noise(512), "batch_size": 16, "clip": 1.0, **more}
-    return Guard(accelerator, model, optimizer, steps=150, recovery=recovery, **given)
+    given = {"objective": squares, "data": noise(512), "batch_size": 16, **more}
+    return guard_of(model, optimizer, steps=150, recovery=recovery, **given)
 
 
 WITHOUT = {"ladders": {"default": [["skip"]]}}

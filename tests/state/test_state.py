@@ -65,6 +65,13 @@ class Bench:
         self.ring.take(self.clock.step, verified=verified)
         return self.state.sha256()
 
+    def gone(self, updates: int) -> Bench:
+        """Train so long, with a snapshot of each update."""
+        for _ in range(updates):
+            self.train()
+            self.kept()
+        return self
+
 
 def moved_in_place(net: Net) -> None:
     net.teacher.weight.lerp_(net.student.weight, 0.5)
@@ -122,8 +129,7 @@ def test_a_frozen_weight_stays_shared_after_a_rewind() -> None:
     bench = Bench()
     bench.kept()
     bench.ring.restore(bench.ring.snapshots[0])
-    bench.train()
-    bench.kept()
+    bench.gone(1)
     copies = {held.parts["weights"]["teacher.weight"].data_ptr() for held in bench.ring.snapshots}
     assert len(bench.ring.snapshots) == 2
     assert len(copies) == 1
@@ -166,23 +172,12 @@ def test_how_far_the_weights_moved_is_that_of_the_trained_ones() -> None:
 
 def test_two_slots_hold_no_pin() -> None:
     """A pinned state beside the newest proven one would leave no slot: after a rewind snapshots are taken again."""
-    bench = Bench(keep=2)
-    for _ in range(2):
-        bench.train()
-        bench.kept()
+    bench = Bench(keep=2).gone(2)
     bench.ring.restore(bench.ring.snapshots[0])
     for step in (2, 3, 4):
         bench.train()
         assert bench.ring.take(step, verified=True) is not None
     assert [held.step for held in bench.ring.snapshots] == [3, 4]
-
-
-def ring_of_five() -> Bench:
-    bench = Bench(keep=8)
-    for _ in range(5):
-        bench.train()
-        bench.kept()
-    return bench
 
 
 @pytest.mark.parametrize(
@@ -193,24 +188,19 @@ def test_the_best_trusted_state_is_kept_for_the_end(before: int, to: int, after:
 
     It is of the new course, if that is not before the step at which the two parted; else of both.
     """
-    bench = ring_of_five()
+    bench = Bench(keep=8).gone(5)
     bench.ring.distrust(before)
     bench.ring.restore(bench.ring.snapshots[to - 1])
-    bench.train()
-    bench.kept()
-    bench.ring.distrust(after)
+    bench.gone(1).ring.distrust(after)
     held: Any = bench.ring.last_good(after)
     assert held.step == best
 
 
 def test_of_two_courses_the_better_state_is_kept() -> None:
     """Rewound from 5 to 1, on to 3, and to 1 again: what is kept for the end is of step 5, not of step 3."""
-    bench = ring_of_five()
+    bench = Bench(keep=8).gone(5)
     bench.ring.restore(bench.ring.snapshots[0])
-    for _ in range(2):
-        bench.train()
-        bench.kept()
-    bench.ring.restore(bench.ring.snapshots[0])
+    bench.gone(2).ring.restore(bench.ring.snapshots[0])
     held: Any = bench.ring.last_good(5)
     assert held.step == 5
 
@@ -229,7 +219,7 @@ def test_no_slots_means_no_snapshots() -> None:
 
 def test_memory_of_a_snapshot_is_handed_out_once() -> None:
     """One that is dropped twice is room for one other only."""
-    bench = ring_of_five()
+    bench = Bench(keep=8).gone(5)
     held = bench.ring.snapshots[-1]
     bench.ring.distrust(4)
     bench.ring.drop(held)
