@@ -23,7 +23,7 @@ import pytest
 from flaky_mlflow import Door, Mood
 from fork_server import ENVIRONMENT
 from postgres import postgres, programs
-from stories import free_text
+from stories import incident
 
 from resilient_train.app import sync
 from resilient_train.errors import TrainError
@@ -34,7 +34,6 @@ from resilient_train.tracking.connection import MLFLOW_JSON, UploadCursor, locat
 from resilient_train.tracking.story import read_story
 from resilient_train.tracking.tracker import OutboxTracker, TrackingConfig, build
 from resilient_train.tracking.uploader import Uploader
-from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -59,15 +58,9 @@ def door(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
 
 
 def met(book: IncidentLog, number: int) -> None:
-    anomaly = Anomaly(
-        Signal.NONFINITE_GRAD, 10 * number, 10 * number, 10 * number - 1, free_text("a NaN"), landed=False
-    )
-    incident = Incident(
-        number, anomaly, Diagnosis(Cause.TRANSIENT, free_text("Watch it.")), Decision((Action("skip"),))
-    )
-    book.add(incident)
-    book.record_treatment(incident)
-    book.close(Incident(number, anomaly, incident.diagnosis, incident.decision, outcome=Outcome.RECOVERED))
+    book.add(incident(5, None, id=number))
+    book.record_treatment(incident(5, None, id=number))
+    book.close(incident(5, id=number))
 
 
 def trained(run_dir: Path, rows: range = range(ROWS), incidents: int = INCIDENTS) -> Path:
