@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -155,6 +156,13 @@ def fresh_accelerate() -> Iterator[None]:
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+@pytest.fixture
+def info(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """What this library says, but for details."""
+    caplog.set_level(logging.INFO, "resilient_train")
+    return caplog
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -143,13 +142,12 @@ class Fail(TrainerCallback):  # type: ignore[misc]
             raise RuntimeError("of mine")
 
 
-def test_the_end_of_a_run_names_what_the_trainer_resumes_by(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_end_of_a_run_names_what_the_trainer_resumes_by(tmp_path: Path, info: pytest.LogCaptureFixture) -> None:
     """Its checkpoints are not the guard's: that there is none of those, and where a new run would go, helps nobody."""
-    caplog.set_level(logging.INFO, "resilient_train")
     failing = resilient_train.hf.guard(programs.trainer("vit", tmp_path, steps=4, save_strategy="steps", save_steps=2))
     failing.add_callback(Fail())
     with pytest.raises(RuntimeError, match="of mine"):
         failing.train()
     assert (tmp_path / "checkpoint-2").is_dir()
-    assert any("by `resume_from_checkpoint=True`" in one for one in caplog.messages)
-    assert not any("newest checkpoint" in one or "starts a new run" in one for one in caplog.messages)
+    assert any("by `resume_from_checkpoint=True`" in one for one in info.messages)
+    assert not any("newest checkpoint" in one or "starts a new run" in one for one in info.messages)
