@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -10,9 +10,12 @@ from accelerate import Accelerator
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.data import TensorDataset
 
 from resilient_train.adapters.guard import Guard
+from resilient_train.drills import Drill
 from resilient_train.reader import MemoryConfig
+from resilient_train.types import Incident
 
 ROWS = 256
 SKIP = {"ladders": {"default": [{"do": ["skip"], "strikes": None}]}}
@@ -32,6 +35,10 @@ class Net(nn.Module):
         return scores
 
 
+def cross_entropy(model: Any, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
 class Poison:
     """An objective that spoils its loss or its gradients in the updates that it is told."""
 
@@ -42,7 +49,7 @@ class Poison:
         rows, labels = batch
         if self.strikes and self.how == "batch":
             rows = torch.full_like(rows, torch.nan)
-        loss = F.cross_entropy(model(rows), labels)
+        loss = cross_entropy(model, (rows, labels))
         if self.strikes and self.how == "loss":
             return loss * torch.inf
         if self.strikes and self.how == "gradient":
@@ -86,13 +93,21 @@ class At:
         return self.poison(model, batch)
 
 
+def sums(count: int = 512, width: int = 6, seed: int = 3, bad: tuple[int, ...] = ()) -> TensorDataset:
+    """Rows of noise and what they add up to; the bad ones hold NaN."""
+    x = torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
+    y = x.sum(1, keepdim=True)
+    x[list(bad)] = torch.nan
+    return TensorDataset(x, y)
+
+
 def guard_over(data: Any, **given: Any) -> Guard:
     """A regression of six columns, which keeps snapshots often: for tests of where rows come from."""
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 1)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    given = {"batch_size": 16, "memory": MemoryConfig(every=5, keep=4, max_gib=None), "verify_after": 3, **given}
+    given = {"batch_size": 16, "memory": often(5), "verify_after": 3, **given}
     return Guard(accelerator, model, optimizer, data=data, **given)
 
 
@@ -100,9 +115,40 @@ def mse(model: Any, batch: Any) -> torch.Tensor:
     return F.mse_loss(model(batch[0]), batch[1])
 
 
+def often(every: int) -> MemoryConfig:
+    """Snapshots after so many updates, however large they are."""
+    return MemoryConfig(every=every, keep=4, max_gib=None)
+
+
+def drill_of(*faults: Any) -> Drill:
+    """One that remembers by itself what it has fired."""
+    fired: set[int] = set()
+    return Drill(faults, has_fired=fired.__contains__, fired=lambda number, *_, **more: fired.add(number))
+
+
+def is_finite(model: Any) -> bool:
+    """All of its weights and buffers."""
+    return all(bool(one.isfinite().all()) for one in model.state_dict().values())
+
+
+def accused(incidents: Iterable[Incident]) -> list[int]:
+    """The rows that are called bad."""
+    return sorted(row for one in incidents for row in one.diagnosis.rows)
+
+
 def trained(guard: Guard, steps: int | None = None) -> Guard:
     """Train as long as is planned, or so many steps."""
     guard.steps = steps or guard.steps
     for batch in guard.batches():
         guard.step(batch)
+    return guard
+
+
+def handed_over(guard: Guard, objective: Any, steps: int | None = None) -> Guard:
+    """The same in a loop that makes forward and backward itself."""
+    guard.steps = steps or guard.steps
+    for batch in guard.batches():
+        loss = objective(guard.model, batch)
+        guard.world.accelerator.backward(loss)
+        guard.update(loss)
     return guard

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -133,7 +133,7 @@ class Forgetful:
 
 
 def mse(model: nn.Module, batch: Any) -> Tensor:
-    x, y = (batch["x"], batch["y"]) if isinstance(batch, dict) else batch
+    x, y = (batch["x"], batch["y"]) if isinstance(batch, Mapping) else batch
     return nn.functional.mse_loss(model(x), y)
 
 

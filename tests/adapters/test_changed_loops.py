@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from guarded import mse, sums
+from test_own_recipes import backward
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.utils import parametrize, prune
 from torch.optim.lr_scheduler import StepLR
 
@@ -19,9 +20,9 @@ from resilient_train import Guard
 AT, STRUCK, STEPS = 30, 40, 100  # the steps of a change and of damage, and the end
 
 
-def rows() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    x = torch.randn(256, 6, generator=torch.Generator().manual_seed(0))
-    return [(one, one.sum(0, keepdim=True)) for one in x]
+def network() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
 
 
 class Masked(nn.Module):
@@ -55,12 +56,11 @@ CHANGES = [prunes, parametrizes, adds_a_group, unfreezes]
 
 
 def made(change: Callable[..., None], **settings: Any) -> tuple[Guard, Any]:
-    torch.manual_seed(0)
-    model: Any = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+    model = network()
     model[0].requires_grad_(change in (prunes, parametrizes))
     optimizer = torch.optim.AdamW((model[2] if change is adds_a_group else model).parameters(), 1e-2)
     schedule = StepLR(optimizer, 20, 0.9)
-    guard = Guard(None, model, optimizer, data=rows(), batch_size=16, steps=STEPS, schedule=schedule, **settings)
+    guard = Guard(None, model, optimizer, data=sums(256), batch_size=16, steps=STEPS, schedule=schedule, **settings)
     struck = changed = False
     for x, y in guard.batches():
         if guard.attempted_step == AT and not changed:
@@ -70,9 +70,7 @@ def made(change: Callable[..., None], **settings: Any) -> tuple[Guard, Any]:
             struck = True
             with torch.no_grad():
                 next(model[0].parameters()).fill_(math.nan)
-        loss = F.mse_loss(model(x), y)
-        loss.backward()  # type: ignore[no-untyped-call]
-        guard.update(loss)
+        guard.update(backward(model, x, y))
     guard.close()
     return guard, model
 
@@ -89,7 +87,7 @@ def test_a_rewind_passes_over_a_change_of_the_loop(change: Callable[..., None]) 
     names = dict(model.named_parameters()).keys()
     assert (names >= {"0.weight_orig"}) == (change is prunes)
     assert len(guard.state.optimizers[0].param_groups) == 1 + (change is adds_a_group)
-    assert F.mse_loss(model(torch.stack([x for x, _ in rows()])), torch.stack([y for _, y in rows()])) < 2.5
+    assert mse(model, sums(256).tensors) < 2.5
 
 
 @pytest.mark.parametrize("change", [prunes, adds_a_group])
@@ -103,19 +101,17 @@ def test_an_added_group_trains_as_without_the_guard(scheduled: bool) -> None:
     """Bit for bit, with the rate that it was added with, and with what the schedule makes of that."""
     final = []
     for is_guarded in (False, True):
-        torch.manual_seed(0)
-        model: Any = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+        model = network()
         optimizer = torch.optim.SGD(model[2].parameters(), 1e-2, momentum=0.9)
         schedule = StepLR(optimizer, 10, 0.5) if scheduled else None
-        data = rows()
+        data = sums(256)
         guard = Guard(None, model, optimizer, data=data, batch_size=16, steps=AT, schedule=schedule, shuffle=False,
                       clip=None) if is_guarded else None  # fmt: skip
-        batches = [tuple(map(torch.stack, zip(*data[at : at + 16], strict=True))) for at in range(0, 256, 16)]
+        batches = [data[at : at + 16] for at in range(0, 256, 16)]
         for number, (x, y) in enumerate(guard.batches() if guard else [batches[at % 16] for at in range(AT)]):
             if number == 15:
                 optimizer.add_param_group({"params": [*model[0].parameters()], "lr": 5e-3})
-            loss = F.mse_loss(model(x), y)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss = backward(model, x, y)
             if guard is not None:
                 guard.update(loss)
                 continue
@@ -131,16 +127,13 @@ def test_a_resume_goes_back_to_before_a_group_was_added(tmp_path: Path) -> None:
     """A loop that has not added it yet resumes from a checkpoint with as many groups, and says what helps."""
     final = []
     for part in (70, 60):
-        torch.manual_seed(0)
-        model: Any = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+        model = network()
         optimizer = torch.optim.AdamW(model[2].parameters(), 1e-2)
-        guard = Guard(None, model, optimizer, data=rows(), batch_size=16, run_dir=tmp_path, disk=25, resume=True)
+        guard = Guard(None, model, optimizer, data=sums(256), batch_size=16, run_dir=tmp_path, disk=25, resume=True)
         for x, y in guard.batches(part):
             if guard.attempted_step >= 60 and len(optimizer.param_groups) == 1:
                 optimizer.add_param_group({"params": [*model[0].parameters()]})
-            loss = F.mse_loss(model(x), y)
-            loss.backward()  # type: ignore[no-untyped-call]
-            guard.update(loss)
+            guard.update(backward(model, x, y))
         final.append((guard.clock.step, len(optimizer.param_groups)))
         guard.leave()
         guard.close()

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from guarded import SKIP, Net
+from guarded import SKIP, Net, often
 from torch.nn import functional as F
 
 from resilient_train import Guard
 from resilient_train.errors import ConfigError, TrainError
-from resilient_train.reader import MemoryConfig
 from resilient_train.state.randomness import Seeds
 from resilient_train.state.tree import sha256
 
@@ -31,7 +30,7 @@ class Loop:
         self.model = Net()
         self.scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, fused=True)
-        usual: dict[str, Any] = {"steps": STEPS, "memory": MemoryConfig(every=10, keep=4, max_gib=None), "clip": 1.0}
+        usual: dict[str, Any] = {"steps": STEPS, "memory": often(10), "clip": 1.0}
         self.guard = Guard(
             *(None, self.model, self.optimizer),
             data=more.pop("data", get_batch),
@@ -82,13 +81,12 @@ def test_a_healthy_run_ends_as_a_plain_loop() -> None:
     assert plain.digest() == loop.digest()
 
 
-def test_a_bad_update_is_skipped_by_its_place(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bad_update_is_skipped_by_its_place(info: pytest.LogCaptureFixture) -> None:
     """The function cannot name rows, and it says so; the updates after it get the batches that they would have got."""
-    caplog.set_level("INFO", logger="resilient_train")
     loop, healthy = Loop(recovery=SKIP).train("nan", 30), Loop(steps=STEPS + 1).train()
     [incident] = loop.guard.incidents
     assert (incident.anomaly.signal, incident.diagnosis.rows) == ("nonfinite_loss", ())
-    assert sum("bad rows have no names" in one.message for one in caplog.records) == 2  # once a run
+    assert sum("bad rows have no names" in one.message for one in info.records) == 2  # once a run
     landed = {number: sha256(batch) for number, batch in loop.seen}
     others = {number: sha256(batch) for number, batch in healthy.seen}
     assert all(landed[number] == others[number + (number >= 30)] for number in range(STEPS))

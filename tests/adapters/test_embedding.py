@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from guarded import REWIND, is_finite, often, sums, trained
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import swa_utils
@@ -30,20 +31,17 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 from torch.utils.data import DataLoader, TensorDataset
-from user_programs import Counting
+from user_programs import Counting, mse
 
 from resilient_train import GaveUp, Guard
 from resilient_train.adapters.rows_of_loader import samples_of
 from resilient_train.data.samples import Slicing
 from resilient_train.errors import ConfigError, TrainError
-from resilient_train.reader import ClipConfig, MemoryConfig
+from resilient_train.reader import ClipConfig
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-
-REWIND = {"ladders": {"default": [["rewind"]]}, "strikes": 5}  # nothing is skipped, no knob is turned
-OFTEN = MemoryConfig(every=5, keep=4, max_gib=None)
 
 
 class Net(nn.Module):
@@ -54,19 +52,6 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.layers(x)
         return out
-
-
-def rows(count: int = 256, rotten: tuple[int, ...] = ()) -> TensorDataset:
-    numbers = torch.Generator().manual_seed(3)
-    x = torch.randn(count, 6, generator=numbers)
-    y = x.sum(1, keepdim=True)
-    x[list(rotten)] = math.nan
-    return TensorDataset(x, y)
-
-
-def mse(model: Any, batch: Any) -> Tensor:
-    x, y = (batch["x"], batch["y"]) if isinstance(batch, dict | UserDict) else batch
-    return nn.functional.mse_loss(model(x), y)
 
 
 class Loops:
@@ -88,7 +73,7 @@ class Loops:
         return gradient * math.nan if self.backwards == self.spoiled else gradient
 
     def guard(self, **given: Any) -> Guard:
-        given = {"data": rows(), "batch_size": 16, "verify_after": 3, "memory": OFTEN, **given}
+        given = {"data": sums(256), "batch_size": 16, "verify_after": 3, "memory": often(5), **given}
         return Guard(self.accelerator, self.model, self.optimizer, **given)
 
     def run(self, form: str, steps: int, **given: Any) -> Guard:
@@ -98,9 +83,6 @@ class Loops:
             if guard.step(batch) if form == "objective" else hand_over(self, guard, batch)[0]:
                 self.average.update_parameters(self.model)
         return guard
-
-    def is_whole(self) -> bool:
-        return all(bool(tensor.isfinite().all()) for tensor in self.model.state_dict().values())
 
 
 FORMS = pytest.mark.parametrize("form", ["objective", "hand-over"])
@@ -126,7 +108,7 @@ def test_a_rotten_batch_while_a_scan_looks_is_a_rotten_batch() -> None:
     for number, batch in enumerate(guard.batches(40)):
         guard.step([batch[0] * math.nan, batch[1]] if number in (9, 10, 11, 20, 21, 22) else batch)
     assert {str(one.anomaly.signal) for one in guard.incidents} == {"nonfinite_batch"}
-    assert loops.is_whole()
+    assert is_finite(loops.model)
 
 
 def test_a_nan_is_seen_in_batches_of_any_class() -> None:
@@ -135,11 +117,9 @@ def test_a_nan_is_seen_in_batches_of_any_class() -> None:
     def collated(some: list[Any]) -> Any:
         return UserDict({key: torch.stack([row[key] for row in some]) for key in "xy"})
 
-    table = rows(64, rotten=(17,))
+    table = sums(64, bad=(17,))
     data = [UserDict(x=table[row][0], y=table[row][1]) for row in range(64)]
-    guard = Loops().guard(data=data, collate=collated, objective=mse)
-    for batch in guard.batches(8):
-        guard.step(batch)
+    guard = trained(Loops().guard(data=data, collate=collated, objective=mse), 8)
     told = [(one.anomaly.signal, one.diagnosis.cause, one.diagnosis.rows) for one in guard.incidents]
     assert told == [("nonfinite_batch", "data", (17,))]
     assert guard.incidents[0].diagnosis.advice[0]["why"][0]["field"] == "['x']"
@@ -150,10 +130,10 @@ def test_a_nan_is_seen_in_batches_of_any_class() -> None:
 
 def loaders(kind: str, accelerator: Accelerator) -> Any:
     if kind == "data set":
-        return rows()
+        return sums(256)
     if kind == "iterable with state":
         return Counting(64)
-    loader = DataLoader(rows(), batch_size=16, shuffle=True)
+    loader = DataLoader(sums(256), batch_size=16, shuffle=True)
     return accelerator.prepare(loader) if kind == "prepared loader" else loader
 
 
@@ -164,10 +144,9 @@ def test_any_data_will_do(kind: str) -> None:
     guard = loops.guard(
         data=loaders(kind, loops.accelerator), batch_size=size, objective=mse, recovery=REWIND, verify_after=3
     )
-    for batch in guard.batches(30):
-        guard.step(batch)
+    trained(guard, 30)
     assert [one.rewound_to for one in guard.incidents] == [15]
-    assert loops.is_whole()
+    assert is_finite(loops.model)
     assert guard.samples.slicing.samples == 16
 
 
@@ -248,7 +227,7 @@ def test_several_optimizers_step_together() -> None:
             before = guard.state.weights_sha256()
         if number == 8:
             assert guard.state.weights_sha256() == before
-    assert loops.is_whole()
+    assert is_finite(loops.model)
     assert len(guard.incidents) == 1
     assert sgd.param_groups[0]["lr"] == pytest.approx(1e-4)
     assert adam.param_groups[0]["lr"] == 1e-2
@@ -274,11 +253,11 @@ def test_a_compiled_model_keeps_the_names_of_its_weights(tmp_path: Path) -> None
 def test_gradients_accumulate(form: str) -> None:
     """Two micro-batches make an update, in which either of them can be rotten."""
     loops = Loops(accumulation=2)
-    guard = loops.run(form, 20, batch_size=8, data=rows(128, rotten=(5,)))
+    guard = loops.run(form, 20, batch_size=8, data=sums(128, bad=(5,)))
     assert guard.samples.slicing.samples == 16
     assert guard.clock.tick > guard.clock.step == 20
     assert {str(one.anomaly.signal) for one in guard.incidents} == {"nonfinite_batch"}
-    assert loops.is_whole()
+    assert is_finite(loops.model)
 
 
 def test_a_loop_that_accumulates_by_itself_gets_the_same() -> None:
@@ -391,16 +370,14 @@ def test_update_outside_of_the_loop_is_refused() -> None:
 def test_after_the_loop_everybody_may_step() -> None:
     loops = Loops()
     loops.run("objective", 3)
-    loops.accelerator.backward(mse(loops.model, rows()[:16]))
+    loops.accelerator.backward(mse(loops.model, sums(256)[:16]))
     loops.optimizer.step()
 
 
 def test_a_loop_that_was_left_is_entered_again() -> None:
     """With a batch in hand, too: it comes again, and the end is the same."""
     whole = Loops()
-    expected = whole.guard(objective=mse, steps=10)
-    for batch in expected.batches():
-        expected.step(batch)
+    expected = trained(whole.guard(objective=mse), 10)
     loops = Loops()
     guard = loops.guard(objective=mse, steps=10)
     for batch in guard.batches():
@@ -408,9 +385,7 @@ def test_a_loop_that_was_left_is_entered_again() -> None:
             loops.accelerator.backward(mse(loops.model, batch))
             break
         guard.step(batch)
-    for batch in guard.batches():
-        guard.step(batch)
-    assert guard.state.sha256() == expected.state.sha256()
+    assert trained(guard).state.sha256() == expected.state.sha256()
 
 
 NOT_EMPTY = nn.Linear(6, 1)
@@ -464,7 +439,7 @@ def test_a_wrong_argument_is_named(given: dict[str, Any], line: str) -> None:
     """With what is expected, in one line, before anything runs; without the error behind it, which says less."""
     loops = Loops()
     arguments = {"accelerator": loops.accelerator, "model": loops.model, "optimizer": loops.optimizer}
-    arguments |= {"data": rows(), "batch_size": 16, **given}
+    arguments |= {"data": sums(256), "batch_size": 16, **given}
     with pytest.raises((TypeError, ValueError), match=line) as caught:
         Guard(**arguments)
     assert "\n" not in str(caught.value)
@@ -478,9 +453,8 @@ def contents(directory: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
-def test_nothing_is_overwritten(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_overwritten(tmp_path: Path, info: pytest.LogCaptureFixture) -> None:
     """A directory that holds a run is left alone; the next free one beside it is taken, and that is said."""
-    caplog.set_level(logging.INFO, "resilient_train")
     Loops(spoiled=3).run("objective", 5, run_dir=tmp_path / "mine")
     before = contents(tmp_path / "mine")
     for _ in range(2):
@@ -488,7 +462,7 @@ def test_nothing_is_overwritten(tmp_path: Path, caplog: pytest.LogCaptureFixture
     assert contents(tmp_path / "mine") == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "mine-2", "mine-3"]
     assert (tmp_path / "mine-3/incidents.jsonl").read_text()
-    assert f"this one writes to {tmp_path / 'mine-2'}" in caplog.text
+    assert f"this one writes to {tmp_path / 'mine-2'}" in info.text
 
 
 def test_who_sets_up_logging_decides(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,20 +13,24 @@ import pytest
 import torch
 from accelerate import Accelerator
 from group import alone, together
-from kills import incidents, summary
+from guarded import drill_of, mse, often
+from guarded import trained as train
+from kills import die_with_checkpoint, incidents, summary
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from resilient_train.adapters.guard import Guard
-from resilient_train.drills import Drill, NanGrad
+from resilient_train.drills import NanGrad
 from resilient_train.ranks.world import join
-from resilient_train.reader import DiskConfig, MemoryConfig
+from resilient_train.reader import DiskConfig
 from resilient_train.record.quarantine import QUARANTINE
 from resilient_train.tracking.story import read_story
 
 STEPS, ROWS, BATCH = 60, 64, 8
 KILLER = 39  # whose company of the first epoch is nowhere near it in the second
 NEVER = 10**9
+SAVED: dict[str, Any] = {"steps": STEPS, "objective": mse, "resume": True}
+SAVED |= {"memory": often(2), "verify_after": 3, "disk": DiskConfig(every=6)}
 
 
 class Rows(Dataset[Any]):
@@ -44,17 +47,6 @@ class Rows(Dataset[Any]):
         return self.inputs[row], self.inputs[row].sum().reshape(1)
 
 
-def mse(model: Any, batch: Any) -> Tensor:
-    return nn.functional.mse_loss(model(batch[0]), batch[1])
-
-
-def die_with_checkpoint(run_dir: Path) -> None:
-    """As soon as there is one: it is written beside the training, and these updates are quicker than a disk."""
-    while not any(run_dir.glob("checkpoints/step-*")):
-        time.sleep(0.01)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def loop(run_dir: Path, killed_at: int = NEVER, asked_at: int = NEVER, killer: int | None = None) -> dict[str, Any]:
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True)
@@ -66,14 +58,9 @@ def loop(run_dir: Path, killed_at: int = NEVER, asked_at: int = NEVER, killer: i
         *(accelerator, prepared, optimizer),
         data=Rows(killer),
         batch_size=BATCH,
-        steps=STEPS,
-        objective=mse,
         run_dir=run_dir,
-        memory=MemoryConfig(every=2, keep=4, max_gib=None),
-        verify_after=3,
-        disk=DiskConfig(every=6),
-        resume=True,
         stop=lambda: guard.clock.step >= asked_at,
+        **SAVED,
     )
     guard.keep(average=average)
     began = None
@@ -158,22 +145,15 @@ def ranks(run_dir: Path, killed_at: int) -> list[Any]:
     prepared, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
     with pytest.raises(ValueError, match="not prepared for 2 processes"):
         Guard(accelerator, model, optimizer, data=Rows(), batch_size=4)
-    fired: set[int] = set()
-    drill = Drill([NanGrad(at=[12, 34])], has_fired=fired.__contains__, fired=lambda number, *_: fired.add(number))
     guard = Guard(
         *(accelerator, prepared, optimizer),
         data=Rows(),
         batch_size=4,
-        steps=STEPS,
         schedule=schedule,
-        objective=mse,
         run_dir=run_dir,
         recovery=TWICE,
-        memory=MemoryConfig(every=2, keep=4, max_gib=None),
-        verify_after=3,
-        disk=DiskConfig(every=6),
-        drill=drill,
-        resume=True,
+        drill=drill_of(NanGrad(at=[12, 34])),
+        **SAVED,
     )
     for batch in guard.batches():
         guard.step(batch)
@@ -219,7 +199,7 @@ def test_an_error_on_one_rank_does_not_wait_for_the_others() -> None:
 
 
 def test_a_patched_line_that_was_changed_since_is_said_once_and_asks_for_nothing_more(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, info: pytest.LogCaptureFixture
 ) -> None:
     """As soon as its source is fixed; the incident stays."""
     source, run_dir = tmp_path / "ratio.py", tmp_path / "run"
@@ -230,25 +210,21 @@ def test_a_patched_line_that_was_changed_since_is_said_once_and_asks_for_nothing
     scales[KILLER] = 0.0
 
     def trained(steps: int) -> list[str]:
-        caplog.clear()
+        info.clear()
         space: dict[str, Any] = {}
         exec(compile(source.read_text(), str(source), "exec", dont_inherit=True), space)
         torch.manual_seed(0)
         model = nn.Linear(5, 1)
         how: dict[str, Any] = {"batch_size": BATCH, "run_dir": run_dir, "disk": 10, "resume": True, "steps": steps}
         data, optimizer = TensorDataset(Rows().inputs, scales), torch.optim.AdamW(model.parameters())
-        guard = Guard(None, model, optimizer, data=data, objective=space["loss"], **how)
-        for batch in guard.batches():
-            guard.step(batch)
-        guard.close()
-        return [one.getMessage() for one in caplog.records if "was changed since" in one.getMessage()]
+        train(Guard(None, model, optimizer, data=data, objective=space["loss"], **how)).close()
+        return [one.getMessage() for one in info.records if "was changed since" in one.getMessage()]
 
-    with caplog.at_level("INFO", logger="resilient_train"):
-        assert trained(30) == []
-        (asked,) = read_story(run_dir).advice
-        assert asked.facts[0]["where"]["line"] == 3
-        source.write_text(source.read_text().replace("error / batch[1]", "error / batch[1].clamp(0.5)"))
-        assert trained(40) == [f"{source}:3 was changed since: its patch is removed"]
-        assert trained(50) == []
+    assert trained(30) == []
+    (asked,) = read_story(run_dir).advice
+    assert asked.facts[0]["where"]["line"] == 3
+    source.write_text(source.read_text().replace("error / batch[1]", "error / batch[1].clamp(0.5)"))
+    assert trained(40) == [f"{source}:3 was changed since: its patch is removed"]
+    assert trained(50) == []
     story = read_story(run_dir)
     assert (len(story.incidents), story.remedies["armor"]) == (1, [])

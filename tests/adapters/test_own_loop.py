@@ -16,6 +16,7 @@ import pytest
 import torch
 from fork_server import ENVIRONMENT
 from group import Group, launch
+from guarded import often, trained
 from kills import stand, summary
 
 from resilient_train.adapters.guard import Guard
@@ -23,7 +24,6 @@ from resilient_train.app import incidents, status, sync
 from resilient_train.checkpoint.writer import Job, Writer
 from resilient_train.errors import DirectoryInUse, GaveUp
 from resilient_train.ranks.lock import DirectoryLock
-from resilient_train.reader import MemoryConfig
 from resilient_train.types import Outcome
 
 PROGRAM = """
@@ -318,7 +318,7 @@ def test_a_close_that_is_interrupted_while_it_writes_is_a_failure(
 ) -> None:
     """By Ctrl-C: the summary says so, and the directory stays locked until what is being written has ended."""
     run_dir, go_on = tmp_path / "run", threading.Event()
-    guard = guard_of(run_dir, verify_after=1, disk=2, memory=MemoryConfig(2, 4, None))
+    guard = guard_of(run_dir, verify_after=1, disk=2, memory=often(2))
     write, wait = Writer._execute, Writer.wait
 
     def slowly(writer: Writer, job: Job) -> None:
@@ -355,8 +355,7 @@ def test_the_end_of_a_loop_writes_what_the_disk_refused_and_closes_its_files(tmp
     guard = guard_of(tmp_path / "run", rows, steps=80)
     listed.unlink()
     listed.mkdir()
-    for batch in guard.batches():
-        guard.step(batch)
+    trained(guard)
     assert [one.outcome for one in guard.incidents] == [Outcome.RECOVERED]
     listed.rmdir()
     guard.close()

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import gc
-import logging
-import math
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from guarded import sums
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import CyclicLR, ReduceLROnPlateau
@@ -23,16 +23,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # o
 BATCH, STEPS = 8, 60
 
 
-def rows() -> list[tuple[Tensor, Tensor]]:
-    x = torch.randn(160, 4, generator=torch.Generator().manual_seed(0))
-    return [(one, one.sum(0, keepdim=True)) for one in x]
+rows = partial(sums, 160, 4)
 
 
 def batches() -> Iterator[tuple[Tensor, ...]]:
     data = rows()
     while True:
         for at in range(0, len(data), BATCH):
-            yield tuple(map(torch.stack, zip(*data[at : at + BATCH], strict=True)))
+            yield data[at : at + BATCH]
 
 
 def built() -> tuple[nn.Linear, torch.optim.SGD]:
@@ -102,10 +100,9 @@ def test_a_generator_function_is_called_again_when_it_ends() -> None:
 
 @pytest.mark.parametrize("is_stateful", [False, True])
 def test_a_resume_says_if_the_data_begins_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_stateful: bool
+    tmp_path: Path, info: pytest.LogCaptureFixture, is_stateful: bool
 ) -> None:
     """A loader with a state continues where the run stopped, and nothing is said; others begin again, in one line."""
-    caplog.set_level(logging.INFO, logger="resilient_train")
     loaders = pytest.importorskip("torchdata.stateful_dataloader")
     seen = []
     for part in (10, 10):
@@ -119,7 +116,7 @@ def test_a_resume_says_if_the_data_begins_again(
         guard.leave()
         guard.close()
     assert (len(set(seen)) == 20) == is_stateful
-    assert ("begins again at its first batch" in caplog.text) != is_stateful
+    assert ("begins again at its first batch" in info.text) != is_stateful
 
 
 @pytest.mark.parametrize("how", ["completed", "left", "gone"])
@@ -180,10 +177,8 @@ def test_a_loop_that_runs_keeps_its_directory(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(2))  # the row comes at other distances from the newest scan
 def test_a_bad_row_that_the_loop_puts_into_the_weights_is_named(seed: int) -> None:
     """Two passes of SAM write the NaN of a batch into the weights: the row is left out, and they are restored."""
-    data = rows()
-    data[77][0][1] = math.nan
     model, optimizer = built()
-    guard = Guard(None, model, optimizer, data=data, batch_size=BATCH, steps=40, seed=seed)
+    guard = Guard(None, model, optimizer, data=rows(bad=(77,)), batch_size=BATCH, steps=40, seed=seed)
     for x, y in guard.batches():
         backward(model, x, y)
         ascents = [one.grad * 0.01 / one.grad.norm() for one in model.parameters() if one.grad is not None]

@@ -16,15 +16,15 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from group import Group
+from guarded import mse, often, sums
 from kills import Nursery, checkpoints, in_journal, incidents, left_overs, summary, taken_up_at
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
 from resilient_train.adapters.guard import Guard
 from resilient_train.checkpoint.store import WEIGHTS, Entry, Store
 from resilient_train.errors import ConfigError
 from resilient_train.ranks.lock import holder_of
-from resilient_train.reader import DiskConfig, MemoryConfig
+from resilient_train.reader import DiskConfig
 from resilient_train.record.journal import read
 
 DIGITS = ["model=mlp", "data=digits", "objective=custom", "tracking=none", "run.log_every=100", "schedule=constant"]
@@ -266,14 +266,13 @@ def guarded(run_dir: Path, optimizer: Any = torch.optim.SGD, disk: int = 5, stop
     AcceleratorState._reset_state(reset_partial_state=True)
     torch.manual_seed(0)
     accelerator, model = Accelerator(cpu=True), nn.Linear(5, 1)
-    x = torch.randn(64, 5)
     guard = Guard(
         *(accelerator, accelerator.prepare(model), optimizer(model.parameters(), lr=0.01)),
-        data=TensorDataset(x, x.sum(1, keepdim=True)),
+        data=sums(64, 5),
         batch_size=8,
-        objective=lambda model, batch: nn.functional.mse_loss(model(batch[0]), batch[1]),
+        objective=mse,
         run_dir=run_dir,
-        memory=MemoryConfig(every=1, keep=4, max_gib=None),
+        memory=often(1),
         verify_after=1,
         disk=DiskConfig(every=disk),
         stop=lambda: guard.clock.step >= stop_at,

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from command import command
-from guarded import guard_over, mse
-from torch.utils.data import TensorDataset
+from guarded import guard_over, mse, sums
+from guarded import trained as train
 
 from resilient_train import Guard
 from resilient_train.errors import ConfigError
@@ -22,31 +23,19 @@ from resilient_train.record.quarantine import QUARANTINE
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 
-def rows(count: int = 512, seed: int = 3, bad: tuple[int, ...] = ()) -> TensorDataset:
-    x = torch.randn(count, 6, generator=torch.Generator().manual_seed(seed))
-    y = x.sum(1, keepdim=True)
-    x[list(bad)] = float("nan")
-    return TensorDataset(x, y)
-
-
 def trained(run_dir: Path, steps: int, data: Any, **given: Any) -> Guard:
     """A whole program, which resumes if there is something to resume."""
     given |= {"run_dir": run_dir, "disk": DiskConfig(every=5), "resume": True, "steps": steps}
-    guard = guard_over(data, objective=mse, **given)
-    try:
-        for batch in guard.batches():
-            guard.step(batch)
-    finally:
-        guard.close()
-    return guard
+    with closing(guard_over(data, objective=mse, **given)) as guard:
+        return train(guard)
 
 
 def test_data_that_changed_is_refused_or_accepted(tmp_path: Path) -> None:
     """In one line with code 2, which says how it is accepted; then the run resumes, and later as always."""
     bad = (7, 450)
-    trained(tmp_path / "run", 40, rows(bad=bad))
-    others = {"it has 400 rows, and had 512": rows(400), "it has 520 rows, and had 512": rows(520)}
-    others[r"row \d+ is not what it was"] = rows(seed=4)
+    trained(tmp_path / "run", 40, sums(bad=bad))
+    others = {"it has 400 rows, and had 512": sums(400), "it has 520 rows, and had 512": sums(520)}
+    others[r"row \d+ is not what it was"] = sums(seed=4)
     for number, (how, other) in enumerate(others.items(), start=1):
         with pytest.raises(ConfigError, match=rf"changed since .*: {how}: .*data_changed=accept") as refused:
             trained(tmp_path / "run", 60, other)
@@ -74,13 +63,13 @@ def test_the_same_data_is_never_refused(tmp_path: Path) -> None:
             return x, x.sum().reshape(1)
 
     for steps in (20, 40):
-        assert trained(tmp_path / "same", steps, rows()).clock.step == steps
+        assert trained(tmp_path / "same", steps, sums()).clock.step == steps
         assert trained(tmp_path / "noisy", steps, Noisy()).clock.step == steps
 
 
 def test_a_flipped_bit_in_a_digest_is_damage_of_the_list(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The data is right, so the run resumes, with the same rows in quarantine: the journal knows them as well."""
-    data = rows(bad=(7, 450))
+    data = sums(bad=(7, 450))
     assert set(trained(tmp_path / "run", 40, data)._controls.quarantined.rows) == {7, 450}
     file = tmp_path / "run" / QUARANTINE
     digests = json.loads(file.read_text())["data"]["digests"]

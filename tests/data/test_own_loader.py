@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 import random
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,13 +14,13 @@ import pytest
 import torch
 from accelerate import Accelerator
 from group import alone
-from guarded import guard_over, mse
+from guarded import REWIND, guard_over, mse, often
+from kills import die_with_checkpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from resilient_train.reader import DiskConfig, MemoryConfig
+from resilient_train.reader import DiskConfig
 
-REWIND = {"ladders": {"default": [["rewind"]]}, "strikes": 5}
 DATA = torch.randn(512, 6, generator=torch.Generator().manual_seed(3))
 DRAWS: dict[str, Callable[[], Any]] = {
     "torch": lambda: torch.randint(len(DATA), (16,)),
@@ -89,9 +87,7 @@ def over_rows(run_dir: Path, kind: str, workers: int, killed_at: int = 0, bad: t
     for batch in guard.batches():
         seen.append(tuple(batch[2].tolist()))
         if guard.clock.step == killed_at > 0:
-            while not any(run_dir.glob("checkpoints/step-*")):
-                time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGKILL)
+            die_with_checkpoint(run_dir)
         loss = mse(guard.model, batch)
         guard.world.accelerator.backward(loss)
         guard.update(loss)
@@ -124,7 +120,7 @@ def loop(run_dir: Path, killed_at: int = 10**9, deadly: bool = False) -> dict[st
         batches(DRAWS["torch"], seen),
         objective=mse,
         run_dir=run_dir,
-        memory=MemoryConfig(every=2, keep=4, max_gib=None),
+        memory=often(2),
         disk=DiskConfig(every=6),
         resume=True,
         steps=50,
@@ -134,9 +130,7 @@ def loop(run_dir: Path, killed_at: int = 10**9, deadly: bool = False) -> dict[st
         if deadly and guard.clock.step >= 30 and not deaths.exists():
             deaths.write_text(repr(seen[-1]))
         if guard.clock.tick == killed_at or (deadly and deaths.exists() and deaths.read_text() == repr(seen[-1])):
-            while not any(run_dir.glob("checkpoints/step-*")):
-                time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGKILL)
+            die_with_checkpoint(run_dir)
         guard.step(batch)
     guard.leave()
     guard.close()

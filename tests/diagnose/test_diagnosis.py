@@ -17,6 +17,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from group import agreed
+from guarded import accused, is_finite
+from guarded import trained as train
 
 from resilient_train.adapters.guard import Guard
 from resilient_train.tracking.story import open_advice
@@ -102,10 +104,8 @@ def trained(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     options = {"batch_size": 16, "recovery": "balanced", "clip": 1.0, **options}
     guard = Guard(accelerator, accelerator.prepare(model), optimizer, data=rows, objective=program.loss, **options)
-    for batch in guard.batches(steps=steps):
-        guard.step(batch)
-    guard.close()
-    assert all(bool(weight.isfinite().all()) for weight in model.parameters())
+    train(guard, steps).close()
+    assert is_finite(model)
     return guard
 
 
@@ -155,7 +155,7 @@ def test_rotten_rows_are_named_and_replaced(program: ModuleType, way: dict[str, 
     rows.inputs[77, 4] = math.nan
     rows.inputs[401, 0] = math.inf
     guard = trained(program, rows, steps=70, run_dir=tmp_path / "run", **way)
-    assert {row for one in guard.incidents for row in one.diagnosis.rows} == {77, 401}
+    assert {*accused(guard.incidents)} == {77, 401}
     assert {one.diagnosis.cause for one in guard.incidents} == {Cause.DATA}
     told = next(say(one.diagnosis.advice) for one in guard.incidents if one.diagnosis.rows == (77,))
     assert told == "Row 77: element 0 at [4] is NaN; fix or remove it."

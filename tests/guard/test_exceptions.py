@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from itertools import cycle
 from linecache import getline
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from group import agreed
-from guarded import trained
+from guarded import accused, trained
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -63,21 +62,20 @@ def run(objective: Any = squared, data: Any = None, accelerator: Any = None, ste
     return guard
 
 
-def test_rows_that_raise_go_to_quarantine(caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_that_raise_go_to_quarantine(info: pytest.LogCaptureFixture) -> None:
     """Found by bisection, each with the error as its reason; also in the very first update, as other rows pass there.
 
     A run without a directory says once how it ended, and what is still open.
     """
     first = run(data=table(bad=()), steps=1).samples.rows_at(0, 16)[3]
-    with caplog.at_level(logging.INFO, "resilient_train"):
-        guard = run(data=table(bad=(first, 171)))
-        guard.close()
+    guard = run(data=table(bad=(first, 171)))
+    guard.close()
     assert {(one.anomaly.signal, one.diagnosis.cause) for one in guard.incidents} == {(Signal.EXCEPTION, Cause.DATA)}
     assert [one.diagnosis.rows for one in guard.incidents] == [(first,), (171,)]
     assert (guard.incidents[0].anomaly.step, guard.clock.step) == (1, STEPS)
-    assert "RuntimeError: index 7 is out of bounds" in caplog.text
-    assert f"{__file__}:" in caplog.text, "the line of the user's that raised"
-    messages = [one.getMessage() for one in caplog.records]
+    assert "RuntimeError: index 7 is out of bounds" in info.text
+    assert f"{__file__}:" in info.text, "the line of the user's that raised"
+    messages = [one.getMessage() for one in info.records]
     (verdict,) = (one for one in messages if one.startswith("Recovered: "))
     after = messages[messages.index(verdict) + 1 :]
     assert "2 incidents (2 data)" in verdict
@@ -178,7 +176,7 @@ def test_a_row_that_alone_breaks_a_line_is_a_bad_row(objective: Any, bad: list[i
     assert {one.diagnosis.cause for one in incidents} == {cause}
     assert {one.diagnosis.culprit and one.diagnosis.culprit.op for one in incidents} < {"log", "linalg_inv"}
     assert {action.remedy for one in incidents for action in one.decision.actions} == {remedy}
-    assert {row for one in incidents for row in one.diagnosis.rows} == (set(bad) if cause is Cause.DATA else set())
+    assert {*accused(incidents)} == (set(bad) if cause is Cause.DATA else set())
 
 
 @pytest.mark.parametrize(("place", "share", "remedy"), [(20, 0.01, "quarantine"), (3, 0, "armor")])
@@ -368,7 +366,7 @@ def counts(model: Any, batch: Any) -> Tensor:
 def test_what_a_density_cannot_be_asked_about_is_of_its_row() -> None:
     """The line that asks is innocent of data that are outside; no patch stands for them, so rows are tried at once."""
     guard = run(counts)
-    assert {row for one in guard.incidents for row in one.diagnosis.rows} == set(BAD)
+    assert {*accused(guard.incidents)} == set(BAD)
     assert all(one.decision.actions[0].remedy == "quarantine" for one in guard.incidents), guard.incidents
     assert guard.clock.step == STEPS
 
@@ -482,7 +480,7 @@ def accumulated(bad: list[int]) -> tuple[list[int], str]:
     data.tensors[1][bad] = WHERE
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     guard = run(twice, data, accelerator, 12, shuffle=False)
-    return sorted(row for one in guard.incidents for row in one.diagnosis.rows), guard.state.weights_sha256()
+    return accused(guard.incidents), guard.state.weights_sha256()
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -519,7 +517,7 @@ def test_rows_are_behind_an_operation_that_no_patch_reaches(recovery: str) -> No
     skipped, *others = guard.incidents
     assert [one.remedy for one in skipped.decision.actions] == ["skip"]
     if recovery == "balanced":
-        rows = sorted(row for one in others for row in one.diagnosis.rows)
+        rows = accused(others)
         assert {one.decision.actions[0].remedy for one in others} == {"quarantine"}
         assert len(rows) == len(set(rows)) >= len(bad) - 1
         assert set(rows) <= set(bad)
@@ -553,4 +551,4 @@ def test_rows_are_treated_by_what_follows_from_them() -> None:
 
     guard = run(hidden, data)
     assert {one.decision.actions[0].remedy for one in guard.incidents} == {"quarantine"}
-    assert sorted(row for one in guard.incidents for row in one.diagnosis.rows) == [9, 77]
+    assert accused(guard.incidents) == [9, 77]

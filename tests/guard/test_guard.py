@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from guarded import SKIP, At, Net, Poison, adamw, guarded, rows, trained
+from guarded import SKIP, At, Net, Poison, adamw, guarded, handed_over, is_finite, often, rows, trained
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
@@ -32,10 +32,6 @@ def state_after(guard: Guard, steps: int) -> str:
 
 def signals(guard: Guard) -> list[str]:
     return [str(incident.anomaly.signal) for incident in guard.incidents]
-
-
-def finite(guard: Guard) -> bool:
-    return all(bool(one.isfinite().all()) for one in [*guard.state.model.parameters(), *guard.state.model.buffers()])
 
 
 @cache  # for all tests that compare with it
@@ -69,15 +65,6 @@ def test_an_update_that_was_refused_by_mistake_is_repeated_and_lands() -> None:
     assert guard.samples.position == 60 * 8
 
 
-def handed_over(guard: Guard, objective: Any, steps: int) -> Guard:
-    guard.steps = steps
-    for batch in guard.batches():
-        loss = objective(guard.model, batch)
-        guard.world.accelerator.backward(loss)
-        guard.update(loss)
-    return guard
-
-
 def test_a_loop_of_its_own_with_an_objective_is_replayed() -> None:
     """The objective is only for diagnosis. Batches of a loader cannot be fetched again, and need not be."""
     accelerator, model = Accelerator(cpu=True), Net()
@@ -104,7 +91,7 @@ def test_a_loss_that_is_not_finite_moves_no_scale() -> None:
     assert signals(guard) == ["nonfinite_loss"]
     assert guard.clock.tick == 31
     assert guard.world.accelerator.scaler.get_scale() == 2.0**16
-    assert finite(guard)
+    assert is_finite(guard.state.model)
 
 
 class Overflow(At):
@@ -126,7 +113,7 @@ def test_an_overflow_leaves_nothing_in_the_buffers(last: int) -> None:
         trained(one, last)
     assert guard.incidents == []
     assert guard.world.accelerator.scaler.get_scale() == 2.0**15
-    assert finite(guard)
+    assert is_finite(guard.state.model)
     buffers = dict(other.state.model.named_buffers())
     assert all(torch.equal(one, buffers[name]) for name, one in guard.state.model.named_buffers())
 
@@ -210,7 +197,7 @@ def test_one_of_five_snapshots_is_always_of_the_first_quarter() -> None:
 
 
 def test_a_snapshot_that_is_not_proven_yet_is_nothing_to_go_back_to() -> None:
-    guard = trained(guarded(adamw, At("none"), memory=MemoryConfig(every=5, keep=4, max_gib=None)), 12)
+    guard = trained(guarded(adamw, At("none"), memory=often(5)), 12)
     assert [one.step for one in guard._ring.snapshots if not one.verified] == [5, 10]
     assert [one.step for one in guard._ring.verified_until(guard.clock.step)] == [0]
 
@@ -262,7 +249,7 @@ def test_anomaly_mode_does_not_end_a_run_that_the_gate_protects(
         assert torch.is_anomaly_check_nan_enabled()
         guard.close()
     assert guard.clock.step == 30
-    assert finite(guard)
+    assert is_finite(guard.state.model)
     found = guard.incidents[0]
     assert found.anomaly.signal == "nonfinite_grad"
     if objective is not None:

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import signal
-import time
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -16,20 +15,20 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from group import alone
-from guarded import trained
+from guarded import cross_entropy, often, trained
+from kills import die_with_checkpoint
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import TensorDataset
 
 from resilient_train import Guard, files
 from resilient_train.errors import ConfigError
-from resilient_train.reader import DiskConfig, MemoryConfig
+from resilient_train.reader import DiskConfig
 from resilient_train.types import fact
 
 ROWS, BATCH, BAD = 96, 8, 41
 NEVER = 10**9
-OFTEN = MemoryConfig(every=2, keep=4, max_gib=None)
+OFTEN = often(2)
 
 
 def rows(bad: int | None = None) -> TensorDataset:
@@ -100,7 +99,7 @@ def program(
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     average, metric = Ema(model), Mean()
-    objective = None if form != "objective" else lambda net, batch: F.cross_entropy(net(batch[0]), batch[1])
+    objective = cross_entropy if form == "objective" else None
     guard = Guard(
         *(None, model, optimizer),
         data=rows(bad),
@@ -121,22 +120,19 @@ def program(
                 result = guard.step(batch)
             else:
                 with torch.autocast("cpu", torch.bfloat16):
-                    loss = F.cross_entropy(model(batch[0]), batch[1])
+                    loss = cross_entropy(model, batch)
                 loss.backward()  # type: ignore[no-untyped-call]
                 metric.update(loss.detach())
                 result = guard.update(loss)
             average.update(model)  # whatever has become of the update
             said.append(str(getattr(result, "status", result)))
             if guard.clock.step == killed_at:
-                while not any(run_dir.glob("checkpoints/step-*")):  # such updates are quicker than a disk
-                    time.sleep(0.01)
-                os.kill(os.getpid(), signal.SIGKILL)
+                die_with_checkpoint(run_dir)
         metrics.append(metric.compute() if form != "objective" else torch.zeros(()))
         metric.reset()
         model.eval()
         with torch.no_grad():
-            inputs, labels = rows().tensors
-            metrics.append(F.cross_entropy(average.module(inputs), labels))
+            metrics.append(cross_entropy(average.module, rows().tensors))
         model.train()
     guard.close()
     seen = digest(model.state_dict(), average.state_dict(), {"metrics": torch.stack(metrics[-2:])})
@@ -226,16 +222,10 @@ def image(tree: Any) -> Any:
 
 def small(run_dir: Path | None, bad: int | None = None, **more: Any) -> Guard:
     model = nn.Sequential(nn.Linear(6, 2))
-    more = {
-        "memory": OFTEN,
-        "verify_after": 1,
-        **({"disk": DiskConfig(every=2), "resume": True} if run_dir else {}),
-        **more,
-    }
-    data = {"data": rows(bad), "batch_size": BATCH, "steps": more.pop("steps", 12)}
-    objective = lambda net, batch: F.cross_entropy(net(batch[0]), batch[1])  # noqa: E731
+    given: dict[str, Any] = {"disk": DiskConfig(every=2), "resume": True} if run_dir else {}
+    given |= {"data": rows(bad), "batch_size": BATCH, "steps": 12, "memory": OFTEN, "verify_after": 1, **more}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    return Guard(None, model, optimizer, objective=objective, run_dir=run_dir, **data, **more)
+    return Guard(None, model, optimizer, objective=cross_entropy, run_dir=run_dir, **given)
 
 
 def change_all(items: dict[str, Any]) -> None:

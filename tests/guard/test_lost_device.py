@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
+from guarded import trained as train
 from torch import nn
 from torch.nn import functional as F
 
@@ -53,22 +55,9 @@ def trained(run_dir: Path, found: Callable[[torch.Tensor], torch.Tensor], *, lat
         return F.cross_entropy(net(rows if net is prepared else found(rows)), batch[1])
 
     data = torch.utils.data.TensorDataset(tokens, labels)
-    guard = Guard(
-        *(accelerator, prepared, optimizer),
-        data=data,
-        batch_size=16,
-        steps=100,
-        objective=objective,
-        run_dir=run_dir,
-        disk=0,
-        resume=True,
-    )
-    try:
-        for batch in guard.batches():
-            guard.step(batch)
-    finally:
-        guard.close()
-    return guard
+    given: dict[str, Any] = {"data": data, "batch_size": 16, "run_dir": run_dir, "disk": 0, "resume": True}
+    with closing(Guard(accelerator, prepared, optimizer, objective=objective, **given)) as guard:
+        return train(guard, 100)
 
 
 def refuses(rows: torch.Tensor) -> torch.Tensor:

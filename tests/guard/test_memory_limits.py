@@ -11,14 +11,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from group import alone, together
-from guarded import trained
+from guarded import often, sums, trained
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
 from resilient_train.adapters.guard import Guard
 from resilient_train.computation import memory_evidence
 from resilient_train.errors import TrainError
-from resilient_train.reader import DiskConfig, MemoryConfig
+from resilient_train.reader import DiskConfig
 from resilient_train.record import progress
 from resilient_train.record.progress import OutOfMemory
 from resilient_train.recover.policy import named
@@ -45,19 +44,16 @@ class Tight:
 
 
 def guarded(objective: Any, batch_size: int = 32, accumulation: int = 1, **more: Any) -> Guard:
-    numbers = torch.Generator().manual_seed(3)
-    x = torch.randn(256, 6, generator=numbers)
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
     model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    data, memory = TensorDataset(x, x.sum(1, keepdim=True)), MemoryConfig(every=2, keep=4, max_gib=None)
     return Guard(
         *(accelerator, accelerator.prepare(model), optimizer),
-        data=data,
+        data=sums(256),
         batch_size=batch_size,
         objective=objective,
-        memory=memory,
+        memory=often(2),
         verify_after=3,
         steps=STEPS,
         **more,

@@ -10,23 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import kills
 import pytest
 from command import MINE, command
 from fork_server import Forked
 from group import Group
-from kills import (
-    SAVING,
-    Nursery,
-    at_tick,
-    checkpoints,
-    in_journal,
-    incidents,
-    kinds,
-    left_overs,
-    stand,
-    summary,
-    taken_up_at,
-)
+from kills import SAVING, Nursery, at_tick, checkpoints, in_journal, incidents, left_overs, stand, summary, taken_up_at
 from paused_run import held_at, is_held
 from torch import Tensor, nn
 
@@ -228,10 +217,10 @@ def test_after_a_candidate_the_first_verified_state_is_written_at_once(nursery: 
     run_dir, arguments = nursery.place / "candidate", [*DIGITS, *DISK, "run.steps=120", "run.dir=candidate"]
     assert nursery.struck(signal.SIGTERM, run_dir, 55, *arguments, hold=60) == 75
     step = summary(run_dir)["steps"]
-    assert kinds(run_dir)[step] == "candidate"
+    assert kills.kinds(run_dir)[step] == "candidate"
     with held_at(nursery.place, step + 25):  # a checkpoint is due at 30
         again = nursery.start(*arguments)
-        assert again.until(lambda: "verified" in [kind for at, kind in kinds(run_dir).items() if at > step])
+        assert again.until(lambda: "verified" in [kind for at, kind in kills.kinds(run_dir).items() if at > step])
     assert again.wait() == 0
     assert taken_up_at(run_dir) == [step]
 

@@ -9,16 +9,14 @@ from typing import Any
 import pytest
 import torch
 from command import SAVING, command
-from guarded import Net, adamw, rows, trained
+from guarded import Net, adamw, cross_entropy, drill_of, is_finite, often, rows, trained
 from kills import incidents as listed
 from kills import kinds, summary
 from tables import table
-from torch.nn import functional as F
 
 from resilient_train.adapters.guard import Guard
 from resilient_train.app import incidents
-from resilient_train.drills import BitFlip, Drill, HotLr, LossSpike, NanBatch, NanGrad, UpdatePlace
-from resilient_train.reader import MemoryConfig
+from resilient_train.drills import BitFlip, HotLr, LossSpike, NanBatch, NanGrad, UpdatePlace
 from resilient_train.state.randomness import Seeds
 from resilient_train.state.tree import sha256
 from resilient_train.types import Outcome
@@ -36,15 +34,6 @@ def with_nan(*bad: int) -> list[tuple[torch.Tensor, int]]:
     return made
 
 
-def loss_of(model: Any, batch: Any) -> torch.Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1])
-
-
-def the_drill(*faults: Any) -> Drill:
-    fired: set[int] = set()
-    return Drill(faults, has_fired=fired.__contains__, fired=lambda number, *_, **more: fired.add(number))
-
-
 def parts() -> tuple[Net, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = Net()
@@ -54,14 +43,14 @@ def parts() -> tuple[Net, torch.optim.Optimizer]:
 def plain(faults: list[Any], data: Any) -> Net:
     """A loop without a guard, with the samples, the random numbers and the faults of a guarded one."""
     samples = Guard(None, *parts(), data=data, batch_size=8).samples
-    seeds, drill = Seeds(0, 0, torch.device("cpu")), the_drill(*faults)
+    seeds, drill = Seeds(0, 0, torch.device("cpu")), drill_of(*faults)
     model, optimizer = parts()
     for step in range(1, STEPS + 1):
         update = samples.next_update()
         place = UpdatePlace(step, step, 0)
         drill.between_updates(place, model, [optimizer])
         seeds.for_update(update.start)
-        loss = drill.on_loss(place, loss_of(model, drill.on_batch(place, update.batches[0])))
+        loss = drill.on_loss(place, cross_entropy(model, drill.on_batch(place, update.batches[0])))
         loss.backward()  # type: ignore[no-untyped-call]
         weights = list(model.parameters())
         drill.on_gradients(place, weights)
@@ -75,7 +64,7 @@ def plain(faults: list[Any], data: Any) -> Net:
 
 def observed(faults: list[Any], data: Any, **more: Any) -> tuple[Guard, Net]:
     model, optimizer = parts()
-    more = {"objective": loss_of, "steps": STEPS, "drill": the_drill(*faults) if faults else None, **more}
+    more = {"objective": cross_entropy, "steps": STEPS, "drill": drill_of(*faults) if faults else None, **more}
     guard = Guard(None, model, optimizer, data=data, batch_size=8, recovery="observe", clip=1.0, **more)
     trained(guard).close()
     return guard, model
@@ -83,10 +72,6 @@ def observed(faults: list[Any], data: Any, **more: Any) -> tuple[Guard, Net]:
 
 def state(model: Net) -> str:
     return sha256(model.state_dict())
-
-
-def is_finite(model: Net) -> bool:
-    return all(bool(one.isfinite().all()) for one in model.state_dict().values())
 
 
 @table(
@@ -125,7 +110,7 @@ class Counted:
 
     def __call__(self, model: Any, batch: Any) -> torch.Tensor:
         self.calls += 1
-        return loss_of(model, batch)
+        return cross_entropy(model, batch)
 
 
 def test_weights_with_nan_make_one_incident_and_no_replays(tmp_path: Path) -> None:
@@ -149,7 +134,7 @@ def test_weights_with_nan_make_one_incident_and_no_replays(tmp_path: Path) -> No
 @pytest.mark.parametrize("checks", ["default", "off"])
 def test_no_state_after_the_damage_is_verified(checks: str, tmp_path: Path) -> None:
     """The last one is a candidate, next to the newest that was verified before."""
-    memory = MemoryConfig(every=5, keep=4, max_gib=None)
+    memory = often(5)
     more = {"checks": checks, "memory": memory, "disk": 5, "verify_after": 5, "run_dir": tmp_path}
     observed([NanGrad(at=[AT])], with_nan(), **more)
     assert kinds(tmp_path)[STEPS] == "candidate"

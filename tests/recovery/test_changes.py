@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from guarded import accused, handed_over, mse
 from kills import summary
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -32,7 +33,7 @@ def rows(seed: int = 0) -> list[tuple[Tensor, Tensor]]:
 
 
 def fitted(model: nn.Module, batch: Any, step: int) -> Tensor:
-    return F.mse_loss(model(batch[0]), batch[1])
+    return mse(model, batch)
 
 
 def with_penalty(model: nn.Module, batch: Any, step: int) -> Tensor:
@@ -153,7 +154,7 @@ def test_harder_rows_from_a_place_on(tmp_path: Path) -> None:
         data[place] = (data[place][0], data[place][1] * 5)
     given: dict[str, Any] = {"data": data, "shuffle": False, "batch_size": 4, "steps": ROWS // 4}
     run = Run(tmp_path / "run", **given).trained()
-    assert not [row for one in run.incidents for row in one.diagnosis.rows]
+    assert not accused(run.incidents)
     assert not (tmp_path / "run" / "quarantine.json").exists()
 
 
@@ -165,11 +166,7 @@ def test_a_batch_of_one_row_is_noisy(seed: int) -> None:
     torch.manual_seed(seed)
     model = nn.Linear(2, 1)
     guard = Guard(None, model, torch.optim.SGD(model.parameters(), lr=0.01), data=data, batch_size=1, steps=40)
-    for inputs, targets in guard.batches():
-        loss = F.mse_loss(model(inputs), targets)
-        loss.backward()  # type: ignore[no-untyped-call]
-        guard.update(loss)
-    guard.close()
+    handed_over(guard, mse).close()
     assert not guard.incidents
 
 
@@ -178,7 +175,7 @@ def test_outliers_after_a_first_batch_without_are_no_noise() -> None:
     bad = range(20, ROWS, 12)
     data = [(one, target * 1e3 ** (row in bad)) for row, (one, target) in enumerate(rows())]
     run = Run(None, data=data, shuffle=False).trained()
-    assert {row for one in run.incidents for row in one.diagnosis.rows} == set(bad)
+    assert {*accused(run.incidents)} == set(bad)
     assert (run.guard.recent_loss or 1.0) < 0.2
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from guarded import trained
+from guarded import accused, cross_entropy, trained
 from kills import incidents, kinds, summary
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -50,10 +50,6 @@ class Classifier(nn.Module):
 
     def forward(self, points: Tensor) -> Any:
         return self.last(torch.relu(self.norm(self.first(points))))
-
-
-def cross_entropy(model: Any, batch: Any) -> Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1])
 
 
 class Loop:
@@ -101,11 +97,6 @@ class Loop:
         self.model.train()
         return found
 
-    @property
-    def rows(self) -> set[int]:
-        """Which are called bad."""
-        return {row for one in self.guard.incidents for row in one.diagnosis.rows}
-
     def told(self) -> list[tuple[str, str, str]]:
         return [
             (str(one.anomaly.signal), str(one.diagnosis.cause), str(one.outcome))
@@ -151,18 +142,17 @@ def test_a_hot_stretch_leaves_no_trace(times: float, start: int, steps: int, han
 
 
 def test_a_leap_is_told_by_the_rate_before_it_and_its_cap_while_it_acts(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, info: pytest.LogCaptureFixture
 ) -> None:
     """A schedule that had fallen to 0.4 leapt x500: so say incident, advice, the end of the run and its page, which ask
     for the schedule, and not for a lower rate."""
-    caplog.set_level(logging.INFO, logger="resilient_train")
     hot = Loop(lambda step: (0.4 if step >= 60 else 1.0) * (500 if step >= 120 else 1), run_dir=tmp_path / "run")
     hot.train(220).guard.close()
     advice = "The learning rate jumped x500 from step 120 to 121: look at the schedule, and at what else sets it there"
     (one,) = hot.guard.incidents
     assert say(one.diagnosis.advice).startswith(advice)
     assert say(one.anomaly.evidence).endswith("was usual before the learning rate rose x500")
-    said = caplog.text
+    said = info.text
     assert "learning rate capped at the configured one and falling with the schedule" in said
     assert "still active at the end: learning rate capped at the configured one" in said
     first, *_ = note(read_story(tmp_path / "run"), str).splitlines()
@@ -271,13 +261,12 @@ def test_what_a_chunk_leaves_off_its_reference_is_not_verified(is_asked: bool, t
     ],
 )
 def test_a_planned_end_without_a_way_back(
-    recovery: str, exit_code: int, kind: str | None, verdict: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    recovery: str, exit_code: int, kind: str | None, verdict: str, tmp_path: Path, info: pytest.LogCaptureFixture
 ) -> None:
     """No state can be restored, and the last remedy cannot show what it does: that is no completed run.
 
     `recovery=skip` never goes back: one alarm, and in the end it never says that it is well.
     """
-    caplog.set_level(logging.INFO, "resilient_train")
     made: list[Loop] = []
     small = MemoryConfig(every=25, keep=4, max_gib=1e-6)
     made.append(Loop(objective=shuffled_from(150, made), recovery=recovery, memory=small, run_dir=tmp_path, disk=25))
@@ -290,7 +279,7 @@ def test_a_planned_end_without_a_way_back(
     assert exit_code or len(guard.incidents) == 1
     assert kinds(tmp_path).get(165) == kind
     assert exit_code or guard.clock.step == guard.clock.tick == 165
-    assert ("Not recovered, needs attention" in caplog.text) == (verdict == "unrecovered")
+    assert ("Not recovered, needs attention" in info.text) == (verdict == "unrecovered")
 
 
 @pytest.mark.parametrize(("more", "policy"), [(math.nan, {"default": []}), (3.0, {"default": [["reset_moments"]]})])
@@ -323,15 +312,14 @@ def test_damage_that_passes_is_recovered(rate: Callable[[int], float], at: int, 
     assert [one[2] for one in made[0].train(300).told()] == ["recovered"]
 
 
-def test_a_run_whose_loss_does_not_fall_is_not_well(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_whose_loss_does_not_fall_is_not_well(tmp_path: Path, info: pytest.LogCaptureFixture) -> None:
     """Nothing broke, and nothing was learned: it says so, where it would say that all is well."""
-    caplog.set_level(logging.INFO, "resilient_train")
     loop = Loop(build=lambda weights: torch.optim.SGD(weights, lr=1e-9), run_dir=tmp_path / "run").train(120)
     loop.guard.close()
-    assert "All is well" not in caplog.text
+    assert "All is well" not in info.text
     written = summary(tmp_path / "run")
     assert (written["exit_code"], written["verdict"]) == (0, "no_progress")
-    assert "The loss did not fall (it began at" in caplog.text
+    assert "The loss did not fall (it began at" in info.text
 
 
 # -------------------------------------------------------------------------------------------------------- bad rows
@@ -349,8 +337,9 @@ def test_bad_rows_are_found_from_the_first_step_on() -> None:
     """These rows are put away, and no other: a ladder is not exhausted by cures that worked."""
     rows, data = spoiled()
     loop = Loop(data=data).train(250)
-    assert loop.rows <= rows, "no innocent row is accused"
-    assert len(loop.rows) >= 20
+    found = {*accused(loop.guard.incidents)}
+    assert found <= rows, "no innocent row is accused"
+    assert len(found) >= 20
     assert loop.loss() < 1.15 * healthy(250)[1]
 
 
@@ -403,7 +392,7 @@ def test_rows_that_a_normalization_hides_are_found() -> None:
     rows, data = spoiled()
     loops = [Loop(data=data, norm=True, build=sgd).train(250) for data in (data, blobs())]
     assert [(one.diagnosis.cause, one.outcome) for one in loops[0].guard.incidents] == [("data", "recovered")]
-    assert loops[0].rows == rows
+    assert {*accused(loops[0].guard.incidents)} == rows
     assert loops[0].loss() < 1.15 * loops[1].loss()
 
 

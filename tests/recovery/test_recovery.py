@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from command import command
-from guarded import trained
+from guarded import accused, trained
 from kills import incidents
 
 from resilient_train.adapters.guard import Guard
@@ -51,6 +51,6 @@ def test_ordinary_rows_that_do_it_again_and_again_are_put_aside() -> None:
     guard = Guard(None, model, optimizer, data=data, batch_size=16, steps=120, objective=objective)
     trained(guard).settle()
     quarantined = [one for one in guard.incidents if one.decision.actions[0].remedy == "quarantine"]
-    assert {row for one in quarantined for row in one.diagnosis.rows} == set(bad)
+    assert {*accused(quarantined)} == set(bad)
     assert all(one.anomaly.step > 32 and one.diagnosis.advice[0]["fact"] == "rows_again" for one in quarantined)
     assert guard.clock.tick - guard.clock.step <= 4 * len(bad)

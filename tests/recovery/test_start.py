@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from group import together
-from guarded import trained
+from guarded import handed_over, trained
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -71,14 +71,7 @@ def limited(net: nn.Module, rows: TensorDataset, criterion: Any, optimizer: Any,
 
     given = None if hands_over else objective
     guard = Guard(None, net, optimizer, data=rows, batch_size=32, steps=STEPS, objective=given)
-    for batch in guard.batches():
-        if hands_over:
-            loss = objective(net, batch)
-            loss.backward()  # type: ignore[no-untyped-call]
-            guard.update(loss)
-        else:
-            guard.step(batch)
-    return guard
+    return handed_over(guard, objective) if hands_over else trained(guard)
 
 
 @pytest.mark.parametrize(

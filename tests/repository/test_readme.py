@@ -20,6 +20,7 @@ import yaml
 from accelerate import Accelerator
 from command import command
 from group import launch
+from guarded import is_finite
 from kills import incidents, summary
 from torch.nn.functional import mse_loss
 
@@ -214,7 +215,7 @@ def test_the_snippets_for_a_loop_of_ones_own_recover(here: Path) -> None:
     for space in (handed_over, stepped):
         diagnoses = {(one.diagnosis.cause, one.diagnosis.rows) for one in space["guard"].incidents}
         assert diagnoses == {(Cause.DATA, (100,))}
-        assert all(bool(weight.isfinite().all()) for weight in space["model"].state_dict().values())
+        assert is_finite(space["model"])
 
 
 def test_the_snippet_that_draws_its_batches_recovers() -> None:
@@ -224,7 +225,7 @@ def test_the_snippet_that_draws_its_batches_recovers() -> None:
     guard = space["guard"]
     assert guard.clock.step == 200
     assert guard.clock.tick > 200
-    assert all(bool(weight.isfinite().all()) for weight in space["model"].parameters())
+    assert is_finite(space["model"])
     assert float(space["loss"].detach()) < 0.5
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from guarded import SKIP
+from guarded import SKIP, handed_over
 from guarded import trained as run
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -88,10 +88,7 @@ def test_a_loop_that_makes_its_losses_itself_skips_what_spoils_a_buffer(objectiv
     """No update lands any more that leaves NaN in that buffer, whether or not it can be replayed."""
     ladders = {"default": [["rewind"]], "unknown": [{"do": ["skip"], "strikes": None}]}
     guard, model = guarded("made again", objective, recovery={**SKIP, "ladders": {**SKIP["ladders"], **ladders}})
-    for rows, labels in guard.batches():
-        loss = model(rows, labels)
-        loss.backward()
-        guard.update(loss)
+    handed_over(guard, lambda model, batch: model(*batch))
     assert [incident.decision.actions[0].remedy for incident in guard.incidents][:1] == ["rewind"]
     assert len(guard.incidents) > 1
     assert {incident.anomaly.signal for incident in guard.incidents[1:]} == {"nonfinite_loss"}

@@ -12,14 +12,13 @@ import torch
 from accelerate import Accelerator
 from clinic_ranks import Net, Rows
 from group import launch, together
-from guarded import trained
+from guarded import drill_of, often, trained
 from kills import checkpoints, incidents, summary
 
 from resilient_train.adapters.guard import Guard
-from resilient_train.drills import BitFlip, Drill
+from resilient_train.drills import BitFlip
 from resilient_train.errors import RanksDiffer
 from resilient_train.ranks.world import odd_ones
-from resilient_train.reader import MemoryConfig
 from resilient_train.types import Vitals
 from resilient_train.update.gate import Agreement
 from resilient_train.watch.config import Every, named
@@ -158,7 +157,6 @@ STEPS, STRUCK = 50, 33  # both ends of a run are compared; this is in the middle
 
 
 def guarded(accelerator: Accelerator, flips: list[BitFlip], every: int, rate: float = 1e-2) -> Guard:
-    fired: set[int] = set()
     checks = named("default")
     checks.replicas.every = every
     torch.manual_seed(0)
@@ -170,9 +168,9 @@ def guarded(accelerator: Accelerator, flips: list[BitFlip], every: int, rate: fl
         batch_size=4,
         objective=lambda model, batch: (model(batch[0]) - batch[1]).pow(2).mean(),
         checks=checks,
-        memory=MemoryConfig(every=10, keep=4, max_gib=None),
+        memory=often(10),
         verify_after=5,
-        drill=Drill(flips, has_fired=fired.__contains__, fired=lambda number, *_, **more: fired.add(number)),
+        drill=drill_of(*flips),
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from guarded import handed_over
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -256,9 +257,8 @@ def test_a_weight_that_rests_now_and_then_is_healthy(name: str) -> None:
 
 
 @pytest.mark.parametrize("is_new_group", [True, False])
-def test_groups_and_weights_may_be_added(is_new_group: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_groups_and_weights_may_be_added(is_new_group: bool, info: pytest.LogCaptureFixture) -> None:
     """New weights in an optimizer are scanned from then on, and a line says so."""
-    caplog.set_level("INFO", "resilient_train")
     model: Any = Net()
     run = Run(lambda _: [optim.Adam([*model.up.parameters(), *model.norm.parameters()], lr=1e-3)], model)
     assert run.updates(52) is None
@@ -272,7 +272,7 @@ def test_groups_and_weights_may_be_added(is_new_group: bool, caplog: pytest.LogC
     assert run.scans.clean_step == clean
     assert run.updates(40) is None
     assert run.scans.clean_step > clean
-    assert "other weights" in caplog.text
+    assert "other weights" in info.text
 
 
 def test_nan_of_ones_own_optimizer_is_never_on_purpose() -> None:
@@ -531,16 +531,15 @@ def test_reset_moments_are_a_new_base() -> None:
     assert run.updates(2 * EVERY) is not None
 
 
-def test_what_comes_again_after_every_rewind_is_intended(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_comes_again_after_every_rewind_is_intended(info: pytest.LogCaptureFixture) -> None:
     """Surgery in user code at a certain step is undone once, then accepted with a line; damage there is none."""
-    caplog.set_level("INFO", "resilient_train")
     run = trained("AdamW fused")
     for factor, is_accepted in ((1e30, False), (10.0, False), (10.0, True)):
         again = deepcopy(run)
         again.scans._found = run.scans._found  # does not rewind
         layer(factor)(again)
         assert (again.updates(2 * EVERY) is None) == is_accepted
-    (remark,) = caplog.messages
+    (remark,) = info.messages
     assert "intended" in remark
     assert again.updates(2 * EVERY) is None
     layer(1.5)(again)
@@ -627,10 +626,6 @@ def test_a_run_names_them_without_a_replay(tmp_path: pathlib.Path) -> None:
     model = Deep()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     guard = Guard(None, model, optimizer, data=rows, batch_size=8, steps=60, run_dir=tmp_path / "run")
-    for batch in guard.batches():
-        loss = model(batch).square().mean()
-        loss.backward()
-        guard.update(loss)
-    first = guard.incidents[0]
+    first = handed_over(guard, lambda model, batch: model(batch).square().mean()).incidents[0]
     names = [f"{layer}.{what}" for layer in ("first", "second") for what in ("weight", "bias")]
     assert first.anomaly.evidence[-1:] == fact("gradients_not_finite", names=names, bad=4, count=6, began="second")
