@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import sys
 from pathlib import Path
@@ -10,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_plan import rows, squared
+from guarded import mse, often, trained
+from test_plan import rows
 from torch import nn
 
 from resilient_train.adapters.guard import Guard
 from resilient_train.errors import ConfigError, TrainError
 from resilient_train.reader import DiskConfig, MemoryConfig
-from resilient_train.tracking.report import note
-from resilient_train.tracking.story import read_story
 
 WIDTH = 4
 KEY_OF_THE_COMMAND = re.compile(r"\b(accelerate|checkpoint|checks|data|run|tracking)\.[a-z_]+")
@@ -26,14 +24,8 @@ KEY_OF_THE_COMMAND = re.compile(r"\b(accelerate|checkpoint|checks|data|run|track
 def guard_of(model: nn.Module | None = None, build: Any = torch.optim.AdamW, **more: Any) -> Guard:
     torch.manual_seed(0)
     model = model or nn.Linear(WIDTH, 1)
-    given = {"data": rows(), "batch_size": 8, "objective": squared, **more}
+    given = {"data": rows(), "batch_size": 8, "objective": mse, **more}
     return Guard(None, model, build(model.parameters(), lr=1e-2), **given)
-
-
-def train(guard: Guard, steps: int) -> Guard:
-    for batch in guard.batches(steps):
-        guard.step(batch)
-    return guard
 
 
 # ------------------------------------------------------------------------------------------------------- to resume
@@ -57,25 +49,24 @@ def test_tracking_without_mlflow_is_refused_before_the_run(tmp_path: Path, monke
 def test_a_run_that_does_not_fit_any_more_says_how_to_start_another(tmp_path: Path) -> None:
     """By arguments of the guard: a loop has no command line."""
     saving: dict[str, Any] = {"run_dir": tmp_path / "run", "disk": DiskConfig(every=5), "resume": True}
-    saving |= {"verify_after": 1, "memory": MemoryConfig(every=5, keep=4, max_gib=None)}
-    first = train(guard_of(**saving), 12)
+    saving |= {"verify_after": 1, "memory": often(5)}
+    first = trained(guard_of(**saving), 12)
     first.leave()
     first.close()
     other = guard_of(nn.Sequential(nn.Linear(WIDTH, 1)), **saving)
     with pytest.raises(
         TrainError, match=r"cannot resume: .*\. resume=False, or another run_dir, starts a new run$"
     ) as no:
-        train(other, 1)
+        trained(other, 1)
     assert not KEY_OF_THE_COMMAND.search(str(no.value))
 
 
-def test_snapshots_and_checks_are_named_as_a_loop_gives_them(caplog: pytest.LogCaptureFixture) -> None:
+def test_snapshots_and_checks_are_named_as_a_loop_gives_them(info: pytest.LogCaptureFixture) -> None:
     """A check is turned off by its settings over those of the default set, and a wrong name is refused."""
-    caplog.set_level(logging.INFO, "resilient_train")
     checks = {"replicas": {"every": 0}}
-    train(guard_of(memory=MemoryConfig(every=0, keep=2, max_gib=None), checks=checks), 2)
-    assert "no snapshots in memory (memory.every=0): this run cannot rewind" in caplog.messages
-    assert not KEY_OF_THE_COMMAND.search(caplog.text)
+    trained(guard_of(memory=MemoryConfig(every=0, keep=2, max_gib=None), checks=checks), 2)
+    assert "no snapshots in memory (memory.every=0): this run cannot rewind" in info.messages
+    assert not KEY_OF_THE_COMMAND.search(info.text)
     with pytest.raises(ConfigError, match=r"^checks\.replica=.*did you mean"):
         guard_of(checks={"replica": {"every": 0}})
 
@@ -95,9 +86,9 @@ def hand_over(guard: Guard, loss_of: Any, steps: int = 20, between: Any = lambda
 @pytest.mark.parametrize(
     ("frozen", "loss_of", "why"),
     [
-        (True, lambda model, batch: squared(model, batch), "all that the optimizer trains are frozen"),
-        (False, lambda model, batch: squared(nn.Linear(WIDTH, 1), batch), "was not computed with the guarded model"),
-        (False, lambda model, batch: squared(model, batch).detach(), "call loss.backward()"),
+        (True, mse, "all that the optimizer trains are frozen"),
+        (False, lambda model, batch: mse(nn.Linear(WIDTH, 1), batch), "was not computed with the guarded model"),
+        (False, lambda model, batch: mse(model, batch).detach(), "call loss.backward()"),
     ],
 )
 def test_a_model_without_gradients_says_which_mistake_is_likely(frozen: bool, loss_of: Any, why: str) -> None:
@@ -110,23 +101,22 @@ def test_a_model_without_gradients_says_which_mistake_is_likely(frozen: bool, lo
 def test_an_objective_of_a_frozen_or_another_model_says_so() -> None:
     frozen, other = nn.Linear(WIDTH, 1).requires_grad_(False), nn.Linear(WIDTH, 1)
     with pytest.raises(ConfigError, match=r"without a graph: all weights of the model are frozen"):
-        train(guard_of(frozen), 1)
+        trained(guard_of(frozen), 1)
     with pytest.raises(TrainError, match=r"was not computed with the guarded model"):
-        train(guard_of(objective=lambda model, batch: squared(other, batch)), 1)
+        trained(guard_of(objective=lambda model, batch: mse(other, batch)), 1)
 
 
 @pytest.mark.parametrize("clips", [True, False])
-def test_a_loop_that_clips_by_itself_is_noticed(clips: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loop_that_clips_by_itself_is_noticed(clips: bool, info: pytest.LogCaptureFixture) -> None:
     """Once, in one line, with what to write instead; norms that are as they are say nothing."""
-    caplog.set_level(logging.INFO, "resilient_train")
     model = nn.Linear(WIDTH, 1)
 
     def clip() -> None:
         if clips:
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
 
-    hand_over(guard_of(model, objective=None), lambda batch: squared(model, batch), between=clip)
-    said = [one for one in caplog.messages if "clip_grad_norm_" in one]
+    hand_over(guard_of(model, objective=None), lambda batch: mse(model, batch), between=clip)
+    said = [one for one in info.messages if "clip_grad_norm_" in one]
     assert len(said) == clips
     assert all(one.endswith("if the loop calls clip_grad_norm_, leave that to Guard(clip=0.5)") for one in said)
 
@@ -134,11 +124,9 @@ def test_a_loop_that_clips_by_itself_is_noticed(clips: bool, caplog: pytest.LogC
 # ----------------------------------------------------------------------------------------------------------- the end
 
 
-def test_an_evaluation_that_is_not_finite_is_not_well(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """On the terminal as on the page: no update was bad, and still the result cannot be used."""
-    caplog.set_level(logging.INFO, "resilient_train")
-    guard = train(guard_of(run_dir=tmp_path / "run", steps=5), 5)
+def test_an_evaluation_that_is_not_finite_is_not_well(tmp_path: Path, info: pytest.LogCaptureFixture) -> None:
+    """No update was bad, and still the result cannot be used."""
+    guard = trained(guard_of(run_dir=tmp_path / "run"), 5)
     guard.evaluated({"loss": float("nan")})
     guard.close()
-    assert "The evaluation is not finite (loss nan): 5 steps; no incidents." in " ".join(caplog.messages)
-    assert note(read_story(tmp_path / "run"), str).startswith("**The evaluation is not finite (loss nan).**")
+    assert "The evaluation is not finite (loss nan): 5 steps; no incidents." in " ".join(info.messages)

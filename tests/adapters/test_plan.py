@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import time
@@ -13,26 +12,22 @@ import pytest
 import torch
 from accelerate import Accelerator
 from group import alone, launch
+from guarded import mse, often, sums
+from tables import table
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from resilient_train.adapters.guard import Guard
 from resilient_train.errors import ConfigError, TrainError
-from resilient_train.reader import MemoryConfig
-from resilient_train.tracking.review import verdict
 from resilient_train.tracking.story import read_story
 
 ROWS, BATCH = 190, 8  # 24 updates see all the rows, two of them for the second time
 LENGTH = 24
+EPOCHS = [LENGTH] * 3
 
 
 def rows() -> TensorDataset:
-    x = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(1))
-    return TensorDataset(x, x.sum(1, keepdim=True))
-
-
-def squared(model: Any, batch: Any) -> torch.Tensor:
-    return nn.functional.mse_loss(model(batch[0]), batch[1])
+    return sums(ROWS, 4, seed=1)
 
 
 def build(accelerator: Accelerator) -> tuple[Any, torch.optim.Optimizer]:
@@ -43,7 +38,7 @@ def build(accelerator: Accelerator) -> tuple[Any, torch.optim.Optimizer]:
 
 def guard_of(run_dir: Path | None = None, **more: Any) -> Guard:
     accelerator = Accelerator(cpu=True)
-    data = {"data": rows(), "batch_size": BATCH, "objective": squared, "run_dir": run_dir}
+    data = {"data": rows(), "batch_size": BATCH, "objective": mse, "run_dir": run_dir}
     return Guard(accelerator, *build(accelerator), **{**data, **more})
 
 
@@ -62,13 +57,12 @@ def test_an_epoch_loop_trains_all_its_epochs(tmp_path: Path) -> None:
     assert (found.state, found.step) == ("completed", 60)
 
 
-def test_the_rest_of_a_plan_is_what_is_left_of_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_rest_of_a_plan_is_what_is_left_of_it(info: pytest.LogCaptureFixture) -> None:
     """Whatever was made of it before; and a call that has nothing to yield says why."""
-    caplog.set_level(logging.INFO, "resilient_train")
     guard = guard_of(steps=50)
     made = [steps_of(guard, guard.batches(20)), steps_of(guard, guard.batches()), steps_of(guard, guard.batches(20))]
     assert made == [20, 30, 0]
-    assert "no batches: nothing is left of the 50 steps of the plan" in caplog.text
+    assert "no batches: nothing is left of the 50 steps of the plan" in info.text
 
 
 def test_what_has_no_plan_cannot_ask_for_its_rest() -> None:
@@ -98,24 +92,19 @@ class Stream(IterableDataset[Any]):
         self.at = state["at"]
 
 
-@pytest.mark.parametrize("kind", ["data set", "loader", "stream"])
-def test_epochs_are_as_long_as_the_data(kind: str) -> None:
-    given: dict[str, Any] = {
-        "loader": {"data": DataLoader(rows(), BATCH), "batch_size": None},
-        "stream": {"data": Stream()},
-    }
-    guard = guard_of(**given.get(kind, {}))
-    assert [(epoch.number, steps_of(guard, epoch)) for epoch in guard.epochs(3)] == [
-        (0, LENGTH),
-        (1, LENGTH),
-        (2, LENGTH),
-    ]
-    assert guard.steps == 3 * LENGTH
-
-
-def test_a_plan_ends_in_the_midst_of_an_epoch() -> None:
-    guard = guard_of(steps=30)
-    assert [steps_of(guard, epoch) for epoch in guard.epochs(3)] == [LENGTH, 30 - LENGTH]
+@table(
+    ("given", "lengths"),
+    {
+        "data set": ({}, EPOCHS),
+        "loader": ({"data": DataLoader(rows(), BATCH), "batch_size": None}, EPOCHS),
+        "stream": ({"data": Stream()}, EPOCHS),
+        "a plan that ends in the midst of one": ({"steps": 30}, [LENGTH, 30 - LENGTH]),
+    },
+)
+def test_epochs_are_as_long_as_the_data_and_the_plan(given: dict[str, Any], lengths: list[int]) -> None:
+    guard = guard_of(**given)
+    assert [(epoch.number, steps_of(guard, epoch)) for epoch in guard.epochs(3)] == [*enumerate(lengths)]
+    assert guard.steps == sum(lengths)
 
 
 @pytest.mark.parametrize("more", [{"steps": 0}, {}])
@@ -126,13 +115,12 @@ def test_a_plan_of_no_steps_yields_nothing(more: dict[str, Any]) -> None:
     assert guard.steps == 0
 
 
-def test_epochs_that_are_made_already_yield_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_epochs_that_are_made_already_yield_nothing(info: pytest.LogCaptureFixture) -> None:
     """Though the plan has more steps: those belong to no epoch that the loop asks for."""
-    caplog.set_level(logging.INFO, "resilient_train")
     guard = guard_of(steps=1000)
     assert [steps_of(guard, epoch) for epoch in guard.epochs(2)] == [LENGTH, LENGTH]
     assert list(guard.epochs(2)) == []
-    assert f"no batches: nothing is left of the {2 * LENGTH} steps that the loop asks for" in caplog.text
+    assert f"no batches: nothing is left of the {2 * LENGTH} steps that the loop asks for" in info.text
 
 
 class Endless(IterableDataset[Any]):
@@ -153,7 +141,7 @@ def test_data_without_a_length_has_no_epochs(kind: str) -> None:
 
 
 def epochs(run_dir: Path, killed_at: int = -1) -> Any:
-    memory = MemoryConfig(every=2, keep=4, max_gib=None)
+    memory = often(2)
     guard, made = guard_of(run_dir, disk=2, memory=memory, verify_after=1, resume=True), []
     for epoch in guard.epochs(3):
         steps = 0
@@ -171,7 +159,7 @@ def epochs(run_dir: Path, killed_at: int = -1) -> Any:
 def test_a_kill_in_the_second_epoch_resumes_there(tmp_path: Path) -> None:
     """The first is not made again, the second is cut to its rest, and the end is the same to the last bit."""
     _, (made, weights) = alone(epochs, tmp_path / "unharmed")
-    assert made == [(0, LENGTH), (1, LENGTH), (2, LENGTH)]
+    assert made == [*enumerate(EPOCHS)]
     assert alone(epochs, tmp_path / "run", 2 * LENGTH - 1)[0] == -signal.SIGKILL
     found = read_story(tmp_path / "run")
     assert (found.state, found.exit_code, found.steps) == ("killed", 1, 3 * LENGTH)
@@ -180,16 +168,6 @@ def test_a_kill_in_the_second_epoch_resumes_there(tmp_path: Path) -> None:
     assert 0 < made[0][1] < LENGTH
     assert made[1][1] == LENGTH
     assert again == weights
-
-
-def test_closed_before_the_end_of_its_plan(tmp_path: Path) -> None:
-    """That is not completed, but the program says that it is over: no failure either."""
-    guard = guard_of(tmp_path / "run", steps=50)
-    steps_of(guard, guard.batches(20))
-    guard.close()
-    found = read_story(tmp_path / "run")
-    assert (found.state, found.exit_code, found.step, found.steps) == ("closed", 0, 20, 50)
-    assert "closed at step 20 of 50" in verdict(found)[1]
 
 
 def test_incidents_are_not_closed_with_an_epoch(tmp_path: Path) -> None:
