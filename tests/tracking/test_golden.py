@@ -97,8 +97,8 @@ STORIES: dict[str, tuple[Sequence[Incident], dict[str, Any] | None]] = {
     ),
     "observed": (
         [
-            incident(at, Outcome.OBSERVED, decision=Decision((Action("observe"),)), further=at - 1, rewound_to=None)
-            for at in (1, 2, 3)
+            replace(one, anomaly=replace(one.anomaly, landed=True), decision=Decision((Action("observe"),)))
+            for one in (incident(at, Outcome.OBSERVED, further=at - 1, rewound_to=None) for at in (1, 2, 3))
         ],
         {},
     ),
