@@ -206,5 +206,5 @@ class Controls(RunControl):
         """Digest what ranks have to agree on. Knobs as float32, as their last digit may differ between machines."""
         clock, samples, knobs = self._parts.clock, self._parts.samples, self.knobs.values
         place = clock.step, clock.tick, samples.position, samples.slicing.samples
-        more = self.effects.agreed(), self._parts.updater.rates(clock.step)
+        more = self.effects.agreed(), self._parts.updater.rates()
         return crc32(repr(more).encode(), crc32(pack(f"<4q{len(knobs)}f", *place, *knobs)))

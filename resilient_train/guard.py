@@ -31,7 +31,7 @@ from resilient_train.state.copies import Backup
 from resilient_train.transaction import Transaction
 from resilient_train.types import Anomaly, Signal, UpdateResult, Vitals
 from resilient_train.update.objective import Metrics, scalar
-from resilient_train.update.turns import MISSING, MIXED, TWICE, TWO_GUARDS, why_no_gradient
+from resilient_train.update.turns import MISSING, TWICE, TWO_GUARDS, why_no_gradient
 from resilient_train.watch.examination import Examination
 from resilient_train.watch.vitals import landed, mean, mean_metrics, versions
 from resilient_train.wording import log
@@ -64,6 +64,7 @@ class EngineGuard:
         self._refused: Backup | None = None  # the buffers, and what is kept, when the newest update was refused
         self._handed_out: Any = None  # the batch that the loop has now
         self._has_begun = self._has_accepted = self._waits = False
+        self._is_dropped = False  # the newest update, whose losses come in turn
 
     # The loop over updates.
 
@@ -71,6 +72,8 @@ class EngineGuard:
         """Yield micro-batches until `last` updates are accepted; at the end of the `plan` the loss has to be back."""
         progress = self._keeper.progress
         while self._continues(last, is_plan=last == plan):
+            if self._parts.updates.has_turns and self._pending is not None:  # of an update of another kind
+                self.settle()
             if self.drill.strikes_at(self.clock.tick + 1) and not self.settle():
                 continue  # a drill fires once: wait for the pending verdict, which could drop the update
             step, tries_rates = self.clock.step, self._controls.trials.tries_rates
@@ -129,6 +132,7 @@ class EngineGuard:
 
     def _begin(self, update: Update) -> None:
         self._turn.begin()
+        self._is_dropped = False
         self._parts.precision.set(higher=self._controls.knobs.higher_precision > 0)
         tick, backup = self.clock.tick + 1, self._backups.take()
         self._current = begun = Transaction(update, tick, self.attempted_step + 1, backup)
@@ -183,8 +187,11 @@ class EngineGuard:
     def update(self, loss: torch.Tensor, *, optimizer: Any = None) -> UpdateResult:
         """Continue after the loop's own forward and backward; with `optimizer` the loss is its own, and it steps."""
         loss, given = self._parts.buffers.spoil(scalar(loss)), loss
-        self._turn.take(optimizer, self.samples.slicing.accumulation, self.objective)
+        if self._is_dropped and optimizer is not None:
+            self._updater.drop_gradients()
+            return UpdateResult("refused")
         begun = self._require_batch("update")
+        self._turn.take(optimizer, self.samples.slicing.accumulation, self.objective)
         # Rows that could not be fetched, and exceptions, make it NaN: so every rank learns of them and refuses it.
         loss = torch.full_like(loss, math.nan) if begun.update.failed or begun.raised else loss
         if optimizer is None:
@@ -217,9 +224,8 @@ class EngineGuard:
         All ranks do this at the same point. Nothing waits for the device: the last update was measured long ago.
         """
         turn, self._current = self._turn, None
-        if turn.current is not None and self._pending is not None:
-            raise TrainError(MIXED)
         if not self._judge_pending(begun):
+            self._is_dropped = turn.current is not None
             return UpdateResult("refused")
         if turn.current is None and self.stopped:
             self._discard(begun)
@@ -239,6 +245,8 @@ class EngineGuard:
 
     def _end_update(self, begun: Transaction) -> UpdateResult:
         self._current = None
+        if self._turn.has_stepped:
+            self._updater.end()
         if self._updater.has_new_weights():
             self._checks.more_is_trained(self.clock.step + 1)
         self.clock.tick += 1
@@ -285,10 +293,10 @@ class EngineGuard:
             losses = self._parts.updates.recent_measurements()[0]
             finding = self._checks.after_change(vitals, finding, losses)
         # The gate has accepted it on the device; only now the host knows.
-        was_half = not vitals.accepted and self._turn.undo()
+        was_half = not (vitals.accepted or observes) and self._turn.undo()
+        self._turn.land()
         if vitals.accepted:
             self.clock.step += 1
-            self._turn.land()
             self._updater.accept(self.clock.step)
             norm = self._updater.clipped(vitals.grad_norm, attempt)
             self._scans.landed(self.clock.step, attempt.settings, norm, attempt.times)
@@ -335,9 +343,8 @@ class EngineGuard:
     def _refined(self, anomaly: Anomaly, judged: Transaction, *, is_scanned: bool) -> Anomaly:
         spiked = not float(judged.attempt.loss) <= judged.limits[0]
         what = judged.inputs, judged.update.failed, judged.raised, judged.attempt.norms
-        observes = self._recovery.observes
         return self._examination.refine_signal(
-            anomaly, *what, spiked=spiked, is_scanned=is_scanned, has_landed=observes
+            anomaly, *what, spiked=spiked, is_scanned=is_scanned, has_landed=self._recovery.observes
         )
 
     def _after_accepted(self, accepted: Transaction) -> None:

@@ -296,6 +296,7 @@ class Recovery:
         diagnosis = by_signal(anomaly) if found.left == 1 else BY_DECAY
         incident = replace(self.incident_log.open(anomaly, diagnosis, decision), tried=found.tried)
         incident = self.controls.apply(incident, (0, 0), started, was_refused=False)
+        self.require_agreement()
         self.controls.note(partial(self.incident_log.record_treatment, incident))
 
     def counts(self, anomaly: Anomaly) -> bool:
@@ -363,15 +364,14 @@ class Recovery:
         self.parts.checks.episode.end()
         return path, snapshot is not None or path is not None
 
-    def require_agreement(self) -> None:
+    def require_agreement(self, differ: str = "decided_differently") -> None:
         """End the run on all ranks if they hold other settings or remedies. It is a collective."""
         digests = self.parts.world.all_of(self.controls.digest()) if self.parts.world.size > 1 else ()
         if odd := odd_ones(digests):
-            self._ranks_differ(odd)
+            self._ranks_differ(odd, fact(differ, ranks=[*odd]))
 
-    def _ranks_differ(self, odd: tuple[int, ...]) -> NoReturn:
+    def _ranks_differ(self, odd: tuple[int, ...], evidence: Facts) -> NoReturn:
         since = self.parts.clock.step
-        evidence = fact("decided_differently", ranks=[*odd])
         anomaly = Anomaly(Signal.RANK_MISMATCH, since + 1, self.parts.clock.tick, since, evidence, ranks=odd)
         incident = self.incident_log.open(
             anomaly, Diagnosis(Cause.PROCESS, fact("ranks_decide")), Decision((Action("end"),))
@@ -387,7 +387,7 @@ class Recovery:
 
         self.parts.world.main_before_others(leave)
         what = f"{say(evidence)} in update {since + 1}: the run ends before weights drift apart"
-        self.end(RanksDiffer(f"{what}; the same command resumes from the newest verified state"))
+        self.end(RanksDiffer(what + "; the same command resumes from the newest verified state" * (since > 0)))
 
     def process_ends(self) -> None:
         """Record an orderly exit, perhaps with an error, so that a resume does not blame the current samples."""

@@ -271,6 +271,7 @@ EVIDENCE = {
     "statistics_out": "the running statistics of `{name}` are {value:.3g} times out of the range of its batches; {usual:.3g} was usual",
     "replicas_differ": "replicas differ< in `{name}`, {apart} of {count:tensor}>: {ranks:ranks} of {size}",
     "decided_differently": "{ranks:ranks} decided differently",
+    "settings_differ": "{ranks:ranks} have different settings",
     "row_failed": "row {row:id} cannot be fetched: {error}",
     "bad_batch": "the batch holds values that are not finite",
     "no_gradient_finite": "no gradient is finite",

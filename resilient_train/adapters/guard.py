@@ -277,7 +277,7 @@ class Guard(guard.EngineGuard):
 
         def of_one(first: Any) -> Iterator[Any]:
             yield first
-            while self._current is not None:
+            while self._current is not None and not self._turn.has_stepped:
                 yield next(batches)
 
         yield from map(of_one, batches)
@@ -406,7 +406,7 @@ class Guard(guard.EngineGuard):
             self.settle()
         self.seeds.between(self.samples.position)
         if not self._ring.snapshots and self._pending is None:
-            self._recovery.require_agreement()
+            self._recovery.require_agreement("settings_differ")
             found = self._examination.examine_now() if self.clock.step == 0 else None  # later ones compare with it
             if found is not None and found.signal is Signal.RANK_MISMATCH:
                 raise RanksDiffer(f"{say(found.evidence)}, before the first update: {_FROM_THE_START}")

@@ -16,7 +16,6 @@ class Agreement:
 
     def __init__(self, gather: Callable[[torch.Tensor], torch.Tensor | None] | None, device: torch.device) -> None:
         """`gather` collects a vector from every rank; None if there is only one."""
-        self.is_alone = gather is None
         self._gather = gather
         self._stop = torch.zeros(1, device=device)  # whether this rank was asked to
 
@@ -72,17 +71,19 @@ class Gate:
         measured: torch.Tensor,
         only: Optimizer | None = None,
         *,
+        own_norm: torch.Tensor | None = None,
         scaled: tuple[Sequence[torch.Tensor], float] | None = None,
     ) -> list[float] | None:
         """Step if `measured`, which begins with loss and gradient norm, is admitted.
 
-        With `only`, step one optimizer, which may be a part of the update: the limit of the loss is for all of it.
-        `scaled`: weights that move by a multiple of what their optimizers make of it, none of which is fused.
+        With `only`, step one optimizer, which may be a part of the update: the limit of the loss is for all of it, and
+        `own_norm` is that of its gradients. `scaled`: weights that move by a multiple of what their optimizers make of
+        it, none of which is fused.
         Returns the numbers if the host had to read them, so that they are not read twice.
         """
         optimizers = self.optimizers if only is None else [only]
         if self.is_open:
-            if not self._skips_overflow or math.isfinite(measured[1]):
+            if not self._skips_overflow or math.isfinite(measured[1] if own_norm is None else own_norm):
                 for optimizer in optimizers:
                     optimizer.step()
             return None

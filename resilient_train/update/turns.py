@@ -69,7 +69,6 @@ class DirectStepCheck:
 _HOW = "for losses that are stepped in turn, as in a GAN, call guard.update(loss, optimizer=...) for each optimizer"
 TWICE = f"guard.{{verb}} was called twice for one batch: {_HOW}"
 MISSING = "a batch was not handed back: call guard.step(batch), or guard.update(loss)"
-MIXED = f"guard.update(loss) and losses in turn take no turns: {_HOW}"
 TWO_GUARDS = f"two guards are at work in turn, which would not rewind together: give one of them all networks; {_HOW}"
 
 
@@ -132,6 +131,11 @@ class Turn:
         return len(self._steps) == len(self._optimizers)
 
     @property
+    def is_again(self) -> bool:
+        """Say whether the current optimizer has stepped in it before."""
+        return self.current is not None and self._steps[self.current] > 1
+
+    @property
     def times(self) -> int:
         """How often the optimizer that stepped most often has stepped."""
         return max(self._steps.values(), default=1)
@@ -152,7 +156,7 @@ class Turn:
 
     def fastest(self, settings: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """Return for each group the settings of the step of this turn in which its rate was highest."""
-        pairs = zip(self._rates or settings, settings, strict=True)
+        pairs = zip([*self._rates, *settings[len(self._rates) :]], settings, strict=True)
         self._rates = [dict(max(pair, key=lambda one: float(one["lr"] or 0.0))) for pair in pairs]
         return self._rates
 
@@ -178,7 +182,8 @@ class Turn:
         saved, self._saved = self._saved, {}
         for optimizer, (plain, tensors) in saved.items():
             parts = put_together(plain, tensors)
-            copy_into(list(map(local_part, weights_of(optimizer))), list(map(local_part, parts["weights"])))
+            weights = weights_of(optimizer)[: len(parts["weights"])]  # the loop may have added some
+            copy_into(list(map(local_part, weights)), list(map(local_part, parts["weights"])))
             restore_optimizer(optimizer, parts["optimizer"])
         if saved:
             for group, settings in zip(self._groups, self.before, strict=True):

@@ -143,6 +143,7 @@ class Updater:
             share = knobs.share * min(1.0, ratio or knobs.lr)
             clip_to_share(groups, share, self._over_ranks)
         grad_norm = grad_norm if grad_norm.dtype is torch.float32 else grad_norm.float()
+        own_norm = grad_norm
         if one is not None:
             loss, grad_norm = turn.add(loss, grad_norm)
             turn.save(self._groups(), before)
@@ -151,12 +152,12 @@ class Updater:
         if self._own_rates:
             moving = [weight for group in groups if self._has_own_rate(group) for weight in group["params"]]
             scaled = moving, knobs.lr * rate_factor
-        numbers = self.gate.step(measured, one, scaled=scaled)
+        numbers = self.gate.step(measured, one, own_norm=own_norm, scaled=scaled)
         self.note_rates(settings)
-        if self.scaler is not None:
-            self.scaler.update()
-        if one is None or not turn.keeps_gradients:
-            self.drop_gradients()
+        if one is None:
+            self.end()
+        if not turn.keeps_gradients:
+            self.drop_gradients(in_turn=one is not None)
         self.newest = Attempt(
             loss=loss,
             measured=measured,
@@ -173,6 +174,11 @@ class Updater:
             times=turn.times,
         )
         return self.newest
+
+    def end(self) -> None:
+        """Let the loss scale follow what the update has shown: once, however many steps it had."""
+        if self.scaler is not None:
+            self.scaler.update()
 
     def has_new_weights(self) -> bool:
         """Say whether weights were added or unfrozen since the last call."""
@@ -210,13 +216,13 @@ class Updater:
             return grad_norm
         return None if attempt.is_turn else attempt.max_norm
 
-    def drop_gradients(self) -> None:
-        """Discard the gradients without a step."""
+    def drop_gradients(self, *, in_turn: bool = False) -> None:
+        """Discard the gradients without a step; in a turn, the loss scaler has yet to hear how they were."""
         for optimizer in self._own_zero_grad:
             optimizer.zero_grad()
         for weight in self.weights:
             weight.grad = None
-        if self.scaler is not None:
+        if self.scaler is not None and not in_turn:
             self.scaler._per_optimizer_states.clear()
 
     def reset_moments(self) -> None:
@@ -231,13 +237,13 @@ class Updater:
         """Say whether a weight decay may take the weights away before they learn: with usual ones they learn faster."""
         return any(float(group.get("weight_decay") or 0.0) >= _STRONG_DECAY for group in self._groups())
 
-    def rates(self, step: int) -> list[int]:
-        """Return the planned rates to a hundredth, as the last digit differs between machines.
+    def rates(self) -> list[int]:
+        """Return the rates to a hundredth, as the last digit differs between machines.
 
         Of logarithms: no round rate is at a border.
         """
-        planned = [setting["lr"] for schedule in self.schedules for setting in schedule.settings(step)]
-        return [round(200 * math.log(rate)) for rate in planned if isinstance(rate, float) and 0 < rate < math.inf]
+        rates = [group["lr"] for group in self._groups()]
+        return [round(200 * math.log(rate)) for rate in rates if isinstance(rate, float) and 0 < rate < math.inf]
 
     def note_rates(self, given: Settings = ()) -> None:
         """Note the rates of the groups: an optimizer may have changed those that were `given` in its step."""
@@ -321,8 +327,14 @@ class Updater:
             return []
         scale = self.scaler._get_scale_async()
         for optimizer in optimizers:
-            if self.scaler._per_optimizer_states[id(optimizer)]["stage"] is not OptState.UNSCALED:
+            state = self.scaler._per_optimizer_states[id(optimizer)]
+            seen: dict[torch.device, torch.Tensor] = {}
+            if state["stage"] is OptState.UNSCALED and self.turn.is_again:  # by its step before
+                state["stage"], seen = OptState.READY, state["found_inf_per_device"]
+            if state["stage"] is not OptState.UNSCALED:
                 self.scaler.unscale_(optimizer)
+            for device, flag in seen.items():
+                state["found_inf_per_device"][device] += flag
         return [torch.ones((), device=self.gate.device) if scale is None else scale.clone().reshape(())]
 
 

@@ -435,12 +435,46 @@ def test_a_bad_step_undoes_all_of_the_update(kind: str, number: int, how: str) -
     assert state == ended(None)[0]
 
 
-def test_losses_of_all_and_losses_in_turn_are_not_mixed() -> None:
+@pytest.mark.parametrize(
+    ("at", "scale"), [(None, 2.0**17), ((3, 0, "gradient"), 2.0**15), ((3, 4, "gradient"), 2.0**15)]
+)
+def test_the_loss_scale_follows_updates_and_not_their_steps(at: Struck | None, scale: float) -> None:
+    """An overflow of any step halves it, and leaves the update out; twenty updates without one double it."""
+    accelerator = Accelerator(cpu=True)
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=20)
+    trained = Pair(accelerator, "actor")
+    guard = trained.guard(steps=21, recovery=SKIP)
+
+    def update(name: str, loss: Any) -> None:
+        guard.update(loss, optimizer=trained.optimizers[name])
+
+    train_wgan(trained, guard.batches(), update, at)
+    assert (guard.clock.step, guard.incidents) == (21, [])
+    assert guard.clock.tick == 21 + (at is not None)
+    assert accelerator.scaler.get_scale() == scale
+
+
+@pytest.mark.parametrize("bad", [0, 3, 4, 7])
+def test_losses_of_all_may_alternate_with_losses_in_turn(bad: int) -> None:
+    """Also where the verdict on the one comes in the middle of the other."""
     made = pair("actor")
-    guard = made.guard(steps=STEPS)
-    batches = guard.batches()
-    guard.update(made.backward("critic", next(batches)))
-    loss = made.backward("critic", next(batches))
-    with pytest.raises(TrainError, match=r"take no turns: .*call guard.update\(loss, optimizer="):
-        guard.update(loss, optimizer=made.optimizers["critic"])
+    guard = made.guard(steps=STEPS, recovery=SKIP)
+    for number, batch in enumerate(guard.batches(), start=1):
+        spoil = pairs.SPOILED["loss"] if number == bad else lambda loss: loss
+        if number % 8 < 4:  # three of the one, four of the other
+            guard.update(made.backward("critic", batch, spoil))
+        else:
+            for name in made.names:
+                guard.update(made.backward(name, batch, spoil), optimizer=made.optimizers[name])
+    assert (guard.clock.step, len(guard.incidents)) == (STEPS, bool(bad))
     guard.close()
+
+
+def test_the_updates_of_a_loop_that_accumulates_by_itself_may_be_turns() -> None:
+    made = pair("actor")
+    guard = made.guard(steps=5)
+    for update in guard.updates():
+        for batch in update:
+            for name in made.names:
+                guard.update(made.backward(name, batch), optimizer=made.optimizers[name])
+    assert guard.clock.step == 5

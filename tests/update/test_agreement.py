@@ -183,7 +183,7 @@ def learned(bit: int) -> list[dict[str, Any]]:
         trained(guard, STEPS)
         found.append({"incidents": guard.incidents, "weights": guard.state.weights_sha256(), "tick": guard.clock.tick})
         guard.close()
-    with pytest.raises(RanksDiffer, match="ranks 0, 1 and 2 decided differently in update 1"):
+    with pytest.raises(RanksDiffer, match="ranks 0, 1 and 2 have different settings in update 1: the run ends"):
         trained(guarded(accelerator, [], 20, rate=1e-3 * (1 + accelerator.process_index)), STEPS)
     guard.world.leave()
     return found

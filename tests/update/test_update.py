@@ -265,7 +265,7 @@ def test_rates_are_derived_and_never_compound() -> None:
 
 
 def rates_of(lr: float) -> list[int]:
-    return constant_updater(torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=lr)).rates(0)
+    return constant_updater(torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=lr)).rates()
 
 
 @pytest.mark.parametrize("rate", [2**-7, 0.5, 1.0, 0.75, 1e-3, 3e-4, 0.1])
