@@ -18,5 +18,5 @@ def otherwise(controls: Controls, *given: Any, **more: Any) -> Any:
 
 if __name__ == "__main__":
     if os.environ.get("ODD_RANK") == os.environ["RANK"]:
-        Controls.apply = otherwise  # type: ignore[method-assign]
+        Controls.apply = otherwise  # type: ignore[assignment, method-assign]
     command.main()

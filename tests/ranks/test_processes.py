@@ -132,7 +132,7 @@ def test_an_error_of_a_rank_is_that_error_and_no_samples_are_blamed(who: str, tm
     assert done.codes == [1, 1]
     assert who == "loop" or f"error on rank 1: {MINE}" in done.stderr
     run_dir = folder / "runs/run"
-    assert in_journal(run_dir, "incident_opened") == []
+    assert in_journal(run_dir, "incident_treated") == []
     assert in_journal(run_dir, "process_ended") == []
     ended = read_story(run_dir)
     assert (ended.state, ended.exit_code) == ("failed", 1)

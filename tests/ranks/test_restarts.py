@@ -211,7 +211,7 @@ def test_a_rank_that_does_not_go_on_is_noticed_and_the_run_is_started_again(tmp_
         assert launched.wait() == 0, launched.output
     assert summary(run_dir)["exit_code"] == 75
     assert [one["signal"] for one in incidents(run_dir)] == ["hang"]
-    (opened,) = in_journal(run_dir, "incident_opened")
+    (opened,) = in_journal(run_dir, "incident_treated")
     assert opened["incident"]["evidence"][0]["hung"][0]["ranks"] == [0]
     assert left_overs(run_dir) == []
     assert not list(run_dir.glob("hung.*"))
@@ -242,4 +242,4 @@ def test_a_rank_that_fails_is_no_request_to_stop(tmp_path: Path) -> None:
         assert "a mistake of mine" in launched.output
     found = summary(tmp_path / "run")
     assert (found["status"], found["exit_code"]) == ("failed", 1)
-    assert not in_journal(tmp_path / "run", "incident_opened")
+    assert not in_journal(tmp_path / "run", "incident_treated")

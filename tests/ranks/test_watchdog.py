@@ -101,7 +101,7 @@ def test_a_row_that_never_comes_ends_the_process(nursery: Nursery) -> None:
         assert stand(run_dir).doing == HUNG
         done = summary(run_dir)
         assert (done["status"], done["exit_code"]) == ("failed", 1)
-        opened = [entry["incident"] for entry in in_journal(run_dir, "incident_opened")]
+        opened = [entry["incident"] for entry in in_journal(run_dir, "incident_treated")]
         found = [one for one in opened if one["signal"] == "hang"]
         assert len(found) == times
         assert where in found[-1]["evidence"][0]["where"]
@@ -113,7 +113,7 @@ def test_a_row_that_never_comes_ends_the_process(nursery: Nursery) -> None:
     (step,) = taken_up_at(run_dir)
     assert step >= 10
     last = nursery.run(*arguments, PATIENT)
-    named = [one["incident"] for one in in_journal(run_dir, "incident_opened") if one["incident"]["rows"]]
+    named = [one["incident"] for one in in_journal(run_dir, "incident_treated") if one["incident"]["rows"]]
     assert [BAD in one["rows"] for one in named] == [True]
     assert last.code == 0, last.output
     done = summary(run_dir)

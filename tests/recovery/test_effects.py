@@ -70,6 +70,7 @@ def test_a_gap_in_the_journal_is_closed_by_the_next_process() -> None:
     saved = {"tick": 16, "skipped": [[0, 8], [16, 24]]}
     merged = RunHistory(entries).effects_with(saved)["skipped"]
     assert merged == [[0, 8], [16, 24], [24, 32]]
+    whole: list[Any]
     for whole in (merged, []):
         again = RunHistory([*entries, entry(4, 25, {}, skipped=whole)])
         assert again.effects_with(saved)["skipped"] == whole

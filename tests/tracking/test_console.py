@@ -89,7 +89,7 @@ def test_the_first_screen_has_the_verdict_and_what_to_do(person: Console, shown:
     drilled = sum(bool(one["drill"]) for one in shown.incidents)
     assert len(shown.incidents) > drilled > 0
     assert f"Recovered, {drilled} of {len(shown.incidents)} incidents on purpose" in words
-    assert "Do: Fix or remove rows 44, 78 and 106: quarantine.json" in words
+    assert "Do: Fix or remove rows 44, 78 and 106: their incidents" in words
 
 
 def test_the_overview_tells_the_story_and_leads_to_its_traces(person: Console, shown: Shown) -> None:
