@@ -309,7 +309,7 @@ class EngineGuard:
         if anomaly is None and finding.at_any_scale and explainer.breaks_at_any_scale(judged):
             anomaly = finding.at_any_scale
         if anomaly is not None and observes:
-            anomaly = replace(anomaly, landed=True)
+            anomaly = replace(anomaly, landed=anomaly.landed or vitals.accepted)  # a loss scale may have refused it
             if not self._recovery.counts(anomaly):
                 self._recovery.treat(self._refined(anomaly, judged, is_scanned=scanned is not None), update)
             self._backups.let_go(judged.before)

@@ -61,7 +61,7 @@ class Intended:
                 self._began_tick = one.anomaly.tick if first == one.id else self._began_tick
                 self._step = one.last_step
         history = self._incident_log.run_history
-        self._before = self._parts.world.on_main(lambda: history.effects_before(first))
+        self._before = self._parts.world.on_main(lambda: history.effects_before(first)) if first else None
 
     def began_by_chance(self, anomaly: Anomaly, explainer: Explainer) -> bool:
         """Say whether an alarm compares with a first loss that was low by chance, and forget that loss then."""
@@ -387,7 +387,8 @@ class Recovery:
 
         self.parts.world.main_before_others(leave)
         what = f"{say(evidence)} in update {since + 1}: the run ends before weights drift apart"
-        self.end(RanksDiffer(what + "; the same command resumes from the newest verified state" * (since > 0)))
+        onward = "; the same command resumes from the newest verified state" if since else ""
+        self.end(RanksDiffer(what + onward))
 
     def process_ends(self) -> None:
         """Record an orderly exit, perhaps with an error, so that a resume does not blame the current samples."""
@@ -417,10 +418,9 @@ class Recovery:
             raise TrainError(f"{plan.path or incident_log.directory}: {error}") from error
         parts.clock.tick = max(parts.clock.tick, plan.tick)
         self.intended.resume()
-        for one in incident_log.open_incidents if self.observes else ():
-            if one.is_observed:
-                self._observed, self._anomalous_step = one.id, parts.clock.step
-                incident_log.ongoing.add(one.id)
+        for one in [one for one in incident_log.open_incidents if self.observes and one.is_observed]:
+            self._observed, self._anomalous_step = one.id, parts.clock.step
+            incident_log.ongoing.add(one.id)
         for found in plan.found:
             if plan.skipped is not None and found.remedy == "skip":
                 parts.samples.skip(*plan.skipped)

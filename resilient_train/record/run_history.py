@@ -147,10 +147,13 @@ class RunHistory:
 
     def effects_before(self, number: int) -> dict[str, Any]:
         """Return the effects as they were noted when an incident was opened."""
-        entries = self._journal.entries if self._journal is not None else []
-        opened = [place for place, one in enumerate(entries, start=1) if one["kind"] == OPENED]
-        ends = [place for place in opened if entries[place - 1]["incident"]["id"] == number]
-        return RunHistory(entries[: min(ends, default=0)]).effects
+        history = RunHistory()
+        for entry in self._journal.entries if self._journal is not None else ():
+            with suppress(ValueError):  # about an incident that cannot be read
+                history.recall(entry)
+            if number in history.chapters:
+                break
+        return history.effects
 
     def _recall_incident(self, kind: str, line: Any, at: int) -> None:
         incident = line if isinstance(line, Incident) else from_line(line)

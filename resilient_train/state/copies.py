@@ -136,9 +136,6 @@ def _digest(weight: torch.Tensor) -> torch.Tensor:
     return octets[:whole].view(torch.int64).sum() + octets[whole:].sum(dtype=torch.int64)
 
 
-# What the user gives to `guard.keep`: it is restored in the classes that it has, whatever its state is made of.
-
-
 class Stateful(Protocol):
     """Anything with a state that can be saved and restored: a schedule, a cursor, an object of the user's."""
 

@@ -123,7 +123,6 @@ class Turn:
         if objective is not None and not self.keeps_gradients:
             raise TrainError("losses in turn have no objective, which is one loss for all: leave out objective=")
         self.current = known[0]
-        self._steps[self.current] += 1
 
     @property
     def is_complete(self) -> bool:
@@ -133,7 +132,7 @@ class Turn:
     @property
     def is_again(self) -> bool:
         """Say whether the current optimizer has stepped in it before."""
-        return self.current is not None and self._steps[self.current] > 1
+        return self.current in self._steps
 
     @property
     def times(self) -> int:
@@ -164,7 +163,9 @@ class Turn:
         """Copy the current optimizer and its weights before its first step."""
         if not self.has_stepped:
             self.has_stepped, self._groups, self.before = True, groups, before
-        if self.current is None or self.current in self._saved:
+        assert self.current is not None
+        self._steps[self.current] += 1
+        if self.current in self._saved:
             return
         plain, sources = taken_apart({"weights": self.weights, "optimizer": optimizer_tree(self.current)})
         copies = room(sources, self._memory.get(self.current, []), torch.empty_like)

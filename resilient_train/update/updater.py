@@ -143,8 +143,9 @@ class Updater:
             share = knobs.share * min(1.0, ratio or knobs.lr)
             clip_to_share(groups, share, self._over_ranks)
         grad_norm = grad_norm if grad_norm.dtype is torch.float32 else grad_norm.float()
-        own_norm = grad_norm
+        own_norm = None
         if one is not None:
+            own_norm = grad_norm
             loss, grad_norm = turn.add(loss, grad_norm)
             turn.save(self._groups(), before)
         measured, by_rank = self.agreement.reduce(torch.stack([loss, grad_norm, *scale]))
@@ -238,10 +239,7 @@ class Updater:
         return any(float(group.get("weight_decay") or 0.0) >= _STRONG_DECAY for group in self._groups())
 
     def rates(self) -> list[int]:
-        """Return the rates to a hundredth, as the last digit differs between machines.
-
-        Of logarithms: no round rate is at a border.
-        """
+        """Return the rates to a hundredth, in logarithms: so no round rate is at a border. Last digits may differ."""
         rates = [group["lr"] for group in self._groups()]
         return [round(200 * math.log(rate)) for rate in rates if isinstance(rate, float) and 0 < rate < math.inf]
 

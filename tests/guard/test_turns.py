@@ -242,7 +242,7 @@ FIRST = ("critic", "critic")
         ([("critic", "unknown")], r"does not know this optimizer, .*SGD: give Guard a list of all optimizers"),
         ([FIRST, ("actor", None)], r"guard.update\(loss\) in the middle of a turn, without its optimizer"),
         ([("actor", None), FIRST], "called twice for one batch"),
-        ([("no backward", "critic")], "no weight has a gradient"),
+        ([FIRST, ("no backward", "actor")], "no weight has a gradient"),
     ],
 )
 def test_a_mistake_is_told_in_one_line(calls: Calls, line: str) -> None:
