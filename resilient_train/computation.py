@@ -10,115 +10,96 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from resilient_train.diagnose.frames import Line, line_of
-from resilient_train.errors import TrainError, in_one_line, text_of
+from resilient_train.errors import TrainError, in_one_line
 from resilient_train.numerics.domains import has_value
+from resilient_train.protocols import Computed, Hook
 from resilient_train.ranks.world import is_lost_device
 from resilient_train.run_parts import RunParts
 from resilient_train.state import randomness
-from resilient_train.state.copies import Backups
+from resilient_train.state.mark import Marks
 from resilient_train.state.randomness import Seeds
 from resilient_train.transaction import Transaction
-from resilient_train.update.objective import Measured, Metrics
-from resilient_train.update.turns import DirectStepCheck
+from resilient_train.update.objective import Measured
 from resilient_train.watch.modes import AnomalyMode
 from resilient_train.watch.vitals import versions
 from resilient_train.wording import IN_FILE_ONLY, counted, log
-
-_ON_THE_HOST = ("can't allocate memory", "not enough memory", "std::bad_alloc")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(words in text_of(error) for words in _ON_THE_HOST)
-
-
-def memory_evidence(error: BaseException) -> str:
-    return " ".join(text_of(error).split()).split(" Of the allocated memory")[0][:200] or type(error).__name__
-
 
 _TRIED = 4  # other batches
 _OURS = Path(__file__).parent
 _USERS = (_OURS / "zoo", _OURS / "numerics")  # which call what users wrote, or what they would call
 
-Computed = tuple[Tensor, Metrics]
 
+@dataclass(frozen=True)
+class Computation:
+    """How the run makes an update: what the training loop does with a batch, without the loop."""
 
-@dataclass(eq=False)
-class Loop:
-    """How training makes an update: what the training loop does with a batch, without the loop."""
-
-    parts: RunParts
     model: nn.Module  # as the training calls it
     bare: nn.Module  # without the wrappers of other processes
     objective: Measured | None  # None: the loop hands over its losses
     anomaly_mode: AnomalyMode
-    direct_steps: DirectStepCheck
-    backups: Backups
+    marks: Marks
     seeds: Seeds
-    stop: Callable[[], bool]  # the run was asked to stop
-    treats: bool  # the policy does something about anomalies
 
-    def __post_init__(self) -> None:
-        has_forwards = self.objective is not None and isinstance(self.model, DistributedDataParallel)
-        self._forwards = _Forwards(self.model) if has_forwards else None
+    def compute(self, batch: Any) -> Computed:
+        """Run forward and backward of a batch on the device."""
+        assert self.objective is not None
+        loss, metrics = self.objective.for_training(self.model, batch)
+        self.anomaly_mode.backward(loss)
+        return loss, metrics
+
+
+class BatchErrors(Hook):
+    """Examines exceptions as if they were losses that are not finite, where other batches pass."""
+
+    def __init__(self, parts: RunParts, computation: Computation) -> None:
+        self.parts, self._computation = parts, computation
+        model, has_objective = computation.model, computation.objective is not None
+        self._forwards = _Forwards(model) if has_objective and isinstance(model, DistributedDataParallel) else None
         self._logged: set[str] = set()
         self._examined: dict[tuple[Line | None, int], int] = {}  # by line and rewinds before: the first tick
 
-    def compute(
-        self,
-        batch: Any,
-        begun: Transaction,
-        pending: Transaction | None = None,
-        spoil: Callable[[Tensor], Tensor] = lambda loss: loss,
-        *,
-        stands_in: bool = True,
-    ) -> Computed | str:
-        """Run forward and backward of the newest batch of `begun`; `pending` is the update before.
-
-        `spoil` changes the loss on the way, in a drill. If memory runs out, return what the error says; if only this
-        batch raises an exception, note it in `begun`, and return what another batch computed, which must not land.
-        """
+    @contextmanager
+    def around_compute(self, update: Transaction) -> Iterator[None]:
         if self._forwards is not None:
             self._forwards.begin()
-        try:
-            return self._computed(batch, spoil)
-        except Exception as error:
-            if is_out_of_memory(error):
-                return memory_evidence(error)
-            if not stands_in or not self._may_be_of_batch(error):
-                raise
-            tried = 0
-            for other in self._others(begun, pending):
-                try:
-                    with self._forwards.again() if self._forwards is not None else nullcontext():
-                        computed = self._computed(self.parts.world.on_device(other))
-                except Exception:
-                    tried += 1
-                    continue
-                self._note(begun, error)
-                return computed
-            if tried and self._may_be_patched(error, begun.tick):
-                self._note(begun, error)
-                for weight in self.parts.updater.weights:
-                    weight.grad = torch.zeros_like(weight)
-                return torch.full((), math.nan, device=self.parts.world.device), {}
-            if tried and (self.parts.clock.step or pending):  # a plain bug ends the first update as in a plain loop
-                said = f"{counted(tried, 'other batch')} at the same weights raise{'s' * (tried == 1)} as well"
-                error.add_note(f"resilient_train: {said}")
-                log.error("update %d: %s: it is a bug", begun.step, said)
-            raise
+        yield
+
+    def loss_instead(self, error: Exception, open_updates: Sequence[Transaction]) -> Computed | None:
+        """Note an exception that only this batch raises, and return what another batch computed."""
+        begun = open_updates[-1]
+        if not self._may_be_of_batch(error):
+            return None
+        tried = 0
+        for other in self._others(open_updates):
+            try:
+                with self._forwards.again() if self._forwards is not None else nullcontext():
+                    computed = self._computation.compute(self.parts.world.on_device(other))
+            except Exception:
+                tried += 1
+                continue
+            self._note(begun, error)
+            return computed
+        if tried and self._may_be_patched(error, begun.tick):
+            self._note(begun, error)
+            for weight in self.parts.updater.weights:
+                weight.grad = torch.zeros_like(weight)
+            return torch.full((), math.nan, device=self.parts.world.device), {}
+        if tried and begun.step > 1:  # a plain bug ends the first update as in a plain loop
+            said = f"{counted(tried, 'other batch')} at the same weights raise{'s' * (tried == 1)} as well"
+            error.add_note(f"resilient_train: {said}")
+            log.error("update %d: %s: it is a bug", begun.step, said)
+        return None
 
     def _note(self, begun: Transaction, error: Exception) -> None:
         begun.raised.append(text := in_one_line(error))
@@ -137,19 +118,13 @@ class Loop:
         is_plain = self.parts.world.size == 1 and self.parts.updater.scaler is None
         return is_plain and is_new and (has_value(error) or bool(found.of_distribution))
 
-    def _computed(self, batch: Any, spoil: Callable[[Tensor], Tensor] = lambda loss: loss) -> Computed:
-        assert self.objective is not None
-        loss, metrics = self.objective.for_training(self.model, batch)
-        self.anomaly_mode.backward(loss := spoil(loss))
-        return loss, metrics
-
     def _may_be_of_batch(self, error: Exception) -> bool:
         """Whether what raised is neither ours nor the end of a device or a connection.
 
         With several ranks the others are in the collectives of the same forward or backward, which cannot be begun
         again in the middle.
         """
-        if not self.treats or isinstance(error, TrainError) or is_lost_device(error):
+        if isinstance(error, TrainError) or is_lost_device(error):
             return False
         if self.parts.world.is_of_group(error):
             return False
@@ -161,8 +136,9 @@ class Loop:
         last = Path(codes[-1].co_filename)
         return not last.is_relative_to(_OURS) or any(last.is_relative_to(home) for home in _USERS)
 
-    def _others(self, begun: Transaction, pending: Transaction | None) -> Iterator[Any]:
+    def _others(self, open_updates: Sequence[Transaction]) -> Iterator[Any]:
         """Yield batches of other rows, then the one of the update before at the same place, if that is as it was."""
+        *pending, begun = open_updates
         samples, number = self.parts.samples, len(begun.inputs) - 1
         for draw in range(_TRIED if begun.update.keys else 0):
             with randomness.preserved(self.parts.world.device):  # fetching rows changes it
@@ -171,9 +147,8 @@ class Loop:
                 except Exception:
                     continue
             yield batch
-        if pending is not None and number < len(pending.inputs):
-            batch = pending.inputs[number]
-            if versions(batch) == pending.versions[number]:
+        for one in pending:
+            if number < len(one.inputs) and versions(batch := one.inputs[number]) == one.versions[number]:
                 yield batch
 
 

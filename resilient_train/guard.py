@@ -10,75 +10,79 @@ k+1: take samples -> forward and backward of each micro-batch
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
-from resilient_train.computation import Loop
+from resilient_train.computation import Computation
 from resilient_train.data.samples import Update
-from resilient_train.drills import Drill, UpdatePlace
 from resilient_train.errors import TrainError
-from resilient_train.lost_device import LostDevice
-from resilient_train.micro_batches import MicroBatchSizer
-from resilient_train.record.progress import Doing
+from resilient_train.protocols import Computed, Hook, OnError
 from resilient_train.recovery import Recovery
 from resilient_train.run_parts import RunParts
-from resilient_train.state.copies import Backup
+from resilient_train.state.mark import Mark
+from resilient_train.state.run_state import weights_of
 from resilient_train.transaction import Transaction
 from resilient_train.types import Anomaly, Signal, UpdateResult, Vitals
 from resilient_train.update.objective import Metrics, scalar
-from resilient_train.update.turns import MISSING, TWICE, TWO_GUARDS, why_no_gradient
+from resilient_train.update.turns import MISSING, TWICE, TWO_GUARDS, require_gradient
+from resilient_train.update.updater import Attempt
 from resilient_train.watch.examination import Examination
 from resilient_train.watch.vitals import landed, mean, mean_metrics, versions
-from resilient_train.wording import log
 
 
 class EngineGuard:
     """Runs updates through the gate and passes every anomaly to Recovery."""
 
-    _newest: ClassVar[int] = 0  # id of the update that any guard of this process began last
-    _place: UpdatePlace  # of the newest update, for drills
+    _newest_of_all: ClassVar[int] = 0  # id of the update that any guard of this process began last
 
     def __init__(
-        self, parts: RunParts, recovery: Recovery, loop: Loop, *, verify_after: int, drill: Drill | None
+        self,
+        parts: RunParts,
+        recovery: Recovery,
+        computation: Computation,
+        examination: Examination,
+        *,
+        verify_after: int,
+        stop: Callable[[], bool],
+        hooks: Sequence[Hook] = (),
+        on_error: Sequence[OnError] = (),
+        pace: Callable[[], float] = lambda: 1.0,
     ) -> None:
-        self.model, self.objective, self.seeds, self.drill = loop.model, loop.objective, loop.seeds, drill or Drill(())
+        """`stop` says whether the run was asked to stop; `pace` multiplies the rate of the update that is computed."""
+        self.model, self.objective, self.seeds = computation.model, computation.objective, computation.seeds
         self.world, self.clock, self.samples, self.state = parts.world, parts.clock, parts.samples, parts.state
         self.stopped = False  # if True, the loop ends before its next update
         self.newest: Vitals | None = None  # the newest update whose verdict is known
         self.metrics: Metrics = {}  # of that update
         self._parts, self._recovery = parts, recovery
+        self._computation, self._examination = computation, examination
         self._keeper, self._controls = recovery.keeper, recovery.controls
         self._updater, self._ring, self._checks, self._scans = parts.updater, parts.ring, parts.checks, parts.scans
-        self._turn, self._backups = parts.updater.turn, loop.backups
-        self._loop, self._lost_device = loop, LostDevice(parts, recovery, loop.objective)
-        self._sizer, self._direct_steps, self._verify_after = MicroBatchSizer(recovery), loop.direct_steps, verify_after
-        self._examination = Examination(self.world, self.clock, self._checks, self._scans, loop.backups)
+        self._turn, self._marks, self._verify_after = parts.updater.turn, computation.marks, verify_after
+        self._stop, self._on_error, self._pace = stop, on_error, pace
+        self._before_update = [one.before_update for one in hooks if type(one).before_update is not Hook.before_update]
+        self._around = [one.around_compute for one in hooks if type(one).around_compute is not Hook.around_compute]
+        self._accepted = [one.accepted for one in hooks if type(one).accepted is not Hook.accepted]
         self._current: Transaction | None = None  # it is being computed
-        self._newest_update: Update | None = None  # the newest that was begun
         self._pending: Transaction | None = None  # its verdict is
-        self._refused: Backup | None = None  # the buffers, and what is kept, when the newest update was refused
+        self._newest: Transaction | None = None  # the newest that was begun
+        self._refused: Mark | None = None  # of the end of the newest update, when it was refused
         self._handed_out: Any = None  # the batch that the loop has now
-        self._has_begun = self._has_accepted = self._waits = False
-        self._is_dropped = False  # the newest update, whose losses come in turn
+        self._computing = ExitStack()  # what surrounds its forward and backward
+        self._has_begun = False
+        self._waits = False  # the loop reads the verdict at once, as its own code must not see a refused update
 
     # The loop over updates.
 
     def updates_until(self, last: int, *, plan: int | None) -> Iterator[Any]:
         """Yield micro-batches until `last` updates are accepted; at the end of the `plan` the loss has to be back."""
-        progress = self._keeper.progress
         while self._continues(last, is_plan=last == plan):
-            if self._parts.updates.has_turns and self._pending is not None:  # of an update of another kind
-                self.settle()
-            if self.drill.strikes_at(self.clock.tick + 1) and not self.settle():
-                continue  # a drill fires once: wait for the pending verdict, which could drop the update
-            step, tries_rates = self.clock.step, self._controls.trials.tries_rates
-            if tries_rates and self._checks.asks_for_rates(step, self._ring.travelled) and self.settle():
-                self._recovery.try_rates()
+            for before_update in self._before_update:
+                before_update()
             # Take the snapshot here, after the loop's own code for the last update (for example an EMA) has run.
             if self._ring.is_due(step := self.attempted_step):
                 self._updater.adopt_groups()  # first: the schedule is in the copy
@@ -86,26 +90,20 @@ class EngineGuard:
                     self._controls.snapshot(step)
                 elif (snapshot := self._ring.take(step)) is not None:  # None: it has a snapshot already, or no slot
                     self._pending.snapshot = snapshot
-            start = self.samples.next_start  # noted before they are fetched: a data set may hang
-            stop = start + self.samples.slicing.samples
-            progress.updating(self.clock.tick + 1, self.clock.step, start, stop)
-            update = self._recovery.next_update()
-            if (update.start, update.stop) != (start, stop):  # samples before them are left out
-                progress.updating(self.clock.tick + 1, self.clock.step, update.start, update.stop)
-            self._begin(update)
-            for number, batch in enumerate(update.batches, start=1):
-                yield from self._hand_out(batch, is_last=number == len(update.batches))
-                if self._turn.has_stepped:
-                    self.settle()
-                if self._current is None:
+            begun = self._begin(self._recovery.next_update())
+            for number, batch in enumerate(begun.update.batches, start=1):
+                yield from self._hand_out(begun, batch, is_last=number == len(begun.update.batches))
+                if self._current is not begun:  # it was dropped, or is complete
                     self._undo_loop()
-                    break  # it was dropped, or is complete
-                if len(self._current.losses) < number:
+                    break
+                if len(begun.losses) < number:
                     raise TrainError(MISSING)
+            if self._turn.has_stepped:
+                self.settle()
 
     def _continues(self, last: int, *, is_plan: bool) -> bool:
         """Say whether another update follows. After the last one, wait for its verdict and scan everything first."""
-        if self._loop.stop():
+        if self._stop():
             self._updater.agreement.ask_to_stop()  # several ranks stop together, an update later
             if self.world.size == 1:
                 self.settle()
@@ -127,37 +125,29 @@ class EngineGuard:
                 anomaly = self._checks.not_recovered(self.newest)
         if anomaly is not None and not self._recovery.counts(anomaly):
             place = self.samples.position
-            self._recovery.treat(anomaly, self._newest_update or Update(place, place, []))
+            self._recovery.treat(anomaly, self._newest.update if self._newest else Update(place, place, []))
         return anomaly is None or self._recovery.observes
 
-    def _begin(self, update: Update) -> None:
+    def _begin(self, update: Update) -> Transaction:
         self._turn.begin()
-        self._is_dropped = False
         self._parts.precision.set(higher=self._controls.knobs.higher_precision > 0)
-        tick, backup = self.clock.tick + 1, self._backups.take()
-        self._current = begun = Transaction(update, tick, self.attempted_step + 1, backup)
-        self._newest_update = update
-        self._place = UpdatePlace(tick, begun.step, self.world.rank)
-        self._lost_device.begins(update)
-        EngineGuard._newest = id(begun)
-        if self.drill.strikes_at(tick):
-            self._ring.copier.before_change()  # a device may still be copying what it spoils
-        self.drill.between_updates(self._place, self.state.model, self._updater.optimizers)
+        begun = Transaction(update, self.clock.tick + 1, self.attempted_step + 1, self._marks.take())
+        self._current = self._newest = begun
+        EngineGuard._newest_of_all = id(begun)
         self._scans.arm(self.attempted_step)
         self.seeds.for_update(update.start)
+        return begun
 
-    def _hand_out(self, batch: Any, *, is_last: bool) -> Iterator[Any]:
+    def _hand_out(self, begun: Transaction, batch: Any, *, is_last: bool) -> Iterator[Any]:
         """Yield one micro-batch to the loop; with the last one gradients are reduced over the ranks."""
-        assert self._current is not None
-        batch = self.drill.on_batch(self._place, batch)
-        self._current.versions.append(versions(batch))
-        self._current.inputs.append(batch)  # the host batch: a device batch would occupy memory for two updates
-        with self._lost_device:
-            self._handed_out = batch = self.world.on_device(batch)
+        begun.inputs.append(batch)  # the host batch: a device batch would occupy memory for two updates
         # Sharded gradients cannot wait: each rank would have to hold all of them. Trainers make them wait themselves.
         can_wait = self.world.size > 1 and not is_last and not (self.state.is_sharded or self.samples.is_fed)
-        waiting = self.world.accelerator.no_sync(self.model) if can_wait else nullcontext()
-        with waiting, self._direct_steps.running("loop"), self._loop.anomaly_mode.without_nan_check():
+        with self.world.accelerator.no_sync(self.model) if can_wait else nullcontext(), self._computing:
+            for around in self._around:
+                self._computing.enter_context(around(begun))
+            begun.versions.append(versions(begun.inputs[-1]))
+            self._handed_out = batch = self.world.on_device(begun.inputs[-1])
             yield batch
 
     # What the loop hands back.
@@ -170,88 +160,110 @@ class EngineGuard:
         if batch is not self._handed_out:
             begun.inputs[-1] = batch  # the loop has changed it
         begun.versions[-1] = versions(begun.inputs[-1])
-        begun.attributes = begun.attributes if begun.losses else self._backups.attributes()
-        spoil = partial(self.drill.on_loss, self._place)
-        with self._lost_device:
-            computed = self._loop.compute(batch, begun, self._pending, spoil)
-        if not isinstance(computed, str):
+        if not begun.losses:
+            self._marks.note_attributes(begun.mark)
+        try:
+            loss, metrics = self._computation.compute(batch)
+        except Exception as error:
+            computed = self._computed_instead(error, begun)
+            if computed is None:
+                return UpdateResult("refused")
             loss, metrics = computed
-            begun.reported.append(metrics)
-            return self.update(loss)
-        self._sizer.make_smaller(begun.step, computed)
-        self._current = None
-        self._discard(begun)
-        self._sizer.note_smaller(begun.step, computed)
-        return UpdateResult("refused")
+        begun.reported.append(metrics)
+        return self.update(loss)
 
-    def update(self, loss: torch.Tensor, *, optimizer: Any = None) -> UpdateResult:
-        """Continue after the loop's own forward and backward; with `optimizer` the loss is its own, and it steps."""
-        loss, given = self._parts.buffers.spoil(scalar(loss)), loss
-        if self._is_dropped and optimizer is not None:
-            self._updater.drop_gradients()
-            return UpdateResult("refused")
+    def _computed_instead(self, error: Exception, begun: Transaction) -> Computed | None:
+        """Return what takes the place of a loss that raised; None if the update is to be retried."""
+        open_updates = [one for one in (self._pending, begun) if one is not None]
+        for one in self._on_error:
+            answer = one.loss_instead(error, open_updates)
+            if isinstance(answer, tuple):
+                return answer
+            if answer is not None:
+                self._discard(begun)
+                answer()
+                return None
+        raise error
+
+    def update(self, loss: torch.Tensor) -> UpdateResult:
+        """Continue after the loop's own forward and backward of a micro-batch; the last one sends the update off."""
         begun = self._require_batch("update")
-        self._turn.take(optimizer, self.samples.slicing.accumulation, self.objective)
-        # Rows that could not be fetched, and exceptions, make it NaN: so every rank learns of them and refuses it.
-        loss = torch.full_like(loss, math.nan) if begun.update.failed or begun.raised else loss
-        if optimizer is None:
-            begun.losses.append(loss)
-            if len(begun.losses) < len(begun.update.batches):
-                return UpdateResult("accumulating")
-            loss = loss if len(begun.losses) < 2 else mean(begun.losses)
-        weights = self._turn.weights or self._updater.weights
-        if all(weight.grad is None for weight in weights):
-            raise TrainError(why_no_gradient(given, weights))
-        with self._direct_steps.running("guard"), self._lost_device:
-            result = self._send_to_gate(begun, loss)
-            if self._waits and self._pending is not None:  # the loop's code for what it keeps sees no refused update
-                self.settle()
-                self._refused = None if result else self._backups.take()
+        loss, given = self._taken(begun, loss), loss
+        begun.losses.append(loss)
+        if len(begun.losses) < len(begun.update.batches):
+            return UpdateResult("accumulating")
+        loss = loss if len(begun.losses) < 2 else mean(begun.losses)
+        require_gradient(given, self._updater.weights)
+        result = self._send_to_gate(begun, loss)
+        if self._waits and self._pending is not None:  # the loop's code for what it keeps sees no refused update
+            self.settle()
+            self._refused = None if result else self._marks.take()
         return result
+
+    def step_in_turn(self, loss: torch.Tensor, optimizer: Any) -> UpdateResult:
+        """Let one optimizer step with a loss of its own, after its backward; its gradients stay."""
+        optimizer = self._turn.known(optimizer)
+        if self._newest is not None and self._newest.is_refused:
+            return UpdateResult("refused")
+        is_first, begun = not self._turn.has_stepped, self._current
+        if is_first or begun is None:
+            begun = self._require_batch("update")
+        loss, given = self._taken(begun, loss), loss
+        require_gradient(given, weights_of(optimizer))
+        if is_first:
+            if not self._judge_pending(begun):
+                return UpdateResult("refused")
+            self._waits = self._parts.updates.has_turns = True
+            begun.losses.append(loss)
+            begun.result = UpdateResult("pending", loss)
+            self._examination.launch(begun.mark)
+        self._marks.fill(begun.mark, optimizer)
+        self._updater.step_in_turn(optimizer, self.clock.step, loss, **self._gate_settings())
+        assert begun.result is not None
+        return begun.result if self._turn.is_complete else UpdateResult("accumulating")
 
     def _require_batch(self, verb: str) -> Transaction:
         if not self._has_begun:
             raise TrainError(f"guard.{verb} before the loop: iterate over guard.batches(), which makes the batches")
         if (current := self._current) is None or len(current.losses) >= len(current.inputs):
             raise TrainError(TWICE.format(verb=verb))
-        if EngineGuard._newest != id(current):
+        if EngineGuard._newest_of_all != id(current):
             raise TrainError(TWO_GUARDS)
         return current
+
+    def _taken(self, begun: Transaction, loss: torch.Tensor) -> torch.Tensor:
+        """Take the loss of a micro-batch: forward and backward are done."""
+        self._computing.close()
+        loss = self._parts.buffers.spoil(scalar(loss))
+        # Rows that could not be fetched, and exceptions, make it NaN: so every rank learns of them and refuses it.
+        return torch.full_like(loss, math.nan) if begun.update.failed or begun.raised else loss
 
     def _send_to_gate(self, begun: Transaction, loss: torch.Tensor) -> UpdateResult:
         """Between backward and optimizer: read the verdict on the last update, then send this one through the gate.
 
         All ranks do this at the same point. Nothing waits for the device: the last update was measured long ago.
         """
-        turn, self._current = self._turn, None
         if not self._judge_pending(begun):
-            self._is_dropped = turn.current is not None
             return UpdateResult("refused")
-        if turn.current is None and self.stopped:
+        if self.stopped:
             self._discard(begun)
             return UpdateResult("refused")
-        if not turn.has_stepped:
-            self._examination.launch(begun.before)
-        self.drill.on_gradients(self._place, turn.weights or self._updater.weights)
-        rates = self._checks.rate_factor(self.attempted_step + 1), self.drill.rate_factor(self._place)
+        self._examination.launch(begun.mark)
+        return self._sent(begun, self._updater.apply(self.clock.step, loss, **self._gate_settings()))
+
+    def _gate_settings(self) -> dict[str, Any]:
         self._ring.copier.before_change()
         self._updater.gate.limit(*self._checks.limits)
-        attempt = self._updater.apply(self.clock.step, loss, self._controls.knobs.values, rates=rates)
-        if turn.current is None:
-            return self._end_update(begun)
-        self._current, self._parts.updates.has_turns = begun, True
-        begun.result = begun.result or UpdateResult("pending", attempt.loss.detach())
-        return begun.result if turn.is_complete else UpdateResult("accumulating")
+        rates = self._checks.rate_factor(self.attempted_step + 1), self._pace()
+        return {"knobs": self._controls.knobs.values, "rates": rates}
 
-    def _end_update(self, begun: Transaction) -> UpdateResult:
+    def _sent(self, begun: Transaction, attempt: Attempt) -> UpdateResult:
         self._current = None
-        if self._turn.has_stepped:
-            self._updater.end()
         if self._updater.has_new_weights():
             self._checks.more_is_trained(self.clock.step + 1)
         self.clock.tick += 1
         self._pending = begun
-        return begun.send(self._updater.newest, self._updater.gate.limits)
+        return begun.send(attempt, self._updater.gate.limits)
 
     # The verdict, an update later.
 
@@ -260,11 +272,9 @@ class EngineGuard:
         if self._current is not None:
             if not self._turn.has_stepped:
                 raise TrainError("guard.settle belongs between two updates: hand the batch over first")
-            self._end_update(self._current)
+            self._sent(self._current, self._updater.end_turn())
         self.seeds.between(self.samples.position)
-        self._keeper.progress.turned_to(Doing.BETWEEN)
-        with self._lost_device:
-            return self._judge_pending()
+        return self._judge_pending()
 
     def _judge_pending(self, begun: Transaction | None = None) -> bool:
         """Judge the pending update. False: anomalous, or it must be retried; the next update, `begun`, is dropped."""
@@ -273,8 +283,7 @@ class EngineGuard:
             return True
         before = self.clock.step
         is_clear = self._judge(judged, begun)
-        assert judged.result is not None
-        judged.result.status = "accepted" if self.clock.step > before else "refused"  # a rewind goes back
+        judged.ends("accepted" if self.clock.step > before else "refused")  # a rewind goes back
         return is_clear
 
     def _judge(self, judged: Transaction, begun: Transaction | None) -> bool:
@@ -293,13 +302,11 @@ class EngineGuard:
             losses = self._parts.updates.recent_measurements()[0]
             finding = self._checks.after_change(vitals, finding, losses)
         # The gate has accepted it on the device; only now the host knows.
-        was_half = not (vitals.accepted or observes) and self._turn.undo()
-        self._turn.land()
+        has_steps = not (vitals.accepted or observes) and self._marks.undo_steps(judged.mark)
         if vitals.accepted:
             self.clock.step += 1
             self._updater.accept(self.clock.step)
-            norm = self._updater.clipped(vitals.grad_norm, attempt)
-            self._scans.landed(self.clock.step, attempt.settings, norm, attempt.times)
+            self._scans.landed(self.clock.step, attempt.settings, attempt.clipped(vitals.grad_norm), attempt.times)
             if judged.snapshot is not None:
                 judged.snapshot.checks_state = self._parts.checks_state()
         elif judged.snapshot is not None:
@@ -312,28 +319,25 @@ class EngineGuard:
             anomaly = replace(anomaly, landed=anomaly.landed or vitals.accepted)  # a loss scale may have refused it
             if not self._recovery.counts(anomaly):
                 self._recovery.treat(self._refined(anomaly, judged, is_scanned=scanned is not None), update)
-            self._backups.let_go(judged.before)
+            self._marks.release(judged.mark)
             self._on_accepted()
             return True
         if anomaly is None and (observes or not finding.repeat):
-            is_overflow = vitals.overflowed and not observes
-            if was_half or (is_overflow and (judged.before.tables or judged.before.kept)):
+            if not (vitals.accepted or observes) and (has_steps or self._marks.is_kept(judged.mark)):
                 # Buffers may be NaN since its forward, and the next one has used them, or half an update: repeat that.
                 if begun is not None:
                     self._discard(begun)
-                self._backups.put_back(judged.before, with_scale=False)
+                self._marks.undo(judged.mark, keeps_scale=True)
                 return begun is None
-            self._backups.let_go(judged.before)
+            self._marks.release(judged.mark)
             if vitals.accepted:
                 self._after_accepted(judged)
             return True
         # Trouble. Undo the refused update and the next one, then treat it.
-        if not vitals.accepted:
-            self._updater.undo(attempt)
-        self._updater.drop_gradients()
-        if (first := begun if vitals.accepted else judged) is not None:
-            self._discard(first)
-            self._backups.set_attributes(judged.attributes, only_lost=True)
+        given_up = [one for one in (begun, None if vitals.accepted else judged) if one is not None]
+        self._discard(*given_up)
+        if given_up:
+            self._marks.restore_attributes(judged.mark, only_lost=True)
         if anomaly is not None:
             refined = self._refined(anomaly, judged, is_scanned=scanned is not None)
             judged.nan_is_usual, judged.is_error = self._checks.nan_is_usual, refined.signal is Signal.EXCEPTION
@@ -348,14 +352,11 @@ class EngineGuard:
         )
 
     def _after_accepted(self, accepted: Transaction) -> None:
-        step, recovery, keeper = self.clock.step, self._recovery, self._keeper
+        step, recovery = self.clock.step, self._recovery
         recovery.update_accepted(accepted.update, was_limited=accepted.attempt.is_limited)
         self._on_accepted()
-        is_first, self._has_accepted = not self._has_accepted, True
-        if is_first:  # optimizers create their state in their first step
-            keeper.check()
-        if is_first and (step == 1 or not self._checks.knows_usual_batches):
-            self._examination.learn_usual_batches(accepted.inputs)
+        for hook in self._accepted:
+            hook(accepted)
         if accepted.snapshot is not None:
             accepted.snapshot.effects = self._controls.effects.state_dict()
         episode = self._checks.episode
@@ -363,33 +364,33 @@ class EngineGuard:
         scanned, after, self._ring.best_step = self._scans.clean_step, self._verify_after, self._checks.best.step
         self._ring.verify(healthy_until=step, scanned_until=scanned, after=after, is_back=is_back)
         self.samples.forget_before(self._ring.oldest_position(accepted.update.start))
-        keeper.verified()
-        if is_first and step == 1:
-            log.info("%s", self._ring.describe())  # its size is known now that the optimizer has its moments
+        self._keeper.verified()
 
-    def _discard(self, begun: Transaction) -> None:
-        """Give an update up: undo its steps, what its forwards have changed, and its place in the data."""
-        self._turn.undo()
+    def _discard(self, *given_up: Transaction) -> None:
+        """Give updates up, the newest first: undo what they have changed, and go back to where they began."""
+        for one in given_up:
+            self._marks.undo(one.mark)
+            self.samples.go_back(one.update)
+            one.ends("refused")
+            if one is self._current:
+                self._current = None
         self._updater.drop_gradients()
-        self.seeds.between(begun.update.start)
-        self._backups.put_back(begun.before)
-        self.samples.go_back(begun.update)
+        self.seeds.between(self.samples.position)
 
     def _put_back_batch(self) -> None:
         """Undo an update whose loop was left: its batch comes again when the loop is entered again."""
         self._undo_loop()
         if self._current is not None and self._turn.is_complete:
-            self._end_update(self._current)
+            self._sent(self._current, self._updater.end_turn())
         elif self._current is not None:
             self._discard(self._current)
-            self._current = None
 
     def _undo_loop(self) -> None:
         """Undo what the loop did with what it keeps after an update that was refused."""
         if (refused := self._refused) is not None:
             self._refused = None
-            self._backups.put_back(refused)
-            self._backups.let_go(refused)
+            self._marks.undo(refused)
+            self._marks.release(refused)
             self._updater.drop_gradients()
             self.seeds.between(self.samples.position)
 
@@ -401,4 +402,4 @@ class EngineGuard:
     # What the public guard adds.
 
     def _on_accepted(self) -> None:
-        """Called after each healthy update: it has to be cheap most of the time."""
+        """Called after each update that landed: it has to be cheap most of the time."""

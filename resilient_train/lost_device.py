@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,10 +21,12 @@ from torch import nn
 from resilient_train.data.samples import Update
 from resilient_train.data.stream import Key
 from resilient_train.errors import in_one_line, text_of
+from resilient_train.protocols import Hook
 from resilient_train.ranks.world import is_lost_device
 from resilient_train.recovery import Recovery
 from resilient_train.run_parts import RunParts
 from resilient_train.state.tree import Tree
+from resilient_train.transaction import Transaction
 from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Facts, Signal, fact
 from resilient_train.update.objective import Measured
 from resilient_train.wording import log, say
@@ -31,7 +34,7 @@ from resilient_train.wording import log, say
 _SECONDS = 60.0  # for the search: what is not computed by then is not blamed
 
 
-class LostDevice:
+class LostDevice(Hook):
     """Notices, in `with` statements, that the GPU is lost; puts the rows that did it in quarantine."""
 
     def __init__(self, parts: RunParts, recovery: Recovery, objective: Measured | None) -> None:
@@ -39,8 +42,11 @@ class LostDevice:
         self._begun: deque[Update] = deque(maxlen=2)  # of which one did it
         self._is_known = False
 
-    def begins(self, update: Update) -> None:
-        self._begun.append(update)
+    @contextmanager
+    def around_compute(self, update: Transaction) -> Iterator[None]:
+        if len(update.inputs) == 1:
+            self._begun.append(update.update)
+        yield
 
     def __enter__(self) -> None:
         pass

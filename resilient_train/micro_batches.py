@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
 import torch
 
-from resilient_train.errors import TrainError
+from resilient_train.errors import TrainError, text_of
+from resilient_train.protocols import Retry
+from resilient_train.ranks.world import is_out_of_memory
 from resilient_train.record import progress
 from resilient_train.record.progress import OutOfMemory
 from resilient_train.recovery import Recovery
+from resilient_train.transaction import Transaction
 from resilient_train.types import ProcessIncident, Signal, fact
 from resilient_train.wording import log
 
@@ -18,7 +22,13 @@ _SMALLER = "use a smaller batch_size with more gradient accumulation, or activat
 _HALVED = "the same command, or a restart by the launcher, resumes with micro-batches of half the rows"
 
 
+def memory_evidence(error: BaseException) -> str:
+    return " ".join(text_of(error).split()).split(" Of the allocated memory")[0][:200] or type(error).__name__
+
+
 class MicroBatchSizer:
+    """Retries an update that ran out of memory with smaller micro-batches."""
+
     def __init__(self, recovery: Recovery) -> None:
         self._recovery, self._place = recovery, recovery.incident_log.run_dir
         self._world, self._samples = recovery.parts.world, recovery.parts.samples
@@ -46,6 +56,13 @@ class MicroBatchSizer:
             if self._fit_into(one.batch_size - 1):
                 self.note_smaller(one.step, one.evidence, (one.rank,))
         progress.clear(self._place, OutOfMemory)
+
+    def loss_instead(self, error: Exception, open_updates: Sequence[Transaction]) -> Retry | None:
+        if not is_out_of_memory(error):
+            return None
+        step, evidence = open_updates[-1].step, memory_evidence(error)
+        self.make_smaller(step, evidence)
+        return partial(self.note_smaller, step, evidence)
 
     def make_smaller(self, step: int, evidence: str) -> None:
         """Halve the micro-batches. Of several processes, leave a note and raise: the others wait in a collective."""

@@ -19,7 +19,7 @@ from resilient_train.errors import GaveUp, RanksDiffer, StorageFailed, TrainErro
 from resilient_train.ranks.world import odd_ones
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.progress import Doing
-from resilient_train.recover.decide import BY_DECAY, by_signal, decide, recent
+from resilient_train.recover.decide import decide, recent
 from resilient_train.recover.policy import Policy
 from resilient_train.recover.remedies import is_mild
 from resilient_train.run_parts import RunParts
@@ -182,7 +182,7 @@ class Recovery:
         )
         self._recovered_after = recovered_after
         self.intended = Intended(parts, self.incident_log, controls)
-        self.observes = parts.updater.gate.is_open = policy.observe  # incidents are reported, and every update lands
+        self.observes = policy.observe  # incidents are reported, and every update lands
         self._observed: int | None = None  # number of the incident that further anomalies count into
         self._anomalous_step = 0  # the newest of them
         self._ended_damaged = False  # the loop ended before it was healthy again
@@ -274,30 +274,6 @@ class Recovery:
             controls.note(partial(self.incident_log.count_again, before, anomaly))
         else:
             controls.note(partial(self.incident_log.record_treatment, incident))
-
-    def try_rates(self) -> None:
-        """Try lower learning rates, as the loss stands; continue with one that overtakes the run."""
-        parts, trials, check = self.parts, self.controls.trials, self.parts.checks.no_progress
-        step, started, before = parts.clock.step, time.perf_counter(), trials.updates
-        found = trials.race(self.controls)
-        was_tried = trials.updates > before
-        check.tried(step, is_tried=was_tried or found is not None)
-        if found is None:
-            if was_tried:
-                self.controls.note()
-            return
-        parts.checks.require_recovery(step, step)
-        if parts.checks.episode.is_open:
-            parts.ring.keep_reference(step)
-        fell = fact("weights_fell", share=found.left) if found.left < 1 else ()
-        anomaly = Anomaly(Signal.NO_PROGRESS, step, parts.clock.tick, found.since, check.evidence + fell)
-        self.keeper.distrust(found.since)
-        decision = Decision((Action("rewind"), found.cut), rung=OUTSIDE)
-        diagnosis = by_signal(anomaly) if found.left == 1 else BY_DECAY
-        incident = replace(self.incident_log.open(anomaly, diagnosis, decision), tried=found.tried)
-        incident = self.controls.apply(incident, (0, 0), started, was_refused=False)
-        self.require_agreement()
-        self.controls.note(partial(self.incident_log.record_treatment, incident))
 
     def counts(self, anomaly: Anomaly) -> bool:
         """Count an anomaly into the incident that is observed, as NaN makes only one; False if there is none."""

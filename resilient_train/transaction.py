@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from resilient_train.data.samples import Update
-from resilient_train.state.copies import Attributes, Backup
+from resilient_train.state.mark import Mark
 from resilient_train.state.ring import Snapshot
 from resilient_train.types import UpdateResult, Vitals
 from resilient_train.update.objective import Metrics
@@ -25,8 +25,7 @@ class Transaction:
     update: Update
     tick: int
     step: int  # its number if it is accepted
-    before: Backup  # what its forwards may change, as it was
-    attributes: Attributes = ()  # of the model's modules before it; none where the loop calls the model
+    mark: Mark  # what it may change, as it was
     inputs: list[Any] = field(default_factory=list)  # its micro-batches, as the model saw them
     versions: list[Any] = field(default_factory=list)  # Tensor._version of each tensor before the forward pass
     raised: list[str] = field(default_factory=list)  # exceptions of its forwards and backwards, each in one line
@@ -48,6 +47,15 @@ class Transaction:
         self._sent = Sent(attempt.measured, attempt.numbers)
         self.result = self.result or UpdateResult("pending", attempt.loss.detach())
         return self.result
+
+    def ends(self, status: str) -> None:
+        """Tell the loop what became of it."""
+        self.result = self.result or UpdateResult(status)
+        self.result.status = status
+
+    @property
+    def is_refused(self) -> bool:
+        return self.result is not None and not self.result
 
     def read(self, step: int, *, has_scale: bool) -> Vitals:
         """Return what was measured of it, after `step` accepted updates; the host waits for the device."""

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from resilient_train.computation import Loop, is_out_of_memory
+from resilient_train.computation import BatchErrors, Computation
 from resilient_train.effects import Effects
 from resilient_train.errors import StorageFailed, TrainError, in_one_line
+from resilient_train.ranks.world import is_out_of_memory
 from resilient_train.recover.policy import Policy
 from resilient_train.recover.remedies import RunControl, remedy
 from resilient_train.recover.trials import (
@@ -33,6 +34,7 @@ from resilient_train.recover.trials import (
     table,
 )
 from resilient_train.run_parts import RunParts
+from resilient_train.state.mark import Mark
 from resilient_train.state.ring import Snapshot
 from resilient_train.transaction import Transaction
 from resilient_train.types import NO_LIMIT, Action, Tried
@@ -68,13 +70,22 @@ class Trials:
     All arms of a trial are judged on the same later samples, on which none of them was trained.
     """
 
-    def __init__(self, parts: RunParts, loop: Loop, policy: Policy, planned: Callable[[], int | None]) -> None:
-        """`planned` returns the steps that the run plans, if that is known."""
-        self._parts, self._loop, self._policy, self._planned = parts, loop, policy, planned
+    def __init__(
+        self,
+        parts: RunParts,
+        computation: Computation,
+        batch_errors: BatchErrors,
+        policy: Policy,
+        planned: Callable[[], int | None],
+        stop: Callable[[], bool],
+    ) -> None:
+        """`planned` returns the steps that the run plans, if that is known; `stop` whether it was asked to stop."""
+        self._parts, self._computation, self._batch_errors = parts, computation, batch_errors
+        self._policy, self._planned, self._stop = policy, planned, stop
         self.updates = 0  # made in trials since the beginning of the run
         self.raced_in_vain = False  # no lower rate did better where the loss stood
         # Not where updates cannot be made without the loop, or their samples not be found again.
-        self._is_possible = loop.objective is not None and parts.samples.rows > 0 and not parts.samples.is_fed
+        self._is_possible = computation.objective is not None and parts.samples.rows > 0 and not parts.samples.is_fed
         self.tries_rates = self._is_possible and bool(policy.rates) and not policy.observe
 
     def left(self, *, in_vain: bool = False) -> int:
@@ -184,20 +195,21 @@ class Trials:
     @contextmanager
     def _trial(self, run: Tryable, *, lifts_limits: bool = False) -> Iterator[None]:
         """Prepare a trial and take it back. `lifts_limits`: those of the gate were learned on the way it leaves."""
-        parts, backups, ring = self._parts, self._loop.backups, self._parts.ring
-        self._attributes = backups.attributes()
+        parts, marks, ring = self._parts, self._computation.marks, self._parts.ring
+        self._begin = marks.take()
+        marks.note_attributes(self._begin)
         self._control = run
         self._made = self._forwards = 0  # updates made so far, and forwards of updates that are judged
         if not ring.has_room_aside():
             log.debug("no trial: a further copy of the state exceeds the memory that snapshots may take")
             raise TrialStopped
-        with ring.aside() as self._go_back, self._loop.direct_steps.running("guard"):
+        with ring.aside() as self._go_back:
             parts.updater.gate.limit(*((NO_LIMIT, NO_LIMIT) if lifts_limits else parts.checks.limits))
             try:
                 yield
             finally:
                 self.updates += self._cost
-                backups.set_attributes(self._attributes)
+                marks.restore_attributes(self._begin)
 
     @property
     def _cost(self) -> int:
@@ -208,7 +220,7 @@ class Trials:
         parts = self._parts
         self._go_back(since)
         try:
-            _, again = self._computed(self._loop.backups.take())
+            again = self._computed(self._computation.marks.take())
         except Exception as error:
             if isinstance(error, TrainError) or parts.world.size > 1:
                 raise
@@ -225,7 +237,7 @@ class Trials:
         """Make `steps` updates with some remedies, from the state at hand, or from that of a snapshot."""
         parts = self._parts
         self._go_back(since)
-        self._loop.backups.set_attributes(self._attributes)
+        self._computation.marks.restore_attributes(self._begin)
         try:
             with self._control.effects.scope():
                 for action in actions:
@@ -258,33 +270,39 @@ class Trials:
             log.debug("no trial: too many of the later rows that would judge it cannot be fetched")
             raise TrialStopped
 
-    def _computed(self, backup: Any) -> tuple[bool, torch.Tensor]:
-        """Run forward and backward of the next update as in training; return whether something raised, and the loss."""
-        parts, loop, losses = self._parts, self._loop, []
+    def _computed(self, mark: Mark) -> torch.Tensor:
+        """Run forward and backward of the next update as in training; return the loss, NaN if something raised."""
+        parts, errors, losses = self._parts, self._batch_errors, []
         parts.precision.set(higher=self._control.knobs.values.higher_precision)
         update = parts.samples.next_update()
-        begun = Transaction(update, parts.clock.tick + 1, parts.clock.step + 1, backup)
-        loop.seeds.for_update(update.start)
+        begun = Transaction(update, parts.clock.tick + 1, parts.clock.step + 1, mark)
+        self._computation.seeds.for_update(update.start)
         for batch in update.batches:
             begun.inputs.append(batch)
-            computed = loop.compute(parts.world.on_device(batch), begun, stands_in=parts.world.size > 1)
-            if isinstance(computed, str):
-                raise torch.OutOfMemoryError(computed)
-            losses.append(scalar(computed[0]))
-        return bool(update.failed or begun.raised), losses[0] if len(losses) < 2 else mean(losses)
+            with errors.around_compute(begun):
+                try:
+                    loss, _ = self._computation.compute(parts.world.on_device(batch))
+                except Exception as error:
+                    may_stand_in = parts.world.size > 1 and not is_out_of_memory(error)
+                    if not may_stand_in or (instead := errors.loss_instead(error, [begun])) is None:
+                        raise
+                    loss, _ = instead
+            losses.append(scalar(loss))
+        loss = losses[0] if len(losses) < 2 else mean(losses)
+        return torch.full_like(loss, math.nan) if update.failed or begun.raised else loss
 
     def _update(self) -> bool:
         """Make one update as training makes it; say whether it landed."""
-        parts, loop, knobs = self._parts, self._loop, self._control.knobs
+        parts, marks, knobs = self._parts, self._computation.marks, self._control.knobs
         updater, world = parts.updater, parts.world
-        if loop.stop():
+        if self._stop():
             updater.agreement.ask_to_stop()
-        backup = loop.backups.take()
-        has_raised, loss = self._computed(backup)
+        mark = marks.take()
+        loss = self._computed(mark)
         parts.ring.copier.before_change()
-        attempt = updater.apply(parts.clock.step, torch.full_like(loss, math.nan) if has_raised else loss, knobs.values)
+        attempt = updater.apply(parts.clock.step, loss, knobs.values)
         reduced, norm, *rest = attempt.numbers or attempt.measured.tolist()
-        is_asked = loop.stop() if world.size == 1 else rest[int(updater.scaler is not None)] > 0
+        is_asked = self._stop() if world.size == 1 else rest[int(updater.scaler is not None)] > 0
         if is_asked:
             raise TrialStopped
         if is_landed := updater.gate.admits(reduced, norm):
@@ -292,9 +310,8 @@ class Trials:
             updater.accept(parts.clock.step)
             knobs.advance(was_limited=attempt.is_limited)
         else:
-            updater.undo(attempt)
-            loop.backups.put_back(backup, with_scale=False)
-        loop.backups.let_go(backup)
+            marks.undo(mark, keeps_scale=True)
+        marks.release(mark)
         self._made += 1
         parts.beat()
         # A loss scale that is too high is found out by an overflow.
@@ -302,17 +319,17 @@ class Trials:
 
     def _losses(self) -> tuple[float, ...]:
         """Measure the losses of the later updates, averaged over the ranks. Each micro-batch frees its graph."""
-        parts, loop, losses = self._parts, self._loop, []
+        parts, made_by, losses = self._parts, self._computation, []
         is_sharded = parts.state.is_sharded  # before a forward, which may leave no weight sharded
-        assert loop.objective is not None
+        assert made_by.objective is not None
         for start, batches in self._judged.items():
             made, trouble = [], 0
             try:
-                loop.seeds.for_update(start)
+                made_by.seeds.for_update(start)
                 for batch in batches:
-                    loss, _ = loop.objective(loop.bare, parts.world.on_device(batch))
+                    loss, _ = made_by.objective(made_by.bare, parts.world.on_device(batch))
                     if is_sharded:  # only a backward makes every rank drop the weights of the others again
-                        loop.anomaly_mode.backward(loss)
+                        made_by.anomaly_mode.backward(loss)
                         parts.updater.drop_gradients()
                     made.append(loss.detach().float())
                     del loss
@@ -323,7 +340,7 @@ class Trials:
                 log.debug("an arm of a trial failed: %s", in_one_line(error))
             self._forwards += 1
             parts.beat()
-            if (agreed := -parts.world.least(-float(_ENDS if loop.stop() else trouble))) >= _ENDS:
+            if (agreed := -parts.world.least(-float(_ENDS if self._stop() else trouble))) >= _ENDS:
                 raise TrialStopped
             losses.append(torch.full((), math.inf, device=parts.world.device) if agreed else mean(made))
         return tuple(parts.world.mean(torch.stack(losses)).tolist())

@@ -20,8 +20,9 @@ from resilient_train.adapters.guard import Guard
 from resilient_train.adapters.rows_of_loader import number_rows
 from resilient_train.data.fed import Fed, FedSamples
 from resilient_train.data.samples import Slicing
-from resilient_train.state.copies import Backup
+from resilient_train.state.mark import Mark
 from resilient_train.state.randomness import RecordedStates
+from resilient_train.update.clip import TrainersClipper
 from resilient_train.update.schedule import Schedule
 from resilient_train.update.updater import LR_OF_GUARD
 from resilient_train.wording import log
@@ -67,7 +68,7 @@ class Follower(ABC):
     guard: Guard  # from `follow` on
     samples: FedSamples
     fed: Fed  # the newest update; its `before` has a place for each micro-batch
-    _before: Backup  # the buffers before it, if it is left out
+    _before: Mark  # of the run before it, if it is left out
 
     def __init__(self) -> None:
         self.is_following = False  # from `follow` to `close`
@@ -150,7 +151,8 @@ class Follower(ABC):
         )
         guard.clock.step = guard.clock.tick = made
         self._is_saver, self._updater = is_saver, guard._updater
-        self._updater.trainer_clips = True
+        assert isinstance(self._updater.clipper, TrainersClipper)
+        self._clipper = self._updater.clipper
         assert isinstance(guard.seeds, RecordedStates)
         self._seeds = guard.seeds
         steps = int(planned) if 0 < planned < sys.maxsize else None
@@ -193,7 +195,7 @@ class Follower(ABC):
         self.fed, self.taken, self._loss = self.samples.feed(batches, rows), 0, None
         self._is_open, self.is_left_out = True, self.samples.skips_newest
         if self.is_left_out:
-            self._before = self.guard._backups.take()
+            self._before = self.guard._marks.take()
         return self.fed
 
     def next_batch(self) -> Any:
@@ -221,8 +223,8 @@ class Follower(ABC):
         fed = self.fed
         if self.is_left_out:
             self._updater.drop_gradients()
-            self.guard._backups.put_back(self._before)
-            self.guard._backups.let_go(self._before)
+            self.guard._marks.undo(self._before)
+            self.guard._marks.release(self._before)
             return torch.full((), torch.nan)
         fed.settings = self._scheduled()
         assert self._loss is not None, "no forward and backward before the step"
@@ -263,12 +265,9 @@ class Follower(ABC):
 
     def leave_out(self) -> None:
         """Leave out the newest update: its buffers stay if they are finite, for which the host waits for the device."""
-        self._is_open, backups = False, self.guard._backups
-        forward = backups.take()
-        self.guard._put_back_batch()
-        if all(bool(buffer.isfinite().all()) for buffer in forward.copies):
-            backups.put_back(forward)
-        backups.let_go(forward)
+        self._is_open = False
+        with self.guard._marks.finite_buffers():
+            self.guard._put_back_batch()
         self.samples.skip(self.fed.start, self.fed.stop)
 
     def examine(self, *, is_end: bool = False) -> None:
@@ -317,7 +316,7 @@ class Follower(ABC):
         for schedule, groups, now in zip(self._updater.schedules, settings, self._scheduled(), strict=True):
             assert isinstance(schedule, TrainersSettings)
             schedule.now = [*groups, *now[len(groups) :]]  # the trainer may have added groups since
-        self._updater.trainers_norm = self.norm
+        self._clipper.norm = self.norm
         self._updater.note_rates()
 
     def _scheduled(self) -> list[list[dict[str, Any]]]:

@@ -16,10 +16,11 @@ from torch import nn
 
 from resilient_train import guard
 from resilient_train.adapters import arguments
+from resilient_train.adapters.hooks import FirstUpdate, NotePlace
 from resilient_train.adapters.reporter import REPORT_EVERY, Place, Report, RunReporter, holders, log_to_stderr, place
 from resilient_train.checkpoint.keeper import CheckpointKeeper
 from resilient_train.checkpoint.resume import Resume
-from resilient_train.computation import Loop
+from resilient_train.computation import BatchErrors, Computation
 from resilient_train.controls import Controls
 from resilient_train.data.rows import Collate
 from resilient_train.data.samples import Slicing
@@ -27,24 +28,32 @@ from resilient_train.data.sequential import LoaderSamples
 from resilient_train.diagnose.replay import Replay
 from resilient_train.diagnose.search import Search
 from resilient_train.drills import Drill
+from resilient_train.drills.hook import DrillHook
 from resilient_train.errors import RanksDiffer, Stopped, TrainError, own_error
+from resilient_train.lost_device import LostDevice
+from resilient_train.micro_batches import MicroBatchSizer
+from resilient_train.protocols import Hook
+from resilient_train.rate_search import RateSearch
 from resilient_train.reader import ClipConfig, DiskConfig, MemoryConfig
 from resilient_train.record.endings import RunFacts
+from resilient_train.record.progress import Doing
 from resilient_train.recovery import Recovery
 from resilient_train.run_parts import RunParts
 from resilient_train.state.copies import Backups, BufferWatch, Stateful
+from resilient_train.state.mark import Marks
 from resilient_train.state.randomness import RecordedStates, Seeds
 from resilient_train.state.ring import Ring
 from resilient_train.state.run_state import Clock, RunState
 from resilient_train.trials import Trials
-from resilient_train.types import Facts, Incident, Signal
-from resilient_train.update.clip import LoopClipCheck, norm_over_ranks
+from resilient_train.types import Facts, Incident, Signal, UpdateResult
+from resilient_train.update.clip import Clipper, LoopClipCheck, TrainersClipper, norm_over_ranks
 from resilient_train.update.gate import synchronous
 from resilient_train.update.objective import Objective
 from resilient_train.update.turns import DirectStepCheck
 from resilient_train.update.updater import Precision, Updater
 from resilient_train.watch.checks import Checks
 from resilient_train.watch.config import ChecksConfig
+from resilient_train.watch.examination import Examination
 from resilient_train.watch.modes import AnomalyMode
 from resilient_train.watch.scans import Scans
 from resilient_train.watch.vitals import UpdateHistory, mean_over_ranks
@@ -149,13 +158,18 @@ class Guard(guard.EngineGuard):
         checks, policy = arguments.checks(checks, expect), arguments.policy(recovery)
         state = RunState(bare, optimizers, rates, samples, clock, device=device, scaler=scaler)
         backups, anomaly_mode = Backups(bare, scaler, state.kept), AnomalyMode(accelerator.backward)
+        marks, direct_steps = Marks(backups, optimizers), DirectStepCheck(optimizers)
+        clipper = (TrainersClipper if samples.is_fed else Clipper)(
+            clip if isinstance(clip, ClipConfig) else ClipConfig(clip, None),
+            world.sum if state.is_sharded else None,
+            names={id(weight): name for name, weight in unwrapped.named_parameters()},
+        )
         updater = Updater(
-            *(optimizers, rates, clip if isinstance(clip, ClipConfig) else ClipConfig(clip, None)),
-            world.gather if world.size > 1 else None,
+            *(optimizers, rates, clipper, world.gather if world.size > 1 else None),
             device=device,
             scaler=scaler,
-            over_ranks=world.sum,
-            names={id(weight): name for name, weight in unwrapped.named_parameters()},
+            observes=policy.observe,
+            stepping=partial(direct_steps.running, "guard"),
         )
         search, buffers = None, BufferWatch(bare)
         if measured is not None:
@@ -191,17 +205,37 @@ class Guard(guard.EngineGuard):
             quarantined = arguments.quarantine(quarantine, data_changed, samples, incidents, world, is_own_loop)
             how = resume if isinstance(resume, Resume) else Resume()
             keeper = CheckpointKeeper(disk, parts, incidents, how)
-            direct_steps = DirectStepCheck(optimizers)
-            treats = any(policy.ladders.values()) and not policy.observe
-            looped = parts, model, unwrapped, measured, anomaly_mode, direct_steps, backups, seeds, stop
-            loop = Loop(*looped, treats=treats)
-            trials = Trials(parts, loop, policy, lambda: self.steps)
+            computation = Computation(model, unwrapped, measured, anomaly_mode, marks, seeds)
+            batch_errors = BatchErrors(parts, computation)
+            trials = Trials(parts, computation, batch_errors, policy, lambda: self.steps, stop)
             controls = Controls(parts, policy, quarantined, keeper, trials)
             recovered_after = max(verify_after, _RECOVERED_AFTER)
             self.reporter = RunReporter(clock, parts.updates, parts.checks, home, keeper.progress)
             treating = Recovery(parts, policy, controls, keeper, self.reporter.fail, recovered_after=recovered_after)
             parts.checks.early_divergence.can_compare = search is not None and samples.rows > 0
-            super().__init__(parts, treating, loop, verify_after=verify_after, drill=drill)
+            examination = Examination(world, clock, parts.checks, parts.scans, marks, state.kept)
+            self._direct_steps, self._anomaly_mode, self.drill = direct_steps, anomaly_mode, drill or Drill(())
+            self._lost_device = LostDevice(parts, treating, measured)
+            self._sizer = MicroBatchSizer(treating)
+            hooks: list[Hook] = [NotePlace(parts, keeper.progress), self._lost_device]
+            hooks += [batch_errors, FirstUpdate(treating, examination)]
+            if trials.tries_rates:
+                hooks.insert(0, RateSearch(treating, self.settle))
+            drilling = DrillHook(self.drill, state, parts.ring, world.rank, self.settle)
+            if drill is not None:
+                hooks.insert(0, drilling)
+                clipper.changes.append(drilling.on_gradients)
+            if drill is not None and measured is not None:
+                measured.changes.append(drilling.on_loss)
+            treats = any(policy.ladders.values()) and not policy.observe
+            super().__init__(
+                *(parts, treating, computation, examination),
+                verify_after=verify_after,
+                stop=stop,
+                hooks=hooks,
+                on_error=[self._sizer, batch_errors] if treats else [self._sizer],
+                pace=drilling.rate_factor,
+            )
             self._owes_resume = bool(resume)
             self._left: Path | None = None  # the state at the end of the loop
             self.is_looping = False  # a loop of the caller iterates over this now
@@ -281,6 +315,30 @@ class Guard(guard.EngineGuard):
                 yield next(batches)
 
         yield from map(of_one, batches)
+
+    def step(self, batch: Any) -> UpdateResult:
+        """Forward, backward, gate, update. Says what became of it: false while gradients accumulate, or if refused."""
+        with self._lost_device:
+            return super().step(batch)
+
+    def update(self, loss: torch.Tensor, *, optimizer: Any = None) -> UpdateResult:
+        """Continue after the loop's own forward and backward; with `optimizer` the loss is its own, and it steps."""
+        with self._lost_device:
+            if optimizer is None:
+                return super().update(loss)
+            if self.samples.slicing.accumulation > 1:
+                raise TrainError("losses in turn cannot accumulate gradients: set gradient_accumulation_steps to 1")
+            if self.objective is not None:
+                raise TrainError("losses in turn have no objective, which is one loss for all: leave out objective=")
+            result = self.step_in_turn(loss, optimizer)
+            self._updater.drop_gradients(in_turn=True)
+            return result
+
+    def settle(self) -> bool:
+        """Wait for the verdict on the last update; a turn ends with it. False: an anomaly, and it has been treated."""
+        self._keeper.progress.turned_to(Doing.BETWEEN)
+        with self._lost_device:
+            return super().settle()
 
     def leave(self) -> Path | None:
         """Write the state when `batches` has ended, so that the run can resume from it; return its path."""
@@ -384,7 +442,9 @@ class Guard(guard.EngineGuard):
             if self.attempted_step >= last and not self.stopped:
                 what = "of the plan" if planned is None or last >= planned else "that the loop asks for"
                 log.info("no batches: nothing is left of the %s %s", counted(last, "step"), what)
-            yield from self.updates_until(last, plan=self.steps)
+            for batch in self.updates_until(last, plan=self.steps):
+                with self._direct_steps.running("loop"), self._anomaly_mode.without_nan_check():
+                    yield batch
             if self.stopped:
                 self.reporter.end(RunFacts(error=Stopped()))
             elif last == self.steps:

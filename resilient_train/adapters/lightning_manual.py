@@ -38,7 +38,7 @@ class ManualFit(Fit):
 
     def begin(self, options: dict[str, Any], made: int | None) -> None:
         super().begin(options, made)
-        self._updater.turn.keeps_gradients = True
+        self._clipper.has_own_limits = True
 
     def _run(self, plain: Any, *given: Any) -> Any:
         self._sum = self._sum if self._is_open else None
@@ -60,7 +60,7 @@ class ManualFit(Fit):
     def _backward(self, plain: Any, loss: torch.Tensor, *given: Any, **more: Any) -> Any:
         if self._replayed is not None:
             self._replayed.loss = self._replayed.loss + loss.detach()
-            with self.guard._loop.anomaly_mode.without_nan_check():
+            with self.guard._anomaly_mode.without_nan_check():
                 return self._module.backward(loss, *given[1:], **more)
         result = plain(loss, *given, **more)
         self._has_gradients = True
@@ -83,7 +83,7 @@ class ManualFit(Fit):
         if not self.is_left_out and any(weight.grad is not None for weight in weights):
             settings = self._scheduled()
             self._set(settings)
-            self.guard.update(self._zero() if loss is None else loss, optimizer=optimizer)  # it ran backward itself
+            self.guard.step_in_turn(self._zero() if loss is None else loss, optimizer)  # it ran backward itself
             self._put_back(settings)
         return result
 

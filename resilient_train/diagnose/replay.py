@@ -71,17 +71,15 @@ class Replay:
 
         `attributes` are those of the model's modules to begin with.
         """
-        before, gradients = self.backups.take(), [(weight, weight.grad) for weight in self._bare.parameters()]
+        gradients = [(weight, weight.grad) for weight in self._bare.parameters()]
         moving = [(weight, weight.detach().clone()) for weight, version in self._versions if weight._version != version]
         for weight, _ in gradients:
             weight.grad = None
-        own_attributes = self.backups.attributes()
-        self.backups.set_attributes(attributes)
-        self.backups.unscale()  # what is not finite then is no overflow that a lower scale prevents
         may_be_compiled = hasattr(self.model, "_orig_mod") or "torch._dynamo" in sys.modules
         # The microscope cannot look into a fused kernel.
         in_eager = torch.compiler.set_stance("force_eager") if may_be_compiled else nullcontext()
-        with randomness.preserved(self.device), in_eager:
+        # Unscaled: what is not finite then is no overflow that a lower scale prevents.
+        with self.backups.preserved(attributes), randomness.preserved(self.device), in_eager:
             try:
                 with watching or nullcontext():
                     return self._measured([_copied(batch) for batch in batches], start, watching)
@@ -90,9 +88,6 @@ class Replay:
             except Exception as error:
                 return Replayed(math.nan, math.nan, {}, raised=in_one_line(error))
             finally:
-                self.backups.put_back(before)
-                self.backups.let_go(before)
-                self.backups.set_attributes(own_attributes)
                 self.drop_gradients()
                 for weight, gradient in gradients:
                     weight.grad = gradient

@@ -235,7 +235,7 @@ class Search:
             return [self.world.on_device(batch) for batch in refused.inputs]
 
         replay = self.replay.under_microscope if watched else self.replay.of
-        replay = partial(replay, attributes=refused.attributes)
+        replay = partial(replay, attributes=refused.mark.attributes)
         return self._tried(refused.update.start + later, made, replay, takes_errors=refused.is_error)
 
     def _tried(

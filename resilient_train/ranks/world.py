@@ -141,6 +141,15 @@ def is_lost_device(error: BaseException | None) -> bool:
     return False
 
 
+_ON_THE_HOST = ("can't allocate memory", "not enough memory", "std::bad_alloc")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in text_of(error) for words in _ON_THE_HOST)
+
+
 class World:
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator

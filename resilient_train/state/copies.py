@@ -304,10 +304,19 @@ class Backups:
         if backup.copies or backup.of_kept:
             self._spare.append(backup)
 
-    def unscale(self) -> None:
-        """Do not scale the loss until a backup is put back."""
+    @contextmanager
+    def preserved(self, attributes: Attributes) -> Iterator[None]:
+        """Begin with these attributes and an unscaled loss; at the end everything is as it was before."""
+        before, own = self.take(), self.attributes()
+        self.set_attributes(attributes)
         for one in self._scale()[:1]:
             one.fill_(1.0)
+        try:
+            yield
+        finally:
+            self.put_back(before)
+            self.let_go(before)
+            self.set_attributes(own)
 
     def _scale(self) -> list[torch.Tensor]:
         """The tensors of the loss scale, which RunState has made."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.nn.utils import get_total_norm
 
+from resilient_train.reader import ClipConfig
 from resilient_train.state.tree import is_sharded, local_part, sharding_of
 from resilient_train.wording import log
 
@@ -47,14 +48,64 @@ def clip(
     return norm
 
 
-def clip_further(
-    weights: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float | None, limit: float | None
-) -> None:
-    """Clip gradients to `limit` that a trainer has measured, and clipped to `max_norm` if that is given."""
-    if limit is None or limit == max_norm:
-        return
-    clipped = norm if max_norm is None else norm.clamp(max=max_norm)
-    _scale(_gradients(weights), (limit / (clipped + 1e-6)).clamp_(max=1.0))
+class Clipper:
+    """Measures and clips the gradients of an update."""
+
+    def __init__(
+        self,
+        config: ClipConfig,
+        over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        names: Mapping[int, str] | None = None,
+    ) -> None:
+        """`over_ranks` sums over ranks where weights are sharded; `names` are those of weights, by id."""
+        self.config, self._over_ranks, self._names = config, over_ranks, names or {}
+        self.is_by_norm = config.max_value is None  # the norm after clipping follows from the one before
+        self.norms: list[tuple[list[str], torch.Tensor]] = []  # of single gradients before clipping, and whose they are
+        self.changes: list[Callable[[Sequence[torch.Tensor]], None]] = []  # of gradients before that, as in a drill
+
+    def begin(self) -> None:
+        """Begin an update: what was measured belongs to the last one."""
+        self.norms = []
+
+    def clip(self, weights: Sequence[torch.Tensor], max_norm: float | None, factor: float) -> torch.Tensor:
+        """Clip by norm, then by the configured value times `factor`. Returns the norm from before."""
+        for change in self.changes:
+            change(weights)
+        return self._clipped(weights, max_norm, factor)
+
+    def _clipped(self, weights: Sequence[torch.Tensor], max_norm: float | None, factor: float) -> torch.Tensor:
+        each = list[torch.Tensor]()
+        max_value = None if self.config.max_value is None else self.config.max_value * factor
+        norm = clip(weights, max_norm, max_value, self._over_ranks, each)
+        for of_each in each:
+            names = [self._names.get(id(weight), "?") for weight in weights if weight.grad is not None]
+            self.norms.append((names, of_each))
+        return norm
+
+    def to_share(self, groups: Sequence[Mapping[str, Any]], share: float) -> None:
+        clip_to_share(groups, share, self._over_ranks)
+
+
+class TrainersClipper(Clipper):
+    """Takes the norm that a trainer has measured, which has clipped the gradients already."""
+
+    norm: torch.Tensor | None = None  # of the newest gradients, before they were clipped; None if it was not measured
+    may_change = False  # the gradients, by the trainer's callbacks, after it was measured
+    has_own_limits = False  # user code asks the trainer to clip, to a norm that is not known here
+
+    def _clipped(self, weights: Sequence[torch.Tensor], max_norm: float | None, factor: float) -> torch.Tensor:
+        if (norm := self.norm) is None:
+            norm = clip(weights, over_ranks=self._over_ranks)
+        elif self.has_own_limits:
+            self.is_by_norm = False
+        elif self.may_change:
+            after = clip(weights, over_ranks=self._over_ranks)
+            norm = torch.where(after.isfinite(), norm, after)
+        clipped_to = self.config.max_norm
+        if max_norm is not None and max_norm != clipped_to:  # a remedy clips further
+            clipped = norm if clipped_to is None else norm.clamp(max=clipped_to)
+            _scale(_gradients(weights), (max_norm / (clipped + 1e-6)).clamp_(max=1.0))
+        return norm
 
 
 def norm_limit(configured: float | None, tightened: float, usual: float | None, most: float) -> float | None:

@@ -1,9 +1,11 @@
-"""The gate: an update that is not finite, or above the limits, changes nothing, whatever the optimizer."""
+"""The gates: an update that is not finite, or above the limits, changes nothing, whatever the optimizer."""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -38,90 +40,106 @@ class Agreement:
 LARGEST_NORM = 2.0**63  # its square is near the end of float32: beyond it moments would be infinite
 
 
-class Gate:
-    """Steps all optimizers if `measured <= limits`, else none of them. A NaN is below no limit.
+class Stepping(Protocol):
+    """What a gate lets make its step: an optimizer, or something that stands for one."""
 
-    Torch's fused optimizers read a flag on the device (`found_inf`), so the host does not wait. Others may leave
-    something behind once they have begun a step: for them the host reads what was measured and decides.
+    def step(self) -> object: ...
+
+
+class Gate(ABC):
+    """Steps all optimizers if loss and gradient norm are within the limits, else none. A NaN is within no limit."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.limits = (NO_LIMIT, LARGEST_NORM)  # of loss and gradient norm
+
+    def limit(self, loss: float, grad_norm: float) -> None:
+        """Set the limits of the next updates. Both must be exact in float32."""
+        self.limits = (loss, min(grad_norm, LARGEST_NORM))
+
+    def admits(self, loss: float, grad_norm: float) -> bool:
+        return -math.inf < loss <= self.limits[0] and grad_norm <= self.limits[1]
+
+    @abstractmethod
+    def step(self, measured: torch.Tensor, optimizers: Sequence[Stepping]) -> list[float] | None:
+        """Step if `measured`, which begins with loss and gradient norm, is within the limits.
+
+        Returns the numbers if the host had to read them, so that they are not read twice.
+        """
+
+
+class OpenGate(Gate):
+    """Lets all updates land, as without a gate: the policy only observes."""
+
+    def __init__(self, device: torch.device, *, has_scale: bool) -> None:
+        """`has_scale`: the loss is scaled, and gradients that are not finite make no step, as with a loss scaler."""
+        super().__init__(device)
+        self._has_scale = has_scale
+
+    @torch.no_grad()
+    def step(self, measured: torch.Tensor, optimizers: Sequence[Stepping]) -> list[float] | None:
+        if not self._has_scale or math.isfinite(measured[1]):
+            for optimizer in optimizers:
+                optimizer.step()
+        return None
+
+
+class HostGate(Gate):
+    """Reads what was measured, then steps or not: most optimizers leave something behind once they begin a step."""
+
+    @torch.no_grad()
+    def step(self, measured: torch.Tensor, optimizers: Sequence[Stepping]) -> list[float] | None:
+        numbers: list[float] = measured.tolist()
+        if self.admits(numbers[0], numbers[1]):
+            for optimizer in optimizers:
+                optimizer.step()
+        return numbers
+
+
+class DeviceGate(HostGate):
+    """Torch's fused optimizers read a flag on the device (`found_inf`), so the host does not wait.
+
+    It reads, as a HostGate does, while weights have no state yet. A refused update would leave new state behind, and
+    torch's fused SGD fills its momentum with garbage then.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], device: torch.device, *, skips_overflow: bool = False) -> None:
-        """`skips_overflow`: while it is open, gradients that are not finite make no step, as with a loss scaler."""
-        self.optimizers, self.device = list(optimizers), device
-        self.limits = (NO_LIMIT, LARGEST_NORM)  # of loss and gradient norm
-        self.is_open = False  # all updates land, as without a gate: the policy only observes
-        self._skips_overflow = skips_overflow
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
         self._on_device = torch.tensor(self.limits, dtype=torch.float32, device=device)
         self._stateless: set[int] = set()  # ids of weights that have no state after an update, as in plain SGD
 
     def limit(self, loss: float, grad_norm: float) -> None:
-        """Set the limits of the next updates. Both must be exact in float32."""
-        grad_norm = min(grad_norm, LARGEST_NORM)
-        for place, (old, new) in enumerate(zip(self.limits, (loss, grad_norm), strict=True)):
+        before = self.limits
+        super().limit(loss, grad_norm)
+        for place, (old, new) in enumerate(zip(before, self.limits, strict=True)):
             if new != old:
                 self._on_device[place].fill_(new)  # a number as an argument: no copy that the host would wait for
-        self.limits = (loss, grad_norm)
-
-    def admits(self, loss: float, grad_norm: float, *, is_part: bool = False) -> bool:
-        return -math.inf < loss <= (NO_LIMIT if is_part else self.limits[0]) and grad_norm <= self.limits[1]
 
     @torch.no_grad()
-    def step(
-        self,
-        measured: torch.Tensor,
-        only: Optimizer | None = None,
-        *,
-        own_norm: torch.Tensor | None = None,
-        scaled: tuple[Sequence[torch.Tensor], float] | None = None,
-    ) -> list[float] | None:
-        """Step if `measured`, which begins with loss and gradient norm, is admitted.
-
-        With `only`, step one optimizer, which may be a part of the update: the limit of the loss is for all of it, and
-        `own_norm` is that of its gradients. `scaled`: weights that move by a multiple of what their optimizers make of
-        it, none of which is fused.
-        Returns the numbers if the host had to read them, so that they are not read twice.
-        """
-        optimizers = self.optimizers if only is None else [only]
-        if self.is_open:
-            if not self._skips_overflow or math.isfinite(measured[1] if own_norm is None else own_norm):
-                for optimizer in optimizers:
-                    optimizer.step()
-            return None
-        waits_for = synchronous(optimizers)
-        if waits_for or not self._is_settled(optimizers):
-            numbers: list[float] = measured.tolist()
-            if self.admits(numbers[0], numbers[1], is_part=only is not None):
-                weights, factor = scaled or ((), 1.0)
-                before = [weight.clone() for weight in weights] if factor != 1.0 else []
-                for optimizer in optimizers:
-                    optimizer.step()
-                    if not waits_for:
-                        state, moved = optimizer.state, _with_gradient(optimizer)
-                        self._stateless.update(id(weight) for weight in moved if not state.get(weight))
-                for weight, old in zip(weights if before else (), before, strict=True):
-                    weight.copy_(old.lerp(weight, factor))
+    def step(self, measured: torch.Tensor, optimizers: Sequence[Any]) -> list[float] | None:
+        if not self._can_decide(optimizers):
+            numbers = super().step(measured, optimizers)
+            has_stepped = numbers is not None and self.admits(numbers[0], numbers[1])
+            for optimizer in optimizers if has_stepped else ():
+                if isinstance(optimizer, Optimizer):
+                    state = optimizer.state
+                    self._stateless.update(id(one) for one in _with_gradient(optimizer) if not state.get(one))
             return numbers
         # A loss of -inf is below every limit, but no loss.
         heads = measured[:2].nan_to_num(nan=math.inf, neginf=math.inf)
-        limits = self._on_device
-        if only is not None:
-            limits = limits.clone()
-            limits[0].fill_(NO_LIMIT)
-        refused = (heads > limits).any().float()  # no NaN is left in them
+        refused = (heads > self._on_device).any().float()  # no NaN is left in them
         for optimizer in optimizers:
-            optimizer.found_inf = refused  # type: ignore[attr-defined]
+            optimizer.found_inf = refused
             try:
                 optimizer.step()
             finally:
-                del optimizer.found_inf  # type: ignore[attr-defined]
+                del optimizer.found_inf
         return None
 
-    def _is_settled(self, optimizers: Sequence[Optimizer]) -> bool:
-        """Say whether every weight with a gradient has its state, or needs none.
-
-        A refused step would leave new state behind, and torch's fused SGD fills its momentum with garbage then.
-        """
+    def _can_decide(self, optimizers: Sequence[Any]) -> bool:
         for optimizer in optimizers:
+            if not isinstance(optimizer, Optimizer) or _has_hooks(optimizer):
+                return False
             weights, state = _with_gradient(optimizer), optimizer.state
             if state and all(map(state.get, weights)):  # the usual case, in every update: a loop in C
                 continue
@@ -130,8 +148,8 @@ class Gate:
         return True
 
 
-def _with_gradient(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [weight for group in optimizer.param_groups for weight in group["params"] if weight.grad is not None]
+def gate_of(optimizers: Sequence[Optimizer], device: torch.device) -> Gate:
+    return HostGate(device) if synchronous(optimizers) else DeviceGate(device)
 
 
 def synchronous(optimizers: Sequence[Optimizer]) -> list[str]:
@@ -141,6 +159,13 @@ def synchronous(optimizers: Sequence[Optimizer]) -> list[str]:
         for one in optimizers
         if not type(one).__module__.startswith("torch.optim")
         or not getattr(one, "_step_supports_amp_scaling", False)
-        or one._optimizer_step_pre_hooks
-        or one._optimizer_step_post_hooks
+        or _has_hooks(one)
     ]
+
+
+def _has_hooks(optimizer: Optimizer) -> bool:
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def _with_gradient(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [weight for group in optimizer.param_groups for weight in group["params"] if weight.grad is not None]

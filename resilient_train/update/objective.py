@@ -21,6 +21,7 @@ class Measured:
         """`key` is the setting that gave the objective: error messages begin with it."""
         self.objective, self.name, self.key = objective, name, key
         self.buffers: BufferWatch | None = None  # of the model that it is called with
+        self.changes: list[Callable[[torch.Tensor], torch.Tensor]] = []  # of the loss in training, as in a drill
 
     def __call__(self, model: Any, batch: Any) -> tuple[torch.Tensor, Metrics]:
         answer = self.objective(model, batch)
@@ -53,6 +54,8 @@ class Measured:
             if not any(one.requires_grad for one in model.parameters()):
                 why = "all weights of the model are frozen (requires_grad=False)"
             raise self._error(f"returned a loss without a graph: {why}")
+        for change in self.changes:
+            loss = change(loss)
         return loss, metrics
 
     def _error(self, why: str) -> ConfigError:

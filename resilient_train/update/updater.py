@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,13 +16,12 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from resilient_train.errors import TrainError
-from resilient_train.reader import ClipConfig
 from resilient_train.recover.knobs import AS_CONFIGURED, KnobValues
-from resilient_train.state.tree import is_sharded
-from resilient_train.update.clip import clip, clip_further, clip_to_share, norm_limit
-from resilient_train.update.gate import Agreement, Gate
+from resilient_train.state.run_state import weights_of
+from resilient_train.update.clip import Clipper, norm_limit
+from resilient_train.update.gate import Agreement, OpenGate, gate_of
 from resilient_train.update.schedule import LoopSchedule, Schedule
-from resilient_train.update.turns import Turn
+from resilient_train.update.turns import CopyGate
 from resilient_train.wording import log
 
 LR_OF_GUARD = "lr_of_guard"  # a key of each parameter group: the lr that the guard set; rewinds with the group
@@ -33,54 +33,74 @@ Settings = Sequence[Mapping[str, Any]]  # by parameter group of all optimizers
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
+    """An update that went through the gate, and what was measured of it."""
+
     loss: torch.Tensor  # of this rank
     measured: torch.Tensor  # loss, gradient norm, loss scale if there is one; with ranks, as `Agreement.reduce` says
     by_rank: torch.Tensor | None  # a row for each rank; None if there is only one
     numbers: list[float] | None  # `measured` on the host, if the gate had to read it
     settings: Settings
-    before: Settings  # the settings of the groups before it
     is_limited: bool  # the schedule asks for a higher rate than the knobs allow
     lr_ratio: float  # the rate as a multiple of the configured one, in the group where that is highest
-    max_norm: float | None  # the norm that gradients were clipped to
-    has_share: bool = False  # gradients were clipped further, to a share of the norm of the weights
+    clips_to: float | None  # the norm that gradients were clipped to; NaN if it is not known
+    norms: Sequence[tuple[Sequence[str], torch.Tensor]] = ()  # of single gradients before clipping, and whose they are
     is_turn: bool = False  # the optimizers stepped one after the other, and each had its gradients clipped alone
     times: int = 1  # that an optimizer stepped in it
-    norms: Sequence[tuple[Sequence[str], torch.Tensor]] = ()  # of single gradients before clipping, and whose they are
 
     def rows_by_rank(self) -> list[list[float]]:
         """Return what each rank measured. The host waits for the device."""
         return [] if self.by_rank is None else self.by_rank.tolist()
 
+    def clipped(self, grad_norm: float) -> float | None:
+        """Return the norm of the gradients after clipping; None if it is not known."""
+        limit = math.inf if self.clips_to is None else self.clips_to
+        if grad_norm <= limit:
+            return grad_norm
+        return None if self.is_turn or math.isnan(limit) else limit
+
+
+class _Ready(NamedTuple):
+    """Gradients that were unscaled and clipped, of some optimizers whose settings are those of the update."""
+
+    norm: torch.Tensor  # before clipping
+    scale: list[torch.Tensor]  # of the loss, if there is one
+    steps: list[Any]  # the optimizers
+    settings: Settings  # of all groups
+    lr_ratio: float
+    is_limited: bool
+    clips_to: float | None
+
 
 class Updater:
     """The one place that changes weights."""
-
-    newest: Attempt  # of the latest `apply`
 
     def __init__(
         self,
         optimizers: Sequence[Optimizer],
         schedules: Sequence[Schedule],
-        clipping: ClipConfig,
+        clipper: Clipper,
         gather: Callable[[torch.Tensor], torch.Tensor | None] | None = None,
         *,
         device: torch.device,
         scaler: torch.amp.GradScaler | None = None,
-        over_ranks: Callable[[torch.Tensor], torch.Tensor] = lambda vector: vector,
-        names: Mapping[int, str] | None = None,
+        observes: bool = False,
+        stepping: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`gather` collects a vector from every rank; None: there is only one. `names` are those of weights, by id."""
-        self._names = names or {}
-        self._norms: list[tuple[list[str], torch.Tensor]] = []  # of the update so far
+        """`gather` collects a vector from every rank; None: there is only one. `observes`: every update lands.
+
+        `stepping` surrounds the steps of the optimizers.
+        """
+        self._stepping = stepping
         self.optimizers, self.schedules = list(optimizers), list(schedules)
-        self.clipping, self.scaler = clipping, scaler
+        self.clipper, self.scaler, self.device = clipper, scaler, device
         self.agreement = Agreement(gather, device)
         self.usual_norm: float | None = None  # of recent gradients, for a tightened clip where none is configured
-        self.trainer_clips = False  # a trainer, before it steps
-        self.trainers_norm: torch.Tensor | None = None  # as it measured that before; None if it did not
-        self.changes_after_norm = False  # its callbacks may, after it was measured
-        self.gate = Gate(optimizers, device, skips_overflow=scaler is not None)
-        self.turn = Turn(optimizers)
+        gates = {one: gate_of([one], device) for one in optimizers}
+        self.gate = gate_of(optimizers, device)
+        if observes:
+            self.gate = OpenGate(device, has_scale=scaler is not None)
+            gates = dict.fromkeys(optimizers, self.gate)
+        self.turn = CopyGate(gates)
         self.weights: list[torch.Tensor] = []
         # Torch's own zero_grad only sets gradients to None, at fifty times the cost.
         self._own_zero_grad = [one for one in optimizers if type(one).zero_grad is not Optimizer.zero_grad]
@@ -92,7 +112,6 @@ class Updater:
         self._has_new_weights = False  # in a group that was added, or that were frozen, since the newest update
         self._built = [_built_state(optimizer) for optimizer in optimizers]
         self.adopt_groups(are_new=False)
-        self._over_ranks = over_ranks if any(map(is_sharded, self.weights)) else None
         self.note_rates()
 
     def apply(
@@ -105,76 +124,103 @@ class Updater:
     ) -> Attempt:
         """Send the gradients to the gate as update `step + 1`, and drop them. All optimizers step, or none does.
 
-        In a turn, that is the gradients of the optimizer that is next. `rates` multiply the learning rate: by what an
-        experiment asks, which is not recorded, and by what counts as the rate of this update.
+        `rates` multiply the learning rate: by what an experiment asks, which is not recorded, and by what counts as the
+        rate of this update.
         """
-        self.adopt_groups()
-        trained = sum(weight.requires_grad for weight in self.weights)
-        self._has_new_weights |= trained > self._trained > 0
-        self._trained = max(self._trained, trained)
-        turn, one = self.turn, self.turn.current
-        if not turn.has_stepped:
-            self._norms = []
-        scale = self._unscale(self.optimizers if one is None else [one])
-        weights = self.weights if one is None else turn.weights
-        groups = self._groups() if one is None else one.param_groups
-        max_norm = norm_limit(self.clipping.max_norm, knobs.clip, self.usual_norm, knobs.norm)
-        if not self.trainer_clips:
-            each = list[torch.Tensor]()
-            max_value = None if self.clipping.max_value is None else self.clipping.max_value * knobs.clip
-            grad_norm = clip(weights, max_norm, max_value, self._over_ranks, each)
-            for of_each in each:
-                names = [self._names.get(id(weight), "?") for weight in weights if weight.grad is not None]
-                self._norms.append((names, of_each))
-        else:
-            if (norm := self.trainers_norm) is None:
-                norm = clip(weights, over_ranks=self._over_ranks)
-            elif one is not None:
-                turn.is_clipped = True
-            elif self.changes_after_norm:
-                after = clip(weights, over_ranks=self._over_ranks)
-                norm = torch.where(after.isfinite(), norm, after)
-            clip_further(weights, norm, self.clipping.max_norm, max_norm)
-            grad_norm = norm
-        rate_factor = rates[0] * rates[1]
-        settings, before, ratio, asked_ratio = self._set(step, knobs.lr * rate_factor, knobs)
-        if knobs.share:
-            # At a lower rate, by a remedy or by the schedule, updates are shorter, too; 0: not known on the host.
-            share = knobs.share * min(1.0, ratio or knobs.lr)
-            clip_to_share(groups, share, self._over_ranks)
-        grad_norm = grad_norm if grad_norm.dtype is torch.float32 else grad_norm.float()
-        own_norm = None
-        if one is not None:
-            own_norm = grad_norm
-            loss, grad_norm = turn.add(loss, grad_norm)
-            turn.save(self._groups(), before)
-        measured, by_rank = self.agreement.reduce(torch.stack([loss, grad_norm, *scale]))
-        scaled = None
-        if self._own_rates:
-            moving = [weight for group in groups if self._has_own_rate(group) for weight in group["params"]]
-            scaled = moving, knobs.lr * rate_factor
-        numbers = self.gate.step(measured, one, own_norm=own_norm, scaled=scaled)
-        self.note_rates(settings)
-        if one is None:
-            self.end()
-        if not turn.keeps_gradients:
-            self.drop_gradients(in_turn=one is not None)
-        self.newest = Attempt(
+        self.clipper.begin()
+        ready = self._made_ready(step, self.optimizers, knobs, rates)
+        measured, by_rank = self.agreement.reduce(torch.stack([loss, ready.norm, *ready.scale]))
+        with self._stepping():
+            numbers = self.gate.step(measured, ready.steps)
+        self.note_rates(ready.settings)
+        self.end()
+        self.drop_gradients()
+        return Attempt(
             loss=loss,
             measured=measured,
             by_rank=by_rank,
             numbers=numbers,
-            settings=settings if one is None else turn.fastest(settings),
-            before=before if one is None else turn.before,
-            is_limited=ratio < asked_ratio,
-            lr_ratio=ratio / rates[0],
-            max_norm=max_norm,
-            has_share=knobs.share > 0,
-            is_turn=one is not None,
-            norms=self._norms,
+            settings=ready.settings,
+            is_limited=ready.is_limited,
+            lr_ratio=ready.lr_ratio,
+            clips_to=ready.clips_to,
+            norms=self.clipper.norms,
+        )
+
+    def step_in_turn(
+        self,
+        optimizer: Optimizer,
+        step: int,
+        loss: torch.Tensor,
+        knobs: KnobValues = AS_CONFIGURED,
+        *,
+        rates: tuple[float, float] = (1.0, 1.0),
+    ) -> None:
+        """Let one optimizer step as a part of update `step + 1`. The gradients stay."""
+        if not self.turn.has_stepped:
+            self.clipper.begin()
+        self._ready = ready = self._made_ready(step, [optimizer], knobs, rates)
+        with self._stepping():
+            self.turn.step(optimizer, ready.steps[0], loss, ready.norm, ready.settings, self.gate.limits[1])
+        self.note_rates(ready.settings)
+
+    def end_turn(self) -> Attempt:
+        """Measure the turn as one update: the sums over its steps, the highest rates, what its last step had."""
+        turn, ready = self.turn, self._ready
+        measured, by_rank = self.agreement.reduce(torch.stack([turn.loss, turn.norm, *ready.scale]))
+        self.end()
+        return Attempt(
+            loss=turn.loss,
+            measured=measured,
+            by_rank=by_rank,
+            numbers=None,
+            settings=turn.rates,
+            is_limited=ready.is_limited,
+            lr_ratio=ready.lr_ratio,
+            clips_to=math.nan if turn.times > 1 else ready.clips_to,
+            norms=self.clipper.norms,
+            is_turn=True,
             times=turn.times,
         )
-        return self.newest
+
+    def _made_ready(
+        self, step: int, optimizers: Sequence[Optimizer], knobs: KnobValues, rates: tuple[float, float]
+    ) -> _Ready:
+        """Unscale and clip the gradients of some optimizers, and set what schedule and knobs ask for."""
+        self.adopt_groups()
+        trained = sum(weight.requires_grad for weight in self.weights)
+        self._has_new_weights |= trained > self._trained > 0
+        self._trained = max(self._trained, trained)
+        is_all = len(optimizers) == len(self.optimizers)
+        weights = self.weights if is_all else weights_of(optimizers[0])
+        scale = self._unscale(optimizers)
+        max_norm = norm_limit(self.clipper.config.max_norm, knobs.clip, self.usual_norm, knobs.norm)
+        norm = self.clipper.clip(weights, max_norm, knobs.clip)
+        factor = rates[0] * rates[1]
+        settings, ratio, asked_ratio = self._set(step, knobs.lr * factor, knobs)
+        is_known = self.clipper.is_by_norm
+        if knobs.share:
+            # At a lower rate, by a remedy or by the schedule, updates are shorter, too; 0: not known on the host.
+            share = knobs.share * min(1.0, ratio or knobs.lr)
+            self.clipper.to_share([group for one in optimizers for group in one.param_groups], share)
+            is_known = False
+        return _Ready(
+            norm=norm if norm.dtype is torch.float32 else norm.float(),
+            scale=scale,
+            steps=self._stretched(optimizers, knobs.lr * factor) if self._own_rates else [*optimizers],
+            settings=settings,
+            lr_ratio=ratio / rates[0],
+            is_limited=ratio < asked_ratio,
+            clips_to=max_norm if is_known else math.nan,
+        )
+
+    def _stretched(self, optimizers: Sequence[Optimizer], factor: float) -> list[Any]:
+        """Return optimizers of which those that set their own rates move weights by `factor` of what they make."""
+        found = []
+        for one in optimizers:
+            groups = [group for group in one.param_groups if self._has_own_rate(group)]
+            found.append(_Stretched(one, [weight for group in groups for weight in group["params"]], factor))
+        return found
 
     def end(self) -> None:
         """Let the loss scale follow what the update has shown: once, however many steps it had."""
@@ -202,20 +248,6 @@ class Updater:
     def accept(self, step: int) -> None:
         for schedule in self.schedules:
             schedule.advance(step)
-
-    def undo(self, attempt: Attempt) -> None:
-        if len(groups := self._groups()) == len(attempt.before):
-            for group, setting in zip(groups, attempt.before, strict=True):
-                group.update(setting)
-
-    def clipped(self, grad_norm: float, attempt: Attempt) -> float | None:
-        """Return the norm of the gradients after clipping; None if unknown: by value, one by one or to a share."""
-        is_unknown = self.clipping.max_value is not None or attempt.has_share
-        if is_unknown or attempt.times > 1 or self.turn.is_clipped:
-            return None
-        if attempt.max_norm is None or grad_norm <= attempt.max_norm:
-            return grad_norm
-        return None if attempt.is_turn else attempt.max_norm
 
     def drop_gradients(self, *, in_turn: bool = False) -> None:
         """Discard the gradients without a step; in a turn, the loss scaler has yet to hear how they were."""
@@ -250,10 +282,10 @@ class Updater:
                 self._own_rates.add(id(group["params"]))
             group[LR_OF_GUARD] = group["lr"]
 
-    def _set(self, step: int, factor: float, knobs: KnobValues) -> tuple[Settings, Settings, float, float]:
-        """Return the settings as set, those before, and the highest ratio to a configured rate, as set and as asked."""
+    def _set(self, step: int, factor: float, knobs: KnobValues) -> tuple[Settings, float, float]:
+        """Return the settings as set, and the highest ratio to a configured rate, as set and as asked."""
         self._take_over_rates(step)
-        settings, before, paces = [], [], [(0.0, 0.0)]
+        settings, paces = [], [(0.0, 0.0)]
         planned = [setting for schedule in self.schedules for setting in schedule.settings(step)]
         for group, setting, (usual, eps, decay) in zip(self._groups(), planned, chain(*self._configured), strict=True):
             lr = setting["lr"] or 0.0
@@ -271,14 +303,11 @@ class Updater:
                 setting["eps"] = max([eps * knobs.eps, *(math.sqrt(one.smallest_normal * one.eps) for one in kinds)])
             if knobs.decay < 1 and isinstance(decay, int | float):
                 setting["weight_decay"] = decay * knobs.decay
-            old: dict[str, Any] = {name: group.get(name) for name in setting}
-            old[LR_OF_GUARD] = group.get(LR_OF_GUARD, old["lr"])  # missing if the loop has loaded a state
             group.update(setting)
             settings.append(setting)
-            before.append(old)
             paces.append((allowed, asked))
         ratio, asked_ratio = map(max, zip(*paces, strict=True))
-        return settings, before, ratio, asked_ratio
+        return settings, ratio, asked_ratio
 
     def _take_over_rates(self, step: int) -> None:
         """Follow a loop that gave no schedule and sets a rate itself, later in the run: it may be at night.
@@ -327,13 +356,27 @@ class Updater:
         for optimizer in optimizers:
             state = self.scaler._per_optimizer_states[id(optimizer)]
             seen: dict[torch.device, torch.Tensor] = {}
-            if state["stage"] is OptState.UNSCALED and self.turn.is_again:  # by its step before
+            if state["stage"] is OptState.UNSCALED and self.turn.steps_of(optimizer):  # by its step before
                 state["stage"], seen = OptState.READY, state["found_inf_per_device"]
             if state["stage"] is not OptState.UNSCALED:
                 self.scaler.unscale_(optimizer)
             for device, flag in seen.items():
                 state["found_inf_per_device"][device] += flag
-        return [torch.ones((), device=self.gate.device) if scale is None else scale.clone().reshape(())]
+        return [torch.ones((), device=self.device) if scale is None else scale.clone().reshape(())]
+
+
+class _Stretched:
+    """An optimizer that sets its own rate, whose step is made longer or shorter."""
+
+    def __init__(self, optimizer: Optimizer, weights: Sequence[torch.Tensor], factor: float) -> None:
+        self._optimizer, self._factor = optimizer, factor
+        self._weights = weights if factor != 1.0 else ()
+
+    def step(self) -> None:
+        before = [weight.clone() for weight in self._weights]
+        self._optimizer.step()
+        for weight, old in zip(self._weights, before, strict=True):
+            weight.copy_(old.lerp(weight, self._factor))
 
 
 def _built_state(optimizer: Optimizer) -> dict[torch.Tensor, dict[str, Any]]:

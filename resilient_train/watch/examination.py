@@ -10,7 +10,8 @@ import torch
 
 from resilient_train.data.rows import FailedRow
 from resilient_train.ranks.world import World, odd_ones
-from resilient_train.state.copies import Backup, Backups
+from resilient_train.state.copies import Stateful
+from resilient_train.state.mark import Mark, Marks
 from resilient_train.state.run_state import Clock
 from resilient_train.state.tree import Tree
 from resilient_train.types import Anomaly, Signal, fact
@@ -35,24 +36,21 @@ class _Launched(NamedTuple):
 class Examination:
     """Launches measurements and judges them an update later, when the vitals are read; or at once, after trouble."""
 
-    def __init__(self, world: World, clock: Clock, checks: Checks, scans: Scans, backups: Backups) -> None:
-        self._world, self._clock, self._checks, self._scans, self._backups = world, clock, checks, scans, backups
+    def __init__(
+        self, world: World, clock: Clock, checks: Checks, scans: Scans, marks: Marks, kept: Mapping[str, Stateful]
+    ) -> None:
+        self._world, self._clock, self._checks, self._scans = world, clock, checks, scans
+        self._marks, self._kept = marks, kept
         self._scan: _Launched | None = None
         self._comparison: _Launched | None = None  # of replicas
 
-    def launch(self, before: Backup) -> None:
+    def launch(self, before: Mark) -> None:
         """Measure what is due, with the buffers of `before`: the newest forward may be part of a bad update."""
         if self._scans.replicas.is_due(self._clock.step):
             self._comparison = self._compare_replicas()
-        if not self._scans.is_due(self._clock.step):
-            return
-        after = self._backups.take()
-        # A later loss of the turn may need them in its backward, as they are now and will be again.
-        with torch.autograd._unsafe_preserve_version_counter(tuple(after.live)):  # type: ignore[attr-defined]
-            self._backups.put_back(before, with_kept=False)
-            self._scan = self._measure(before.kept)
-            self._backups.put_back(after, with_kept=False)
-        self._backups.let_go(after)
+        if self._scans.is_due(self._clock.step):
+            with self._marks.buffers_of(before) as kept:
+                self._scan = self._measure(kept)
 
     def verdict(self) -> Anomaly | None:
         scan, comparison = self._scan, self._comparison
@@ -65,7 +63,7 @@ class Examination:
 
     def examine_now(self) -> Anomaly | None:
         """Measure everything, and wait for it."""
-        kept = {name: item.state_dict() for name, item in self._backups.kept.items()}
+        kept = {name: item.state_dict() for name, item in self._kept.items()}
         self._scan = self._measure(kept, everything=True)
         if self._scans.replicas.every:
             self._comparison = self._compare_replicas()

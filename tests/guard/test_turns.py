@@ -240,7 +240,7 @@ FIRST = ("critic", "critic")
     ("calls", "line"),
     [
         ([("critic", "unknown")], r"does not know this optimizer, .*SGD: give Guard a list of all optimizers"),
-        ([FIRST, ("actor", None)], r"guard.update\(loss\) in the middle of a turn, without its optimizer"),
+        ([FIRST, ("actor", None)], "called twice for one batch"),
         ([("actor", None), FIRST], "called twice for one batch"),
         ([FIRST, ("no backward", "actor")], "no weight has a gradient"),
     ],

@@ -12,7 +12,7 @@ from torch import nn, optim
 
 from resilient_train.state.tree import sha256
 from resilient_train.types import NO_LIMIT
-from resilient_train.update.gate import Gate
+from resilient_train.update.gate import DeviceGate, HostGate, gate_of
 
 
 class Signed(torch.optim.Optimizer):
@@ -82,12 +82,13 @@ def test_a_refused_first_step_of_a_weight_that_thaws_makes_no_state(name: str) -
     """While another one freezes, as well; the host waits only as long as a weight's state has to be made."""
     frozen, thawed = (nn.Parameter(torch.ones(2)) for _ in range(2))
     optimizer = FUSED[name]([frozen, thawed])
-    gate = Gate([optimizer], torch.device("cpu"))
+    gate = gate_of([optimizer], torch.device("cpu"))
+    assert isinstance(gate, DeviceGate)
 
     def step(weight: nn.Parameter, loss: float) -> bool:
         frozen.grad = thawed.grad = None
         weight.grad = torch.ones(2)
-        return gate.step(torch.tensor([loss, 1.0])) is not None
+        return gate.step(torch.tensor([loss, 1.0]), [optimizer]) is not None
 
     assert step(frozen, torch.nan)
     assert not optimizer.state
@@ -103,11 +104,12 @@ def test_a_refused_first_step_of_a_weight_that_thaws_makes_no_state(name: str) -
 def test_no_norm_passes_whose_square_is_infinite() -> None:
     """Without a limit, too: Adam's second moments would never come back."""
     weight = nn.Parameter(torch.ones(2))
-    gate = Gate([torch.optim.SGD([weight], lr=1.0)], torch.device("cpu"))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    gate = HostGate(torch.device("cpu"))
     gate.limit(NO_LIMIT, NO_LIMIT)
     for norm in (1e20, torch.inf, torch.nan):
         weight.grad = torch.ones(2)
-        gate.step(torch.tensor([1.0, norm]))
+        gate.step(torch.tensor([1.0, norm]), [optimizer])
         assert weight.tolist() == [1, 1]
         assert not gate.admits(1.0, norm)
 
@@ -116,11 +118,12 @@ def test_no_norm_passes_whose_square_is_infinite() -> None:
 def test_a_loss_of_minus_infinity_is_no_loss(name: str) -> None:
     """It is below every limit; and its gradient may be finite. Told on the host and on the device."""
     weight = nn.Parameter(torch.ones(2))
-    gate = Gate([FUSED[name]([weight])], torch.device("cpu"))
+    optimizer = FUSED[name]([weight])
+    gate = DeviceGate(torch.device("cpu"))
     for loss, lands in ((1.0, True), (-torch.inf, False), (-1e30, True)):
         before = weight.detach().clone()
         weight.grad = torch.ones(2)
-        gate.step(torch.tensor([loss, 1.0]))
+        gate.step(torch.tensor([loss, 1.0]), [optimizer])
         assert gate.admits(loss, 1.0) == lands
         assert torch.equal(weight, before) != lands
 

@@ -16,7 +16,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, MultiplicativeLR, OneCyc
 from resilient_train.errors import TrainError
 from resilient_train.reader import ClipConfig
 from resilient_train.recover.knobs import KnobValues
-from resilient_train.update.clip import clip, clip_further, clip_to_share, norm_limit
+from resilient_train.state.copies import Backups
+from resilient_train.state.mark import Marks
+from resilient_train.update.clip import Clipper, TrainersClipper, clip, clip_to_share, norm_limit
 from resilient_train.update.schedule import CurveSchedule, LoopSchedule, ShadowSchedule, constant, cosine, linear
 from resilient_train.update.updater import Attempt, Updater, parameter_groups
 
@@ -135,8 +137,9 @@ def test_clipping(
     max_norm = norm_limit(config.max_norm, tightened, usual, most)
     assert max_norm == pytest.approx(limit)
     if measured and config.max_value is None:  # a trainer clips by value itself
-        norm = clip(weights, config.max_norm)
-        clip_further(weights, norm, config.max_norm, max_norm)
+        trainers = TrainersClipper(config)
+        trainers.norm = clip(weights, config.max_norm)
+        norm = trainers.clip(weights, max_norm, 1.0)
     else:
         norm = clip(weights, max_norm, config.max_value)
     assert norm.item() == 5
@@ -245,7 +248,9 @@ def test_which_weights_decay() -> None:
 
 def constant_updater(optimizer: torch.optim.Optimizer, gather: Any = None) -> Updater:
     rates = [group["lr"] for group in optimizer.param_groups]
-    return Updater([optimizer], [CurveSchedule(rates, constant, 0)], ClipConfig(None, None), gather, device=CPU)
+    return Updater(
+        [optimizer], [CurveSchedule(rates, constant, 0)], Clipper(ClipConfig(None, None)), gather, device=CPU
+    )
 
 
 def update(updater: Updater, step: int, lr: float = 1.0) -> Attempt:
@@ -303,7 +308,7 @@ def test_a_rate_that_the_loop_sets_later_is_followed(caplog: Any) -> None:
     ]
     optimizer = torch.optim.SGD(groups, lr=1.0)
     schedule = LoopSchedule([1.0, 2.0])
-    updater = Updater([optimizer], [schedule], ClipConfig(None, None), device=CPU)
+    updater = Updater([optimizer], [schedule], Clipper(ClipConfig(None, None)), device=CPU)
 
     def rates(step: int, lr: float = 1.0) -> list[float]:
         return [one["lr"] for one in update(updater, step, lr).settings]
@@ -362,7 +367,10 @@ def test_a_rate_that_is_set_back_is_no_mistake_of_the_loop() -> None:
     update(updater, 0)
     late = deepcopy(optimizer.state_dict())
     before = deepcopy(optimizer.state_dict()["param_groups"])
-    updater.undo(update(updater, 1, 0.5))
+    marks = Marks(Backups(nn.Module()), [optimizer])
+    mark = marks.take()
+    update(updater, 1, 0.5)
+    marks.undo(mark)
     assert optimizer.state_dict()["param_groups"] == before
     update(updater, 1, 0.25)
     for state in (late, early):
