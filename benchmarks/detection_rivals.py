@@ -8,9 +8,9 @@ from math import isfinite, sqrt
 from statistics import median
 from typing import Any, Protocol
 
+from resilient_train.core.checks import Checks
+from resilient_train.core.config import ChecksConfig
 from resilient_train.types import Signal, Vitals
-from resilient_train.watch.checks import Checks
-from resilient_train.watch.config import ChecksConfig
 
 ALARM, REFUSED = "alarm", "refused"
 

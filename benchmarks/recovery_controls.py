@@ -10,8 +10,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from resilient_train.app.build import Run
 from resilient_train.app.config import compose
+from resilient_train.core.updater import parameter_groups
 from resilient_train.drills import UpdatePlace
-from resilient_train.update.updater import parameter_groups
 
 
 def by_hand(run: Run, *, skips: bool) -> tuple[int, int]:

@@ -20,19 +20,19 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from resilient_train.core import randomness
+from resilient_train.core.mark import Marks
+from resilient_train.core.objective import Measured
+from resilient_train.core.parts import RunParts
+from resilient_train.core.protocols import Computed, Hook
+from resilient_train.core.randomness import Seeds
+from resilient_train.core.transaction import Transaction
+from resilient_train.core.vitals import versions
 from resilient_train.diagnose.frames import Line, line_of
 from resilient_train.errors import TrainError, in_one_line
 from resilient_train.numerics.domains import has_value
-from resilient_train.protocols import Computed, Hook
 from resilient_train.ranks.world import is_lost_device
-from resilient_train.run_parts import RunParts
-from resilient_train.state import randomness
-from resilient_train.state.mark import Marks
-from resilient_train.state.randomness import Seeds
-from resilient_train.transaction import Transaction
-from resilient_train.update.objective import Measured
 from resilient_train.watch.modes import AnomalyMode
-from resilient_train.watch.vitals import versions
 from resilient_train.wording import IN_FILE_ONLY, counted, log
 
 _TRIED = 4  # other batches

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from resilient_train.core.state import Clock
 from resilient_train.data.samples import Samples
 from resilient_train.errors import in_one_line, unusable
 from resilient_train.numerics.armor import Armor, CannotArmor, LineChanged, PatchedLine
 from resilient_train.record.quarantine import Quarantine, Quarantined
 from resilient_train.secrets import masked_tree
-from resilient_train.state.run_state import Clock
 from resilient_train.types import Culprit, Facts
 from resilient_train.wording import log
 

@@ -18,17 +18,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from resilient_train.core.objective import Measured
+from resilient_train.core.parts import RunParts
+from resilient_train.core.protocols import Hook
+from resilient_train.core.recovery import Recovery
+from resilient_train.core.transaction import Transaction
+from resilient_train.core.tree import Tree
 from resilient_train.data.samples import Update
 from resilient_train.data.stream import Key
 from resilient_train.errors import in_one_line, text_of
-from resilient_train.protocols import Hook
 from resilient_train.ranks.world import is_lost_device
-from resilient_train.recovery import Recovery
-from resilient_train.run_parts import RunParts
-from resilient_train.state.tree import Tree
-from resilient_train.transaction import Transaction
 from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Facts, Signal, fact
-from resilient_train.update.objective import Measured
 from resilient_train.wording import log, say
 
 _SECONDS = 60.0  # for the search: what is not computed by then is not blamed

@@ -8,13 +8,13 @@ from functools import partial
 
 import torch
 
+from resilient_train.core.protocols import Retry
+from resilient_train.core.recovery import Recovery
+from resilient_train.core.transaction import Transaction
 from resilient_train.errors import TrainError, text_of
-from resilient_train.protocols import Retry
 from resilient_train.ranks.world import is_out_of_memory
 from resilient_train.record import progress
 from resilient_train.record.progress import OutOfMemory
-from resilient_train.recovery import Recovery
-from resilient_train.transaction import Transaction
 from resilient_train.types import ProcessIncident, Signal, fact
 from resilient_train.wording import log
 

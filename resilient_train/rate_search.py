@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from resilient_train.protocols import Hook
-from resilient_train.recover.decide import BY_DECAY, by_signal
-from resilient_train.recovery import Recovery
+from resilient_train.core.decide import BY_DECAY, by_signal
+from resilient_train.core.protocols import Hook
+from resilient_train.core.recovery import Recovery
 from resilient_train.types import OUTSIDE, Action, Anomaly, Decision, Signal, fact
 
 

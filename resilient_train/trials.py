@@ -15,11 +15,17 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from resilient_train.computation import BatchErrors, Computation
+from resilient_train.core.mark import Mark
+from resilient_train.core.objective import scalar
+from resilient_train.core.parts import RunParts
+from resilient_train.core.policy import Policy
+from resilient_train.core.remedies import RunControl, remedy
+from resilient_train.core.ring import Snapshot
+from resilient_train.core.transaction import Transaction
+from resilient_train.core.vitals import mean
 from resilient_train.effects import Effects
 from resilient_train.errors import StorageFailed, TrainError, in_one_line
 from resilient_train.ranks.world import is_out_of_memory
-from resilient_train.recover.policy import Policy
-from resilient_train.recover.remedies import RunControl, remedy
 from resilient_train.recover.trials import (
     JUDGED,
     Arm,
@@ -33,13 +39,7 @@ from resilient_train.recover.trials import (
     on_its_way,
     table,
 )
-from resilient_train.run_parts import RunParts
-from resilient_train.state.mark import Mark
-from resilient_train.state.ring import Snapshot
-from resilient_train.transaction import Transaction
 from resilient_train.types import NO_LIMIT, Action, Tried
-from resilient_train.update.objective import scalar
-from resilient_train.watch.vitals import mean
 from resilient_train.wording import counted, log, say
 
 _FAILED, _ENDS = 1, 2  # what ranks tell each other: this arm failed, or the trial has to end

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from resilient_train.app import command
-from resilient_train.controls import Controls
+from resilient_train.core.controls import Controls
 
 apply = Controls.apply
 

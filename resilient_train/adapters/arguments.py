@@ -24,6 +24,12 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, default_collate
 
 from resilient_train.adapters import rows_of_loader
+from resilient_train.core import config as checks_config
+from resilient_train.core import policy as policies
+from resilient_train.core.config import ChecksConfig
+from resilient_train.core.objective import Measured
+from resilient_train.core.policy import Policy
+from resilient_train.core.tree import is_sharded
 from resilient_train.data import build
 from resilient_train.data.rows import Collate, change, fingerprint
 from resilient_train.data.samples import Samples, Slicing
@@ -44,10 +50,6 @@ from resilient_train.reader import (
 )
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.quarantine import Quarantine, Quarantined
-from resilient_train.recover import policy as policies
-from resilient_train.recover.policy import Policy
-from resilient_train.state.tree import is_sharded
-from resilient_train.update.objective import Measured
 from resilient_train.update.schedule import (
     Curve,
     CurveSchedule,
@@ -56,8 +58,6 @@ from resilient_train.update.schedule import (
     Schedule,
     ShadowSchedule,
 )
-from resilient_train.watch import config as checks_config
-from resilient_train.watch.config import ChecksConfig
 from resilient_train.wording import log
 
 _FSDP1 = (

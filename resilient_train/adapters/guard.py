@@ -14,14 +14,29 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from resilient_train import guard
 from resilient_train.adapters import arguments
 from resilient_train.adapters.hooks import FirstUpdate, NotePlace
 from resilient_train.adapters.reporter import REPORT_EVERY, Place, Report, RunReporter, holders, log_to_stderr, place
 from resilient_train.checkpoint.keeper import CheckpointKeeper
 from resilient_train.checkpoint.resume import Resume
 from resilient_train.computation import BatchErrors, Computation
-from resilient_train.controls import Controls
+from resilient_train.core.checks import Checks
+from resilient_train.core.clip import Clipper, LoopClipCheck, TrainersClipper, norm_over_ranks
+from resilient_train.core.config import ChecksConfig
+from resilient_train.core.controls import Controls
+from resilient_train.core.copies import Backups, BufferWatch, Stateful
+from resilient_train.core.gate import synchronous
+from resilient_train.core.mark import Marks
+from resilient_train.core.objective import Objective
+from resilient_train.core.parts import RunParts
+from resilient_train.core.protocols import Hook
+from resilient_train.core.randomness import RecordedStates, Seeds
+from resilient_train.core.recovery import Recovery
+from resilient_train.core.ring import Ring
+from resilient_train.core.state import Clock, RunState
+from resilient_train.core.update import EngineGuard
+from resilient_train.core.updater import Precision, Updater
+from resilient_train.core.vitals import UpdateHistory, mean_over_ranks
 from resilient_train.data.rows import Collate
 from resilient_train.data.samples import Slicing
 from resilient_train.data.sequential import LoaderSamples
@@ -32,31 +47,16 @@ from resilient_train.drills.hook import DrillHook
 from resilient_train.errors import RanksDiffer, Stopped, TrainError, own_error
 from resilient_train.lost_device import LostDevice
 from resilient_train.micro_batches import MicroBatchSizer
-from resilient_train.protocols import Hook
 from resilient_train.rate_search import RateSearch
 from resilient_train.reader import ClipConfig, DiskConfig, MemoryConfig
 from resilient_train.record.endings import RunFacts
 from resilient_train.record.progress import Doing
-from resilient_train.recovery import Recovery
-from resilient_train.run_parts import RunParts
-from resilient_train.state.copies import Backups, BufferWatch, Stateful
-from resilient_train.state.mark import Marks
-from resilient_train.state.randomness import RecordedStates, Seeds
-from resilient_train.state.ring import Ring
-from resilient_train.state.run_state import Clock, RunState
 from resilient_train.trials import Trials
 from resilient_train.types import Facts, Incident, Signal, UpdateResult
-from resilient_train.update.clip import Clipper, LoopClipCheck, TrainersClipper, norm_over_ranks
-from resilient_train.update.gate import synchronous
-from resilient_train.update.objective import Objective
 from resilient_train.update.turns import DirectStepCheck
-from resilient_train.update.updater import Precision, Updater
-from resilient_train.watch.checks import Checks
-from resilient_train.watch.config import ChecksConfig
 from resilient_train.watch.examination import Examination
 from resilient_train.watch.modes import AnomalyMode
 from resilient_train.watch.scans import Scans
-from resilient_train.watch.vitals import UpdateHistory, mean_over_ranks
 from resilient_train.wording import counted, log, say
 
 _NO_TOTAL = "this yields the rest of a planned total: give one with Guard(steps=...), or ask for n more updates"
@@ -78,7 +78,7 @@ class Epoch:
         return self.batches()
 
 
-class Guard(guard.EngineGuard):
+class Guard(EngineGuard):
     """Gate, checks, rewinds, remedies and journal around a training loop."""
 
     def __init__(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from resilient_train.protocols import Hook
+from resilient_train.core.parts import RunParts
+from resilient_train.core.protocols import Hook
+from resilient_train.core.recovery import Recovery
+from resilient_train.core.transaction import Transaction
 from resilient_train.record.progress import Progress
-from resilient_train.recovery import Recovery
-from resilient_train.run_parts import RunParts
-from resilient_train.transaction import Transaction
 from resilient_train.watch.examination import Examination
 from resilient_train.wording import log
 

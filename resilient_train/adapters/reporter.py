@@ -22,6 +22,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from resilient_train.core.checks import Checks
+from resilient_train.core.state import Clock
+from resilient_train.core.vitals import UpdateHistory
 from resilient_train.errors import (
     ConfigError,
     DirectoryInUse,
@@ -41,15 +44,12 @@ from resilient_train.record.endings import SUMMARY, Loop, RunFacts, Summary, sta
 from resilient_train.record.incident_log import INCIDENTS, IncidentLog
 from resilient_train.record.journal import JOURNAL
 from resilient_train.record.progress import Doing, Progress
-from resilient_train.state.run_state import Clock
 from resilient_train.tracking import tracker as tracking
 from resilient_train.tracking.connection import locate
 from resilient_train.tracking.review import command, completed, review, ui_command, where_to_look
 from resilient_train.tracking.story import read_story, story_of
 from resilient_train.tracking.tracker import EXPERIMENT, Tracker, TrackingConfig
 from resilient_train.types import Cause, Vitals
-from resilient_train.watch.checks import Checks
-from resilient_train.watch.vitals import UpdateHistory
 from resilient_train.wording import log
 
 REPORT_EVERY = 10  # accepted updates of the caller's loop

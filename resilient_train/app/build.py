@@ -19,6 +19,9 @@ from resilient_train.adapters.reporter import Place
 from resilient_train.app.config import Config, compose
 from resilient_train.checkpoint import weights
 from resilient_train.checkpoint.resume import Resume
+from resilient_train.core.objective import Measured
+from resilient_train.core.randomness import Purpose, mix, seed_all
+from resilient_train.core.updater import parameter_groups
 from resilient_train.data import build as data
 from resilient_train.data.build import IterableEvaluation, MapEvaluation
 from resilient_train.data.rows import Collate
@@ -27,10 +30,7 @@ from resilient_train.drills import Drill, parse
 from resilient_train.errors import ConfigError, in_one_line
 from resilient_train.ranks.world import World, recompute, shard
 from resilient_train.reader import checked, find
-from resilient_train.state.randomness import Purpose, mix, seed_all
-from resilient_train.update.objective import Measured
 from resilient_train.update.schedule import CurveSchedule, Schedule, ShadowSchedule
-from resilient_train.update.updater import parameter_groups
 from resilient_train.wording import counted, log
 
 

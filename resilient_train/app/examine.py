@@ -60,8 +60,8 @@ def _examined(given: argparse.Namespace) -> Any:
     from resilient_train.app.config import compose
     from resilient_train.checkpoint import weights
     from resilient_train.checkpoint.store import VERIFIED, WEIGHTS, Store
+    from resilient_train.core.randomness import Purpose, mix, seed_all
     from resilient_train.diagnose.examine import examine
-    from resilient_train.state.randomness import Purpose, mix, seed_all
 
     run_dir: Path = given.run_dir
     written = run_dir / CONFIG

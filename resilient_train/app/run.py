@@ -24,6 +24,8 @@ from resilient_train.app.train import train
 from resilient_train.checkpoint import weights
 from resilient_train.checkpoint.resume import Resume
 from resilient_train.checkpoint.store import WEIGHTS
+from resilient_train.core.decide import by_signal
+from resilient_train.core.randomness import set_deterministic
 from resilient_train.diagnose.frames import called_by_us, is_users
 from resilient_train.errors import ConfigError, GaveUp, PeerEnded, RanksDiffer, Stopped, TrainError, in_one_line
 from resilient_train.files import commit_text
@@ -35,9 +37,7 @@ from resilient_train.record import endings, progress
 from resilient_train.record.endings import SUMMARY, RunFacts, Summary, read_ending, status_of
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.progress import Position, position_of
-from resilient_train.recover.decide import by_signal
 from resilient_train.secrets import masked_tree
-from resilient_train.state.randomness import set_deterministic
 from resilient_train.tracking import tracker as tracking
 from resilient_train.tracking.connection import left_in
 from resilient_train.tracking.review import again, command, completed

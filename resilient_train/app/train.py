@@ -7,7 +7,7 @@ import math
 import torch
 
 from resilient_train.app.build import Run
-from resilient_train.state.randomness import preserved
+from resilient_train.core.randomness import preserved
 from resilient_train.wording import PROGRESS, duration, log
 
 

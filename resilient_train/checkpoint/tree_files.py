@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from resilient_train.core.tree import Tree, as_bytes, original_device, with_home
 from resilient_train.files import Written, write_file
-from resilient_train.state.tree import Tree, as_bytes, original_device, with_home
 
 TENSORS, TREE = "tensors.safetensors", "tree.json"
 NAMES = {  # of dtypes in safetensors

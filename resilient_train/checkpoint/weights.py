@@ -18,8 +18,8 @@ from torch import nn
 from resilient_train import files
 from resilient_train.checkpoint.store import WEIGHTS, Manifest, verify
 from resilient_train.checkpoint.tree_files import NAMES, chunks
+from resilient_train.core import tree
 from resilient_train.errors import ConfigError
-from resilient_train.state import tree
 from resilient_train.wording import log
 
 BEST = "best"  # its name in a run directory

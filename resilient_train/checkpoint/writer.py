@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from resilient_train.checkpoint.store import Entry, Store
+from resilient_train.core.ring import Snapshot
 from resilient_train.errors import in_one_line
 from resilient_train.files import at_disk
-from resilient_train.state.ring import Snapshot
 from resilient_train.wording import log
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 120.0  # between two attempts on a disk that fails

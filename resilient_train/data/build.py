@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from resilient_train.core.randomness import Purpose, mix, seed_host
 from resilient_train.data.rows import Collate, Retries, SeededRows, no_watchdog
 from resilient_train.data.samples import MapSamples, Samples, Slicing, loader
 from resilient_train.data.sequential import IterableSamples
@@ -16,7 +17,6 @@ from resilient_train.data.stream import Key, Stream
 from resilient_train.errors import ConfigError, TrainError
 from resilient_train.ranks.world import World
 from resilient_train.reader import DataConfig
-from resilient_train.state.randomness import Purpose, mix, seed_host
 
 Weighted = tuple[Any, int]  # a batch and the number of its rows; 0 for a batch that only keeps ranks in step
 

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from resilient_train.core.copies import Backups
+from resilient_train.core.randomness import Seeds
+from resilient_train.core.tree import leaves, rebuilt
 from resilient_train.diagnose import rows, verdict
 from resilient_train.diagnose.frames import Layers, Output, floating, statistics
 from resilient_train.diagnose.replay import Replay
 from resilient_train.diagnose.verdict import Observations
 from resilient_train.errors import ConfigError
-from resilient_train.state.copies import Backups
-from resilient_train.state.randomness import Seeds
-from resilient_train.state.tree import leaves, rebuilt
 from resilient_train.types import Diagnosis
 from resilient_train.watch.layout import nonfinite
 from resilient_train.wording import blamed, say

@@ -16,22 +16,22 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from resilient_train.core import randomness
+from resilient_train.core.decide import by_signal
+from resilient_train.core.episode import Reference
+from resilient_train.core.ring import Ring, Snapshot
+from resilient_train.core.state import RunState
+from resilient_train.core.transaction import Transaction
+from resilient_train.core.tree import Share, is_sharded, local_part, sharding_of
+from resilient_train.core.vitals import FEW, WILD, Leap, PastUpdate, UpdateHistory
 from resilient_train.data.samples import Samples, Update
 from resilient_train.data.stream import Key
 from resilient_train.diagnose import rows as by_rows
 from resilient_train.diagnose import verdict
 from resilient_train.diagnose.search import NONFINITE, Search
 from resilient_train.ranks.world import World
-from resilient_train.recover.decide import by_signal
-from resilient_train.state import randomness
-from resilient_train.state.ring import Ring, Snapshot
-from resilient_train.state.run_state import RunState
-from resilient_train.state.tree import Share, is_sharded, local_part, sharding_of
-from resilient_train.transaction import Transaction
 from resilient_train.types import SPIKES, Anomaly, Cause, Diagnosis, Facts, Incident, Signal, Vitals, fact
 from resilient_train.watch.purpose import LEARNED
-from resilient_train.watch.reference import Reference
-from resilient_train.watch.vitals import FEW, WILD, Leap, PastUpdate, UpdateHistory
 
 OF_THE_LOSS = (Signal.LOSS_SPIKE, Signal.DIVERGENCE, Signal.NOT_RECOVERED)
 _OF_THE_RATE = (

@@ -24,6 +24,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from resilient_train.core.tree import leaves
 from resilient_train.diagnose.frames import (
     REPLAY,
     Line,
@@ -40,7 +41,6 @@ from resilient_train.diagnose.frames import (
 from resilient_train.diagnose.verdict import Observations, is_plain
 from resilient_train.numerics.armor import is_patched
 from resilient_train.numerics.operations import is_in_place, is_random, op_name
-from resilient_train.state.tree import leaves
 from resilient_train.types import Culprit
 
 _UNFILLED = ("empty", "empty_like", "empty_strided", "new_empty", "resize", "resize_as", "set")

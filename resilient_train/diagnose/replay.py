@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from resilient_train.core import randomness
+from resilient_train.core.copies import Attributes, Backups
+from resilient_train.core.randomness import Seeds
+from resilient_train.core.tree import is_sharded, local_part, rebuilt
 from resilient_train.diagnose.frames import Layers
 from resilient_train.diagnose.microscope import Microscope, Origin
 from resilient_train.errors import in_one_line
-from resilient_train.state import randomness
-from resilient_train.state.copies import Attributes, Backups
-from resilient_train.state.randomness import Seeds
-from resilient_train.state.tree import is_sharded, local_part, rebuilt
 from resilient_train.types import Facts
 
 

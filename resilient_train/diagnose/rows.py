@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import SequenceKey, tree_flatten_with_path
 
-from resilient_train.state.tree import leaves, with_dicts
+from resilient_train.core.tree import leaves, with_dicts
 from resilient_train.types import Facts, fact
 
 MOST_TRIALS = 200  # of a search; a batch of 1,024 with three guilty rows takes 60

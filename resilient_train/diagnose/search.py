@@ -13,6 +13,8 @@ from functools import partial
 from itertools import chain, islice
 from typing import Any, TypeVar
 
+from resilient_train.core import randomness
+from resilient_train.core.transaction import Transaction
 from resilient_train.data.samples import Samples
 from resilient_train.data.stream import Key
 from resilient_train.diagnose import rows as by_rows
@@ -22,8 +24,6 @@ from resilient_train.diagnose.replay import Replay, Replayed
 from resilient_train.diagnose.verdict import Observations
 from resilient_train.errors import text_of
 from resilient_train.ranks.world import World
-from resilient_train.state import randomness
-from resilient_train.transaction import Transaction
 from resilient_train.types import SPIKES, Anomaly, Cause, Culprit, Diagnosis, Facts, Signal, fact
 
 _CONTROLS = 4  # draws of other rows at most, where the first ones break as well

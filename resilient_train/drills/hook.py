@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 import torch
 
+from resilient_train.core.protocols import Hook
+from resilient_train.core.ring import Ring
+from resilient_train.core.state import RunState
+from resilient_train.core.transaction import Transaction
 from resilient_train.drills import Drill, UpdatePlace
-from resilient_train.protocols import Hook
-from resilient_train.state.ring import Ring
-from resilient_train.state.run_state import RunState
-from resilient_train.transaction import Transaction
 
 
 class DrillHook(Hook):

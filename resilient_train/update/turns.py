@@ -16,9 +16,9 @@ from typing import Any, Literal
 import torch
 from torch.optim import Optimizer
 
+from resilient_train.core.gate import Gate, Stepping
 from resilient_train.errors import TrainError, named_type
 from resilient_train.types import NO_LIMIT
-from resilient_train.update.gate import Gate, Stepping
 from resilient_train.wording import log
 
 

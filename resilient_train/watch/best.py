@@ -6,8 +6,8 @@ from math import inf, isfinite, log, sqrt
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-from resilient_train.watch.config import JumpConfig
-from resilient_train.watch.loss import PlainState, without_top
+from resilient_train.core.config import JumpConfig
+from resilient_train.core.loss import PlainState, without_top
 from resilient_train.watch.purpose import LEARNED
 
 BLOCK = 50  # accepted losses

@@ -8,17 +8,17 @@ from typing import Any, NamedTuple
 
 import torch
 
+from resilient_train.core.checks import Checks
+from resilient_train.core.copies import Stateful
+from resilient_train.core.mark import Mark, Marks
+from resilient_train.core.state import Clock
+from resilient_train.core.tree import Tree
+from resilient_train.core.vitals import Sent, all_finite
 from resilient_train.data.rows import FailedRow
 from resilient_train.ranks.world import World, odd_ones
-from resilient_train.state.copies import Stateful
-from resilient_train.state.mark import Mark, Marks
-from resilient_train.state.run_state import Clock
-from resilient_train.state.tree import Tree
 from resilient_train.types import Anomaly, Signal, fact
-from resilient_train.watch.checks import Checks
 from resilient_train.watch.layout import nonfinite
 from resilient_train.watch.scans import Scans
-from resilient_train.watch.vitals import Sent, all_finite
 
 _APART = 1e-5  # relative difference between replicas: far above rounding, far below what a scan reports
 _LARGEST = torch.finfo(torch.float32).max

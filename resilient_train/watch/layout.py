@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from resilient_train.state.tree import Tree, is_sharded, largest_share, local_part, sorted_leaves
+from resilient_train.core.tree import Tree, is_sharded, largest_share, local_part, sorted_leaves
 from resilient_train.types import Facts, fact
 from resilient_train.watch.moments import Moment
 from resilient_train.watch.weights import Weight

@@ -9,10 +9,10 @@ from math import comb, inf, log, sqrt
 from statistics import fmean, median, pstdev, stdev
 from typing import ClassVar
 
+from resilient_train.core.config import NoProgressConfig, OvershootConfig, RateConfig
+from resilient_train.core.episode import Reference, Standing, falls, line
+from resilient_train.core.loss import FEW, Alarm, PlainState, without_top
 from resilient_train.types import Facts, fact
-from resilient_train.watch.config import NoProgressConfig, OvershootConfig, RateConfig
-from resilient_train.watch.loss import FEW, Alarm, PlainState, without_top
-from resilient_train.watch.reference import Reference, Standing, falls, line
 
 _CERTAIN = 9.2  # minus the logarithm of a chance of 1 in 10,000, as there are many looks
 _FEWEST = 4  # losses that show a scatter

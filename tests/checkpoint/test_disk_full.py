@@ -18,9 +18,9 @@ from kills import left_overs
 from resilient_train.checkpoint import store as manifests
 from resilient_train.checkpoint import writer
 from resilient_train.checkpoint.store import Store
+from resilient_train.core.checks import Checks, Finding
 from resilient_train.record.journal import read
 from resilient_train.types import Anomaly, Signal, Vitals
-from resilient_train.watch.checks import Checks, Finding
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small disk")
 

@@ -17,9 +17,9 @@ from kills import Nursery, after, at_save, at_tick, checkpoints, incidents, kill
 from paused_run import held_at, is_held
 from torch import Tensor, nn
 
+from resilient_train.core.checks import Checks, Finding
 from resilient_train.tracking.story import read_story
 from resilient_train.types import Anomaly, Signal, Vitals
-from resilient_train.watch.checks import Checks, Finding
 
 DIGITS = ["model=mlp", "data=digits", "objective=classification", "tracking=none", "run.log_every=100"]
 EVERY, MEMORY, PROOF, KEEP = 20, 10, 12, 2

@@ -15,7 +15,7 @@ from test_state import Bench
 from torch import nn
 
 from resilient_train.checkpoint.tree_files import TENSORS, TREE, SerializedTree, load_tree
-from resilient_train.state.tree import put_together, sha256, taken_apart
+from resilient_train.core.tree import put_together, sha256, taken_apart
 
 
 def there_and_back(directory: Path, tree: Any) -> Any:

@@ -15,14 +15,14 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from resilient_train.adapters.guard import Guard
+from resilient_train.core.config import named
+from resilient_train.core.ring import snapshot_to_drop
 from resilient_train.data.rows import fingerprint
 from resilient_train.diagnose.verdict import TRANSIENT
 from resilient_train.errors import GaveUp
 from resilient_train.reader import MemoryConfig
 from resilient_train.record.quarantine import QUARANTINE, Quarantine, Quarantined
-from resilient_train.state.ring import snapshot_to_drop
 from resilient_train.types import fact
-from resilient_train.watch.config import named
 
 
 def state_after(guard: Guard, steps: int) -> str:

@@ -19,10 +19,10 @@ from pairs import BATCH_SIZE, Fault, Pair, train
 from torch.nn import functional as F
 
 from resilient_train.adapters.guard import Guard
+from resilient_train.core.randomness import Seeds
+from resilient_train.core.tree import sha256
 from resilient_train.errors import TrainError
 from resilient_train.reader import MemoryConfig
-from resilient_train.state.randomness import Seeds
-from resilient_train.state.tree import sha256
 
 STEPS, STRUCK = 60, 30
 OFTEN = MemoryConfig(every=10, keep=4, max_gib=None)

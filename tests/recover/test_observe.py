@@ -16,11 +16,11 @@ from tables import table
 
 from resilient_train.adapters.guard import Guard
 from resilient_train.app import incidents
+from resilient_train.core.clip import clip
+from resilient_train.core.randomness import Seeds
+from resilient_train.core.tree import sha256
 from resilient_train.drills import BitFlip, HotLr, LossSpike, NanBatch, NanGrad, UpdatePlace
-from resilient_train.state.randomness import Seeds
-from resilient_train.state.tree import sha256
 from resilient_train.types import Outcome
-from resilient_train.update.clip import clip
 
 STEPS, AT = 120, 40
 BAD = (17, 99)

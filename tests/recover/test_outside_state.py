@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from resilient_train.adapters.guard import Guard
-from resilient_train.recover.policy import Budget
+from resilient_train.core.policy import Budget
 
 
 def drawn(guard: Guard) -> list[float]:

@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from tables import table
 
+from resilient_train.core.decide import by_signal, decide, recent
+from resilient_train.core.knobs import MAX_EPS, MIN_CLIP, MIN_LR, Knobs, KnobValues
+from resilient_train.core.policy import Policy, named, parse
+from resilient_train.core.remedies import KNOWN, Case, HigherPrecision, is_mild, remedy
 from resilient_train.errors import ConfigError
 from resilient_train.files import conf
 from resilient_train.record.incident_log import IncidentLog
-from resilient_train.recover.decide import by_signal, decide, recent
-from resilient_train.recover.knobs import MAX_EPS, MIN_CLIP, MIN_LR, Knobs, KnobValues
-from resilient_train.recover.policy import Policy, named, parse
-from resilient_train.recover.remedies import KNOWN, Case, HigherPrecision, is_mild, remedy
 from resilient_train.types import (
     Action,
     Anomaly,
@@ -432,7 +432,7 @@ def test_what_is_no_policy_is_refused_at_once(
 
 OWN = """
 from dataclasses import dataclass
-from resilient_train.recover.remedies import Remedy, limited
+from resilient_train.core.remedies import Remedy, limited
 
 @dataclass(frozen=True)
 class Halve(Remedy):

@@ -24,13 +24,13 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from resilient_train.adapters.guard import Guard
+from resilient_train.core.checks import Checks
+from resilient_train.core.config import NoProgressConfig
+from resilient_train.core.config import named as checks_named
 from resilient_train.reader import DiskConfig
 from resilient_train.record.run_history import as_line, from_line
 from resilient_train.recover.trials import Arm, best_arm, fastest, holds, is_ahead, may_win, on_its_way
 from resilient_train.types import Action, Signal, Tried
-from resilient_train.watch.checks import Checks
-from resilient_train.watch.config import NoProgressConfig
-from resilient_train.watch.config import named as checks_named
 from resilient_train.watch.rate import NoProgress
 from resilient_train.wording import describe
 

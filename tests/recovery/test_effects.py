@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from resilient_train import Guard
-from resilient_train.controls import Controls
+from resilient_train.core.controls import Controls
 from resilient_train.errors import ConfigError
 from resilient_train.record.run_history import RunHistory
 from resilient_train.types import fact

@@ -26,9 +26,9 @@ from torch.nn.functional import mse_loss
 
 from resilient_train.app import VERBS
 from resilient_train.app.config.compose import load
+from resilient_train.core.policy import Budget, Policy, parse
+from resilient_train.core.remedies import KNOWN
 from resilient_train.record.run_history import in_words
-from resilient_train.recover.policy import Budget, Policy, parse
-from resilient_train.recover.remedies import KNOWN
 from resilient_train.types import Cause
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from resilient_train.adapters.guard import Guard
-from resilient_train.state.copies import Backups, BufferWatch
+from resilient_train.core.copies import Backups, BufferWatch
 
 ROWS, CLASSES = 512, 4
 

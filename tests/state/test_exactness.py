@@ -17,10 +17,10 @@ from resilient_train.adapters.reporter import Place
 from resilient_train.app.build import assemble
 from resilient_train.app.config.compose import load
 from resilient_train.app.train import train
+from resilient_train.core.state import RunState
+from resilient_train.core.tree import sha256
 from resilient_train.ranks.world import World
 from resilient_train.record.incident_log import IncidentLog
-from resilient_train.state.run_state import RunState
-from resilient_train.state.tree import sha256
 
 STEPS, CAPTURED_AT = 28, 17
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
+from resilient_train.core.copies import Backups
+from resilient_train.core.ring import Ring
+from resilient_train.core.state import Clock, RunState
+from resilient_train.core.tree import leaves, nbytes, put_together, sha256, taken_apart
+from resilient_train.core.vitals import all_finite, versions
 from resilient_train.reader import MemoryConfig
-from resilient_train.state.copies import Backups
-from resilient_train.state.ring import Ring
-from resilient_train.state.run_state import Clock, RunState
-from resilient_train.state.tree import leaves, nbytes, put_together, sha256, taken_apart
-from resilient_train.watch.vitals import all_finite, versions
 
 CPU = torch.device("cpu")
 

@@ -15,9 +15,9 @@ import pytest
 from stories import BAD_ROW, BEGAN_MS, CLIMBED, PASSED, ROOT, free_text, incident
 
 from resilient_train.app import incidents, status
+from resilient_train.core.knobs import Knobs
 from resilient_train.ranks.lock import LOCK, DirectoryLock
 from resilient_train.record.incident_log import IncidentLog
-from resilient_train.recover.knobs import Knobs
 from resilient_train.tracking.report import note, report
 from resilient_train.tracking.story import read_story
 from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal, Tried

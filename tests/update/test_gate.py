@@ -10,9 +10,9 @@ import torch
 from guarded import Poison, guarded
 from torch import nn, optim
 
-from resilient_train.state.tree import sha256
+from resilient_train.core.gate import DeviceGate, HostGate, gate_of
+from resilient_train.core.tree import sha256
 from resilient_train.types import NO_LIMIT
-from resilient_train.update.gate import DeviceGate, HostGate, gate_of
 
 
 class Signed(torch.optim.Optimizer):

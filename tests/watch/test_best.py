@@ -15,11 +15,11 @@ from tables import table
 from torch.nn.functional import cross_entropy
 
 from resilient_train import Guard
+from resilient_train.core.checks import Checks
+from resilient_train.core.config import named
+from resilient_train.core.loss import Jump, Level
 from resilient_train.types import NO_LIMIT, Vitals
 from resilient_train.watch.best import BLOCK, BestLevel
-from resilient_train.watch.checks import Checks
-from resilient_train.watch.config import named
-from resilient_train.watch.loss import Jump, Level
 from resilient_train.watch.purpose import Probe, Rise
 
 JUMP = named("default").jump

@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import table
 
+from resilient_train.core.checks import Checks, Finding
+from resilient_train.core.config import ChecksConfig, named
+from resilient_train.core.vitals import UpdateHistory
 from resilient_train.types import NO_LIMIT, Anomaly, Signal, Vitals
-from resilient_train.watch.checks import Checks, Finding
-from resilient_train.watch.config import ChecksConfig, named
-from resilient_train.watch.vitals import UpdateHistory
 
 Curve = Iterable[tuple[float, float]]
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
+from resilient_train.core.mark import Mark
+from resilient_train.core.objective import Metrics
+from resilient_train.core.ring import Snapshot
+from resilient_train.core.updater import Attempt
+from resilient_train.core.vitals import Sent, read_vitals, versions
 from resilient_train.data.samples import Update
-from resilient_train.state.mark import Mark
-from resilient_train.state.ring import Snapshot
 from resilient_train.types import UpdateResult, Vitals
-from resilient_train.update.objective import Metrics
-from resilient_train.update.updater import Attempt
-from resilient_train.watch.vitals import Sent, read_vitals, versions
 
 
 @dataclass(eq=False)

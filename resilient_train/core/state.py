@@ -16,10 +16,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from resilient_train.errors import in_one_line, unusable
-from resilient_train.state import randomness
-from resilient_train.state.copies import Metrics, Stateful, restore_item
-from resilient_train.state.tree import (
+from resilient_train.core import randomness
+from resilient_train.core.copies import Metrics, Stateful, restore_item
+from resilient_train.core.tree import (
     Share,
     Tree,
     copy_into,
@@ -30,6 +29,7 @@ from resilient_train.state.tree import (
     sha256,
     to_original_device,
 )
+from resilient_train.errors import in_one_line, unusable
 
 Pairs = list[tuple[Any, Any]]  # of a tensor of the run, and a copy of it or of this rank's part
 

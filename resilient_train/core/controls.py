@@ -13,18 +13,18 @@ from zlib import crc32
 import torch
 
 from resilient_train.checkpoint.keeper import CheckpointKeeper
+from resilient_train.core.knobs import Knobs
+from resilient_train.core.parts import RunParts
+from resilient_train.core.policy import Policy
+from resilient_train.core.remedies import Case, RunControl, is_mild, remedy
+from resilient_train.core.ring import Snapshot
+from resilient_train.core.vitals import Leap
 from resilient_train.diagnose.explain import lost_eps
 from resilient_train.effects import Effect, Effects, Patches, QuarantinedRows, skipped_samples
 from resilient_train.errors import TrainError
 from resilient_train.record.quarantine import Quarantine
-from resilient_train.recover.knobs import Knobs
-from resilient_train.recover.policy import Policy
-from resilient_train.recover.remedies import Case, RunControl, is_mild, remedy
-from resilient_train.run_parts import RunParts
-from resilient_train.state.ring import Snapshot
 from resilient_train.trials import Trials
 from resilient_train.types import Action, Anomaly, Diagnosis, Facts, Incident, fact
-from resilient_train.watch.vitals import Leap
 
 _EARLY_STEPS = 16  # a failure within so many accepted updates counts as one from the start
 

@@ -6,9 +6,9 @@ import struct
 from collections import deque
 from statistics import median_high
 
+from resilient_train.core.config import LimitConfig, ScaleConfig
+from resilient_train.core.loss import Level, PlainState
 from resilient_train.types import NO_LIMIT, Facts, Vitals, fact
-from resilient_train.watch.config import LimitConfig, ScaleConfig
-from resilient_train.watch.loss import Level, PlainState
 
 _OUTLIER = 100  # times the median of the first norms: left out when the first limit is made from them
 _EARLY_LIMIT = 1e3  # times the median of a few norms or losses, before there are enough for the limit

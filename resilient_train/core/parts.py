@@ -6,16 +6,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from resilient_train.core.checks import Checks
+from resilient_train.core.copies import BufferWatch
+from resilient_train.core.ring import Ring
+from resilient_train.core.state import Clock, RunState
+from resilient_train.core.updater import Precision, Updater
+from resilient_train.core.vitals import UpdateHistory
 from resilient_train.data.samples import Samples
 from resilient_train.diagnose.search import Search
 from resilient_train.ranks.world import World
-from resilient_train.state.copies import BufferWatch
-from resilient_train.state.ring import Ring
-from resilient_train.state.run_state import Clock, RunState
-from resilient_train.update.updater import Precision, Updater
-from resilient_train.watch.checks import Checks
 from resilient_train.watch.scans import Scans
-from resilient_train.watch.vitals import UpdateHistory
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from typing import Any
 
 import yaml
 
+from resilient_train.core.remedies import KNOWN, remedy_class
 from resilient_train.errors import ConfigError, in_one_line, unusable
 from resilient_train.files import load_yaml
 from resilient_train.reader import is_list, limited, mapping, no_such, option, read
-from resilient_train.recover.remedies import KNOWN, remedy_class
 from resilient_train.types import TRIAL, Action, Cause
 
 _COUNT = {"at_least": 1, "null": sys.maxsize}  # null: no limit but the budget

@@ -8,8 +8,8 @@ from typing import Protocol
 
 import torch
 
-from resilient_train.transaction import Transaction
-from resilient_train.update.objective import Metrics
+from resilient_train.core.objective import Metrics
+from resilient_train.core.transaction import Transaction
 
 Computed = tuple[torch.Tensor, Metrics]  # a loss whose backward was made, and what the objective reports
 Retry = Callable[[], None]  # called once the update was given up; then it is retried

@@ -9,14 +9,14 @@ from math import inf, isfinite
 from statistics import median_high
 from typing import Any, ClassVar
 
+from resilient_train.core.config import ChecksConfig
+from resilient_train.core.episode import Episode, Reference, Standing
+from resilient_train.core.limit import GradLimit, Refusals, ScaleCollapse, loss_limit
+from resilient_train.core.loss import Alarm, Creep, Jump, Level, PlainState, load, load_each, plain
 from resilient_train.types import NO_LIMIT, SPIKES, Anomaly, Facts, Signal, Vitals, fact
 from resilient_train.watch.best import BestLevel
-from resilient_train.watch.config import ChecksConfig
-from resilient_train.watch.limit import GradLimit, Refusals, ScaleCollapse, loss_limit
-from resilient_train.watch.loss import Alarm, Creep, Jump, Level, PlainState, load, load_each, plain
 from resilient_train.watch.purpose import PROBE_RATE, Probe
 from resilient_train.watch.rate import EarlyDivergence, NoProgress, RateRise
-from resilient_train.watch.reference import Episode, Reference, Standing
 from resilient_train.wording import log
 
 REMEMBERED = 10_000  # updates: further back than the memory snapshots of a run reach

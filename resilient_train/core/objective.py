@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from resilient_train.core.copies import BufferWatch
 from resilient_train.errors import ConfigError
-from resilient_train.state.copies import BufferWatch
 
 Metrics = Mapping[str, torch.Tensor | float]
 Objective = Callable[[Any, Any], Any]

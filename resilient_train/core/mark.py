@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from resilient_train.state.copies import Attributes, Backup, Backups, room
-from resilient_train.state.run_state import optimizer_tree, restore_optimizer, weights_of
-from resilient_train.state.tree import Tree, copy_into, local_part, put_together, taken_apart
+from resilient_train.core.copies import Attributes, Backup, Backups, room
+from resilient_train.core.state import optimizer_tree, restore_optimizer, weights_of
+from resilient_train.core.tree import Tree, copy_into, local_part, put_together, taken_apart
 
 
 @dataclass(eq=False)

@@ -11,9 +11,9 @@ from statistics import fmean, median, stdev
 from sys import float_info
 from typing import Any, ClassVar
 
+from resilient_train.core.config import ReferenceConfig
+from resilient_train.core.loss import FEW, PlainState, without_top
 from resilient_train.types import Facts, fact
-from resilient_train.watch.config import ReferenceConfig
-from resilient_train.watch.loss import FEW, PlainState, without_top
 
 WINDOW = 48  # losses that make a reference
 _LATEST = 8  # losses whose median is the level where they fell, and whose size thresholds in shares refer to

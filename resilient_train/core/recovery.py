@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from resilient_train.checkpoint.keeper import CheckpointKeeper
-from resilient_train.controls import Controls
+from resilient_train.core.controls import Controls
+from resilient_train.core.decide import decide, recent
+from resilient_train.core.parts import RunParts
+from resilient_train.core.policy import Policy
+from resilient_train.core.remedies import is_mild
+from resilient_train.core.transaction import Transaction
 from resilient_train.data.rows import fingerprint
 from resilient_train.data.samples import Update
 from resilient_train.diagnose.explain import OF_THE_LOSS, ChangedOnPurpose, Explainer, ReferenceInvalid
@@ -19,11 +24,6 @@ from resilient_train.errors import GaveUp, RanksDiffer, StorageFailed, TrainErro
 from resilient_train.ranks.world import odd_ones
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.progress import Doing
-from resilient_train.recover.decide import decide, recent
-from resilient_train.recover.policy import Policy
-from resilient_train.recover.remedies import is_mild
-from resilient_train.run_parts import RunParts
-from resilient_train.transaction import Transaction
 from resilient_train.types import (
     ACCEPTED,
     OUTSIDE,

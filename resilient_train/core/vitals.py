@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from resilient_train.core.checks import IN_CHECKPOINT, REMEMBERED
+from resilient_train.core.tree import leaves
 from resilient_train.ranks.world import World
-from resilient_train.state.tree import leaves
 from resilient_train.types import Anomaly, Signal, Vitals
-from resilient_train.watch.checks import IN_CHECKPOINT, REMEMBERED
 from resilient_train.watch.purpose import Rise
 
 _TREND = 32  # accepted updates that show a trend of losses and gradient norms

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, Protocol
 
+from resilient_train.core.knobs import Knobs
 from resilient_train.errors import ConfigError
 from resilient_train.reader import find
 from resilient_train.reader import limited as limited  # custom remedies import it from here
-from resilient_train.recover.knobs import Knobs
 from resilient_train.recover.trials import JUDGED, cost_of
 from resilient_train.types import OBSERVE, Action, Anomaly, Diagnosis
 

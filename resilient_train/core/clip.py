@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.nn.utils import get_total_norm
 
+from resilient_train.core.tree import is_sharded, local_part, sharding_of
 from resilient_train.reader import ClipConfig
-from resilient_train.state.tree import is_sharded, local_part, sharding_of
 from resilient_train.wording import log
 
 _COARSE = (torch.float16, torch.bfloat16)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from resilient_train.recover.policy import Policy, Rung
-from resilient_train.recover.remedies import Case, applicable, is_mild
+from resilient_train.core.policy import Policy, Rung
+from resilient_train.core.remedies import Case, applicable, is_mild
 from resilient_train.types import (
     OBSERVE,
     TRIAL,

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from resilient_train.state.tree import Tree, copy_into, fits, put_together, taken_apart, to_original_device, with_home
+from resilient_train.core.tree import Tree, copy_into, fits, put_together, taken_apart, to_original_device, with_home
 
 _BIG = 2**16  # bytes: smaller tensors are not worth copying on another stream
 

@@ -15,11 +15,11 @@ from torch import nn
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
+from resilient_train.core.clip import Clipper, norm_limit
+from resilient_train.core.gate import Agreement, OpenGate, gate_of
+from resilient_train.core.knobs import AS_CONFIGURED, KnobValues
+from resilient_train.core.state import weights_of
 from resilient_train.errors import TrainError
-from resilient_train.recover.knobs import AS_CONFIGURED, KnobValues
-from resilient_train.state.run_state import weights_of
-from resilient_train.update.clip import Clipper, norm_limit
-from resilient_train.update.gate import Agreement, OpenGate, gate_of
 from resilient_train.update.schedule import LoopSchedule, Schedule
 from resilient_train.update.turns import CopyGate
 from resilient_train.wording import log

@@ -14,10 +14,10 @@ from typing import Any
 import psutil
 import torch
 
+from resilient_train.core.copies import Copier, Frozen, room
+from resilient_train.core.state import RunState
+from resilient_train.core.tree import Tree, local_part, nbytes, put_together, taken_apart
 from resilient_train.reader import MemoryConfig
-from resilient_train.state.copies import Copier, Frozen, room
-from resilient_train.state.run_state import RunState
-from resilient_train.state.tree import Tree, local_part, nbytes, put_together, taken_apart
 from resilient_train.wording import counted
 
 _GIB = 2**30

@@ -18,20 +18,20 @@ from typing import Any, ClassVar
 import torch
 
 from resilient_train.computation import Computation
+from resilient_train.core.mark import Mark
+from resilient_train.core.objective import Metrics, scalar
+from resilient_train.core.parts import RunParts
+from resilient_train.core.protocols import Computed, Hook, OnError
+from resilient_train.core.recovery import Recovery
+from resilient_train.core.state import weights_of
+from resilient_train.core.transaction import Transaction
+from resilient_train.core.updater import Attempt
+from resilient_train.core.vitals import landed, mean, mean_metrics, versions
 from resilient_train.data.samples import Update
 from resilient_train.errors import TrainError
-from resilient_train.protocols import Computed, Hook, OnError
-from resilient_train.recovery import Recovery
-from resilient_train.run_parts import RunParts
-from resilient_train.state.mark import Mark
-from resilient_train.state.run_state import weights_of
-from resilient_train.transaction import Transaction
 from resilient_train.types import Anomaly, Signal, UpdateResult, Vitals
-from resilient_train.update.objective import Metrics, scalar
 from resilient_train.update.turns import MISSING, TWICE, TWO_GUARDS, require_gradient
-from resilient_train.update.updater import Attempt
 from resilient_train.watch.examination import Examination
-from resilient_train.watch.vitals import landed, mean, mean_metrics, versions
 
 
 class EngineGuard:

@@ -1,1 +1,0 @@
-"""What a run *is*: captured, restored, and compared by a digest."""
