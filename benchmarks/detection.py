@@ -22,9 +22,9 @@ import numpy as np
 from detection_curves import FAMILIES, Curve, recorded, risen
 from detection_rivals import ALARM, REFUSED, Arc, Detector, MeanSigma, MedianMad, Ours
 
-from resilient_train.core.checks import Checks
 from resilient_train.core.config import named
 from resilient_train.types import Vitals
+from resilient_train.watch.panel import Panel
 
 SCANS_SEE = ("w1e", "lay", "v", "mx")  # faults of weights and moments, which the scans look for besides
 BY_CONSTRUCTION = "stuck"  # a batch that repeats: our stream cannot
@@ -192,7 +192,7 @@ def cost(steps: int = 50_000) -> None:
     ]
     rows = []
     for name in ("default", "light", "paranoid", "off"):
-        checks, times = Checks(named(name)), []
+        checks, times = Panel.of(named(name)).checks, []
         for first in range(0, steps, 5000):
             began = time.process_time()
             for one in vitals[first : first + 5000]:

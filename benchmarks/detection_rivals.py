@@ -8,9 +8,9 @@ from math import isfinite, sqrt
 from statistics import median
 from typing import Any, Protocol
 
-from resilient_train.core.checks import Checks
 from resilient_train.core.config import ChecksConfig
 from resilient_train.types import Signal, Vitals
+from resilient_train.watch.panel import Panel
 
 ALARM, REFUSED = "alarm", "refused"
 
@@ -24,7 +24,7 @@ class Ours:
     """Our checks behind a gate that does as it is told."""
 
     def __init__(self, config: ChecksConfig) -> None:
-        self.checks = Checks(config)
+        self.checks = Panel.of(config).checks
         self.tick = self.step = 0
         self.since: int | None = None
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,23 +21,74 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from resilient_train.core import randomness
+from resilient_train.core.copies import BufferWatch
 from resilient_train.core.mark import Marks
-from resilient_train.core.objective import Measured
-from resilient_train.core.parts import RunParts
 from resilient_train.core.protocols import Computed, Hook
 from resilient_train.core.randomness import Seeds
 from resilient_train.core.transaction import Transaction
-from resilient_train.core.vitals import versions
+from resilient_train.core.vitals import Metrics, versions
 from resilient_train.diagnose.frames import Line, line_of
-from resilient_train.errors import TrainError, in_one_line
+from resilient_train.errors import ConfigError, TrainError, in_one_line
 from resilient_train.numerics.domains import has_value
 from resilient_train.ranks.world import is_lost_device
+from resilient_train.run_parts import RunParts
 from resilient_train.watch.modes import AnomalyMode
 from resilient_train.wording import IN_FILE_ONLY, counted, log
 
 _TRIED = 4  # other batches
 _OURS = Path(__file__).parent
 _USERS = (_OURS / "zoo", _OURS / "numerics")  # which call what users wrote, or what they would call
+
+
+Objective = Callable[[Any, Any], Any]
+
+
+class Measured:
+    """Calls an objective and checks what it returns: the loss must be a scalar tensor."""
+
+    def __init__(self, objective: Objective, name: str, key: str = "objective._target_") -> None:
+        """`key` is the setting that gave the objective: error messages begin with it."""
+        self.objective, self.name, self.key = objective, name, key
+        self.buffers: BufferWatch | None = None  # of the model that it is called with
+        self.changes: list[Callable[[torch.Tensor], torch.Tensor]] = []  # of the loss in training, as in a drill
+
+    def __call__(self, model: Any, batch: Any) -> tuple[torch.Tensor, Metrics]:
+        answer = self.objective(model, batch)
+        loss, given = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, {})
+        if not isinstance(loss, torch.Tensor):
+            raise self._error(f"returned a {type(loss).__name__} as the loss: expected a scalar tensor")
+        if loss.numel() != 1:
+            raise self._error(f"returned a loss of shape {list(loss.shape)}: expected a scalar, such as its mean()")
+        if not isinstance(given, Mapping):
+            raise self._error(f"returned a {type(given).__name__} next to the loss: expected {{name: value}}")
+        loss = loss.reshape(()) if self.buffers is None else self.buffers.spoil(loss.reshape(()))
+        metrics: dict[str, torch.Tensor | float] = {}
+        for key, value in given.items():
+            if (name := str(key)) == "loss":
+                raise self._error("returned a metric named loss: the loss itself has that name")
+            if isinstance(value, torch.Tensor) and value.numel() == 1:
+                # Detached: it is kept until it is reported, and its graph would keep the whole forward alive.
+                metrics[name] = value.detach().reshape(())
+            elif isinstance(value, int | float):
+                metrics[name] = value
+            else:
+                what = type(value).__name__ + (f" of shape {list(value.shape)}" if hasattr(value, "shape") else "")
+                raise self._error(f"returned a {what} as the metric {name}: expected a number or a scalar tensor")
+        return loss, metrics
+
+    def for_training(self, model: Any, batch: Any) -> tuple[torch.Tensor, Metrics]:
+        loss, metrics = self(model, batch)
+        if not loss.requires_grad:
+            why = "something between the weights and the loss detaches it (.detach(), .item(), no_grad, argmax)"
+            if not any(one.requires_grad for one in model.parameters()):
+                why = "all weights of the model are frozen (requires_grad=False)"
+            raise self._error(f"returned a loss without a graph: {why}")
+        for change in self.changes:
+            loss = change(loss)
+        return loss, metrics
+
+    def _error(self, why: str) -> ConfigError:
+        return ConfigError(self.key, self.name, why)
 
 
 @dataclass(frozen=True)

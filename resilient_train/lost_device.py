@@ -18,16 +18,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from resilient_train.core.objective import Measured
-from resilient_train.core.parts import RunParts
+from resilient_train.checkpoint.keeper import CheckpointKeeper
+from resilient_train.computation import Measured
+from resilient_train.core.policy import Policy
 from resilient_train.core.protocols import Hook
-from resilient_train.core.recovery import Recovery
-from resilient_train.core.transaction import Transaction
+from resilient_train.core.transaction import Transaction, Update
 from resilient_train.core.tree import Tree
-from resilient_train.data.samples import Update
 from resilient_train.data.stream import Key
 from resilient_train.errors import in_one_line, text_of
 from resilient_train.ranks.world import is_lost_device
+from resilient_train.remedial import AllControls
+from resilient_train.run_parts import RunParts
 from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Facts, Signal, fact
 from resilient_train.wording import log, say
 
@@ -37,8 +38,16 @@ _SECONDS = 60.0  # for the search: what is not computed by then is not blamed
 class LostDevice(Hook):
     """Notices, in `with` statements, that the GPU is lost; puts the rows that did it in quarantine."""
 
-    def __init__(self, parts: RunParts, recovery: Recovery, objective: Measured | None) -> None:
-        self._parts, self._recovery, self._objective = parts, recovery, objective
+    def __init__(
+        self,
+        parts: RunParts,
+        policy: Policy,
+        controls: AllControls,
+        keeper: CheckpointKeeper,
+        objective: Measured | None,
+    ) -> None:
+        self._parts, self._policy, self._controls, self._keeper = parts, policy, controls, keeper
+        self._objective = objective
         self._begun: deque[Update] = deque(maxlen=2)  # of which one did it
         self._is_known = False
 
@@ -61,9 +70,8 @@ class LostDevice(Hook):
 
     def _explained(self, error: BaseException) -> str:
         """Save what the host has, and leave out the rows that did it in the next process; return what is said of it."""
-        recovery = self._recovery
         self._parts.ring.copier.give_up()
-        lost, save = recovery.keeper.rescue()
+        lost, save = self._keeper.rescue()
         save()  # first: a forward on the host may take long, and may write to the snapshot
         lost_gpu: dict[str, Any] = {"error": text_of(error).splitlines()[0]}
         try:
@@ -78,16 +86,15 @@ class LostDevice(Hook):
             found = Diagnosis(Cause.DATA, fact("rows_raise_on_host", **of_rows), rows=rows)
             is_cured = self._left_out(found, evidence, lost)
         else:
-            evidence = fact("lost_gpu", **lost_gpu, times=recovery.policy.crashes)
+            evidence = fact("lost_gpu", **lost_gpu, times=self._policy.crashes)
             log.error("%s", say(evidence))
-        recovery.keeper.progress.stays(is_explained=is_cured)
+        self._keeper.progress.stays(is_explained=is_cured)
         return say(evidence)
 
     def _left_out(self, found: Diagnosis, evidence: Facts, lost: int) -> bool:
         """Open an incident for these rows; put them in quarantine, and return True, if the policy allows that."""
-        recovery, clock = self._recovery, self._parts.clock
-        incident_log, controls = recovery.incident_log, recovery.controls
-        if not recovery.observes and recovery.policy.crashes is not None:
+        clock, incident_log, controls = self._parts.clock, self._keeper.incident_log, self._controls
+        if not self._policy.observe and self._policy.crashes is not None:
             controls.quarantine_after_crash(found.rows, found.advice, incident_log.next_id)
         is_cured = {*found.rows} <= controls.quarantined.rows.keys()
         anomaly = Anomaly(Signal.EXCEPTION, clock.step + 1, clock.tick, clock.step, evidence, landed=False)

@@ -8,13 +8,16 @@ from functools import partial
 
 import torch
 
+from resilient_train.checkpoint.keeper import CheckpointKeeper
+from resilient_train.core.policy import Policy
 from resilient_train.core.protocols import Retry
-from resilient_train.core.recovery import Recovery
 from resilient_train.core.transaction import Transaction
 from resilient_train.errors import TrainError, text_of
 from resilient_train.ranks.world import is_out_of_memory
 from resilient_train.record import progress
 from resilient_train.record.progress import OutOfMemory
+from resilient_train.remedial import AllControls
+from resilient_train.run_parts import RunParts
 from resilient_train.types import ProcessIncident, Signal, fact
 from resilient_train.wording import log
 
@@ -29,9 +32,9 @@ def memory_evidence(error: BaseException) -> str:
 class MicroBatchSizer:
     """Retries an update that ran out of memory with smaller micro-batches."""
 
-    def __init__(self, recovery: Recovery) -> None:
-        self._recovery, self._place = recovery, recovery.incident_log.run_dir
-        self._world, self._samples = recovery.parts.world, recovery.parts.samples
+    def __init__(self, parts: RunParts, policy: Policy, controls: AllControls, keeper: CheckpointKeeper) -> None:
+        self._world, self._samples, self._policy, self._controls = parts.world, parts.samples, policy, controls
+        self._keeper, self._place = keeper, keeper.incident_log.run_dir
         self._notes: list[OutOfMemory] = []  # of previous processes that ran out of memory
 
     def previous_ran_out(self) -> bool:
@@ -51,7 +54,7 @@ class MicroBatchSizer:
             self._has_changed()
             shape = sliced.batch_size, sliced.accumulation, size
             log.info("an update stays %d samples: %d rows x %d micro-batches x %d processes", samples, *shape)
-        self._fit_into(self._recovery.controls.micro_batch or self._samples.slicing.batch_size)
+        self._fit_into(self._controls.micro_batch or self._samples.slicing.batch_size)
         for one in self._notes[:1]:  # of the rank with the least room
             if self._fit_into(one.batch_size - 1):
                 self.note_smaller(one.step, one.evidence, (one.rank,))
@@ -67,8 +70,8 @@ class MicroBatchSizer:
     def make_smaller(self, step: int, evidence: str) -> None:
         """Halve the micro-batches. Of several processes, leave a note and raise: the others wait in a collective."""
         what, halved = f"out of memory in update {step}: {evidence}", self._samples.slicing.halved()
-        incidents, policy = self._recovery.incident_log.incidents, self._recovery.policy
-        is_exhausted = sum(one.anomaly.signal is Signal.OUT_OF_MEMORY for one in incidents) >= policy.halvings
+        incidents = self._keeper.incident_log.incidents
+        is_exhausted = sum(one.anomaly.signal is Signal.OUT_OF_MEMORY for one in incidents) >= self._policy.halvings
         if halved is None or is_exhausted or not self._samples.slice_as(halved):
             raise TrainError(f"{what}; {_SMALLER}")
         if self._world.size > 1:
@@ -81,11 +84,10 @@ class MicroBatchSizer:
 
     def note_smaller(self, step: int, reason: str, ranks: tuple[int, ...] = ()) -> None:
         self._has_changed()
-        rows, recovery = self._samples.slicing.batch_size, self._recovery
-        recovery.controls.micro_batch = rows
+        self._controls.micro_batch = rows = self._samples.slicing.batch_size
         evidence = fact("smaller_batch", why=reason, rows=rows)
         found = ProcessIncident(Signal.OUT_OF_MEMORY, step, step - 1, evidence, "smaller_batch", ranks=ranks)
-        recovery.controls.note(partial(recovery.keeper.note_incident, found))
+        self._controls.note(partial(self._keeper.note_incident, found))
 
     def _fit_into(self, rows: int) -> bool:
         """Halve micro-batches to at most so many rows, as far as possible; say whether they are smaller now."""

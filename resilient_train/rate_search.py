@@ -5,27 +5,35 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 from resilient_train.core.decide import BY_DECAY, by_signal
-from resilient_train.core.protocols import Hook
+from resilient_train.core.protocols import Hook, Store
 from resilient_train.core.recovery import Recovery
+from resilient_train.remedial import AllControls
+from resilient_train.run_parts import RunParts
 from resilient_train.types import OUTSIDE, Action, Anomaly, Decision, Signal, fact
 
 
 class RateSearch(Hook):
-    def __init__(self, recovery: Recovery, settle: Callable[[], bool]) -> None:
+    def __init__(
+        self, parts: RunParts, recovery: Recovery, controls: AllControls, store: Store, settle: Callable[[], bool]
+    ) -> None:
         """`settle` waits for the verdict on the last update."""
-        self._recovery, self._settle = recovery, settle
+        self._parts, self._recovery, self._controls, self._store = parts, recovery, controls, store
+        self._settle = settle
 
     def before_update(self) -> None:
-        parts = self._recovery.parts
-        if parts.checks.asks_for_rates(parts.clock.step, parts.ring.travelled) and self._settle():
+        """Look where the loss stands; not while an incident is open, nor around a declared change."""
+        step, checks, panel = self._parts.clock.step, self._parts.checks, self._parts.panel
+        may_ask, is_suspect = not checks.episode.is_open, panel.early_divergence.is_suspect
+        if not may_ask or step in checks.declared:
+            return
+        if panel.no_progress.asks(step, self._parts.ring.travelled, is_suspect=is_suspect) and self._settle():
             self.search()
 
     def search(self) -> None:
-        recovery, parts, controls = self._recovery, self._recovery.parts, self._recovery.controls
-        trials, check, log = controls.trials, parts.checks.no_progress, recovery.incident_log
+        recovery, parts, controls = self._recovery, self._parts, self._controls
+        trials, check, log = controls.trials, parts.panel.no_progress, recovery.incident_log
         step, started, before = parts.clock.step, time.perf_counter(), trials.updates
         found = trials.race(controls)
         was_tried = trials.updates > before
@@ -39,10 +47,8 @@ class RateSearch(Hook):
             parts.ring.keep_reference(step)
         fell = fact("weights_fell", share=found.left) if found.left < 1 else ()
         anomaly = Anomaly(Signal.NO_PROGRESS, step, parts.clock.tick, found.since, check.evidence + fell)
-        recovery.keeper.distrust(found.since)
+        self._store.distrust(found.since)
         decision = Decision((Action("rewind"), found.cut), rung=OUTSIDE)
         diagnosis = by_signal(anomaly) if found.left == 1 else BY_DECAY
         incident = replace(log.open(anomaly, diagnosis, decision), tried=found.tried)
-        incident = controls.apply(incident, (0, 0), started, was_refused=False)
-        recovery.require_agreement()
-        controls.note(partial(log.record_treatment, incident))
+        recovery.carry_out(incident, (0, 0), started)

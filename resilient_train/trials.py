@@ -15,15 +15,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from resilient_train.computation import BatchErrors, Computation
+from resilient_train.core.effects import Effects
 from resilient_train.core.mark import Mark
-from resilient_train.core.objective import scalar
-from resilient_train.core.parts import RunParts
 from resilient_train.core.policy import Policy
 from resilient_train.core.remedies import RunControl, remedy
 from resilient_train.core.ring import Snapshot
 from resilient_train.core.transaction import Transaction
-from resilient_train.core.vitals import mean
-from resilient_train.effects import Effects
+from resilient_train.core.vitals import mean, scalar
 from resilient_train.errors import StorageFailed, TrainError, in_one_line
 from resilient_train.ranks.world import is_out_of_memory
 from resilient_train.recover.trials import (
@@ -39,6 +37,7 @@ from resilient_train.recover.trials import (
     on_its_way,
     table,
 )
+from resilient_train.run_parts import RunParts
 from resilient_train.types import NO_LIMIT, Action, Tried
 from resilient_train.wording import counted, log, say
 
@@ -125,7 +124,7 @@ class Trials:
         worse. The winner also has to beat the present rate from that state: some losses grow with training, whatever
         the rate. If it does not by more than age explains, it is made as old as the run, and has to be far below it.
         """
-        parts, step, first = self._parts, self._parts.clock.step, self._parts.checks.no_progress.first
+        parts, step, first = self._parts, self._parts.clock.step, self._parts.panel.no_progress.first
         left, verified = self.left(in_vain=self.raced_in_vain), parts.ring.verified_until(step)
         steps = min(step // 2, max(_LONGEST_RACE, left // 6))  # in a long run all rates may be tried for longer
         if not verified or verified[-1].step > step // 4 or left < 2 * cost_of(steps, JUDGED) + cost_of(1, JUDGED):
@@ -144,7 +143,7 @@ class Trials:
                     "changes with each call (does __getitem__ change rows in place?)",
                     since.step + 1,
                 )
-                parts.checks.no_progress.stop()
+                parts.panel.no_progress.stop()
                 return None
             self._fetch_judged()
 
@@ -188,7 +187,7 @@ class Trials:
         log.debug(
             "%s; lower rates were tried, and the current one is fine: x%.3g came to %.4g, where the run is at %.4g; "
             "that took %s, not part of the run's",
-            *(say(self._parts.checks.no_progress.evidence), lowest.cut, lowest.loss, arms[0].loss),
+            *(say(self._parts.panel.no_progress.evidence), lowest.cut, lowest.loss, arms[0].loss),
             counted(self._cost, "update"),
         )
 

@@ -174,6 +174,8 @@ class Diagnosis:
     # The operation that failed this time, if only because of values from the patched culprit.
     symptom: Culprit | None = None
     suspects: tuple[int, ...] = ()  # rows without which the batch is ordinary, and none of which is known to be bad
+    usual_rate: float = field(default=0.0, compare=False)  # of a rate that rose: the highest before, relative
+    leapt_to: float = field(default=0.0, compare=False)  # what it rose to in one step; 0: not in one step
 
     @property
     def broken(self) -> Culprit | None:

@@ -24,10 +24,10 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, default_collate
 
 from resilient_train.adapters import rows_of_loader
+from resilient_train.computation import Measured
 from resilient_train.core import config as checks_config
 from resilient_train.core import policy as policies
 from resilient_train.core.config import ChecksConfig
-from resilient_train.core.objective import Measured
 from resilient_train.core.policy import Policy
 from resilient_train.core.tree import is_sharded
 from resilient_train.data import build

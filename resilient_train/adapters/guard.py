@@ -15,20 +15,17 @@ from accelerate import Accelerator
 from torch import nn
 
 from resilient_train.adapters import arguments
-from resilient_train.adapters.hooks import FirstUpdate, NotePlace
+from resilient_train.adapters.direct_steps import DirectStepCheck
+from resilient_train.adapters.hooks import HealthyUpdates, NotePlace
 from resilient_train.adapters.reporter import REPORT_EVERY, Place, Report, RunReporter, holders, log_to_stderr, place
 from resilient_train.checkpoint.keeper import CheckpointKeeper
 from resilient_train.checkpoint.resume import Resume
-from resilient_train.computation import BatchErrors, Computation
-from resilient_train.core.checks import Checks
+from resilient_train.computation import BatchErrors, Computation, Objective
 from resilient_train.core.clip import Clipper, LoopClipCheck, TrainersClipper, norm_over_ranks
 from resilient_train.core.config import ChecksConfig
-from resilient_train.core.controls import Controls
 from resilient_train.core.copies import Backups, BufferWatch, Stateful
 from resilient_train.core.gate import synchronous
 from resilient_train.core.mark import Marks
-from resilient_train.core.objective import Objective
-from resilient_train.core.parts import RunParts
 from resilient_train.core.protocols import Hook
 from resilient_train.core.randomness import RecordedStates, Seeds
 from resilient_train.core.recovery import Recovery
@@ -36,26 +33,32 @@ from resilient_train.core.ring import Ring
 from resilient_train.core.state import Clock, RunState
 from resilient_train.core.update import EngineGuard
 from resilient_train.core.updater import Precision, Updater
-from resilient_train.core.vitals import UpdateHistory, mean_over_ranks
 from resilient_train.data.rows import Collate
-from resilient_train.data.samples import Slicing
+from resilient_train.data.samples import Samples, Slicing
 from resilient_train.data.sequential import LoaderSamples
+from resilient_train.diagnose.explain import Explainer
 from resilient_train.diagnose.replay import Replay
 from resilient_train.diagnose.search import Search
 from resilient_train.drills import Drill
 from resilient_train.drills.hook import DrillHook
 from resilient_train.errors import RanksDiffer, Stopped, TrainError, own_error
+from resilient_train.intended import Intended
 from resilient_train.lost_device import LostDevice
 from resilient_train.micro_batches import MicroBatchSizer
+from resilient_train.ranks.world import World
 from resilient_train.rate_search import RateSearch
 from resilient_train.reader import ClipConfig, DiskConfig, MemoryConfig
 from resilient_train.record.endings import RunFacts
 from resilient_train.record.progress import Doing
+from resilient_train.remedial import AllControls
+from resilient_train.run_parts import RunParts
+from resilient_train.run_process import RunProcess
 from resilient_train.trials import Trials
 from resilient_train.types import Facts, Incident, Signal, UpdateResult
-from resilient_train.update.turns import DirectStepCheck
 from resilient_train.watch.examination import Examination
+from resilient_train.watch.history import UpdateHistory
 from resilient_train.watch.modes import AnomalyMode
+from resilient_train.watch.panel import Panel
 from resilient_train.watch.scans import Scans
 from resilient_train.wording import counted, log, say
 
@@ -80,6 +83,11 @@ class Epoch:
 
 class Guard(EngineGuard):
     """Gate, checks, rewinds, remedies and journal around a training loop."""
+
+    world: World
+    samples: Samples
+    _parts: RunParts
+    _controls: AllControls
 
     def __init__(
         self,
@@ -184,6 +192,7 @@ class Guard(EngineGuard):
             )
             search = Search(replay, samples, world, beat)
         own_weights = arguments.own_weights(model) if world.size > 1 else None
+        panel = Panel.of(checks)
         parts = RunParts(
             world=world,
             clock=clock,
@@ -191,7 +200,8 @@ class Guard(EngineGuard):
             state=state,
             updater=updater,
             ring=Ring(state, memory or MemoryConfig(every=25, keep=5, max_gib=None), world.least),
-            checks=Checks(checks),
+            checks=panel.checks,
+            panel=panel,
             scans=Scans(checks, unwrapped, optimizers, own_weights),
             buffers=buffers,
             precision=Precision(unwrapped, accelerator.mixed_precision),
@@ -208,19 +218,29 @@ class Guard(EngineGuard):
             computation = Computation(model, unwrapped, measured, anomaly_mode, marks, seeds)
             batch_errors = BatchErrors(parts, computation)
             trials = Trials(parts, computation, batch_errors, policy, lambda: self.steps, stop)
-            controls = Controls(parts, policy, quarantined, keeper, trials)
-            recovered_after = max(verify_after, _RECOVERED_AFTER)
-            self.reporter = RunReporter(clock, parts.updates, parts.checks, home, keeper.progress)
-            treating = Recovery(parts, policy, controls, keeper, self.reporter.fail, recovered_after=recovered_after)
-            parts.checks.early_divergence.can_compare = search is not None and samples.rows > 0
+            controls = AllControls(parts, policy, quarantined, keeper, trials)
+            self.reporter = RunReporter(clock, parts.updates, parts.panel, home, keeper.progress)
+            explainer = Explainer(
+                *(world, samples, state, parts.ring, optimizers, parts.updates, search, beat),
+            )
+            intended = Intended(parts, explainer, incidents, controls)
+            self._process = RunProcess(parts, policy, controls, intended, keeper, self.reporter.fail)
+            treating = Recovery(
+                *(parts, policy, controls, intended, keeper, incidents),
+                report=self.reporter.fail,
+                agree=self._process.require_agreement,
+                recovered_after=max(verify_after, _RECOVERED_AFTER),
+            )
+            parts.panel.early_divergence.can_compare = search is not None and samples.rows > 0
             examination = Examination(world, clock, parts.checks, parts.scans, marks, state.kept)
             self._direct_steps, self._anomaly_mode, self.drill = direct_steps, anomaly_mode, drill or Drill(())
-            self._lost_device = LostDevice(parts, treating, measured)
-            self._sizer = MicroBatchSizer(treating)
+            self._keeper = keeper
+            self._lost_device = LostDevice(parts, policy, controls, keeper, measured)
+            self._sizer = MicroBatchSizer(parts, policy, controls, keeper)
             hooks: list[Hook] = [NotePlace(parts, keeper.progress), self._lost_device]
-            hooks += [batch_errors, FirstUpdate(treating, examination)]
+            hooks += [batch_errors, HealthyUpdates(parts, keeper, examination)]
             if trials.tries_rates:
-                hooks.insert(0, RateSearch(treating, self.settle))
+                hooks.insert(0, RateSearch(parts, treating, controls, keeper, self.settle))
             drilling = DrillHook(self.drill, state, parts.ring, world.rank, self.settle)
             if drill is not None:
                 hooks.insert(0, drilling)
@@ -229,7 +249,8 @@ class Guard(EngineGuard):
                 measured.changes.append(drilling.on_loss)
             treats = any(policy.ladders.values()) and not policy.observe
             super().__init__(
-                *(parts, treating, computation, examination),
+                *(parts, treating, computation, marks, examination, keeper, seeds),
+                fetch=self._process.next_update,
                 verify_after=verify_after,
                 stop=stop,
                 hooks=hooks,
@@ -272,7 +293,8 @@ class Guard(EngineGuard):
     def resume(self) -> bool:
         """Resume the run of the run directory, if there is one: after `keep`. Otherwise `batches` does it."""
         self._owes_resume = False
-        resumed = self._recovery.resume(is_explained=self._sizer.previous_ran_out())
+        resumed = self._process.resume(is_explained=self._sizer.previous_ran_out())
+        self._recovery.resume_observed()
         self._sizer.as_before(self._keeper.previous_samples_per_update)
         self._checks.episode.resumed(self.clock.step)
         self.seeds.between(self.samples.position)
@@ -363,7 +385,7 @@ class Guard(EngineGuard):
                             self._complete()
                     self._keeper.run_completed()
             if all_close:  # else the reporter knows whether another process was killed
-                self._recovery.process_ends()
+                self._process.ends()
         except BaseException as raised:  # the last update may be one too many for the policy
             error = raised
             raise
@@ -408,7 +430,7 @@ class Guard(EngineGuard):
     def report(self) -> Report | None:
         """Return the numbers of the newest update; None if they were reported. All ranks call it, and wait."""
         factors = {name: getattr(self._controls.knobs.values, name) for name in ("lr", "clip", "eps")}
-        read = partial(mean_over_ranks, self.world, self.metrics)
+        read = partial(self.world.mean_metrics, self.metrics)
         return self.reporter.report(self.newest, read, self.samples.slicing.samples, factors)
 
     @property
@@ -418,7 +440,7 @@ class Guard(EngineGuard):
 
     def ended(self) -> None:
         """Note that the process ends by itself, and not because another process of the run was killed."""
-        self._recovery.process_ends()
+        self._process.ends()
 
     def leave_newest(self) -> tuple[int, Path | None]:
         """Write the newest verified state, from another thread; a path of None: the step is that of an older one."""
@@ -426,7 +448,7 @@ class Guard(EngineGuard):
 
     def hung(self, evidence: Facts, *, in_update: bool) -> None:
         """Record that the loop hangs, and write the newest verified state if possible, from another thread."""
-        self._recovery.hung(evidence, in_update=in_update)
+        self._process.hung(evidence, in_update=in_update)
 
     # Inside.
 
@@ -466,7 +488,7 @@ class Guard(EngineGuard):
             self.settle()
         self.seeds.between(self.samples.position)
         if not self._ring.snapshots and self._pending is None:
-            self._recovery.require_agreement("settings_differ")
+            self._process.require_agreement("settings_differ")
             found = self._examination.examine_now() if self.clock.step == 0 else None  # later ones compare with it
             if found is not None and found.signal is Signal.RANK_MISMATCH:
                 raise RanksDiffer(f"{say(found.evidence)}, before the first update: {_FROM_THE_START}")
@@ -488,7 +510,7 @@ class Guard(EngineGuard):
         left = self._keeper.finish(effects, healthy=healthy, damaged=is_damaged)
         if healthy:
             self._keeper.run_completed()
-        self._recovery.process_ends()
+        self._process.ends()
         return left
 
     def _on_accepted(self) -> None:

@@ -22,8 +22,8 @@ from accelerate.utils import send_to_device
 from resilient_train.adapters import arguments
 from resilient_train.adapters.follower import OLDEST, Follower, refuse_bad_options, run_dir_of
 from resilient_train.adapters.rows_of_loader import NumberedBatch
+from resilient_train.computation import Measured
 from resilient_train.core import randomness
-from resilient_train.core.objective import Measured
 from resilient_train.data.fed import Fed
 from resilient_train.errors import TrainError, named_type
 

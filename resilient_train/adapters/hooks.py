@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from resilient_train.core.parts import RunParts
+from resilient_train.checkpoint.keeper import CheckpointKeeper
 from resilient_train.core.protocols import Hook
-from resilient_train.core.recovery import Recovery
 from resilient_train.core.transaction import Transaction
+from resilient_train.data.rows import fingerprint
 from resilient_train.record.progress import Progress
+from resilient_train.run_parts import RunParts
 from resilient_train.watch.examination import Examination
 from resilient_train.wording import log
 
@@ -37,20 +38,30 @@ class NotePlace(Hook):
         self._progress.updating(self._clock.tick + 1, self._clock.step, start, stop)
 
 
-class FirstUpdate(Hook):
-    """Looks at the first healthy update of a process: optimizers have created their state in it."""
+class HealthyUpdates(Hook):
+    """Looks at healthy updates. In the first one of a process optimizers create their state."""
 
-    def __init__(self, recovery: Recovery, examination: Examination) -> None:
-        self._recovery, self._examination = recovery, examination
+    def __init__(self, parts: RunParts, keeper: CheckpointKeeper, examination: Examination) -> None:
+        self._parts, self._keeper, self._examination = parts, keeper, examination
         self._is_over = False
 
     def accepted(self, update: Transaction) -> None:
+        parts = self._parts
+        parts.ring.best_step = parts.panel.best.step  # whose state is kept
+        self._note_rows(update)
         if self._is_over:
             return
-        self._is_over = True
-        parts, is_first_step = self._recovery.parts, self._recovery.parts.clock.step == 1
-        self._recovery.keeper.check()
+        self._is_over, is_first_step = True, parts.clock.step == 1
+        self._keeper.check()
         if is_first_step or not parts.checks.knows_usual_batches:
             self._examination.learn_usual_batches(update.inputs)
         if is_first_step:
             log.info("%s", parts.ring.describe())  # its size is known now that the optimizer has its moments
+
+    def _note_rows(self, update: Transaction) -> None:
+        """Note once what the data set looks like, so that a resume notices when it has changed."""
+        log, keys = self._keeper.incident_log, update.update.keys
+        if log.directory is not None and log.run_history.data_sample is None and keys:
+            rows = [key.row for some in keys for key in some]
+            sample = fingerprint(self._parts.samples.dataset, rows)  # type: ignore[attr-defined]
+            log.run_history.note("data_seen", sample=sample)

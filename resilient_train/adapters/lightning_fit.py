@@ -20,7 +20,7 @@ from torchmetrics import Metric
 from resilient_train.adapters.arguments import PlacedAccelerator
 from resilient_train.adapters.follower import Follower
 from resilient_train.adapters.rows_of_loader import NumberedBatch
-from resilient_train.core.objective import Measured
+from resilient_train.computation import Measured
 from resilient_train.data.fed import Fed
 
 

@@ -22,9 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from resilient_train.core.checks import Checks
 from resilient_train.core.state import Clock
-from resilient_train.core.vitals import UpdateHistory
 from resilient_train.errors import (
     ConfigError,
     DirectoryInUse,
@@ -50,6 +48,8 @@ from resilient_train.tracking.review import command, completed, review, ui_comma
 from resilient_train.tracking.story import read_story, story_of
 from resilient_train.tracking.tracker import EXPERIMENT, Tracker, TrackingConfig
 from resilient_train.types import Cause, Vitals
+from resilient_train.watch.history import UpdateHistory
+from resilient_train.watch.panel import Panel
 from resilient_train.wording import log
 
 REPORT_EVERY = 10  # accepted updates of the caller's loop
@@ -202,7 +202,7 @@ class RunReporter:
 
     clock: Clock
     updates: UpdateHistory
-    checks: Checks
+    panel: Panel
     place: Place  # with a lock only on rank 0 of the caller's loop
     progress: Progress
     evaluated: dict[str, float] | None = None  # perhaps by the previous process
@@ -283,7 +283,7 @@ class RunReporter:
         """Sum up the run at its end; `ended` says how the loop or the process ends."""
         incident_log, (weights, state) = self.place.incident_log, digests or (None, None)
         had_incidents = any(one.diagnosis.cause is not Cause.PROCESS for one in incident_log.incidents)
-        best = None if self.updates.has_turns else self.checks.best.left(had_incidents=had_incidents)
+        best = None if self.updates.has_turns else self.panel.best.left(had_incidents=had_incidents)
         facts = replace(
             ended,
             incidents=incident_log.incidents,
@@ -311,7 +311,7 @@ class RunReporter:
     def _is_stalled(self) -> bool:
         """Say whether the loss did not fall. The sum of opposed losses need not, nor a reward's, nor another one."""
         first, final = self.updates.first_at_most, self.updates.recent_loss
-        if self.updates.has_turns or self.checks.is_changed or self.checks.best.has_negative:
+        if self.updates.has_turns or self.panel.checks.is_changed or self.panel.best.has_negative:
             return False
         if first is None or final is None or self.clock.step < _JUDGED_AFTER:
             return False

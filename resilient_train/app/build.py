@@ -19,7 +19,7 @@ from resilient_train.adapters.reporter import Place
 from resilient_train.app.config import Config, compose
 from resilient_train.checkpoint import weights
 from resilient_train.checkpoint.resume import Resume
-from resilient_train.core.objective import Measured
+from resilient_train.computation import Measured
 from resilient_train.core.randomness import Purpose, mix, seed_all
 from resilient_train.core.updater import parameter_groups
 from resilient_train.data import build as data

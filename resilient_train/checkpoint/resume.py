@@ -10,13 +10,13 @@ from typing import Any
 
 from resilient_train.checkpoint.store import Damaged, Entry, Manifest, Saved, Store
 from resilient_train.core.copies import Stateful
-from resilient_train.core.parts import RunParts
 from resilient_train.core.state import explain_mismatch
 from resilient_train.core.updater import LR_OF_GUARD
 from resilient_train.errors import ConfigError, TrainError, unusable
 from resilient_train.record import endings, progress
 from resilient_train.record.progress import Doing, Hung, Progress
 from resilient_train.record.run_history import RunHistory
+from resilient_train.run_parts import RunParts
 from resilient_train.secrets import masked
 from resilient_train.types import Facts, Incident, ProcessIncident, Signal, fact
 from resilient_train.wording import log

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from math import inf, isfinite
+from math import inf, isfinite, prod
 from statistics import median_high
 from typing import Any, ClassVar
 
 from resilient_train.core.config import ChecksConfig
 from resilient_train.core.episode import Episode, Reference, Standing
 from resilient_train.core.limit import GradLimit, Refusals, ScaleCollapse, loss_limit
-from resilient_train.core.loss import Alarm, Creep, Jump, Level, PlainState, load, load_each, plain
+from resilient_train.core.loss import Alarm, Jump, Level, PlainState, load, load_each, plain
 from resilient_train.types import NO_LIMIT, SPIKES, Anomaly, Facts, Signal, Vitals, fact
-from resilient_train.watch.best import BestLevel
-from resilient_train.watch.purpose import PROBE_RATE, Probe
-from resilient_train.watch.rate import EarlyDivergence, NoProgress, RateRise
 from resilient_train.wording import log
 
 REMEMBERED = 10_000  # updates: further back than the memory snapshots of a run reach
@@ -35,6 +32,48 @@ class Finding:
     at_any_scale: Anomaly | None = None  # the anomaly, if without a loss scale it breaks as well
 
 
+class Check(PlainState):
+    """A further check. What a class leaves out says nothing; its alarm is a divergence."""
+
+    yields_to_jump: ClassVar = False  # an alarm of the jump check comes first
+    usual_norm: float | None = None  # of gradients, where the limit does not know it yet
+
+    def see(self, step: int, which: int, vitals: Vitals) -> Alarm | None:
+        """Judge an attempted update; `which` identifies it: it may be retried."""
+        return None
+
+    def landed(
+        self, step: int, vitals: Vitals, reference: Callable[[int], Reference | None], *, is_learned: bool
+    ) -> Alarm | None:
+        """Judge an accepted update. Not `is_learned`: damage is open, and its loss is above the level to come back to.
+
+        `reference` makes one of the losses up to a step.
+        """
+        return None
+
+    def at_end(self, step: int) -> Alarm | None:
+        """Judge a run that ends."""
+        return None
+
+    def trusted(self, then: Reference, since: int) -> int:
+        """Return the newest step to trust, at most `since`, where the losses were as `then` says."""
+        return since
+
+    def lifts_limits(self, step: int) -> bool:
+        """Say whether all of the update to this step is to be seen."""
+        return False
+
+    def rate_factor(self, step: int) -> float:
+        """Return what an experiment multiplies the rate of the update to this step by."""
+        return 1.0
+
+    def more_is_trained(self) -> None:
+        """Note that weights were added or unfrozen."""
+
+    def forget(self, limit: float = inf) -> None:
+        """Learn from scratch: a run that does not come below the `limit` has not learned what is new."""
+
+
 class Checks:
     """Judges every attempted update, in order, and sets the limits for the next one.
 
@@ -42,23 +81,25 @@ class Checks:
     on, until the loss is back at its reference, nothing is learned from losses above that.
     """
 
-    persistent = ("is_changed", "nan_is_usual", "declared", "probe")
-    records: ClassVar = {"probe": Probe.from_plain}
+    persistent = ("is_changed", "nan_is_usual", "declared")
+    records: ClassVar = dict[str, Any]()
 
-    def __init__(self, config: ChecksConfig) -> None:
+    def __init__(self, config: ChecksConfig, level: Level | None = None, **more: Check) -> None:
+        """`more` are further checks by their names in checkpoints, which judge in this order."""
         self.config = config
-        self.level = Level(config.jump)
-        self.best = BestLevel(config.jump)
+        self.level = level or Level(config.jump)
         self.grad_limit = GradLimit(config.limit)
-        self.early_divergence = EarlyDivergence(config.overshoot)
         self.jump = Jump(config.jump, self.level)
-        self.creep = Creep(config.creep, self.level)
-        self.rate = RateRise(config.rate)
         self.episode = Episode(config.probation)
-        self.no_progress = NoProgress(config.no_progress)
         self._scale = ScaleCollapse(config.scale)
         self.refusals = Refusals(config.limit)
-        self._checks = {name: one for name, one in vars(self).items() if isinstance(one, PlainState)}
+        own = {name: one for name, one in vars(self).items() if isinstance(one, PlainState)}
+        self._more, self._checks = list(more.values()), {**own, **more}
+        # Most leave most out: these are called in every update.
+        self._seeing, self._learning, self._lifting, self._pacing = (
+            [one for one in more.values() if getattr(type(one), name) is not getattr(Check, name)]
+            for name in ("see", "landed", "lifts_limits", "rate_factor")
+        )
         self._lasting = {name: one for name, one in self._checks.items() if one.persistent and one != self.episode}
         self._empty = self.state_dict()
         # Loss and gradient norm of accepted updates, by step. Of a dict, the first entry is slow to find and remove.
@@ -69,7 +110,6 @@ class Checks:
         self.declared: set[int] = set()  # steps without alarms
         self._repeats = 0  # of the newest update
         self._latest: deque[float] = deque(maxlen=_LATEST)  # losses of attempted updates
-        self.probe: Probe | None = None  # whether a rise that was undone comes again
         self._step = 0  # of the newest update
         for step in config.expect:
             self.expect(step)
@@ -77,17 +117,19 @@ class Checks:
     @property
     def limits(self) -> tuple[float, float]:
         """The limits for the loss and the gradient norm, exact in float32."""
-        if self.probe is not None and self.probe.is_at(self._step + 1):
-            return NO_LIMIT, NO_LIMIT  # to see all of it
+        if any(check.lifts_limits(self._step + 1) for check in self._lifting):
+            return NO_LIMIT, NO_LIMIT
         return loss_limit(self.config.limit, self.level), self.grad_limit.limit
 
     @property
     def usual_norm(self) -> float | None:
         """The largest of the recent gradient norms; the first one while there are few."""
-        return self.grad_limit.largest if self.grad_limit.is_warm else self.early_divergence.first_norm
+        if self.grad_limit.is_warm:
+            return self.grad_limit.largest
+        return next((check.usual_norm for check in self._more if check.usual_norm is not None), None)
 
     def rate_factor(self, step: int) -> float:
-        return PROBE_RATE if self.probe is not None and self.probe.covers(step) else 1.0
+        return prod(check.rate_factor(step) for check in self._pacing)
 
     def expect(self, step: int) -> None:
         self.declared.update(range(step - _AROUND, step + _AROUND + 1))
@@ -95,7 +137,8 @@ class Checks:
     def more_is_trained(self, step: int) -> None:
         """Declare that weights were added or unfrozen with this step."""
         self.declared.update(range(step, step + _AROUND + 1))  # a run that was rewound comes to it again
-        self.no_progress.stop()  # the beginning is no measure any more
+        for check in self._more:
+            check.more_is_trained()
 
     def require_recovery(self, since: int, step: int, *, is_only_reported: bool = False) -> None:
         """Compare the run with its losses up to `since`: damage came after that and was noticed at `step`."""
@@ -108,11 +151,6 @@ class Checks:
     def _reference_at(self, step: int) -> Reference | None:
         # The loss of the next step was computed with the weights of this one: use it if there is no earlier loss.
         return self._reference(step) or self._reference(step + 1)
-
-    def asks_for_rates(self, step: int, travelled: Callable[[], float]) -> bool:
-        """Say whether lower learning rates should be tried, as the loss stands; not while an incident is open."""
-        may_ask, is_suspect = not self.episode.is_open, self.early_divergence.is_suspect
-        return may_ask and step not in self.declared and self.no_progress.asks(step, travelled, is_suspect=is_suspect)
 
     def loss_at(self, step: int) -> float | None:
         return self._accepted[step][0] if step in self._accepted else None
@@ -151,8 +189,6 @@ class Checks:
 
     def judge(self, vitals: Vitals) -> Finding:
         self._step = vitals.step
-        if self.probe is not None and vitals.step > self.probe.last + self.config.limit.regime_of:
-            self.probe = None
         self._latest.append(vitals.loss)
         finding = self._judge(vitals)
         self._repeats = self._repeats + 1 if finding.repeat else 0
@@ -182,13 +218,12 @@ class Checks:
         if not (isfinite(loss) and isfinite(norm)):
             signal = Signal.NONFINITE_GRAD if isfinite(loss) else Signal.NONFINITE_LOSS
             return Finding(_landed(vitals, signal, _measured(vitals), step - 2))
-        if spike is None:
-            self.best.see(step, loss)
         if step in self.declared:
             self.start_over()
             return Finding(repeat=spike is not None)
-        if diverged := self.early_divergence.see(step, _which(vitals), loss, norm):
-            return Finding(self._about_loss(vitals, Signal.DIVERGENCE, diverged))
+        for check in self._seeing:
+            if (diverged := check.see(step, _which(vitals), vitals)) is not None:
+                return Finding(self._about_loss(vitals, Signal.DIVERGENCE, diverged))
         return Finding(self._judge_landed(vitals)) if spike is None else self._judge_refused(vitals, spike)
 
     def _judge_landed(self, vitals: Vitals) -> Anomaly | None:
@@ -203,18 +238,22 @@ class Checks:
             self._accepted.setdefault(step, (loss, vitals.grad_norm))
             if len(self._accepted) > REMEMBERED:
                 self._accepted.popitem(last=False)
-        self.no_progress.see(loss)
-        risen = self.rate.see(step, loss, vitals.lr_ratio, self._reference)
-        climbed = None
-        if not (outside and check.is_open):
+        is_learned = not (outside and check.is_open)
+        if is_learned:
             self.grad_limit.learn(vitals.grad_norm)
-            climbed = self.creep.see(step, loss)
+        first, last = None, None
+        for one in self._learning:
+            alarm = one.landed(step, vitals, self._reference, is_learned=is_learned)
+            if one.yields_to_jump:
+                last = last or alarm
+            else:
+                first = first or alarm
         standing = check.see(step, loss) if check.is_open else Standing.UNDECIDED
         if standing is Standing.BACK:
             check.end()
         if self.episode.is_silent:
             return None
-        if alarm := risen or jumped or climbed:
+        if alarm := first or jumped or last:
             return self._about_loss(vitals, Signal.LOSS_SPIKE if alarm is jumped else Signal.DIVERGENCE, alarm)
         return self.not_recovered(vitals) if standing is Standing.OFF else None
 
@@ -250,11 +289,10 @@ class Checks:
         Nor one at which the loss was far above the best level of the run already.
         """
         verified = self.episode.stands_on if self.episode.is_open else None
-        then, best = self._reference(alarm.since), self.best.until(alarm.since)
-        share = self.config.jump.share
-        if then is not None and best is not None and self.best.is_above(then.level, then.scatter, alarm.since, share):
-            alarm = alarm._replace(since=best.stop)
-        since = alarm.since if verified is None else max(alarm.since, min(verified, vitals.step))
+        since, then = alarm.since, self._reference(alarm.since)
+        if then is not None:
+            since = min((check.trusted(then, alarm.since) for check in self._more), default=since)
+        since = since if verified is None else max(since, min(verified, vitals.step))
         return _landed(vitals, signal, alarm.evidence, since)
 
     def not_recovered(self, vitals: Vitals) -> Anomaly:
@@ -268,25 +306,24 @@ class Checks:
         return min(reference.step if stands_on is None else stands_on, step)
 
     def at_end(self, vitals: Vitals) -> Anomaly | None:
-        risen = None if self.episode.is_silent else self.rate.at_end(vitals.step)
+        alarms = [] if self.episode.is_silent else [check.at_end(vitals.step) for check in self._more]
+        risen = next((alarm for alarm in alarms if alarm is not None), None)
         return self._about_loss(vitals, Signal.DIVERGENCE, risen) if risen else None
 
-    def after_change(self, vitals: Vitals, finding: Finding, losses: Sequence[float]) -> Finding:
-        """Judge the update after the weights were written on purpose, the newest of `losses`: any that is finite."""
-        self.start_over(self.best.limit(max(losses, default=inf)))
+    def after_change(self, vitals: Vitals, finding: Finding) -> Finding:
+        """Judge the update after the weights were written on purpose: any that is finite."""
         is_spike = vitals.refused in SPIKES
         return Finding(repeat=is_spike) if vitals.accepted or is_spike else finding
 
     def start_over(self, limit: float = inf) -> None:
         """Learn from scratch what is usual. A run that does not come below the `limit` has not learned what is new."""
         self.is_changed = True
-        self.best.forget(limit)
         self._accepted.clear()
-        for check in (self.level, self.jump, self.rate, self.creep, self.no_progress, self.grad_limit):
-            check.forget()
+        for own in (self.level, self.jump, self.grad_limit):
+            own.forget()
+        for check in self._more:
+            check.forget(limit)
         self.episode.end()
-        self.probe = None
-        self.early_divergence.is_over = True
 
     def persistent_state(self) -> dict[str, Any]:
         path = [[step, *measured] for step, measured in [*self._accepted.items()][-IN_CHECKPOINT:]]

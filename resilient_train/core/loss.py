@@ -11,7 +11,7 @@ from statistics import fmean, median_high, median_low
 from sys import float_info
 from typing import Any, ClassVar, NamedTuple
 
-from resilient_train.core.config import CreepConfig, JumpConfig
+from resilient_train.core.config import JumpConfig
 from resilient_train.types import Facts, fact
 
 _MAD_TO_SIGMA = 1.4826  # standard deviation / median absolute deviation, of normal noise
@@ -293,50 +293,3 @@ def without_top(losses: Sequence[float]) -> list[float]:
         return list(losses)
     ranked = sorted(range(len(losses)), key=losses.__getitem__)
     return [losses[place] for place in sorted(ranked[: len(losses) - max(1, len(losses) // 10)])]
-
-
-class Creep(PlainState):
-    """The loss climbs from block to block, though no single step is a jump."""
-
-    saved = ("_block", "_means", "_sum", "_since")
-
-    def __init__(self, config: CreepConfig, level: Level) -> None:
-        self.config, self.level = config, level
-        self._block: list[float] = []
-        self._means: deque[float] = deque(maxlen=config.blocks + config.lag)  # of the blocks before
-        self._sum = 0.0  # sum of the spreads by which blocks were too high
-        self._since = 0  # the newest step at which no climb showed
-
-    def see(self, step: int, loss: float) -> Alarm | None:
-        config = self.config
-        if not config.every:
-            return None
-        self._block.append(loss)
-        if len(self._block) < config.every:
-            return None
-        mean = fmean(without_top(self._block))
-        self._block.clear()
-        if len(self._means) == self._means.maxlen:
-            usual = list(self._means)[: config.blocks]
-            middle = median_high(usual)
-            spread = max(
-                _MAD_TO_SIGMA * deviation(usual, middle),
-                (max(usual) - middle) / 2,  # skewed losses have skewed blocks
-                config.share * self.level.scale,
-            )
-            z = (mean - middle) / spread if spread else 0.0  # the spread of a loss that is always 0 is 0
-            z = max(-_MOST_PER_BLOCK, min(_MOST_PER_BLOCK, z))
-            if z <= _NORMAL_BLOCK:
-                self._since = step - 2 * config.every  # the climb may have begun within this block
-            self._sum = max(0.0, self._sum + z - config.slack)
-        self._means.append(mean)
-        if self._sum <= config.alarm:
-            return None
-        self.forget()
-        since = max(0, self._since)
-        return Alarm(since, fact("loss_climbs", loss=loss, since=since, **self.level.usual_range))
-
-    def forget(self) -> None:
-        self._block.clear()
-        self._means.clear()
-        self._sum = 0.0

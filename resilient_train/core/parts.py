@@ -1,40 +1,34 @@
-"""The parts of a run that recovery, checkpoints and controls share."""
+"""The parts of a run that its story is about."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from resilient_train.core.checks import Checks
 from resilient_train.core.copies import BufferWatch
+from resilient_train.core.protocols import Data, History, Ranks, Scans
 from resilient_train.core.ring import Ring
 from resilient_train.core.state import Clock, RunState
 from resilient_train.core.updater import Precision, Updater
-from resilient_train.core.vitals import UpdateHistory
-from resilient_train.data.samples import Samples
-from resilient_train.diagnose.search import Search
-from resilient_train.ranks.world import World
-from resilient_train.watch.scans import Scans
 
 
 @dataclass(frozen=True)
-class RunParts:
-    """The parts of a run. None of them knows a policy, an incident or a file."""
+class Parts:
+    """None of them knows a policy, an incident or a file."""
 
-    world: World
+    world: Ranks
     clock: Clock
-    samples: Samples
+    samples: Data
     state: RunState
     updater: Updater
     ring: Ring
     checks: Checks
     scans: Scans
+    updates: History
     buffers: BufferWatch
     precision: Precision
-    updates: UpdateHistory
-    search: Search | None  # None if a step cannot be replayed
-    beat: Callable[[], None]  # called during long work, to show the watchdog its progress
 
     def checks_state(self) -> dict[str, Any]:
         return {"panel": self.checks.state_dict(), "scans": self.scans.state_dict()}

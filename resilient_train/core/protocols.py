@@ -1,18 +1,26 @@
-"""What a capability may be, for the engine that knows none of them: each method is called from one line."""
+"""What the story of a run asks of everything else: each is called from one line of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-from resilient_train.core.objective import Metrics
-from resilient_train.core.transaction import Transaction
+from resilient_train.core.mark import Mark
+from resilient_train.core.ring import Snapshot
+from resilient_train.core.transaction import Transaction, Update
+from resilient_train.core.vitals import Metrics
+from resilient_train.types import Anomaly, Decision, Diagnosis, Incident, Outcome, Vitals
 
+T = TypeVar("T")
 Computed = tuple[torch.Tensor, Metrics]  # a loss whose backward was made, and what the objective reports
 Retry = Callable[[], None]  # called once the update was given up; then it is retried
+
+
+# What a capability may be.
 
 
 class Hook:
@@ -38,3 +46,181 @@ class OnError(Protocol):
 
         The newest of the open updates raised it. If it is noted in `raised` there, the update will not land.
         """
+
+
+class Diagnoser(Protocol):
+    """Finds the cause of an anomaly, and whether something was changed on purpose. Every rank makes each call."""
+
+    def reviewed(self, vitals: Vitals, finding: Any) -> Any:
+        """Return what the checks have found, unless weights that were just written on purpose explain it."""
+
+    def noticed(self, update: Transaction, vitals: Vitals, finding: Any) -> Anomaly | None:
+        """Return what no check has noticed in an update."""
+
+    def first_look(self, anomaly: Anomaly) -> Anomaly | None:
+        """Return the anomaly, with the newest step that can still be trusted; None if there is none after all."""
+
+    def explain(
+        self, anomaly: Anomaly, update: Update, refused: Transaction | None, history: Sequence[Incident]
+    ) -> Diagnosis | None:
+        """Return the cause; None if nothing from before can be compared with it."""
+
+    def is_on_purpose(self, anomaly: Anomaly, diagnosis: Diagnosis) -> bool:
+        """Say whether a rise of the loss has proved to be on purpose: the run has accepted it then."""
+
+    def before_treatment(self, anomaly: Anomaly) -> None: ...
+
+    def treated(self, incident: Incident) -> None: ...
+
+
+# What the run is made of.
+
+
+class Ranks(Protocol):
+    """The processes of a run."""
+
+    rank: int
+    size: int
+    is_main: bool
+    device: torch.device
+
+    def on_device(self, batch: Any) -> Any: ...
+
+    def without_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """Leave gradients unreduced: more are to be added."""
+
+    def on_main(self, decide: Callable[[], T]) -> T: ...
+
+    def all_of(self, mine: T) -> list[T]: ...
+
+
+class Data(Protocol):
+    """A cursor over training data."""
+
+    position: int
+    rows: int  # that have an index; 0: none has
+    is_fed: bool  # a trainer fetches them, and makes its updates itself
+    keeps_places: bool  # after a resume the same samples are at a position
+
+    @property
+    def slicing(self) -> Any:
+        """How an update is split: `samples` are all of it."""
+
+    @property
+    def skipped(self) -> Any:
+        """What is left out: `spans`, and in them those `added` by remedies."""
+
+    def go_back(self, update: Update) -> None: ...
+
+    def skip(self, start: int, stop: int) -> None: ...
+
+    def skip_only(self, spans: Any) -> None: ...
+
+    def forget_before(self, position: int) -> None: ...
+
+
+class Backend(Protocol):
+    """How an update is computed where that takes no loop."""
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """As the training calls it."""
+
+    @property
+    def objective(self) -> Any:
+        """None: the loop hands over its losses."""
+
+    def compute(self, batch: Any) -> Computed:
+        """Run forward and backward of a batch on the device."""
+
+
+class Examiner(Protocol):
+    """Scans of the state: measured when they are due, judged an update later."""
+
+    def launch(self, before: Mark) -> None: ...
+
+    def verdict(self) -> Anomaly | None: ...
+
+    def examine_now(self) -> Anomaly | None: ...
+
+    def refined(self, anomaly: Anomaly, update: Transaction, *, is_scanned: bool, has_landed: bool) -> Anomaly:
+        """Say more precisely what is wrong with a bad update. Every rank comes."""
+
+
+class Scans(Protocol):
+    """What scans know of the updates."""
+
+    @property
+    def clean_step(self) -> int:
+        """The newest step that every scan has seen and found clean."""
+
+    def arm(self, step: int) -> None: ...
+
+    def landed(self, step: int, groups: Any, clipped_norm: float | None, times: int = 1) -> None: ...
+
+    def rebase(self) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]: ...
+
+
+class History(Protocol):
+    """The latest updates on the present course."""
+
+    has_turns: bool
+
+    def add(self, vitals: Vitals) -> None: ...
+
+    def rewound(self, step: int) -> None: ...
+
+    def first_to_blame(self, anomaly: Anomaly, start: int) -> int: ...
+
+
+class Store(Protocol):
+    """Checkpoints: the verified states of the run on disk."""
+
+    def verified(self) -> None:
+        """Write the newest verified state if a checkpoint is due."""
+
+    def distrust(self, since: int) -> None: ...
+
+    def rewound(self, step: int) -> None: ...
+
+    def restore(self, since: int) -> Path | None: ...
+
+    def has_verified(self, since: int) -> bool: ...
+
+    def save(self, snapshot: Snapshot) -> Path | None: ...
+
+
+class Log(Protocol):
+    """The incidents of the run, from opening to outcome. Each change is written as it happens."""
+
+    ongoing: set[int]
+
+    @property
+    def incidents(self) -> list[Incident]: ...
+
+    @property
+    def open_incidents(self) -> list[Incident]: ...
+
+    def open(
+        self, anomaly: Anomaly, diagnosis: Diagnosis, decision: Decision, *, is_off: bool = False, effects: Any = None
+    ) -> Incident: ...
+
+    def continued(self, anomaly: Anomaly, diagnosis: Diagnosis, decision: Decision) -> Incident | None: ...
+
+    def record_treatment(self, incident: Incident, *, effects: Any = None, ongoing: bool = False) -> None: ...
+
+    def count_again(self, incident: Incident, anomaly: Anomaly, *, effects: Any = None) -> None: ...
+
+    def count_further(self, number: int, step: int) -> None: ...
+
+    def note_effects(self, *, effects: Any) -> None: ...
+
+    def update_accepted(self, step: int, recovered_after: int, *, loss_is_off: bool) -> None: ...
+
+    def close(self, incident: Incident, outcome: Outcome | None = None) -> None: ...
+
+    def close_all(self, outcome: Outcome, *, healthy_since: int | None = None) -> None: ...

@@ -6,159 +6,19 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from math import inf
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from resilient_train.checkpoint.keeper import CheckpointKeeper
 from resilient_train.core.controls import Controls
 from resilient_train.core.decide import decide, recent
-from resilient_train.core.parts import RunParts
+from resilient_train.core.parts import Parts
 from resilient_train.core.policy import Policy
+from resilient_train.core.protocols import Diagnoser, Log, Store
 from resilient_train.core.remedies import is_mild
-from resilient_train.core.transaction import Transaction
-from resilient_train.data.rows import fingerprint
-from resilient_train.data.samples import Update
-from resilient_train.diagnose.explain import OF_THE_LOSS, ChangedOnPurpose, Explainer, ReferenceInvalid
-from resilient_train.errors import GaveUp, RanksDiffer, StorageFailed, TrainError
-from resilient_train.ranks.world import odd_ones
-from resilient_train.record.incident_log import IncidentLog
-from resilient_train.record.progress import Doing
-from resilient_train.types import (
-    ACCEPTED,
-    OUTSIDE,
-    Action,
-    Anomaly,
-    Cause,
-    Decision,
-    Diagnosis,
-    Facts,
-    Incident,
-    Outcome,
-    ProcessIncident,
-    Signal,
-    fact,
-)
-from resilient_train.watch.purpose import LEARNED, Probe, Rise
+from resilient_train.core.transaction import Transaction, Update
+from resilient_train.errors import GaveUp, TrainError
+from resilient_train.types import Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal
 from resilient_train.wording import describe, log, say
-
-
-class Intended:
-    """Finds out whether a rise of the loss was on purpose, and lets the run learn again what is usual if it was."""
-
-    def __init__(self, parts: RunParts, incidents: IncidentLog, controls: Controls) -> None:
-        self._parts, self._checks, self._incident_log, self._controls = parts, parts.checks, incidents, controls
-        self._before: Any = None  # the effects before the incidents of late
-        self._began_tick, self._step = 0, -(10**9)  # of the first of them, and of the newest
-        self._rose_at = 0  # where the loss rose first: code that keeps no count of steps changes at once after a rewind
-
-    def resume(self) -> None:
-        """Continue with the incidents of the process before. It is a collective."""
-        first, done = 0, [one for one in self._incident_log.of_training if one.decision.actions and not one.is_observed]
-        for one in done:
-            if one.decision.rung != OUTSIDE:
-                first = first if self._is_recent(one.anomaly.step) else one.id
-                self._began_tick = one.anomaly.tick if first == one.id else self._began_tick
-                self._step = one.last_step
-        history = self._incident_log.run_history
-        self._before = self._parts.world.on_main(lambda: history.effects_before(first)) if first else None
-
-    def began_by_chance(self, anomaly: Anomaly, explainer: Explainer) -> bool:
-        """Say whether an alarm compares with a first loss that was low by chance, and forget that loss then."""
-        checks = self._checks
-        if not (anomaly.signal is Signal.DIVERGENCE and checks.early_divergence.is_thrown):
-            return False
-        level = explainer.level_at_first(anomaly, checks.config.overshoot.times)
-        if level is not None:
-            checks.early_divergence.begins_with(level)
-            checks.episode.end()
-        return level is not None
-
-    def learn_again(self, anomaly: Anomaly, why: ReferenceInvalid) -> None:
-        if isinstance(why, ChangedOnPurpose):
-            self.accept(anomaly, why.what, why.limit)
-        else:
-            log.info("note: %s: check statistics were reset", say(why.what))
-            self._checks.start_over()
-            self._controls.note()
-
-    def rise(self, anomaly: Anomaly, diagnosis: Diagnosis) -> Rise | None:
-        """The rise of the loss that an anomaly is about, if it may be on purpose."""
-        may_be = diagnosis.cause in (Cause.EXPLOSION, Cause.RATE, Cause.UNKNOWN)
-        may_be |= diagnosis.cause is Cause.DATA and not diagnosis.rows and self._parts.samples.is_fed
-        is_rise = anomaly.landed and anomaly.signal in OF_THE_LOSS
-        return self._parts.updates.rise(anomaly.since, self._level) if may_be and is_rise else None
-
-    def accepts(self, rise: Rise, anomaly: Anomaly) -> bool:
-        """Accept a rise that came again in spite of a rewind."""
-        probe = self._checks.probe
-        if probe is None:
-            return False
-        there = self._checks.level_at(probe.rewound_to)  # it may have been as high, at the beginning of the run
-        was_low = there is None or there < self._level + LEARNED * rise.height
-        if not probe.confirms(rise, anomaly.step, was_low=was_low):
-            return False
-        what = fact("rose_again", was=self._level, now=self._level + rise.height, step=rise.step)
-        self.accept(anomaly, what, step=self._rose_at or rise.step)
-        return True
-
-    def before_treatment(self, anomaly: Anomaly) -> None:
-        if not self._is_recent(anomaly.step):
-            self._before, self._began_tick, self._rose_at = self._controls.effects.state_dict(), anomaly.tick, 0
-        self._step = anomaly.step
-
-    def after_treatment(self, rise: Rise | None, incident: Incident) -> None:
-        to, is_of_rate = incident.rewound_to, incident.diagnosis.cause is Cause.RATE
-        if rise is None or rise.grows or to is None or is_of_rate:
-            return
-        before, is_jump = self._checks.probe, incident.anomaly.signal is Signal.LOSS_SPIKE
-        came_again = before is not None and before.is_near(rise.step)
-        self._checks.probe = Probe.of(rise, incident.anomaly.step, to, is_jump=is_jump, came_again=came_again)
-        self._rose_at = self._rose_at or rise.step
-
-    def accept(self, anomaly: Anomaly, what: Facts, limit: float = inf, step: int = 0) -> None:
-        """Take what raised the loss for a change on purpose: put back what was done, learn again up to the `limit`."""
-        if self._checks.probe is not None:
-            self._put_back(anomaly.step)
-        if anomaly.signal is Signal.WEIGHTS_JUMP:
-            self._parts.scans.rebase()
-        self._checks.start_over(limit)
-        self._parts.ring.release_reference()
-        self._controls.note()
-        self._note(what, step or anomaly.since + 1)
-
-    def accept_written(self) -> bool:
-        """Say whether weights that the loop wrote were just taken for intended, and end the incidents about them."""
-        accepted, self._parts.scans.accepted = self._parts.scans.accepted, None
-        if accepted and not accepted[1]:
-            self._put_back(self._parts.clock.step)
-            self._controls.note()
-            self._note(accepted[0].evidence, self._parts.clock.step)
-        return accepted is not None
-
-    def _put_back(self, step: int) -> None:
-        if self._before and self._is_recent(step):
-            self._controls.effects.undo_to(self._before)
-
-    def _is_recent(self, step: int) -> bool:
-        return step <= self._step + self._checks.config.limit.regime_of
-
-    @property
-    def _level(self) -> float:
-        reference = self._checks.episode.reference
-        return inf if reference is None else reference.level
-
-    def _note(self, what: Facts, step: int) -> None:
-        """Say that something was taken for a change on purpose, also in the incidents that took it for damage."""
-        note = fact("on_purpose", what=what, step=step)
-        for incident in self._incident_log.incidents if self._is_recent(self._parts.clock.step) else ():
-            is_about_rows = bool(incident.diagnosis.rows) or incident.diagnosis.cause is Cause.PROCESS
-            if incident.anomaly.tick >= self._began_tick and not (is_about_rows or incident.is_accepted):
-                decision = replace(incident.decision, actions=(*incident.decision.actions, Action(ACCEPTED)))
-                diagnosis = replace(incident.diagnosis, cause=Cause.UNKNOWN, advice=note, suspects=())
-                incident = replace(incident, decision=decision, diagnosis=diagnosis)
-                (self._incident_log.update if incident.outcome is None else self._incident_log.close)(incident)
-        log.warning("step %d: %s", self._parts.clock.step, say(note))
 
 
 class Recovery:
@@ -166,22 +26,21 @@ class Recovery:
 
     def __init__(
         self,
-        parts: RunParts,
+        parts: Parts,
         policy: Policy,
         controls: Controls,
-        keeper: CheckpointKeeper,
-        report: Callable[[TrainError], None],
+        diagnoser: Diagnoser,
+        store: Store,
+        log: Log,
         *,
+        report: Callable[[TrainError], None],
+        agree: Callable[[], None],
         recovered_after: int,
     ) -> None:
-        self.parts, self.policy, self.incident_log = parts, policy, keeper.incident_log
-        self.controls, self.keeper, self._report = controls, keeper, report
-        self.explainer = Explainer(
-            *(parts.world, parts.samples, parts.state, parts.ring, parts.updater.optimizers),
-            *(parts.updates, parts.search, parts.beat),
-        )
+        """`report` hears of what ends the run; `agree` ends it on all ranks if they hold other settings or remedies."""
+        self.parts, self.policy, self.controls, self.diagnoser = parts, policy, controls, diagnoser
+        self.incident_log, self._store, self._report, self._agree = log, store, report, agree
         self._recovered_after = recovered_after
-        self.intended = Intended(parts, self.incident_log, controls)
         self.observes = policy.observe  # incidents are reported, and every update lands
         self._observed: int | None = None  # number of the incident that further anomalies count into
         self._anomalous_step = 0  # the newest of them
@@ -189,57 +48,38 @@ class Recovery:
 
     # With every update.
 
-    def next_update(self) -> Update:
-        """Fetch the samples of the next update. If the storage fails for good, save the newest verified state first."""
-        try:
-            return self.parts.samples.next_update()
-        except StorageFailed as error:
-            if (snapshot := self.parts.ring.newest_verified()) is not None:
-                self.keeper.save_alone(snapshot)  # another rank may have its data
-            self.process_ends()
-            self.end(error)
-
-    def update_accepted(self, update: Update, *, was_limited: bool) -> None:
+    def update_accepted(self, *, was_limited: bool) -> None:
         """Count a healthy update. `was_limited`: a remedy kept its learning rate below the schedule's."""
-        history, check, step = self.incident_log.run_history, self.parts.checks.episode, self.parts.clock.step
+        episode, step, controls = self.parts.checks.episode, self.parts.clock.step, self.controls
         if self._observed is not None and step >= self._anomalous_step + self._recovered_after:
             self._end_observed()
-        self.controls.knobs.advance(was_limited=was_limited, may_relax=check.is_at_reference(step))
-        if not check.is_open:  # the loss is back: the state to compare with is no longer needed
+        controls.knobs.advance(was_limited=was_limited, may_relax=episode.is_at_reference(step))
+        if not episode.is_open:  # the loss is back: the state to compare with is no longer needed
             if self.parts.ring.keeps_reference:
                 self.parts.ring.release_reference()
-            if history.effects.get("reference") is not None:
-                self.controls.note()
-        self.incident_log.update_accepted(step, self._recovered_after, loss_is_off=check.is_open)
-        if self.incident_log.directory is not None and history.data_sample is None and update.keys:
-            # Once, what the data set looks like, so that a resume notices when it has changed.
-            rows = [key.row for keys in update.keys for key in keys]
-            history.note("data_seen", sample=fingerprint(self.parts.samples.dataset, rows))  # type: ignore[attr-defined]
+            if controls.effects.noted.get("reference") is not None:
+                controls.note()
+        self.incident_log.update_accepted(step, self._recovered_after, loss_is_off=episode.is_open)
 
     # One incident.
 
     def treat(self, anomaly: Anomaly, update: Update, refused: Transaction | None = None) -> None:
         """Apply what the policy prescribes, or raise GaveUp; `update` is the newest one. All ranks call it together."""
-        parts, controls, checks = self.parts, self.controls, self.parts.checks
-        started = time.perf_counter()
-        if self.intended.began_by_chance(anomaly, self.explainer):
+        parts, controls, checks, started = self.parts, self.controls, self.parts.checks, time.perf_counter()
+        looked_at = self.diagnoser.first_look(anomaly)
+        if looked_at is None:
             return
+        anomaly = looked_at
 
         # Drop snapshots and demote checkpoints newer than `since`, before the diagnosis: the process may die during it.
-        anomaly, leap = self.explainer.since_leap(anomaly)
         suspects = parts.updates.first_to_blame(anomaly, update.start), update.stop
-        parts.ring.distrust(anomaly.since)
-        if anomaly.reached_weights:
-            self.keeper.distrust(anomaly.since)
+        self._distrust(anomaly.since, reached_weights=anomaly.reached_weights)
         parts.updater.usual_norm = checks.usual_norm or parts.updater.usual_norm
 
         # Diagnose.
         history = recent(self.policy, self.incident_log.incidents, parts.clock.tick)
-        try:
-            reference = checks.episode.reference
-            diagnosis, leap = self.explainer.explain(anomaly, update, refused, history, reference, leap)
-        except ReferenceInvalid as why:
-            self.intended.learn_again(anomaly, why)
+        diagnosis = self.diagnoser.explain(anomaly, update, refused, history)
+        if diagnosis is None:
             return
         if not anomaly.ranks:  # averaged gradients are the same on every rank: only a replay names the rank
             anomaly = replace(anomaly, ranks=diagnosis.ranks)
@@ -247,16 +87,14 @@ class Recovery:
         # Decide. The loss is measured against the reference first: how far it is above may set the remedy's strength.
         if anomaly.reached_weights and diagnosis.cause is not Cause.CORRUPTION:
             checks.require_recovery(anomaly.since, _reached(anomaly))
-        rise = self.intended.rise(anomaly, diagnosis)
-        if rise is not None and self.intended.accepts(rise, anomaly):
+        if self.diagnoser.is_on_purpose(anomaly, diagnosis):
             return
-        case = controls.case(anomaly, diagnosis, leap)
+        case = controls.case(anomaly, diagnosis)
         decision = parts.world.on_main(lambda: decide(self.policy, case, history))
         self._set_reference(anomaly, diagnosis, decision)
         before = self.incident_log.continued(anomaly, diagnosis, decision)
-        is_off, effects = checks.episode.is_open, controls.effects
         incident = before or self.incident_log.open(
-            anomaly, diagnosis, decision, is_off=is_off, effects=effects.changes()
+            *(anomaly, diagnosis, decision), is_off=checks.episode.is_open, effects=controls.effects.changes()
         )
         if decision.gave_up is not None:
             self._give_up(incident)
@@ -265,27 +103,49 @@ class Recovery:
             incident = replace(incident, seconds=time.perf_counter() - started)
             self.incident_log.record_treatment(incident, ongoing=True)
             return
+        self.diagnoser.before_treatment(anomaly)
+        self.carry_out(incident, suspects, started, refused=refused, continues=anomaly if before else None)
 
-        self.intended.before_treatment(anomaly)
-        incident = controls.apply(incident, suspects, started, was_refused=refused is not None)
-        self.require_agreement()
-        self.intended.after_treatment(rise, incident)
-        if before is not None:
-            controls.note(partial(self.incident_log.count_again, before, anomaly))
+    def carry_out(
+        self,
+        incident: Incident,
+        suspects: tuple[int, int],
+        started: float,
+        *,
+        refused: Transaction | None = None,
+        continues: Anomaly | None = None,
+    ) -> None:
+        """Apply what was decided, and write it down. `continues` is an anomaly that the incident counts as one more."""
+        controls, log = self.controls, self.incident_log
+        treated = controls.apply(incident, suspects, started, was_refused=refused is not None)
+        self._agree()
+        self.diagnoser.treated(treated)
+        if continues is None:
+            controls.note(partial(log.record_treatment, treated))
         else:
-            controls.note(partial(self.incident_log.record_treatment, incident))
+            controls.note(partial(log.count_again, incident, continues))
+
+    def _distrust(self, since: int, *, reached_weights: bool = True) -> None:
+        self.parts.ring.distrust(since)
+        if reached_weights:
+            self._store.distrust(since)
 
     def counts(self, anomaly: Anomaly) -> bool:
         """Count an anomaly into the incident that is observed, as NaN makes only one; False if there is none."""
         if self._observed is None:
             return False
-        parts, step = self.parts, self.parts.clock.step
-        parts.ring.distrust(anomaly.since)
-        self.keeper.distrust(anomaly.since)
+        step = self.parts.clock.step
+        self._distrust(anomaly.since)
         if step > self._anomalous_step:
             self._anomalous_step = step
             self.incident_log.count_further(self._observed, step)
         return True
+
+    def resume_observed(self) -> None:
+        """Continue with an incident that the process before has only observed."""
+        for one in [one for one in self.incident_log.open_incidents if self.observes and one.is_observed]:
+            self._observed, self._anomalous_step = one.id, self.parts.clock.step
+            self.incident_log.ongoing.add(one.id)
 
     def _end_observed(self) -> None:
         """The next anomaly is an incident of its own."""
@@ -332,83 +192,15 @@ class Recovery:
         snapshot = ring.last_good(since) or ring.newest_verified()  # a newer one was verified at the reference's level
         if snapshot is not None:
             ring.restore(snapshot)
-            path = self.keeper.save(snapshot)
+            path = self._store.save(snapshot)
         else:  # the run was resumed a moment ago, or memory is short
-            path = self.keeper.restore(since)
+            path = self._store.restore(since)
             ring.clear()
         self.parts.updates.rewound(self.parts.clock.step)
         self.parts.checks.episode.end()
         return path, snapshot is not None or path is not None
 
-    def require_agreement(self, differ: str = "decided_differently") -> None:
-        """End the run on all ranks if they hold other settings or remedies. It is a collective."""
-        digests = self.parts.world.all_of(self.controls.digest()) if self.parts.world.size > 1 else ()
-        if odd := odd_ones(digests):
-            self._ranks_differ(odd, fact(differ, ranks=[*odd]))
-
-    def _ranks_differ(self, odd: tuple[int, ...], evidence: Facts) -> NoReturn:
-        since = self.parts.clock.step
-        anomaly = Anomaly(Signal.RANK_MISMATCH, since + 1, self.parts.clock.tick, since, evidence, ranks=odd)
-        incident = self.incident_log.open(
-            anomaly, Diagnosis(Cause.PROCESS, fact("ranks_decide")), Decision((Action("end"),))
-        )
-        self.parts.ring.distrust(since)
-        snapshot = self.parts.ring.last_good(since)
-
-        def leave() -> None:
-            self.incident_log.close(incident, Outcome.GAVE_UP)
-            self.keeper.distrust(since)
-            if snapshot is not None:
-                self.keeper.save_alone(snapshot)
-
-        self.parts.world.main_before_others(leave)
-        what = f"{say(evidence)} in update {since + 1}: the run ends before weights drift apart"
-        onward = "; the same command resumes from the newest verified state" if since else ""
-        self.end(RanksDiffer(what + onward))
-
-    def process_ends(self) -> None:
-        """Record an orderly exit, perhaps with an error, so that a resume does not blame the current samples."""
-        self.keeper.progress.turned_to(Doing.ENDED, self.parts.clock.tick)
-
-    def hung(self, evidence: Facts, *, in_update: bool) -> None:
-        """From another thread: write down that the run hangs, and save what can be saved."""
-        progress, step = self.keeper.progress, self.parts.clock.step
-        progress.turned_to(Doing.HUNG if in_update and progress.is_updating else Doing.ENDED)
-        lost, write = self.keeper.rescue()
-        self.keeper.note_incident(ProcessIncident(Signal.HANG, step + 1, step, evidence, "end", steps_lost=lost))
-        write()
-
-    # The beginning of a process, and the end of a run.
-
-    def resume(self, *, is_explained: bool) -> bool:
-        """Resume from the newest checkpoint that verifies; False if there is none. `is_explained`: by no samples."""
-        parts, controls, incident_log = self.parts, self.controls, self.incident_log
-        before, make_plan = (incident_log.incidents, self.policy.crashes), self.keeper.resumption.plan
-        plan = parts.world.on_main(lambda: make_plan(*before, is_explained=is_explained))
-        if not parts.world.is_main:
-            incident_log.run_history.adopt(plan.incidents)
-        self.keeper.begin(plan)
-        try:
-            controls.effects.load_state_dict(plan.effects)
-        except ValueError as error:
-            raise TrainError(f"{plan.path or incident_log.directory}: {error}") from error
-        parts.clock.tick = max(parts.clock.tick, plan.tick)
-        self.intended.resume()
-        for one in [one for one in incident_log.open_incidents if self.observes and one.is_observed]:
-            self._observed, self._anomalous_step = one.id, parts.clock.step
-            incident_log.ongoing.add(one.id)
-        for found in plan.found:
-            if plan.skipped is not None and found.remedy == "skip":
-                parts.samples.skip(*plan.skipped)
-                if 0 < len(found.rows) < parts.samples.slicing.samples // 2:
-                    # Few rows were in both updates that ended the process.
-                    controls.quarantine_after_crash(found.rows, found.advice, incident_log.next_id)
-            controls.note(partial(self.keeper.note_incident, found))
-        if controls.patches.has_dropped:
-            controls.note()
-        if parts.clock.tick:  # so that the same samples are not blamed twice for one end of the process
-            self.keeper.progress.turned_to(Doing.BETWEEN)
-        return plan.path is not None
+    # The end of a run.
 
     def finish(self) -> None:
         """The run is complete: close its incidents, as recovered if the loss is back or was never off."""
@@ -435,7 +227,7 @@ class Recovery:
         reference = checks.episode.reference
         assert reference is not None
         since, newest = checks.not_recovered_since(clock.step), self.parts.ring.newest_verified()
-        self.keeper.distrust(max(since, newest.step if newest else 0))  # what was left on the way is no result either
+        self._store.distrust(max(since, newest.step if newest else 0))  # what was left on the way is no result either
         self.incident_log.close_all(Outcome.UNRECOVERED)
         path, is_restored = self._restore_best(since)
         if not is_restored:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -10,12 +11,21 @@ from typing import Any
 import torch
 
 from resilient_train.core.mark import Mark
-from resilient_train.core.objective import Metrics
 from resilient_train.core.ring import Snapshot
 from resilient_train.core.updater import Attempt
-from resilient_train.core.vitals import Sent, read_vitals, versions
-from resilient_train.data.samples import Update
+from resilient_train.core.vitals import Metrics, Sent, read_vitals, versions
 from resilient_train.types import UpdateResult, Vitals
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What one update trains on: positions `[start, stop)` of the stream, as this rank's micro-batches."""
+
+    start: int
+    stop: int
+    batches: list[Any]
+    keys: list[Sequence[Any]] = field(default_factory=list)  # of each batch; empty if rows have no index
+    failed: tuple[Any, ...] = ()  # rows that raised, and were replaced by others
 
 
 @dataclass(eq=False)

@@ -17,21 +17,18 @@ from typing import Any, ClassVar
 
 import torch
 
-from resilient_train.computation import Computation
-from resilient_train.core.mark import Mark
-from resilient_train.core.objective import Metrics, scalar
-from resilient_train.core.parts import RunParts
-from resilient_train.core.protocols import Computed, Hook, OnError
+from resilient_train.core.mark import Mark, Marks
+from resilient_train.core.mistakes import MISSING, TWICE, TWO_GUARDS, require_gradient
+from resilient_train.core.parts import Parts
+from resilient_train.core.protocols import Backend, Computed, Examiner, Hook, OnError, Store
+from resilient_train.core.randomness import Seeds
 from resilient_train.core.recovery import Recovery
 from resilient_train.core.state import weights_of
-from resilient_train.core.transaction import Transaction
+from resilient_train.core.transaction import Transaction, Update
 from resilient_train.core.updater import Attempt
-from resilient_train.core.vitals import landed, mean, mean_metrics, versions
-from resilient_train.data.samples import Update
+from resilient_train.core.vitals import Metrics, landed, mean, mean_metrics, scalar, versions
 from resilient_train.errors import TrainError
 from resilient_train.types import Anomaly, Signal, UpdateResult, Vitals
-from resilient_train.update.turns import MISSING, TWICE, TWO_GUARDS, require_gradient
-from resilient_train.watch.examination import Examination
 
 
 class EngineGuard:
@@ -41,29 +38,36 @@ class EngineGuard:
 
     def __init__(
         self,
-        parts: RunParts,
+        parts: Parts,
         recovery: Recovery,
-        computation: Computation,
-        examination: Examination,
+        backend: Backend,
+        marks: Marks,
+        examination: Examiner,
+        store: Store,
+        seeds: Seeds,
         *,
+        fetch: Callable[[], Update],
         verify_after: int,
         stop: Callable[[], bool],
         hooks: Sequence[Hook] = (),
         on_error: Sequence[OnError] = (),
         pace: Callable[[], float] = lambda: 1.0,
     ) -> None:
-        """`stop` says whether the run was asked to stop; `pace` multiplies the rate of the update that is computed."""
-        self.model, self.objective, self.seeds = computation.model, computation.objective, computation.seeds
+        """`fetch` returns the samples of the next update; `stop` says whether the run was asked to stop.
+
+        `pace` multiplies the rate of the update that is computed.
+        """
+        self.model, self.objective, self.seeds = backend.model, backend.objective, seeds
         self.world, self.clock, self.samples, self.state = parts.world, parts.clock, parts.samples, parts.state
         self.stopped = False  # if True, the loop ends before its next update
         self.newest: Vitals | None = None  # the newest update whose verdict is known
         self.metrics: Metrics = {}  # of that update
         self._parts, self._recovery = parts, recovery
-        self._computation, self._examination = computation, examination
-        self._keeper, self._controls = recovery.keeper, recovery.controls
+        self._controls, self._diagnoser = recovery.controls, recovery.diagnoser
+        self._backend, self._marks, self._examination, self._store = backend, marks, examination, store
         self._updater, self._ring, self._checks, self._scans = parts.updater, parts.ring, parts.checks, parts.scans
-        self._turn, self._marks, self._verify_after = parts.updater.turn, computation.marks, verify_after
-        self._stop, self._on_error, self._pace = stop, on_error, pace
+        self._turn, self._verify_after = parts.updater.turn, verify_after
+        self._fetch, self._stop, self._on_error, self._pace = fetch, stop, on_error, pace
         self._before_update = [one.before_update for one in hooks if type(one).before_update is not Hook.before_update]
         self._around = [one.around_compute for one in hooks if type(one).around_compute is not Hook.around_compute]
         self._accepted = [one.accepted for one in hooks if type(one).accepted is not Hook.accepted]
@@ -90,7 +94,7 @@ class EngineGuard:
                     self._controls.snapshot(step)
                 elif (snapshot := self._ring.take(step)) is not None:  # None: it has a snapshot already, or no slot
                     self._pending.snapshot = snapshot
-            begun = self._begin(self._recovery.next_update())
+            begun = self._begin(self._fetch())
             for number, batch in enumerate(begun.update.batches, start=1):
                 yield from self._hand_out(begun, batch, is_last=number == len(begun.update.batches))
                 if self._current is not begun:  # it was dropped, or is complete
@@ -143,7 +147,7 @@ class EngineGuard:
         begun.inputs.append(batch)  # the host batch: a device batch would occupy memory for two updates
         # Sharded gradients cannot wait: each rank would have to hold all of them. Trainers make them wait themselves.
         can_wait = self.world.size > 1 and not is_last and not (self.state.is_sharded or self.samples.is_fed)
-        with self.world.accelerator.no_sync(self.model) if can_wait else nullcontext(), self._computing:
+        with self.world.without_sync(self.model) if can_wait else nullcontext(), self._computing:
             for around in self._around:
                 self._computing.enter_context(around(begun))
             begun.versions.append(versions(begun.inputs[-1]))
@@ -163,7 +167,7 @@ class EngineGuard:
         if not begun.losses:
             self._marks.note_attributes(begun.mark)
         try:
-            loss, metrics = self._computation.compute(batch)
+            loss, metrics = self._backend.compute(batch)
         except Exception as error:
             computed = self._computed_instead(error, begun)
             if computed is None:
@@ -287,7 +291,7 @@ class EngineGuard:
         return is_clear
 
     def _judge(self, judged: Transaction, begun: Transaction | None) -> bool:
-        update, inputs, attempt = judged.update, judged.inputs, judged.attempt
+        update, attempt = judged.update, judged.attempt
         vitals = judged.read(self.clock.step, has_scale=self._updater.scaler is not None)
         finding = self._checks.judge(vitals)
         observes = self._recovery.observes
@@ -298,9 +302,7 @@ class EngineGuard:
         self.metrics = mean_metrics(judged.reported)
         self._parts.updates.add(vitals)  # refused ones too: they may turn out to have caused a later incident
         scanned = self._examination.verdict()  # of the state before this update
-        if self._recovery.intended.accept_written():
-            losses = self._parts.updates.recent_measurements()[0]
-            finding = self._checks.after_change(vitals, finding, losses)
+        finding = self._diagnoser.reviewed(vitals, finding)
         # The gate has accepted it on the device; only now the host knows.
         has_steps = not (vitals.accepted or observes) and self._marks.undo_steps(judged.mark)
         if vitals.accepted:
@@ -311,10 +313,7 @@ class EngineGuard:
                 judged.snapshot.checks_state = self._parts.checks_state()
         elif judged.snapshot is not None:
             self._ring.drop(judged.snapshot)
-        explainer = self._recovery.explainer
-        anomaly = scanned or finding.anomaly or explainer.check_first_updates(vitals, inputs)
-        if anomaly is None and finding.at_any_scale and explainer.breaks_at_any_scale(judged):
-            anomaly = finding.at_any_scale
+        anomaly = scanned or finding.anomaly or self._diagnoser.noticed(judged, vitals, finding)
         if anomaly is not None and observes:
             anomaly = replace(anomaly, landed=anomaly.landed or vitals.accepted)  # a loss scale may have refused it
             if not self._recovery.counts(anomaly):
@@ -345,15 +344,11 @@ class EngineGuard:
         return False
 
     def _refined(self, anomaly: Anomaly, judged: Transaction, *, is_scanned: bool) -> Anomaly:
-        spiked = not float(judged.attempt.loss) <= judged.limits[0]
-        what = judged.inputs, judged.update.failed, judged.raised, judged.attempt.norms
-        return self._examination.refine_signal(
-            anomaly, *what, spiked=spiked, is_scanned=is_scanned, has_landed=self._recovery.observes
-        )
+        return self._examination.refined(anomaly, judged, is_scanned=is_scanned, has_landed=self._recovery.observes)
 
     def _after_accepted(self, accepted: Transaction) -> None:
         step, recovery = self.clock.step, self._recovery
-        recovery.update_accepted(accepted.update, was_limited=accepted.attempt.is_limited)
+        recovery.update_accepted(was_limited=accepted.attempt.is_limited)
         self._on_accepted()
         for hook in self._accepted:
             hook(accepted)
@@ -361,10 +356,11 @@ class EngineGuard:
             accepted.snapshot.effects = self._controls.effects.state_dict()
         episode = self._checks.episode
         is_back = episode.is_at_reference(step) or (episode.is_only_reported and not recovery.observes)
-        scanned, after, self._ring.best_step = self._scans.clean_step, self._verify_after, self._checks.best.step
-        self._ring.verify(healthy_until=step, scanned_until=scanned, after=after, is_back=is_back)
+        self._ring.verify(
+            healthy_until=step, scanned_until=self._scans.clean_step, after=self._verify_after, is_back=is_back
+        )
         self.samples.forget_before(self._ring.oldest_position(accepted.update.start))
-        self._keeper.verified()
+        self._store.verified()
 
     def _discard(self, *given_up: Transaction) -> None:
         """Give updates up, the newest first: undo what they have changed, and go back to where they began."""

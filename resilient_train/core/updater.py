@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -16,12 +16,11 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from resilient_train.core.clip import Clipper, norm_limit
+from resilient_train.core.copy_gate import CopyGate
 from resilient_train.core.gate import Agreement, OpenGate, gate_of
 from resilient_train.core.knobs import AS_CONFIGURED, KnobValues
 from resilient_train.core.state import weights_of
 from resilient_train.errors import TrainError
-from resilient_train.update.schedule import LoopSchedule, Schedule
-from resilient_train.update.turns import CopyGate
 from resilient_train.wording import log
 
 LR_OF_GUARD = "lr_of_guard"  # a key of each parameter group: the lr that the guard set; rewinds with the group
@@ -29,6 +28,25 @@ _STRONG_DECAY = 0.25
 _FIRST_UPDATES = 8  # in which a rate that the loop sets is an error
 
 Settings = Sequence[Mapping[str, Any]]  # by parameter group of all optimizers
+
+
+class Schedule(Protocol):
+    """Sets the groups of an optimizer for the update after `step` accepted ones."""
+
+    def settings(self, step: int) -> Sequence[dict[str, Any]]: ...
+
+    def add_group(self, group: dict[str, Any]) -> None:
+        """Note that the loop has added a parameter group to the optimizer."""
+
+    def advance(self, step: int) -> None:
+        """Note that `step` updates were accepted. Refused ones must not change the schedule."""
+
+    def take_over(self, step: int, group: int, rate: Any) -> bool:
+        """Follow a rate that the loop has set itself; False if it must not."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,9 +341,9 @@ class Updater:
                     continue
                 found = f"the loop set lr itself, to {float(lr):.6g} where it was {float(ours):.6g}"
                 how = "as schedule=, a torch scheduler or a function (step) -> factor of the configured rate"
-                if step < _FIRST_UPDATES or not isinstance(schedule, LoopSchedule):
+                rate = lr.clone() if isinstance(lr, torch.Tensor) else float(lr)
+                if step < _FIRST_UPDATES or not schedule.take_over(step, number, rate):
                     raise TrainError(f"{found}: give it to the guard {how}, and leave the groups' lr alone")
-                schedule.take_over(step, number, lr.clone() if isinstance(lr, torch.Tensor) else float(lr))
                 group[LR_OF_GUARD] = lr
                 if not self._follows_loop:
                     log.warning(

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 
 from resilient_train.core.randomness import preserved
+from resilient_train.core.transaction import Update
 from resilient_train.core.tree import leaves, rebuilt
 from resilient_train.data.rows import Collate, RepeatableBatches
-from resilient_train.data.samples import Samples, Slicing, Update
+from resilient_train.data.samples import Samples, Slicing
 from resilient_train.data.stream import Key, Stream
 from resilient_train.errors import TrainError
 from resilient_train.wording import log

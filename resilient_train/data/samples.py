@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from operator import itemgetter
 from traceback import clear_frames, walk_tb
@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
+from resilient_train.core.transaction import Update
 from resilient_train.data.rows import (
     Collate,
     FailedRow,
@@ -68,17 +69,6 @@ class Slicing:
         """Slice samples for this rank. Ranks take turns: two, and one that accumulates twice, have the same groups."""
         starts = range(self.rank * self.batch_size, len(samples), self.world * self.batch_size)
         return [samples[start : start + self.batch_size] for start in starts]
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """What one update trains on: positions `[start, stop)` of the stream, as this rank's micro-batches."""
-
-    start: int
-    stop: int
-    batches: list[Any]
-    keys: list[Sequence[Key]] = field(default_factory=list)  # of each batch; empty if rows have no index
-    failed: tuple[FailedRow, ...] = ()  # rows that raised, and were replaced by others
 
 
 class Samples(ABC):

@@ -21,16 +21,16 @@ from resilient_train.core.decide import by_signal
 from resilient_train.core.episode import Reference
 from resilient_train.core.ring import Ring, Snapshot
 from resilient_train.core.state import RunState
-from resilient_train.core.transaction import Transaction
+from resilient_train.core.transaction import Transaction, Update
 from resilient_train.core.tree import Share, is_sharded, local_part, sharding_of
-from resilient_train.core.vitals import FEW, WILD, Leap, PastUpdate, UpdateHistory
-from resilient_train.data.samples import Samples, Update
+from resilient_train.data.samples import Samples
 from resilient_train.data.stream import Key
 from resilient_train.diagnose import rows as by_rows
 from resilient_train.diagnose import verdict
 from resilient_train.diagnose.search import NONFINITE, Search
 from resilient_train.ranks.world import World
 from resilient_train.types import SPIKES, Anomaly, Cause, Diagnosis, Facts, Incident, Signal, Vitals, fact
+from resilient_train.watch.history import FEW, WILD, Leap, PastUpdate, UpdateHistory
 from resilient_train.watch.purpose import LEARNED
 
 OF_THE_LOSS = (Signal.LOSS_SPIKE, Signal.DIVERGENCE, Signal.NOT_RECOVERED)
@@ -83,14 +83,15 @@ class Explainer:
 
     def __post_init__(self) -> None:
         self._first_sizes: dict[int, torch.Tensor] = {}  # the largest value of each field of the first updates
+        self._leap: Leap | None = None  # of the learning rate, before the newest anomaly
         self._of_first_updates: tuple[Facts, Diagnosis] | None = None  # evidence of that anomaly, and its diagnosis
 
-    def since_leap(self, anomaly: Anomaly) -> tuple[Anomaly, Leap | None]:
+    def since_leap(self, anomaly: Anomaly) -> Anomaly:
         """Find out whether the learning rate rose lately. Updates that landed after a leap of it are not trusted."""
-        leap = self.updates.leap(anomaly.since if anomaly.landed else None)
+        self._leap = leap = self.updates.leap(anomaly.since if anomaly.landed else None)
         if leap is None or not leap.is_sudden or anomaly.signal not in _OF_THE_RATE or leap.step > anomaly.since:
-            return anomaly, leap
-        return replace(anomaly, since=max(0, leap.step - 1)), leap
+            return anomaly
+        return replace(anomaly, since=max(0, leap.step - 1))
 
     def breaks_at_any_scale(self, refused: Transaction) -> bool:
         return self.search is not None and self.search.breaks_at_any_scale(refused)
@@ -102,9 +103,9 @@ class Explainer:
         refused: Transaction | None,
         history: Sequence[Incident],
         reference: Reference | None,
-        leap: Leap | None = None,
-    ) -> tuple[Diagnosis, Leap | None]:
-        """Return the cause, and the leap of the learning rate if that is to blame. Raises ReferenceInvalid."""
+    ) -> Diagnosis:
+        """Return the cause; that may be what `since_leap` has found. Raises ReferenceInvalid."""
+        leap = self._leap
         is_sudden = leap is not None and leap.is_sudden
         found: Diagnosis | None = None
         errors = {one.row: fact("text", text=one.error) for one in update.failed}  # of rows that could not be fetched
@@ -125,10 +126,11 @@ class Explainer:
         if leap is not None and may_be_leap:
             times, before = leap.jump or leap.factor, leap.step - 1
             rose = fact("rate_rose", times=times, before=before, step=leap.step, is_sudden=is_sudden)
-            return Diagnosis(Cause.RATE, rose), leap
+            to = leap.usual * leap.factor if leap.is_sudden else 0.0
+            return Diagnosis(Cause.RATE, rose, usual_rate=leap.usual, leapt_to=to)
         if found.cause in (Cause.EXPLOSION, Cause.OVERFLOW) and (advice := self._out_of_scale(update)):
             found = replace(found, advice=found.advice + advice)
-        return found, None
+        return found
 
     def _out_of_scale(self, update: Update) -> Facts:
         keys = [*chain.from_iterable(update.keys)][: by_rows.OTHERS]

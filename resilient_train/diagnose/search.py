@@ -156,7 +156,7 @@ class Search:
         self, refused: Transaction, found: Sequence[Key], origin: Origin | None, filler: list[Key] | None
     ) -> tuple[list[Key], int]:
         """The rows that break an operation of data alone, and how many others were tried, of which hardly any does."""
-        keys = [*chain(*refused.update.keys)]
+        keys: list[Key] = [*chain(*refused.update.keys)]
         left = [*found] if origin is not None and self._may_be_rare(refused.update.keys, found, origin) else []
         alone: list[Key] = []
         while any(self.world.all_of(bool(left))):

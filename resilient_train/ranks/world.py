@@ -10,7 +10,7 @@ import time
 import traceback
 import uuid
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial, wraps
 from pathlib import Path
@@ -205,11 +205,22 @@ class World:
             raise ConfigError("accelerate.mixed_precision", "fp16", why)
         return cls(accelerator)
 
+    def without_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """Leave gradients unreduced: more are to be added."""
+        return self.accelerator.no_sync(model)  # type: ignore[no-any-return]
+
     def on_device(self, batch: Any) -> Any:
         return batch if self.device.type == "cpu" else send_to_device(batch, self.device, non_blocking=True)
 
     def mean(self, vector: torch.Tensor) -> torch.Tensor:
         return self.accelerator.reduce(vector, "mean") if self.size > 1 else vector
+
+    def mean_metrics(self, metrics: Mapping[str, torch.Tensor | float]) -> dict[str, float]:
+        """Average metrics over the ranks that have them. Waits for the device, with one read and one exchange."""
+        values = [torch.as_tensor(value, dtype=torch.float32, device=self.device) for value in metrics.values()]
+        ranks = self.all_of(dict(zip(metrics, torch.stack(values).tolist() if values else [], strict=True)))
+        found = {name: [row[name] for row in ranks if name in row] for name in sorted(set().union(*ranks))}
+        return {name: sum(row) / len(row) for name, row in found.items()}  # nan of inf and -inf, where fmean raises
 
     def sum(self, vector: torch.Tensor) -> torch.Tensor:
         return self.accelerator.reduce(vector, "sum") if self.size > 1 else vector

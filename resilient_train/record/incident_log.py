@@ -142,6 +142,10 @@ class IncidentLog:
         if incident.outcome in (Outcome.RECOVERED, Outcome.OBSERVED):
             log.info("%s", describe(incident, "outcome", healthy=healthy_steps))
 
+    def note_effects(self, *, effects: Mapping[str, Any]) -> None:
+        """Note which effects have changed, where no incident is noted with them."""
+        self.run_history.note("effects_changed", effects=effects)
+
     def update_accepted(self, step: int, recovered_after: int, *, loss_is_off: bool) -> None:
         """Close what has recovered; while `loss_is_off` its reference, incidents that left damage stay open."""
         for one in self.open_incidents:

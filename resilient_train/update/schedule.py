@@ -54,6 +54,10 @@ class Schedule:
     def advance(self, step: int) -> None:
         """Note that `step` updates were accepted. Refused ones must not change the schedule."""
 
+    def take_over(self, step: int, group: int, rate: Any) -> bool:
+        """Follow a rate that the loop has set itself; False if it must not."""
+        return False
+
     def state_dict(self) -> Any:
         """Return what `settings` depends on besides the step."""
         return {}
@@ -85,7 +89,7 @@ class LoopSchedule(Schedule):
         for rates in self._rates.values():
             rates.append(group["lr"])
 
-    def take_over(self, step: int, group: int, rate: Any) -> None:
+    def take_over(self, step: int, group: int, rate: Any) -> bool:
         while next(reversed(self._rates)) > step:
             self._rates.popitem()
         self._rates[step] = [*self._at(step)]
@@ -93,6 +97,7 @@ class LoopSchedule(Schedule):
         if len(self._rates) > _MOST_CHANGES:
             for one in [*self._rates][1 : _MOST_CHANGES // 2 : 2]:
                 del self._rates[one]
+        return True
 
     def settings(self, step: int) -> Sequence[dict[str, Any]]:
         return [{"lr": rate} for rate in self._at(step)]

@@ -6,8 +6,11 @@ from math import inf, isfinite, log, sqrt
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
+from resilient_train.core.checks import Check
 from resilient_train.core.config import JumpConfig
-from resilient_train.core.loss import PlainState, without_top
+from resilient_train.core.episode import Reference
+from resilient_train.core.loss import Alarm, without_top
+from resilient_train.types import Vitals
 from resilient_train.watch.purpose import LEARNED
 
 BLOCK = 50  # accepted losses
@@ -29,7 +32,7 @@ class Block(NamedTuple):
         return self.mean + self.scatter * sqrt(2 * log(self.number) / BLOCK)
 
 
-class BestLevel(PlainState):
+class BestLevel(Check):
     """Remembers the lowest block so far, and the blocks that were the lowest before it."""
 
     saved = ("_losses", "_lowest", "_newest", "_number", "step", "has_negative", "_former")
@@ -49,13 +52,15 @@ class BestLevel(PlainState):
         self.step = 0  # the last of the newest block at the best level
         self.has_negative = False
 
-    def see(self, step: int, loss: float) -> None:
-        if not isfinite(loss):  # it was observed only
-            return
+    def see(self, step: int, which: int, vitals: Vitals) -> Alarm | None:
+        """Learn from an update that landed; there is never an alarm."""
+        loss = vitals.loss
+        if not vitals.accepted or not isfinite(loss):  # it was observed only
+            return None
         self._losses.append(loss)
         self.has_negative |= loss < 0
         if len(self._losses) < BLOCK:
-            return
+            return None
         self._number += 1
         kept = without_top(self._losses)
         block = Block(step - BLOCK + 1, step, fmean(kept), stdev(kept), self._number)
@@ -65,6 +70,13 @@ class BestLevel(PlainState):
             self._lowest.append(list(block))
         if not self.is_above(block.mean, block.scatter, step, self.config.share):
             self.step = step
+        return None
+
+    def trusted(self, then: Reference, since: int) -> int:
+        """No step is trusted at which the loss was far above the best level of the run already."""
+        best = self.until(since)
+        is_above = best is not None and self.is_above(then.level, then.scatter, since, self.config.share)
+        return best.stop if best is not None and is_above else since
 
     def until(self, step: int) -> Block | None:
         return next((Block(*one) for one in reversed(self._lowest) if one[1] <= step), None)

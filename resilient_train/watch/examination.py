@@ -12,9 +12,9 @@ from resilient_train.core.checks import Checks
 from resilient_train.core.copies import Stateful
 from resilient_train.core.mark import Mark, Marks
 from resilient_train.core.state import Clock
+from resilient_train.core.transaction import Transaction
 from resilient_train.core.tree import Tree
 from resilient_train.core.vitals import Sent, all_finite
-from resilient_train.data.rows import FailedRow
 from resilient_train.ranks.world import World, odd_ones
 from resilient_train.types import Anomaly, Signal, fact
 from resilient_train.watch.layout import nonfinite
@@ -119,29 +119,18 @@ class Examination:
         """Learn from the first healthy update of a process whether NaN in a batch is usual."""
         self._checks.nan_is_usual |= bool(self._ranks_where(not all_finite(batches)))
 
-    def refine_signal(
-        self,
-        anomaly: Anomaly,
-        batches: Sequence[Any],
-        failed: Sequence[FailedRow],
-        raised: Sequence[str],
-        norms: Sequence[tuple[Sequence[str], torch.Tensor]],
-        *,
-        spiked: bool,
-        is_scanned: bool,
-        has_landed: bool,
-    ) -> Anomaly:
+    def refined(self, anomaly: Anomaly, update: Transaction, *, is_scanned: bool, has_landed: bool) -> Anomaly:
         """Say more precisely what is wrong with a bad update, or with the state that a scan has seen. Every rank comes.
 
         In this order: rows that could not be fetched, which make the loss NaN; bad weights, which explain all that
-        follows from them; exceptions that were `raised`; a bad batch, unless its NaN is usual. `norms` are those of
-        single gradients, by name; `spiked`: the loss of this rank was above the limit. Where it `has_landed`, weights
-        that are not finite follow from it.
+        follows from them; exceptions; a bad batch, unless its NaN is usual. Where it `has_landed`, weights that are not
+        finite follow from it.
         """
+        batches = update.inputs
         if is_scanned and anomaly.signal is not Signal.NONFINITE_WEIGHTS:
             return anomaly
-        of_rows = [fact("row_failed", row=one.row, error=one.error) for one in failed]
-        of_errors = [fact("text", text=one) for one in raised]
+        of_rows = [fact("row_failed", row=one.row, error=one.error) for one in update.update.failed]
+        of_errors = [fact("text", text=one) for one in update.raised]
         everywhere, of_code = zip(*self._world.all_of((of_rows, of_errors)), strict=True)
         is_alone = self._world.size == 1
         if not any(everywhere):
@@ -154,11 +143,13 @@ class Examination:
             ranks = tuple(rank for rank, some in enumerate(everywhere) if some and not is_alone)
             return dataclasses.replace(anomaly, signal=Signal.EXCEPTION, evidence=evidence, ranks=ranks)
         if anomaly.signal is Signal.LOSS_SPIKE and not is_alone:
-            ranks = self._ranks_where(spiked)
+            ranks = self._ranks_where(not float(update.attempt.loss) <= update.limits[0])
             return dataclasses.replace(anomaly, ranks=ranks if len(ranks) < self._world.size else ())
         if anomaly.signal not in (Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD):
             return anomaly
-        by_weight = {name: norm for names, row in norms for name, norm in zip(names, row.tolist(), strict=True)}
+        by_weight = {
+            name: norm for names, row in update.attempt.norms for name, norm in zip(names, row.tolist(), strict=True)
+        }
         anomaly = dataclasses.replace(anomaly, evidence=anomaly.evidence + nonfinite(by_weight))
         return self._blame_batch(anomaly, batches)
 

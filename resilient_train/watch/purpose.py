@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from math import inf
+from typing import Any, ClassVar, NamedTuple
+
+from resilient_train.core.checks import Check
+from resilient_train.core.config import LimitConfig
+from resilient_train.core.loss import Alarm
+from resilient_train.types import Vitals
 
 PROBE_RATE = 0.1  # of the rate, around the step of a rise that was undone
 _BEFORE, _AFTER = 2, 12  # steps around a jump that are made at that rate
@@ -63,3 +69,28 @@ class Probe(NamedTuple):
     @classmethod
     def from_plain(cls, plain: Sequence[Any]) -> Probe:
         return cls(Rise(*plain[0]), *plain[1:])
+
+
+class Experiment(Check):
+    """The probe of a rise that may be on purpose: around it the rate is a tenth, and no limit hides what comes."""
+
+    persistent = ("probe",)
+    records: ClassVar = {"probe": Probe.from_plain}
+
+    def __init__(self, config: LimitConfig) -> None:
+        self._lasts = config.regime_of  # steps after it
+        self.probe: Probe | None = None
+
+    def see(self, step: int, which: int, vitals: Vitals) -> Alarm | None:
+        if self.probe is not None and vitals.step > self.probe.last + self._lasts:
+            self.probe = None
+        return None
+
+    def lifts_limits(self, step: int) -> bool:
+        return self.probe is not None and self.probe.is_at(step)
+
+    def rate_factor(self, step: int) -> float:
+        return PROBE_RATE if self.probe is not None and self.probe.covers(step) else 1.0
+
+    def forget(self, limit: float = inf) -> None:
+        self.probe = None

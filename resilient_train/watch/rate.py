@@ -1,4 +1,4 @@
-"""A learning rate that is too high: from the first updates on, or since it rose."""
+"""Further checks of the loss: thrown up by the first updates, high since the rate rose, standing, climbing slowly."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 from math import comb, inf, log, sqrt
-from statistics import fmean, median, pstdev, stdev
+from statistics import fmean, median, median_high, pstdev, stdev
 from typing import ClassVar
 
-from resilient_train.core.config import NoProgressConfig, OvershootConfig, RateConfig
+from resilient_train.core.checks import Check
+from resilient_train.core.config import CreepConfig, NoProgressConfig, OvershootConfig, RateConfig
 from resilient_train.core.episode import Reference, Standing, falls, line
-from resilient_train.core.loss import FEW, Alarm, PlainState, without_top
-from resilient_train.types import Facts, fact
+from resilient_train.core.loss import FEW, Alarm, Level, deviation, without_top
+from resilient_train.types import Facts, Vitals, fact
 
+_MAD_TO_SIGMA = 1.4826  # standard deviation / median absolute deviation, of normal noise
+_MOST_PER_BLOCK = 8.0  # spreads that one block counts for at most, so that an alarm takes two blocks or more
+_NORMAL_BLOCK = 1.0  # spreads above the median up to which a block shows no climb
 _CERTAIN = 9.2  # minus the logarithm of a chance of 1 in 10,000, as there are many looks
 _FEWEST = 4  # losses that show a scatter
 _LEAST_SCATTER = 0.15  # of the logarithm of losses that hardly differ
@@ -26,7 +30,10 @@ _CLEAR_SIGMAS = 3.0  # of a sum of ranks
 _ABSURD_RISE = 10.0  # times the usual rate: too much to end a run with, even if no loss shows its effect yet
 
 
-class EarlyDivergence(PlainState):
+References = Callable[[int], Reference | None]
+
+
+class EarlyDivergence(Check):
     """The first updates threw the loss far above its first value: the rate is wrong by orders of magnitude.
 
     The other checks would learn the damage as usual. The lowest of a few losses counts, since single batches may be
@@ -48,12 +55,13 @@ class EarlyDivergence(PlainState):
         self.is_over = False  # something has changed on purpose: the beginning of the run is no measure any more
 
     @property
-    def first_norm(self) -> float | None:
+    def usual_norm(self) -> float | None:  # type: ignore[override]
+        """The norm before the first update."""
         return self._first[1] if self._first else None
 
-    def see(self, step: int, which: int, loss: float, norm: float) -> Alarm | None:
-        """Judge an attempted update. `which` identifies it: of an update that is retried the last attempt counts."""
-        self.is_thrown = False
+    def see(self, step: int, which: int, vitals: Vitals) -> Alarm | None:
+        """Judge an attempted update: of one that is retried the last attempt counts."""
+        self.is_thrown, loss, norm = False, vitals.loss, vitals.grad_norm
         if self.is_over or not self.config.every or step > self.config.window:
             return None
         if which == self._which and self._losses:  # retried, perhaps with other rows in place of bad ones
@@ -74,6 +82,9 @@ class EarlyDivergence(PlainState):
         self._losses.clear()  # gives a treatment time before the next alarm
         self._norms.clear()
         return Alarm(0, evidence)
+
+    def forget(self, limit: float = inf) -> None:
+        self.is_over = True
 
     def begins_with(self, loss: float) -> None:
         """Take the loss that samples have at the first weights for the first one, which is one number."""
@@ -112,7 +123,7 @@ class EarlyDivergence(PlainState):
         return chance < _CERTAIN
 
 
-class RateRise(PlainState):
+class RateRise(Check):
     """The learning rate rose far above what it was, and the loss is above where it was before.
 
     A rate that rises is no trouble by itself, as in a warm-up. It makes the loss be compared more closely, so that no
@@ -134,9 +145,8 @@ class RateRise(PlainState):
         self._lately: deque[float] = deque(maxlen=_COMPARED)  # the newest losses
         self._before: list[float] = []  # those before it rose
 
-    def see(self, step: int, loss: float, ratio: float, reference: Callable[[int], Reference | None]) -> Alarm | None:
-        """Judge an accepted update. `ratio` is its rate, `reference` makes the reference of the losses up to a step."""
-        config = self.config
+    def landed(self, step: int, vitals: Vitals, reference: References, *, is_learned: bool) -> Alarm | None:
+        config, loss, ratio = self.config, vitals.loss, vitals.lr_ratio
         if not config.every or not ratio > 0:
             return None
         alarm = None
@@ -187,7 +197,7 @@ class RateRise(PlainState):
         self.reference = None
         return Alarm(self._since, evidence)
 
-    def forget(self) -> None:
+    def forget(self, limit: float = inf) -> None:
         self.reference = None
         self._losses.clear()
 
@@ -217,7 +227,7 @@ _NEVER = 2**53  # steps
 _THROWN = 0.2  # of that: by so much the first updates have raised the loss
 
 
-class NoProgress(PlainState):
+class NoProgress(Check):
     """The losses have not fallen since a quarter of the run, and are still near those that it began with.
 
     Or they fall, but only since the first updates threw them up. Or they stand anywhere, or fall slowly at later looks,
@@ -236,12 +246,14 @@ class NoProgress(PlainState):
         self._losses: deque[float] = deque(maxlen=config.window)
         self._seen = 0
 
-    def see(self, loss: float) -> None:
+    def landed(self, step: int, vitals: Vitals, reference: References, *, is_learned: bool) -> Alarm | None:
+        loss = vitals.loss
         self._seen += 1
         if self._seen <= _FIRST_LOSSES:  # the very first one was measured before any update: others may be far above
             self._mean += (loss - self._mean) / self._seen
             self.first = self._mean if self._seen == 1 else min(self.first, self._mean)
         self._losses.append(loss)
+        return None
 
     def asks(self, step: int, travelled: Callable[[], float], *, is_suspect: bool = False) -> bool:
         """Say whether to try lower learning rates; at the first look also where the first updates threw the loss up.
@@ -279,6 +291,57 @@ class NoProgress(PlainState):
     def stop(self) -> None:
         self.next_look = _NEVER
 
-    def forget(self) -> None:
+    def more_is_trained(self) -> None:
+        self.stop()  # the beginning is no measure any more
+
+    def forget(self, limit: float = inf) -> None:
         self._losses.clear()
         self._seen, self.first, self._mean = 0, 0.0, 0.0
+
+
+class Creep(Check):
+    """The loss climbs from block to block, though no single step is a jump."""
+
+    saved = ("_block", "_means", "_sum", "_since")
+    yields_to_jump = True
+
+    def __init__(self, config: CreepConfig, level: Level) -> None:
+        self.config, self.level = config, level
+        self._block: list[float] = []
+        self._means: deque[float] = deque(maxlen=config.blocks + config.lag)  # of the blocks before
+        self._sum = 0.0  # sum of the spreads by which blocks were too high
+        self._since = 0  # the newest step at which no climb showed
+
+    def landed(self, step: int, vitals: Vitals, reference: References, *, is_learned: bool) -> Alarm | None:
+        config, loss = self.config, vitals.loss
+        if not config.every or not is_learned:
+            return None
+        self._block.append(loss)
+        if len(self._block) < config.every:
+            return None
+        mean = fmean(without_top(self._block))
+        self._block.clear()
+        if len(self._means) == self._means.maxlen:
+            usual = list(self._means)[: config.blocks]
+            middle = median_high(usual)
+            spread = max(
+                _MAD_TO_SIGMA * deviation(usual, middle),
+                (max(usual) - middle) / 2,  # skewed losses have skewed blocks
+                config.share * self.level.scale,
+            )
+            z = (mean - middle) / spread if spread else 0.0  # the spread of a loss that is always 0 is 0
+            z = max(-_MOST_PER_BLOCK, min(_MOST_PER_BLOCK, z))
+            if z <= _NORMAL_BLOCK:
+                self._since = step - 2 * config.every  # the climb may have begun within this block
+            self._sum = max(0.0, self._sum + z - config.slack)
+        self._means.append(mean)
+        if self._sum <= config.alarm:
+            return None
+        self.forget()
+        since = max(0, self._since)
+        return Alarm(since, fact("loss_climbs", loss=loss, since=since, **self.level.usual_range))
+
+    def forget(self, limit: float = inf) -> None:
+        self._block.clear()
+        self._means.clear()
+        self._sum = 0.0

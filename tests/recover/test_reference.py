@@ -20,9 +20,9 @@ from resilient_train.core.decide import decide
 from resilient_train.core.episode import WINDOW, Episode, Reference, Standing, falls
 from resilient_train.core.loss import without_top
 from resilient_train.core.remedies import cut
-from resilient_train.core.vitals import Leap, UpdateHistory
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, Vitals, fact
+from resilient_train.watch.history import Leap, UpdateHistory
 
 SIGMAS, SHARE = 4.0, 0.03
 

@@ -24,13 +24,13 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from resilient_train.adapters.guard import Guard
-from resilient_train.core.checks import Checks
 from resilient_train.core.config import NoProgressConfig
 from resilient_train.core.config import named as checks_named
 from resilient_train.reader import DiskConfig
 from resilient_train.record.run_history import as_line, from_line
 from resilient_train.recover.trials import Arm, best_arm, fastest, holds, is_ahead, may_win, on_its_way
-from resilient_train.types import Action, Signal, Tried
+from resilient_train.types import Action, Signal, Tried, Vitals
+from resilient_train.watch.panel import Panel
 from resilient_train.watch.rate import NoProgress
 from resilient_train.wording import describe
 
@@ -132,7 +132,7 @@ def looks(losses: Sequence[float], travelled: float = 0.1, *, is_suspect: bool =
     """At which steps the check asks for a trial, if the weights move so far."""
     check, found = NoProgress(CHECK), []
     for step, loss in enumerate(losses, start=1):
-        check.see(loss)
+        check.landed(step, Vitals(step, step, True, loss, 1.0, 1e-3), lambda until: None, is_learned=True)
         if check.asks(step, lambda: travelled, is_suspect=is_suspect):
             found.append(step)
             check.tried(step, is_tried=True)
@@ -152,12 +152,12 @@ def test_the_check_asks_where_the_loss_stands_near_its_beginning() -> None:
     assert looks(falling, travelled=0.5) == [128, 256, 512]  # and settles nowhere: at 64 that is ordinary
     assert looks(falling, travelled=0.3) == []
     assert looks(falling, is_suspect=True) == [64]  # of a rate that is in doubt, once
-    checks = Checks(checks_named("default"))
-    for _ in range(200):
-        checks.no_progress.see(3.0)
-    assert checks.asks_for_rates(200, lambda: 0.0)
-    checks.more_is_trained(100)
-    assert not checks.asks_for_rates(200, lambda: 0.0)
+    panel = Panel.of(checks_named("default"))
+    for step in range(1, 201):
+        panel.checks.judge(Vitals(step, step, True, 3.0, 1.0, 1e-3))
+    assert panel.no_progress.asks(200, lambda: 0.0)
+    panel.checks.more_is_trained(100)
+    assert not panel.no_progress.asks(200, lambda: 0.0)
 
 
 # ----------------------------------------------------------------------------------------------------- the whole run
@@ -356,7 +356,7 @@ def killed_in_trial(run_dir: Path, kills: bool) -> list[str]:
     guards: list[Guard] = []
 
     def objective(model: Any, batch: Any) -> Tensor:
-        if kills and guards and guards[0]._direct_steps._running == "guard":
+        if kills and guards and guards[0]._current is None:  # no update is being computed
             os.kill(os.getpid(), signal.SIGKILL)
         return next_letter(model, batch)
 

@@ -12,13 +12,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from resilient_train import Guard
-from resilient_train.core.controls import Controls
 from resilient_train.errors import ConfigError
 from resilient_train.record.run_history import RunHistory
+from resilient_train.remedial import AllControls
 from resilient_train.types import fact
 
 
-def controls() -> Controls:
+def controls() -> AllControls:
     model, data = nn.Linear(2, 1), TensorDataset(torch.zeros(64, 2), torch.zeros(64, 1))
     guard = Guard(None, model, torch.optim.SGD(model.parameters(), lr=0.1), data=data, batch_size=4, steps=16)
     return guard._controls

@@ -15,11 +15,11 @@ from tables import table
 from torch.nn.functional import cross_entropy
 
 from resilient_train import Guard
-from resilient_train.core.checks import Checks
 from resilient_train.core.config import named
 from resilient_train.core.loss import Jump, Level
 from resilient_train.types import NO_LIMIT, Vitals
 from resilient_train.watch.best import BLOCK, BestLevel
+from resilient_train.watch.panel import Panel
 from resilient_train.watch.purpose import Probe, Rise
 
 JUMP = named("default").jump
@@ -33,7 +33,7 @@ def noisy(level: float, count: int, seed: int = 0, scatter: float = 0.1) -> list
 def seen(losses: list[float]) -> BestLevel:
     best = BestLevel(JUMP)
     for step, loss in enumerate(losses, 1):
-        best.see(step, loss)
+        best.see(step, step, Vitals(step, step, True, loss, 1.0, 1e-3))
     return best
 
 
@@ -73,11 +73,11 @@ def test_a_new_regime_is_compared_with_the_old_one_until_it_has_learned() -> Non
     best = seen(noisy(0.5, 100))
     best.forget(limit=1.0)
     for step, loss in enumerate(noisy(2.0, BLOCK), 101):
-        best.see(step, loss)
+        best.see(step, step, Vitals(step, step, True, loss, 1.0, 1e-3))
     assert (left := best.left(had_incidents=False)) is not None
     assert left.stop <= 100
     for step, loss in enumerate(noisy(0.7, BLOCK), 151):
-        best.see(step, loss)
+        best.see(step, step, Vitals(step, step, True, loss, 1.0, 1e-3))
     assert best.left(had_incidents=False) is None
 
 
@@ -159,19 +159,20 @@ def test_a_rise_that_comes_again(again: Rise, was_low: bool, confirms: bool) -> 
 
 
 def test_a_rise_that_was_undone_outlives_the_process_as_plain_data() -> None:
-    checks, resumed = Checks(named("default")), Checks(named("default"))
-    checks.probe = Probe.of(RISE, 164, 125, is_jump=True)
-    state = checks.persistent_state()
+    panel, resumed = Panel.of(named("default")), Panel.of(named("default"))
+    panel.experiment.probe = Probe.of(RISE, 164, 125, is_jump=True)
+    state = panel.checks.persistent_state()
     assert json.loads(json.dumps(state)) == state, "a record within a record is no plain data"
-    resumed.load_persistent_state(state)
-    assert resumed.probe == checks.probe
+    resumed.checks.load_persistent_state(state)
+    assert resumed.experiment.probe == panel.experiment.probe
 
 
 def test_the_limits_are_lifted_only_where_it_may_come_again() -> None:
-    checks = Checks(named("default"))
+    panel = Panel.of(named("default"))
+    checks = panel.checks
     for step in range(1, 100):
         checks.judge(Vitals(step, step, True, 1.0 + 0.001 * (step % 7), 1.0, 1e-3, step, step + 1))
-    checks.probe = Probe.of(RISE._replace(step=110), 140, 50, is_jump=False)
+    panel.experiment.probe = Probe.of(RISE._replace(step=110), 140, 50, is_jump=False)
     lifted = []
     for step in range(100, 140):
         lifted += [step] if checks.limits == (NO_LIMIT, NO_LIMIT) else []

@@ -17,10 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import table
 
-from resilient_train.core.checks import Checks, Finding
+from resilient_train.core.checks import Finding
 from resilient_train.core.config import ChecksConfig, named
-from resilient_train.core.vitals import UpdateHistory
 from resilient_train.types import NO_LIMIT, Anomaly, Signal, Vitals
+from resilient_train.watch.history import UpdateHistory
+from resilient_train.watch.panel import Panel
 
 Curve = Iterable[tuple[float, float]]
 
@@ -29,7 +30,8 @@ class Run:
     """A run reduced to what the checks see of it: a gate that obeys them, and a place in the data."""
 
     def __init__(self, config: ChecksConfig | None = None) -> None:
-        self.checks = Checks(config or named("default"))
+        self.panel = Panel.of(config or named("default"))
+        self.checks = self.panel.checks
         self.tick = self.step = self.position = 0
 
     def attempt(self, loss: float, norm: float = 1.0) -> Finding:
@@ -163,7 +165,7 @@ SURGE = [(400.0, 90.0), (90.0, 30.0), (50.0, 30.0)]
 def test_a_run_that_explodes_from_its_beginning(losses: Curve, seen_at: int | None) -> None:
     """Three losses and the median of their norms far above the first ones: the rate is wrong by orders of magnitude."""
     run = Run(only("overshoot"))
-    run.checks.early_divergence.can_compare = True
+    run.panel.early_divergence.can_compare = True
     alarms = run.alarms(losses)
     assert [(one.signal, one.step, one.since) for one in alarms[:1]] == (
         [(Signal.DIVERGENCE, seen_at, 0)] if seen_at else []
@@ -175,10 +177,10 @@ def test_a_run_that_explodes_from_its_beginning(losses: Curve, seen_at: int | No
 def test_what_is_not_finite_is_an_anomaly_at_once(checks: str, signal: Signal) -> None:
     """Nothing landed, so the present state stays trusted; with all checks off, too, and in the first update."""
     vitals = Vitals(7, 3, False, nan, nan, 1e-3, refused=signal, ranks=(1,))
-    anomaly: Any = Checks(named(checks)).judge(vitals).anomaly
+    anomaly: Any = Panel.of(named(checks)).checks.judge(vitals).anomaly
     assert (anomaly.signal, anomaly.step, anomaly.tick, anomaly.since) == (signal, 4, 7, 3)
     assert (anomaly.landed, anomaly.ranks) == (False, (1,))
-    landed: Any = Checks(named(checks)).judge(Vitals(9, 9, True, nan, 1.0, 1e-3)).anomaly  # without a gate
+    landed: Any = Panel.of(named(checks)).checks.judge(Vitals(9, 9, True, nan, 1.0, 1e-3)).anomaly  # without a gate
     assert (landed.signal, landed.landed, landed.since) == (Signal.NONFINITE_LOSS, True, 7)
 
 
@@ -486,7 +488,7 @@ def test_statistics_rewind(
     kept, place = json.loads(json.dumps(state)), (run.step, run.position)
     expected = [_without_ticks(finding) for finding in run.play(after)]
     assert state == kept
-    for checks in (run.checks, Checks(config)):
+    for checks in (run.checks, Panel.of(config).checks):
         run.checks = checks
         run.checks.load_state_dict(state)
         list(run.play(undone))
@@ -602,18 +604,18 @@ def test_a_deep_rewind_that_has_not_helped(back_to: int, seed: int) -> None:
 
 def resume(run: Run) -> None:
     """Continue with the checks of a process that has loaded all their state."""
-    resumed = Checks(run.checks.config)
-    resumed.load_state_dict(json.loads(json.dumps(run.checks.state_dict())))
-    resumed.load_persistent_state(json.loads(json.dumps(run.checks.persistent_state())))
-    resumed.episode.load_persistent_state(json.loads(json.dumps(run.checks.episode.persistent_state())))
-    run.checks = resumed
+    run.panel, before = Panel.of(run.checks.config), run.checks
+    run.checks = resumed = run.panel.checks
+    resumed.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    resumed.load_persistent_state(json.loads(json.dumps(before.persistent_state())))
+    resumed.episode.load_persistent_state(json.loads(json.dumps(before.episode.persistent_state())))
 
 
 def test_the_first_updates_of_a_patched_run_are_no_measure_after_a_resume_either() -> None:
     """An early divergence compares with values that the patched line may have replaced."""
     run = Run(only("overshoot"))
     assert run.alarms([(1.1, 0.3)]) == []
-    run.checks.early_divergence.is_over = True
+    run.panel.early_divergence.is_over = True
     resume(run)
     assert run.alarms(SURGE) == []
 

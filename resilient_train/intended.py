@@ -1,0 +1,186 @@
+"""Was it on purpose? A change of the loss, the model, the data or the weights that is no damage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+from resilient_train.core.checks import Finding
+from resilient_train.core.transaction import Transaction, Update
+from resilient_train.diagnose.explain import OF_THE_LOSS, ChangedOnPurpose, Explainer, ReferenceInvalid
+from resilient_train.record.incident_log import IncidentLog
+from resilient_train.remedial import AllControls
+from resilient_train.run_parts import RunParts
+from resilient_train.types import (
+    ACCEPTED,
+    OUTSIDE,
+    Action,
+    Anomaly,
+    Cause,
+    Diagnosis,
+    Facts,
+    Incident,
+    Signal,
+    Vitals,
+    fact,
+)
+from resilient_train.watch.purpose import LEARNED, Probe, Rise
+from resilient_train.wording import log, say
+
+
+class Intended:
+    """Finds out whether a rise of the loss was on purpose, and lets the run learn again what is usual if it was."""
+
+    def __init__(self, parts: RunParts, explainer: Explainer, incidents: IncidentLog, controls: AllControls) -> None:
+        self._parts, self._checks, self._incident_log, self._controls = parts, parts.checks, incidents, controls
+        self._panel, self._explainer = parts.panel, explainer
+        self._before: Any = None  # the effects before the incidents of late
+        self._began_tick, self._step = 0, -(10**9)  # of the first of them, and of the newest
+        self._rise: Rise | None = None  # of the loss, which the newest anomaly is about, if it may be on purpose
+        self._rose_at = 0  # where the loss rose first: code that keeps no count of steps changes at once after a rewind
+
+    def resume(self) -> None:
+        """Continue with the incidents of the process before. It is a collective."""
+        first, done = 0, [one for one in self._incident_log.of_training if one.decision.actions and not one.is_observed]
+        for one in done:
+            if one.decision.rung != OUTSIDE:
+                first = first if self._is_recent(one.anomaly.step) else one.id
+                self._began_tick = one.anomaly.tick if first == one.id else self._began_tick
+                self._step = one.last_step
+        history = self._incident_log.run_history
+        self._before = self._parts.world.on_main(lambda: history.effects_before(first)) if first else None
+
+    # What the story asks.
+
+    def reviewed(self, vitals: Vitals, finding: Finding) -> Finding:
+        return self._checks.after_change(vitals, finding) if self._accepts_written() else finding
+
+    def noticed(self, update: Transaction, vitals: Vitals, finding: Finding) -> Anomaly | None:
+        anomaly = self._explainer.check_first_updates(vitals, update.inputs)
+        if anomaly is None and finding.at_any_scale and self._explainer.breaks_at_any_scale(update):
+            anomaly = finding.at_any_scale
+        return anomaly
+
+    def first_look(self, anomaly: Anomaly) -> Anomaly | None:
+        return None if self.began_by_chance(anomaly) else self._explainer.since_leap(anomaly)
+
+    def explain(
+        self, anomaly: Anomaly, update: Update, refused: Transaction | None, history: Sequence[Incident]
+    ) -> Diagnosis | None:
+        try:
+            return self._explainer.explain(anomaly, update, refused, history, self._checks.episode.reference)
+        except ReferenceInvalid as why:
+            self.learn_again(anomaly, why)
+            return None
+
+    def is_on_purpose(self, anomaly: Anomaly, diagnosis: Diagnosis) -> bool:
+        self._rise = rise = self.rise(anomaly, diagnosis)
+        return rise is not None and self.accepts(rise, anomaly)
+
+    # Inside.
+
+    def began_by_chance(self, anomaly: Anomaly) -> bool:
+        """Say whether an alarm compares with a first loss that was low by chance, and forget that loss then."""
+        checks, early = self._checks, self._panel.early_divergence
+        if not (anomaly.signal is Signal.DIVERGENCE and early.is_thrown):
+            return False
+        level = self._explainer.level_at_first(anomaly, checks.config.overshoot.times)
+        if level is not None:
+            early.begins_with(level)
+            checks.episode.end()
+        return level is not None
+
+    def learn_again(self, anomaly: Anomaly, why: ReferenceInvalid) -> None:
+        if isinstance(why, ChangedOnPurpose):
+            self.accept(anomaly, why.what, why.limit)
+        else:
+            log.info("note: %s: check statistics were reset", say(why.what))
+            self._checks.start_over()
+            self._controls.note()
+
+    def rise(self, anomaly: Anomaly, diagnosis: Diagnosis) -> Rise | None:
+        """The rise of the loss that an anomaly is about, if it may be on purpose."""
+        may_be = diagnosis.cause in (Cause.EXPLOSION, Cause.RATE, Cause.UNKNOWN)
+        may_be |= diagnosis.cause is Cause.DATA and not diagnosis.rows and self._parts.samples.is_fed
+        is_rise = anomaly.landed and anomaly.signal in OF_THE_LOSS
+        return self._parts.updates.rise(anomaly.since, self._level) if may_be and is_rise else None
+
+    def accepts(self, rise: Rise, anomaly: Anomaly) -> bool:
+        """Accept a rise that came again in spite of a rewind."""
+        probe = self._panel.experiment.probe
+        if probe is None:
+            return False
+        there = self._checks.level_at(probe.rewound_to)  # it may have been as high, at the beginning of the run
+        was_low = there is None or there < self._level + LEARNED * rise.height
+        if not probe.confirms(rise, anomaly.step, was_low=was_low):
+            return False
+        what = fact("rose_again", was=self._level, now=self._level + rise.height, step=rise.step)
+        self.accept(anomaly, what, step=self._rose_at or rise.step)
+        return True
+
+    def before_treatment(self, anomaly: Anomaly) -> None:
+        if not self._is_recent(anomaly.step):
+            self._before, self._began_tick, self._rose_at = self._controls.effects.state_dict(), anomaly.tick, 0
+        self._step = anomaly.step
+
+    def treated(self, incident: Incident) -> None:
+        rise, self._rise = self._rise, None
+        to, is_of_rate = incident.rewound_to, incident.diagnosis.cause is Cause.RATE
+        if rise is None or rise.grows or to is None or is_of_rate:
+            return
+        before, is_jump = self._panel.experiment.probe, incident.anomaly.signal is Signal.LOSS_SPIKE
+        came_again = before is not None and before.is_near(rise.step)
+        probe = Probe.of(rise, incident.anomaly.step, to, is_jump=is_jump, came_again=came_again)
+        self._panel.experiment.probe = probe
+        self._rose_at = self._rose_at or rise.step
+
+    def accept(self, anomaly: Anomaly, what: Facts, limit: float = inf, step: int = 0) -> None:
+        """Take what raised the loss for a change on purpose: put back what was done, learn again up to the `limit`."""
+        if self._panel.experiment.probe is not None:
+            self._put_back(anomaly.step)
+        if anomaly.signal is Signal.WEIGHTS_JUMP:
+            self._parts.scans.rebase()
+        self._checks.start_over(limit)
+        self._parts.ring.release_reference()
+        self._controls.note()
+        self._note(what, step or anomaly.since + 1)
+
+    def _accepts_written(self) -> bool:
+        """Say whether weights that the loop wrote were just taken for intended, and end the incidents about them."""
+        accepted, self._parts.scans.accepted = self._parts.scans.accepted, None
+        if accepted is None:
+            return False
+        found, was_declared = accepted
+        if not was_declared:
+            self._put_back(self._parts.clock.step)
+            self._controls.note()
+            self._note(found.evidence, self._parts.clock.step)
+        losses = self._parts.updates.recent_measurements()[0]
+        self._checks.start_over(self._panel.best.limit(max(losses, default=inf)))
+        return True
+
+    def _put_back(self, step: int) -> None:
+        if self._before and self._is_recent(step):
+            self._controls.effects.undo_to(self._before)
+
+    def _is_recent(self, step: int) -> bool:
+        return step <= self._step + self._checks.config.limit.regime_of
+
+    @property
+    def _level(self) -> float:
+        reference = self._checks.episode.reference
+        return inf if reference is None else reference.level
+
+    def _note(self, what: Facts, step: int) -> None:
+        """Say that something was taken for a change on purpose, also in the incidents that took it for damage."""
+        note = fact("on_purpose", what=what, step=step)
+        for incident in self._incident_log.incidents if self._is_recent(self._parts.clock.step) else ():
+            is_about_rows = bool(incident.diagnosis.rows) or incident.diagnosis.cause is Cause.PROCESS
+            if incident.anomaly.tick >= self._began_tick and not (is_about_rows or incident.is_accepted):
+                decision = replace(incident.decision, actions=(*incident.decision.actions, Action(ACCEPTED)))
+                diagnosis = replace(incident.diagnosis, cause=Cause.UNKNOWN, advice=note, suspects=())
+                incident = replace(incident, decision=decision, diagnosis=diagnosis)
+                (self._incident_log.update if incident.outcome is None else self._incident_log.close)(incident)
+        log.warning("step %d: %s", self._parts.clock.step, say(note))
