@@ -24,7 +24,7 @@ from detection_rivals import ALARM, REFUSED, Arc, Detector, MeanSigma, MedianMad
 
 from resilient_train.core.config import named
 from resilient_train.types import Vitals
-from resilient_train.watch.panel import Panel
+from resilient_train.watch.rate import Panel
 
 SCANS_SEE = ("w1e", "lay", "v", "mx")  # faults of weights and moments, which the scans look for besides
 BY_CONSTRUCTION = "stuck"  # a batch that repeats: our stream cannot

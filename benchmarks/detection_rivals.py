@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from resilient_train.core.config import ChecksConfig
 from resilient_train.types import Signal, Vitals
-from resilient_train.watch.panel import Panel
+from resilient_train.watch.rate import Panel
 
 ALARM, REFUSED = "alarm", "refused"
 

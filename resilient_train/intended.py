@@ -26,7 +26,7 @@ from resilient_train.types import (
     Vitals,
     fact,
 )
-from resilient_train.watch.purpose import LEARNED, Probe, Rise
+from resilient_train.watch.best import LEARNED, Probe, Rise
 from resilient_train.wording import log, say
 
 

@@ -10,7 +10,7 @@ from resilient_train.data.samples import Samples
 from resilient_train.diagnose.search import Search
 from resilient_train.ranks.world import World
 from resilient_train.watch.history import UpdateHistory
-from resilient_train.watch.panel import Panel
+from resilient_train.watch.rate import Panel
 from resilient_train.watch.scans import Scans
 
 

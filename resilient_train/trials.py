@@ -7,6 +7,7 @@ ticks. Every rank makes the same updates, and judges them by losses that are ave
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -15,9 +16,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from resilient_train.computation import BatchErrors, Computation
-from resilient_train.core.effects import Effects
+from resilient_train.core.controls import Effects
+from resilient_train.core.decide import BY_DECAY, by_signal
 from resilient_train.core.mark import Mark
 from resilient_train.core.policy import Policy
+from resilient_train.core.protocols import Hook, Store
+from resilient_train.core.recovery import Recovery
 from resilient_train.core.remedies import RunControl, remedy
 from resilient_train.core.ring import Snapshot
 from resilient_train.core.transaction import Transaction
@@ -38,7 +42,7 @@ from resilient_train.recover.trials import (
     table,
 )
 from resilient_train.run_parts import RunParts
-from resilient_train.types import NO_LIMIT, Action, Tried
+from resilient_train.types import NO_LIMIT, OUTSIDE, Action, Anomaly, Decision, Signal, Tried, fact
 from resilient_train.wording import counted, log, say
 
 _FAILED, _ENDS = 1, 2  # what ranks tell each other: this arm failed, or the trial has to end
@@ -343,3 +347,43 @@ class Trials:
                 raise TrialStopped
             losses.append(torch.full((), math.inf, device=parts.world.device) if agreed else mean(made))
         return tuple(parts.world.mean(torch.stack(losses)).tolist())
+
+
+class RateSearch(Hook):
+    def __init__(
+        self, parts: RunParts, recovery: Recovery, trials: Trials, store: Store, settle: Callable[[], bool]
+    ) -> None:
+        """`settle` waits for the verdict on the last update."""
+        self._parts, self._recovery, self._trials, self._store = parts, recovery, trials, store
+        self._settle = settle
+
+    def before_update(self) -> None:
+        """Look where the loss stands; not while an incident is open, nor around a declared change."""
+        step, checks, panel = self._parts.clock.step, self._parts.checks, self._parts.panel
+        may_ask, is_suspect = not checks.episode.is_open, panel.early_divergence.is_suspect
+        if not may_ask or step in checks.declared:
+            return
+        if panel.no_progress.asks(step, self._parts.ring.travelled, is_suspect=is_suspect) and self._settle():
+            self.search()
+
+    def search(self) -> None:
+        recovery, parts, trials, controls = self._recovery, self._parts, self._trials, self._recovery.controls
+        check, log = parts.panel.no_progress, recovery.incident_log
+        step, started, before = parts.clock.step, time.perf_counter(), trials.updates
+        found = trials.race(controls)
+        was_tried = trials.updates > before
+        check.tried(step, is_tried=was_tried or found is not None)
+        if found is None:
+            if was_tried:
+                controls.note()
+            return
+        parts.checks.require_recovery(step, step)
+        if parts.checks.episode.is_open:
+            parts.ring.keep_reference(step)
+        fell = fact("weights_fell", share=found.left) if found.left < 1 else ()
+        anomaly = Anomaly(Signal.NO_PROGRESS, step, parts.clock.tick, found.since, check.evidence + fell)
+        self._store.distrust(found.since)
+        decision = Decision((Action("rewind"), found.cut), rung=OUTSIDE)
+        diagnosis = by_signal(anomaly) if found.left == 1 else BY_DECAY
+        incident = replace(log.open(anomaly, diagnosis, decision), tried=found.tried)
+        recovery.carry_out(incident, (0, 0), started)

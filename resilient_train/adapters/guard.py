@@ -15,12 +15,11 @@ from accelerate import Accelerator
 from torch import nn
 
 from resilient_train.adapters import arguments
-from resilient_train.adapters.direct_steps import DirectStepCheck
-from resilient_train.adapters.hooks import HealthyUpdates, NotePlace
+from resilient_train.adapters.hooks import DirectStepCheck, HealthyUpdates, NotePlace
 from resilient_train.adapters.reporter import REPORT_EVERY, Place, Report, RunReporter, holders, log_to_stderr, place
 from resilient_train.checkpoint.keeper import CheckpointKeeper
 from resilient_train.checkpoint.resume import Resume
-from resilient_train.computation import BatchErrors, Computation, Objective
+from resilient_train.computation import BatchErrors, Computation, MicroBatchSizer, Objective
 from resilient_train.core.clip import Clipper, LoopClipCheck, TrainersClipper, norm_over_ranks
 from resilient_train.core.config import ChecksConfig
 from resilient_train.core.copies import Backups, BufferWatch, Stateful
@@ -39,26 +38,23 @@ from resilient_train.data.sequential import LoaderSamples
 from resilient_train.diagnose.explain import Explainer
 from resilient_train.diagnose.replay import Replay
 from resilient_train.diagnose.search import Search
-from resilient_train.drills import Drill
-from resilient_train.drills.hook import DrillHook
+from resilient_train.drills import Drill, DrillHook
 from resilient_train.errors import RanksDiffer, Stopped, TrainError, own_error
 from resilient_train.intended import Intended
 from resilient_train.lost_device import LostDevice
-from resilient_train.micro_batches import MicroBatchSizer
 from resilient_train.ranks.world import World
-from resilient_train.rate_search import RateSearch
 from resilient_train.reader import ClipConfig, DiskConfig, MemoryConfig
 from resilient_train.record.endings import RunFacts
 from resilient_train.record.progress import Doing
 from resilient_train.remedial import AllControls
 from resilient_train.run_parts import RunParts
 from resilient_train.run_process import RunProcess
-from resilient_train.trials import Trials
+from resilient_train.trials import RateSearch, Trials
 from resilient_train.types import Facts, Incident, Signal, UpdateResult
 from resilient_train.watch.examination import Examination
 from resilient_train.watch.history import UpdateHistory
 from resilient_train.watch.modes import AnomalyMode
-from resilient_train.watch.panel import Panel
+from resilient_train.watch.rate import Panel
 from resilient_train.watch.scans import Scans
 from resilient_train.wording import counted, log, say
 
@@ -218,7 +214,8 @@ class Guard(EngineGuard):
             computation = Computation(model, unwrapped, measured, anomaly_mode, marks, seeds)
             batch_errors = BatchErrors(parts, computation)
             trials = Trials(parts, computation, batch_errors, policy, lambda: self.steps, stop)
-            controls = AllControls(parts, policy, quarantined, keeper, trials)
+            self._sizer = MicroBatchSizer(parts, policy, keeper, lambda write: controls.note(write))
+            controls = AllControls(parts, policy, quarantined, keeper, trials, self._sizer.effect())
             self.reporter = RunReporter(clock, parts.updates, parts.panel, home, keeper.progress)
             explainer = Explainer(
                 *(world, samples, state, parts.ring, optimizers, parts.updates, search, beat),
@@ -236,11 +233,10 @@ class Guard(EngineGuard):
             self._direct_steps, self._anomaly_mode, self.drill = direct_steps, anomaly_mode, drill or Drill(())
             self._keeper = keeper
             self._lost_device = LostDevice(parts, policy, controls, keeper, measured)
-            self._sizer = MicroBatchSizer(parts, policy, controls, keeper)
             hooks: list[Hook] = [NotePlace(parts, keeper.progress), self._lost_device]
             hooks += [batch_errors, HealthyUpdates(parts, keeper, examination)]
             if trials.tries_rates:
-                hooks.insert(0, RateSearch(parts, treating, controls, keeper, self.settle))
+                hooks.insert(0, RateSearch(parts, treating, trials, keeper, self.settle))
             drilling = DrillHook(self.drill, state, parts.ring, world.rank, self.settle)
             if drill is not None:
                 hooks.insert(0, drilling)

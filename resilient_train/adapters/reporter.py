@@ -49,7 +49,7 @@ from resilient_train.tracking.story import read_story, story_of
 from resilient_train.tracking.tracker import EXPERIMENT, Tracker, TrackingConfig
 from resilient_train.types import Cause, Vitals
 from resilient_train.watch.history import UpdateHistory
-from resilient_train.watch.panel import Panel
+from resilient_train.watch.rate import Panel
 from resilient_train.wording import log
 
 REPORT_EVERY = 10  # accepted updates of the caller's loop

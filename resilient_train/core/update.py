@@ -18,7 +18,6 @@ from typing import Any, ClassVar
 import torch
 
 from resilient_train.core.mark import Mark, Marks
-from resilient_train.core.mistakes import MISSING, TWICE, TWO_GUARDS, require_gradient
 from resilient_train.core.parts import Parts
 from resilient_train.core.protocols import Backend, Computed, Examiner, Hook, OnError, Store
 from resilient_train.core.randomness import Seeds
@@ -399,3 +398,28 @@ class EngineGuard:
 
     def _on_accepted(self) -> None:
         """Called after each update that landed: it has to be cheap most of the time."""
+
+
+_HOW = "for losses that are stepped in turn, as in a GAN, call guard.update(loss, optimizer=...) for each optimizer"
+TWICE = f"guard.{{verb}} was called twice for one batch: {_HOW}"
+MISSING = "a batch was not handed back: call guard.step(batch), or guard.update(loss)"
+TWO_GUARDS = f"two guards are at work in turn, which would not rewind together: give one of them all networks; {_HOW}"
+
+
+def require_gradient(loss: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
+    if all(weight.grad is None for weight in weights):
+        raise TrainError(_why_no_gradient(loss, weights))
+
+
+def _why_no_gradient(loss: torch.Tensor, weights: Sequence[torch.Tensor]) -> str:
+    if not any(one.requires_grad for one in weights):
+        return "no weight has a gradient: all that the optimizer trains are frozen (requires_grad=False)"
+    graph, left = set[Any](), [loss.grad_fn]
+    while left:
+        if (node := left.pop()) is not None and node not in graph:
+            graph.add(node)
+            left += [one for one, _ in node.next_functions]
+    used = {id(getattr(node, "variable", None)) for node in graph}
+    if graph and not used & set(map(id, weights)):
+        return "no weight has a gradient: the loss was not computed with the guarded model, or is detached from it"
+    return "no weight has a gradient: call loss.backward(), or accelerator.backward(loss), before"

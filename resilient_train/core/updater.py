@@ -16,8 +16,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from resilient_train.core.clip import Clipper, norm_limit
-from resilient_train.core.copy_gate import CopyGate
-from resilient_train.core.gate import Agreement, OpenGate, gate_of
+from resilient_train.core.gate import Agreement, CopyGate, OpenGate, gate_of
 from resilient_train.core.knobs import AS_CONFIGURED, KnobValues
 from resilient_train.core.state import weights_of
 from resilient_train.errors import TrainError

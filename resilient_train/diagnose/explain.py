@@ -30,8 +30,8 @@ from resilient_train.diagnose import verdict
 from resilient_train.diagnose.search import NONFINITE, Search
 from resilient_train.ranks.world import World
 from resilient_train.types import SPIKES, Anomaly, Cause, Diagnosis, Facts, Incident, Signal, Vitals, fact
+from resilient_train.watch.best import LEARNED
 from resilient_train.watch.history import FEW, WILD, Leap, PastUpdate, UpdateHistory
-from resilient_train.watch.purpose import LEARNED
 
 OF_THE_LOSS = (Signal.LOSS_SPIKE, Signal.DIVERGENCE, Signal.NOT_RECOVERED)
 _OF_THE_RATE = (

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from resilient_train.core.checks import IN_CHECKPOINT, REMEMBERED
 from resilient_train.types import Anomaly, Vitals
-from resilient_train.watch.purpose import Rise
+from resilient_train.watch.best import Rise
 
 _TREND = 32  # accepted updates that show a trend of losses and gradient norms
 _RECENT_STEPS = 64  # a rise of the learning rate within these may be the cause of trouble

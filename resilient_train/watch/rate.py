@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from math import comb, inf, log, sqrt
 from statistics import fmean, median, median_high, pstdev, stdev
 from typing import ClassVar
 
-from resilient_train.core.checks import Check
-from resilient_train.core.config import CreepConfig, NoProgressConfig, OvershootConfig, RateConfig
+from resilient_train.core.checks import Check, Checks
+from resilient_train.core.config import ChecksConfig, CreepConfig, NoProgressConfig, OvershootConfig, RateConfig
 from resilient_train.core.episode import Reference, Standing, falls, line
 from resilient_train.core.loss import FEW, Alarm, Level, deviation, without_top
 from resilient_train.types import Facts, Vitals, fact
+from resilient_train.watch.best import BestLevel, Experiment
 
 _MAD_TO_SIGMA = 1.4826  # standard deviation / median absolute deviation, of normal noise
 _MOST_PER_BLOCK = 8.0  # spreads that one block counts for at most, so that an alarm takes two blocks or more
@@ -345,3 +347,31 @@ class Creep(Check):
         self._block.clear()
         self._means.clear()
         self._sum = 0.0
+
+
+@dataclass(frozen=True)
+class Panel:
+    """The checks, and those of them that others ask as well."""
+
+    checks: Checks
+    best: BestLevel
+    early_divergence: EarlyDivergence
+    no_progress: NoProgress
+    experiment: Experiment
+
+    @classmethod
+    def of(cls, config: ChecksConfig) -> Panel:
+        level, best = Level(config.jump), BestLevel(config.jump)
+        early_divergence, no_progress = EarlyDivergence(config.overshoot), NoProgress(config.no_progress)
+        experiment = Experiment(config.limit)
+        checks = Checks(
+            config,
+            level,
+            best=best,
+            experiment=experiment,
+            early_divergence=early_divergence,
+            no_progress=no_progress,
+            rate=RateRise(config.rate),
+            creep=Creep(config.creep, level),
+        )
+        return cls(checks, best, early_divergence, no_progress, experiment)

@@ -15,9 +15,9 @@ from guarded import often, sums, trained
 from torch import Tensor, nn
 
 from resilient_train.adapters.guard import Guard
+from resilient_train.computation import memory_evidence
 from resilient_train.core.policy import named
 from resilient_train.errors import TrainError
-from resilient_train.micro_batches import memory_evidence
 from resilient_train.reader import DiskConfig
 from resilient_train.record import progress
 from resilient_train.record.progress import OutOfMemory

@@ -21,7 +21,7 @@ from resilient_train.core.checks import Finding
 from resilient_train.core.config import ChecksConfig, named
 from resilient_train.types import NO_LIMIT, Anomaly, Signal, Vitals
 from resilient_train.watch.history import UpdateHistory
-from resilient_train.watch.panel import Panel
+from resilient_train.watch.rate import Panel
 
 Curve = Iterable[tuple[float, float]]
 
