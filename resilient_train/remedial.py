@@ -90,6 +90,7 @@ class AllControls(Controls):
             given=len(self.quarantined.given),
             armor=not anomaly.landed and all(parts.world.all_of(self._can_patch(diagnosis))),
             share=self.knobs.values.share,
+            own_rates=any(group["lr"] is None for one in parts.updater.optimizers for group in one.param_groups),
             sgd=all(isinstance(one, torch.optim.SGD) for one in parts.updater.optimizers),
             lost_eps=lost_eps(parts.updater.optimizers) is not None and not self.knobs.mends_eps,
             trial_updates=self.trials.left(),

@@ -299,7 +299,6 @@ def schedules(given: Any, optimizers: list[Optimizer]) -> list[Schedule]:
 
 
 def _schedule(given: Any, optimizer: Optimizer) -> Schedule:
-    rates = [group["lr"] for group in optimizer.param_groups]
     stride = 1
     if isinstance(given, AcceleratedScheduler):
         is_alone = given.split_batches or not given.step_with_optimizer
@@ -315,7 +314,7 @@ def _schedule(given: Any, optimizer: Optimizer) -> Schedule:
     if hasattr(given, "settings") and hasattr(given, "state_dict"):
         return given  # type: ignore[no-any-return]
     if given is None:
-        return LoopSchedule(rates)
+        return LoopSchedule(optimizer)
     curve: Curve = given
     try:
         first = curve(0)
@@ -324,7 +323,7 @@ def _schedule(given: Any, optimizer: Optimizer) -> Schedule:
     if not (isinstance(first, int | float) and math.isfinite(first)):
         expected = "expected a torch scheduler or a callable (step) -> factor of the configured rate"
         raise TypeError(f"schedule: {expected}, got {given!r:.80}")
-    return CurveSchedule(rates, curve, 0)
+    return CurveSchedule([group["lr"] for group in optimizer.param_groups], curve, 0)
 
 
 def disk(given: DiskConfig | int | None, *, resumes: bool) -> DiskConfig:

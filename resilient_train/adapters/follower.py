@@ -21,7 +21,6 @@ from resilient_train.adapters.rows_of_loader import number_rows
 from resilient_train.core.clip import TrainersClipper
 from resilient_train.core.mark import Mark
 from resilient_train.core.randomness import RecordedStates
-from resilient_train.core.updater import LR_OF_GUARD
 from resilient_train.data.fed import Fed, FedSamples
 from resilient_train.data.samples import Slicing
 from resilient_train.update.schedule import Schedule
@@ -56,6 +55,7 @@ def refuse_bad_options(who: str, options: Mapping[str, Any]) -> None:
 class TrainersSettings(Schedule):
     """The settings of an optimizer's groups that the trainer's schedule made for the update at hand."""
 
+    is_loops = True
     now: Sequence[dict[str, Any]] = ()
 
     def settings(self, step: int) -> Sequence[dict[str, Any]]:
@@ -287,8 +287,6 @@ class Follower(ABC):
             self.guard.close()
         finally:
             self._batches = iter(())
-            for group in self._updater._groups():
-                group.pop(LR_OF_GUARD, None)
 
     def saved(self, path: Path) -> None:
         self._saved.append((self.guard.clock.step, path))
@@ -317,7 +315,6 @@ class Follower(ABC):
             assert isinstance(schedule, TrainersSettings)
             schedule.now = [*groups, *now[len(groups) :]]  # the trainer may have added groups since
         self._clipper.norm = self.norm
-        self._updater.note_rates()
 
     def _scheduled(self) -> list[list[dict[str, Any]]]:
         every = [one.param_groups for one in self._updater.optimizers]

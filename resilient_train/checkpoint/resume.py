@@ -180,12 +180,12 @@ class Resumption:
             for optimizer, *settings in zip(optimizers, self.configured, manifest.groups, now, strict=True):
                 for group, new, old, current in zip(optimizer.param_groups, *settings, strict=False):
                     group.update({key: current[key] for key in new if new[key] != old.get(key)})  # changed since
+                    group.pop(LR_OF_GUARD, None)
         except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError, OverflowError) as error:
             what = f"lacks {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
             raise TrainError(f"{made}, does not have the state that this version expects: {what}") from error
         if lacking:
             log.info("%s, has no statistics of %s: these start empty", made, ", ".join(dict.fromkeys(lacking)))
-        run.updater.note_rates()
         run.updater.accept(run.clock.step)
         run.clock.tick = max(run.clock.tick, manifest.tick)
 

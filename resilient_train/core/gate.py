@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -42,12 +42,6 @@ class Agreement:
 LARGEST_NORM = 2.0**63  # its square is near the end of float32: beyond it moments would be infinite
 
 
-class Stepping(Protocol):
-    """What a gate lets make its step: an optimizer, or something that stands for one."""
-
-    def step(self) -> object: ...
-
-
 class Gate(ABC):
     """Steps all optimizers if loss and gradient norm are within the limits, else none. A NaN is within no limit."""
 
@@ -63,7 +57,7 @@ class Gate(ABC):
         return -math.inf < loss <= self.limits[0] and grad_norm <= self.limits[1]
 
     @abstractmethod
-    def step(self, measured: torch.Tensor, optimizers: Sequence[Stepping]) -> list[float] | None:
+    def step(self, measured: torch.Tensor, optimizers: Sequence[Optimizer]) -> list[float] | None:
         """Step if `measured`, which begins with loss and gradient norm, is within the limits.
 
         Returns the numbers if the host had to read them, so that they are not read twice.
@@ -79,7 +73,7 @@ class OpenGate(Gate):
         self._has_scale = has_scale
 
     @torch.no_grad()
-    def step(self, measured: torch.Tensor, optimizers: Sequence[Stepping]) -> list[float] | None:
+    def step(self, measured: torch.Tensor, optimizers: Sequence[Optimizer]) -> list[float] | None:
         if not self._has_scale or math.isfinite(measured[1]):
             for optimizer in optimizers:
                 optimizer.step()
@@ -90,7 +84,7 @@ class HostGate(Gate):
     """Reads what was measured, then steps or not: most optimizers leave something behind once they begin a step."""
 
     @torch.no_grad()
-    def step(self, measured: torch.Tensor, optimizers: Sequence[Stepping]) -> list[float] | None:
+    def step(self, measured: torch.Tensor, optimizers: Sequence[Optimizer]) -> list[float] | None:
         numbers: list[float] = measured.tolist()
         if self.admits(numbers[0], numbers[1]):
             for optimizer in optimizers:
@@ -118,29 +112,28 @@ class DeviceGate(HostGate):
                 self._on_device[place].fill_(new)  # a number as an argument: no copy that the host would wait for
 
     @torch.no_grad()
-    def step(self, measured: torch.Tensor, optimizers: Sequence[Any]) -> list[float] | None:
+    def step(self, measured: torch.Tensor, optimizers: Sequence[Optimizer]) -> list[float] | None:
         if not self._can_decide(optimizers):
             numbers = super().step(measured, optimizers)
             has_stepped = numbers is not None and self.admits(numbers[0], numbers[1])
             for optimizer in optimizers if has_stepped else ():
-                if isinstance(optimizer, Optimizer):
-                    state = optimizer.state
-                    self._stateless.update(id(one) for one in _with_gradient(optimizer) if not state.get(one))
+                state = optimizer.state
+                self._stateless.update(id(one) for one in _with_gradient(optimizer) if not state.get(one))
             return numbers
         # A loss of -inf is below every limit, but no loss.
         heads = measured[:2].nan_to_num(nan=math.inf, neginf=math.inf)
         refused = (heads > self._on_device).any().float()  # no NaN is left in them
         for optimizer in optimizers:
-            optimizer.found_inf = refused
+            optimizer.found_inf = refused  # type: ignore[attr-defined]
             try:
                 optimizer.step()
             finally:
-                del optimizer.found_inf
+                del optimizer.found_inf  # type: ignore[attr-defined]
         return None
 
-    def _can_decide(self, optimizers: Sequence[Any]) -> bool:
+    def _can_decide(self, optimizers: Sequence[Optimizer]) -> bool:
         for optimizer in optimizers:
-            if not isinstance(optimizer, Optimizer) or _has_hooks(optimizer):
+            if _has_hooks(optimizer):
                 return False
             weights, state = _with_gradient(optimizer), optimizer.state
             if state and all(map(state.get, weights)):  # the usual case, in every update: a loop in C
@@ -215,7 +208,6 @@ class CopyGate:
     def step(
         self,
         optimizer: Optimizer,
-        steps: Stepping,
         loss: torch.Tensor,
         norm: torch.Tensor,
         settings: Sequence[Mapping[str, Any]],
@@ -230,4 +222,4 @@ class CopyGate:
         pairs = zip([*self.rates, *settings[len(self.rates) :]], settings, strict=True)
         self.rates = [dict(max(pair, key=lambda one: float(one["lr"] or 0.0))) for pair in pairs]
         gate.limit(NO_LIMIT, largest)
-        gate.step(measured, [steps])
+        gate.step(measured, [optimizer])

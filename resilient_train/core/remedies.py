@@ -32,6 +32,7 @@ class Case:
     armor: bool = False  # the line that broke is known and not patched yet; after updates that landed it is not
     at_start: bool = False  # the only verified state is the one that the run began with
     share: float = 0.0  # of the norm of the weights, that updates are limited to; 0: they are not
+    own_rates: bool = False  # an optimizer finds its rates itself, as Adafactor does
     sgd: bool = False  # every optimizer is torch's SGD, whose updates are as large as the gradients
     lost_eps: bool = False  # an optimizer's epsilon is 0 in the type of its weights
     loss_excess: float = 0.0  # how far the loss is above its earlier level, relative to that: 1 is twice as high
@@ -153,6 +154,9 @@ class LowerLr(Remedy):
     lasting: bool = False  # relax as late as possible: the configured rate never worked
     regain: float = limited(0.0, at_least=0, at_most=1)  # the share of the previous rate that it soon climbs back to
     by_loss: bool = False  # the farther the loss is above its earlier level, the deeper; `factor` is the mildest
+
+    def applies(self, case: Case) -> bool:
+        return not case.own_rates
 
     def settings_for(self, case: Case) -> dict[str, float]:
         return {"factor": cut(self.factor, case.loss_excess)} if self.by_loss else {}

@@ -20,17 +20,21 @@ from resilient_train.core.gate import Agreement, CopyGate, OpenGate, gate_of
 from resilient_train.core.knobs import AS_CONFIGURED, KnobValues
 from resilient_train.core.state import weights_of
 from resilient_train.errors import TrainError
-from resilient_train.wording import log
 
 LR_OF_GUARD = "lr_of_guard"  # a key of each parameter group: the lr that the guard set; rewinds with the group
 _STRONG_DECAY = 0.25
-_FIRST_UPDATES = 8  # in which a rate that the loop sets is an error
+_NOT_OURS = (
+    "the loop set lr itself, to {lr:.6g} where it was {ours:.6g}, and the schedule of the guard would overwrite it: "
+    "leave the groups' lr alone, or give no schedule"
+)
 
 Settings = Sequence[Mapping[str, Any]]  # by parameter group of all optimizers
 
 
 class Schedule(Protocol):
     """Sets the groups of an optimizer for the update after `step` accepted ones."""
+
+    is_loops: bool  # the rates are those of the loop or a trainer, which finds them again after the step
 
     def settings(self, step: int) -> Sequence[dict[str, Any]]: ...
 
@@ -39,9 +43,6 @@ class Schedule(Protocol):
 
     def advance(self, step: int) -> None:
         """Note that `step` updates were accepted. Refused ones must not change the schedule."""
-
-    def take_over(self, step: int, group: int, rate: Any) -> bool:
-        """Follow a rate that the loop has set itself; False if it must not."""
 
     def state_dict(self) -> Any: ...
 
@@ -81,7 +82,6 @@ class _Ready(NamedTuple):
 
     norm: torch.Tensor  # before clipping
     scale: list[torch.Tensor]  # of the loss, if there is one
-    steps: list[Any]  # the optimizers
     settings: Settings  # of all groups
     lr_ratio: float
     is_limited: bool
@@ -122,14 +122,11 @@ class Updater:
         # Torch's own zero_grad only sets gradients to None, at fifty times the cost.
         self._own_zero_grad = [one for one in optimizers if type(one).zero_grad is not Optimizer.zero_grad]
         self._configured: list[list[tuple[float, Any, Any]]] = [[] for _ in optimizers]  # rate, epsilon, decay
-        # Groups, by the id of their list, whose optimizer sets the rate itself in its step: updates are scaled instead.
-        self._own_rates: set[int] = set()
-        self._follows_loop = False  # which sets rates itself
+        self._planned: Settings = ()  # by the schedules, for the newest update
         self._trained = 0  # the most weights that a gradient was asked for in an update
         self._has_new_weights = False  # in a group that was added, or that were frozen, since the newest update
         self._built = [_built_state(optimizer) for optimizer in optimizers]
         self.adopt_groups(are_new=False)
-        self.note_rates()
 
     def apply(
         self,
@@ -148,8 +145,8 @@ class Updater:
         ready = self._made_ready(step, self.optimizers, knobs, rates)
         measured, by_rank = self.agreement.reduce(torch.stack([loss, ready.norm, *ready.scale]))
         with self._stepping():
-            numbers = self.gate.step(measured, ready.steps)
-        self.note_rates(ready.settings)
+            numbers = self.gate.step(measured, self.optimizers)
+        self._put_back_rates(ready.settings)
         self.end()
         self.drop_gradients()
         return Attempt(
@@ -178,8 +175,8 @@ class Updater:
             self.clipper.begin()
         self._ready = ready = self._made_ready(step, [optimizer], knobs, rates)
         with self._stepping():
-            self.turn.step(optimizer, ready.steps[0], loss, ready.norm, ready.settings, self.gate.limits[1])
-        self.note_rates(ready.settings)
+            self.turn.step(optimizer, loss, ready.norm, ready.settings, self.gate.limits[1])
+        self._put_back_rates(ready.settings)
 
     def end_turn(self) -> Attempt:
         """Measure the turn as one update: the sums over its steps, the highest rates, what its last step had."""
@@ -224,20 +221,11 @@ class Updater:
         return _Ready(
             norm=norm if norm.dtype is torch.float32 else norm.float(),
             scale=scale,
-            steps=self._stretched(optimizers, knobs.lr * factor) if self._own_rates else [*optimizers],
             settings=settings,
             lr_ratio=ratio / rates[0],
             is_limited=ratio < asked_ratio,
             clips_to=max_norm if is_known else math.nan,
         )
-
-    def _stretched(self, optimizers: Sequence[Optimizer], factor: float) -> list[Any]:
-        """Return optimizers of which those that set their own rates move weights by `factor` of what they make."""
-        found = []
-        for one in optimizers:
-            groups = [group for group in one.param_groups if self._has_own_rate(group)]
-            found.append(_Stretched(one, [weight for group in groups for weight in group["params"]], factor))
-        return found
 
     def end(self) -> None:
         """Let the loss scale follow what the update has shown: once, however many steps it had."""
@@ -256,8 +244,6 @@ class Updater:
                 rate = float(group.get("initial_lr", group["lr"]) or 0.0)
                 known.append((rate, group.get("eps"), group.get("weight_decay")))
                 self.weights += group["params"]  # in place: a replay measures these
-                if group["lr"] is None:
-                    self._own_rates.add(id(group["params"]))
                 if are_new:
                     schedule.add_group(group)
                     self._has_new_weights = True
@@ -292,27 +278,31 @@ class Updater:
         rates = [group["lr"] for group in self._groups()]
         return [round(200 * math.log(rate)) for rate in rates if isinstance(rate, float) and 0 < rate < math.inf]
 
-    def note_rates(self, given: Settings = ()) -> None:
-        """Note the rates of the groups: an optimizer may have changed those that were `given` in its step."""
-        for number, group in enumerate(self._groups()):
-            if given and group["lr"] is not given[number]["lr"]:
-                self._own_rates.add(id(group["params"]))
-            group[LR_OF_GUARD] = group["lr"]
+    def _put_back_rates(self, given: Settings) -> None:
+        """Let a loop find the rates that it has set; note those of a schedule, as an optimizer may have left them."""
+        pairs = zip(given, self._planned, strict=True)
+        for schedule, optimizer in zip(self.schedules, self.optimizers, strict=True):
+            for group in optimizer.param_groups:
+                setting, planned = next(pairs)
+                if not schedule.is_loops:
+                    group[LR_OF_GUARD] = group["lr"]
+                elif setting["lr"] is not planned["lr"]:  # else an optimizer may have changed it in its step
+                    group["lr"] = planned["lr"]
 
     def _set(self, step: int, factor: float, knobs: KnobValues) -> tuple[Settings, float, float]:
         """Return the settings as set, and the highest ratio to a configured rate, as set and as asked."""
-        self._take_over_rates(step)
+        self._require_own_rates()
         settings, paces = [], [(0.0, 0.0)]
-        planned = [setting for schedule in self.schedules for setting in schedule.settings(step)]
+        self._planned = planned = [setting for schedule in self.schedules for setting in schedule.settings(step)]
         for group, setting, (usual, eps, decay) in zip(self._groups(), planned, chain(*self._configured), strict=True):
             lr = setting["lr"] or 0.0
-            times = 1.0 if self._has_own_rate(group) else factor  # else its updates would be scaled twice
             # A rate as a multiple of the configured one; 0 for a tensor, which the host would have to wait for.
-            asked = allowed = lr / usual * times if usual and isinstance(lr, int | float) else 0.0
+            asked = allowed = lr / usual * factor if usual and isinstance(lr, int | float) else 0.0
             if asked > knobs.ceiling:  # which falls with the schedule, from the leap on
                 allowed = knobs.ceiling * (min(1.0, asked / knobs.leapt_to) if knobs.leapt_to else 1.0)
-            if setting["lr"] is not None:
-                setting = {**setting, "lr": usual * allowed if allowed < asked else lr * times}
+            setting = dict(setting)
+            if setting["lr"] is not None and (factor != 1.0 or allowed < asked):
+                setting["lr"] = usual * allowed if allowed < asked else lr * factor
             if isinstance(eps, int | float):  # Adafactor's is a pair, for which a factor makes no sense
                 # The least keeps an update small where a second moment has underflowed to zero.
                 weights = group["params"] if knobs.mends_eps else ()
@@ -326,36 +316,14 @@ class Updater:
         ratio, asked_ratio = map(max, zip(*paces, strict=True))
         return settings, ratio, asked_ratio
 
-    def _take_over_rates(self, step: int) -> None:
-        """Follow a loop that gave no schedule and sets a rate itself, later in the run: it may be at night.
-
-        In the first updates it is refused, while somebody is there to read why. Remedies lower what it sets as they
-        lower any rate. A tensor that is filled in place is not noticed.
-        """
+    def _require_own_rates(self) -> None:
+        """Refuse to overwrite a rate that the loop has set in spite of a schedule."""
         for schedule, optimizer in zip(self.schedules, self.optimizers, strict=True):
-            for number, group in enumerate(optimizer.param_groups):
+            for group in optimizer.param_groups if not schedule.is_loops else ():
                 lr = group["lr"]
-                ours = group.get(LR_OF_GUARD, lr)
-                if lr is ours or lr == ours:
-                    continue
-                found = f"the loop set lr itself, to {float(lr):.6g} where it was {float(ours):.6g}"
-                how = "as schedule=, a torch scheduler or a function (step) -> factor of the configured rate"
-                rate = lr.clone() if isinstance(lr, torch.Tensor) else float(lr)
-                if step < _FIRST_UPDATES or not schedule.take_over(step, number, rate):
-                    raise TrainError(f"{found}: give it to the guard {how}, and leave the groups' lr alone")
-                group[LR_OF_GUARD] = lr
-                if not self._follows_loop:
-                    log.warning(
-                        "step %d: %s, which is followed; a loop that starts again after a resume counts from 0, so "
-                        "give it to the guard %s",
-                        step,
-                        found,
-                        how,
-                    )
-                self._follows_loop = True
-
-    def _has_own_rate(self, group: Mapping[str, Any]) -> bool:
-        return id(group["params"]) in self._own_rates
+                ours = group.get(LR_OF_GUARD, lr)  # missing if the loop has loaded a state
+                if lr is not ours and lr != ours:
+                    raise TrainError(_NOT_OURS.format(lr=float(lr), ours=float(ours)))
 
     def _groups(self) -> list[dict[str, Any]]:
         """Return the parameter groups of all optimizers. Not kept: `load_state_dict` puts others in their places."""
@@ -380,20 +348,6 @@ class Updater:
             for device, flag in seen.items():
                 state["found_inf_per_device"][device] += flag
         return [torch.ones((), device=self.device) if scale is None else scale.clone().reshape(())]
-
-
-class _Stretched:
-    """An optimizer that sets its own rate, whose step is made longer or shorter."""
-
-    def __init__(self, optimizer: Optimizer, weights: Sequence[torch.Tensor], factor: float) -> None:
-        self._optimizer, self._factor = optimizer, factor
-        self._weights = weights if factor != 1.0 else ()
-
-    def step(self) -> None:
-        before = [weight.clone() for weight in self._weights]
-        self._optimizer.step()
-        for weight, old in zip(self._weights, before, strict=True):
-            weight.copy_(old.lerp(weight, self._factor))
 
 
 def _built_state(optimizer: Optimizer) -> dict[torch.Tensor, dict[str, Any]]:

@@ -14,8 +14,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from resilient_train.errors import TrainError
 
-_MOST_CHANGES = 1000  # of the rate by the loop: of more, every other one of the older half is forgotten
-
 Curve = Callable[[int], float]  # accepted updates so far -> factor of the configured rate
 
 
@@ -45,6 +43,8 @@ def _warmup_factor(step: int, warmup_steps: int) -> float:
 class Schedule:
     """Sets the groups of an optimizer for the update after `step` accepted ones."""
 
+    is_loops = False  # the rates are those of the loop or a trainer, which finds them again after the step
+
     def settings(self, step: int) -> Sequence[dict[str, Any]]:
         raise NotImplementedError
 
@@ -53,10 +53,6 @@ class Schedule:
 
     def advance(self, step: int) -> None:
         """Note that `step` updates were accepted. Refused ones must not change the schedule."""
-
-    def take_over(self, step: int, group: int, rate: Any) -> bool:
-        """Follow a rate that the loop has set itself; False if it must not."""
-        return False
 
     def state_dict(self) -> Any:
         """Return what `settings` depends on besides the step."""
@@ -80,39 +76,30 @@ class CurveSchedule(Schedule):
 
 
 class LoopSchedule(Schedule):
-    """The rates that the loop sets itself, by step: after a rewind each step has its rate again."""
+    """The rates that the loop has set itself: a rewind leaves them as they are, a resume takes those of the run."""
 
-    def __init__(self, rates: Sequence[float | None]) -> None:
-        self._rates: dict[int, list[float | None]] = {0: list(rates)}  # from that step on, in order
+    is_loops = True
 
-    def add_group(self, group: dict[str, Any]) -> None:
-        for rates in self._rates.values():
-            rates.append(group["lr"])
-
-    def take_over(self, step: int, group: int, rate: Any) -> bool:
-        while next(reversed(self._rates)) > step:
-            self._rates.popitem()
-        self._rates[step] = [*self._at(step)]
-        self._rates[step][group] = rate
-        if len(self._rates) > _MOST_CHANGES:
-            for one in [*self._rates][1 : _MOST_CHANGES // 2 : 2]:
-                del self._rates[one]
-        return True
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._groups = optimizer.param_groups
+        self._first = self._rates()
+        self._now: list[Any] = []  # in the newest update of this process
 
     def settings(self, step: int) -> Sequence[dict[str, Any]]:
-        return [{"lr": rate} for rate in self._at(step)]
+        self._now = self._rates()
+        return [{"lr": rate} for rate in self._now]
 
     def state_dict(self) -> Any:
-        return {"rates": [[step, *rates] for step, rates in self._rates.items()]}
+        return {"first": self._first}
 
     def load_state_dict(self, state: Any) -> None:
-        """Take what the loop of a resumed run had set, unless this begins with other rates; a rewind takes nothing."""
-        first, *changes = state.get("rates") or [[0, *self._rates[0]]]
-        if len(self._rates) == 1 and first[1:] == self._rates[0]:
-            self._rates |= {step: rates for step, *rates in changes}
+        """The groups have the rates of the state already."""
+        is_same_run = not self._now and state.get("first") == self._first
+        for group, rate in zip(self._groups, [] if is_same_run else self._now or self._first, strict=False):
+            group["lr"] = rate
 
-    def _at(self, step: int) -> list[float | None]:
-        return self._rates[next(first for first in reversed(self._rates) if first <= step)]
+    def _rates(self) -> list[Any]:
+        return [group["lr"] for group in self._groups]
 
 
 class ShadowSchedule(Schedule):

@@ -309,12 +309,6 @@ def steps_itself_afterwards(loops: Loops, guard: Guard, batch: Any) -> None:
     loops.optimizer.step()
 
 
-def sets_the_rate(loops: Loops, guard: Guard, batch: Any) -> None:
-    for group in loops.optimizer.param_groups:
-        group["lr"] = 0.5**guard.attempted_step
-    hand_over(loops, guard, batch)
-
-
 MISTAKES: list[tuple[Callable[[Loops, Guard, Any], Any], type[Exception], str]] = [
     (twice, TrainError, "guard.update was called twice for one batch: for losses that are stepped in turn"),
     (lambda loops, guard, batch: None, TrainError, "a batch was not handed back"),
@@ -323,7 +317,6 @@ MISTAKES: list[tuple[Callable[[Loops, Guard, Any], Any], type[Exception], str]] 
     (lambda loops, guard, batch: guard.update(batch[0]), TypeError, r"not one of shape \[16, 6\]"),
     (steps_itself, TrainError, r"remove optimizer.step\(\)"),
     (steps_itself_afterwards, TrainError, r"remove optimizer.step\(\)"),
-    (sets_the_rate, TrainError, "the loop set lr itself, to 1 where it was 0.01: give it to the guard as schedule="),
     (lambda loops, guard, batch: guard.keep(average=loops.average), TrainError, "call it before"),
     (lambda loops, guard, batch: guard.keep(x=anything([])), TypeError, "a list has no state_dict and no load_state"),
 ]
