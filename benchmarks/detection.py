@@ -117,24 +117,11 @@ def faults(names: Sequence[str], curves: Sequence[Curve]) -> None:
                 missed.append(curve)
         left = [curve.name for curve in missed if not curve.fault.startswith(SCANS_SEE)]
         quick = sum(delay <= 20 for delay in delays)
-        found = [
-            f"{len(delays)} of {len(curves)}",
-            f"{quick}",
-            f"{before}",
-            f"{median(delays):.0f}",
-            f"{np.quantile(delays, 0.9):.0f}",
-        ]
+        middle, late = median(delays), np.quantile(delays, 0.9)
+        found = [f"{len(delays)} of {len(curves)}", str(quick), str(before), f"{middle:.0f}", f"{late:.0f}"]
         rows.append([name, *found, f"{len(only_refused)}", ", ".join(left) or "none"])
-    head = [
-        "detector",
-        "seen",
-        "within 20 steps",
-        "in the 20 steps before",
-        "median delay",
-        "90 %",
-        "only refused",
-        "missed, and no scan sees it",
-    ]
+    head = ["detector", "seen", "within 20 steps", "in the 20 steps before", "median delay", "90 %", "only refused"]
+    head.append("missed, and no scan sees it")
     table(head, rows)
 
 

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -28,8 +27,8 @@ from interleaved import table, with_interval
 class Bench:
     """Where to measure, and how long."""
 
-    def __init__(self, device: torch.device, size: Size, folder: str, *, blocks: int, steps: int) -> None:
-        self.device, self.size, self.folder, self.blocks, self.steps = device, size, folder, blocks, steps
+    def __init__(self, device: torch.device, size: Size, *, blocks: int, steps: int) -> None:
+        self.device, self.size, self.blocks, self.steps = device, size, blocks, steps
 
     def guarded(self, **options: Any) -> Guarded:
         """Make a guarded loop on this device."""
@@ -149,25 +148,24 @@ def main() -> None:
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"{os.cpu_count()} CPU cores"
     print(f"{name}, torch {torch.__version__}", flush=True)
     figures: dict[str, Any] = {"device": name, "torch": torch.__version__}
-    with TemporaryDirectory(prefix="gpu-") as folder:
-        size = Size().smaller() if given.tiny else Size()
-        bench = Bench(device, size, folder, blocks=given.blocks, steps=given.steps)
-        for part in given.parts:
-            measure, needs_cuda = PARTS[part]
-            why = "needs CUDA" if needs_cuda and device.type != "cuda" else ""
-            if time.perf_counter() - began > 60 * given.minutes:
-                why = "no time left"
-            if not why:
-                try:
-                    figures[part] = measure(bench)
-                except Exception as error:  # the other parts are worth their figures nevertheless
-                    why = f"failed: {type(error).__name__}: {error}"
-            if why:
-                figures[part] = {"not measured": why}
-            print(f"\n{part} ({time.perf_counter() - began:.0f} s)")
-            print(table(["", "plain", "guarded", ""], rows_of(figures[part])), flush=True)
-            if given.json:
-                given.json.write_text(json.dumps(figures, indent=1) + "\n")
+    size = Size().smaller() if given.tiny else Size()
+    bench = Bench(device, size, blocks=given.blocks, steps=given.steps)
+    for part in given.parts:
+        measure, needs_cuda = PARTS[part]
+        why = "needs CUDA" if needs_cuda and device.type != "cuda" else ""
+        if time.perf_counter() - began > 60 * given.minutes:
+            why = "no time left"
+        if not why:
+            try:
+                figures[part] = measure(bench)
+            except Exception as error:  # the other parts are worth their figures nevertheless
+                why = f"failed: {type(error).__name__}: {error}"
+        if why:
+            figures[part] = {"not measured": why}
+        print(f"\n{part} ({time.perf_counter() - began:.0f} s)")
+        print(table(["", "plain", "guarded", ""], rows_of(figures[part])), flush=True)
+        if given.json:
+            given.json.write_text(json.dumps(figures, indent=1) + "\n")
     if any("failed" in str(one.get("not measured")) for one in figures.values() if isinstance(one, dict)):
         raise SystemExit(1)
 

@@ -1,11 +1,11 @@
-"""What `gpu.py` trains: a GPT-2 written here, with plain PyTorch and with a guard, on one device."""
+"""What `gpu.py` trains: the GPT-2 of the zoo, with plain PyTorch and with a guard, on one device."""
 
 from __future__ import annotations
 
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from resilient_train import Guard
 from resilient_train.reader import MemoryConfig
+from resilient_train.zoo.models import GPT
 
 CLIP = 1.0
 
@@ -38,45 +39,6 @@ class Size:
     def smaller(self) -> Size:
         """The same in the time of a test on a CPU."""
         return replace(self, layers=2, width=32, heads=2, length=16, vocabulary=64, batch=4, rows=256)
-
-
-class Block(nn.Module):
-    """A block of the model."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        width = size.width
-        self.heads = size.heads
-        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Attention, then a layer for each token."""
-        batch, length, width = x.shape
-        q, k, v = self.qkv(self.first(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
-        out: Tensor = x + self.down(functional.gelu(self.up(self.second(x))))
-        return out
-
-
-class GPT(nn.Module):
-    """GPT-2, with the weights of its embedding shared with its head."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.tokens, self.places = nn.Embedding(size.vocabulary, size.width), nn.Embedding(size.length, size.width)
-        self.blocks, self.norm = nn.ModuleList(Block(size) for _ in range(size.layers)), nn.LayerNorm(size.width)
-        for weight in (self.tokens.weight, self.places.weight):
-            nn.init.normal_(weight, std=0.02)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits of the token that follows each."""
-        x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return functional.linear(self.norm(x), self.tokens.weight)
 
 
 class Rows(torch.utils.data.Dataset[Any]):
@@ -112,7 +74,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 def model_on(device: torch.device, size: Size, *, compiles: bool = False) -> Any:
     """Build the model, the same one for the same size."""
     torch.manual_seed(0)
-    model = GPT(size).to(device)
+    model = GPT(size.vocabulary, size.length, size.layers, size.heads, size.width).to(device)
     return torch.compile(model) if compiles else model
 
 
@@ -198,19 +160,14 @@ def paired(one: Any, other: Any, device: torch.device, *, blocks: int, steps: in
     return {"ms": [float(np.median(first)), float(np.median(second))], "ratio": median_with_interval([second / first])}
 
 
-class timed(AbstractContextManager[None]):
+@contextmanager
+def timed(device: torch.device, seconds: list[float]) -> Iterator[None]:
     """Append the seconds that a block takes on the device."""
-
-    def __init__(self, device: torch.device, seconds: list[float]) -> None:
-        self.device, self.seconds, self.began = device, seconds, 0.0
-
-    def __enter__(self) -> None:
-        settle(self.device)
-        self.began = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        settle(self.device)
-        self.seconds.append(time.perf_counter() - self.began)
+    settle(device)
+    began = time.perf_counter()
+    yield
+    settle(device)
+    seconds.append(time.perf_counter() - began)
 
 
 def settle(device: torch.device) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,14 +65,16 @@ def prepare(workload: Workload, steps: int, *, fused: bool | None = True) -> Pre
     ]
     optimizer = AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8, fused=fused)
 
-    def factor(step: int) -> float:
-        if step < WARMUP_STEPS:
-            return (step + 1) / WARMUP_STEPS
-        progress = min(1.0, (step - WARMUP_STEPS) / max(1, steps - WARMUP_STEPS))
-        return FINAL_FACTOR + (1 - FINAL_FACTOR) * 0.5 * (1 + math.cos(math.pi * progress))
-
-    scheduler = LambdaLR(optimizer, factor)
+    scheduler = LambdaLR(optimizer, partial(factor, steps=steps))
     return Prepared(accelerator, *accelerator.prepare(model, optimizer, loader(workload), scheduler))
+
+
+def factor(step: int, steps: int) -> float:
+    """Return the rate as a share of its peak: a warm-up, then half a cosine, as our configuration begins with."""
+    if step < WARMUP_STEPS:
+        return (step + 1) / WARMUP_STEPS
+    progress = min(1.0, (step - WARMUP_STEPS) / max(1, steps - WARMUP_STEPS))
+    return FINAL_FACTOR + (1 - FINAL_FACTOR) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def loader(workload: Workload) -> DataLoader[Any]:

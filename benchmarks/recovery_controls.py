@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from functools import partial
 
 import torch
+from plain_loop import factor
 from torch.optim.lr_scheduler import LambdaLR
 
 from resilient_train.app.build import Run
@@ -18,7 +19,7 @@ def by_hand(run: Run, *, skips: bool) -> tuple[int, int]:
     """Train; return how many steps were made of how many. A step that is skipped is gone."""
     accelerator, model, drill, steps = run.world.accelerator, run.model, run.guard.drill, run.config.run.steps
     optimizer = own_optimizer(run)
-    schedule, weights, accepted = LambdaLR(optimizer, rate(steps)), list(model.parameters()), 0
+    schedule, weights, accepted = LambdaLR(optimizer, partial(factor, steps=steps)), list(model.parameters()), 0
     for tick in range(1, steps + 1):
         update = run.guard.samples.next_update()
         place = UpdatePlace(tick, tick, 0)
@@ -49,13 +50,3 @@ def own_optimizer(run: Run) -> torch.optim.Optimizer:
     groups = parameter_groups(run.bare_model, no_decay=node.pop("no_decay"))
     optimizer: torch.optim.Optimizer = compose.build("optimizer", node, groups)
     return optimizer
-
-
-def rate(steps: int, warmup: int = 20, final: float = 0.1) -> Callable[[int], float]:
-    """The schedule that our configuration begins with."""
-
-    def factor(step: int) -> float:
-        progress = max(0, step - warmup) / max(1, steps - warmup)
-        return min(1.0, (step + 1) / warmup) * (final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress)))
-
-    return factor

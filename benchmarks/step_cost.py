@@ -19,16 +19,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from interleaved import (
-    Job,
-    Loop,
-    Timing,
-    begin,
-    compared,
-    table,
-    time_blocks,
-)
-from interleaved import median_with_interval as median_with_interval
+from interleaved import Job, Loop, Timing, begin, compared, table, time_blocks
 from loops import LOOPS, OVERRIDES, plain, unchecked
 
 # Of a snapshot's interval at least. And MLflow's thread sends every 1.5 s: a shorter block would leave that out.

@@ -23,18 +23,7 @@ import worth_names
 
 PAGE = Path(__file__).parent.parent / "docs" / "worth.md"
 BEGINS = "<!-- made by benchmarks/worth_table.py -->\n"
-ROOMS = (
-    "watch",
-    "diagnose",
-    "numerics",
-    "recover",
-    "intended",
-    "trials",
-    "recovery",
-    "computation",
-    "adapters",
-    "data",
-)
+ROOMS = ("watch", "diagnose", "numerics", "recover", "trials", "recovery", "computation", "adapters", "data")
 FILES = {  # where the programs of a kind were written down
     "clinic": "*clinic/{0}/{1}.py",
     "paired": "*{0}",

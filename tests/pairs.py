@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,12 +44,6 @@ class Pair:
         loss = change(self.loss(name, batch))
         self.accelerator.backward(loss)
         return loss
-
-    def plain(self, batches: Iterable[Any]) -> None:
-        for batch in batches:
-            for name in self.names:
-                self.backward(name, batch)
-                self.optimizers[name].step()
 
     def digests(self) -> dict[str, str]:
         """Digest the weights and the moments of each network."""
@@ -113,54 +107,8 @@ KINDS: dict[str, Callable[[], Kind]] = {"gan": _gan, "actor": _actor}
 
 
 SPOILED: dict[str, Callable[[Tensor], Tensor]] = {
+    "not": lambda loss: loss,
     "loss": lambda loss: loss * torch.nan,
     "gradient": lambda loss: loss + (loss * 0.0).sqrt(),  # its value is 0 and its slope NaN
     "spike": lambda loss: loss * 1e6,
 }
-
-
-class Fault:
-    """Spoils one loss of one turn, once."""
-
-    def __init__(self, turn: int, name: str, how: str, rank: int = 0) -> None:
-        self.turn, self.name, self.how, self.rank = turn, name, how, rank
-
-
-def train(pair: Pair, guard: Guard, fault: Fault | None = None, *, settles: bool = False) -> list[Any]:
-    """Train to the end of the plan; return the batches. With `settles` the verdict on the bad turn is read at once."""
-    batches = []
-    for turn, batch in enumerate(guard.batches(), start=1):
-        batches.append(batch)
-        is_struck = fault is not None and turn == fault.turn
-        before = pair.digests() if is_struck else {}
-        for name in pair.names:
-            is_bad = is_struck and fault is not None and name == fault.name
-            spoils = is_bad and fault is not None and guard.world.rank == fault.rank
-            loss = pair.backward(name, batch, SPOILED[fault.how] if spoils and fault else lambda loss: loss)
-            is_attempted = guard.update(loss, optimizer=pair.optimizers[name])
-            assert not is_attempted or name == pair.names[-1]
-        if is_struck and settles:
-            assert not guard.settle()
-            assert pair.digests() == before
-    return batches
-
-
-def on_a_rank(kind: str, fault: Fault | None, steps: int, more: dict[str, Any]) -> dict[str, Any]:
-    """Train on one rank of several, and then again without a guard if nothing is spoiled."""
-    accelerator = Accelerator(cpu=True)
-    pair = Pair(accelerator, kind)
-    guard = pair.guard(steps=steps, **more)
-    batches = train(pair, guard, fault, settles=fault is not None)
-    told = {
-        "digests": pair.digests(),
-        "tick": guard.clock.tick,
-        "ranks": [one.anomaly.ranks for one in guard.incidents],
-    }
-    guard.close()
-    told["names"] = list(guard.state.live()["weights"])
-    if fault is None:  # nothing may be random in it
-        again = Pair(accelerator, kind)
-        again.plain(batches)
-        told["plain"] = again.digests()
-    guard.world.leave()
-    return told

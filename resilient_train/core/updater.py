@@ -244,6 +244,8 @@ class Updater:
                 rate = float(group.get("initial_lr", group["lr"]) or 0.0)
                 known.append((rate, group.get("eps"), group.get("weight_decay")))
                 self.weights += group["params"]  # in place: a replay measures these
+                if not schedule.is_loops:
+                    group[LR_OF_GUARD] = group["lr"]
                 if are_new:
                     schedule.add_group(group)
                     self._has_new_weights = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,14 @@ from resilient_train.types import Signal, fact
 from resilient_train.watch.weights import Found, Scan
 from resilient_train.wording import log
 
+_SET_MODE = torch.set_anomaly_enabled
+
 
 class AnomalyMode:
     """Turns off the NaN check of autograd: it would end a run at a NaN that the gate refuses and a replay explains."""
+
+    _open: ClassVar[int] = 0  # blocks of this process; they need not end in the order in which they began
+    _wanted: ClassVar[bool] = False  # the check, by user code
 
     def __init__(self, backward: Callable[[Tensor], None]) -> None:
         self._backward, self._has_warned = backward, False
@@ -27,26 +32,29 @@ class AnomalyMode:
     @contextmanager
     def without_nan_check(self) -> Iterator[None]:
         """Turn the check off, also if user code turns the mode on in here, for a backward or for good."""
-        set_mode, wanted = torch.set_anomaly_enabled, torch.is_anomaly_check_nan_enabled()
-
-        def set_without_check(enabled: bool, check_nan: bool = True) -> None:
-            nonlocal wanted
-            if enabled and check_nan:
-                wanted = True
-                if not self._has_warned:
-                    log.warning(_COSTLY)
-                self._has_warned = True
-            set_mode(enabled, False)
-
-        if torch.is_anomaly_enabled() and wanted:
-            set_without_check(True)
-        torch.set_anomaly_enabled = set_without_check
+        shared = AnomalyMode
+        shared._wanted |= not shared._open and torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+        if shared._wanted and torch.is_anomaly_enabled():
+            self._set_without_check(True)
+        shared._open += 1
+        torch.set_anomaly_enabled = self._set_without_check
         try:
             yield
         finally:
-            torch.set_anomaly_enabled = set_mode
-            if torch.is_anomaly_enabled() and wanted:  # as user code has left it
-                set_mode(True, True)
+            shared._open -= 1
+            if not shared._open:
+                torch.set_anomaly_enabled = _SET_MODE
+                if torch.is_anomaly_enabled() and shared._wanted:  # as user code has left it
+                    _SET_MODE(True, True)
+                shared._wanted = False
+
+    def _set_without_check(self, enabled: bool, check_nan: bool = True) -> None:
+        if enabled and check_nan:
+            AnomalyMode._wanted = True
+            if not self._has_warned:
+                log.warning(_COSTLY)
+            self._has_warned = True
+        _SET_MODE(enabled, False)
 
     def backward(self, loss: Tensor) -> None:
         """Run backward. The objective may have set the mode itself, so it is checked again here."""

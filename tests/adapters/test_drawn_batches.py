@@ -1,4 +1,4 @@
-"""A loop of plain PyTorch whose batches come from a function, with micro-batches and a loss scaler of its own."""
+"""A loop of plain PyTorch whose batches come from a function, with micro-batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from resilient_train.core.randomness import Seeds
 from resilient_train.core.tree import sha256
 from resilient_train.errors import ConfigError, TrainError
 
-STEPS, MICRO_BATCHES, ROWS = 60, 2, 8
+STEPS, MICRO_BATCHES, ROWS, NEVER = 60, 2, 8, -1
 POOL = torch.randn(512, 6, generator=torch.Generator().manual_seed(0))
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -25,39 +25,34 @@ def get_batch() -> Batch:
 
 
 class Loop:
-    def __init__(self, *, scaler: torch.amp.GradScaler | None = None, **more: Any) -> None:
+    def __init__(self, **more: Any) -> None:
         torch.manual_seed(0)
         self.model = Net()
-        self.scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, fused=True)
         usual: dict[str, Any] = {"steps": STEPS, "memory": often(10), "clip": 1.0}
         self.guard = Guard(
             *(None, self.model, self.optimizer),
             data=more.pop("data", get_batch),
             accumulate=MICRO_BATCHES,
-            scaler=self.scaler,
             **{**usual, **more},
         )
         self.seen: list[tuple[int, Batch]] = []  # the number of the update, and a batch that it was given
 
     def forward_backward(self, batch: Batch, spoil: float = 1.0) -> torch.Tensor:
         loss: torch.Tensor = F.cross_entropy(self.model(batch[0]), batch[1]) * spoil
-        self.scaler.scale(loss / MICRO_BATCHES).backward()  # type: ignore[no-untyped-call]
+        (loss / MICRO_BATCHES).backward()  # type: ignore[no-untyped-call]
         return loss
 
-    def train(self, fault: str = "", at: int = 0, *, last: int | None = None) -> Loop:
-        for update in self.guard.updates(last):
+    def train(self, at: int = NEVER) -> Loop:
+        for update in self.guard.updates():
             number, strikes = self.guard.attempted_step, at == self.guard.attempted_step
             count = 0
             for count, batch in enumerate(update, start=1):
                 self.seen.append((number, batch))
-                spoils = strikes and count == MICRO_BATCHES and fault in ("nan", "overflow")
-                loss = self.forward_backward(batch, float("nan" if spoils and fault == "nan" else 1))
-                if spoils and fault == "overflow":
-                    self.model.head.weight.grad[0, 0] = torch.inf  # type: ignore[index]
-                self.guard.update(loss)
+                spoils = strikes and count == MICRO_BATCHES
+                self.guard.update(self.forward_backward(batch, float("nan" if spoils else 1)))
             assert count == MICRO_BATCHES
-            at = 0 if strikes else at  # it strikes once
+            at = NEVER if strikes else at  # it strikes once
         return self
 
     def digest(self) -> str:
@@ -83,21 +78,13 @@ def test_a_healthy_run_ends_as_a_plain_loop() -> None:
 
 def test_a_bad_update_is_skipped_by_its_place(info: pytest.LogCaptureFixture) -> None:
     """The function cannot name rows, and it says so; the updates after it get the batches that they would have got."""
-    loop, healthy = Loop(recovery=SKIP).train("nan", 30), Loop(steps=STEPS + 1).train()
+    loop, healthy = Loop(recovery=SKIP).train(30), Loop(steps=STEPS + 1).train()
     [incident] = loop.guard.incidents
     assert (incident.anomaly.signal, incident.diagnosis.rows) == ("nonfinite_loss", ())
     assert sum("bad rows have no names" in one.message for one in info.records) == 2  # once a run
     landed = {number: sha256(batch) for number, batch in loop.seen}
     others = {number: sha256(batch) for number, batch in healthy.seen}
     assert all(landed[number] == others[number + (number >= 30)] for number in range(STEPS))
-
-
-def test_the_scaler_of_the_loop_is_the_one_that_the_guard_uses() -> None:
-    """An overflow halves the scale and leaves the update out; without one, scaling by 2 ** 16 changes no bit."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=10**6)
-    assert Loop(scaler=scaler).train().digest() == Loop().train().digest()
-    loop = Loop(scaler=scaler).train("overflow", 30)
-    assert (loop.guard.clock.tick, loop.guard.incidents, scaler.get_scale()) == (STEPS + 1, [], 2.0**15)
 
 
 def test_what_cannot_be_used_is_refused() -> None:

@@ -85,20 +85,7 @@ class Loops:
         return guard
 
 
-FORMS = pytest.mark.parametrize("form", ["objective", "hand-over"])
-
-
 # What everybody gets.
-
-
-@FORMS
-def test_a_rewind_alone_leaves_no_trace(form: str) -> None:
-    """After a NaN that does not come again everything is as if it had not been, the average that is kept included."""
-    healthy = Loops().run(form, 30)
-    met = Loops(spoiled=23).run(form, 30, recovery=REWIND)
-    assert [one.rewound_to for one in met.incidents] == [15]
-    assert met.state.sha256() == healthy.state.sha256()
-    assert "kept.average" in met.state.live()
 
 
 def test_a_rotten_batch_while_a_scan_looks_is_a_rotten_batch() -> None:
@@ -247,17 +234,6 @@ def test_a_compiled_model_keeps_the_names_of_its_weights(tmp_path: Path) -> None
         every_batch(guard, guard.step)
     assert caught.value.last_good is not None
     assert set(load_file(caught.value.last_good / "weights.safetensors")) <= names
-
-
-@FORMS
-def test_gradients_accumulate(form: str) -> None:
-    """Two micro-batches make an update, in which either of them can be rotten."""
-    loops = Loops(accumulation=2)
-    guard = loops.run(form, 20, batch_size=8, data=sums(128, bad=(5,)))
-    assert guard.samples.slicing.samples == 16
-    assert guard.clock.tick > guard.clock.step == 20
-    assert {str(one.anomaly.signal) for one in guard.incidents} == {"nonfinite_batch"}
-    assert is_finite(loops.model)
 
 
 def test_a_loop_that_accumulates_by_itself_gets_the_same() -> None:

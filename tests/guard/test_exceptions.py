@@ -442,22 +442,6 @@ def test_a_stream_without_an_index_skips_what_raises() -> None:
     assert guard.clock.step == STEPS
 
 
-def on_ranks() -> tuple[list[tuple[int, ...]], str]:
-    from accelerate import Accelerator
-
-    guard = run(accelerator=Accelerator(cpu=True), data=table(bad=(40,)), steps=30, recovery="balanced")
-    return [one.diagnosis.rows for one in guard.incidents], guard.state.weights_sha256()
-
-
-def test_an_exception_on_one_rank_is_seen_by_all() -> None:
-    """The others are in the collectives of their backward: they are met there, and all put the same row aside.
-
-    The model has buffers, which are broadcast in each forward.
-    """
-    rows, _ = agreed(2, on_ranks)
-    assert rows == [(40,)]
-
-
 def twice(model: Any, batch: Any) -> Tensor:
     """Two forwards: some rows raise before both, some between them, and some in the second."""
     x, sensors, _ = batch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,33 +24,8 @@ from resilient_train.record.quarantine import QUARANTINE, Quarantine, Quarantine
 from resilient_train.types import fact
 
 
-def state_after(guard: Guard, steps: int) -> str:
-    """The digest right after training: random number generators belong to the process, which is ours as well."""
-    return trained(guard, steps).state.sha256()
-
-
 def signals(guard: Guard) -> list[str]:
     return [str(incident.anomaly.signal) for incident in guard.incidents]
-
-
-@cache  # for all tests that compare with it
-def skipped(call: int) -> str:
-    """The state at the end of a healthy run that never sees the samples of one of its updates."""
-    guard = guarded(adamw, At("none"))
-    guard.samples.skip(8 * (call - 1), 8 * call)
-    return state_after(guard, 60)
-
-
-@pytest.mark.parametrize(
-    ("how", "call"), [("batch", 1), ("loss", 2), ("gradient", 25), ("loss", 26), ("batch", 60), ("spike", 50)]
-)
-def test_skipped_samples_are_as_if_they_had_never_been_there(how: str, call: int) -> None:
-    """One poisoned update, or a gradient a million times the usual: to the last bit the run without those samples."""
-    guard = guarded(adamw, At(how, call))
-    assert state_after(guard, 60) == skipped(call)
-    assert guard.clock.tick == 61
-    assert len(guard.incidents) == 1
-    assert how != "spike" or signals(guard) in (["grad_spike"], ["loss_spike"])
 
 
 def test_an_update_that_was_refused_by_mistake_is_repeated_and_lands() -> None:
@@ -83,39 +57,6 @@ def scaled(
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=10**6)
     return Guard(accelerator, accelerator.prepare(model), adamw(model), data=data or rows(), batch_size=size,
                  objective=objective, recovery=recovery)  # fmt: skip
-
-
-def test_a_loss_that_is_not_finite_moves_no_scale() -> None:
-    """It is an incident."""
-    guard = trained(scaled(At("loss", 10)), 30)
-    assert signals(guard) == ["nonfinite_loss"]
-    assert guard.clock.tick == 31
-    assert guard.world.accelerator.scaler.get_scale() == 2.0**16
-    assert is_finite(guard.state.model)
-
-
-class Overflow(At):
-    """Overflows in the forward as well, where BatchNorm sees it, and in the gradients."""
-
-    def __call__(self, model: Any, batch: Any) -> torch.Tensor:
-        loss = super().__call__(model, batch)
-        if self.poison.strikes:
-            model(batch[0] * torch.inf)
-        return loss
-
-
-@pytest.mark.parametrize("last", [10, 30])
-def test_an_overflow_leaves_nothing_in_the_buffers(last: int) -> None:
-    """Nor what the next update made of them: the state, but for the scale, is as if those samples were skipped."""
-    guard, other = scaled(Overflow("gradient", 10)), scaled(At("none"))
-    other.samples.skip(8 * 9, 8 * 10)
-    for one in (guard, other):
-        trained(one, last)
-    assert guard.incidents == []
-    assert guard.world.accelerator.scaler.get_scale() == 2.0**15
-    assert is_finite(guard.state.model)
-    buffers = dict(other.state.model.named_buffers())
-    assert all(torch.equal(one, buffers[name]) for name, one in guard.state.model.named_buffers())
 
 
 def speed(model: Any, batch: Any) -> torch.Tensor:
