@@ -19,7 +19,6 @@ from typing import Any
 def measured() -> dict[tuple[str, str], bool]:
     """Train a loop with one NaN row; return files and functions of the package, and whether they held it directly."""
     import torch
-    from resilient_train.recover.remedies import Case
 
     import resilient_train
     from resilient_train.types import Anomaly, Incident
