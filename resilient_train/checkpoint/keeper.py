@@ -40,7 +40,7 @@ class CheckpointKeeper:
 
     def __init__(self, config: DiskConfig, parts: RunParts, incidents: IncidentLog, how: Resume) -> None:
         directory, history = incidents.directory, incidents.run_history
-        self._config, self._parts, self.incident_log, self._how = config, parts, incidents, how
+        self._config, self._parts, self.incident_log = config, parts, incidents
         self.progress = Progress(directory)
         self._commits = directory is not None  # this rank writes checkpoints
         self._best = Best(directory) if directory is not None else None

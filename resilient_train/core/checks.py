@@ -231,7 +231,7 @@ class Checks:
         step, loss, check = vitals.step, vitals.loss, self.episode
         outside = self._is_outside(loss)
         jumped = self.jump.see(step, loss, outside)
-        if check.learns_again(step, self._median_latest()):
+        if check.is_open and check.learns_again(step, self._median_latest()):
             jumped = None
         if not outside:
             self.level.learn(loss)

@@ -33,14 +33,16 @@ def clip(
     norms of the single ones is added to `each`.
     """
     grads = _gradients(weights)
-    is_plain, norm = _is_plain(grads), _norm(grads, over_ranks, each)
+    is_plain = _is_plain(grads)
+    norm = _total_norm(grads, each) if is_plain and over_ranks is None else _norm(grads, over_ranks)
     if over_ranks is not None:
         grads = [local_part(grad) for grad in grads]
     if max_norm is not None:
         factor = (max_norm / (norm + 1e-6)).clamp_(max=1.0)
-        if is_plain and factor.dtype is grads[0].dtype:
+        is_within = factor.is_cpu and factor.item() == 1.0  # not asked on a device: the host would wait for it
+        if is_plain and factor.dtype is grads[0].dtype and not is_within:
             torch._foreach_mul_(grads, factor)
-        else:
+        elif not is_within:
             _scale(grads, factor)
     if max_value is not None and grads:
         torch._foreach_clamp_min_(grads, -max_value)
@@ -152,14 +154,10 @@ def _scale(grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
         local_part(grad).mul_(factor.to(grad.device))
 
 
-def _norm(
-    tensors: list[torch.Tensor],
-    over_ranks: Callable[[torch.Tensor], torch.Tensor] | None,
-    each: list[torch.Tensor] | None = None,
-) -> torch.Tensor:
+def _norm(tensors: list[torch.Tensor], over_ranks: Callable[[torch.Tensor], torch.Tensor] | None) -> torch.Tensor:
     if over_ranks is not None:
         return norm_over_ranks(tensors, over_ranks)
-    return _total_norm(tensors, each) if _is_plain(tensors) else get_total_norm(tensors)
+    return _total_norm(tensors) if _is_plain(tensors) else get_total_norm(tensors)
 
 
 def _is_plain(tensors: Sequence[torch.Tensor]) -> bool:
@@ -169,7 +167,7 @@ def _is_plain(tensors: Sequence[torch.Tensor]) -> bool:
     )
 
 
-def _total_norm(grads: list[torch.Tensor], each: list[torch.Tensor] | None) -> torch.Tensor:
+def _total_norm(grads: list[torch.Tensor], each: list[torch.Tensor] | None = None) -> torch.Tensor:
     """Return the norm of dense gradients of one type on one device. Torch's function would sort them at the same cost.
 
     It is infinite where a gradient is. On a GPU it is finite where only a square is too large for float32: doubles cost

@@ -189,7 +189,7 @@ class Episode(PlainState):
 
     def learns_again(self, step: int, loss: float) -> bool:
         """Whether a run that could not be rewound may still recover, and is no worse than it was."""
-        return self.is_open and self.was is not None and step < self.goal and loss <= self.was
+        return self.was is not None and step < self.goal and loss <= self.was
 
     def resumed(self, step: int) -> None:
         """Note a resume from `step`, which may be before the last rewind's."""

@@ -148,12 +148,11 @@ class ShadowSchedule(Schedule):
     def settings(self, step: int) -> Sequence[dict[str, Any]]:
         self.advance(step)
         factor = _warmup_factor(step, self.warmup_steps)
-        groups = self._groups()
+        groups = self.shadow.param_groups
         for group, original in zip(groups, self._original, strict=True):
-            self._moving |= {key for key, value in group.items() if value != original.get(key, value)}
+            self._moving.update(key for key, value in original.items() if group[key] != value)
         return [
-            {key: value for key, value in group.items() if key in self._moving} | {"lr": group["lr"] * factor}
-            for group in groups
+            {key: group[key] for key in self._moving if key in group} | {"lr": group["lr"] * factor} for group in groups
         ]
 
     def state_dict(self) -> Any:
