@@ -16,7 +16,7 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import patch_environment
+from accelerate.utils import DistributedType, patch_environment
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
@@ -393,3 +393,16 @@ def checks(given: ChecksConfig | Mapping[str, Any] | str, expect: Sequence[int] 
     config = checks_config.named(given) if isinstance(given, str) else given
     steps = [checked(f"expect[{place}]", step, int, {"at_least": 1}) for place, step in enumerate(expect)]
     return replace(config, expect=[*config.expect, *steps])
+
+
+def backward(accelerator: Any) -> Callable[[torch.Tensor], None]:
+    """Return the backward of the Accelerator: it divides the loss by the micro-batches of an update, which may be 1."""
+    own, is_plain = accelerator.backward, accelerator.distributed_type == DistributedType.NO and not accelerator.scaler
+
+    def run(loss: torch.Tensor) -> None:
+        if is_plain and accelerator.gradient_accumulation_steps == 1:
+            loss.backward()  # type: ignore[no-untyped-call]
+        else:
+            own(loss)
+
+    return run

@@ -161,7 +161,7 @@ class Guard(EngineGuard):
         disk = arguments.disk(disk, resumes=run_dir is not None and resume is True and not samples.is_fed)
         checks, policy = arguments.checks(checks, expect), arguments.policy(recovery)
         state = RunState(bare, optimizers, rates, samples, clock, device=device, scaler=scaler)
-        backups, anomaly_mode = Backups(bare, scaler, state.kept), AnomalyMode(accelerator.backward)
+        backups, anomaly_mode = Backups(bare, scaler, state.kept), AnomalyMode(arguments.backward(accelerator))
         marks, direct_steps = Marks(backups, optimizers), DirectStepCheck(optimizers)
         clipper = (TrainersClipper if samples.is_fed else Clipper)(
             clip if isinstance(clip, ClipConfig) else ClipConfig(clip, None),
@@ -173,7 +173,7 @@ class Guard(EngineGuard):
             device=device,
             scaler=scaler,
             observes=policy.observe,
-            stepping=partial(direct_steps.running, "guard"),
+            stepping=direct_steps,
         )
         search, buffers = None, BufferWatch(bare)
         if measured is not None:
@@ -460,9 +460,13 @@ class Guard(EngineGuard):
             if self.attempted_step >= last and not self.stopped:
                 what = "of the plan" if planned is None or last >= planned else "that the loop asks for"
                 log.info("no batches: nothing is left of the %s %s", counted(last, "step"), what)
-            for batch in self.updates_until(last, plan=self.steps):
-                with self._direct_steps.running("loop"), self._anomaly_mode.without_nan_check():
-                    yield batch
+            with self._anomaly_mode.without_nan_check():
+                for batch in self.updates_until(last, plan=self.steps):
+                    self._direct_steps.running = "loop"
+                    try:
+                        yield batch
+                    finally:
+                        self._direct_steps.running = None
             if self.stopped:
                 self.reporter.end(RunFacts(error=Stopped()))
             elif last == self.steps:

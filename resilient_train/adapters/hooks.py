@@ -76,30 +76,30 @@ class DirectStepCheck:
     """Notices optimizer steps outside of the guard: an error while the loop has a batch, else one warning."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._running: Literal["loop", "guard"] | None = None
+        self.running: Literal["loop", "guard"] | None = None
+        self._before: Literal["loop", "guard"] | None = None
         self.is_over = False  # the guard is closed: steps after it are on purpose; or one was warned of
         for optimizer in optimizers:
             optimizer.step = self._watched(optimizer, optimizer.step)  # type: ignore[method-assign]
 
-    @contextmanager
-    def running(self, who: Literal["loop", "guard"]) -> Iterator[None]:
-        before, self._running = self._running, who
-        try:
-            yield
-        finally:
-            self._running = before
+    def __enter__(self) -> None:
+        """Begin a step of the guard."""
+        self._before, self.running = self.running, "guard"
+
+    def __exit__(self, *_: object) -> None:
+        self.running = self._before
 
     def _watched(self, optimizer: Any, step: Any) -> Any:
         plain = getattr(step, "plain", step)  # without the wrapper of an earlier guard
 
         @functools.wraps(plain)
         def watched(*args: Any, **kwargs: Any) -> Any:
-            if self._running == "loop":
+            if self.running == "loop":
                 raise TrainError(
                     "the loop stepped an optimizer itself, past the gate: remove optimizer.step(), "
                     "guard.step and guard.update do it"
                 )
-            if self._running is None and not self.is_over:
+            if self.running is None and not self.is_over:
                 self.is_over = True
                 log.warning(
                     "optimizer.step() was called outside of guard.batches(): such updates are not protected, and a "

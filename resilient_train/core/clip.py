@@ -62,12 +62,12 @@ class Clipper:
         """`over_ranks` sums over ranks where weights are sharded; `names` are those of weights, by id."""
         self.config, self._over_ranks, self._names = config, over_ranks, names or {}
         self.is_by_norm = config.max_value is None  # the norm after clipping follows from the one before
-        self.norms: list[tuple[list[str], torch.Tensor]] = []  # of single gradients before clipping, and whose they are
+        self._norms: list[tuple[list[torch.Tensor], torch.Tensor]] = []  # of single gradients before clipping
         self.changes: list[Callable[[Sequence[torch.Tensor]], None]] = []  # of gradients before that, as in a drill
 
     def begin(self) -> None:
         """Begin an update: what was measured belongs to the last one."""
-        self.norms = []
+        self._norms = []
 
     def clip(self, weights: Sequence[torch.Tensor], max_norm: float | None, factor: float) -> torch.Tensor:
         """Clip by norm, then by the configured value times `factor`. Returns the norm from before."""
@@ -79,10 +79,19 @@ class Clipper:
         each = list[torch.Tensor]()
         max_value = None if self.config.max_value is None else self.config.max_value * factor
         norm = clip(weights, max_norm, max_value, self._over_ranks, each)
-        for of_each in each:
-            names = [self._names.get(id(weight), "?") for weight in weights if weight.grad is not None]
-            self.norms.append((names, of_each))
+        self._norms += [([weight for weight in weights if weight.grad is not None], of_each) for of_each in each]
         return norm
+
+    @property
+    def by_name(self) -> Callable[[], dict[str, float]]:
+        """Return what reads the norms of the update's single gradients: of few updates they are wanted."""
+        norms = self._norms
+
+        def read() -> dict[str, float]:
+            pairs = [pair for weights, of_each in norms for pair in zip(weights, of_each.tolist(), strict=True)]
+            return {self._names.get(id(weight), "?"): norm for weight, norm in pairs}
+
+        return read
 
     def to_share(self, groups: Sequence[Mapping[str, Any]], share: float) -> None:
         clip_to_share(groups, share, self._over_ranks)

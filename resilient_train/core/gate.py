@@ -144,7 +144,8 @@ class DeviceGate(HostGate):
 
 
 def gate_of(optimizers: Sequence[Optimizer], device: torch.device) -> Gate:
-    return HostGate(device) if synchronous(optimizers) else DeviceGate(device)
+    """On a CPU the host has nothing to wait for."""
+    return HostGate(device) if device.type == "cpu" or synchronous(optimizers) else DeviceGate(device)
 
 
 def synchronous(optimizers: Sequence[Optimizer]) -> list[str]:

@@ -61,7 +61,7 @@ class Attempt:
     is_limited: bool  # the schedule asks for a higher rate than the knobs allow
     lr_ratio: float  # the rate as a multiple of the configured one, in the group where that is highest
     clips_to: float | None  # the norm that gradients were clipped to; NaN if it is not known
-    norms: Sequence[tuple[Sequence[str], torch.Tensor]] = ()  # of single gradients before clipping, and whose they are
+    norms: Callable[[], Mapping[str, float]] = dict  # of single gradients before clipping, by name; the host waits
     is_turn: bool = False  # the optimizers stepped one after the other, and each had its gradients clipped alone
     times: int = 1  # that an optimizer stepped in it
 
@@ -75,6 +75,9 @@ class Attempt:
         if grad_norm <= limit:
             return grad_norm
         return None if self.is_turn or math.isnan(limit) else limit
+
+
+_NOTHING = nullcontext()
 
 
 class _Ready(NamedTuple):
@@ -101,7 +104,7 @@ class Updater:
         device: torch.device,
         scaler: torch.amp.GradScaler | None = None,
         observes: bool = False,
-        stepping: Callable[[], AbstractContextManager[None]] = nullcontext,
+        stepping: AbstractContextManager[object] = _NOTHING,
     ) -> None:
         """`gather` collects a vector from every rank; None: there is only one. `observes`: every update lands.
 
@@ -144,7 +147,7 @@ class Updater:
         self.clipper.begin()
         ready = self._made_ready(step, self.optimizers, knobs, rates)
         measured, by_rank = self.agreement.reduce(torch.stack([loss, ready.norm, *ready.scale]))
-        with self._stepping():
+        with self._stepping:
             numbers = self.gate.step(measured, self.optimizers)
         self._put_back_rates(ready.settings)
         self.end()
@@ -158,7 +161,7 @@ class Updater:
             is_limited=ready.is_limited,
             lr_ratio=ready.lr_ratio,
             clips_to=ready.clips_to,
-            norms=self.clipper.norms,
+            norms=self.clipper.by_name,
         )
 
     def step_in_turn(
@@ -174,7 +177,7 @@ class Updater:
         if not self.turn.has_stepped:
             self.clipper.begin()
         self._ready = ready = self._made_ready(step, [optimizer], knobs, rates)
-        with self._stepping():
+        with self._stepping:
             self.turn.step(optimizer, loss, ready.norm, ready.settings, self.gate.limits[1])
         self._put_back_rates(ready.settings)
 
@@ -192,7 +195,7 @@ class Updater:
             is_limited=ready.is_limited,
             lr_ratio=ready.lr_ratio,
             clips_to=math.nan if turn.times > 1 else ready.clips_to,
-            norms=self.clipper.norms,
+            norms=self.clipper.by_name,
             is_turn=True,
             times=turn.times,
         )
@@ -294,7 +297,8 @@ class Updater:
     def _set(self, step: int, factor: float, knobs: KnobValues) -> tuple[Settings, float, float]:
         """Return the settings as set, and the highest ratio to a configured rate, as set and as asked."""
         self._require_own_rates()
-        settings, paces = [], [(0.0, 0.0)]
+        settings: list[Mapping[str, Any]] = []
+        ratio = asked_ratio = 0.0
         self._planned = planned = [setting for schedule in self.schedules for setting in schedule.settings(step)]
         for group, setting, (usual, eps, decay) in zip(self._groups(), planned, chain(*self._configured), strict=True):
             lr = setting["lr"] or 0.0
@@ -306,16 +310,17 @@ class Updater:
             if setting["lr"] is not None and (factor != 1.0 or allowed < asked):
                 setting["lr"] = usual * allowed if allowed < asked else lr * factor
             if isinstance(eps, int | float):  # Adafactor's is a pair, for which a factor makes no sense
+                setting["eps"] = eps * knobs.eps
                 # The least keeps an update small where a second moment has underflowed to zero.
-                weights = group["params"] if knobs.mends_eps else ()
-                kinds = [torch.finfo(one.dtype) for one in weights if one.is_floating_point()]
-                setting["eps"] = max([eps * knobs.eps, *(math.sqrt(one.smallest_normal * one.eps) for one in kinds)])
+                for weight in group["params"] if knobs.mends_eps else ():
+                    if weight.is_floating_point():
+                        kind = torch.finfo(weight.dtype)
+                        setting["eps"] = max(setting["eps"], math.sqrt(kind.smallest_normal * kind.eps))
             if knobs.decay < 1 and isinstance(decay, int | float):
                 setting["weight_decay"] = decay * knobs.decay
             group.update(setting)
             settings.append(setting)
-            paces.append((allowed, asked))
-        ratio, asked_ratio = map(max, zip(*paces, strict=True))
+            ratio, asked_ratio = max(ratio, allowed), max(asked_ratio, asked)
         return settings, ratio, asked_ratio
 
     def _require_own_rates(self) -> None:

@@ -147,10 +147,7 @@ class Examination:
             return dataclasses.replace(anomaly, ranks=ranks if len(ranks) < self._world.size else ())
         if anomaly.signal not in (Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD):
             return anomaly
-        by_weight = {
-            name: norm for names, row in update.attempt.norms for name, norm in zip(names, row.tolist(), strict=True)
-        }
-        anomaly = dataclasses.replace(anomaly, evidence=anomaly.evidence + nonfinite(by_weight))
+        anomaly = dataclasses.replace(anomaly, evidence=anomaly.evidence + nonfinite(update.attempt.norms()))
         return self._blame_batch(anomaly, batches)
 
     def _blame_batch(self, anomaly: Anomaly, batches: Sequence[Any]) -> Anomaly:
