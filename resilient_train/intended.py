@@ -57,11 +57,8 @@ class Intended:
     def reviewed(self, vitals: Vitals, finding: Finding) -> Finding:
         return self._checks.after_change(vitals, finding) if self._accepts_written() else finding
 
-    def noticed(self, update: Transaction, vitals: Vitals, finding: Finding) -> Anomaly | None:
-        anomaly = self._explainer.check_first_updates(vitals, update.inputs)
-        if anomaly is None and finding.at_any_scale and self._explainer.breaks_at_any_scale(update):
-            anomaly = finding.at_any_scale
-        return anomaly
+    def noticed(self, update: Transaction, vitals: Vitals) -> Anomaly | None:
+        return self._explainer.check_first_updates(vitals, update.inputs)
 
     def first_look(self, anomaly: Anomaly) -> Anomaly | None:
         return None if self.began_by_chance(anomaly) else self._explainer.since_leap(anomaly)

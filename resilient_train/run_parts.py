@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from resilient_train.core.parts import Parts
+from resilient_train.core.protocols import Parts
 from resilient_train.data.samples import Samples
 from resilient_train.diagnose.search import Search
 from resilient_train.ranks.world import World

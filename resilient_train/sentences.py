@@ -248,7 +248,6 @@ EVIDENCE = {
     "text": "{text}",  # of an exception, the system or the user
     "measured": "loss {loss:.4g}, gradient norm {norm:.4g}",
     "refused_again": "refused {times} times",
-    "without_scale": "without a loss scale as well",
     "loss_outside": "loss {loss:.4g} where {low:.4g} to {high:.4g} was usual<stays?, and it stays>",
     "loss_climbs": "loss {loss:.4g}, climbing since step {since}; {low:.4g} to {high:.4g} was usual",
     "refused_often": "{count:update} were refused within a few steps",

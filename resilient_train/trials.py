@@ -199,8 +199,7 @@ class Trials:
     def _trial(self, run: Tryable, *, lifts_limits: bool = False) -> Iterator[None]:
         """Prepare a trial and take it back. `lifts_limits`: those of the gate were learned on the way it leaves."""
         parts, marks, ring = self._parts, self._computation.marks, self._parts.ring
-        self._begin = marks.take()
-        marks.note_attributes(self._begin)
+        self._attributes = marks.attributes()
         self._control = run
         self._made = self._forwards = 0  # updates made so far, and forwards of updates that are judged
         if not ring.has_room_aside():
@@ -212,7 +211,7 @@ class Trials:
                 yield
             finally:
                 self.updates += self._cost
-                marks.restore_attributes(self._begin)
+                marks.set_attributes(self._attributes)
 
     @property
     def _cost(self) -> int:
@@ -240,7 +239,7 @@ class Trials:
         """Make `steps` updates with some remedies, from the state at hand, or from that of a snapshot."""
         parts = self._parts
         self._go_back(since)
-        self._computation.marks.restore_attributes(self._begin)
+        self._computation.marks.set_attributes(self._attributes)
         try:
             with self._control.effects.scope():
                 for action in actions:

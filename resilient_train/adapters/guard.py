@@ -20,9 +20,9 @@ from resilient_train.adapters.reporter import REPORT_EVERY, Place, Report, RunRe
 from resilient_train.checkpoint.keeper import CheckpointKeeper
 from resilient_train.checkpoint.resume import Resume
 from resilient_train.computation import BatchErrors, Computation, MicroBatchSizer, Objective
-from resilient_train.core.clip import Clipper, LoopClipCheck, TrainersClipper, norm_over_ranks
+from resilient_train.core.clip import Clipper, TrainersClipper, norm_over_ranks
 from resilient_train.core.config import ChecksConfig
-from resilient_train.core.copies import Backups, BufferWatch, Stateful
+from resilient_train.core.copies import BufferWatch, Stateful
 from resilient_train.core.gate import synchronous
 from resilient_train.core.mark import Marks
 from resilient_train.core.protocols import Hook
@@ -161,8 +161,8 @@ class Guard(EngineGuard):
         disk = arguments.disk(disk, resumes=run_dir is not None and resume is True and not samples.is_fed)
         checks, policy = arguments.checks(checks, expect), arguments.policy(recovery)
         state = RunState(bare, optimizers, rates, samples, clock, device=device, scaler=scaler)
-        backups, anomaly_mode = Backups(bare, scaler, state.kept), AnomalyMode(arguments.backward(accelerator))
-        marks, direct_steps = Marks(backups, optimizers), DirectStepCheck(optimizers)
+        marks, anomaly_mode = Marks(bare, optimizers, scaler, state.kept), AnomalyMode(arguments.backward(accelerator))
+        direct_steps = DirectStepCheck(optimizers)
         clipper = (TrainersClipper if samples.is_fed else Clipper)(
             clip if isinstance(clip, ClipConfig) else ClipConfig(clip, None),
             world.sum if state.is_sharded else None,
@@ -180,7 +180,7 @@ class Guard(EngineGuard):
             measured.buffers = buffers
             replay = Replay(
                 *(unwrapped, lambda model, batch: measured.for_training(model, batch)[0], anomaly_mode.backward),
-                *(backups, updater.drop_gradients),
+                *(marks, updater.drop_gradients),
                 trained=updater.weights,
                 over_ranks=lambda grads: norm_over_ranks(grads, world.sum),
                 seeds=seeds,
@@ -263,8 +263,6 @@ class Guard(EngineGuard):
                 log.info("%s: not fused, so each step waits for the device; use fused=True if it is available", waiting)
             if measured is None:
                 log.info("lines of code cannot be named without objective=: what guard.update takes cannot be replayed")
-            self._loop_clips = LoopClipCheck()
-            self._sees_clips = is_own_loop and world.is_main and measured is None and not samples.is_fed
         except BaseException:
             if home.lock is not None:
                 home.lock.release()  # a notebook keeps the error, and with it the lock, when its cell is run again
@@ -514,8 +512,6 @@ class Guard(EngineGuard):
         return left
 
     def _on_accepted(self) -> None:
-        if self._sees_clips and self.newest is not None:
-            self._loop_clips.see(self.newest.grad_norm)
         home = self.reporter.place
         if home.directory is not None and self.clock.step % REPORT_EVERY == 0:
             self.reporter.show(self.report() if home.tracking is not None else None)

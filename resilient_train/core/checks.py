@@ -29,7 +29,6 @@ class Finding:
 
     anomaly: Anomaly | None = None
     repeat: bool = False  # the limit was too low: retry the update with the raised limit
-    at_any_scale: Anomaly | None = None  # the anomaly, if without a loss scale it breaks as well
 
 
 class Check(PlainState):
@@ -207,9 +206,6 @@ class Checks:
                 # Nothing landed, but the loss scale is part of the state, and the newest weights may be what overflows.
                 anomaly = _refused(vitals, Signal.SCALE_COLLAPSE, evidence)
                 return Finding(replace(anomaly, since=max(0, vitals.step - 1), landed=True))
-            if self._scale.is_frequent:
-                evidence = _measured(vitals) + fact("without_scale")
-                return Finding(at_any_scale=_refused(vitals, Signal.NONFINITE_GRAD, evidence))
             return Finding()
         loss, norm, step = vitals.loss, vitals.grad_norm, vitals.step + (not vitals.accepted)
         spike = vitals.refused if vitals.refused in SPIKES else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,11 +11,9 @@ from torch.nn.utils import get_total_norm
 
 from resilient_train.core.tree import is_sharded, local_part, sharding_of
 from resilient_train.reader import ClipConfig
-from resilient_train.wording import log
 
 _COARSE = (torch.float16, torch.bfloat16)
 _SMALL_WEIGHT, _MOST_MOMENTUM = 0.02, 0.999
-_CLIPPED = 4  # norms that are the same round number
 
 
 @torch.no_grad()
@@ -210,23 +207,3 @@ def norm_over_ranks(grads: list[torch.Tensor], over_ranks: Callable[[torch.Tenso
             holders = torch.distributed.get_world_size()
         squares += torch.linalg.vector_norm(share, dtype=wide).square() / holders
     return over_ranks(squares).sqrt().to(torch.float32 if grads[0].dtype in _COARSE else grads[0].dtype)
-
-
-class LoopClipCheck:
-    """Notices that the loop clips, so that the gate sees no large norm: several are the same round number."""
-
-    def __init__(self) -> None:
-        self._norms: deque[float] = deque(maxlen=16)
-        self._left = 64  # updates to look at
-
-    def see(self, norm: float) -> None:
-        if not self._left or not math.isfinite(norm):
-            return
-        self._left -= 1
-        self._norms.append(norm)
-        limit = float(f"{max(self._norms):.2g}")
-        clipped = sum(math.isclose(one, limit, rel_tol=1e-4) for one in self._norms)
-        if clipped >= _CLIPPED and limit:
-            self._left = 0
-            what = f"the gradient norm is {limit:g} in {clipped} of {len(self._norms)} updates"
-            log.warning("%s: if the loop calls clip_grad_norm_, leave that to Guard(clip=%g)", what, limit)

@@ -11,9 +11,8 @@ from typing import Any
 from zlib import crc32
 
 from resilient_train.core.knobs import Knobs
-from resilient_train.core.parts import Parts
 from resilient_train.core.policy import Policy
-from resilient_train.core.protocols import Data, Log, Store
+from resilient_train.core.protocols import Data, Log, Parts, Store
 from resilient_train.core.remedies import Case, RunControl, is_mild, remedy
 from resilient_train.core.ring import Snapshot
 from resilient_train.core.state import Clock

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import zip_longest
-from operator import is_
-from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from resilient_train.core.tree import Tree, copy_into, fits, put_together, taken_apart, to_original_device, with_home
+from resilient_train.core.tree import Tree, copy_into, fits, taken_apart, to_original_device, with_home
 
 _BIG = 2**16  # bytes: smaller tensors are not worth copying on another stream
 
@@ -191,142 +188,6 @@ class Metrics:
         self._module.load_state_dict(state["module"])
         for path, values in state["counted"].items():
             vars(self._metrics[path]).update(values)
-
-
-@dataclass(frozen=True, slots=True)
-class Backup:
-    """The buffers at one moment: the tensors that each module had, by name, with their shapes and contents."""
-
-    tables: list[tuple[nn.Module, dict[str, torch.Tensor | None]]]
-    live: list[torch.Tensor]  # all tensors of the tables, and those of the loss scale
-    shapes: list[torch.Size]
-    copies: list[torch.Tensor]
-    kept: dict[str, Tree]  # what is kept, by name, as it was
-    of_kept: list[torch.Tensor]  # the tensors of that, which are copies
-
-
-Attributes = Sequence[tuple[dict[str, Any], str, Any]]  # of modules: where, name, value
-
-_NOTHING = Backup([], [], [], [], {}, [])
-_ABSENT = object()
-_LOOKS = 5  # calls of `attributes` in which those that change are looked for
-
-
-class Backups:
-    """Copies what a refused update must not change: the buffers, the loss scale, and what the user keeps.
-
-    A model may also count its forwards, or carry a hidden state along, in plain attributes. `attributes` returns those
-    that change in the first updates, numbers and tensors without a graph: a replay begins with them.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        scaler: torch.amp.GradScaler | None = None,
-        kept: Mapping[str, Stateful] = MappingProxyType({}),
-    ) -> None:
-        self.kept = kept
-        self._modules = list(model.modules())  # listed once: `named_buffers` would walk the tree in every update
-        self._scaler = scaler
-        self._spare: list[Backup] = []
-        self._changing: dict[tuple[int, str], dict[str, Any]] = {}  # attributes, by id of the dictionary and name
-        self._first: dict[tuple[int, str], Any] = {}
-        self._looks = 0
-
-    def take(self) -> Backup:
-        tables = [(module, module._buffers.copy()) for module in self._modules if module._buffers]
-        if not tables and self._scaler is None and not self.kept:
-            return _NOTHING
-        live = [one for _, table in tables for one in table.values() if one is not None] + self._scale()
-        shapes = [one.shape for one in live]
-        old = self._spare.pop() if self._spare else _NOTHING
-        is_same = old.shapes == shapes and all(map(is_, old.live, live))  # usually: no need to compare each tensor
-        copies = old.copies if is_same else room(live, old.copies, torch.empty_like)
-        copy_into(copies, live)
-        plain, kept = taken_apart({name: item.state_dict() for name, item in self.kept.items()})
-        of_kept = room(kept, old.of_kept, torch.empty_like)
-        copy_into(of_kept, kept)
-        return Backup(tables, live, shapes, copies, put_together(plain, of_kept), of_kept)
-
-    def attributes(self) -> Attributes:
-        """Return the attributes that change with the updates, as they are; tensors are not copied."""
-        if self._looks < _LOOKS:
-            self._looks += 1
-            self._look()
-        now = [(own, name, own.get(name, _ABSENT)) for (_, name), own in self._changing.items()]
-        return [one for one in now if one[2] is _ABSENT or _is_state(one[2])]
-
-    def set_attributes(self, attributes: Attributes, *, only_lost: bool = False) -> None:
-        """Set what `attributes` returned; `only_lost`: those that are not finite any more. Then the host waits."""
-        for own, name, value in attributes:
-            now = own.get(name)
-            if only_lost and (value is _ABSENT or not _is_state(now) or torch.as_tensor(now).isfinite().all()):
-                continue
-            if value is _ABSENT:
-                own.pop(name, None)
-            else:
-                own[name] = value
-
-    def _look(self) -> None:
-        tables = [vars(module) for module in self._modules]
-        now = {(id(own), name): (own, one) for own in tables for name, one in own.items() if _is_state(one)}
-        if self._looks == 1:
-            self._first = {place: one for place, (_, one) in now.items()}
-            return
-        for place, (own, one) in now.items():
-            if self._first.get(place, _ABSENT) is not one:
-                self._changing[place] = own
-        if self._looks == _LOOKS:
-            self._first.clear()
-
-    def put_back(self, backup: Backup, *, with_scale: bool = True, with_kept: bool = True) -> None:
-        """Restore names, tensors and contents. Without `with_scale` the loss scale stays, as after an overflow."""
-        for name, saved in backup.kept.items() if with_kept else ():
-            restore_changed(self.kept[name], saved)
-        kept = set() if with_scale else set(map(id, self._scale()))
-        resized = {
-            id(one): saved.clone()
-            for one, shape, saved in zip(backup.live, backup.shapes, backup.copies, strict=True)
-            if one.shape != shape
-        }
-        before = dict(backup.tables)
-        for module in self._modules:
-            table = module._buffers
-            then = before.get(module, {})
-            if table or then:
-                table.clear()
-                table.update({name: resized.get(id(one), one) for name, one in then.items()})
-        in_place = [place for place, one in enumerate(backup.live) if id(one) not in resized.keys() | kept]
-        copy_into([backup.live[place] for place in in_place], [backup.copies[place] for place in in_place])
-
-    def let_go(self, backup: Backup) -> None:
-        """Reuse the memory of a backup for the next one."""
-        if backup.copies or backup.of_kept:
-            self._spare.append(backup)
-
-    @contextmanager
-    def preserved(self, attributes: Attributes) -> Iterator[None]:
-        """Begin with these attributes and an unscaled loss; at the end everything is as it was before."""
-        before, own = self.take(), self.attributes()
-        self.set_attributes(attributes)
-        for one in self._scale()[:1]:
-            one.fill_(1.0)
-        try:
-            yield
-        finally:
-            self.put_back(before)
-            self.let_go(before)
-            self.set_attributes(own)
-
-    def _scale(self) -> list[torch.Tensor]:
-        """The tensors of the loss scale, which RunState has made."""
-        scaler: Any = self._scaler
-        return [] if scaler is None else [scaler._scale, scaler._growth_tracker]
-
-
-def _is_state(value: Any) -> bool:
-    """Say whether an attribute of a module may be a part of its state. A tensor with a graph would keep that alive."""
-    return type(value) in (int, float) or (isinstance(value, torch.Tensor) and not value.requires_grad)
 
 
 class BufferWatch:

@@ -15,7 +15,6 @@ _EARLY_LIMIT = 1e3  # times the median of a few norms or losses, before there ar
 _FIRST_LIMIT = 1e7  # times the median of fewer norms than that
 _FEW = 4  # norms
 _STUCK = 20  # overflows in a row of a scaler that does not lower its scale
-_OFTEN, _OFTEN_WITHIN = 3, 64  # overflows, and the updates within which: a healthy scale meets one in thousands
 
 
 def as_float32(value: float) -> float:
@@ -139,14 +138,12 @@ class ScaleCollapse:
 
     def __init__(self, config: ScaleConfig) -> None:
         self.config = config
-        self._recent: deque[int] = deque(maxlen=_OFTEN)  # ticks of the latest overflows: they do not rewind
         self._scale, self._tick, self._times = 0.0, 0, 0  # the scale, and how often it overflowed in a row
 
     def overflowed(self, vitals: Vitals) -> Facts | None:
         """Note an overflow. Returns the evidence if it is a collapse."""
         if not self.config.every:
             return None
-        self._recent.append(vitals.tick)
         scale = vitals.loss_scale
         if scale is None:
             return None
@@ -155,8 +152,3 @@ class ScaleCollapse:
         if self._times >= _STUCK:
             return fact("scale_stays", scale=scale, times=self._times)
         return fact("scale_fell", scale=scale) if scale < self.config.lowest else None
-
-    @property
-    def is_frequent(self) -> bool:
-        """Whether something else may be behind so many overflows."""
-        return len(self._recent) == _OFTEN and self._recent[-1] - self._recent[0] < _OFTEN_WITHIN

@@ -9,54 +9,103 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import is_
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
-from resilient_train.core.copies import Attributes, Backup, Backups, room
+from resilient_train.core.copies import Stateful, restore_changed, room
 from resilient_train.core.state import optimizer_tree, restore_optimizer, weights_of
 from resilient_train.core.tree import Tree, copy_into, local_part, put_together, taken_apart
+
+Attributes = Sequence[tuple[dict[str, Any], str, Any]]  # of modules: where, name, value
+
+_ABSENT = object()
+_LOOKS = 5  # calls of `attributes` in which those that change are looked for
 
 
 @dataclass(eq=False)
 class Mark:
     """One moment of a run; `Marks` takes it and puts it back."""
 
-    backup: Backup
+    tables: list[tuple[nn.Module, dict[str, torch.Tensor | None]]]  # the buffers that each module had, by name
+    live: list[torch.Tensor]  # all tensors of the tables, and those of the loss scale
+    shapes: list[torch.Size]
+    copies: list[torch.Tensor]
+    kept: dict[str, Tree]  # what is kept, by name, as it was
+    of_kept: list[torch.Tensor]  # the tensors of that, which are copies
     settings: Sequence[tuple[dict[str, Any], dict[str, Any]]]  # each parameter group, and what it held
     attributes: Attributes = ()  # of the model's modules
-    copies: dict[Optimizer, tuple[Tree, list[torch.Tensor]]] = field(default_factory=dict)  # with the weights
+    steps: dict[Optimizer, tuple[Tree, list[torch.Tensor]]] = field(
+        default_factory=dict
+    )  # optimizers and their weights
+
+    @property
+    def has_kept(self) -> bool:
+        """Whether it holds buffers, or what the user keeps: a forward or the loop may have changed these."""
+        return bool(self.tables or self.kept)
 
 
 class Marks:
-    def __init__(self, backups: Backups, optimizers: Sequence[Optimizer]) -> None:
-        self._backups, self._optimizers = backups, optimizers
+    """Takes marks, and puts them back: nothing else undoes an update.
+
+    A model may also count its forwards, or carry a hidden state along, in plain attributes. `attributes` returns those
+    that change in the first updates, numbers and tensors without a graph: a replay begins with them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer] = (),
+        scaler: torch.amp.GradScaler | None = None,
+        kept: Mapping[str, Stateful] = MappingProxyType({}),
+    ) -> None:
+        self._optimizers, self._scaler, self._kept = optimizers, scaler, kept
+        self._modules = list(model.modules())  # listed once: `named_buffers` would walk the tree in every update
+        self._spare: list[Mark] = []
         self._memory: dict[Optimizer, list[torch.Tensor]] = {}  # of the copies of full marks
+        self._changing: dict[tuple[int, str], dict[str, Any]] = {}  # attributes, by id of the dictionary and name
+        self._first: dict[tuple[int, str], Any] = {}
+        self._looks = 0
 
     def take(self) -> Mark:
         settings = [(group, dict(group)) for one in self._optimizers for group in one.param_groups]
-        return Mark(self._backups.take(), settings)
+        tables = [(module, module._buffers.copy()) for module in self._modules if module._buffers]
+        if not tables and self._scaler is None and not self._kept:
+            return Mark([], [], [], [], {}, [], settings)
+        live = [one for _, table in tables for one in table.values() if one is not None] + self._scale()
+        shapes = [one.shape for one in live]
+        old = self._spare.pop() if self._spare else Mark([], [], [], [], {}, [], [])
+        is_same = old.shapes == shapes and all(map(is_, old.live, live))  # usually: no need to compare each tensor
+        copies = old.copies if is_same else room(live, old.copies, torch.empty_like)
+        copy_into(copies, live)
+        plain, kept = taken_apart({name: item.state_dict() for name, item in self._kept.items()})
+        of_kept = room(kept, old.of_kept, torch.empty_like)
+        copy_into(of_kept, kept)
+        return Mark(tables, live, shapes, copies, put_together(plain, of_kept), of_kept, settings)
 
     def fill(self, mark: Mark, optimizer: Optimizer) -> None:
         """Copy an optimizer and its weights, which step before the verdict; once for a mark."""
-        if optimizer in mark.copies:
+        if optimizer in mark.steps:
             return
         plain, sources = taken_apart({"weights": weights_of(optimizer), "optimizer": optimizer_tree(optimizer)})
         copies = room(sources, self._memory.get(optimizer, []), torch.empty_like)
         copy_into(copies, sources)
         self._memory[optimizer] = copies
-        mark.copies[optimizer] = plain, copies
+        mark.steps[optimizer] = plain, copies
 
     def undo_steps(self, mark: Mark) -> bool:
         """Put back the optimizers that have stepped, and their weights; say whether there are any."""
-        copies, mark.copies = mark.copies, {}
-        for optimizer, (plain, tensors) in copies.items():
+        steps, mark.steps = mark.steps, {}
+        for optimizer, (plain, tensors) in steps.items():
             parts = put_together(plain, tensors)
             weights = weights_of(optimizer)[: len(parts["weights"])]  # the loop may have added some
             copy_into(list(map(local_part, weights)), list(map(local_part, parts["weights"])))
             restore_optimizer(optimizer, parts["optimizer"])
-        return bool(copies)
+        return bool(steps)
 
     def undo(self, mark: Mark, *, keeps_scale: bool = False) -> None:
         """Put everything back. With `keeps_scale` the loss scale stays, as after an overflow."""
@@ -65,44 +114,105 @@ class Marks:
             for name in group.keys() - settings.keys():
                 del group[name]
             group.update(settings)
-        self._backups.put_back(mark.backup, with_scale=not keeps_scale)
+        for name, saved in mark.kept.items():
+            restore_changed(self._kept[name], saved)
+        self._put_back(mark, {*map(id, self._scale())} if keeps_scale else set())
+
+    def _put_back(self, mark: Mark, stays: set[int]) -> None:
+        """Restore names, tensors and contents of the buffers and the loss scale, but for the tensors that stay."""
+        pairs = zip(mark.live, mark.shapes, mark.copies, strict=True)
+        resized = {id(one): saved.clone() for one, shape, saved in pairs if one.shape != shape}
+        before = dict(mark.tables)
+        for module in self._modules:
+            table = module._buffers
+            then = before.get(module, {})
+            if table or then:
+                table.clear()
+                table.update({name: resized.get(id(one), one) for name, one in then.items()})
+        in_place = [place for place, one in enumerate(mark.live) if id(one) not in resized.keys() | stays]
+        copy_into([mark.live[place] for place in in_place], [mark.copies[place] for place in in_place])
 
     def release(self, mark: Mark) -> None:
         """Let the next mark have the memory of this one."""
-        self._backups.let_go(mark.backup)
+        if mark.copies or mark.of_kept:
+            self._spare.append(mark)
 
-    def note_attributes(self, mark: Mark) -> None:
-        """Note the attributes of the modules that forwards change."""
-        mark.attributes = self._backups.attributes()
+    def _scale(self) -> list[torch.Tensor]:
+        """The tensors of the loss scale, which RunState has made."""
+        scaler: Any = self._scaler
+        return [] if scaler is None else [scaler._scale, scaler._growth_tracker]
 
-    def restore_attributes(self, mark: Mark, *, only_lost: bool = False) -> None:
-        """Restore those of them; with `only_lost` those that are not finite any more, for which the host waits."""
-        self._backups.set_attributes(mark.attributes, only_lost=only_lost)
-
-    def is_kept(self, mark: Mark) -> bool:
-        """Say whether it holds buffers, or what the user keeps: a forward or the loop may have changed these."""
-        return bool(mark.backup.tables or mark.backup.kept)
+    # For a moment.
 
     @contextmanager
     def buffers_of(self, mark: Mark) -> Iterator[Mapping[str, Tree]]:
-        """Have the buffers of a mark for a moment; yields what it kept.
-
-        Their versions stay, as a later loss of a turn may need them in its backward.
-        """
-        now = self._backups.take()
+        """Have the buffers of a mark; yields what it kept. Versions stay, as a loss of a turn may need them later."""
+        now = self.take()
         with torch.autograd._unsafe_preserve_version_counter(tuple(now.live)):  # type: ignore[attr-defined]
-            self._backups.put_back(mark.backup, with_kept=False)
+            self._put_back(mark, set())
             try:
-                yield mark.backup.kept
+                yield mark.kept
             finally:
-                self._backups.put_back(now, with_kept=False)
-        self._backups.let_go(now)
+                self._put_back(now, set())
+        self.release(now)
 
     @contextmanager
     def finite_buffers(self) -> Iterator[None]:
         """Let the buffers outlive the block if they are finite, for which the host waits for the device."""
-        now = self._backups.take()
+        now = self.take()
         yield
         if all(bool(buffer.isfinite().all()) for buffer in now.copies):
-            self._backups.put_back(now)
-        self._backups.let_go(now)
+            self._put_back(now, set())
+        self.release(now)
+
+    @contextmanager
+    def preserved(self, attributes: Attributes) -> Iterator[None]:
+        """Begin with these attributes and an unscaled loss; at the end everything is as it was before."""
+        before, own = self.take(), self.attributes()
+        self.set_attributes(attributes)
+        for one in self._scale()[:1]:
+            one.fill_(1.0)
+        try:
+            yield
+        finally:
+            self.undo(before)
+            self.release(before)
+            self.set_attributes(own)
+
+    # The attributes.
+
+    def attributes(self) -> Attributes:
+        """Return the attributes that change with the updates, as they are; tensors are not copied."""
+        if self._looks < _LOOKS:
+            self._looks += 1
+            self._look()
+        now = [(own, name, own.get(name, _ABSENT)) for (_, name), own in self._changing.items()]
+        return [one for one in now if one[2] is _ABSENT or _is_state(one[2])]
+
+    def set_attributes(self, attributes: Attributes, *, only_lost: bool = False) -> None:
+        """Set what `attributes` returned; `only_lost`: those that are not finite any more. Then the host waits."""
+        for own, name, value in attributes:
+            now = own.get(name)
+            if only_lost and (value is _ABSENT or not _is_state(now) or torch.as_tensor(now).isfinite().all()):
+                continue
+            if value is _ABSENT:
+                own.pop(name, None)
+            else:
+                own[name] = value
+
+    def _look(self) -> None:
+        tables = [vars(module) for module in self._modules]
+        now = {(id(own), name): (own, one) for own in tables for name, one in own.items() if _is_state(one)}
+        if self._looks == 1:
+            self._first = {place: one for place, (_, one) in now.items()}
+            return
+        for place, (own, one) in now.items():
+            if self._first.get(place, _ABSENT) is not one:
+                self._changing[place] = own
+        if self._looks == _LOOKS:
+            self._first.clear()
+
+
+def _is_state(value: Any) -> bool:
+    """Say whether an attribute of a module may be a part of its state. A tensor with a graph would keep that alive."""
+    return type(value) in (int, float) or (isinstance(value, torch.Tensor) and not value.requires_grad)

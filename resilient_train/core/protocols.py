@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
 
+from resilient_train.core.checks import Checks
+from resilient_train.core.copies import BufferWatch
 from resilient_train.core.mark import Mark
-from resilient_train.core.ring import Snapshot
+from resilient_train.core.ring import Ring, Snapshot
+from resilient_train.core.state import Clock, RunState
 from resilient_train.core.transaction import Transaction, Update
+from resilient_train.core.updater import Precision, Updater
 from resilient_train.core.vitals import Metrics
 from resilient_train.types import Anomaly, Decision, Diagnosis, Incident, Outcome, Vitals
 
@@ -54,7 +59,7 @@ class Diagnoser(Protocol):
     def reviewed(self, vitals: Vitals, finding: Any) -> Any:
         """Return what the checks have found, unless weights that were just written on purpose explain it."""
 
-    def noticed(self, update: Transaction, vitals: Vitals, finding: Any) -> Anomaly | None:
+    def noticed(self, update: Transaction, vitals: Vitals) -> Anomaly | None:
         """Return what no check has noticed in an update."""
 
     def first_look(self, anomaly: Anomaly) -> Anomaly | None:
@@ -69,7 +74,6 @@ class Diagnoser(Protocol):
         """Say whether a rise of the loss has proved to be on purpose: the run has accepted it then."""
 
     def before_treatment(self, anomaly: Anomaly) -> None: ...
-
     def treated(self, incident: Incident) -> None: ...
 
 
@@ -85,12 +89,10 @@ class Ranks(Protocol):
     device: torch.device
 
     def on_device(self, batch: Any) -> Any: ...
-
     def without_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """Leave gradients unreduced: more are to be added."""
 
     def on_main(self, decide: Callable[[], T]) -> T: ...
-
     def all_of(self, mine: T) -> list[T]: ...
 
 
@@ -111,11 +113,8 @@ class Data(Protocol):
         """What is left out: `spans`, and in them those `added` by remedies."""
 
     def go_back(self, update: Update) -> None: ...
-
     def skip(self, start: int, stop: int) -> None: ...
-
     def skip_only(self, spans: Any) -> None: ...
-
     def forget_before(self, position: int) -> None: ...
 
 
@@ -138,11 +137,8 @@ class Examiner(Protocol):
     """Scans of the state: measured when they are due, judged an update later."""
 
     def launch(self, before: Mark) -> None: ...
-
     def verdict(self) -> Anomaly | None: ...
-
     def examine_now(self) -> Anomaly | None: ...
-
     def refined(self, anomaly: Anomaly, update: Transaction, *, is_scanned: bool, has_landed: bool) -> Anomaly:
         """Say more precisely what is wrong with a bad update. Every rank comes."""
 
@@ -155,13 +151,9 @@ class Scans(Protocol):
         """The newest step that every scan has seen and found clean."""
 
     def arm(self, step: int) -> None: ...
-
     def landed(self, step: int, groups: Any, clipped_norm: float | None, times: int = 1) -> None: ...
-
     def rebase(self) -> None: ...
-
     def state_dict(self) -> dict[str, Any]: ...
-
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]: ...
 
 
@@ -171,9 +163,7 @@ class History(Protocol):
     has_turns: bool
 
     def add(self, vitals: Vitals) -> None: ...
-
     def rewound(self, step: int) -> None: ...
-
     def first_to_blame(self, anomaly: Anomaly, start: int) -> int: ...
 
 
@@ -184,13 +174,9 @@ class Store(Protocol):
         """Write the newest verified state if a checkpoint is due."""
 
     def distrust(self, since: int) -> None: ...
-
     def rewound(self, step: int) -> None: ...
-
     def restore(self, since: int) -> Path | None: ...
-
     def has_verified(self, since: int) -> bool: ...
-
     def save(self, snapshot: Snapshot) -> Path | None: ...
 
 
@@ -204,23 +190,38 @@ class Log(Protocol):
 
     @property
     def open_incidents(self) -> list[Incident]: ...
-
     def open(
         self, anomaly: Anomaly, diagnosis: Diagnosis, decision: Decision, *, is_off: bool = False, effects: Any = None
     ) -> Incident: ...
-
     def continued(self, anomaly: Anomaly, diagnosis: Diagnosis, decision: Decision) -> Incident | None: ...
-
     def record_treatment(self, incident: Incident, *, effects: Any = None, ongoing: bool = False) -> None: ...
-
     def count_again(self, incident: Incident, anomaly: Anomaly, *, effects: Any = None) -> None: ...
-
     def count_further(self, number: int, step: int) -> None: ...
-
     def note_effects(self, *, effects: Any) -> None: ...
-
     def update_accepted(self, step: int, recovered_after: int, *, loss_is_off: bool) -> None: ...
-
     def close(self, incident: Incident, outcome: Outcome | None = None) -> None: ...
-
     def close_all(self, outcome: Outcome, *, healthy_since: int | None = None) -> None: ...
+
+
+@dataclass(frozen=True)
+class Parts:
+    """None of them knows a policy, an incident or a file."""
+
+    world: Ranks
+    clock: Clock
+    samples: Data
+    state: RunState
+    updater: Updater
+    ring: Ring
+    checks: Checks
+    scans: Scans
+    updates: History
+    buffers: BufferWatch
+    precision: Precision
+
+    def checks_state(self) -> dict[str, Any]:
+        return {"panel": self.checks.state_dict(), "scans": self.scans.state_dict()}
+
+    def restore_checks_state(self, state: Mapping[str, Any]) -> list[str]:
+        """Restore what checks and scans had learned; return those that another version did not save."""
+        return self.checks.load_state_dict(state["panel"]) + self.scans.load_state_dict(state["scans"])

@@ -11,9 +11,8 @@ from typing import NoReturn
 
 from resilient_train.core.controls import Controls
 from resilient_train.core.decide import decide, recent
-from resilient_train.core.parts import Parts
 from resilient_train.core.policy import Policy
-from resilient_train.core.protocols import Diagnoser, Log, Store
+from resilient_train.core.protocols import Diagnoser, Log, Parts, Store
 from resilient_train.core.remedies import is_mild
 from resilient_train.core.transaction import Transaction, Update
 from resilient_train.errors import GaveUp, TrainError

@@ -18,8 +18,7 @@ from typing import Any, ClassVar
 import torch
 
 from resilient_train.core.mark import Mark, Marks
-from resilient_train.core.parts import Parts
-from resilient_train.core.protocols import Backend, Computed, Examiner, Hook, OnError, Store
+from resilient_train.core.protocols import Backend, Computed, Examiner, Hook, OnError, Parts, Store
 from resilient_train.core.randomness import Seeds
 from resilient_train.core.recovery import Recovery
 from resilient_train.core.state import weights_of
@@ -164,7 +163,7 @@ class EngineGuard:
             begun.inputs[-1] = batch  # the loop has changed it
         begun.versions[-1] = versions(begun.inputs[-1])
         if not begun.losses:
-            self._marks.note_attributes(begun.mark)
+            begun.mark.attributes = self._marks.attributes()
         try:
             loss, metrics = self._backend.compute(batch)
         except Exception as error:
@@ -312,7 +311,7 @@ class EngineGuard:
                 judged.snapshot.checks_state = self._parts.checks_state()
         elif judged.snapshot is not None:
             self._ring.drop(judged.snapshot)
-        anomaly = scanned or finding.anomaly or self._diagnoser.noticed(judged, vitals, finding)
+        anomaly = scanned or finding.anomaly or self._diagnoser.noticed(judged, vitals)
         if anomaly is not None and observes:
             anomaly = replace(anomaly, landed=anomaly.landed or vitals.accepted)  # a loss scale may have refused it
             if not self._recovery.counts(anomaly):
@@ -321,7 +320,7 @@ class EngineGuard:
             self._on_accepted()
             return True
         if anomaly is None and (observes or not finding.repeat):
-            if not (vitals.accepted or observes) and (has_steps or self._marks.is_kept(judged.mark)):
+            if not (vitals.accepted or observes) and (has_steps or judged.mark.has_kept):
                 # Buffers may be NaN since its forward, and the next one has used them, or half an update: repeat that.
                 if begun is not None:
                     self._discard(begun)
@@ -335,7 +334,7 @@ class EngineGuard:
         given_up = [one for one in (begun, None if vitals.accepted else judged) if one is not None]
         self._discard(*given_up)
         if given_up:
-            self._marks.restore_attributes(judged.mark, only_lost=True)
+            self._marks.set_attributes(judged.mark.attributes, only_lost=True)
         if anomaly is not None:
             refined = self._refined(anomaly, judged, is_scanned=scanned is not None)
             judged.nan_is_usual, judged.is_error = self._checks.nan_is_usual, refined.signal is Signal.EXCEPTION

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from resilient_train.core.copies import Backups
+from resilient_train.core.mark import Marks
 from resilient_train.core.randomness import Seeds
 from resilient_train.core.tree import leaves, rebuilt
 from resilient_train.diagnose import rows, verdict
@@ -89,7 +89,7 @@ def examine(
         model,
         measured,
         Tensor.backward,
-        Backups(model),
+        Marks(model),
         drop_gradients=model.zero_grad,
         trained=weights,
         over_ranks=lambda grads: torch.tensor(sqrt(sum(float(one.double().square().sum()) for one in grads))),

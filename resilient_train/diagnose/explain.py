@@ -93,9 +93,6 @@ class Explainer:
             return anomaly
         return replace(anomaly, since=max(0, leap.step - 1))
 
-    def breaks_at_any_scale(self, refused: Transaction) -> bool:
-        return self.search is not None and self.search.breaks_at_any_scale(refused)
-
     def explain(
         self,
         anomaly: Anomaly,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from resilient_train.core import randomness
-from resilient_train.core.copies import Attributes, Backups
+from resilient_train.core.mark import Attributes, Marks
 from resilient_train.core.randomness import Seeds
 from resilient_train.core.tree import is_sharded, local_part, rebuilt
 from resilient_train.diagnose.frames import Layers
@@ -46,7 +46,7 @@ class Replay:
     model: nn.Module  # as training calls it, without the wrappers of other processes
     measure: Callable[[nn.Module, Any], Tensor]  # returns the loss of a batch
     backward: Callable[[Tensor], None]
-    backups: Backups
+    marks: Marks
     drop_gradients: Callable[[], None]
     trained: Sequence[Tensor]  # the weights whose gradients the gate looks at
     over_ranks: Callable[[list[Tensor]], Tensor]  # the norm of sharded gradients, which every rank calls
@@ -79,7 +79,7 @@ class Replay:
         # The microscope cannot look into a fused kernel.
         in_eager = torch.compiler.set_stance("force_eager") if may_be_compiled else nullcontext()
         # Unscaled: what is not finite then is no overflow that a lower scale prevents.
-        with self.backups.preserved(attributes), randomness.preserved(self.device), in_eager:
+        with self.marks.preserved(attributes), randomness.preserved(self.device), in_eager:
             try:
                 with watching or nullcontext():
                     return self._measured([_copied(batch) for batch in batches], start, watching)

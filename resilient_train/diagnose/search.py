@@ -77,12 +77,6 @@ class Search:
         ranks = tuple(rank for rank, one in enumerate(by_rank) if one.reproduced)
         return replace(found, ranks=ranks if len(ranks) < self.world.size else ())
 
-    def breaks_at_any_scale(self, refused: Transaction) -> bool:
-        """Whether the gradients are not finite where no loss scale can have made them overflow."""
-        with randomness.preserved(self.world.device):
-            norm = self._replayed(refused).norm
-        return any(self.world.all_of(not math.isfinite(norm)))
-
     def loss_at(self, start: int, *, of_others: bool = False) -> float:
         """The mean loss over ranks of the update at a position, or of rows that the run may not have learned yet."""
 

@@ -106,21 +106,6 @@ def test_an_objective_of_a_frozen_or_another_model_says_so() -> None:
         trained(guard_of(objective=lambda model, batch: mse(other, batch)), 1)
 
 
-@pytest.mark.parametrize("clips", [True, False])
-def test_a_loop_that_clips_by_itself_is_noticed(clips: bool, info: pytest.LogCaptureFixture) -> None:
-    """Once, in one line, with what to write instead; norms that are as they are say nothing."""
-    model = nn.Linear(WIDTH, 1)
-
-    def clip() -> None:
-        if clips:
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-
-    hand_over(guard_of(model, objective=None), lambda batch: mse(model, batch), between=clip)
-    said = [one for one in info.messages if "clip_grad_norm_" in one]
-    assert len(said) == clips
-    assert all(one.endswith("if the loop calls clip_grad_norm_, leave that to Guard(clip=0.5)") for one in said)
-
-
 # ----------------------------------------------------------------------------------------------------------- the end
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from guarded import SKIP, At, Net, Poison, adamw, guarded, handed_over, is_finite, often, rows, trained
-from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from resilient_train.adapters.guard import Guard
@@ -57,35 +56,6 @@ def scaled(
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=10**6)
     return Guard(accelerator, accelerator.prepare(model), adamw(model), data=data or rows(), batch_size=size,
                  objective=objective, recovery=recovery)  # fmt: skip
-
-
-def speed(model: Any, batch: Any) -> torch.Tensor:
-    """The root of a speed in half precision: five boats do not move, and a power of 1/4 has no slope there."""
-    step, root = batch
-    with torch.autocast("cpu", torch.float16):
-        scaled = step.float() * model(step).float()
-    return F.mse_loss(scaled.square().sum(1) ** 0.25, root)
-
-
-def test_a_slope_that_is_nan_at_any_scale_is_no_overflow() -> None:
-    """A scaler would halve its scale for as long as such rows come; a replay without a scale shows what it is."""
-    numbers = torch.Generator().manual_seed(2)
-    steps = torch.randn(1024, 2, generator=numbers)
-    steps[::205] = 0.0
-    roots = 1.3 * steps.norm(dim=1).sqrt()
-
-    def build() -> torch.nn.Module:
-        return torch.nn.Sequential(torch.nn.Linear(2, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
-
-    data = torch.utils.data.TensorDataset(steps, roots)
-    guard = trained(scaled(speed, "balanced", 2.0**12, build, data, 32), 90)
-    guard.settle()
-    first, *others = guard.incidents
-    assert first.diagnosis.culprit is not None
-    assert (first.anomaly.signal, first.diagnosis.culprit.op) == ("nonfinite_grad", "pow")
-    assert not others
-    assert guard.world.accelerator.scaler.get_scale() == 2.0**10, "two refusals, before the replay of the third"
-    guard._controls.patches.remove()
 
 
 def test_a_scale_that_collapses_is_an_incident() -> None:

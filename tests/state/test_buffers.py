@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from resilient_train.adapters.guard import Guard
-from resilient_train.core.copies import Backups, BufferWatch
+from resilient_train.core.copies import BufferWatch
+from resilient_train.core.mark import Marks
 
 ROWS, CLASSES = 512, 4
 
@@ -141,18 +142,18 @@ class Counting(nn.Module):
 def test_attributes_that_change_with_each_forward_are_known() -> None:
     """Numbers, and tensors by reference; not what holds a graph, and nothing that does not change."""
     net = Counting()
-    backups = Backups(net)
+    marks = Marks(net)
     for _ in range(5):
-        backups.attributes()
+        marks.attributes()
         net(torch.ones(2))
-    before, kept = dict(vars(net)), backups.attributes()
+    before, kept = dict(vars(net)), marks.attributes()
     assert {name for _, name, _ in kept} == {"calls", "rate", "hidden"}
     net(torch.full((2,), torch.nan))
     net.width = 8
-    backups.set_attributes(kept, only_lost=True)
+    marks.set_attributes(kept, only_lost=True)
     assert net.calls == 6
     assert net.hidden is before["hidden"]
-    backups.set_attributes(kept)
+    marks.set_attributes(kept)
     assert (net.calls, net.rate, net.width) == (5, 2**-5, 8)
 
 

@@ -1,4 +1,4 @@
-"""What a run is: snapshots of it in memory, backups of its buffers, and what both do when its parts come and go."""
+"""What a run is: snapshots of it in memory, marks of its buffers, and what both do when its parts come and go."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from resilient_train.core.copies import Backups
+from resilient_train.core.mark import Marks
 from resilient_train.core.ring import Ring
 from resilient_train.core.state import Clock, RunState
 from resilient_train.core.tree import leaves, nbytes, put_together, sha256, taken_apart
@@ -293,18 +293,18 @@ def assert_as(before: dict[str, Any], net: nn.Module) -> None:
 def test_a_backup_knows_buffers_by_name(change: Callable[[Shifty], None]) -> None:
     """Whatever an update that is refused, or a healthy one before it, did to names, shapes and contents."""
     net = Shifty()
-    backups = Backups(net)
+    marks = Marks(net)
     for _ in range(2):  # the second time in memory of earlier ones, where that fits
-        before, kept = buffers(net), backups.take()
+        before, kept = buffers(net), marks.take()
         change(net)
         in_place(net)
-        after, with_it = buffers(net), backups.take()
-        backups.put_back(kept)
+        after, with_it = buffers(net), marks.take()
+        marks.undo(kept)
         assert_as(before, net)
-        backups.put_back(with_it)  # as the scan does, which looks at the state without a forward and goes on
+        marks.undo(with_it)  # as the scan does, which looks at the state without a forward and goes on
         assert_as(after, net)
-        backups.let_go(kept)
-        backups.let_go(with_it)
+        marks.release(kept)
+        marks.release(with_it)
         if change is deleted:
             net.register_buffer("cache", torch.ones(2), persistent=False)
 
@@ -353,12 +353,12 @@ def test_a_loss_scale_comes_back_in_another_process() -> None:
 def test_a_backup_holds_the_loss_scale() -> None:
     """Unless it has to be lower than before, after an overflow."""
     bench = Bench(scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
-    backups = Backups(bench.net, bench.scaler)
-    kept = backups.take()
+    marks = Marks(bench.net, (), bench.scaler)
+    kept = marks.take()
     bench.scaler.update(2.0)
-    backups.put_back(kept, with_scale=False)
+    marks.undo(kept, keeps_scale=True)
     assert bench.scaler.get_scale() == 2.0
-    backups.put_back(kept)
+    marks.undo(kept)
     assert bench.scaler.get_scale() == 8.0
 
 

@@ -14,7 +14,6 @@ from torch.nn.utils import get_total_norm
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiplicativeLR, OneCycleLR, SequentialLR, StepLR
 
 from resilient_train.core.clip import Clipper, TrainersClipper, clip, clip_to_share, norm_limit
-from resilient_train.core.copies import Backups
 from resilient_train.core.knobs import KnobValues
 from resilient_train.core.mark import Marks
 from resilient_train.core.updater import Attempt, Updater, parameter_groups
@@ -355,7 +354,7 @@ def test_a_rate_that_is_set_back_is_no_mistake_of_the_loop() -> None:
     update(updater, 0)
     late = deepcopy(optimizer.state_dict())
     before = deepcopy(optimizer.state_dict()["param_groups"])
-    marks = Marks(Backups(nn.Module()), [optimizer])
+    marks = Marks(nn.Module(), [optimizer])
     mark = marks.take()
     update(updater, 1, 0.5)
     marks.undo(mark)
