@@ -9,9 +9,8 @@ import torch
 from plain_loop import factor
 from torch.optim.lr_scheduler import LambdaLR
 
-from resilient_train.app.build import Run
+from resilient_train.app.build import Run, parameter_groups
 from resilient_train.app.config import compose
-from resilient_train.core.updater import parameter_groups
 from resilient_train.drills import UpdatePlace
 
 

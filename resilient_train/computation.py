@@ -24,7 +24,6 @@ from torch.nn.parallel import DistributedDataParallel
 from resilient_train.checkpoint.keeper import CheckpointKeeper
 from resilient_train.core import randomness
 from resilient_train.core.controls import Effect
-from resilient_train.core.copies import BufferWatch
 from resilient_train.core.mark import Marks
 from resilient_train.core.policy import Policy
 from resilient_train.core.protocols import Computed, Hook, Retry
@@ -39,7 +38,7 @@ from resilient_train.record import progress
 from resilient_train.record.progress import OutOfMemory
 from resilient_train.run_parts import RunParts
 from resilient_train.types import ProcessIncident, Signal, fact
-from resilient_train.watch.modes import AnomalyMode
+from resilient_train.watch.modes import AnomalyMode, BufferWatch
 from resilient_train.wording import IN_FILE_ONLY, counted, log
 
 _TRIED = 4  # other batches

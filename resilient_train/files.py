@@ -11,6 +11,7 @@ import stat
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -206,3 +207,28 @@ def read_yaml(path: Path) -> Any:
 def open_to_append(path: Path) -> int:
     """Open a file to append to it; create it if needed. Links are not followed."""
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+
+
+def left_by_cgroups(process: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
+    """Yield the bytes that each cgroup of the process, and each one above it, still allows.
+
+    psutil reads the files of the machine, which in a container are those of its host. In a container without a
+    namespace the path is the host's and does not exist: then the mount itself is the container's own cgroup.
+    """
+    groups: dict[Path, str] = {}  # with what the names of their counts begin
+    with suppress(OSError):
+        for line in process.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers == "" or "memory" in controllers.split(","):  # version 2, or 1
+                place = Path(path.lstrip("/"))
+                root, prefix = (mount / "memory", "total_") if controllers else (mount, "")
+                groups |= {root / one: prefix for one in (place, *place.parents)}
+    for group, prefix in groups.items():
+        # The kernel frees on demand what it has cached of files.
+        with suppress(OSError, ValueError):
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            cached = int(stat.get(f"{prefix}active_file", 0)) + int(stat.get(f"{prefix}inactive_file", 0))
+            used = int((group / ("memory.usage_in_bytes" if prefix else "memory.current")).read_text()) - cached
+            for name in ("memory.limit_in_bytes",) if prefix else ("memory.max", "memory.high"):
+                with suppress(OSError, ValueError):  # no such file, or `max`: no limit
+                    yield max(0, int((group / name).read_text()) - used)

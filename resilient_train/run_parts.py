@@ -10,6 +10,7 @@ from resilient_train.data.samples import Samples
 from resilient_train.diagnose.search import Search
 from resilient_train.ranks.world import World
 from resilient_train.watch.history import UpdateHistory
+from resilient_train.watch.modes import Precision
 from resilient_train.watch.rate import Panel
 from resilient_train.watch.scans import Scans
 
@@ -21,5 +22,6 @@ class RunParts(Parts):
     scans: Scans
     updates: UpdateHistory
     panel: Panel
+    precision: Precision
     search: Search | None  # None if a step cannot be replayed
     beat: Callable[[], None]  # called during long work, to show the watchdog its progress

@@ -23,8 +23,9 @@ from resilient_train.core.policy import Policy
 from resilient_train.core.protocols import Hook, Store
 from resilient_train.core.recovery import Recovery
 from resilient_train.core.remedies import RunControl, remedy
-from resilient_train.core.ring import Snapshot
+from resilient_train.core.ring import Ring, Snapshot
 from resilient_train.core.transaction import Transaction
+from resilient_train.core.tree import local_part
 from resilient_train.core.vitals import mean, scalar
 from resilient_train.errors import StorageFailed, TrainError, in_one_line
 from resilient_train.ranks.world import is_out_of_memory
@@ -47,6 +48,7 @@ from resilient_train.wording import counted, log, say
 
 _FAILED, _ENDS = 1, 2  # what ranks tell each other: this arm failed, or the trial has to end
 _LONGEST_RACE = 48  # updates of an arm in a short run
+_USUAL_INTERVAL = 25  # updates between two snapshots
 _VANISHED = 0.5  # of the norm of the weights: in healthy runs it grows
 
 
@@ -134,7 +136,7 @@ class Trials:
         if not verified or verified[-1].step > step // 4 or left < 2 * cost_of(steps, JUDGED) + cost_of(1, JUDGED):
             return None
         since, made = verified[-1], parts.updates.next_after(verified[-1].step)
-        left_of_weights = parts.ring.shrunk_since(since) if parts.updater.decays_fast() else 1.0
+        left_of_weights = shrunk_since(parts.ring, since, parts.world.least) if parts.updater.decays_fast() else 1.0
         if left_of_weights < _VANISHED:
             return Faster(since.step, Action("lower_decay", {"factor": 0.0}), left=left_of_weights)
         recorded = made.loss if made is not None else parts.checks.loss_at(since.step + 1)  # of an earlier process
@@ -362,8 +364,11 @@ class RateSearch(Hook):
         may_ask, is_suspect = not checks.episode.is_open, panel.early_divergence.is_suspect
         if not may_ask or step in checks.declared:
             return
-        if panel.no_progress.asks(step, self._parts.ring.travelled, is_suspect=is_suspect) and self._settle():
+        if panel.no_progress.asks(step, self._travelled, is_suspect=is_suspect) and self._settle():
             self.search()
+
+    def _travelled(self) -> float:
+        return travelled(self._parts.ring, self._parts.world.least)
 
     def search(self) -> None:
         recovery, parts, trials, controls = self._recovery, self._parts, self._trials, self._recovery.controls
@@ -386,3 +391,37 @@ class RateSearch(Hook):
         diagnosis = by_signal(anomaly) if found.left == 1 else BY_DECAY
         incident = replace(log.open(anomaly, diagnosis, decision), tried=found.tried)
         recovery.carry_out(incident, (0, 0), started)
+
+
+def _square(weight: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(weight)) ** 2
+
+
+def travelled(ring: Ring, agree: Callable[[float], float]) -> float:
+    """Return how far the weights moved between the two newest snapshots, relative to their norm; 0 without two.
+
+    Scaled to 25 updates, as in a random walk; the least of all ranks. The host waits; a collective.
+    """
+    if len(ring.snapshots) < 2:
+        return 0.0
+    ring.copier.wait()
+    older, newer = (one.parts["weights"] for one in ring.snapshots[-2:])
+    moved = norm = 0.0
+    for name in newer.keys() - ring.snapshots[-1].shared.keys() & older.keys():
+        now = local_part(newer[name])
+        moved += _square(now - local_part(older[name]))
+        norm += _square(now)
+    share = _USUAL_INTERVAL / (ring.snapshots[-1].step - ring.snapshots[-2].step)
+    return agree((share * moved / norm) ** 0.5 if norm else math.inf)  # a rank may hold no part of a weight
+
+
+def shrunk_since(ring: Ring, since: Snapshot, agree: Callable[[float], float]) -> float:
+    """Return the norm of the matrices as a share of that in an older snapshot: the most of all ranks."""
+    ring.copier.wait()
+    older, now, was = since.parts["weights"], 0.0, 0.0
+    for name, weight in ring.snapshots[-1].parts["weights"].items():
+        is_matrix = len(weight.shape) > 1 and weight.dtype.is_floating_point  # those of norms begin at 1
+        if name in older and is_matrix:
+            now += _square(local_part(weight))
+            was += _square(local_part(older[name]))
+    return -agree(-((now / was) ** 0.5) if was else 0.0) or 1.0  # 0: no part of any

@@ -15,14 +15,14 @@ from accelerate import Accelerator
 from torch import nn
 
 from resilient_train.adapters import arguments
-from resilient_train.adapters.hooks import DirectStepCheck, HealthyUpdates, NotePlace
+from resilient_train.adapters.hooks import DirectStepCheck, HealthyUpdates, Metrics, NotePlace
 from resilient_train.adapters.reporter import REPORT_EVERY, Place, Report, RunReporter, holders, log_to_stderr, place
 from resilient_train.checkpoint.keeper import CheckpointKeeper
 from resilient_train.checkpoint.resume import Resume
 from resilient_train.computation import BatchErrors, Computation, MicroBatchSizer, Objective
 from resilient_train.core.clip import Clipper, TrainersClipper, norm_over_ranks
 from resilient_train.core.config import ChecksConfig
-from resilient_train.core.copies import BufferWatch, Stateful
+from resilient_train.core.copies import Stateful
 from resilient_train.core.gate import synchronous
 from resilient_train.core.mark import Marks
 from resilient_train.core.protocols import Hook
@@ -31,7 +31,7 @@ from resilient_train.core.recovery import Recovery
 from resilient_train.core.ring import Ring
 from resilient_train.core.state import Clock, RunState
 from resilient_train.core.update import EngineGuard
-from resilient_train.core.updater import Precision, Updater
+from resilient_train.core.updater import Updater
 from resilient_train.data.rows import Collate
 from resilient_train.data.samples import Samples, Slicing
 from resilient_train.data.sequential import LoaderSamples
@@ -53,7 +53,7 @@ from resilient_train.trials import RateSearch, Trials
 from resilient_train.types import Facts, Incident, Signal, UpdateResult
 from resilient_train.watch.examination import Examination
 from resilient_train.watch.history import UpdateHistory
-from resilient_train.watch.modes import AnomalyMode
+from resilient_train.watch.modes import AnomalyMode, BufferWatch, Precision
 from resilient_train.watch.rate import Panel
 from resilient_train.watch.scans import Scans
 from resilient_train.wording import counted, log, say
@@ -235,6 +235,9 @@ class Guard(EngineGuard):
             self._lost_device = LostDevice(parts, policy, controls, keeper, measured)
             hooks: list[Hook] = [NotePlace(parts, keeper.progress), self._lost_device]
             hooks += [batch_errors, HealthyUpdates(parts, keeper, examination)]
+            if parts.precision.is_mixed:
+                parts.precision.is_wanted = lambda: controls.knobs.higher_precision > 0
+                hooks.append(parts.precision)
             if trials.tries_rates:
                 hooks.insert(0, RateSearch(parts, treating, trials, keeper, self.settle))
             drilling = DrillHook(self.drill, state, parts.ring, world.rank, self.settle)
@@ -278,7 +281,10 @@ class Guard(EngineGuard):
                 raise TypeError(f"keep({name}=...): a {type(item).__name__} has no {missing}, so it cannot rewind")
             if self._has_begun:
                 raise TrainError(f"keep({name}=...): the run has begun, and its first state lacks this: call it before")
-            self.state.keep(name, item)
+            if isinstance(item, nn.Module) and any(hasattr(one, "_update_count") for one in item.modules()):
+                self.state.keep(name, Metrics(item))
+            else:
+                self.state.keep(name, item)
 
     def remember(self, name: str, item: Stateful) -> None:
         """Save an object that does not rewind, and restore it when the run resumes."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from resilient_train.checkpoint import weights
 from resilient_train.checkpoint.resume import Resume
 from resilient_train.computation import Measured
 from resilient_train.core.randomness import Purpose, mix, seed_all
-from resilient_train.core.updater import parameter_groups
 from resilient_train.data import build as data
 from resilient_train.data.build import IterableEvaluation, MapEvaluation
 from resilient_train.data.rows import Collate
@@ -217,3 +217,13 @@ def _schedule(node: dict[str, Any], optimizer: Optimizer) -> Schedule:
         return schedule
     except Exception as error:
         raise ConfigError(key, path, f"failed with {in_one_line(error)}") from error
+
+
+def parameter_groups(model: nn.Module, *, no_decay: Sequence[str]) -> list[dict[str, Any]]:
+    """`no_decay` has patterns of names; `1d` stands for biases and norms, which have fewer than two dimensions."""
+    groups: list[dict[str, Any]] = [{"params": []}, {"params": [], "weight_decay": 0.0}]
+    for name, weight in model.named_parameters():
+        if weight.requires_grad:
+            is_exempt = any((rule == "1d" and weight.ndim < 2) or fnmatch(name, rule) for rule in no_decay)
+            groups[1 if is_exempt else 0]["params"].append(weight)
+    return [group for group in groups if group["params"]]

@@ -16,15 +16,14 @@ import torch
 
 from resilient_train import __version__
 from resilient_train.checkpoint import weights
-from resilient_train.checkpoint.resume import Resume, ResumePlan, Resumption, incidents_of_damage
+from resilient_train.checkpoint.resume import Resume, ResumePlan, Resumption, explain_mismatch, incidents_of_damage
 from resilient_train.checkpoint.store import CANDIDATE, VERIFIED, Damaged, Entry, Manifest, Store
-from resilient_train.checkpoint.tree_files import SerializedTree
+from resilient_train.checkpoint.tree_files import SerializedTree, gathered
 from resilient_train.checkpoint.weights import Best
 from resilient_train.checkpoint.writer import Job, Writer
 from resilient_train.core.decide import by_signal
 from resilient_train.core.ring import Snapshot
-from resilient_train.core.state import explain_mismatch
-from resilient_train.core.tree import gathered, put_together, sha256, taken_apart
+from resilient_train.core.tree import put_together, sha256, taken_apart
 from resilient_train.errors import in_one_line, unusable
 from resilient_train.files import at_disk
 from resilient_train.reader import DiskConfig

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
 from resilient_train.checkpoint.store import Damaged, Entry, Manifest, Saved, Store
+from resilient_train.checkpoint.tree_files import reshard
 from resilient_train.core.copies import Stateful
-from resilient_train.core.state import explain_mismatch
+from resilient_train.core.state import RunState, weights_of
+from resilient_train.core.tree import Tree
 from resilient_train.core.updater import LR_OF_GUARD
-from resilient_train.errors import ConfigError, TrainError, unusable
+from resilient_train.errors import ConfigError, TrainError, in_one_line, unusable
 from resilient_train.record import endings, progress
 from resilient_train.record.progress import Doing, Hung, Progress
 from resilient_train.record.run_history import RunHistory
@@ -163,7 +169,7 @@ class Resumption:
         """Load a checkpoint into the run; if `resuming`, also what does not rewind."""
         run, manifest, saved = self.parts, entry.manifest, self._read(entry)
         assert manifest is not None
-        made, parts = f"{entry.path}, written by {manifest.made_by}", run.state.reshard(saved.parts)
+        made, parts = f"{entry.path}, written by {manifest.made_by}", _resharded(run.state, saved.parts)
         if resuming and any(key.startswith(("optimizer.", "schedule.")) for key in self.how.changed):
             fresh = run.state.live()  # schedules as they are configured now
             parts |= {name: fresh[name] for name in parts if name.startswith("schedule.")}
@@ -248,3 +254,71 @@ def incidents_of_damage(damaged: Iterable[tuple[Entry, str]], step: int) -> list
         )
         for one, why in damaged
     ]
+
+
+def explain_mismatch(
+    live: Mapping[str, Tree], saved: Mapping[str, Tree], model: nn.Module, optimizers: Sequence[Optimizer]
+) -> str:
+    """Say in one line why a loaded state does not fit the parts of the run; empty if it does."""
+    try:
+        return next(_mismatches(live, saved, model, optimizers), "")
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        return f"it does not have the structure of a state: {in_one_line(error)}"
+
+
+def _mismatches(
+    live: Mapping[str, Tree], saved: Mapping[str, Tree], model: nn.Module, optimizers: Sequence[Optimizer]
+) -> Iterator[str]:
+    """Yield a line for each mismatch. Only the first is used: every check relies on those before it having passed."""
+    for odd in sorted(live.keys() ^ saved.keys(), key=str):
+        yield f"only one of the two has {odd!s:.80}"
+    for odd in sorted(live["weights"].keys() ^ saved["weights"].keys(), key=str):
+        yield f"only one of the two has the weight {odd!r:.80}"
+    for name, weight in live["weights"].items():
+        yield from _in_tensor(name, weight, saved["weights"][name])
+    modules = dict(model.named_modules())  # a `state_dict` would reshard weights that another thread computes with
+    for name, buffer in saved["buffers"].items():
+        path, _, own = name.rpartition(".")
+        if path not in modules:
+            yield f"it has a buffer {name!r:.80}, which the model does not have"
+        is_cache = own in modules[path]._non_persistent_buffers_set
+        if buffer is not None and live["buffers"].get(name) is not None and not is_cache:
+            yield from _in_tensor(name, live["buffers"][name], buffer)
+    for number, optimizer in enumerate(optimizers):
+        for why in _in_optimizer(live[f"optimizer.{number}"], saved[f"optimizer.{number}"], optimizer):
+            yield f"{type(optimizer).__name__}: {why}"
+    if "random.numpy" in saved and not 0 <= saved["random.numpy"]["state"]["pos"] <= 624:  # numpy reads beyond
+        yield "the state of numpy's generator is not valid"
+    for name in live.keys() - {"weights", "buffers", "clock"}:
+        here, there = live[name], saved[name]
+        is_missing = here is None and name.startswith("kept.")
+        if not (name.startswith(("optimizer.", "random.")) or is_missing or isinstance(here, type(there))):
+            yield f"{name} is a {type(there).__name__} there and a {type(here).__name__} here"
+
+
+def _in_tensor(name: str, live: torch.Tensor, saved: torch.Tensor) -> Iterator[str]:
+    if saved.shape != live.shape or saved.dtype is not live.dtype:
+        yield f"{name} is {saved.dtype} {list(saved.shape)} there and {live.dtype} {list(live.shape)} here"
+
+
+def _in_optimizer(live: Tree, saved: Tree, optimizer: Optimizer) -> Iterator[str]:
+    if saved.keys() != live.keys():
+        yield "it has the state of another optimizer"
+    groups = saved["groups"]
+    if len(groups) > len(live["groups"]):
+        count, how = len(live["groups"]), "add those that the loop had added, before the guard is made"
+        yield f"it has {len(groups)} parameter groups there and {count} here: {how}"
+    for here, there in zip(live["groups"], groups, strict=False):  # the loop may have added some since
+        if here.keys() - there.keys():
+            yield "a parameter group lacks settings"
+    weights = [weight for group in optimizer.param_groups[: len(groups)] for weight in group["params"]]
+    if any(place >= len(weights) for place in saved["moments"]):
+        yield "it has moments of a weight that the optimizer does not have"
+
+
+def _resharded(state: RunState, parts: Mapping[str, Tree]) -> dict[str, Tree]:
+    """Shard a loaded state, which fits, over the ranks of this run; moments are sharded like their weights."""
+    like = state.live()
+    for number, optimizer in enumerate(state.optimizers):
+        like[f"optimizer.{number}"] = {"moments": dict(enumerate(weights_of(optimizer)))}
+    return reshard(dict(parts), like)  # type: ignore[no-any-return]

@@ -22,7 +22,18 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from resilient_train.core.tree import Tree, as_bytes, original_device, with_home
+from resilient_train.core.tree import (
+    Sharding,
+    Share,
+    Tree,
+    as_bytes,
+    is_sharded,
+    original_device,
+    put_together,
+    sharding_of,
+    taken_apart,
+    with_home,
+)
 from resilient_train.files import Written, write_file
 
 TENSORS, TREE = "tensors.safetensors", "tree.json"
@@ -219,3 +230,37 @@ class _Reading:
 def _unfit(path: Place, what: str) -> TypeError:
     place = "".join(f"[{key!r}]" for key in path) or "the tree itself"
     return TypeError(f"{place} {what}: only tensors, numpy arrays, numbers, text, bytes and trees of them can be saved")
+
+
+def reshard(saved: Tree, like: Any) -> Tree:
+    """Shard the tensors of a loaded tree like those of this run at the same places, where these have the same shape.
+
+    If `like` has a tensor where `saved` has a tree, all of that is sharded like this tensor.
+    """
+    if isinstance(saved, torch.Tensor):
+        if not is_sharded(like) or like.shape != saved.shape:
+            return saved
+        sharding = sharding_of(like)
+        local = saved[tuple(slice(*span) for span in sharding.box())].clone()
+        return Share(with_home(local, getattr(saved, "home", None)), sharding)
+    there = dict(enumerate(like)) if isinstance(like, list | tuple) else like
+
+    def resharded(key: Any, value: Tree) -> Tree:
+        return reshard(value, there.get(key) if isinstance(there, Mapping) else there)
+
+    if isinstance(saved, dict):
+        return {key: resharded(key, value) for key, value in saved.items()}
+    if type(saved) in (list, tuple):
+        return type(saved)(resharded(number, value) for number, value in enumerate(saved))
+    return saved
+
+
+def gathered(tree: Tree, *, keep: bool) -> Tree:
+    """Return a tree with full tensors, on the host, for sharded ones; None there unless `keep`. All ranks call this."""
+
+    def full(local: torch.Tensor, sharding: Sharding) -> torch.Tensor | None:
+        home = original_device(local)
+        tensor = sharding.joined(local.to(home)).full_tensor()
+        return with_home(tensor.cpu(), home if home.type != "cpu" else None) if keep else None
+
+    return put_together(*taken_apart(tree), full)

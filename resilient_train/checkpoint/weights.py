@@ -18,7 +18,7 @@ from torch import nn
 from resilient_train import files
 from resilient_train.checkpoint.store import WEIGHTS, Manifest, verify
 from resilient_train.checkpoint.tree_files import NAMES, chunks
-from resilient_train.core import tree
+from resilient_train.checkpoint.tree_files import gathered as gathered_tree
 from resilient_train.errors import ConfigError
 from resilient_train.wording import log
 
@@ -30,7 +30,7 @@ _PIECE = 2**22  # bytes that are copied at a time
 
 def gathered(model: nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:
     """All weights and persistent buffers of an unwrapped model, full ones. All ranks call this for a sharded model."""
-    return tree.gathered(_tensors(model), keep=keep)  # type: ignore[no-any-return]
+    return gathered_tree(_tensors(model), keep=keep)  # type: ignore[no-any-return]
 
 
 def save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:

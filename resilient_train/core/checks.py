@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from resilient_train.core.config import ChecksConfig
 from resilient_train.core.episode import Episode, Reference, Standing
-from resilient_train.core.limit import GradLimit, Refusals, ScaleCollapse, loss_limit
+from resilient_train.core.limit import GradLimit, Refusals, loss_limit
 from resilient_train.core.loss import Alarm, Jump, Level, PlainState, load, load_each, plain
 from resilient_train.types import NO_LIMIT, SPIKES, Anomaly, Facts, Signal, Vitals, fact
 from resilient_train.wording import log
@@ -48,6 +48,10 @@ class Check(PlainState):
 
         `reference` makes one of the losses up to a step.
         """
+        return None
+
+    def overflowed(self, vitals: Vitals) -> Facts | None:
+        """Note an update that the loss scale refused. Returns evidence if that is no ordinary overflow."""
         return None
 
     def at_end(self, step: int) -> Alarm | None:
@@ -90,7 +94,6 @@ class Checks:
         self.grad_limit = GradLimit(config.limit)
         self.jump = Jump(config.jump, self.level)
         self.episode = Episode(config.probation)
-        self._scale = ScaleCollapse(config.scale)
         self.refusals = Refusals(config.limit)
         own = {name: one for name, one in vars(self).items() if isinstance(one, PlainState)}
         self._more, self._checks = list(more.values()), {**own, **more}
@@ -202,7 +205,8 @@ class Checks:
 
     def _judge(self, vitals: Vitals) -> Finding:
         if vitals.overflowed:
-            if evidence := self._scale.overflowed(vitals):
+            found = [check.overflowed(vitals) for check in self._more]
+            if evidence := next(filter(None, found), None):
                 # Nothing landed, but the loss scale is part of the state, and the newest weights may be what overflows.
                 anomaly = _refused(vitals, Signal.SCALE_COLLAPSE, evidence)
                 return Finding(replace(anomaly, since=max(0, vitals.step - 1), landed=True))

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from itertools import zip_longest
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
 
 from resilient_train.core.tree import Tree, copy_into, fits, taken_apart, to_original_device, with_home
 
@@ -168,54 +166,3 @@ def _in_classes_of(like: Any, tree: Tree) -> Any:
     if type(tree) in (list, tuple) and isinstance(like, list | tuple):
         return type(tree)(_in_classes_of(*pair) for pair in zip([*like, *[None] * len(tree)], tree, strict=False))
     return tree
-
-
-class Metrics:
-    """Metrics of torchmetrics, or a module that has some: their `state_dict` leaves out what they have counted."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._metrics = {path: one for path, one in module.named_modules() if hasattr(one, "_update_count")}
-
-    def state_dict(self) -> dict[str, Any]:
-        counted = {
-            path: {name: getattr(one, name) for name in (*one._defaults, "_update_count", "_computed")}
-            for path, one in self._metrics.items()
-        }
-        return {"module": self._module.state_dict(), "counted": counted}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._module.load_state_dict(state["module"])
-        for path, values in state["counted"].items():
-            vars(self._metrics[path]).update(values)
-
-
-class BufferWatch:
-    """Makes the loss NaN as soon as a watched buffer is not finite. It watches those that a rewind had to restore."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._owned = [module._buffers for module in model.modules() if module._buffers]
-        self._watched: set[tuple[int, str]] = set()  # the number of the module, and the name
-
-    @contextmanager
-    def across_rewind(self) -> Iterator[None]:
-        """Watch the buffers that are not finite before a rewind and are after it. Waits for the device."""
-        broken = {place for place, buffer in self._named() if not buffer.isfinite().all()}
-        yield
-        self._watched |= {place for place, buffer in self._named() if place in broken and buffer.isfinite().all()}
-
-    def spoil(self, loss: Tensor) -> Tensor:
-        """Return the loss as it is, or NaN if a watched buffer is not finite now; the microscope sees why."""
-        for number, name in self._watched:
-            if (buffer := self._owned[number].get(name)) is not None:
-                loss = loss + (0 * buffer.detach()).sum().abs().to(loss)
-        return loss
-
-    def _named(self) -> Iterator[tuple[tuple[int, str], Tensor]]:
-        """The buffers of a type that can be not finite; those of one byte cannot be computed with."""
-        for number, own in enumerate(self._owned):
-            for name, buffer in own.items():
-                if buffer is None or buffer.layout is not torch.strided or buffer.element_size() == 1:
-                    continue
-                if buffer.is_floating_point() or buffer.is_complex():
-                    yield (number, name), buffer

@@ -6,15 +6,14 @@ import struct
 from collections import deque
 from statistics import median_high
 
-from resilient_train.core.config import LimitConfig, ScaleConfig
+from resilient_train.core.config import LimitConfig
 from resilient_train.core.loss import Level, PlainState
-from resilient_train.types import NO_LIMIT, Facts, Vitals, fact
+from resilient_train.types import NO_LIMIT
 
 _OUTLIER = 100  # times the median of the first norms: left out when the first limit is made from them
 _EARLY_LIMIT = 1e3  # times the median of a few norms or losses, before there are enough for the limit
 _FIRST_LIMIT = 1e7  # times the median of fewer norms than that
 _FEW = 4  # norms
-_STUCK = 20  # overflows in a row of a scaler that does not lower its scale
 
 
 def as_float32(value: float) -> float:
@@ -128,27 +127,3 @@ class Refusals(PlainState):
     @property
     def since(self) -> int:
         return max(0, min((one[1] for one in self._recent), default=1) - 1)
-
-
-class ScaleCollapse:
-    """The loss scale keeps falling, or is not lowered any more: no update lands, or only with one too small to help.
-
-    A scaler starts at 2**16 and halves its scale at each overflow: ten in a row are an ordinary start.
-    """
-
-    def __init__(self, config: ScaleConfig) -> None:
-        self.config = config
-        self._scale, self._tick, self._times = 0.0, 0, 0  # the scale, and how often it overflowed in a row
-
-    def overflowed(self, vitals: Vitals) -> Facts | None:
-        """Note an overflow. Returns the evidence if it is a collapse."""
-        if not self.config.every:
-            return None
-        scale = vitals.loss_scale
-        if scale is None:
-            return None
-        is_stuck = scale == self._scale and vitals.tick == self._tick + 1
-        self._scale, self._tick, self._times = scale, vitals.tick, self._times + 1 if is_stuck else 1
-        if self._times >= _STUCK:
-            return fact("scale_stays", scale=scale, times=self._times)
-        return fact("scale_fell", scale=scale) if scale < self.config.lowest else None

@@ -11,12 +11,11 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from resilient_train.core.checks import Checks
-from resilient_train.core.copies import BufferWatch
 from resilient_train.core.mark import Mark
 from resilient_train.core.ring import Ring, Snapshot
 from resilient_train.core.state import Clock, RunState
 from resilient_train.core.transaction import Transaction, Update
-from resilient_train.core.updater import Precision, Updater
+from resilient_train.core.updater import Updater
 from resilient_train.core.vitals import Metrics
 from resilient_train.types import Anomaly, Decision, Diagnosis, Incident, Outcome, Vitals
 
@@ -157,6 +156,14 @@ class Scans(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]: ...
 
 
+class Buffers(Protocol):
+    """What was lost in buffers, and a rewind had to restore."""
+
+    def across_rewind(self) -> AbstractContextManager[None]: ...
+    def spoil(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss as it is, or NaN if it is lost again."""
+
+
 class History(Protocol):
     """The latest updates on the present course."""
 
@@ -216,8 +223,7 @@ class Parts:
     checks: Checks
     scans: Scans
     updates: History
-    buffers: BufferWatch
-    precision: Precision
+    buffers: Buffers
 
     def checks_state(self) -> dict[str, Any]:
         return {"panel": self.checks.state_dict(), "scans": self.scans.state_dict()}

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -16,12 +15,12 @@ import torch
 
 from resilient_train.core.copies import Copier, Frozen, room
 from resilient_train.core.state import RunState
-from resilient_train.core.tree import Tree, local_part, nbytes, put_together, taken_apart
+from resilient_train.core.tree import Tree, nbytes, put_together, taken_apart
+from resilient_train.files import left_by_cgroups
 from resilient_train.reader import MemoryConfig
 from resilient_train.wording import counted
 
 _GIB = 2**30
-_USUAL_INTERVAL = 25  # updates
 _SLOTS_TO_SET_ASIDE = 3  # with fewer, there would be no slot for a candidate next to the newest verified snapshot
 _MOVING = "frozen weights that change"  # copied at once: the loop may change them at any time
 
@@ -149,34 +148,6 @@ class Ring:
     def newest_verified(self) -> Snapshot | None:
         return next((one for one in reversed(self.snapshots) if one.verified), None)
 
-    def travelled(self) -> float:
-        """Return how far the weights moved between the two newest snapshots, relative to their norm; 0 without two.
-
-        Scaled to 25 updates, as in a random walk; the least of all ranks. The host waits; a collective.
-        """
-        if len(self.snapshots) < 2:
-            return 0.0
-        self.copier.wait()
-        older, newer = (one.parts["weights"] for one in self.snapshots[-2:])
-        moved = norm = 0.0
-        for name in newer.keys() - self.snapshots[-1].shared.keys() & older.keys():
-            now = local_part(newer[name])
-            moved += _square(now - local_part(older[name]))
-            norm += _square(now)
-        share = _USUAL_INTERVAL / (self.snapshots[-1].step - self.snapshots[-2].step)
-        return self._agree((share * moved / norm) ** 0.5 if norm else math.inf)  # a rank may hold no part of a weight
-
-    def shrunk_since(self, since: Snapshot) -> float:
-        """Return the norm of the matrices as a share of that in an older snapshot: the most of all ranks."""
-        self.copier.wait()
-        older, now, was = since.parts["weights"], 0.0, 0.0
-        for name, weight in self.snapshots[-1].parts["weights"].items():
-            is_matrix = len(weight.shape) > 1 and weight.dtype.is_floating_point  # those of norms begin at 1
-            if name in older and is_matrix:
-                now += _square(local_part(weight))
-                was += _square(local_part(older[name]))
-        return -self._agree(-((now / was) ** 0.5) if was else 0.0) or 1.0  # 0: no part of any
-
     def clear(self) -> None:
         """Drop everything: the run continues from a checkpoint."""
         self._drop_set_aside()
@@ -289,35 +260,6 @@ def snapshot_to_drop(verified: Sequence[bool], steps: Sequence[int], now: int) -
     return min(others, key=distance, default=None)
 
 
-def _square(weight: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(weight)) ** 2
-
-
 def _readable(size: float) -> str:
     power = min(3, max(0, int(math.log2(max(size, 1)) // 10)))
     return f"{size / 2 ** (10 * power):.3g} {('bytes', 'KiB', 'MiB', 'GiB')[power]}"
-
-
-def left_by_cgroups(process: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
-    """Yield the bytes that each cgroup of the process, and each one above it, still allows.
-
-    psutil reads the files of the machine, which in a container are those of its host. In a container without a
-    namespace the path is the host's and does not exist: then the mount itself is the container's own cgroup.
-    """
-    groups: dict[Path, str] = {}  # with what the names of their counts begin
-    with suppress(OSError):
-        for line in process.read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers == "" or "memory" in controllers.split(","):  # version 2, or 1
-                place = Path(path.lstrip("/"))
-                root, prefix = (mount / "memory", "total_") if controllers else (mount, "")
-                groups |= {root / one: prefix for one in (place, *place.parents)}
-    for group, prefix in groups.items():
-        # The kernel frees on demand what it has cached of files.
-        with suppress(OSError, ValueError):
-            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            cached = int(stat.get(f"{prefix}active_file", 0)) + int(stat.get(f"{prefix}inactive_file", 0))
-            used = int((group / ("memory.usage_in_bytes" if prefix else "memory.current")).read_text()) - cached
-            for name in ("memory.limit_in_bytes",) if prefix else ("memory.max", "memory.high"):
-                with suppress(OSError, ValueError):  # no such file, or `max`: no limit
-                    yield max(0, int((group / name).read_text()) - used)

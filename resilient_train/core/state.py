@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from resilient_train.core import randomness
-from resilient_train.core.copies import Metrics, Stateful, restore_item
+from resilient_train.core.copies import Stateful, restore_item
 from resilient_train.core.tree import (
     Share,
     Tree,
@@ -25,73 +25,12 @@ from resilient_train.core.tree import (
     fits,
     is_sharded,
     local_part,
-    reshard,
     sha256,
     to_original_device,
 )
 from resilient_train.errors import in_one_line, unusable
 
 Pairs = list[tuple[Any, Any]]  # of a tensor of the run, and a copy of it or of this rank's part
-
-
-def explain_mismatch(
-    live: Mapping[str, Tree], saved: Mapping[str, Tree], model: nn.Module, optimizers: Sequence[Optimizer]
-) -> str:
-    """Say in one line why a loaded state does not fit the parts of the run; empty if it does."""
-    try:
-        return next(_mismatches(live, saved, model, optimizers), "")
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        return f"it does not have the structure of a state: {in_one_line(error)}"
-
-
-def _mismatches(
-    live: Mapping[str, Tree], saved: Mapping[str, Tree], model: nn.Module, optimizers: Sequence[Optimizer]
-) -> Iterator[str]:
-    """Yield a line for each mismatch. Only the first is used: every check relies on those before it having passed."""
-    for odd in sorted(live.keys() ^ saved.keys(), key=str):
-        yield f"only one of the two has {odd!s:.80}"
-    for odd in sorted(live["weights"].keys() ^ saved["weights"].keys(), key=str):
-        yield f"only one of the two has the weight {odd!r:.80}"
-    for name, weight in live["weights"].items():
-        yield from _in_tensor(name, weight, saved["weights"][name])
-    modules = dict(model.named_modules())  # a `state_dict` would reshard weights that another thread computes with
-    for name, buffer in saved["buffers"].items():
-        path, _, own = name.rpartition(".")
-        if path not in modules:
-            yield f"it has a buffer {name!r:.80}, which the model does not have"
-        is_cache = own in modules[path]._non_persistent_buffers_set
-        if buffer is not None and live["buffers"].get(name) is not None and not is_cache:
-            yield from _in_tensor(name, live["buffers"][name], buffer)
-    for number, optimizer in enumerate(optimizers):
-        for why in _in_optimizer(live[f"optimizer.{number}"], saved[f"optimizer.{number}"], optimizer):
-            yield f"{type(optimizer).__name__}: {why}"
-    if "random.numpy" in saved and not 0 <= saved["random.numpy"]["state"]["pos"] <= 624:  # numpy reads beyond
-        yield "the state of numpy's generator is not valid"
-    for name in live.keys() - {"weights", "buffers", "clock"}:
-        here, there = live[name], saved[name]
-        is_missing = here is None and name.startswith("kept.")
-        if not (name.startswith(("optimizer.", "random.")) or is_missing or isinstance(here, type(there))):
-            yield f"{name} is a {type(there).__name__} there and a {type(here).__name__} here"
-
-
-def _in_tensor(name: str, live: torch.Tensor, saved: torch.Tensor) -> Iterator[str]:
-    if saved.shape != live.shape or saved.dtype is not live.dtype:
-        yield f"{name} is {saved.dtype} {list(saved.shape)} there and {live.dtype} {list(live.shape)} here"
-
-
-def _in_optimizer(live: Tree, saved: Tree, optimizer: Optimizer) -> Iterator[str]:
-    if saved.keys() != live.keys():
-        yield "it has the state of another optimizer"
-    groups = saved["groups"]
-    if len(groups) > len(live["groups"]):
-        count, how = len(live["groups"]), "add those that the loop had added, before the guard is made"
-        yield f"it has {len(groups)} parameter groups there and {count} here: {how}"
-    for here, there in zip(live["groups"], groups, strict=False):  # the loop may have added some since
-        if here.keys() - there.keys():
-            yield "a parameter group lacks settings"
-    weights = [weight for group in optimizer.param_groups[: len(groups)] for weight in group["params"]]
-    if any(place >= len(weights) for place in saved["moments"]):
-        yield "it has moments of a weight that the optimizer does not have"
 
 
 @dataclass
@@ -129,14 +68,11 @@ class RunState:
         return any(map(is_sharded, self.model.parameters()))
 
     def keep(self, name: str, item: Any) -> None:
-        is_module = isinstance(item, nn.Module)
-        kept = Metrics(item) if is_module and any(hasattr(one, "_update_count") for one in item.modules()) else item
-        state = kept.state_dict()
         try:
-            to_original_device(state)  # which copies it
+            to_original_device(item.state_dict())  # which copies it
         except Exception as error:
             raise unusable(f"keep({name}=...)", f"its state cannot be copied: {in_one_line(error)}") from error
-        self.kept[f"kept.{name}"] = kept
+        self.kept[f"kept.{name}"] = item
 
     def restore(self, parts: Mapping[str, Tree]) -> None:
         """Restore a copy of what `live` returned, in place: tensors keep their addresses. Gradients are dropped.
@@ -183,13 +119,6 @@ class RunState:
             known = [saved[one] for one in (name, *self._names.get(weight, {})) if one in saved]
             pairs += [(weight, one) for one in known[:1] if one.shape == weight.shape]
         return pairs
-
-    def reshard(self, parts: Mapping[str, Tree]) -> dict[str, Tree]:
-        """Shard a loaded state, which fits, over the ranks of this run; moments are sharded like their weights."""
-        like = self.live()
-        for number, optimizer in enumerate(self.optimizers):
-            like[f"optimizer.{number}"] = {"moments": dict(_places(optimizer))}
-        return reshard(dict(parts), like)  # type: ignore[no-any-return]
 
     def sha256(self) -> str:
         return sha256(self.live())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import math
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -79,18 +78,6 @@ def sharding_of(tensor: Any) -> Sharding:
     return Sharding(tensor.device_mesh, tuple(tensor.placements), tensor.shape, tuple(tensor.stride()))
 
 
-def largest_share(tensor: torch.Tensor) -> int:
-    """The most elements of a tensor that any rank holds: the same number on all ranks."""
-    if not is_sharded(tensor):
-        return tensor.numel()
-    sharding = sharding_of(tensor)
-    sizes = list(sharding.shape)
-    for ranks, placement in zip(sharding.mesh.shape, sharding.placements, strict=True):
-        if placement.is_shard():
-            sizes[placement.dim] = -(-sizes[placement.dim] // ranks)
-    return math.prod(sizes)
-
-
 def local_part(tensor: Any) -> torch.Tensor:
     """This rank's part of a tensor, in the tensor's own memory."""
     if isinstance(tensor, Share):
@@ -99,40 +86,6 @@ def local_part(tensor: Any) -> torch.Tensor:
         return tensor  # type: ignore[no-any-return]
     with torch.no_grad():
         return tensor.detach().to_local()  # type: ignore[no-any-return]
-
-
-def reshard(saved: Tree, like: Any) -> Tree:
-    """Shard the tensors of a loaded tree like those of this run at the same places, where these have the same shape.
-
-    If `like` has a tensor where `saved` has a tree, all of that is sharded like this tensor.
-    """
-    if isinstance(saved, torch.Tensor):
-        if not is_sharded(like) or like.shape != saved.shape:
-            return saved
-        sharding = sharding_of(like)
-        local = saved[tuple(slice(*span) for span in sharding.box())].clone()
-        return Share(with_home(local, getattr(saved, "home", None)), sharding)
-    there = dict(enumerate(like)) if isinstance(like, list | tuple) else like
-
-    def resharded(key: Any, value: Tree) -> Tree:
-        return reshard(value, there.get(key) if isinstance(there, Mapping) else there)
-
-    if isinstance(saved, dict):
-        return {key: resharded(key, value) for key, value in saved.items()}
-    if type(saved) in (list, tuple):
-        return type(saved)(resharded(number, value) for number, value in enumerate(saved))
-    return saved
-
-
-def gathered(tree: Tree, *, keep: bool) -> Tree:
-    """Return a tree with full tensors, on the host, for sharded ones; None there unless `keep`. All ranks call this."""
-
-    def full(local: torch.Tensor, sharding: Sharding) -> torch.Tensor | None:
-        home = original_device(local)
-        tensor = sharding.joined(local.to(home)).full_tensor()
-        return with_home(tensor.cpu(), home if home.type != "cpu" else None) if keep else None
-
-    return put_together(*taken_apart(tree), full)
 
 
 class _Hole(NamedTuple):

@@ -132,7 +132,6 @@ class EngineGuard:
 
     def _begin(self, update: Update) -> Transaction:
         self._turn.begin()
-        self._parts.precision.set(higher=self._controls.knobs.higher_precision > 0)
         begun = Transaction(update, self.clock.tick + 1, self.attempted_step + 1, self._marks.take())
         self._current = self._newest = begun
         EngineGuard._newest_of_all = id(begun)

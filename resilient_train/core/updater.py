@@ -6,12 +6,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import nn
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
@@ -366,27 +364,3 @@ def _built_state(optimizer: Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
                 return {}  # it has made some
             built.setdefault(weight, {})[name] = one.flatten()[:1].clone().expand(one.shape or (1,)).reshape(one.shape)
     return built
-
-
-class Precision:
-    def __init__(self, model: nn.Module, mixed: str | None) -> None:
-        self._model: Any = model
-        self._prepared = model.forward
-        self._plain = getattr(model, "_original_forward", None) if mixed in ("fp16", "bf16") else None
-        self.is_mixed = self._plain is not None
-        self._is_higher = False
-
-    def set(self, *, higher: bool) -> None:
-        if self.is_mixed and higher != self._is_higher:
-            self._is_higher = higher
-            self._model.forward = self._plain if higher else self._prepared
-
-
-def parameter_groups(model: nn.Module, *, no_decay: Sequence[str]) -> list[dict[str, Any]]:
-    """`no_decay` has patterns of names; `1d` stands for biases and norms, which have fewer than two dimensions."""
-    groups: list[dict[str, Any]] = [{"params": []}, {"params": [], "weight_decay": 0.0}]
-    for name, weight in model.named_parameters():
-        if weight.requires_grad:
-            is_exempt = any((rule == "1d" and weight.ndim < 2) or fnmatch(name, rule) for rule in no_decay)
-            groups[1 if is_exempt else 0]["params"].append(weight)
-    return [group for group in groups if group["params"]]

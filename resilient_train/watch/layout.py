@@ -6,6 +6,7 @@ as long as `aminmax` on a CPU.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite, sqrt
 from operator import is_
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from resilient_train.core.tree import Tree, is_sharded, largest_share, local_part, sorted_leaves
+from resilient_train.core.tree import Tree, is_sharded, local_part, sharding_of, sorted_leaves
 from resilient_train.types import Facts, fact
 from resilient_train.watch.moments import Moment
 from resilient_train.watch.weights import Weight
@@ -214,3 +215,15 @@ def nonfinite(norms: Mapping[str, float]) -> Facts:
     is_up_to_one = len(names) > 1 and names == [*norms][: len(names)]
     began = (names[-1].rpartition(".")[0] or names[-1]) if is_up_to_one else ""
     return fact("gradients_not_finite", names=names, bad=len(names), count=len(norms), began=began)
+
+
+def largest_share(tensor: torch.Tensor) -> int:
+    """The most elements of a tensor that any rank holds: the same number on all ranks."""
+    if not is_sharded(tensor):
+        return tensor.numel()
+    sharding = sharding_of(tensor)
+    sizes = list(sharding.shape)
+    for ranks, placement in zip(sharding.mesh.shape, sharding.placements, strict=True):
+        if placement.is_shard():
+            sizes[placement.dim] = -(-sizes[placement.dim] // ranks)
+    return math.prod(sizes)

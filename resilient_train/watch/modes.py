@@ -13,6 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
 from resilient_train.core.config import NormsConfig
+from resilient_train.core.protocols import Hook
+from resilient_train.core.transaction import Transaction
 from resilient_train.types import Signal, fact
 from resilient_train.watch.weights import Found, Scan
 from resilient_train.wording import log
@@ -142,3 +144,56 @@ class NormStatistics(Scan):
         self._disarm()
         self._out.clear()
         super().load_state_dict(state)
+
+
+class BufferWatch:
+    """Makes the loss NaN as soon as a watched buffer is not finite. It watches those that a rewind had to restore."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._owned = [module._buffers for module in model.modules() if module._buffers]
+        self._watched: set[tuple[int, str]] = set()  # the number of the module, and the name
+
+    @contextmanager
+    def across_rewind(self) -> Iterator[None]:
+        """Watch the buffers that are not finite before a rewind and are after it. Waits for the device."""
+        broken = {place for place, buffer in self._named() if not buffer.isfinite().all()}
+        yield
+        self._watched |= {place for place, buffer in self._named() if place in broken and buffer.isfinite().all()}
+
+    def spoil(self, loss: Tensor) -> Tensor:
+        """Return the loss as it is, or NaN if a watched buffer is not finite now; the microscope sees why."""
+        for number, name in self._watched:
+            if (buffer := self._owned[number].get(name)) is not None:
+                loss = loss + (0 * buffer.detach()).sum().abs().to(loss)
+        return loss
+
+    def _named(self) -> Iterator[tuple[tuple[int, str], Tensor]]:
+        """The buffers of a type that can be not finite; those of one byte cannot be computed with."""
+        for number, own in enumerate(self._owned):
+            for name, buffer in own.items():
+                if buffer is None or buffer.layout is not torch.strided or buffer.element_size() == 1:
+                    continue
+                if buffer.is_floating_point() or buffer.is_complex():
+                    yield (number, name), buffer
+
+
+class Precision(Hook):
+    """Computes without autocast while a remedy asks for it."""
+
+    def __init__(self, model: nn.Module, mixed: str | None) -> None:
+        self._model: Any = model
+        self._prepared = model.forward
+        self._plain = getattr(model, "_original_forward", None) if mixed in ("fp16", "bf16") else None
+        self.is_mixed = self._plain is not None
+        self._is_higher = False
+        self.is_wanted: Callable[[], bool] = lambda: False
+
+    @contextmanager
+    def around_compute(self, update: Transaction) -> Iterator[None]:
+        self.set(higher=self.is_wanted())
+        yield
+
+    def set(self, *, higher: bool) -> None:
+        if self.is_mixed and higher != self._is_higher:
+            self._is_higher = higher
+            self._model.forward = self._plain if higher else self._prepared

@@ -11,7 +11,14 @@ from statistics import fmean, median, median_high, pstdev, stdev
 from typing import ClassVar
 
 from resilient_train.core.checks import Check, Checks
-from resilient_train.core.config import ChecksConfig, CreepConfig, NoProgressConfig, OvershootConfig, RateConfig
+from resilient_train.core.config import (
+    ChecksConfig,
+    CreepConfig,
+    NoProgressConfig,
+    OvershootConfig,
+    RateConfig,
+    ScaleConfig,
+)
 from resilient_train.core.episode import Reference, Standing, falls, line
 from resilient_train.core.loss import FEW, Alarm, Level, deviation, without_top
 from resilient_train.types import Facts, Vitals, fact
@@ -20,6 +27,7 @@ from resilient_train.watch.best import BestLevel, Experiment
 _MAD_TO_SIGMA = 1.4826  # standard deviation / median absolute deviation, of normal noise
 _MOST_PER_BLOCK = 8.0  # spreads that one block counts for at most, so that an alarm takes two blocks or more
 _NORMAL_BLOCK = 1.0  # spreads above the median up to which a block shows no climb
+_STUCK = 20  # overflows in a row of a scaler that does not lower its scale
 _CERTAIN = 9.2  # minus the logarithm of a chance of 1 in 10,000, as there are many looks
 _FEWEST = 4  # losses that show a scatter
 _LEAST_SCATTER = 0.15  # of the logarithm of losses that hardly differ
@@ -349,6 +357,30 @@ class Creep(Check):
         self._sum = 0.0
 
 
+class ScaleCollapse(Check):
+    """The loss scale keeps falling, or is not lowered any more: no update lands, or only with one too small to help.
+
+    A scaler starts at 2**16 and halves its scale at each overflow: ten in a row are an ordinary start.
+    """
+
+    def __init__(self, config: ScaleConfig) -> None:
+        self.config = config
+        self._scale, self._tick, self._times = 0.0, 0, 0  # the scale, and how often it overflowed in a row
+
+    def overflowed(self, vitals: Vitals) -> Facts | None:
+        """Note an overflow. Returns the evidence if it is a collapse."""
+        if not self.config.every:
+            return None
+        scale = vitals.loss_scale
+        if scale is None:
+            return None
+        is_stuck = scale == self._scale and vitals.tick == self._tick + 1
+        self._scale, self._tick, self._times = scale, vitals.tick, self._times + 1 if is_stuck else 1
+        if self._times >= _STUCK:
+            return fact("scale_stays", scale=scale, times=self._times)
+        return fact("scale_fell", scale=scale) if scale < self.config.lowest else None
+
+
 @dataclass(frozen=True)
 class Panel:
     """The checks, and those of them that others ask as well."""
@@ -373,5 +405,6 @@ class Panel:
             no_progress=no_progress,
             rate=RateRise(config.rate),
             creep=Creep(config.creep, level),
+            scale=ScaleCollapse(config.scale),
         )
         return cls(checks, best, early_divergence, no_progress, experiment)

@@ -10,7 +10,7 @@ import psutil
 import pytest
 from test_state import Bench
 
-from resilient_train.core.ring import left_by_cgroups
+from resilient_train.files import left_by_cgroups
 
 
 @pytest.mark.parametrize(

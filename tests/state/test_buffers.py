@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from resilient_train.adapters.guard import Guard
-from resilient_train.core.copies import BufferWatch
 from resilient_train.core.mark import Marks
+from resilient_train.watch.modes import BufferWatch
 
 ROWS, CLASSES = 512, 4
 

@@ -13,10 +13,11 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiplicativeLR, OneCycleLR, SequentialLR, StepLR
 
+from resilient_train.app.build import parameter_groups
 from resilient_train.core.clip import Clipper, TrainersClipper, clip, clip_to_share, norm_limit
 from resilient_train.core.knobs import KnobValues
 from resilient_train.core.mark import Marks
-from resilient_train.core.updater import Attempt, Updater, parameter_groups
+from resilient_train.core.updater import Attempt, Updater
 from resilient_train.errors import TrainError
 from resilient_train.reader import ClipConfig
 from resilient_train.update.schedule import CurveSchedule, LoopSchedule, ShadowSchedule, constant, cosine, linear
