@@ -29,7 +29,7 @@ from resilient_train.core.tree import local_part
 from resilient_train.core.vitals import mean, scalar
 from resilient_train.errors import StorageFailed, TrainError, in_one_line
 from resilient_train.ranks.world import is_out_of_memory
-from resilient_train.recover.trials import (
+from resilient_train.recover.remedies import (
     JUDGED,
     Arm,
     best_arm,

@@ -10,7 +10,6 @@ from resilient_train.core.knobs import Knobs
 from resilient_train.errors import ConfigError
 from resilient_train.reader import find
 from resilient_train.reader import limited as limited  # custom remedies import it from here
-from resilient_train.recover.trials import JUDGED, cost_of
 from resilient_train.types import OBSERVE, Action, Anomaly, Diagnosis
 
 _MIN_CUT = 0.01  # the least that one remedy multiplies the learning rate by
@@ -110,18 +109,6 @@ class Skip(Remedy):
 
 
 @dataclass(frozen=True)
-class Quarantine(Remedy):
-    """Replace the guilty rows for the rest of the run, and retry the update with the replacements."""
-
-    def applies(self, case: Case) -> bool:
-        """Rows must be known by an index; updates with them that landed must be undone as well."""
-        return bool(case.diagnosis.rows) and case.rows > 0 and (not case.anomaly.landed or case.rewinds)
-
-    def apply(self, run: RunControl) -> None:
-        run.quarantine()
-
-
-@dataclass(frozen=True)
 class Repeat(Remedy):
     """Retry the refused update with the same samples: for faults that come and go."""
 
@@ -174,23 +161,6 @@ def cut(mildest: float, loss_excess: float) -> float:
 
 
 @dataclass(frozen=True)
-class LimitLr(Remedy):
-    """Keep the learning rate at the highest before it rose. The last one before would be lower than the schedule's."""
-
-    to: float = limited(0.0, at_least=0)  # a multiple of the configured rate; 0: the highest that it had
-    leapt_to: float = limited(0.0, at_least=0)  # what the rate rose to in one step; as that falls, so does the limit
-
-    def settings_for(self, case: Case) -> dict[str, float]:
-        return {} if self.to else {"to": case.usual_rate, "leapt_to": case.leapt_to}
-
-    def applies(self, case: Case) -> bool:
-        return self.to > 0 or case.usual_rate > 0
-
-    def apply(self, run: RunControl) -> None:
-        run.knobs.limit_lr(self.to, self.leapt_to)
-
-
-@dataclass(frozen=True)
 class TightenClip(Remedy):
     """Multiply the limits of the gradient clip; they relax by themselves. Or clip to a norm, and let that stay."""
 
@@ -199,33 +169,6 @@ class TightenClip(Remedy):
 
     def apply(self, run: RunControl) -> None:
         run.knobs.turn_clip(1.0 if self.to else self.factor, self.to)
-
-
-@dataclass(frozen=True)
-class LimitUpdate(Remedy):
-    """Clip the gradient so that an update of SGD changes the weights by at most a share of their norm, which falls."""
-
-    share: float = limited(0.1, above=0, at_most=1)
-
-    def settings_for(self, case: Case) -> dict[str, float]:
-        """Where updates are limited already, begin with a third of what is left of that."""
-        return {"share": min(self.share, float(f"{case.share / 3:.2g}"))} if case.share else {}
-
-    def applies(self, case: Case) -> bool:
-        return case.sgd
-
-    def apply(self, run: RunControl) -> None:
-        run.knobs.share, run.knobs.limited = self.share, 0
-
-
-@dataclass(frozen=True)
-class LowerDecay(Remedy):
-    """Multiply the weight decay, for the rest of the run."""
-
-    factor: float = limited(0.0, at_least=0, at_most=1)
-
-    def apply(self, run: RunControl) -> None:
-        run.knobs.decay *= self.factor
 
 
 @dataclass(frozen=True)
@@ -241,93 +184,16 @@ class RaiseEps(Remedy):
         run.knobs.turn_eps(self.factor)
 
 
-@dataclass(frozen=True)
-class MendEps(Remedy):
-    """Raise an optimizer's epsilon that its type rounds to 0, as half precision does with 1e-8."""
-
-    def applies(self, case: Case) -> bool:
-        return case.lost_eps
-
-    def apply(self, run: RunControl) -> None:
-        run.knobs.mends_eps = True
-
-
-@dataclass(frozen=True)
-class PatchOperation(Remedy):
-    """Patch the operation that broke, in its own line only, for the rest of the run; healthy elements stay as is."""
-
-    def applies(self, case: Case) -> bool:
-        return case.armor
-
-    def apply(self, run: RunControl) -> None:
-        run.patch_line()
-
-
-@dataclass(frozen=True)
-class LowerLossScale(Remedy):
-    """Multiply the loss scale of half precision at once; the scaler alone lowers it update by update."""
-
-    factor: float = limited(0.0625, above=0, at_most=1)
-
-    def applies(self, case: Case) -> bool:
-        return case.loss_scaler
-
-    def apply(self, run: RunControl) -> None:
-        run.lower_loss_scale(self.factor)
-
-
-@dataclass(frozen=True)
-class HigherPrecision(Remedy):
-    """Train without autocast for some steps: slower, but nothing overflows in half precision."""
-
-    steps: int = limited(50, at_least=1)
-
-    def applies(self, case: Case) -> bool:
-        return case.mixed_precision
-
-    def apply(self, run: RunControl) -> None:
-        run.knobs.higher_precision = max(run.knobs.higher_precision, self.steps)
-
-
-@dataclass(frozen=True)
-class Trial(Remedy):
-    """Try several remedies from the same state on the same samples, and apply those of the best arm."""
-
-    of: tuple[tuple[Action, ...], ...] = ()  # the arms, the mildest first
-    steps: int = limited(30, at_least=1)  # updates of each arm
-
-    def settings_for(self, case: Case) -> dict[str, Any]:
-        """Leave out what makes no sense here: remedies of an arm, and arms of which nothing is left."""
-        return {"of": tuple(arm for arm in (applicable(arm, case) for arm in self.of) if arm)}
-
-    def applies(self, case: Case) -> bool:
-        arms = self.settings_for(case)["of"]
-        cost = cost_of(len(arms) * self.steps, (len(arms) + 2) * JUDGED)  # twice before the arms
-        return len(arms) > 1 and cost <= case.trial_updates
-
-    def apply(self, run: RunControl) -> None:
-        run.try_arms(self.of, self.steps)
-
-
-# In the order in which the remedies of a rung are applied; custom ones come last.
+# By name, in the order in which the remedies of a rung are applied; custom ones come last.
 KNOWN: dict[str, type[Remedy]] = {
     "rewind": Rewind,
     "skip": Skip,
-    "quarantine": Quarantine,
     "repeat": Repeat,
     "report": Report,
     "reset_moments": ResetMoments,
     "lower_lr": LowerLr,
-    "limit_lr": LimitLr,
     "tighten_clip": TightenClip,
-    "limit_update": LimitUpdate,
-    "lower_decay": LowerDecay,
     "raise_eps": RaiseEps,
-    "mend_eps": MendEps,
-    "armor": PatchOperation,
-    "lower_loss_scale": LowerLossScale,
-    "higher_precision": HigherPrecision,
-    "trial": Trial,  # last: what stands next to it in a rung holds for all of its arms
 }
 
 

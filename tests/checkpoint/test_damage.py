@@ -166,7 +166,7 @@ def test_statistics_that_another_version_did_not_keep_start_empty(copied: Path, 
     (line,) = [line for line in outcome.stdout.splitlines() if "no statistics of" in line]
     assert told in line
     assert line.endswith(
-        "has no statistics of early_divergence, jump, creep, weights, norms, refusals: these start empty"
+        "has no statistics of jump, early_divergence, creep, weights, norms, refusals: these start empty"
     )
 
 

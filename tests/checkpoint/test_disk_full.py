@@ -69,13 +69,13 @@ class At:
 
         begin = Guard._begin
 
-        def begun(guard: Guard, update: Any) -> None:
+        def begun(guard: Guard, update: Any) -> Any:
             if (do := what.pop(guard.clock.step, None)) is not None:
                 guard._keeper.wait()
                 (thread := threading.Thread(target=do)).start()
                 thread.join()
             time.sleep(0.005)  # so that the writer has its turn
-            begin(guard, update)
+            return begin(guard, update)
 
         monkeypatch.setattr(Guard, "_begin", begun)
 

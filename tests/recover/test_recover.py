@@ -21,10 +21,11 @@ from tables import table
 from resilient_train.core.decide import by_signal, decide, recent
 from resilient_train.core.knobs import MAX_EPS, MIN_CLIP, MIN_LR, Knobs, KnobValues
 from resilient_train.core.policy import Policy, named, parse
-from resilient_train.core.remedies import KNOWN, Case, HigherPrecision, is_mild, remedy
+from resilient_train.core.remedies import KNOWN, Case, is_mild, remedy
 from resilient_train.errors import ConfigError
 from resilient_train.files import conf
 from resilient_train.record.incident_log import IncidentLog
+from resilient_train.recover.remedies import HigherPrecision
 from resilient_train.types import (
     Action,
     Anomaly,

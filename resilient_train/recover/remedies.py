@@ -1,4 +1,4 @@
-"""Which arm of a trial did best: pure, and the same on every rank, since the losses are those of all ranks."""
+"""Further remedies that a policy can name, and the arithmetic of trials. Importing it makes them known."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil, inf, isclose, isfinite, sqrt
 from statistics import fmean, stdev
+from typing import Any
 
+from resilient_train.core.remedies import KNOWN, Case, Remedy, RunControl, applicable, limited
 from resilient_train.types import Action, Tried
 
 JUDGED = 16  # later updates whose losses are compared
@@ -118,3 +120,146 @@ def is_lower(arm: Arm, other: Arm, share: float = _LEAST_GAIN) -> bool:
     noise = _NOISE * stdev(gains) / sqrt(len(gains)) if len(gains) > 1 else inf
     is_sure = fmean(gains) > noise or sum(gain > 0 for gain in gains) >= max(_NEARLY_ALL * len(gains), _ENOUGH)
     return is_sure and fmean(gains) > share * abs(other.loss)
+
+
+@dataclass(frozen=True)
+class Quarantine(Remedy):
+    """Replace the guilty rows for the rest of the run, and retry the update with the replacements."""
+
+    def applies(self, case: Case) -> bool:
+        """Rows must be known by an index; updates with them that landed must be undone as well."""
+        return bool(case.diagnosis.rows) and case.rows > 0 and (not case.anomaly.landed or case.rewinds)
+
+    def apply(self, run: RunControl) -> None:
+        run.quarantine()
+
+
+@dataclass(frozen=True)
+class LimitLr(Remedy):
+    """Keep the learning rate at the highest before it rose. The last one before would be lower than the schedule's."""
+
+    to: float = limited(0.0, at_least=0)  # a multiple of the configured rate; 0: the highest that it had
+    leapt_to: float = limited(0.0, at_least=0)  # what the rate rose to in one step; as that falls, so does the limit
+
+    def settings_for(self, case: Case) -> dict[str, float]:
+        return {} if self.to else {"to": case.usual_rate, "leapt_to": case.leapt_to}
+
+    def applies(self, case: Case) -> bool:
+        return self.to > 0 or case.usual_rate > 0
+
+    def apply(self, run: RunControl) -> None:
+        run.knobs.limit_lr(self.to, self.leapt_to)
+
+
+@dataclass(frozen=True)
+class LimitUpdate(Remedy):
+    """Clip the gradient so that an update of SGD changes the weights by at most a share of their norm, which falls."""
+
+    share: float = limited(0.1, above=0, at_most=1)
+
+    def settings_for(self, case: Case) -> dict[str, float]:
+        """Where updates are limited already, begin with a third of what is left of that."""
+        return {"share": min(self.share, float(f"{case.share / 3:.2g}"))} if case.share else {}
+
+    def applies(self, case: Case) -> bool:
+        return case.sgd
+
+    def apply(self, run: RunControl) -> None:
+        run.knobs.share, run.knobs.limited = self.share, 0
+
+
+@dataclass(frozen=True)
+class LowerDecay(Remedy):
+    """Multiply the weight decay, for the rest of the run."""
+
+    factor: float = limited(0.0, at_least=0, at_most=1)
+
+    def apply(self, run: RunControl) -> None:
+        run.knobs.decay *= self.factor
+
+
+@dataclass(frozen=True)
+class MendEps(Remedy):
+    """Raise an optimizer's epsilon that its type rounds to 0, as half precision does with 1e-8."""
+
+    def applies(self, case: Case) -> bool:
+        return case.lost_eps
+
+    def apply(self, run: RunControl) -> None:
+        run.knobs.mends_eps = True
+
+
+@dataclass(frozen=True)
+class PatchOperation(Remedy):
+    """Patch the operation that broke, in its own line only, for the rest of the run; healthy elements stay as is."""
+
+    def applies(self, case: Case) -> bool:
+        return case.armor
+
+    def apply(self, run: RunControl) -> None:
+        run.patch_line()
+
+
+@dataclass(frozen=True)
+class LowerLossScale(Remedy):
+    """Multiply the loss scale of half precision at once; the scaler alone lowers it update by update."""
+
+    factor: float = limited(0.0625, above=0, at_most=1)
+
+    def applies(self, case: Case) -> bool:
+        return case.loss_scaler
+
+    def apply(self, run: RunControl) -> None:
+        run.lower_loss_scale(self.factor)
+
+
+@dataclass(frozen=True)
+class HigherPrecision(Remedy):
+    """Train without autocast for some steps: slower, but nothing overflows in half precision."""
+
+    steps: int = limited(50, at_least=1)
+
+    def applies(self, case: Case) -> bool:
+        return case.mixed_precision
+
+    def apply(self, run: RunControl) -> None:
+        run.knobs.higher_precision = max(run.knobs.higher_precision, self.steps)
+
+
+@dataclass(frozen=True)
+class Trial(Remedy):
+    """Try several remedies from the same state on the same samples, and apply those of the best arm."""
+
+    of: tuple[tuple[Action, ...], ...] = ()  # the arms, the mildest first
+    steps: int = limited(30, at_least=1)  # updates of each arm
+
+    def settings_for(self, case: Case) -> dict[str, Any]:
+        """Leave out what makes no sense here: remedies of an arm, and arms of which nothing is left."""
+        return {"of": tuple(arm for arm in (applicable(arm, case) for arm in self.of) if arm)}
+
+    def applies(self, case: Case) -> bool:
+        arms = self.settings_for(case)["of"]
+        cost = cost_of(len(arms) * self.steps, (len(arms) + 2) * JUDGED)  # twice before the arms
+        return len(arms) > 1 and cost <= case.trial_updates
+
+    def apply(self, run: RunControl) -> None:
+        run.try_arms(self.of, self.steps)
+
+
+# All of them, in the order in which the remedies of a rung are applied; custom ones come last.
+_all: dict[str, type[Remedy]] = {
+    **{name: KNOWN.pop(name) for name in ("rewind", "skip")},
+    "quarantine": Quarantine,
+    **{name: KNOWN.pop(name) for name in ("repeat", "report", "reset_moments", "lower_lr")},
+    "limit_lr": LimitLr,
+    "tighten_clip": KNOWN.pop("tighten_clip"),
+    "limit_update": LimitUpdate,
+    "lower_decay": LowerDecay,
+    "raise_eps": KNOWN.pop("raise_eps"),
+    "mend_eps": MendEps,
+    "armor": PatchOperation,
+    "lower_loss_scale": LowerLossScale,
+    "higher_precision": HigherPrecision,
+    "trial": Trial,  # last: what stands next to it in a rung holds for all of its arms
+}
+KNOWN.update(_all)
