@@ -123,6 +123,7 @@ class BatchErrors(Hook):
         self.parts, self._computation = parts, computation
         model, has_objective = computation.model, computation.objective is not None
         self._forwards = _Forwards(model) if has_objective and isinstance(model, DistributedDataParallel) else None
+        self.counts_forwards = self._forwards is not None
         self._logged: set[str] = set()
         self._examined: dict[tuple[Line | None, int], int] = {}  # by line and rewinds before: the first tick
 

@@ -234,7 +234,7 @@ class Guard(EngineGuard):
             self._keeper = keeper
             self._lost_device = LostDevice(parts, policy, controls, keeper, measured)
             hooks: list[Hook] = [NotePlace(parts, keeper.progress), self._lost_device]
-            hooks += [batch_errors, HealthyUpdates(parts, keeper, examination)]
+            hooks += [batch_errors] * batch_errors.counts_forwards + [HealthyUpdates(parts, keeper, examination)]
             if parts.precision.is_mixed:
                 parts.precision.is_wanted = lambda: controls.knobs.higher_precision > 0
                 hooks.append(parts.precision)
