@@ -161,7 +161,7 @@ def _over_rows(policy: Policy, actions: Sequence[Action], case: Case) -> Facts:
     if all(action.remedy != "quarantine" for action in actions):
         return ()
     guilty, rows = case.quarantined + len(case.diagnosis.rows), case.rows
-    allowed = min(policy.budget.rows_of(rows), rows - case.given - 1)  # one has to be left to train on
+    allowed = min(policy.budget.rows_of(rows), rows - 1)  # one has to be left to train on
     return fact("data_broken", bad=guilty, rows=rows, allowed=allowed) if guilty > allowed else ()
 
 
