@@ -77,7 +77,6 @@ class DataConfig:
     eval: dict[str, Any] | None = None
     shuffle: bool = True
     num_workers: int = limited(0, at_least=0)
-    quarantine: str | None = None  # the quarantine.json of another run
     collate: Any = None  # an import path, a node with a _target_, or null
 
 

@@ -86,8 +86,7 @@ class AllControls(Controls):
             mixed_precision=parts.precision.is_mixed,
             loss_scaler=parts.updater.scaler is not None,
             rows=parts.samples.rows,
-            quarantined=len(self.quarantined.rows) - len(self.quarantined.given),
-            given=len(self.quarantined.given),
+            quarantined=len(self.quarantined.rows),
             armor=not anomaly.landed and all(parts.world.all_of(self._can_patch(diagnosis))),
             share=self.knobs.values.share,
             own_rates=any(group["lr"] is None for one in parts.updater.optimizers for group in one.param_groups),
@@ -107,7 +106,7 @@ class AllControls(Controls):
     def quarantine_after_crash(self, rows: Sequence[int], reason: Facts, incident: int) -> None:
         """Quarantine rows common to the updates in which the process died, if the budget allows."""
         count, listed = self._parts.samples.rows, {*rows} | self.quarantined.rows.keys()
-        if len(listed - self.quarantined.given) <= self._policy.budget.rows_of(count) and len(listed) < count:
+        if len(listed) <= min(self._policy.budget.rows_of(count), count - 1):
             self._rows.add(dict.fromkeys(rows, reason), self._parts.clock.step, incident)
 
 

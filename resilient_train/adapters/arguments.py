@@ -337,42 +337,32 @@ def disk(given: DiskConfig | int | None, *, resumes: bool) -> DiskConfig:
 
 
 def quarantine(
-    given: str | Path | None,
-    data_changed: str,
-    samples: Samples,
-    incident_log: IncidentLog,
-    world: World,
-    is_own_loop: bool,
+    data_changed: str, samples: Samples, incident_log: IncidentLog, world: World, is_own_loop: bool
 ) -> Quarantine:
-    """Leave out the rows in quarantine, and those of another list. Raises ConfigError if the data set changed."""
-    keys = ("quarantine", "data_changed") if is_own_loop else ("data.quarantine", "run.data_changed")
+    """Leave out the rows in quarantine. Raises ConfigError if the data set changed."""
+    key = "data_changed" if is_own_loop else "run.data_changed"
     if data_changed not in ("refuse", "accept"):
-        raise ConfigError(keys[1], data_changed, "is not refuse or accept")
+        raise ConfigError(key, data_changed, "is not refuse or accept")
     listed = Quarantine(None, dict)
     if not samples.rows:
-        if given is not None:
-            raise ConfigError(keys[0], given, "names rows by their index, and the rows of this data have none")
         return listed
     history, dataset = incident_log.run_history, samples.dataset  # type: ignore[attr-defined]
 
-    def read() -> tuple[str, dict[int, Quarantined], set[int]]:
+    def read() -> tuple[str, dict[int, Quarantined]]:
         nonlocal listed
         how = change(history.data_sample, dataset) if history.data_sample is not None else ""
         if how and history.has_saved and data_changed == "refuse":
-            choice = f"give the run its own data, or begin another run; {keys[1]}=accept resumes with the data as it is"
+            choice = f"give the run its own data, or begin another run; {key}=accept resumes with the data as it is"
             raise unusable("data", f"the data set changed since the run began: {how}: {choice}")
         may_differ = bool(how) or data_changed == "accept"
         listed = Quarantine(incident_log.directory, lambda: fingerprint(dataset), data_may_differ=may_differ)
-        if given is not None:
-            listed.load(Path(given), keys[0])
-        return how, dict(listed.rows), listed.given
+        return how, dict(listed.rows)
 
-    how, rows, given_rows = world.on_main(read)  # which raises an error of rank 0 on all ranks
+    how, rows = world.on_main(read)  # which raises an error of rank 0 on all ranks
     if how:
         log.warning("data: the data set changed since the run began, and is used as it is: %s", how)
         history.data_sample = None  # it is sampled again
-    listed.adopt(rows)
-    listed.given = given_rows
+    listed.add(rows)
     samples.quarantine(rows)
     return listed
 

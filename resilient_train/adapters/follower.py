@@ -36,7 +36,6 @@ OPTIONS = {  # of Guard, where a trainer has the rest
     "expect",
     "memory",
     "verify_after",
-    "quarantine",
     "data_changed",
     "tracking",
     "drill",

@@ -109,7 +109,6 @@ class Guard(EngineGuard):
         shuffle: bool = True,
         num_workers: int = 0,
         collate: Collate | None = None,
-        quarantine: str | Path | None = None,
         data_changed: str = "refuse",
         disk: DiskConfig | int | None = None,
         drill: Drill | None = None,
@@ -126,11 +125,10 @@ class Guard(EngineGuard):
         `steps` is the planned total: a run is complete after so many accepted updates, over all its processes.
         `objective` is `(model, batch) -> loss`; without one the loop computes the loss and passes it to `update`.
         `expect` are steps at which the loss, the model or the data changes on purpose: there is no alarm around them.
-        `quarantine` is the quarantine.json of another run on the same data, whose rows are left out. `data_changed` is
-        "refuse" or "accept": whether to resume if the data set changed. `disk` is the number of updates between two
-        checkpoints in the run directory; with `resume` a run resumes from the newest one there. `stop` is
-        called before every update. `tracking` is the address of the MLflow that shows the run, or True for the one that
-        MLFLOW_TRACKING_URI names, else for a database next to the run directory.
+        `data_changed` is "refuse" or "accept": whether to resume if the data set changed. `disk` is the number of
+        updates between two checkpoints in the run directory; with `resume` a run resumes from the newest one there.
+        `stop` is called before every update. `tracking` is the address of the MLflow that shows the run, or True for
+        the one that MLFLOW_TRACKING_URI names, else for a database next to the run directory.
 
         `home` is of a caller that reports the end itself; `beat` is called when something slow advances.
         """
@@ -208,7 +206,7 @@ class Guard(EngineGuard):
         home = home or place(run_dir, world, bool(resume), tracking, disk)
         incidents = home.incident_log
         try:
-            quarantined = arguments.quarantine(quarantine, data_changed, samples, incidents, world, is_own_loop)
+            quarantined = arguments.quarantine(data_changed, samples, incidents, world, is_own_loop)
             how = resume if isinstance(resume, Resume) else Resume()
             keeper = CheckpointKeeper(disk, parts, incidents, how)
             computation = Computation(model, unwrapped, measured, anomaly_mode, marks, seeds)

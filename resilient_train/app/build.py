@@ -123,7 +123,6 @@ def assemble(
         memory=config.checkpoint.memory,
         verify_after=config.checkpoint.verify_after,
         seed=seed,
-        quarantine=config.data.quarantine,
         data_changed=config.run.data_changed,
         disk=config.checkpoint.disk,
         drill=drill,

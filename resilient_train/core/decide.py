@@ -71,8 +71,8 @@ def decide(policy: Policy, case: Case, history: Sequence[Incident]) -> Decision:
         elif why := _over_budget(policy, actions, case, relevant, history):
             return Decision(rung=place, gave_up=why)
         elif why := _over_rows(policy, actions, case):
-            if cause is not Cause.DATA or case.diagnosis.patchable:
-                continue  # it is not known to be the data, or a patch takes any: other remedies are left
+            if cause is not Cause.DATA:
+                continue  # it is not known to be the data: other remedies are left
             return Decision(rung=place, gave_up=why)
         else:
             return Decision(actions, place)
@@ -161,7 +161,7 @@ def _over_rows(policy: Policy, actions: Sequence[Action], case: Case) -> Facts:
     if all(action.remedy != "quarantine" for action in actions):
         return ()
     guilty, rows = case.quarantined + len(case.diagnosis.rows), case.rows
-    allowed = min(policy.budget.rows_of(rows), rows - case.given - 1)  # one has to be left to train on
+    allowed = min(policy.budget.rows_of(rows), rows - 1)  # one has to be left to train on
     return fact("data_broken", bad=guilty, rows=rows, allowed=allowed) if guilty > allowed else ()
 
 

@@ -26,8 +26,7 @@ class Case:
     mixed_precision: bool = False
     loss_scaler: bool = False
     rows: int = 0  # rows of the data set that have an index; 0: none has one
-    quarantined: int = 0  # of these, already in quarantine, except for `given`
-    given: int = 0  # of these, in quarantine because another run listed them: the budget does not count them
+    quarantined: int = 0  # of these, already in quarantine
     armor: bool = False  # the line that broke is known and not patched yet; after updates that landed it is not
     at_start: bool = False  # the only verified state is the one that the run began with
     share: float = 0.0  # of the norm of the weights, that updates are limited to; 0: they are not

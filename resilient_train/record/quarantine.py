@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from resilient_train.errors import ConfigError, unusable
+from resilient_train.errors import unusable
 from resilient_train.files import commit_text, read_plain
 from resilient_train.record.journal import WriteAttempts
 from resilient_train.secrets import masked_tree
@@ -46,7 +46,6 @@ class Quarantine:
         self._file = None if directory is None else directory / QUARANTINE
         self._fingerprint = functools.cache(fingerprint)
         self.rows: dict[int, Quarantined] = {}  # by their indices, in the order in which they were added
-        self.given: set[int] = set()  # those of them that another run listed
         self._is_behind = False  # the file
         self._attempts = WriteAttempts(self._file, "this is retried with the next row")
         if self._file is not None and self._file.exists():
@@ -61,21 +60,6 @@ class Quarantine:
     def write(self) -> None:
         if self._is_behind or self._attempts.has_failed:
             self._write()
-
-    def adopt(self, rows: Mapping[int, Quarantined]) -> None:
-        self.add(rows)
-        self.write()
-
-    def load(self, path: Path, key: str = "quarantine") -> None:
-        """Adopt the list of another run. Raises ConfigError if it is damaged or of another data set."""
-        try:
-            rows = _read(path, self._fingerprint())
-        except (OSError, ValueError) as error:
-            why = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
-            raise ConfigError(key, path, why) from error
-        self.adopt(rows)
-        # After a resume the list of this run has them already, with the same reasons.
-        self.given |= {row for row, why in rows.items() if self.rows[row] == why}
 
     def _recall(self, file: Path, *, data_may_differ: bool) -> None:
         """Read the list of this run; a damaged one does not stop the run."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -175,14 +176,14 @@ class Averaging(TrainerCallback):  # type: ignore[misc]
             mine.copy_(0.9 * mine + 0.1 * its)
 
 
-def averaged(output: Path, quarantine: Path | None = None) -> list[float]:
+def averaged(output: Path) -> list[float]:
     model = Net()
     callback = Averaging(model)
     args = TrainingArguments(
         str(output), per_device_train_batch_size=4, seed=1, max_steps=40, learning_rate=1e-2, **USUAL
     )
     trainer = Trainer(model, args, train_dataset=Rows(is_named=True, bad=BAD), callbacks=[callback])
-    resilient_train.hf.guard(trainer, quarantine=quarantine)
+    resilient_train.hf.guard(trainer)
     trainer.train()
     assert trainer.state.global_step == 40
     states = [one for module in (model, callback.average) for one in module.state_dict().values()]
@@ -194,7 +195,11 @@ def test_a_nan_row_leaves_no_trace_in_an_average(tmp_path: Path) -> None:
     met = averaged(tmp_path / "mine")
     _, [incident] = told(tmp_path / "mine")
     assert (incident["signal"], incident["rows"]) == ("nonfinite_batch", [BAD])
-    assert met == averaged(tmp_path / "control", quarantine=tmp_path / "mine/resilient_train/quarantine.json")
+    control = tmp_path / "control/resilient_train"
+    control.mkdir(parents=True)
+    shutil.copy(tmp_path / "mine/resilient_train/quarantine.json", control)
+    assert met == averaged(tmp_path / "control")
+    assert told(tmp_path / "control")[1] == []
     assert all(map(math.isfinite, met))
 
 

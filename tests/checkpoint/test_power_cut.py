@@ -105,6 +105,12 @@ def listed(run_dir: Path) -> list[int]:
 def nothing(run_dir: Path) -> None: ...
 
 
+def put_away(run_dir: Path, row: int) -> None:
+    quarantine = Quarantine(run_dir, lambda: FINGERPRINT)
+    quarantine.add({row: Quarantined((), 1, 1)})
+    quarantine.write()
+
+
 def two_checkpoints(run_dir: Path) -> None:
     write(Store(run_dir), 1)
     write(Store(run_dir), 2)
@@ -168,8 +174,8 @@ CASES: dict[str, tuple[Act, Act, Act, set[str], str]] = {
         *({"failed", "completed"}, "completed"),
     ),
     "a row in quarantine": (
-        lambda run_dir: Quarantine(run_dir, lambda: FINGERPRINT).adopt({3: Quarantined((), 1, 1)}),
-        lambda run_dir: Quarantine(run_dir, lambda: FINGERPRINT).adopt({7: Quarantined((), 2, 2)}),
+        lambda run_dir: put_away(run_dir, 3),
+        lambda run_dir: put_away(run_dir, 7),
         *(listed, {"[3]", "[3, 7]"}, "[3, 7]"),
     ),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import cycle
 from linecache import getline
 from typing import Any
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from resilient_train.adapters import arguments
 from resilient_train.adapters.guard import Guard
 from resilient_train.types import Cause, Signal
 
@@ -107,104 +105,24 @@ def test_what_every_batch_raises_is_a_bug(after: int) -> None:
     assert any("raise as well" in note for note in getattr(raised.value, "__notes__", [])) == bool(after)
 
 
-def also(model: Any, batch: Any, more: Tensor) -> Tensor:
-    return F.mse_loss(model(*batch[:2]), batch[2] + more)
+def of_sizes(model: Any, batch: Any) -> Tensor:
+    return F.mse_loss(model(*batch[:2]), batch[2] + batch[0][:, 3].abs().log())
 
 
-def third(batch: Any) -> Tensor:
-    sizes: Tensor = batch[0][:, 3].abs()
-    return sizes
+def of_inverses(model: Any, batch: Any) -> Tensor:
+    inverses = torch.linalg.inv(batch[0][:, 3, None, None].clone())
+    return F.mse_loss(model(*batch[:2]), batch[2] + inverses[:, 0, 0])
 
 
-def of_noisy_sizes(model: Any, batch: Any) -> Tensor:
-    noise = nn.init.normal_(torch.empty(len(batch[2])))  # torch calls this without arguments by place
-    return also(model, batch, third(batch).log()) + 0.0 * noise.sum()
-
-
-def of_chosen_sizes(model: Any, batch: Any) -> Tensor:
-    out = model(*batch[:2])
-    return F.mse_loss(out, batch[2] + torch.where(out > -99, third(batch), 1.0).log())
-
-
-def of_shares(model: Any, batch: Any) -> Tensor:  # a row that is far larger breaks the others
-    sizes = 1 + third(batch)
-    return also(model, (batch[0].clamp(-5, 5), *batch[1:]), (100 - sizes.amax() / sizes).log())
-
-
-def of_masked_sizes(model: Any, batch: Any) -> Tensor:  # the value of such a row is not used, but its slope is NaN
-    out, sizes = model(*batch[:2]), third(batch)
-    return torch.where(sizes > 0, (out - sizes.log()) ** 2, out**2).mean()
-
-
-def of_few_sizes(model: Any, batch: Any) -> Tensor:  # hardly any of the others gets to that line
-    extra, has = torch.zeros_like(batch[2]), third(batch) < 0.1
-    extra[has] = third(batch)[has].log()
-    return also(model, batch, extra)
-
-
-OF: dict[str, Any] = {
-    "sizes": lambda model, batch: also(model, batch, third(batch).log()),
-    "scaled sizes": lambda model, batch: also(model, batch, (third(batch) * model.offsets.detach()[0].exp()).log()),
-    "read sizes": lambda model, batch: also(model, batch, (third(batch) * model.offsets[0].exp().item()).log()),
-    "inverses": lambda model, batch: also(model, batch, torch.linalg.inv(batch[0][:, 3, None, None].clone())[:, 0, 0]),
-    "draws": lambda model, batch: also(model, batch, (2.9 + torch.empty_like(batch[2]).normal_()).log()),
-    "logarithms": lambda model, batch: also(model, batch, third(batch).log()),  # a line that no other test patches
-}
-
-
-@pytest.mark.parametrize(
-    ("objective", "bad", "cause", "remedy"),
-    [
-        (of_shares, [40], Cause.OPERATION, "armor"),
-        (of_masked_sizes, [40], Cause.OPERATION, "armor"),
-        (OF["draws"], [], Cause.OPERATION, "armor"),  # no row is to blame for numbers that are drawn
-        (of_few_sizes, [40], Cause.OPERATION, "armor"),
-        (OF["sizes"], [40], Cause.DATA, "quarantine"),  # of a hundred others none breaks the line
-        (of_noisy_sizes, [40], Cause.DATA, "quarantine"),
-        (OF["inverses"], [40], Cause.DATA, "quarantine"),  # it raises
-        (of_chosen_sizes, [40], Cause.OPERATION, "armor"),  # weights choose what enters it
-        (OF["read sizes"], [40], Cause.OPERATION, "armor"),  # or enter it as a number
-        (OF["sizes"], [*range(0, ROWS, 10)], Cause.OPERATION, "armor"),  # it cannot take what many rows hold
-        (OF["scaled sizes"], [40], Cause.OPERATION, "armor"),  # weights enter it, though no gradient flows back
-    ],
-)
-def test_a_row_that_alone_breaks_a_line_is_a_bad_row(objective: Any, bad: list[int], cause: Cause, remedy: str) -> None:
-    """Only a rare one, where the line computes of data alone: a value made up there would be made-up data."""
+@pytest.mark.parametrize(("objective", "op"), [(of_sizes, "log"), (of_inverses, "linalg_inv")])
+def test_a_line_that_one_row_breaks_is_patched(objective: Any, op: str) -> None:
+    """No other value of the row is odd: it stays in training, whether the operation raises or not."""
     data = table(bad=())
-    data.tensors[0][bad, 3] = 2e3 if objective is of_shares else 0.0
-    incidents = run(objective, data).incidents
-    assert {one.diagnosis.cause for one in incidents} == {cause}
-    assert {one.diagnosis.culprit and one.diagnosis.culprit.op for one in incidents} < {"log", "linalg_inv"}
-    assert {action.remedy for one in incidents for action in one.decision.actions} == {remedy}
-    assert {*accused(incidents)} == (set(bad) if cause is Cause.DATA else set())
-
-
-@pytest.mark.parametrize(("place", "share", "remedy"), [(20, 0.01, "quarantine"), (3, 0, "armor")])
-def test_such_a_row_is_found_in_any_micro_batch_and_the_line_patched_beyond_the_budget(
-    place: int, share: float, remedy: str
-) -> None:
-    bad = run(data=table(bad=()), steps=1, accumulate=2).samples.rows_at(0, 32)[place]
-    data, policy = table(bad=()), arguments.policy("balanced")
-    data.tensors[0][bad, 3] = 0.0
-    policy = replace(policy, budget=replace(policy.budget, share=share))
-    (incident,) = run(OF["logarithms"], data, accumulate=2, recovery=policy).incidents
-    assert (incident.diagnosis.cause, incident.diagnosis.rows) == (Cause.DATA, (bad,))
-    assert [action.remedy for action in incident.decision.actions] == [remedy]
-
-
-def of_sizes_and_roots(model: Any, batch: Any) -> Tensor:
-    sizes = batch[0][:, 3].abs().log()
-    roots: Tensor = (batch[0][:, 2] + 5 + model.offsets[0]).sqrt()
-    return F.mse_loss(model(*batch[:2]), batch[2] + sizes) + roots.mean()
-
-
-def test_a_row_that_breaks_another_line_is_not_blamed_with_it() -> None:
-    """Both rows are in the first batch. The other line computes of weights, and is patched."""
-    first, second = run(data=table(bad=()), steps=1).samples.rows_at(0, 16)[3:5]
-    data = table(bad=())
-    data.tensors[0][first, 3], data.tensors[0][second, 2] = 0.0, -6.0
-    found = [(one.diagnosis.cause, one.diagnosis.rows) for one in run(of_sizes_and_roots, data).incidents]
-    assert found == [(Cause.DATA, (first,)), (Cause.OPERATION, ())]
+    data.tensors[0][40, 3] = 0.0
+    (incident,) = run(objective, data).incidents
+    assert (incident.diagnosis.cause, incident.diagnosis.culprit.op) == (Cause.OPERATION, op)
+    assert incident.diagnosis.rows == ()
+    assert [action.remedy for action in incident.decision.actions] == ["armor"]
 
 
 @pytest.mark.parametrize("policy", ["off", "observe"])

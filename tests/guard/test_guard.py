@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +14,9 @@ from torch.utils.data import DataLoader
 from resilient_train.adapters.guard import Guard
 from resilient_train.core.config import named
 from resilient_train.core.ring import snapshot_to_drop
-from resilient_train.data.rows import fingerprint
 from resilient_train.diagnose.verdict import TRANSIENT
 from resilient_train.errors import GaveUp
 from resilient_train.reader import MemoryConfig
-from resilient_train.record.quarantine import QUARANTINE, Quarantine, Quarantined
 from resilient_train.types import fact
 
 
@@ -70,16 +67,11 @@ def test_a_scale_that_collapses_is_an_incident() -> None:
     assert guard.clock.tick < 200
 
 
-def test_rows_of_another_run_are_not_counted_after_a_crash(tmp_path: Path) -> None:
-    """The budget of rows is for those that this run finds."""
-    data = rows()
-    Quarantine(tmp_path, lambda: fingerprint(data)).adopt(
-        dict.fromkeys([1, 2], Quarantined(fact("died_twice", rows=[5]), 3, 1))
-    )
-    guard = guarded(adamw, At("none"), quarantine=tmp_path / QUARANTINE, recovery={**SKIP, "budget": {"rows": 1}})
-    guard._controls.quarantine_after_crash([5], fact("died_twice", rows=[5]), 1)
-    guard._controls.quarantine_after_crash([6], fact("died_twice", rows=[6]), 2)
-    assert sorted(guard._controls.quarantined.rows) == [1, 2, 5]
+def test_rows_that_end_the_process_are_put_away_within_the_budget() -> None:
+    guard = guarded(adamw, At("none"), recovery={**SKIP, "budget": {"rows": 1}})
+    for row in (5, 6):
+        guard._controls.quarantine_after_crash([row], fact("died_twice", rows=[row]), row)
+    assert sorted(guard._controls.quarantined.rows) == [5]
 
 
 @pytest.mark.parametrize(

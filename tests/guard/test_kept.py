@@ -8,7 +8,7 @@ import math
 import os
 import signal
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,7 +93,7 @@ class Lived(NamedTuple):
 
 
 def program(
-    run_dir: Path, form: str = "plain", bad: int | None = BAD, quarantine: Path | None = None, killed_at: int = NEVER
+    run_dir: Path, form: str = "plain", bad: int | None = BAD, put_away: Sequence[int] = (), killed_at: int = NEVER
 ) -> Lived:
     """Train with all that timm's loop has; no line knows whether it is the first start."""
     model = network()
@@ -109,10 +109,10 @@ def program(
         memory=OFTEN,
         verify_after=2,
         disk=DiskConfig(every=4),
-        quarantine=quarantine,
         resume=True,
     )
     guard.keep(average=average, metric=metric)
+    guard.samples.quarantine(put_away)
     said, metrics = [], []
     for epoch in guard.epochs(3):
         for batch in epoch:
@@ -142,13 +142,13 @@ def program(
 @pytest.mark.parametrize("form", ["plain", "objective"])
 def test_a_nan_row_and_a_kill_leave_no_trace_in_what_is_kept(form: str, tmp_path: Path) -> None:
     """Weights, average and metric end bit for bit as in a run that never had the row."""
-    assert alone(program, tmp_path / "mine", form, BAD, None, 24)[0] == -signal.SIGKILL
-    quarantine = tmp_path / "mine/quarantine.json"
-    assert [one["row"] for one in json.loads(quarantine.read_text())["rows"]] == [BAD]
+    assert alone(program, tmp_path / "mine", form, BAD, (), 24)[0] == -signal.SIGKILL
+    listed = json.loads((tmp_path / "mine/quarantine.json").read_text())
+    assert [one["row"] for one in listed["rows"]] == [BAD]
     resumed = program(tmp_path / "mine", form)
     assert resumed.causes == ["data", "process"]
     assert len(resumed.said) < 36, "it was resumed"
-    control = program(tmp_path / "control", form, BAD, quarantine)
+    control = program(tmp_path / "control", form, BAD, [BAD])
     assert (control.causes, {*control.said}) == ([], {"accepted"})
     assert resumed.numbers == control.numbers
     assert all(map(math.isfinite, resumed.numbers))

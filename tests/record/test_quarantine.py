@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,22 +31,27 @@ def same() -> dict[str, Any]:
     return DATA
 
 
+def adopt(listed: Quarantine, rows: Mapping[int, Quarantined]) -> None:
+    listed.add(rows)
+    listed.write()
+
+
 def listed(directory: Path, *rows: int) -> Path:
-    Quarantine(directory, same).adopt(dict.fromkeys(rows, WHY))
+    adopt(Quarantine(directory, same), dict.fromkeys(rows, WHY))
     return directory / QUARANTINE
 
 
 def test_what_is_listed_is_there_in_the_next_process(tmp_path: Path) -> None:
     """With its reasons, in its order; what is listed already stays as it is."""
     first = Quarantine(tmp_path, same)
-    first.adopt(dict.fromkeys([17, 3], WHY))
-    first.adopt(dict.fromkeys([3, 49], Quarantined(RAISES, 200, 5)))
+    adopt(first, dict.fromkeys([17, 3], WHY))
+    adopt(first, dict.fromkeys([3, 49], Quarantined(RAISES, 200, 5)))
     second = Quarantine(tmp_path, same)
     assert list(second.rows.items()) == [(17, WHY), (3, WHY), (49, Quarantined(RAISES, 200, 5))]
     other = Quarantine(None, same)  # of another rank, which writes nothing
-    other.adopt(second.rows)
+    adopt(other, second.rows)
     for one in (second, other):
-        one.adopt({1: Quarantined(RAISES, 300, 6)})
+        adopt(one, {1: Quarantined(RAISES, 300, 6)})
     assert list(Quarantine(tmp_path, same).rows) == list(other.rows) == [17, 3, 49, 1]
     assert [file.name for file in tmp_path.iterdir()] == [QUARANTINE]
 
@@ -58,30 +64,11 @@ def test_a_healthy_run_has_no_list_and_fetches_no_row(tmp_path: Path) -> None:
         return {**DATA, "rows": 49 + next(asked)}
 
     one = Quarantine(tmp_path, counted)
-    one.adopt({})
+    adopt(one, {})
     assert list(tmp_path.iterdir()) == []
     for row in range(3):
-        one.adopt({row: Quarantined(RAISES, 1, 1)})
+        adopt(one, {row: Quarantined(RAISES, 1, 1)})
     assert next(asked) == 2
-
-
-def test_a_later_run_can_be_given_the_list(tmp_path: Path) -> None:
-    """It keeps the reasons, adds its own, and leaves that list alone; in each process those rows count as given."""
-    for name in ("later", "own"):
-        (tmp_path / name).mkdir()
-    given = listed(tmp_path, 3, 17)
-    before = given.read_text()
-    for _ in range(2):
-        later = Quarantine(tmp_path / "later", same)
-        later.adopt({4: Quarantined(RAISES, 5, 6)})
-        later.load(given)
-        assert sorted(later.given) == [3, 17]
-    assert dict(Quarantine(tmp_path / "later", same).rows) == {3: WHY, 17: WHY, 4: Quarantined(RAISES, 5, 6)}
-    later = Quarantine(tmp_path / "own", same)
-    later.adopt({3: Quarantined(RAISES, 5, 6)})
-    later.load(given)
-    assert sorted(later.given) == [17], "what it has found itself is its own"
-    assert given.read_text() == before
 
 
 @pytest.mark.parametrize(
@@ -93,18 +80,14 @@ def test_a_later_run_can_be_given_the_list(tmp_path: Path) -> None:
     ],
 )
 def test_the_list_of_another_data_set_is_refused(tmp_path: Path, here: dict[str, Any], said: str) -> None:
-    """In one line with the file: given by hand, and in the run's own directory."""
+    """In one line with the file."""
     file = listed(tmp_path, 3)
     before = file.read_text()
-    for attempt in (
-        lambda: Quarantine(None, lambda: {**DATA, **here}).load(file, "data.quarantine"),
-        lambda: Quarantine(tmp_path, lambda: {**DATA, **here}),
-    ):
-        with pytest.raises(ConfigError) as refused:
-            attempt()
-        assert said in str(refused.value)
-        assert str(file) in str(refused.value)
-        assert "\n" not in str(refused.value)
+    with pytest.raises(ConfigError) as refused:
+        Quarantine(tmp_path, lambda: {**DATA, **here})
+    assert said in str(refused.value)
+    assert str(file) in str(refused.value)
+    assert "\n" not in str(refused.value)
     assert file.read_text() == before
 
 
@@ -135,29 +118,22 @@ DAMAGE = [
 def test_a_damaged_list_is_told_and_executes_nothing(
     tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Given by hand it is refused; a run's own is put aside, because the run would rather go on."""
+    """It is put aside, because the run would rather go on."""
     file = tmp_path / QUARANTINE
     file.write_text(text)
-    with pytest.raises(ConfigError, match=r"^quarantine=.*quarantine\.json: is damaged: ") as refused:
-        Quarantine(None, same).load(file)
-    assert "\n" not in str(refused.value)
     with caplog.at_level(logging.ERROR, "resilient_train"):
         own = Quarantine(tmp_path, same)
     assert dict(own.rows) == {}
     assert "cannot be used and is renamed: is damaged" in caplog.text
     assert (tmp_path / "quarantine.json.damaged").read_text() == text
-    own.adopt({5: Quarantined(RAISES, 1, 1)})
+    adopt(own, {5: Quarantined(RAISES, 1, 1)})
     assert list(Quarantine(tmp_path, same).rows) == [5]
 
 
-def test_a_list_of_a_later_version_and_one_that_is_not_there_are_named(tmp_path: Path) -> None:
-    """With the format that it has, or the key that named it."""
-    file = tmp_path / QUARANTINE
-    file.write_text(damaged(lambda content: content.update(format=2, rows={"3": "new"})))
-    with pytest.raises(ConfigError, match="is of format 2, where this version reads 1"):
-        Quarantine(None, same).load(file)
-    with pytest.raises(ConfigError, match=r"data\.quarantine=.*nowhere\.json: cannot be read: No such file"):
-        Quarantine(None, same).load(tmp_path / "nowhere.json", "data.quarantine")
+def test_a_list_of_a_later_version_is_put_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / QUARANTINE).write_text(damaged(lambda content: content.update(format=2, rows={"3": "new"})))
+    assert not Quarantine(tmp_path, same).rows
+    assert "is renamed: is of format 2, where this version reads 1" in caplog.text
 
 
 def test_a_full_disk_costs_the_list_not_the_run(
@@ -167,12 +143,12 @@ def test_a_full_disk_costs_the_list_not_the_run(
     one = Quarantine(tmp_path, same)
     with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, "resilient_train"):
         patched.setattr(quarantine, "commit_text", full)
-        one.adopt(dict.fromkeys([3], WHY))
-        one.adopt({4: Quarantined(RAISES, 5, 6)})
+        adopt(one, dict.fromkeys([3], WHY))
+        adopt(one, {4: Quarantined(RAISES, 5, 6)})
     assert list(one.rows) == [3, 4]
     (line,) = caplog.messages
     assert "quarantine.json cannot be written (No space left on device): this is retried with the next row" in line
-    one.adopt({4: Quarantined(RAISES, 7, 8)})
+    adopt(one, {4: Quarantined(RAISES, 7, 8)})
     assert Quarantine(tmp_path, same).rows == one.rows
 
 

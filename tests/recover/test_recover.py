@@ -284,16 +284,6 @@ def test_a_data_set_loses_so_many_rows_and_no_more(
     assert [action.remedy for action in other.actions] == ["skip"]
 
 
-def test_rows_that_another_run_listed_cost_nothing_but_one_row_stays() -> None:
-    """They are left out of the budget; with them no row may be left to train on."""
-    policy = parse(default(["quarantine"], budget={"rows": 3}))
-    can = replace(ANY, rows=100, quarantined=1, given=97)
-    (decision,) = decisions(policy, [refused(9)], can, guilty(1))
-    assert decision.gave_up is None
-    (decision,) = decisions(policy, [refused(9)], can, guilty(1, 2))
-    assert decision.gave_up == fact("data_broken", bad=3, rows=100, allowed=2)
-
-
 def test_only_the_budget_of_rows_leaves_other_remedies() -> None:
     """An operation that breaks with some rows: other remedies may be left, unless the run has met too much."""
 
