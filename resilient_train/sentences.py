@@ -194,9 +194,7 @@ RUN = {
 NOTE = """\
 **{headline}.**< **Do:** {things:closed}><calm? Nothing to change.> {details:Sentence}
 
-<![The incidents of the run, by cause, over its ticks]({strip})
-
-><titles?**What went wrong, and what was done**, the newest first
+<titles?**What went wrong, and what was done**, the newest first
 
 | {titles} |
 {rule}|

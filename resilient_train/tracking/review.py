@@ -71,7 +71,7 @@ def about(story: Story) -> dict[str, Any]:
         "returned": at > story.step + 1,
         "accepted": len({str(one.diagnosis.advice) for one in incidents if one.is_accepted}),
         "total": len(incidents),
-        "causes": {cause: len(some) for cause, some in by_cause(incidents).items()},
+        "causes": dict(Counter(str(one.diagnosis.cause) for one in incidents).most_common()),
         "others": others,
         "more": more,
         "quiet": not (others or more) and bool(incidents),
@@ -93,11 +93,6 @@ def _last(story: Story) -> Incident | None:
         return decided[-1] if decided else None
     named = [one for one in story.incidents if one.is_observed or one.outcome is None]
     return named[-1] if named else None
-
-
-def by_cause(incidents: Sequence[Incident]) -> dict[str, list[Incident]]:
-    counts = Counter(str(one.diagnosis.cause) for one in incidents)
-    return {cause: [one for one in incidents if one.diagnosis.cause == cause] for cause, _ in counts.most_common()}
 
 
 def to_change(story: Story) -> list[str]:
