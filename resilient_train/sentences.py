@@ -14,8 +14,7 @@ from resilient_train.types import ACCEPTED, OBSERVE, TRIAL, Outcome, Signal
 # An incident. Its values are those of `wording.about`.
 _NOTICED = "{signal:signal}< on {ranks:ranks}>"
 _REACHED = "<reached=now?, in the weights already><reached=earlier?, in the weights since step {first} at the earliest>"
-_DRILL = "<, on purpose (drill: {drill})>"
-_SIGN = f"step {{step}}: {_NOTICED} ({{signal}})<reached=not?, refused before it reached the weights>{_REACHED}{_DRILL}"
+_SIGN = f"step {{step}}: {_NOTICED} ({{signal}})<reached=not?, refused before it reached the weights>{_REACHED}"
 _CAUSE = "cause {cause}< ({blamed:say})>"
 _DONE = (
     "<gave_up?gave up: {why:say}><!gave_up?{remedies:list}><took?, in {seconds:,.2f} s><!gave_up?; {lost:step} lost>"
@@ -58,7 +57,7 @@ ROW = {
     "#": "{id}",
     "when": "{opened:day}",
     "step": "{step}",
-    "what": f"{_NOTICED}<reached=not?, refused>{_REACHED}{_DRILL}",
+    "what": f"{_NOTICED}<reached=not?, refused>{_REACHED}",
     "cause": "{cause}<: {where:list}>",
     "remedy": "<gave_up?gave up: {why:say}><!gave_up?{remedies:list}>",
     "outcome": "{outcome:outcome}",
@@ -146,6 +145,7 @@ ACTIVE = {
 PATCHED = "patched: `{op}`, `{file}:{line:id}`"
 # What is left of a run: label and words.
 LEFT = {
+    "drills": ("drills", "{drills}; faults on purpose need no change"),
     "active": ("still active<over? at the end>", "{active}"),
     "skipped": ("skipped", "{skipped:sample}"),
     "weights": ("weights", "{weights}"),
@@ -156,12 +156,11 @@ LEFT = {
 }
 
 RUN = {
-    "drilled": "<, {drilled} of {total:incident} on purpose (drill)>",
     "start_refused": "The last start was refused",
     "before_that": "{refused}. Before that, ",
     "checkpoint": "{path} (step {step}<, {metrics:pairs}><kind=candidate?, not yet verified>)",
     "asked": "{advice:sentences}<several? ({incident:incident})>",
-    "all_drilled": "nothing to change: all incidents are on purpose (drill)",
+    "fired": "{name}< at tick {tick}>",
     "to_do": "to do: {what}",
     "to_change": "to change: {what}",
     "more_to_change": "to change: {count} more",
@@ -293,7 +292,6 @@ ROWS = {
     "row_above_most": "{field}< at {at:id}> is {value:.3g}, where three of four other rows stay within ±{usual:.3g}",
     "row_breaks": "{where:place} breaks on such values, and on hardly any of {others} others",
     "row_raises": "{where:place} raises {error}, and for hardly any of {others} others",
-    "drilled_row": "bad on purpose: a drill",
     "rows_without_names": "rows of such data cannot be named",
     "other_rank_failed": "another rank could not make its batches",
     "no_loss": "no finite loss in {where:place} for such targets",

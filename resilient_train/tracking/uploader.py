@@ -130,7 +130,7 @@ class Uploader:
                 run.send(run.client.log_artifact, str(file))
 
 
-_TAGS = ("step", "signal", "cause", "drill", "outcome")  # of a trace, to filter a list by
+_TAGS = ("step", "signal", "cause", "outcome")  # of a trace, to filter a list by
 _PREVIEW = 1000  # characters that MLflow's database has room for
 
 
@@ -181,7 +181,7 @@ def upload_trace(run_id: str, chapter: Chapter, client: TracingClient, experimen
         tags={
             "mlflow.traceName": name,
             "resilience.incident": str(incident.id),
-            **{f"resilience.{key}": str(line[key]) for key in _TAGS if line[key]},
+            **{f"resilience.{key}": str(line[key]) for key in _TAGS},
         },
     )
     # The span first: as long as it is alone, it is sent again.
