@@ -46,7 +46,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PLACES = [ROOT / name for name in ("benchmarks", "", "tests", "examples")]  # of programs
 LIMIT_S = 300  # for one run: more is a fact
 NOT_COMPARED = ("seconds", "output")
-KEPT = ("signal", "cause", "step", "ranks", "rows", "actions", "rewound_to", "outcome", "further", "gave_up", "drill")
+KEPT = ("signal", "cause", "step", "ranks", "rows", "actions", "rewound_to", "outcome", "further", "gave_up")
 OF_SUMMARY = ("status", "steps", "ticks", "trial_updates", "verdict", "final_loss", "weights_sha256")
 Facts = dict[str, Any]
 

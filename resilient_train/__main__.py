@@ -10,7 +10,7 @@ from io import TextIOWrapper
 from resilient_train.app import VERBS
 from resilient_train.ranks import process_exit
 
-_EXTRA = ("hydra", "omegaconf", "mlflow", "matplotlib", "sklearn")  # packages of the extra `app`
+_EXTRA = ("hydra", "omegaconf", "mlflow", "sklearn")  # packages of the extra `app`
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from resilient_train.record.quarantine import Quarantine, Quarantined
 from resilient_train.run_parts import RunParts
 from resilient_train.secrets import masked_tree
 from resilient_train.trials import Trials
-from resilient_train.types import Action, Anomaly, Culprit, Diagnosis, Facts, fact
+from resilient_train.types import Action, Anomaly, Culprit, Diagnosis, Facts
 from resilient_train.wording import log
 
 _EARLY_STEPS = 16  # a failure within so many accepted updates counts as one from the start
@@ -51,7 +51,6 @@ class AllControls(Controls):
     def quarantine(self) -> None:
         incident, diagnosis = self._incident, self._incident.diagnosis
         reasons = {row: diagnosis.reasons.get(row, diagnosis.advice) for row in diagnosis.rows}
-        reasons |= dict.fromkeys(reasons, fact("drilled_row")) if incident.drill else {}
         self._rows.add(reasons, incident.anomaly.step, incident.id)
 
     def patch_line(self) -> None:

@@ -14,8 +14,7 @@ from resilient_train.types import ACCEPTED, OBSERVE, TRIAL, Outcome, Signal
 # An incident. Its values are those of `wording.about`.
 _NOTICED = "{signal:signal}< on {ranks:ranks}>"
 _REACHED = "<reached=now?, in the weights already><reached=earlier?, in the weights since step {first} at the earliest>"
-_DRILL = "<, on purpose (drill: {drill})>"
-_SIGN = f"step {{step}}: {_NOTICED} ({{signal}})<reached=not?, refused before it reached the weights>{_REACHED}{_DRILL}"
+_SIGN = f"step {{step}}: {_NOTICED} ({{signal}})<reached=not?, refused before it reached the weights>{_REACHED}"
 _CAUSE = "cause {cause}< ({blamed:say})>"
 _DONE = (
     "<gave_up?gave up: {why:say}><!gave_up?{remedies:list}><took?, in {seconds:,.2f} s><!gave_up?; {lost:step} lost>"
@@ -58,7 +57,7 @@ ROW = {
     "#": "{id}",
     "when": "{opened:day}",
     "step": "{step}",
-    "what": f"{_NOTICED}<reached=not?, refused>{_REACHED}{_DRILL}",
+    "what": f"{_NOTICED}<reached=not?, refused>{_REACHED}",
     "cause": "{cause}<: {where:list}>",
     "remedy": "<gave_up?gave up: {why:say}><!gave_up?{remedies:list}>",
     "outcome": "{outcome:outcome}",
@@ -146,6 +145,7 @@ ACTIVE = {
 PATCHED = "patched: `{op}`, `{file}:{line:id}`"
 # What is left of a run: label and words.
 LEFT = {
+    "drills": ("drills", "{drills}; faults on purpose need no change"),
     "active": ("still active<over? at the end>", "{active}"),
     "skipped": ("skipped", "{skipped:sample}"),
     "weights": ("weights", "{weights}"),
@@ -156,12 +156,11 @@ LEFT = {
 }
 
 RUN = {
-    "drilled": "<, {drilled} of {total:incident} on purpose (drill)>",
     "start_refused": "The last start was refused",
     "before_that": "{refused}. Before that, ",
     "checkpoint": "{path} (step {step}<, {metrics:pairs}><kind=candidate?, not yet verified>)",
     "asked": "{advice:sentences}<several? ({incident:incident})>",
-    "all_drilled": "nothing to change: all incidents are on purpose (drill)",
+    "fired": "{name}< at tick {tick}>",
     "to_do": "to do: {what}",
     "to_change": "to change: {what}",
     "more_to_change": "to change: {count} more",
@@ -194,9 +193,7 @@ RUN = {
 NOTE = """\
 **{headline}.**< **Do:** {things:closed}><calm? Nothing to change.> {details:Sentence}
 
-<![The incidents of the run, by cause, over its ticks]({strip})
-
-><titles?**What went wrong, and what was done**, the newest first
+<titles?**What went wrong, and what was done**, the newest first
 
 | {titles} |
 {rule}|
@@ -292,7 +289,6 @@ ROWS = {
     "row_near_zero": "{field}< at {at:id}> is {value:.3g}, where nearly all of {others} other rows have {usual:.3g} or more",
     "row_out_of_range": "{field}< at {at:id}> is {value:.3g}, where nearly all of {others} other rows have {low:.4g} to {high:.4g}",
     "row_above_most": "{field}< at {at:id}> is {value:.3g}, where three of four other rows stay within ±{usual:.3g}",
-    "drilled_row": "bad on purpose: a drill",
     "rows_without_names": "rows of such data cannot be named",
     "other_rank_failed": "another rank could not make its batches",
     "no_loss": "no finite loss in {where:place} for such targets",

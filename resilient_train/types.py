@@ -225,7 +225,6 @@ class Incident:
     steps_lost: int = 0
     seconds: float = 0.0
     outcome: Outcome | None = None  # None while it is open
-    drill: str = ""  # the injected faults that caused it: no advice is given
     further: int = 0  # anomalous updates that followed, and were observed or skipped like the first one
     again: tuple[tuple[int, int], ...] = ()  # tick and step of those that were skipped
     tried: tuple[Tried, ...] = ()  # the arms of its trial, if there was one

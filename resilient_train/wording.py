@@ -258,6 +258,4 @@ def tags(incidents: Sequence[Incident], status: str) -> dict[str, str]:
     if incidents:
         found["resilience.last_incident"] = describe(incidents[-1], "tag")
         found["resilience.cause"] = ", ".join(dict.fromkeys(one.diagnosis.cause for one in incidents))
-    if drills := dict.fromkeys(one.drill for one in incidents if one.drill):
-        found["resilience.drill"] = ", ".join(drills)
     return found

@@ -123,7 +123,7 @@ def often(every: int) -> MemoryConfig:
 def drill_of(*faults: Any) -> Drill:
     """One that remembers by itself what it has fired."""
     fired: set[int] = set()
-    return Drill(faults, has_fired=fired.__contains__, fired=lambda number, *_, **more: fired.add(number))
+    return Drill(faults, has_fired=fired.__contains__, fired=lambda number, *_: fired.add(number))
 
 
 def is_finite(model: Any) -> bool:

@@ -41,7 +41,6 @@ __all__ = [
 # fmt: on
 
 _APART = 10**12  # firing 3_000000000100 is that of the fault with index 3 at tick 100
-_MOST_ROWS = 100_000  # more bad rows than this are not listed in the journal
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +61,9 @@ class Drill:
         faults: Sequence[Fault],
         *,
         has_fired: Callable[[int], bool] = lambda number: False,
-        fired: Callable[..., None] = lambda number, name, tick, **more: None,
+        fired: Callable[[int, str, int], None] = lambda number, name, tick: None,
     ) -> None:
-        """`has_fired(number)` covers restarts; `fired(number, name, tick)` also gets `until`, a tick, or bad `rows`."""
+        """`has_fired(number)` covers restarts; `fired(number, name, tick)` is to be remembered."""
         self._faults = dict(enumerate(faults))
         self._has_fired, self._fired = has_fired, fired
         self._struck: dict[int, int] = {}  # the tick at which each fault struck last
@@ -74,8 +73,7 @@ class Drill:
         """Return the data set with its bad rows; the data set itself if the drill has none."""
         for index, fault in list(self._faults.items()):
             if isinstance(fault, BadRow) and self._is_possible(index, fault, dataset):
-                rows = fault.chosen(len(dataset))
-                self._journal_once(index, fault, 0, **({"rows": sorted(rows)} if len(rows) <= _MOST_ROWS else {}))
+                self._journal_once(index, fault, 0)
                 dataset = WithBadRows(dataset, fault)
         return dataset
 
@@ -104,7 +102,7 @@ class Drill:
         factor = 1.0
         for index, fault in self._faults.items():
             if isinstance(fault, HotLr) and (began := fault.began(place.tick)) is not None:
-                self._journal_once(index, fault, began, until=began + fault.updates - 1)
+                self._journal_once(index, fault, began)
                 factor *= fault.factor if fault.is_on(place.rank) else 1.0
         return factor
 
@@ -135,12 +133,12 @@ class Drill:
                 if fault.is_on(place.rank):
                     yield fault
 
-    def _journal_once(self, index: int, fault: Fault, tick: int, **more: Any) -> bool:
-        """Journal a firing, with `more` about it, unless the run has done so before."""
+    def _journal_once(self, index: int, fault: Fault, tick: int) -> bool:
+        """Journal a firing, unless the run has done so before."""
         number = tick + index * _APART
         if self._has_fired(number):
             return False
-        self._fired(number, fault.name, tick, **more)
+        self._fired(number, fault.name, tick)
         log.info("drill: %s, on purpose%s", fault.name, f", at tick {tick}" if tick else "")
         return True
 

@@ -102,8 +102,6 @@ class IncidentLog:
         return incident
 
     def _new(self, anomaly: Anomaly, diagnosis: Diagnosis, decision: Decision, *, is_off: bool = False) -> Incident:
-        drill = self.run_history.drill_behind(anomaly, diagnosis)
-        diagnosis = replace(diagnosis, advice=()) if drill else diagnosis  # nothing to change: it was on purpose
         number = self.next_id
         for one in self.open_incidents:
             is_same_kind = kind_of(one.anomaly, one.diagnosis) == kind_of(anomaly, diagnosis)
@@ -113,7 +111,7 @@ class IncidentLog:
                 self.close(one, Outcome.RECURRED)
             elif decision.gave_up is not None:
                 self.close(one, _failed(one, is_off=is_off))
-        incident = Incident(number, anomaly, diagnosis, decision, drill=drill)
+        incident = Incident(number, anomaly, diagnosis, decision)
         return incident if decision.gave_up is None else replace(incident, outcome=_failed(incident, is_off=False))
 
     def add(self, incident: Incident, effects: Mapping[str, Any] | None = None) -> None:
@@ -174,11 +172,8 @@ class IncidentLog:
         if not is_skip or not (earlier := self.of_training):
             return None
         last = earlier[-1]
-        if last.outcome is not None or last.decision != decision or len(last.again) >= _AGAIN:
-            return None
-        drill = self.run_history.drill_behind(anomaly, diagnosis)
-        is_same = kind_of(last.anomaly, last.diagnosis) == kind_of(anomaly, diagnosis)
-        return last if is_same and drill == last.drill else None
+        is_same = last.decision == decision and kind_of(last.anomaly, last.diagnosis) == kind_of(anomaly, diagnosis)
+        return last if is_same and last.outcome is None and len(last.again) < _AGAIN else None
 
     def count_again(self, incident: Incident, anomaly: Anomaly, *, effects: Mapping[str, Any] | None = None) -> None:
         """Count an update into the incident that it continues: strikes and budgets count it, also after a restart."""

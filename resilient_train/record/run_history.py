@@ -18,16 +18,11 @@ from typing import Any, TypeVar
 
 from resilient_train.record.journal import JOURNAL, Entry, Journal, plain, read
 from resilient_train.secrets import masked_tree
-from resilient_train.types import TRIAL, Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, Tried
+from resilient_train.types import TRIAL, Action, Anomaly, Decision, Diagnosis, Facts, Incident, Tried, fact
 from resilient_train.wording import evidence_of, say
 
 OPENED, TREATED, CLOSED = "incident_opened", "incident_treated", "incident_closed"  # kinds of entries
 AGAIN = "incident_again"  # an update more that an incident counts
-
-_LEAVE_DAMAGE = {"loss_spike", "hot_lr", "bit_flip", "bad_moments"}  # drills whose damage may be noticed later
-_NOTICED_WITHIN = 400  # ticks; damage to a weight that nothing depends on is never noticed
-_END_PROCESS = {"crash": Signal.CRASH, "hang": Signal.HANG}
-_BY_ROWS = {Cause.DATA, Cause.EXPLOSION, Cause.OVERFLOW, Cause.UNKNOWN}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +48,7 @@ class RunHistory:
         self.sources: set[str] = set()  # paths that the user told the run to resume from
         self.began_with: tuple[int, int] | None = None  # processes, and samples of an update
         self.data_sample: Mapping[str, Any] | None = None  # rows of the data set, to notice that it changed
-        self._fired: dict[int, FiredDrill] = {}  # by their numbers
+        self.drills: dict[int, Facts] = {}  # that have fired, by their numbers
         # By tick, which no two processes end at: the samples in use when one ended, and whether in its first update.
         self._endings: dict[int, tuple[int, int, bool]] = {}
         number = 0
@@ -87,21 +82,12 @@ class RunHistory:
         same = list(takewhile(lambda one: one[:2] == (start, stop), reversed(self._endings.values())))
         return 0 if all(one[2] for one in same) else len(same)
 
-    def note_drill_fired(self, number: int, name: str, tick: int, **details: Any) -> None:
+    def note_drill_fired(self, number: int, name: str, tick: int) -> None:
         """Note that a drill is about to fire. Before it does: a crash would fire again after every restart."""
-        self.note("drill_fired", drill=number, name=name, tick=tick, **details)
+        self.note("drill_fired", drill=number, name=name, tick=tick)
 
     def has_fired(self, number: int) -> bool:
-        return number in self._fired
-
-    def drill_behind(self, anomaly: Anomaly, diagnosis: Diagnosis) -> str:
-        """Name the faults that caused an incident, directly or by the damage they left; empty if none did."""
-        found = [one for one in self._fired.values() if _fired_here(one, anomaly, diagnosis)]
-        if not found and not diagnosis.rows:
-            damage = [one for one in self._fired.values() if _left_damage(one, anomaly, diagnosis, self.incidents)][-1:]
-            may_be_rows = diagnosis.culprit is None and diagnosis.cause in _BY_ROWS
-            found = damage or [one for one in self._fired.values() if not one.tick and may_be_rows]
-        return ", ".join(dict.fromkeys(one.fault for one in found))
+        return number in self.drills
 
     def recall(self, entry: Entry) -> None:
         """Take in an entry. Raises ValueError if it is about an incident that cannot be read."""
@@ -125,8 +111,7 @@ class RunHistory:
             case {"kind": "taken_up_from", "source": str(source)}:
                 self.sources.add(source)
             case {"kind": "drill_fired", "drill": int(number), "name": str(fault), "tick": int(tick)}:
-                rows = None if entry.get("rows") is None else frozenset(entry["rows"])
-                self._fired[number] = FiredDrill(fault, tick, entry.get("until", tick), rows)
+                self.drills[number] = fact("fired", name=fault, tick=tick)
 
     def _add(self, added: Mapping[str, list[Any]], **whole: Any) -> None:
         """Add what `Effects.changes` returned."""
@@ -186,37 +171,6 @@ def history_of(run_dir: Path) -> RunHistory:
     return RunHistory()
 
 
-@dataclass(frozen=True, slots=True)
-class FiredDrill:
-    fault: str
-    tick: int  # 0: it is in the data, from the first sample to the last
-    until: int  # the last tick at which it was injected
-    rows: frozenset[int] | None = None  # None: not known
-
-
-def _fired_here(one: FiredDrill, anomaly: Anomaly, diagnosis: Diagnosis) -> bool:
-    """Say whether a fault was injected in this very update, or into these rows."""
-    if one.fault in _END_PROCESS:
-        return anomaly.signal is _END_PROCESS[one.fault] and abs(anomaly.tick - one.tick) <= 1
-    if diagnosis.cause is Cause.PROCESS:
-        return False
-    if not one.tick:
-        return bool(diagnosis.rows) and (one.rows is None or one.rows.issuperset(diagnosis.rows))
-    return one.tick <= anomaly.tick <= one.until
-
-
-def _left_damage(one: FiredDrill, anomaly: Anomaly, diagnosis: Diagnosis, earlier: Iterable[Incident]) -> bool:
-    """Say whether an anomaly may come from damage that a fault left: noticed late, or not repaired since."""
-    if one.fault not in _LEAVE_DAMAGE or not 0 < one.tick <= anomaly.tick:
-        return False
-    if diagnosis.cause is Cause.PROCESS and anomaly.signal is not Signal.RANK_MISMATCH:  # it was on one rank alone
-        return False
-    seen = [past for past in earlier if past.anomaly.tick >= one.tick and one.fault in past.drill.split(", ")]
-    if seen:
-        return seen[-1].anomaly.reached_weights and seen[-1].outcome is not Outcome.RECOVERED
-    return anomaly.tick <= one.until + _NOTICED_WITHIN
-
-
 _hints = cache(typing.get_type_hints)
 T = TypeVar("T")
 
@@ -246,7 +200,6 @@ def as_line(incident: Incident) -> dict[str, Any]:
         "landed": anomaly.landed,
         "rung": decision.rung,
         "gave_up": decision.gave_up,
-        "drill": incident.drill,
     }
     if incident.is_observed or incident.further:
         line |= {"further": incident.further, "again": incident.again}

@@ -22,7 +22,7 @@ Show = Callable[[Path], str]  # names a path
 
 WEIGHTS = "weights.safetensors"  # of a run that finished
 
-_MOST_ADVICE, _MOST_LEFT = 5, 4
+_MOST_ADVICE, _MOST_LEFT, _MOST_DRILLS = 5, 4, 7
 _NOT_OVER = (Outcome.UNRECOVERED, Outcome.GAVE_UP, Outcome.OBSERVED, None, Outcome.RECURRED)
 _FACTORS = ("lr", "clip", "eps", "decay")  # knobs that are 1 as configured; the others are 0
 
@@ -35,7 +35,9 @@ def near(path: Path) -> str:
 def review(story: Story, show: Show = near) -> list[str]:
     """Sum up a run in some twenty lines at most; `show` names a path."""
     end = fact("nothing_written") if story.directory is None else fact("the_command", next=next_start(story))
-    return [": ".join(verdict(story)), *to_change(story), *map(": ".join, left(story, show)), say(end)]
+    kind = "to_do" if story.status in TO_DO and not story.advice else "to_change"
+    changes = shortened([say(fact(kind, what=one)) for one in things_to_do(story)], _MOST_ADVICE, "more_to_change")
+    return [": ".join(verdict(story)), *changes, *map(": ".join, left(story, show)), say(end)]
 
 
 def completed(summary: Summary) -> str:
@@ -48,7 +50,7 @@ def verdict(story: Story) -> tuple[str, str]:
     details = fill(DETAILS[kind], values)
     if story.refused:
         return say(fact("start_refused")), say(fact("before_that", **values)) + details
-    return fill(HEADLINES[kind], values) + say(fact("drilled", **values)), details
+    return fill(HEADLINES[kind], values), details
 
 
 def about(story: Story) -> dict[str, Any]:
@@ -71,12 +73,11 @@ def about(story: Story) -> dict[str, Any]:
         "returned": at > story.step + 1,
         "accepted": len({str(one.diagnosis.advice) for one in incidents if one.is_accepted}),
         "total": len(incidents),
-        "causes": {cause: len(some) for cause, some in by_cause(incidents).items()},
+        "causes": dict(Counter(str(one.diagnosis.cause) for one in incidents).most_common()),
         "others": others,
         "more": more,
         "quiet": not (others or more) and bool(incidents),
         "undone": (story.tick - story.step if summary else lost) if incidents else 0,
-        "drilled": sum(bool(one.drill) for one in incidents),
         "odd": {name: value for name, value in evaluation.items() if str(value) in ("nan", "inf", "-inf")},
         "eval": {name: value for name, value in evaluation.items() if value is not None} or None,
         "fell": story.status == "no_progress" and float(summary["final_loss"]) < float(summary["first_loss"]),
@@ -95,19 +96,6 @@ def _last(story: Story) -> Incident | None:
     return named[-1] if named else None
 
 
-def by_cause(incidents: Sequence[Incident]) -> dict[str, list[Incident]]:
-    counts = Counter(str(one.diagnosis.cause) for one in incidents)
-    return {cause: [one for one in incidents if one.diagnosis.cause == cause] for cause, _ in counts.most_common()}
-
-
-def to_change(story: Story) -> list[str]:
-    things = things_to_do(story)
-    if not things and story.incidents and all(one.drill for one in story.incidents):
-        return [say(fact("all_drilled"))]
-    kind = "to_do" if story.status in TO_DO and not story.advice else "to_change"
-    return shortened([say(fact(kind, what=one)) for one in things], _MOST_ADVICE, "more_to_change")
-
-
 def things_to_do(story: Story) -> list[str]:
     """Return what to do, the most important first, each with the number of incidents that ask for it."""
     asked = [say(fact("asked", advice=one, several=len(of) > 1, incident=of)) for one, of in story.advice]
@@ -124,7 +112,7 @@ def shortened(lines: Sequence[str], most: int, rest: str) -> list[str]:
 
 
 def left(story: Story, show: Show) -> list[tuple[str, str]]:
-    """Say what differs from the configuration and where the weights are, each with a label; `show` names a path."""
+    """Name fired drills, what differs from the configuration, and weights, each with a label; `show` names a path."""
 
     def described(one: Checkpoint | None) -> Mapping[str, Any]:
         return {"path": show(one.path), "step": one.step, "metrics": one.metrics, "kind": one.kind} if one else {}
@@ -132,6 +120,7 @@ def left(story: Story, show: Show) -> list[tuple[str, str]]:
     weights = story.directory / WEIGHTS if story.directory is not None else None
     values = {
         "over": story.summary,
+        "drills": ", ".join(shortened([*map(say, story.drills)], _MOST_DRILLS, "more")),
         "active": "; ".join(shortened(active_remedies(story.remedies), _MOST_LEFT, "more")),
         "skipped": samples_skipped(story.remedies),
         "weights": show(weights) if story.is_complete and weights is not None and weights.is_file() else None,

@@ -52,6 +52,7 @@ class Story(Status):
     newest: Checkpoint | None = None  # that a resume would load: the same, or a later candidate
     best: Checkpoint | None = None  # weights alone
     remedies: Mapping[str, Any] = field(default_factory=dict)  # active, as they were last written down
+    drills: Sequence[Facts] = ()  # that have fired
     loop: Loop | None = None  # of the caller; None for a run of the command
     resumes: bool = True  # by the same command, which otherwise starts a new run
 
@@ -90,6 +91,7 @@ def read_story(run_dir: Path) -> Story:
         newest=next(iter(checkpoints), None),
         best=_best_of(run_dir),
         remedies=history.effects_with(checkpoints[0].remedies if checkpoints else {}),
+        drills=tuple(history.drills.values()),
         loop=loop,
         resumes=resumes(run_dir),
     )
@@ -153,11 +155,11 @@ class Advice(NamedTuple):
 def open_advice(incidents: Sequence[Incident]) -> list[Advice]:
     """Return what a person should change, the most important first: each line, all rows and each setting only once.
 
-    What happened once, was over and did not return needs no change, nor does what a drill made.
+    What happened once, was over and did not return needs no change.
     """
     groups: dict[object, list[Incident]] = {}
     for one in incidents:
-        if not one.drill and one.diagnosis.advice:
+        if one.diagnosis.advice:
             groups.setdefault(_asks_about(one), []).append(one)
     urgent = [group for group in groups.values() if _urgency(group) < _NOT_URGENT]
     urgent.sort(key=lambda group: (_urgency(group), -len(group)))

@@ -21,7 +21,7 @@ from resilient_train.record.incident_log import INCIDENTS
 from resilient_train.record.journal import BEGAN, JOURNAL, METRICS, OUTBOX, entries
 from resilient_train.record.run_history import Chapter, in_words
 from resilient_train.tracking.connection import MlflowRun, cut, run_page
-from resilient_train.tracking.report import REPORT, draw_strip, note, report
+from resilient_train.tracking.report import REPORT, note, report
 from resilient_train.tracking.story import Story, read_story
 from resilient_train.types import Outcome
 from resilient_train.wording import describe, printable, tags
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 ENTRIES_AT_ONCE = 200
 
 _AS_THEY_ARE = (CONFIG, LOOP, INCIDENTS, "train.log")  # files of the run directory
-_STRIP = "incidents.png"  # an artifact
 _REST = 10  # times as long as describing a run took: with many incidents it takes at most a tenth of the time
 
 
@@ -92,8 +91,6 @@ class Uploader:
             self._describe(run, story, is_last=is_last)
             self._upload_traces(run, story)
         finally:  # the store of the files may be another one, and fail alone
-            if story.chapters:
-                run.send(run.client.log_figure, draw_strip(story), _STRIP)
             self._rests_until = time.monotonic() + _REST * (time.monotonic() - began)
             if is_first or is_last:
                 self._upload_files(run)
@@ -114,9 +111,7 @@ class Uploader:
         def trace(number: int) -> str:
             return f"{page}&selectedEvaluationId={trace_id_of(run.run_id, number)}"
 
-        # The content of an artifact, for a page of the same server.
-        strip = f"get-artifact?path={_STRIP}&run_uuid={run.run_id}"
-        run.describe(status, last_sign_ms(self.run_dir), tags(story.incidents, story.status), note(story, trace, strip))
+        run.describe(status, last_sign_ms(self.run_dir), tags(story.incidents, story.status), note(story, trace))
 
     def _upload_traces(self, run: MlflowRun, story: Story) -> None:
         traced = dict.fromkeys(run.cursor.get("traced", []))  # incidents whose trace was sent, or refused
@@ -135,7 +130,7 @@ class Uploader:
                 run.send(run.client.log_artifact, str(file))
 
 
-_TAGS = ("step", "signal", "cause", "drill", "outcome")  # of a trace, to filter a list by
+_TAGS = ("step", "signal", "cause", "outcome")  # of a trace, to filter a list by
 _PREVIEW = 1000  # characters that MLflow's database has room for
 
 
@@ -186,7 +181,7 @@ def upload_trace(run_id: str, chapter: Chapter, client: TracingClient, experimen
         tags={
             "mlflow.traceName": name,
             "resilience.incident": str(incident.id),
-            **{f"resilience.{key}": str(line[key]) for key in _TAGS if line[key]},
+            **{f"resilience.{key}": str(line[key]) for key in _TAGS},
         },
     )
     # The span first: as long as it is alone, it is sent again.

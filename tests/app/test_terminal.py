@@ -240,11 +240,11 @@ def test_a_run_ends_with_what_a_person_wants_to_know(here: Path, run_command: co
     assert drilled.code == 0, drilled.stderr
     told = after(drilled.stdout, "completed 40 steps; ")
     assert re.match(
-        r"Recovered, 1 of 1 incident on purpose \(drill\): 40 steps; 1 incident \(1 corruption\), no repeat since\. "
+        r"Recovered: 40 steps; 1 incident \(1 corruption\), no repeat since\. "
         r"\d+ of \d+ updates refused or undone\. Recent loss ",
         told[1],
     )
-    assert told[2] == "nothing to change: all incidents are on purpose (drill)"
+    assert told[2] == "drills: bit_flip at tick 30; faults on purpose need no change"
     assert told[-1].startswith("for the full report: ")
     assert told[-1].endswith(" -m resilient_train incidents runs/run")
     assert set(told) <= {
@@ -252,7 +252,7 @@ def test_a_run_ends_with_what_a_person_wants_to_know(here: Path, run_command: co
     }
     gave_up = run_command([*often, "run.steps=20", "run.name=other", "drill=nan_grad", "recovery=off"])
     assert gave_up.code == 3
-    told = after(gave_up.stdout, "Gave up, needs attention, 1 of 1 incident on purpose (drill): ")
+    told = after(gave_up.stdout, "Gave up, needs attention: ")
     assert re.search(r": at step \d+ of 20, returned to step 0: a gradient is not finite", told[0])
     assert re.fullmatch(r"the same command says so again at once and ends with 3; .* resumes from step \d+", told[-2])
     assert status.main(["runs/other"]) == 3

@@ -45,7 +45,7 @@ class Journal:
         self.firings: list[tuple[int, str, int]] = []
 
     def drill(self, *faults: Fault) -> Drill:
-        return Drill(faults, has_fired=self.has, fired=lambda *firing, **_: self.firings.append(firing))
+        return Drill(faults, has_fired=self.has, fired=lambda *firing: self.firings.append(firing))
 
     def has(self, number: int) -> bool:
         return any(number == known for known, _, _ in self.firings)

@@ -65,6 +65,5 @@ def test_two_processes_are_cured_as_one_is(
     expected = ["data", "data", "data", "transient", "transient", "transient", "corruption", "optimizer"]
     assert causes == expected
     assert [found["ranks"] for found in met(two)[2:]] == [[1]] * len(STRUCK)
-    assert {found["advice"] for found in met(two)[2:]} == {""}, "nothing is advised about faults on purpose"
     first, second = digests(two)
     assert first == second

@@ -8,9 +8,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,8 +21,6 @@ from resilient_train.app import incidents as shown
 from resilient_train.app import status
 from resilient_train.checkpoint.store import DEMOTED, Store
 from resilient_train.checkpoint.weights import Best
-from resilient_train.record.run_history import RunHistory
-from resilient_train.types import Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
 
 RUN = ["model=mlp", "data=digits", "objective=custom", "objective._target_=paused_run.cross_entropy", "tracking=none"]
 RUN += ["checkpoint.disk.every=5", "checkpoint.memory.every=5", "checkpoint.verify_after=5", "run.dir=run"]
@@ -112,51 +108,6 @@ def test_the_last_good_state_is_one_that_is_verified(here: Path, run_command: co
     assert again.code == 3
     assert good.name in again.stderr + again.stdout
     assert newest.name not in again.stderr + again.stdout
-
-
-AT, LATER = Anomaly(Signal.LOSS_SPIKE, 50, 60, 49, landed=False), Anomaly(Signal.DIVERGENCE, 80, 90, 60)
-UNKNOWN = Diagnosis(Cause.UNKNOWN)
-BROKEN = Diagnosis(Cause.OPERATION, culprit=Culprit("forward", "log", "", "mine.py", 3))
-
-
-def strike(fault: str, tick: int, **more: Any) -> dict[str, Any]:
-    return {"kind": "drill_fired", "drill": 1, "name": fault, "tick": tick, **more}
-
-
-@pytest.mark.parametrize(
-    ("struck", "anomaly", "diagnosis", "before", "made"),
-    [
-        (strike("nan_grad", 60), AT, UNKNOWN, [], "nan_grad"),
-        (strike("nan_grad", 59), AT, UNKNOWN, [], ""),  # it was refused: it left nothing behind
-        (strike("bit_flip", 40), AT, UNKNOWN, [], "bit_flip"),
-        (strike("bit_flip", 40), AT, BROKEN, [], "bit_flip"),  # of numbers that damage has made
-        (strike("bit_flip", 40), replace(AT, tick=600), UNKNOWN, [], ""),
-        (strike("hot_lr", 40, until=590), replace(AT, tick=600), UNKNOWN, [], "hot_lr"),
-        (strike("bit_flip", 40), LATER, UNKNOWN, [(LATER, None)], "bit_flip"),
-        (strike("bit_flip", 40), LATER, UNKNOWN, [(LATER, Outcome.RECOVERED)], ""),
-        (strike("bit_flip", 40), LATER, UNKNOWN, [(AT, None)], ""),  # refused, so nothing is left
-        (strike("bad_row", 0, rows=[7, 9]), AT, Diagnosis(Cause.DATA, rows=(9,)), [], "bad_row"),
-        (strike("bad_row", 0, rows=[7, 9]), AT, Diagnosis(Cause.DATA, rows=(8, 9)), [], ""),  # one is really bad
-        (strike("bad_row", 0, rows=[7, 9]), AT, BROKEN, [], ""),
-        (strike("crash", 60), replace(AT, signal=Signal.CRASH), Diagnosis(Cause.PROCESS), [], "crash"),
-        (strike("crash", 30), replace(AT, signal=Signal.CRASH), Diagnosis(Cause.PROCESS), [], ""),
-        (strike("bit_flip", 50), replace(AT, signal=Signal.DISK_FULL), Diagnosis(Cause.PROCESS), [], ""),
-    ],
-)
-def test_what_a_drill_has_made(
-    struck: dict[str, Any],
-    anomaly: Anomaly,
-    diagnosis: Diagnosis,
-    before: list[tuple[Anomaly, Outcome | None]],
-    made: str,
-) -> None:
-    history = RunHistory()
-    history.adopt(
-        Incident(number, one, UNKNOWN, Decision(), drill="bit_flip", outcome=outcome)
-        for number, (one, outcome) in enumerate(before, start=1)
-    )
-    history.recall(struck)
-    assert history.drill_behind(anomaly, diagnosis) == made
 
 
 def test_what_is_wrong_with_a_directory_is_said(here: Path, run_command: command) -> None:

@@ -92,7 +92,7 @@ def test_a_loop_and_the_verbs_need_no_extra(tmp_path: Path) -> None:
     """Without what the extra `app` brings a loop is guarded, reviewed and resumed; the command says what it lacks.
 
     Importing the package loads no large library, and incidents are reported on stderr, once, without set-up."""
-    lacking = dict.fromkeys(["hydra", "omegaconf", "mlflow", "matplotlib", "sklearn", "rich"])
+    lacking = dict.fromkeys(["hydra", "omegaconf", "mlflow", "sklearn", "rich"])
     (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules.update({lacking})\n")
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     program = [sys.executable, "-c", GUARDED]

@@ -102,7 +102,7 @@ STORIES: dict[str, tuple[Sequence[Incident], dict[str, Any] | None]] = {
         ],
         {},
     ),
-    "drill": ([incident(at, drill="bad_row") for at in (1, 2, 3)], {}),
+    "drill": ([incident(at) for at in (1, 2, 3)], {}),
     "process": (
         [
             of(signal, Cause.PROCESS, Action(remedy), rewound_to=to, outcome=outcome)
@@ -152,6 +152,8 @@ def write(run_dir: Path, met: Sequence[Incident], summary: dict[str, Any] | None
         manifest["files"] = {"manifest.json": {"bytes": 2_999}}
     (run_dir / "loop.json").write_text(json.dumps({"steps": 300, "resumes": True}))
     book = IncidentLog(run_dir)
+    for number, tick in enumerate((0, 160, 1_060) if run_dir.name == "drill" else ()):
+        book.run_history.note_drill_fired(number, "nan_grad" if tick else "bad_row", tick)
     for number, one in enumerate(met, start=1):
         opened = replace(one, id=number, outcome=None)
         book.add(opened)

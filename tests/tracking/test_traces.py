@@ -154,12 +154,6 @@ def test_what_was_never_cured_is_an_error(place: Place) -> None:
     assert trace.info.tags["resilience.incident"] == "3"
 
 
-def test_what_a_drill_made_says_so(place: Place) -> None:
-    place.upload(dataclasses.replace(CLOSED, incident=dataclasses.replace(CLOSED.incident, drill="bad_row")))
-    (trace,) = place.found("tags.`resilience.drill` = 'bad_row'")
-    assert "on purpose (drill: bad_row)" in (trace.info.request_preview or "")
-
-
 def test_uploaded_again_it_is_one_trace_and_what_people_add_stays(tmp_path: Path, empty_store: Path) -> None:
     """Assessments, tags, and a cause that somebody has put right; straight in a database, without a server."""
     from mlflow.entities import AssessmentSource, Feedback
