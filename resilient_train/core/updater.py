@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.amp.grad_scaler import OptState
@@ -29,12 +29,13 @@ _NOT_OURS = (
 Settings = Sequence[Mapping[str, Any]]  # by parameter group of all optimizers
 
 
-class Schedule(Protocol):
+class Schedule:
     """Sets the groups of an optimizer for the update after `step` accepted ones."""
 
-    is_loops: bool  # the rates are those of the loop or a trainer, which finds them again after the step
+    is_loops = False  # the rates are those of the loop or a trainer, which finds them again after the step
 
-    def settings(self, step: int) -> Sequence[dict[str, Any]]: ...
+    def settings(self, step: int) -> Sequence[dict[str, Any]]:
+        raise NotImplementedError
 
     def add_group(self, group: dict[str, Any]) -> None:
         """Note that the loop has added a parameter group to the optimizer."""
@@ -42,9 +43,12 @@ class Schedule(Protocol):
     def advance(self, step: int) -> None:
         """Note that `step` updates were accepted. Refused ones must not change the schedule."""
 
-    def state_dict(self) -> Any: ...
+    def state_dict(self) -> Any:
+        """Return what `settings` depends on besides the step."""
+        return {}
 
-    def load_state_dict(self, state: Any) -> None: ...
+    def load_state_dict(self, state: Any) -> None:
+        """Restore a state."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from resilient_train.core.updater import Schedule
 from resilient_train.errors import TrainError
 
 Curve = Callable[[int], float]  # accepted updates so far -> factor of the configured rate
@@ -38,28 +39,6 @@ def _progress(step: int, start: int, stop: int) -> float:
 
 def _warmup_factor(step: int, warmup_steps: int) -> float:
     return min(1.0, (step + 1) / max(1, warmup_steps))
-
-
-class Schedule:
-    """Sets the groups of an optimizer for the update after `step` accepted ones."""
-
-    is_loops = False  # the rates are those of the loop or a trainer, which finds them again after the step
-
-    def settings(self, step: int) -> Sequence[dict[str, Any]]:
-        raise NotImplementedError
-
-    def add_group(self, group: dict[str, Any]) -> None:
-        """Note that the loop has added a parameter group to the optimizer."""
-
-    def advance(self, step: int) -> None:
-        """Note that `step` updates were accepted. Refused ones must not change the schedule."""
-
-    def state_dict(self) -> Any:
-        """Return what `settings` depends on besides the step."""
-        return {}
-
-    def load_state_dict(self, state: Any) -> None:
-        """Restore a state."""
 
 
 class CurveSchedule(Schedule):

@@ -25,9 +25,9 @@ KNOWN = {
     # Capabilities, and what the story asks for by protocols.
     "numerics": "",
     "ranks": "",
-    "update": "",
     "data": "core ranks",
     "drills": "core",
+    "update": "core",
     "record": "ranks",
     "recover": "core",
     "watch": "core ranks",
