@@ -30,6 +30,7 @@ from resilient_train.core import policy as policies
 from resilient_train.core.config import ChecksConfig
 from resilient_train.core.policy import Policy
 from resilient_train.core.tree import is_sharded
+from resilient_train.core.updater import Schedule
 from resilient_train.data import build
 from resilient_train.data.rows import Collate, change, fingerprint
 from resilient_train.data.samples import Samples, Slicing
@@ -56,7 +57,6 @@ from resilient_train.update.schedule import (
     CurveSchedule,
     LoopSchedule,
     PlateauSchedule,
-    Schedule,
     ShadowSchedule,
 )
 from resilient_train.wording import log

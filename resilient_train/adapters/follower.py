@@ -21,9 +21,9 @@ from resilient_train.adapters.rows_of_loader import number_rows
 from resilient_train.core.clip import TrainersClipper
 from resilient_train.core.mark import Mark
 from resilient_train.core.randomness import RecordedStates
+from resilient_train.core.updater import Schedule
 from resilient_train.data.fed import Fed, FedSamples
 from resilient_train.data.samples import Slicing
-from resilient_train.update.schedule import Schedule
 from resilient_train.wording import log
 
 OLDEST = {"transformers": "5.22", "lightning": "2.5"}  # the versions that are tested, with the newest ones

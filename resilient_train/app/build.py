@@ -22,6 +22,7 @@ from resilient_train.checkpoint import weights
 from resilient_train.checkpoint.resume import Resume
 from resilient_train.computation import Measured
 from resilient_train.core.randomness import Purpose, mix, seed_all
+from resilient_train.core.updater import Schedule
 from resilient_train.data import build as data
 from resilient_train.data.build import IterableEvaluation, MapEvaluation
 from resilient_train.data.rows import Collate
@@ -30,7 +31,7 @@ from resilient_train.drills import Drill, parse
 from resilient_train.errors import ConfigError, in_one_line
 from resilient_train.ranks.world import World, recompute, shard
 from resilient_train.reader import checked, find
-from resilient_train.update.schedule import CurveSchedule, Schedule, ShadowSchedule
+from resilient_train.update.schedule import CurveSchedule, ShadowSchedule
 from resilient_train.wording import counted, log
 
 
