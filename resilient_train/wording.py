@@ -12,18 +12,7 @@ from datetime import datetime
 from typing import Any
 
 from resilient_train.sentences import INCIDENT, OUTCOMES, REMEDIES, SENTENCES, SIGNALS, SINGULAR
-from resilient_train.types import (
-    Action,
-    Anomaly,
-    Cause,
-    Diagnosis,
-    Facts,
-    Incident,
-    Outcome,
-    Signal,
-    Tried,
-    fact,
-)
+from resilient_train.types import Action, Anomaly, Cause, Diagnosis, Facts, Incident, Outcome, Signal, Tried, fact
 
 log = logging.getLogger("resilient_train")
 IN_FILE_ONLY = {"in_file_only": True}  # too long for a terminal

@@ -27,7 +27,7 @@ _IN_VIEW = """() => {
             range.setStart(node, word.index);
             range.setEnd(node, word.index + word[0].length);
             const box = range.getBoundingClientRect();
-            const corners = [[box.left + 1, box.top + 1], [box.right - 1, box.bottom - 1]];
+            const corners = [[box.left + 2, box.top + 2], [box.right - 2, box.bottom - 2]];
             if (box.width && corners.every(([x, y]) => node.parentElement.contains(document.elementFromPoint(x, y))))
                 shown.push(word[0]);
         }
