@@ -16,7 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -183,17 +183,10 @@ def print_review(run_dir: Path) -> None:
 def finish_uploads(tracker: Tracker, summary: Summary, run_dir: Path) -> None:
     """Upload the rest, print where MLflow shows the run, and note that in the summary."""
     if (run := tracker.finish()) is not None:
-        for line in where_to_look(ui_command(run.tracking_uri), run.url):
+        for line in where_to_look(ui_command(run["tracking_uri"]), run["url"]):
             log.info("%s", line)
-        summary.mlflow = asdict(run)
+        summary.mlflow = run
         write_summary(summary, run_dir)
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    vitals: Vitals
-    metrics: Mapping[str, float]  # of the objective
-    values: dict[str, float]  # all of them, for a tracker
 
 
 @dataclass(eq=False)
@@ -250,25 +243,24 @@ class RunReporter:
 
     def report(
         self, newest: Vitals | None, read: Callable[[], dict[str, float]], samples: int, knobs: Mapping[str, float]
-    ) -> Report | None:
+    ) -> dict[str, float] | None:
         """Return the numbers of the newest update, of `samples` samples; None if they were reported already."""
         if newest is None or newest.tick == self._reported_tick:
             return None
-        self._reported_tick, metrics = newest.tick, read()
+        self._reported_tick = newest.tick
         values = {"loss": newest.loss, "grad_norm": newest.grad_norm, "lr": newest.lr, "step": newest.step}
-        values |= {f"train/{name}": value for name, value in metrics.items()}
+        values |= {f"train/{name}": value for name, value in read().items()}
         if seconds := self._lap():
             values |= {"step_ms": 1e3 * seconds, "samples_per_second": samples / seconds}
         values |= {f"knobs/{name}": value for name, value in knobs.items()}
-        return Report(newest, metrics, values | {"incidents_total": len(self.place.incident_log.incidents)})
+        return values | {"incidents_total": len(self.place.incident_log.incidents)}
 
-    def show(self, report: Report | None) -> None:
-        """Upload the numbers of an update; without any, only time it."""
-        if report is None:
+    def show(self, values: Mapping[str, float] | None) -> None:
+        """Upload the numbers of the update that was reported last; without any, only time it."""
+        if values is None:
             self._lap()
-            return
-        self.tracker.begin()  # MLflow may load now; before, it would have delayed the first updates
-        self.tracker.metrics(report.vitals.tick, report.values)
+        else:
+            self.tracker.metrics(self._reported_tick, values)
 
     def note_evaluation(self, metrics: Mapping[str, float]) -> None:
         self.evaluated = dict(metrics)
@@ -340,10 +332,13 @@ class RunReporter:
         write_summary(ending, self.directory)
 
     def fail(self, error: BaseException) -> None:
-        """Report that an error ended the loop; a rank other than 0 leaves a note for rank 0."""
-        if self.place.rank and not self._is_over:
-            note_error(self.directory, self.place.rank, error, in_training=True)
-        self.end(RunFacts(error=error))
+        self._finish(RunFacts(error=error))
+
+    def _finish(self, ended: RunFacts) -> None:
+        """Report how the loop ended; of an error, a rank other than 0 leaves a note for rank 0."""
+        if ended.error is not None and self.place.rank and not self._is_over:
+            note_error(self.directory, self.place.rank, ended.error, in_training=True)
+        self.end(ended)
         self.conclude()
 
     def conclude(self) -> None:
@@ -358,10 +353,8 @@ class RunReporter:
 
     def closed(self, error: BaseException | None, planned: int | None, *, is_writing: bool = False) -> None:
         """Report that the caller closed the loop, perhaps by an error; the directory is free unless it `is_writing`."""
-        if error is not None and not isinstance(error, GeneratorExit):
-            self.fail(error)
-        self.end(RunFacts(is_closed=True, planned=planned or 0))
-        self.conclude()
+        error = None if isinstance(error, GeneratorExit) else error
+        self._finish(RunFacts(error=error, is_closed=True, planned=planned or 0))
         if is_writing:
             return
         self.progress.close()
@@ -384,12 +377,10 @@ class RunReporter:
         """Report at the exit of the process what was not reported before; `error` is what it exits with."""
         if self._is_over or os.getpid() != self._process:
             return
-        if error is not None and self._ending is None:
-            self.fail(error)
-        elif self.place.rank:
+        if error is None and self.place.rank:  # by a break that was meant, or by sys.exit(1), which leaves no trace
             endings.note_failure(self.directory, self.place.rank, "left its loop, without an error", in_training=True)
-        self.end(RunFacts(is_closed=False))  # by a break that was meant, or by sys.exit(1), which leaves no trace
-        self.conclude()  # the directory stays locked until the process has ended: something may still be written
+        # The directory stays locked until the process has ended: something may still be written.
+        self._finish(RunFacts(error=error, is_closed=False))
 
     @property
     def directory(self) -> Path:

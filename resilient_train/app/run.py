@@ -36,7 +36,7 @@ from resilient_train.ranks.world import World, is_lost_peer
 from resilient_train.record import endings, progress
 from resilient_train.record.endings import SUMMARY, RunFacts, Summary, read_ending, status_of
 from resilient_train.record.incident_log import IncidentLog
-from resilient_train.record.progress import Position, position_of
+from resilient_train.record.progress import position_of
 from resilient_train.secrets import masked_tree
 from resilient_train.tracking import tracker as tracking
 from resilient_train.tracking.connection import left_in
@@ -209,7 +209,7 @@ class _Session:
             if run is not None:
                 run.guard.hung(evidence, in_update=hang.phase is Phase.STEP)
             else:  # it hangs before it has resumed: the file `progress` still is the previous process's
-                last = position_of(directory.path) or Position()
+                last = position_of(directory.path)
                 anomaly = Anomaly(Signal.HANG, last.step + 1, last.tick, last.step, evidence)
                 self.incident_log.report(anomaly, by_signal(anomaly), Decision((Action("end"),)))
         else:
@@ -310,7 +310,7 @@ class _Session:
     def _summary(self, error: BaseException | None) -> Summary:
         seconds = time.monotonic() - self.started
         if self.run is None:  # no update was made: the counts are those of the previous process
-            last, before = position_of(self.directory.path) or Position(), read_ending(self.directory.path, SUMMARY)
+            last, before = position_of(self.directory.path), read_ending(self.directory.path, SUMMARY)
             counts: dict[str, Any] = {"steps": last.step, "ticks": last.tick}
             counts |= {name: value for name, value in (before or {}).items() if name in _KEPT}
             counts |= status_of(RunFacts(error=error)).written()

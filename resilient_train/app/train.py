@@ -35,14 +35,15 @@ def train(run: Run) -> None:
 
 
 def report(run: Run) -> None:
-    if (newest := run.guard.report()) is None:
+    if (values := run.guard.report()) is None:
         return
-    vitals, steps = newest.vitals, run.config.run.steps
-    more = "".join(f"  {name} {value:.4g}" for name, value in newest.metrics.items() if math.isfinite(value))
-    left_s = 1e-3 * newest.values.get("step_ms", 0.0) * (steps - vitals.step)
-    numbers = f"loss {vitals.loss:.4f}{more}  grad {vitals.grad_norm:.3g}  lr {vitals.lr:.2e}"
-    log.info("step %d/%d  %s  %s left", vitals.step, steps, numbers, duration(left_s), extra=PROGRESS)
-    run.guard.reporter.show(newest)
+    step, steps = values["step"], run.config.run.steps
+    own = {name.removeprefix("train/"): one for name, one in values.items() if name.startswith("train/")}
+    more = "".join(f"  {name} {one:.4g}" for name, one in own.items() if math.isfinite(one))
+    left_s = 1e-3 * values.get("step_ms", 0.0) * (steps - step)
+    numbers = f"loss {values['loss']:.4f}{more}  grad {values['grad_norm']:.3g}  lr {values['lr']:.2e}"
+    log.info("step %d/%d  %s  %s left", step, steps, numbers, duration(left_s), extra=PROGRESS)
+    run.guard.reporter.show(values)
 
 
 def evaluate_and_report(run: Run) -> None:

@@ -132,10 +132,7 @@ class Progress:
 
     def __init__(self, directory: Path | None) -> None:
         self._path = None if directory is None else directory / PROGRESS
-        self._number, self.last = 0, Position()  # of the previous process
-        if directory is not None:
-            with suppress(OSError):
-                self._number, self.last = _read(directory)
+        self._number, self.last = (0, Position()) if directory is None else _read(directory)  # of the previous process
         self._position = self.last
         self._file = -1
         self._attempts = WriteAttempts(self._path, "a crash would be explained by an older position")
@@ -183,17 +180,16 @@ class Progress:
                 self.close()
 
 
-def position_of(run_dir: Path) -> Position | None:
-    """Return where the newest process of a run is or was; None if that is not known."""
-    try:
-        return _read(run_dir)[1]
-    except OSError:
-        return None
+def position_of(run_dir: Path) -> Position:
+    """Return where the newest process of a run is or was; the beginning if that is not known."""
+    return _read(run_dir)[1]
 
 
 def _read(run_dir: Path) -> tuple[int, Position]:
-    """Return the newer of the two records, and its number; 0 if both are damaged. Raises OSError."""
-    newest, position, content = 0, Position(), read_plain(run_dir / PROGRESS)
+    """Return the newer of the two records, and its number; 0 if there is none, or both are damaged."""
+    newest, position, content = 0, Position(), b""
+    with suppress(OSError):
+        content = read_plain(run_dir / PROGRESS)
     for slot in (content[:_SLOT], content[_SLOT : 2 * _SLOT]):
         record, crc = slot[: _RECORD.size], slot[_RECORD.size : _RECORD.size + 4]
         if len(crc) == 4 and zlib.crc32(record) == int.from_bytes(crc, "little"):

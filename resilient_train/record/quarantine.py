@@ -6,7 +6,6 @@ import contextlib
 import functools
 import hashlib
 import json
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,13 +16,11 @@ from resilient_train.files import commit_text, read_plain
 from resilient_train.record.journal import WriteAttempts
 from resilient_train.secrets import masked_tree
 from resilient_train.types import Facts, fact
-from resilient_train.wording import say
+from resilient_train.wording import log, say
 
 QUARANTINE = "quarantine.json"  # its name in a run directory
 
 _FORMAT = 1
-
-_log = logging.getLogger("resilient_train")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +86,7 @@ class Quarantine:
             why = f"{error}; give the run its own data, or take it as it is (data_changed=accept)"
             raise unusable(str(file), why) from error
         except (OSError, ValueError) as error:
-            _log.error("%s cannot be used and is renamed: %s", file, error)
+            log.error("%s cannot be used and is renamed: %s", file, error)
             with contextlib.suppress(OSError):
                 file.replace(file.with_name(f"{file.name}.damaged"))
 

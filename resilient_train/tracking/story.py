@@ -23,7 +23,7 @@ from resilient_train.record.endings import (
     status_of,
 )
 from resilient_train.record.journal import JOURNAL, read
-from resilient_train.record.progress import Position, position_of
+from resilient_train.record.progress import position_of
 from resilient_train.record.run_history import Chapter, RunHistory
 from resilient_train.types import Cause, Facts, Incident, Outcome, fact
 
@@ -75,7 +75,7 @@ def read_story(run_dir: Path) -> Story:
     facts = facts_of(run_dir)  # first: then the journal has what the run wrote before its end
     history = RunHistory(read(run_dir / JOURNAL))
     found = tuple(history.chapters.values())
-    checkpoints, loop, position = checkpoints_of(run_dir), loop_of(run_dir), position_of(run_dir) or Position()
+    checkpoints, loop, position = checkpoints_of(run_dir), loop_of(run_dir), position_of(run_dir)
     step, tick = (facts.summary.get(key, here) for key, here in (("steps", position.step), ("ticks", position.tick)))
     planned = settings_of(run_dir).get("steps") if loop is None else loop.steps
     status = status_of(replace(facts, incidents=[one.incident for one in found], step=step))
