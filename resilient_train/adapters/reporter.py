@@ -44,8 +44,7 @@ from resilient_train.record.journal import JOURNAL
 from resilient_train.record.progress import Doing, Progress
 from resilient_train.tracking import tracker as tracking
 from resilient_train.tracking.connection import locate
-from resilient_train.tracking.review import command, completed, review, ui_command, where_to_look
-from resilient_train.tracking.story import read_story, story_of
+from resilient_train.tracking.story import command, completed, read_story, review, story_of, ui_command, where_to_look
 from resilient_train.tracking.tracker import EXPERIMENT, Tracker, TrackingConfig
 from resilient_train.types import Cause, Vitals
 from resilient_train.watch.history import UpdateHistory

@@ -16,11 +16,10 @@ from typing import Any
 
 from resilient_train import __version__
 from resilient_train.adapters.reporter import Place, finish_uploads, note_error, print_review, write_summary
-from resilient_train.app.build import Run, assemble
+from resilient_train.app.build import Run, assemble, train
 from resilient_train.app.config.compose import FIXED, Composed, describe_changes, other_run
 from resilient_train.app.directory import RunDirectory, claim
 from resilient_train.app.terminal import Terminal
-from resilient_train.app.train import train
 from resilient_train.checkpoint import weights
 from resilient_train.checkpoint.resume import Resume
 from resilient_train.checkpoint.store import WEIGHTS
@@ -40,7 +39,7 @@ from resilient_train.record.progress import position_of
 from resilient_train.secrets import masked_tree
 from resilient_train.tracking import tracker as tracking
 from resilient_train.tracking.connection import left_in
-from resilient_train.tracking.review import again, command, completed
+from resilient_train.tracking.story import again, command, completed
 from resilient_train.tracking.tracker import Tracker
 from resilient_train.types import Action, Anomaly, Decision, Signal, fact
 from resilient_train.wording import GOOD, IN_FILE_ONLY, WARNING, counted, log, say

@@ -9,8 +9,7 @@ from typing import Any
 from resilient_train.record.run_history import Chapter
 from resilient_train.secrets import masked
 from resilient_train.sentences import NOTE, OUTCOMES, ROW
-from resilient_train.tracking.review import by_cause, left, next_start, review, shortened, things_to_do, verdict
-from resilient_train.tracking.story import Story
+from resilient_train.tracking.story import Story, by_cause, left, next_start, review, shortened, things_to_do, verdict
 from resilient_train.types import Outcome, fact
 from resilient_train.wording import about, blamed, fill, lines_of, printable, say
 

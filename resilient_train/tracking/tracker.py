@@ -20,7 +20,7 @@ from uuid import uuid4
 from resilient_train.record.journal import BEGAN, METRICS, OUTBOX, Outbox
 from resilient_train.secrets import masked
 from resilient_train.tracking.connection import UploadCursor, lacking, locate
-from resilient_train.tracking.review import command
+from resilient_train.tracking.story import command
 from resilient_train.wording import log
 
 EXPERIMENT = "resilient_train"  # of the caller's own loop; conf/tracking names the same one for the command

@@ -24,8 +24,7 @@ from resilient_train.reader import MemoryConfig
 from resilient_train.record.journal import JOURNAL, Journal, read
 from resilient_train.record.run_history import as_line
 from resilient_train.tracking.report import report
-from resilient_train.tracking.review import samples_skipped
-from resilient_train.tracking.story import read_story
+from resilient_train.tracking.story import read_story, samples_skipped
 from resilient_train.types import Cause
 
 BATCH, STEPS = 8, 390
