@@ -269,8 +269,7 @@ def evaluate_and_report(run: Run) -> None:
 def evaluate(run: Run) -> dict[str, float]:
     """Return the mean over all rows and ranks of the loss and of the objective's metrics; {} if it was stopped."""
     assert run.evaluation is not None
-    sums: dict[str, torch.Tensor] = {}
-    rows: dict[str, int] = {}
+    sums: dict[str, torch.Tensor] = {}  # of each metric and of the rows that have it
     run.model.eval()
     with preserved(run.world.device):  # training continues with the random numbers as if there was no evaluation
         for batch, weight in run.evaluation.batches(run.beat):
@@ -281,14 +280,13 @@ def evaluate(run: Run) -> dict[str, float]:
                 return {}
             loss, metrics = run.objective(run.model, run.world.on_device(batch))
             for name, value in {"loss": loss, **metrics}.items():
-                part = torch.as_tensor(value, dtype=torch.float32, device=run.world.device) * weight
-                sums[name] = sums.get(name, 0) + part
-                rows[name] = rows.get(name, 0) + weight
+                part = torch.as_tensor(value, dtype=torch.float32, device=run.world.device)
+                sums[name] = sums.get(name, 0) + weight * torch.stack([part, torch.ones_like(part)])
     run.model.train()
     run.guard.reporter.start_lap()  # the time of a step does not include an evaluation
-    known = set[str]().union(*run.world.all_of(list(sums)))  # each rank may know other ones
-    names = sorted(known, key=lambda name: (name != "loss", name))
-    cells = [cell for name in names for cell in (sums.get(name, 0.0), rows.get(name, 0))]
-    totals = run.world.sum(torch.stack([torch.as_tensor(cell, device=run.world.device).float() for cell in cells]))
-    pairs = totals.view(-1, 2).tolist()
-    return {name: total / count if count else math.nan for name, (total, count) in zip(names, pairs, strict=True)}
+    ranks = run.world.all_of({name: one.tolist() for name, one in sums.items()})  # each may know other metrics
+    found = dict[str, float]()
+    for name in sorted(set[str]().union(*ranks), key=lambda name: (name != "loss", name)):
+        total, rows = map(sum, zip(*(rank[name] for rank in ranks if name in rank), strict=True))
+        found[name] = total / rows if rows else math.nan
+    return found
