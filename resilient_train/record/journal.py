@@ -27,7 +27,7 @@ from typing import Any
 
 from resilient_train import files
 from resilient_train.errors import TrainError
-from resilient_train.files import MOST_BYTES, read_plain, sync_directory, write_all
+from resilient_train.files import MOST_BYTES, commit_text, read_plain, sync_directory, write_all
 from resilient_train.secrets import masked_tree
 from resilient_train.wording import counted, log
 
@@ -192,6 +192,11 @@ def plain(value: Any) -> Any:
             number = float(value)
             return number if math.isfinite(number) else str(number)
     return str(value)
+
+
+def commit_json(path: Path, tree: Any) -> None:
+    """Replace a file by what every reader of JSON accepts, without secrets."""
+    commit_text(path, json.dumps(masked_tree(plain(tree)), indent=2) + "\n")
 
 
 def seal(text: str) -> bytes:

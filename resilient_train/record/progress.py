@@ -6,7 +6,6 @@ or none. Not a memory map: a file that is cut short, or a server that is gone, w
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 import time
@@ -19,9 +18,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from resilient_train import files
-from resilient_train.files import commit_text, read_json, read_plain
-from resilient_train.record.journal import WriteAttempts
-from resilient_train.secrets import masked_tree
+from resilient_train.files import read_json, read_plain
+from resilient_train.record.journal import WriteAttempts, commit_json
 from resilient_train.types import Facts, fact
 
 _LOOK_S = 0.1
@@ -65,7 +63,7 @@ _FILES: dict[type, str] = {Hung: "hung.rank{}.json", OutOfMemory: "no_room.rank{
 
 def leave(run_dir: Path, note: Hung | OutOfMemory | Failed) -> None:
     """Write a note. Raises OSError if this host does not have the directory, or cannot write to it."""
-    commit_text(run_dir / _FILES[type(note)].format(note.rank), json.dumps(masked_tree(asdict(note))) + "\n")
+    commit_json(run_dir / _FILES[type(note)].format(note.rank), asdict(note))
 
 
 def found(run_dir: Path | None, kind: type[Note]) -> list[Note]:

@@ -55,10 +55,6 @@ class Quarantine:
         self.rows |= new
         self._is_behind |= bool(new)
 
-    def write(self) -> None:
-        if self._is_behind or self._attempts.has_failed:
-            self._write()
-
     def adopt(self, rows: Mapping[int, Quarantined]) -> None:
         self.add(rows)
         self.write()
@@ -81,7 +77,8 @@ class Quarantine:
             listed = _read(file, None if data_may_differ else here)
             self.rows |= {row: why for row, why in listed.items() if row < here["rows"]}
             if data_may_differ:
-                self._write()
+                self._is_behind = True
+                self.write()
         except Foreign as error:
             why = f"{error}; give the run its own data, or take it as it is (data_changed=accept)"
             raise unusable(str(file), why) from error
@@ -90,9 +87,9 @@ class Quarantine:
             with contextlib.suppress(OSError):
                 file.replace(file.with_name(f"{file.name}.damaged"))
 
-    def _write(self) -> None:
-        self._is_behind = False
-        if self._file is None:
+    def write(self) -> None:
+        is_due, self._is_behind = self._is_behind or self._attempts.has_failed, False
+        if self._file is None or not is_due:
             return
         rows = masked_tree([{"row": row, **asdict(why), "reason": say(why.reason)} for row, why in self.rows.items()])
         content = {"format": _FORMAT, "data": dict(self._fingerprint()), "rows": rows}
