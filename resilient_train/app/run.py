@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
 import platform
+import socket
 import subprocess
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,6 @@ from resilient_train import __version__
 from resilient_train.adapters.reporter import Place, finish_uploads, note_error, print_review, write_summary
 from resilient_train.app.build import Run, assemble, train
 from resilient_train.app.config.compose import FIXED, Composed, describe_changes, other_run
-from resilient_train.app.directory import RunDirectory, claim
 from resilient_train.app.terminal import Terminal
 from resilient_train.checkpoint import weights
 from resilient_train.checkpoint.resume import Resume
@@ -26,17 +27,37 @@ from resilient_train.checkpoint.store import WEIGHTS
 from resilient_train.core.decide import by_signal
 from resilient_train.core.randomness import set_deterministic
 from resilient_train.diagnose.frames import called_by_us, is_users
-from resilient_train.errors import ConfigError, GaveUp, PeerEnded, RanksDiffer, Stopped, TrainError, in_one_line
-from resilient_train.files import commit_text
-from resilient_train.ranks.lock import DirectoryLock
+from resilient_train.errors import (
+    ConfigError,
+    DirectoryInUse,
+    GaveUp,
+    PeerEnded,
+    RanksDiffer,
+    Stopped,
+    TrainError,
+    in_one_line,
+)
+from resilient_train.files import commit_text, is_left_over, read_plain, remove, sync_directory
+from resilient_train.ranks.lock import LOCK, DirectoryLock
 from resilient_train.ranks.process_exit import StopRequests, has_lost_sibling
 from resilient_train.ranks.watchdog import Hang, Phase, Watchdog
 from resilient_train.ranks.world import World, is_lost_peer
 from resilient_train.record import endings, progress
-from resilient_train.record.endings import SUMMARY, RunFacts, Summary, read_ending, status_of
+from resilient_train.record.endings import (
+    CHECKPOINTS,
+    CONFIG,
+    LAUNCH,
+    SUMMARY,
+    RunFacts,
+    Summary,
+    read_ending,
+    status_of,
+)
 from resilient_train.record.incident_log import IncidentLog
+from resilient_train.record.journal import JOURNAL
 from resilient_train.record.progress import position_of
-from resilient_train.secrets import masked_tree
+from resilient_train.record.run_history import history_of
+from resilient_train.secrets import masked, masked_tree
 from resilient_train.tracking import tracker as tracking
 from resilient_train.tracking.connection import left_in
 from resilient_train.tracking.story import again, command, completed
@@ -66,7 +87,7 @@ def run(composed: Composed) -> Ending:
     terminal = Terminal(is_main=world.is_main)
     locks: list[DirectoryLock] = []
     try:
-        directory = world.on_main(lambda: _open(composed, locks))
+        directory = world.on_main(lambda: claim(composed, locks))
         if directory.finished is not None:
             ending = _already_finished(directory, directory.finished, world)
         else:
@@ -89,42 +110,147 @@ def run(composed: Composed) -> Ending:
             lock.release()
 
 
-def _open(composed: Composed, locks: list[DirectoryLock]) -> RunDirectory:
-    settings = composed.config.run
-    path, changes = Path(settings.dir), composed.changes
-    directory, lock = claim(path, steps=settings.steps, resume=settings.resume, changes=changes)
-    locks.append(lock)
-    why = ""
-    if directory.finished is not None:
-        if others := other_run(directory.changes):
-            why = f"holds a finished run of another configuration ({'; '.join(others)})"
-    elif directory.resumes:
-        if refused := [f"{key}: {how}" for key, how in directory.changes.items() if key.startswith(FIXED)]:
-            why = f"holds a run that cannot resume with another {'; '.join(refused)}"
-    else:
-        commit_text(directory.config, composed.yaml(directory.path))
-    if why:
-        raise ConfigError("run.dir", directory.path, f"{why}: choose another run.name")
-    if not directory.resumes:
-        endings.begin(directory.path, is_finished=directory.finished is not None)
-    return directory
+@dataclass(frozen=True)
+class RunDirectory:
+    path: Path
+    resumes: bool = False  # a run that began there
+    finished: dict[str, Any] | None = None  # the summary of a run that is complete already, or gave up
+    changes: dict[str, str] = field(default_factory=dict)  # of the configuration since that run began, by key
+
+    @property
+    def config(self) -> Path:
+        return self.path / CONFIG
+
+    def log(self, rank: int) -> Path:
+        return self.path / ("train.log" if rank == 0 else f"train.rank{rank}.log")
 
 
+def claim(composed: Composed, locks: list[DirectoryLock]) -> RunDirectory:
+    """Lock the directory of a run, or the next sibling that is free if nothing is to be resumed; `locks` gets the lock.
+
+    A directory without any update is reused; if nothing is to be resumed, only if its start was refused. The restart of
+    a launch takes the directory of its first start.
+    """
+    path = Path(composed.config.run.dir).absolute()
+    resumes = composed.config.run.resume != "never"
+    siblings = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    for candidate in itertools.chain([path], siblings):
+        try:
+            is_new, lock = _locked(candidate)
+        except DirectoryInUse:
+            if resumes:
+                raise
+            continue
+        summary = read_ending(candidate, SUMMARY) or {}
+        has_no_update = summary.get("ticks") == 0 and not (candidate / CHECKPOINTS).exists()
+        was_refused = summary.get("status") == "failed" and summary.get("exit_code") == 2
+        is_free = is_new or (has_no_update and (was_refused or resumes))
+        if resumes or is_free or _was_launched_by_this(candidate):
+            locks.append(lock)
+            return _opened(composed, candidate, None if is_free else summary)
+        lock.release()
+    raise AssertionError("there is always another name")
+
+
+def _opened(composed: Composed, path: Path, summary: dict[str, Any] | None) -> RunDirectory:
+    """Open a directory that is locked, with the summary of the run there; None if there is none.
+
+    One that holds the complete run is returned with its summary, and so is one that gave up with the same
+    configuration: it would give up again. Any other run resumes.
+    """
+    settings, found = composed.config.run, RunDirectory(path)
+    if summary is not None:
+        changes, status = composed.changes(found.config), summary.get("status")
+        done, resume = summary.get("steps"), settings.resume
+        is_complete = isinstance(done, int) and done >= settings.steps and status == "completed"
+        is_finished = is_complete or (status == "gave_up" and not changes)
+        if is_finished and (resume == "auto" or (resume != "never" and masked(resume) in history_of(path).sources)):
+            if others := other_run(changes):
+                raise _refused(path, f"holds a finished run of another configuration ({'; '.join(others)})")
+            endings.begin(path, is_finished=True)
+            return RunDirectory(path, finished=summary, changes=changes)
+        found = RunDirectory(path, resumes=True, changes=changes)
+    if (launch := _launch()) is not None:  # so that its restarts are recognized, and can be waited for
+        commit_text(path / LAUNCH, launch + "\n")
+    if not found.resumes:
+        commit_text(found.config, composed.yaml(path))
+        endings.begin(path, is_finished=False)
+    elif fixed := [f"{key}: {how}" for key, how in found.changes.items() if key.startswith(FIXED)]:
+        raise _refused(path, f"holds a run that cannot resume with another {'; '.join(fixed)}")
+    return found
+
+
+def _refused(path: Path, why: str) -> ConfigError:
+    return ConfigError("run.dir", path, f"{why}: choose another run.name")
+
+
+def _locked(path: Path) -> tuple[bool, DirectoryLock]:
+    """Lock a directory, which is made if needed; return whether it had no run, and the lock."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with suppress(OSError):  # so that a power cut does not lose the directory itself
+            sync_directory(path.parent)
+        is_new = not (path / CONFIG).exists()
+        names = sorted(one.name for one in path.iterdir()) if is_new else []
+        if unexpected := [name for name in names if name != LOCK and not is_left_over(name)]:
+            why = f"holds files that are not a run ({', '.join(unexpected[:3])}): choose another directory"
+            if JOURNAL in unexpected:
+                why = f"holds a run whose {CONFIG} is missing: put it back, or choose another directory"
+            raise ConfigError("run.dir", path, why)
+        lock = DirectoryLock(path)
+        for file in path.iterdir():
+            if is_left_over(file.name):
+                remove(file)
+        return is_new, lock
+    except OSError as error:
+        raise ConfigError("run.dir", path, f"cannot be written: {error.strerror or error}") from error
+
+
+def _launch() -> str | None:
+    """Name what all restarts of one launch share; None if nothing restarts this process."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        parent = os.getppid()
+        return f"agent {os.environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {parent}.{_began(parent)}"
+    return f"slurm {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else None
+
+
+def _began(process: int) -> str:
+    """Return when a process began, in ticks since the boot, as its number may be in use again; "" if it is gone."""
+    try:
+        return read_plain(Path("/proc", str(process), "stat")).rpartition(b")")[2].split()[19].decode()
+    except (OSError, IndexError):
+        return ""
+
+
+def _was_launched_by_this(run_dir: Path) -> bool:
+    """Say whether this process is a restart by the launcher that started the run there."""
+    restarts = [os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")]
+    if restarts == ["0", "0"]:
+        return False
+    try:
+        return read_plain(run_dir / LAUNCH).decode(errors="replace").strip() == _launch()
+    except OSError:
+        return False
+
+
+@dataclass(eq=False)
 class _Session:
     """A run from its start to its end: `end` reports what `train` has built until then."""
 
-    def __init__(self, composed: Composed, world: World, directory: RunDirectory) -> None:
-        self.composed, self.world, self.directory = composed, world, directory
-        self.config, self.started = composed.config, time.monotonic()
-        self.tracker: Tracker = Tracker()
-        self.incident_log = IncidentLog(None)
-        self.run: Run | None = None  # once it is resumed
+    composed: Composed
+    world: World
+    directory: RunDirectory
+    tracker: Tracker = field(default_factory=Tracker)
+    incident_log: IncidentLog = field(default_factory=lambda: IncidentLog(None))
+    run: Run | None = None  # once it is resumed
+    started: float = field(default_factory=time.monotonic)
 
     def train(self, requests: StopRequests) -> None:
-        settings, directory, composed, world = self.config.run, self.directory, self.composed, self.world
+        composed, world, directory = self.composed, self.world, self.directory
+        config, settings = composed.config, composed.config.run
         if world.is_main:
             shown = composed.params, composed.sweep
-            self.tracker = tracking.build(self.config.tracking, directory.path, _HOME.absolute(), *shown)
+            self.tracker = tracking.build(config.tracking, directory.path, _HOME.absolute(), *shown)
         log.info("resilient_train %s in %s", __version__, directory.path)
         log.info("%s", world)
         self.incident_log = IncidentLog(directory.path if world.is_main else None, run_dir=directory.path)
@@ -141,7 +267,7 @@ class _Session:
         )
         with watchdog:
             home = Place(self.incident_log, tracker=self.tracker)
-            run = assemble(self.config, world, home, resume, requests.asked, watchdog.beat)
+            run = assemble(config, world, home, resume, requests.asked, watchdog.beat)
             log.info("%s", run)
             self._resume(run)
             requests.is_in_loop = True
@@ -288,7 +414,7 @@ class _Session:
 
     def _alert(self, event: str, summary: Summary) -> None:
         """Run the user's command, if there is one, with a line of JSON on its input. A failure is only a warning."""
-        if not (words := self.config.notify.command):
+        if not (words := self.composed.config.notify.command):
             return
         message = summary.why or f"completed, with the verdict {summary.verdict}"
         about = {"event": event, "message": message, "run_dir": str(self.directory.path), "host": platform.node()}

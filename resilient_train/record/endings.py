@@ -23,6 +23,7 @@ from resilient_train.types import Incident, Outcome, kind_of
 CONFIG, LOOP = "config.yaml", "loop.json"  # of a run of the command, and of a loop that the caller wrote
 SUMMARY, REFUSED = "summary.json", "refused.json"
 CHECKPOINTS = "checkpoints"
+LAUNCH = ".launch"  # names what may restart the newest process of a run
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,6 +128,9 @@ class IncidentLog:
             self.ongoing.add(incident.id)
         log.warning("%s", describe(incident))
 
+    def update(self, incident: Incident) -> None:
+        self.run_history.note(TREATED, incident=incident)
+
     def close(self, incident: Incident, outcome: Outcome | None = None, *, healthy_steps: int | None = None) -> None:
         """Record the outcome of an incident, by default the one it has, and list it."""
         outcome = Outcome.OBSERVED if incident.is_observed else outcome
@@ -157,7 +160,7 @@ class IncidentLog:
         incident = replace(incident, further=incident.further + 1)
         self.run_history.adopt([incident])
         if _log_doubling(incident, step):
-            self.run_history.note(TREATED, incident=incident)
+            self.update(incident)
 
     def continued(self, anomaly: Anomaly, diagnosis: Diagnosis, decision: Decision) -> Incident | None:
         """Return the newest incident if it is open, and the same happened again and is only skipped again.
