@@ -97,7 +97,7 @@ def place(run_dir: str | Path | None, world: World, resumes: bool, tracking: Any
 def _tracking(given: str | bool | None, run_dir: Path) -> TrackingConfig | None:
     if given is None or given is False:
         return None
-    if given is not True and not isinstance(given, str):
+    if not isinstance(given, str | bool):
         raise TypeError(f"tracking: expected an address of MLflow or True, got {named_type(given)}")
     if find_spec("mlflow") is None:
         raise unusable("tracking", "needs the package mlflow: pip install 'resilient-train[app]'")
@@ -140,7 +140,8 @@ def _close_older(directory: Path) -> bool:
     """Close the guard of a directory, where a cell is run again. False: its loop runs, or an error has left it."""
     if directory not in holders:
         return False
-    reporter, guard = holders[directory][0], holders[directory][1]()
+    reporter, known = holders[directory]
+    guard = known()
     if guard is not None and (guard.is_looping or guard.world.size > 1):
         return False
     log.info("%s is taken over from a guard of this process whose loop was left", directory)
@@ -317,12 +318,12 @@ class RunReporter:
         if (self._is_over and not is_only_told) or self._ending is not None:
             return
         is_lost = error is not None and is_lost_peer(error)
-        if is_lost and not is_only_told:
-            ended = replace(ended, failure=endings.failure(self.directory))
+        if is_lost:
+            ended = replace(ended, failure=endings.failure(place.directory))
         self._ending = ending = self.summary(ended, time.monotonic() - self._began, digests)
         if is_only_told:
-            known = place.incident_log.incidents, place.incident_log.run_history.effects
-            for line in [completed(ending)] * (ending.status == "completed") + review(story_of(ending, *known)):
+            story = story_of(ending, place.incident_log.run_history)
+            for line in [completed(ending)] * (ending.status == "completed") + review(story):
                 log.info("%s", line)
             return
         # Of a loss without an explanation, the progress stays as if this process was killed.

@@ -43,16 +43,7 @@ from resilient_train.ranks.process_exit import StopRequests, has_lost_sibling
 from resilient_train.ranks.watchdog import Hang, Phase, Watchdog
 from resilient_train.ranks.world import World, is_lost_peer
 from resilient_train.record import endings, progress
-from resilient_train.record.endings import (
-    CHECKPOINTS,
-    CONFIG,
-    LAUNCH,
-    SUMMARY,
-    RunFacts,
-    Summary,
-    read_ending,
-    status_of,
-)
+from resilient_train.record.endings import CONFIG, SUMMARY, RunFacts, Summary, read_ending, status_of
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.journal import JOURNAL
 from resilient_train.record.progress import position_of
@@ -142,7 +133,7 @@ def claim(composed: Composed, locks: list[DirectoryLock]) -> RunDirectory:
                 raise
             continue
         summary = read_ending(candidate, SUMMARY) or {}
-        has_no_update = summary.get("ticks") == 0 and not (candidate / CHECKPOINTS).exists()
+        has_no_update = summary.get("ticks") == 0 and not (candidate / endings.CHECKPOINTS).exists()
         was_refused = summary.get("status") == "failed" and summary.get("exit_code") == 2
         is_free = is_new or (has_no_update and (was_refused or resumes))
         if resumes or is_free or _was_launched_by_this(candidate):
@@ -171,7 +162,7 @@ def _opened(composed: Composed, path: Path, summary: dict[str, Any] | None) -> R
             return RunDirectory(path, finished=summary, changes=changes)
         found = RunDirectory(path, resumes=True, changes=changes)
     if (launch := _launch()) is not None:  # so that its restarts are recognized, and can be waited for
-        commit_text(path / LAUNCH, launch + "\n")
+        commit_text(path / endings.LAUNCH, launch + "\n")
     if not found.resumes:
         commit_text(found.config, composed.yaml(path))
         endings.begin(path, is_finished=False)
@@ -228,7 +219,7 @@ def _was_launched_by_this(run_dir: Path) -> bool:
     if restarts == ["0", "0"]:
         return False
     try:
-        return read_plain(run_dir / LAUNCH).decode(errors="replace").strip() == _launch()
+        return read_plain(run_dir / endings.LAUNCH).decode(errors="replace").strip() == _launch()
     except OSError:
         return False
 

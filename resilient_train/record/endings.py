@@ -114,7 +114,7 @@ def note_failure(run_dir: Path, rank: int, why: str, *, in_training: bool) -> No
             leave(run_dir, Failed(rank, why, in_training))
 
 
-def failure(run_dir: Path, *, in_training: bool = False) -> str:
+def failure(run_dir: Path | None, *, in_training: bool = False) -> str:
     """Return the error of the first rank other than 0 that noted one, in one line; empty if none did."""
     noted = [one for one in found(run_dir, Failed) if one.in_training or not in_training]
     return f"rank {noted[0].rank}: {' '.join(noted[0].why.split())}" if noted else ""

@@ -75,9 +75,9 @@ class Journal:
         if not size and path.exists() and path.with_name("progress").exists():  # it is empty only until a run trains
             log.warning("%s is empty: its entries are lost, and with them the incidents of the run", path)
         found = [(entry, end) for entry, end in lines if entry is not None]
-        self._end = found[-1][1] if found else 0
+        last, self._end = found[-1] if found else ({"n": 0}, 0)
         self._lines = [seal(json.dumps(entry)) for entry, _ in found]  # all, in case the file is emptied
-        self._number: int = found[-1][0]["n"] if found else 0
+        self._number: int = last["n"]
         self.waiting: list[bytes] = []  # lines that the disk did not take yet
         self._attempts = WriteAttempts(path, "entries are kept in memory and tried again, but a kill would lose them")
         self._lock = threading.Lock()  # a watchdog may write as well

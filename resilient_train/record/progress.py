@@ -10,7 +10,7 @@ import os
 import struct
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
@@ -69,15 +69,19 @@ def leave(run_dir: Path, note: Hung | OutOfMemory | Failed) -> None:
 def found(run_dir: Path | None, kind: type[Note]) -> list[Note]:
     """Return the notes of this kind in this host's directory, in order of the ranks; damaged files are left out."""
     notes = []
-    for path in run_dir.glob(_FILES[kind].format("*")) if run_dir is not None else []:
+    for path in _notes(run_dir, kind):
         with suppress(TypeError, ValueError):
             notes.append(kind(**read_json(path)))
     return sorted(notes, key=lambda one: one.rank)
 
 
+def _notes(run_dir: Path | None, kind: type) -> Iterable[Path]:
+    return run_dir.glob(_FILES[kind].format("*")) if run_dir is not None else ()
+
+
 def clear(run_dir: Path | None, kind: type) -> None:
     """Remove the notes, as the journal has them now. All ranks that share a directory try to."""
-    for path in run_dir.glob(_FILES[kind].format("*")) if run_dir is not None else []:
+    for path in _notes(run_dir, kind):
         with suppress(OSError):
             files.disk.unlink(path)
 

@@ -241,16 +241,15 @@ def as_line(incident: Incident) -> dict[str, Any]:
     if incident.is_observed or incident.further:
         keys += ["further", "again"]
     keys += [name for name in ("suspects", "tried") if known[name]]
-    whole: dict[str, Any] = masked_tree(plain({name: known[name] for name in keys}))
-    return whole
+    return masked_tree(plain({name: known[name] for name in keys}))  # type: ignore[no-any-return]
 
 
 def in_words(incident: Incident) -> dict[str, Any]:
     """Return its line with sentences in place of facts, as incidents.jsonl has it."""
     why, line = incident.decision.gave_up, as_line(incident)
     line |= {"advice": say(incident.diagnosis.advice), "evidence": evidence_of(incident.anomaly)}
-    whole: dict[str, Any] = masked_tree({**line, "gave_up": say(why) if why is not None else None})
-    return whole
+    line["gave_up"] = say(why) if why is not None else None
+    return masked_tree(line)  # type: ignore[no-any-return]
 
 
 def from_line(line: Any) -> Incident:
@@ -258,10 +257,10 @@ def from_line(line: Any) -> Incident:
     try:
         parts = {"anomaly": _record(Anomaly, line), "decision": _record(Decision, line)}
         parts["diagnosis"] = _record(Diagnosis, {**line, "ranks": []})  # `ranks` are those of the anomaly
-        incident: Incident = _record(Incident, line, **parts, tried=tuple(map(_arm, line.get("tried", []))))
+        tried = tuple(map(_arm, line.get("tried", [])))
+        return _record(Incident, line, **parts, tried=tried)  # type: ignore[no-any-return]
     except (KeyError, TypeError) as error:
         raise ValueError(f"an incident cannot be read: {error}") from None
-    return incident
 
 
 def _line_of_action(action: Action) -> dict[str, Any]:
@@ -295,8 +294,7 @@ def _value(kind: Any, value: Any) -> Any:
 def _arm(line: Mapping[str, Any]) -> Tried:
     loss = line.get("loss")  # text, where it is not finite
     number = loss if type(loss) in (int, float) else math.inf
-    arm: Tried = _record(Tried, {**line, "actions": line.get("do")}, loss=number)
-    return arm
+    return _record(Tried, {**line, "actions": line.get("do")}, loss=number)  # type: ignore[no-any-return]
 
 
 def _action(line: Mapping[str, Any]) -> Action:

@@ -18,26 +18,15 @@ from typing import Any, NamedTuple
 
 from resilient_train import wording
 from resilient_train.files import read_json
-from resilient_train.record.endings import (
-    CHECKPOINTS,
-    Loop,
-    RunFacts,
-    Status,
-    Summary,
-    facts_of,
-    loop_of,
-    resumes,
-    settings_of,
-    status_of,
-    unrecovered,
-)
+from resilient_train.record import endings
+from resilient_train.record.endings import Status, Summary, resumes, status_of
 from resilient_train.record.journal import JOURNAL, read
 from resilient_train.record.progress import position_of
 from resilient_train.record.run_history import Chapter, RunHistory
 from resilient_train.sentences import ACTIVE, AGAIN, DETAILS, HEADLINES, LEFT, PATCHED, TO_DO
 from resilient_train.tracking.connection import SCHEMELESS
 from resilient_train.types import Cause, Facts, Incident, Outcome, fact
-from resilient_train.wording import fill, say
+from resilient_train.wording import fields_of, fill, say
 
 _CHECKPOINT = re.compile(r"step-\d{8,18}(\.\d+)?")
 _REPEATS = (Cause.EXPLOSION, Cause.RATE, Cause.OVERFLOW)  # the next run of this configuration meets it, too
@@ -64,7 +53,7 @@ class Story(Status):
     newest: Checkpoint | None = None  # that a resume would load: the same, or a later candidate
     best: Checkpoint | None = None  # weights alone
     remedies: Mapping[str, Any] = field(default_factory=dict)  # active, as they were last written down
-    loop: Loop | None = None  # of the caller; None for a run of the command
+    loop: endings.Loop | None = None  # of the caller; None for a run of the command
     resumes: bool = True  # by the same command, which otherwise starts a new run
 
     @property
@@ -84,12 +73,12 @@ class Story(Status):
 def read_story(run_dir: Path) -> Story:
     """Read the story of the run in a directory up to now. Raises OSError if its journal cannot be read."""
     run_dir = run_dir.absolute()
-    facts = facts_of(run_dir)  # first: then the journal has what the run wrote before its end
+    facts = endings.facts_of(run_dir)  # first: then the journal has what the run wrote before its end
     history = RunHistory(read(run_dir / JOURNAL))
     found = tuple(history.chapters.values())
-    checkpoints, loop, position = checkpoints_of(run_dir), loop_of(run_dir), position_of(run_dir)
+    checkpoints, loop, position = checkpoints_of(run_dir), endings.loop_of(run_dir), position_of(run_dir)
     step, tick = (facts.summary.get(key, here) for key, here in (("steps", position.step), ("ticks", position.tick)))
-    planned = settings_of(run_dir).get("steps") if loop is None else loop.steps
+    planned = endings.settings_of(run_dir).get("steps") if loop is None else loop.steps
     status = status_of(replace(facts, incidents=[one.incident for one in found], step=step))
     return Story(
         **vars(status),
@@ -107,22 +96,22 @@ def read_story(run_dir: Path) -> Story:
     )
 
 
-def story_of(summary: Summary, incidents: Sequence[Incident], remedies: Mapping[str, Any] | None) -> Story:
+def story_of(summary: Summary, history: RunHistory) -> Story:
     """Return the story of a run that writes nothing, from what its process knows at its end."""
-    status = status_of(RunFacts(incidents=incidents, step=summary.steps, summary=asdict(summary)))
+    status = status_of(endings.RunFacts(incidents=history.incidents, step=summary.steps, summary=asdict(summary)))
     return Story(
         **vars(status),
         directory=None,
-        chapters=tuple(Chapter(one, 0) for one in incidents),
+        chapters=tuple(history.chapters.values()),
         step=summary.steps,
         tick=summary.ticks,
-        remedies=remedies or {},
+        remedies=history.effects,
     )
 
 
 def checkpoints_of(run_dir: Path) -> list[Checkpoint]:
     """List what a resume may load, the latest first. Checksums are not verified."""
-    paths = [path for path in (run_dir / CHECKPOINTS).glob("step-*") if _CHECKPOINT.fullmatch(path.name)]
+    paths = [path for path in (run_dir / endings.CHECKPOINTS).glob("step-*") if _CHECKPOINT.fullmatch(path.name)]
     found = [one for path in paths if (one := _checkpoint(path.absolute())) is not None]
     return sorted(found, key=lambda one: (one.tick, one.step, one.path.name), reverse=True)
 
@@ -285,7 +274,7 @@ def about(story: Story) -> dict[str, Any]:
 def _last(story: Story) -> Incident | None:
     """Return the incident that the verdict names."""
     if story.status == "unrecovered":
-        return unrecovered(story.incidents, story.step)
+        return endings.unrecovered(story.incidents, story.step)
     if story.status == "gave_up":
         decided = [one for one in story.incidents if one.decision.gave_up is not None] or story.incidents
         return decided[-1] if decided else None
@@ -325,7 +314,7 @@ def left(story: Story, show: Show) -> list[tuple[str, str]]:
     """Say what differs from the configuration and where the weights are, each with a label; `show` names a path."""
 
     def described(one: Checkpoint | None) -> Mapping[str, Any]:
-        return {"path": show(one.path), "step": one.step, "metrics": one.metrics, "kind": one.kind} if one else {}
+        return {**fields_of(one), "path": show(one.path)} if one else {}
 
     weights = story.directory / WEIGHTS if story.directory is not None else None
     values = {
