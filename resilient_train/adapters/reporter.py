@@ -7,7 +7,6 @@ of a `break`, or an error of the caller's, it learns only at the exit of the int
 from __future__ import annotations
 
 import atexit
-import itertools
 import logging
 import os
 import sys
@@ -34,6 +33,7 @@ from resilient_train.errors import (
     short_message,
     unusable,
 )
+from resilient_train.files import siblings
 from resilient_train.ranks.lock import DirectoryLock
 from resilient_train.ranks.world import World, is_lost_device, is_lost_peer
 from resilient_train.reader import DiskConfig
@@ -60,6 +60,7 @@ _DRAIN_S = 30.0  # how long the end of a loop waits for MLflow at most
 
 # By run directory, of this process: who reports the run, and the guard, which may be gone.
 holders: dict[Path, tuple[RunReporter, weakref.ref[Any]]] = {}
+os.register_at_fork(after_in_child=holders.clear)  # a forked child reports nothing
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def place(run_dir: str | Path | None, world: World, resumes: bool, tracking: Any
     if path != named:
         log.info("%s holds another run: this one writes to %s", run_dir, path)
     try:
-        incident_log = IncidentLog(path if world.is_main else None, run_dir=path)
+        incident_log = IncidentLog(path, writes=world.is_main)
     except BaseException:
         for lock in locks:
             lock.release()
@@ -112,8 +113,7 @@ def _tracking(given: str | bool | None, run_dir: Path) -> TrackingConfig | None:
 
 def _claim(named: Path, locks: list[DirectoryLock], *, resumes: bool) -> Path:
     """Lock the named directory, or the first sibling without a run; two processes may begin at the same time."""
-    path = named
-    for number in itertools.count(2):
+    for path in siblings(named):
         try:
             path.mkdir(parents=True, exist_ok=True)
             if resumes or not (path / INCIDENTS).exists():
@@ -132,7 +132,6 @@ def _claim(named: Path, locks: list[DirectoryLock], *, resumes: bool) -> Path:
                 raise ConfigError("run_dir", named, "is a file, expected a directory") from None
         except OSError as error:
             raise ConfigError("run_dir", named, f"cannot be written: {error.strerror}") from None
-        path = named.with_name(f"{named.name}-{number}")
     raise AssertionError
 
 
@@ -206,7 +205,6 @@ class RunReporter:
     _began: float = field(default_factory=time.monotonic)
     _ending: Summary | None = None  # as written
     _is_over: bool = True  # everything is reported
-    _process: int = field(default_factory=os.getpid)  # a forked child reports nothing
 
     def __post_init__(self) -> None:
         self.tracker = self.place.tracker
@@ -375,7 +373,7 @@ class RunReporter:
 
     def left(self, error: BaseException | None) -> None:
         """Report at the exit of the process what was not reported before; `error` is what it exits with."""
-        if self._is_over or os.getpid() != self._process:
+        if self._is_over:
             return
         if error is None and self.place.rank:  # by a break that was meant, or by sys.exit(1), which leaves no trace
             endings.note_failure(self.directory, self.place.rank, "left its loop, without an error", in_training=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import os
@@ -37,7 +36,7 @@ from resilient_train.errors import (
     TrainError,
     in_one_line,
 )
-from resilient_train.files import commit_text, is_left_over, read_plain, remove, sync_directory
+from resilient_train.files import commit_text, is_left_over, read_plain, remove, siblings, sync_directory
 from resilient_train.ranks.lock import LOCK, DirectoryLock
 from resilient_train.ranks.process_exit import StopRequests, has_lost_sibling
 from resilient_train.ranks.watchdog import Hang, Phase, Watchdog
@@ -124,8 +123,7 @@ def claim(composed: Composed, locks: list[DirectoryLock]) -> RunDirectory:
     """
     path = Path(composed.config.run.dir).absolute()
     resumes = composed.config.run.resume != "never"
-    siblings = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
-    for candidate in itertools.chain([path], siblings):
+    for candidate in siblings(path):
         try:
             is_new, lock = _locked(candidate)
         except DirectoryInUse:
@@ -244,7 +242,7 @@ class _Session:
             self.tracker = tracking.build(config.tracking, directory.path, _HOME.absolute(), *shown)
         log.info("resilient_train %s in %s", __version__, directory.path)
         log.info("%s", world)
-        self.incident_log = IncidentLog(directory.path if world.is_main else None, run_dir=directory.path)
+        self.incident_log = IncidentLog(directory.path, writes=world.is_main)
         resume = Resume(
             None if settings.resume in ("auto", "never") else Path(settings.resume),
             tuple(directory.changes),
@@ -286,19 +284,19 @@ class _Session:
 
     def _resume(self, run: Run) -> None:
         """Resume the run of the directory. A changed configuration is written only now."""
-        directory = self.directory
+        directory, is_main = self.directory, self.world.is_main
         for line in describe_changes(directory.changes):
             log.info("changed: %s", line)
         resumed = run.guard.resume()
         self.run = run  # before the files of the previous process are replaced, as that may fail
         if resumed:
             log.info("resumes from step %d", run.guard.clock.step)
-        elif directory.resumes and self.world.is_main and not self.incident_log.run_history.has_saved:
+        elif directory.resumes and is_main and not self.incident_log.run_history.has_saved:
             log.info("the run there had no checkpoint yet: it begins at step 0 again")
-        if directory.resumes and self.world.is_main:
+        if directory.resumes and is_main:
             endings.begin(directory.path, is_finished=False)
-        if directory.changes and self.world.is_main:
-            commit_text(directory.config, self.composed.yaml(directory.path))
+            if directory.changes:
+                commit_text(directory.config, self.composed.yaml(directory.path))
 
     def _end_hung(self, hang: Hang) -> int:
         """Log where the run hangs, save what can be saved, and return the exit code. The watchdog's thread calls it."""

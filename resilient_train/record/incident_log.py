@@ -26,9 +26,10 @@ _AGAIN = 64  # updates that one incident counts, as each reading of it and each 
 class IncidentLog:
     """Keeps the incidents. Ranks that do not write to the run directory keep them in memory only."""
 
-    def __init__(self, directory: Path | None, *, run_dir: Path | None = None) -> None:
-        """`run_dir` is the run directory, also on ranks that do not write to it."""
-        self.directory, self.run_dir = directory, run_dir or directory
+    def __init__(self, run_dir: Path | None, *, writes: bool = True) -> None:
+        """One rank writes to the run directory, which the others may not have."""
+        directory = run_dir if writes else None
+        self.run_dir, self.directory = run_dir, directory
         self._file = None if directory is None else directory / INCIDENTS
         self._journal = None if directory is None else Journal(directory / JOURNAL)
         self.run_history = RunHistory(self._journal.entries if self._journal else (), self._journal)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from resilient_train.errors import ConfigError, unusable
-from resilient_train.files import commit_text, read_plain
+from resilient_train.files import commit_text, digest_of, read_plain
 from resilient_train.record.journal import WriteAttempts
 from resilient_train.secrets import masked_tree
 from resilient_train.types import Facts, fact
@@ -93,7 +92,7 @@ class Quarantine:
             return
         rows = masked_tree([{"row": row, **asdict(why), "reason": say(why.reason)} for row, why in self.rows.items()])
         content = {"format": _FORMAT, "data": dict(self._fingerprint()), "rows": rows}
-        content["sha256"] = _digest(content)
+        content["sha256"] = digest_of(content)
         with self._attempts.attempt():
             commit_text(self._file, json.dumps(content, indent=2) + "\n")
 
@@ -102,17 +101,13 @@ class Foreign(ValueError):
     """A list of rows of another data set."""
 
 
-def _digest(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
 def _read(file: Path, here: Mapping[str, Any] | None) -> dict[int, Quarantined]:
     """Read a list of rows. Raises Foreign if they are not of the data set `here`, ValueError if it is damaged."""
     try:
         content = json.loads(read_plain(file).decode("utf-8"))
         if (form := content["format"]) != _FORMAT:
             raise ValueError(f"is of format {form}, where this version reads {_FORMAT}")
-        if content.pop("sha256", None) not in (None, _digest(content)):  # a user who edits the list removes it
+        if content.pop("sha256", None) not in (None, digest_of(content)):  # a user who edits the list removes it
             raise ValueError("is damaged: it is not what was written (its sha256 is that of another list)")
         rows = {
             one["row"]: Quarantined(fact("text", text=one["reason"]), one["step"], one["incident"])

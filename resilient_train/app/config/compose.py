@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import inspect
-import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -28,7 +26,7 @@ from resilient_train import __version__, reader
 from resilient_train.app import VERBS
 from resilient_train.app.config import CONF, Config
 from resilient_train.errors import ConfigError, TrainError, in_one_line, text_of, unusable
-from resilient_train.files import read_yaml
+from resilient_train.files import digest_of, read_yaml
 from resilient_train.reader import no_such, similar
 from resilient_train.record.endings import CONFIG
 from resilient_train.secrets import learn, masked_tree
@@ -281,10 +279,10 @@ def composed(
             is_custom = choice == "custom" and target
             words.append(re.sub(r"\W+", "_", str(target).rpartition(".")[2]) if is_custom else choice)
         # Masked, as another token makes no other run; unresolved, as `steps: ${run.steps}` of a schedule makes none.
-        digest = _digest([_identity(masked_tree(unresolved)), swept])[:6]
+        digest = digest_of([_identity(masked_tree(unresolved)), swept])[:6]
         raw.run.name = "-".join([*words, str(choices.get("recovery", "custom")), digest])
     elif swept:
-        raw.run.name = f"{raw.run.name}-{_digest([swept])[:6]}"
+        raw.run.name = f"{raw.run.name}-{digest_of([swept])[:6]}"
     if swept and "${run.name}" not in str(unresolved["run"]["dir"]):
         raw.run.dir = f"{raw.run.dir}/{raw.run.name}"  # each job of a sweep has a directory of its own
     try:
@@ -321,10 +319,6 @@ def _flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     for key, value in tree.items():
         found |= _flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
     return found
-
-
-def _digest(things: Any) -> str:
-    return hashlib.sha256(json.dumps(things, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _compared(settings: Mapping[str, Any], choices: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
