@@ -36,7 +36,7 @@ from resilient_train.errors import (
     TrainError,
     in_one_line,
 )
-from resilient_train.files import commit_text, is_left_over, read_plain, remove, siblings, sync_directory
+from resilient_train.files import commit_text, is_left_over, read_plain, siblings, sweep, sync_directory
 from resilient_train.ranks.lock import LOCK, DirectoryLock
 from resilient_train.ranks.process_exit import StopRequests, has_lost_sibling
 from resilient_train.ranks.watchdog import Hang, Phase, Watchdog
@@ -187,9 +187,7 @@ def _locked(path: Path) -> tuple[bool, DirectoryLock]:
                 why = f"holds a run whose {CONFIG} is missing: put it back, or choose another directory"
             raise ConfigError("run.dir", path, why)
         lock = DirectoryLock(path)
-        for file in path.iterdir():
-            if is_left_over(file.name):
-                remove(file)
+        sweep(path.resolve())
         return is_new, lock
     except OSError as error:
         raise ConfigError("run.dir", path, f"cannot be written: {error.strerror or error}") from error
@@ -302,8 +300,7 @@ class _Session:
         """Log where the run hangs, save what can be saved, and return the exit code. The watchdog's thread calls it."""
         world, directory, run = self.world, self.directory, self.run
         place, is_theirs = _place_of(hang)
-        where = {"phase": str(hang.phase), "seconds": hang.seconds, "where": place}
-        evidence = fact("hangs", **where, asked=hang.stop_asked)
+        evidence = fact("hangs", phase=str(hang.phase), seconds=hang.seconds, where=place, asked=hang.stop_asked)
         # Rank 0 reports for the ranks that only wait for another; a rank that hangs in user code reports itself.
         level = logging.ERROR if world.is_main or is_theirs else logging.INFO
         log.log(level, "%s: the process ends; all stacks are in %s", say(evidence), directory.log(world.rank))
@@ -327,16 +324,16 @@ class _Session:
                 anomaly = Anomaly(Signal.HANG, last.step + 1, last.tick, last.step, evidence)
                 self.incident_log.report(anomaly, by_signal(anomaly), Decision((Action("end"),)))
         else:
-            another_failed = self._stops_since_another_failed()  # reads files, so not before the stacks are logged
-            if why := endings.failure(directory.path) if another_failed else "":
+            why = self._failure_elsewhere(Stopped())  # reads files, so not before the stacks are logged
+            if why:
                 log.error("error: %s", why)
                 evidence = fact("text", text=why)
-            code = 75 if self._save_newest() and not another_failed else 1  # 75: the same command resumes
-            if run is not None and (why or not another_failed):
+            code = 75 if self._save_newest() and why is None else 1  # 75: the same command resumes
+            if run is not None and why != "":
                 run.guard.ended()
         if world.is_main:
-            why = say(evidence, "; ")
-            summary = self._summary(Stopped(why) if code == Stopped.exit_code else TrainError(why))
+            told = say(evidence, "; ")
+            summary = self._summary(Stopped(told) if code == Stopped.exit_code else TrainError(told))
             write_summary(summary, directory.path)
             if code != 75:
                 self._alert("hang", summary)
@@ -358,19 +355,13 @@ class _Session:
 
     def end(self, error: BaseException | None, requests: StopRequests) -> Ending:
         directory, run, is_main = self.directory, self.run, self.world.is_main
-        was_lost = False
-        if isinstance(error, Stopped):
-            another_failed = self._stops_since_another_failed()
-        else:
-            another_failed = error is not None and self.world.size > 1 and is_lost_peer(error)
-        if another_failed:
-            why = endings.failure(directory.path)
-            was_lost = not why
+        why = self._failure_elsewhere(error)
+        if why is not None:
             ended = PeerEnded(why or "another process of this run ended; its error is in its train.rank*.log")
             ended.__cause__, error = error, ended
         elif not is_main and error is not None:
             note_error(directory.path, self.world.rank, error, in_training=run is not None)
-        if run is not None and not was_lost:  # else the journal still is the previous process's
+        if run is not None and why != "":  # else the journal still is the previous process's
             run.guard.ended()
         self.incident_log.close_files()
         summary = self._summary(error)
@@ -433,11 +424,15 @@ class _Session:
         digests = (state.weights_sha256(), state.sha256()) if error is None else None
         return self.run.guard.reporter.summary(RunFacts(error=error, is_closed=True), seconds, digests)
 
-    def _stops_since_another_failed(self) -> bool:
-        """Say whether a launcher asks to stop because another rank failed, and not a person or a scheduler."""
-        if self.world.size == 1 or (self.run is not None and self.run.guard.stopped):  # all ranks agreed to stop
-            return False
-        return bool(endings.failure(self.directory.path)) or has_lost_sibling()
+    def _failure_elsewhere(self, error: BaseException | None) -> str | None:
+        """Return why another rank failed, which ends this one, or "" if it did not say; None if none has."""
+        failure = endings.failure(self.directory.path)
+        if isinstance(error, Stopped):  # by a launcher since another failed, or by a person or a scheduler
+            has_agreed = self.run is not None and self.run.guard.stopped
+            has_failed = not has_agreed and bool(failure or has_lost_sibling())
+        else:
+            has_failed = error is not None and is_lost_peer(error)
+        return failure if has_failed and self.world.size > 1 else None
 
 
 def _place_of(hang: Hang) -> tuple[str, bool]:
