@@ -46,7 +46,7 @@ from resilient_train.tracking import tracker as tracking
 from resilient_train.tracking.connection import locate
 from resilient_train.tracking.story import command, completed, read_story, review, story_of, ui_command, where_to_look
 from resilient_train.tracking.tracker import EXPERIMENT, Tracker, TrackingConfig
-from resilient_train.types import Cause, Vitals
+from resilient_train.types import Vitals
 from resilient_train.watch.history import UpdateHistory
 from resilient_train.watch.rate import Panel
 from resilient_train.wording import log
@@ -272,8 +272,9 @@ class RunReporter:
     def summary(self, ended: RunFacts, seconds: float, digests: tuple[str, str] | None = None) -> Summary:
         """Sum up the run at its end; `ended` says how the loop or the process ends."""
         incident_log, (weights, state) = self.place.incident_log, digests or (None, None)
-        had_incidents = any(one.diagnosis.cause is not Cause.PROCESS for one in incident_log.incidents)
-        best = None if self.updates.has_turns else self.panel.best.left(had_incidents=had_incidents)
+        best = None
+        if not self.updates.has_turns:
+            best = self.panel.best.left(had_incidents=bool(incident_log.of_training))
         facts = replace(
             ended,
             incidents=incident_log.incidents,

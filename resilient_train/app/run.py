@@ -332,8 +332,8 @@ class _Session:
             if run is not None and why != "":
                 run.guard.ended()
         if world.is_main:
-            told = say(evidence, "; ")
-            summary = self._summary(Stopped(told) if code == Stopped.exit_code else TrainError(told))
+            message = say(evidence, "; ")
+            summary = self._summary(Stopped(message) if code == Stopped.exit_code else TrainError(message))
             write_summary(summary, directory.path)
             if code != 75:
                 self._alert("hang", summary)
