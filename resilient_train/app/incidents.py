@@ -13,8 +13,7 @@ from resilient_train.errors import TrainError
 from resilient_train.record.endings import LAUNCH
 from resilient_train.record.journal import JOURNAL, damaged_lines
 from resilient_train.record.run_history import in_words
-from resilient_train.tracking.report import block
-from resilient_train.tracking.story import Story, read_story, review, verdict
+from resilient_train.tracking.story import Story, block, read_story, review, verdict
 from resilient_train.types import Outcome, fact
 from resilient_train.wording import describe, say
 

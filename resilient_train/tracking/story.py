@@ -26,7 +26,7 @@ from resilient_train.record.run_history import Chapter, RunHistory
 from resilient_train.sentences import ACTIVE, AGAIN, DETAILS, HEADLINES, LEFT, PATCHED, TO_DO
 from resilient_train.tracking.connection import SCHEMELESS
 from resilient_train.types import Cause, Facts, Incident, Outcome, fact
-from resilient_train.wording import fields_of, fill, say
+from resilient_train.wording import fields_of, fill, lines_of, say
 
 _CHECKPOINT = re.compile(r"step-\d{8,18}(\.\d+)?")
 _REPEATS = (Cause.EXPLOSION, Cause.RATE, Cause.OVERFLOW)  # the next run of this configuration meets it, too
@@ -280,6 +280,17 @@ def _last(story: Story) -> Incident | None:
         return decided[-1] if decided else None
     named = [one for one in story.incidents if one.is_observed or one.outcome is None]
     return named[-1] if named else None
+
+
+def block(chapter: Chapter) -> list[str]:
+    """Describe an incident in lines: as it was printed when it was met, with its times; the last one is its outcome."""
+    return lines_of(chapter.incident, "block", opened=chapter.opened_ms, **meanwhile(chapter))
+
+
+def meanwhile(chapter: Chapter) -> dict[str, Any]:
+    """What is said of remedies that are not applied yet."""
+    is_open = chapter.treated_ms is None and chapter.incident.outcome is None
+    return {"remedies": fact("being_handled")} if is_open else {}
 
 
 def by_cause(incidents: Sequence[Incident]) -> dict[str, list[Incident]]:

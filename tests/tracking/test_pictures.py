@@ -10,7 +10,7 @@ from PIL import Image
 from stories import incident, story
 
 from resilient_train.sentences import OUTCOMES
-from resilient_train.tracking.report import GOOD, draw_strip
+from resilient_train.tracking.uploader import GOOD, draw_strip
 from resilient_train.types import Outcome
 
 MOST_BYTES = 100_000
