@@ -77,7 +77,7 @@ def read_story(run_dir: Path) -> Story:
     history = RunHistory(read(run_dir / JOURNAL))
     found = tuple(history.chapters.values())
     checkpoints, loop, position = checkpoints_of(run_dir), endings.loop_of(run_dir), position_of(run_dir)
-    step, tick = (facts.summary.get(key, here) for key, here in (("steps", position.step), ("ticks", position.tick)))
+    step, tick = facts.summary.get("steps", position.step), facts.summary.get("ticks", position.tick)
     planned = endings.settings_of(run_dir).get("steps") if loop is None else loop.steps
     status = status_of(replace(facts, incidents=[one.incident for one in found], step=step))
     return Story(
@@ -120,8 +120,8 @@ def _best_of(run_dir: Path) -> Checkpoint | None:
     path = run_dir / "best"
     match read_json(path / "best.json"):
         case {"step": int(step), **metrics} if (path / "weights.safetensors").is_file():
-            numbers = {str(name): one for name, one in metrics.items() if isinstance(one, int | float)}
-            return Checkpoint(step, path, "best", metrics={name: one for name, one in numbers.items() if isfinite(one)})
+            numbers = {name: one for name, one in metrics.items() if isinstance(one, int | float) and isfinite(one)}
+            return Checkpoint(step, path, "best", metrics=numbers)
     return None
 
 
