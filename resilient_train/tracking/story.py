@@ -120,8 +120,8 @@ def _best_of(run_dir: Path) -> Checkpoint | None:
     path = run_dir / "best"
     match read_json(path / "best.json"):
         case {"step": int(step), **metrics} if (path / "weights.safetensors").is_file():
-            numbers = {name: one for name, one in metrics.items() if isinstance(one, int | float) and isfinite(one)}
-            return Checkpoint(step, path, "best", metrics=numbers)
+            numbers = {str(name): one for name, one in metrics.items() if isinstance(one, int | float)}
+            return Checkpoint(step, path, "best", metrics={name: one for name, one in numbers.items() if isfinite(one)})
     return None
 
 
