@@ -48,13 +48,13 @@ def unchecked(job: Job, on_step: OnStep, tell: Callable[[Any], None]) -> None:
 
 def _by_command(job: Job, on_step: OnStep, tell: Callable[[Any], None], *changed: str) -> None:
     from resilient_train.adapters.reporter import Place
-    from resilient_train.app.build import assemble
+    from resilient_train.app.build import assemble, train
     from resilient_train.app.config.compose import load
     from resilient_train.app.terminal import Terminal
-    from resilient_train.app.train import train
     from resilient_train.ranks.world import World
     from resilient_train.record.incident_log import IncidentLog
     from resilient_train.tracking import tracker as tracking
+    from resilient_train.tracking.connection import UploadCursor
 
     with TemporaryDirectory(prefix="step_cost-") as scratch:
         settings = [f"run.steps={job.steps}", f"run.log_every={job.log_every}", "data.eval._target_=null"]
@@ -64,7 +64,8 @@ def _by_command(job: Job, on_step: OnStep, tell: Callable[[Any], None], *changed
         world = World.joined(config.accelerate)
         terminal = Terminal(is_main=True)
         terminal.log_to(Path(scratch, "train.log"))
-        tracker = tracking.build(config.tracking, Path(scratch, "step_cost"), Path(scratch))
+        directory = Path(scratch, "step_cost")
+        tracker = tracking.build(config.tracking, directory, Path(scratch))
         run = assemble(config, world, Place(IncidentLog(None), tracker=tracker))
         optimizers = run.guard.state.optimizers
         tell(work(run.model, optimizers, run.guard.samples.slicing.samples // world.size))
@@ -73,7 +74,7 @@ def _by_command(job: Job, on_step: OnStep, tell: Callable[[Any], None], *changed
 
         def settled() -> None:
             step = next(attempts)
-            while step == job.warm_up and job.tracking == "mlflow" and tracker.run is None:
+            while step == job.warm_up and job.tracking == "mlflow" and UploadCursor(directory).run is None:
                 time.sleep(0.1)  # MLflow's import and its new database belong to the start, not to a step
             on_step(step)
 

@@ -28,9 +28,8 @@ import torch
 from recovery_controls import by_hand
 
 from resilient_train.adapters.reporter import Place
-from resilient_train.app.build import Run, assemble
+from resilient_train.app.build import Run, assemble, evaluate
 from resilient_train.app.config.compose import load
-from resilient_train.app.train import evaluate
 from resilient_train.errors import GaveUp
 from resilient_train.ranks.world import World
 from resilient_train.record.incident_log import IncidentLog

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import itertools
 import json
 import os
 import stat
@@ -169,6 +170,17 @@ def sweep(directory: Path) -> None:
         for path in [one for one in directory.iterdir() if is_left_over(one.name) and not directory.is_symlink()]:
             with contextlib.suppress(OSError):
                 remove(path)
+
+
+def siblings(path: Path) -> Iterator[Path]:
+    """Yield a path, and the names that are tried after it where it is taken."""
+    yield path
+    yield from (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+
+
+def digest_of(tree: Any) -> str:
+    """Return a digest of plain data."""
+    return hashlib.sha256(json.dumps(tree, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def read_json(path: Path) -> Any:

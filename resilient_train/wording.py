@@ -187,9 +187,9 @@ def about(incident: Incident) -> dict[str, Any]:
     culprits = filter(None, (diagnosis.culprit, diagnosis.symptom))
     recurred = fact("recurred_to_the_end" if incident.outcome is Outcome.RECURRED else "loss_not_back")
     return {
-        **_fields(incident),
-        **_fields(diagnosis),
-        **_fields(anomaly),
+        **fields_of(incident),
+        **fields_of(diagnosis),
+        **fields_of(anomaly),
         "ranks": [] if anomaly.signal is Signal.RANK_MISMATCH else sorted(anomaly.ranks),  # its evidence names them
         "reached": None if anomaly.signal in _NOT_ABOUT_WEIGHTS else reached,  # the weights
         "first": first,
@@ -209,7 +209,8 @@ def about(incident: Incident) -> dict[str, Any]:
     }
 
 
-def _fields(record: Any) -> dict[str, Any]:
+def fields_of(record: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass with slots, as they are."""
     return {name: getattr(record, name) for name in record.__slots__}
 
 

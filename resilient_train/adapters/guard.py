@@ -16,7 +16,7 @@ from torch import nn
 
 from resilient_train.adapters import arguments
 from resilient_train.adapters.hooks import DirectStepCheck, HealthyUpdates, Metrics, NotePlace
-from resilient_train.adapters.reporter import REPORT_EVERY, Place, Report, RunReporter, holders, log_to_stderr, place
+from resilient_train.adapters.reporter import REPORT_EVERY, Place, RunReporter, holders, log_to_stderr, place
 from resilient_train.checkpoint.keeper import CheckpointKeeper
 from resilient_train.checkpoint.resume import Resume
 from resilient_train.computation import BatchErrors, Computation, MicroBatchSizer, Objective
@@ -425,7 +425,7 @@ class Guard(EngineGuard):
         self._keeper.wait()
         self._keeper.progress.close()
 
-    def report(self) -> Report | None:
+    def report(self) -> dict[str, float] | None:
         """Return the numbers of the newest update; None if they were reported. All ranks call it, and wait."""
         factors = {name: getattr(self._controls.knobs.values, name) for name in ("lr", "clip", "eps")}
         read = partial(self.world.mean_metrics, self.metrics)

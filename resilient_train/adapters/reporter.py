@@ -7,7 +7,6 @@ of a `break`, or an error of the caller's, it learns only at the exit of the int
 from __future__ import annotations
 
 import atexit
-import itertools
 import logging
 import os
 import sys
@@ -16,7 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -34,6 +33,7 @@ from resilient_train.errors import (
     short_message,
     unusable,
 )
+from resilient_train.files import siblings
 from resilient_train.ranks.lock import DirectoryLock
 from resilient_train.ranks.world import World, is_lost_device, is_lost_peer
 from resilient_train.reader import DiskConfig
@@ -44,10 +44,9 @@ from resilient_train.record.journal import JOURNAL
 from resilient_train.record.progress import Doing, Progress
 from resilient_train.tracking import tracker as tracking
 from resilient_train.tracking.connection import locate
-from resilient_train.tracking.review import command, completed, review, ui_command, where_to_look
-from resilient_train.tracking.story import read_story, story_of
+from resilient_train.tracking.story import command, completed, read_story, review, story_of, ui_command, where_to_look
 from resilient_train.tracking.tracker import EXPERIMENT, Tracker, TrackingConfig
-from resilient_train.types import Cause, Vitals
+from resilient_train.types import Vitals
 from resilient_train.watch.history import UpdateHistory
 from resilient_train.watch.rate import Panel
 from resilient_train.wording import log
@@ -61,6 +60,7 @@ _DRAIN_S = 30.0  # how long the end of a loop waits for MLflow at most
 
 # By run directory, of this process: who reports the run, and the guard, which may be gone.
 holders: dict[Path, tuple[RunReporter, weakref.ref[Any]]] = {}
+os.register_at_fork(after_in_child=holders.clear)  # a forked child reports nothing
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def place(run_dir: str | Path | None, world: World, resumes: bool, tracking: Any
     if path != named:
         log.info("%s holds another run: this one writes to %s", run_dir, path)
     try:
-        incident_log = IncidentLog(path if world.is_main else None, run_dir=path)
+        incident_log = IncidentLog(path, writes=world.is_main)
     except BaseException:
         for lock in locks:
             lock.release()
@@ -98,7 +98,7 @@ def place(run_dir: str | Path | None, world: World, resumes: bool, tracking: Any
 def _tracking(given: str | bool | None, run_dir: Path) -> TrackingConfig | None:
     if given is None or given is False:
         return None
-    if given is not True and not isinstance(given, str):
+    if not isinstance(given, str | bool):
         raise TypeError(f"tracking: expected an address of MLflow or True, got {named_type(given)}")
     if find_spec("mlflow") is None:
         raise unusable("tracking", "needs the package mlflow: pip install 'resilient-train[app]'")
@@ -113,8 +113,7 @@ def _tracking(given: str | bool | None, run_dir: Path) -> TrackingConfig | None:
 
 def _claim(named: Path, locks: list[DirectoryLock], *, resumes: bool) -> Path:
     """Lock the named directory, or the first sibling without a run; two processes may begin at the same time."""
-    path = named
-    for number in itertools.count(2):
+    for path in siblings(named):
         try:
             path.mkdir(parents=True, exist_ok=True)
             if resumes or not (path / INCIDENTS).exists():
@@ -133,7 +132,6 @@ def _claim(named: Path, locks: list[DirectoryLock], *, resumes: bool) -> Path:
                 raise ConfigError("run_dir", named, "is a file, expected a directory") from None
         except OSError as error:
             raise ConfigError("run_dir", named, f"cannot be written: {error.strerror}") from None
-        path = named.with_name(f"{named.name}-{number}")
     raise AssertionError
 
 
@@ -141,7 +139,8 @@ def _close_older(directory: Path) -> bool:
     """Close the guard of a directory, where a cell is run again. False: its loop runs, or an error has left it."""
     if directory not in holders:
         return False
-    reporter, guard = holders[directory][0], holders[directory][1]()
+    reporter, known = holders[directory]
+    guard = known()
     if guard is not None and (guard.is_looping or guard.world.size > 1):
         return False
     log.info("%s is taken over from a guard of this process whose loop was left", directory)
@@ -183,17 +182,10 @@ def print_review(run_dir: Path) -> None:
 def finish_uploads(tracker: Tracker, summary: Summary, run_dir: Path) -> None:
     """Upload the rest, print where MLflow shows the run, and note that in the summary."""
     if (run := tracker.finish()) is not None:
-        for line in where_to_look(ui_command(run.tracking_uri), run.url):
+        for line in where_to_look(ui_command(run["tracking_uri"]), run["url"]):
             log.info("%s", line)
-        summary.mlflow = asdict(run)
+        summary.mlflow = run
         write_summary(summary, run_dir)
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    vitals: Vitals
-    metrics: Mapping[str, float]  # of the objective
-    values: dict[str, float]  # all of them, for a tracker
 
 
 @dataclass(eq=False)
@@ -213,7 +205,6 @@ class RunReporter:
     _began: float = field(default_factory=time.monotonic)
     _ending: Summary | None = None  # as written
     _is_over: bool = True  # everything is reported
-    _process: int = field(default_factory=os.getpid)  # a forked child reports nothing
 
     def __post_init__(self) -> None:
         self.tracker = self.place.tracker
@@ -250,25 +241,24 @@ class RunReporter:
 
     def report(
         self, newest: Vitals | None, read: Callable[[], dict[str, float]], samples: int, knobs: Mapping[str, float]
-    ) -> Report | None:
+    ) -> dict[str, float] | None:
         """Return the numbers of the newest update, of `samples` samples; None if they were reported already."""
         if newest is None or newest.tick == self._reported_tick:
             return None
-        self._reported_tick, metrics = newest.tick, read()
+        self._reported_tick = newest.tick
         values = {"loss": newest.loss, "grad_norm": newest.grad_norm, "lr": newest.lr, "step": newest.step}
-        values |= {f"train/{name}": value for name, value in metrics.items()}
+        values |= {f"train/{name}": value for name, value in read().items()}
         if seconds := self._lap():
             values |= {"step_ms": 1e3 * seconds, "samples_per_second": samples / seconds}
         values |= {f"knobs/{name}": value for name, value in knobs.items()}
-        return Report(newest, metrics, values | {"incidents_total": len(self.place.incident_log.incidents)})
+        return values | {"incidents_total": len(self.place.incident_log.incidents)}
 
-    def show(self, report: Report | None) -> None:
-        """Upload the numbers of an update; without any, only time it."""
-        if report is None:
+    def show(self, values: Mapping[str, float] | None) -> None:
+        """Upload the numbers of the update that was reported last; without any, only time it."""
+        if values is None:
             self._lap()
-            return
-        self.tracker.begin()  # MLflow may load now; before, it would have delayed the first updates
-        self.tracker.metrics(report.vitals.tick, report.values)
+        else:
+            self.tracker.metrics(self._reported_tick, values)
 
     def note_evaluation(self, metrics: Mapping[str, float]) -> None:
         self.evaluated = dict(metrics)
@@ -282,8 +272,9 @@ class RunReporter:
     def summary(self, ended: RunFacts, seconds: float, digests: tuple[str, str] | None = None) -> Summary:
         """Sum up the run at its end; `ended` says how the loop or the process ends."""
         incident_log, (weights, state) = self.place.incident_log, digests or (None, None)
-        had_incidents = any(one.diagnosis.cause is not Cause.PROCESS for one in incident_log.incidents)
-        best = None if self.updates.has_turns else self.panel.best.left(had_incidents=had_incidents)
+        best = None
+        if not self.updates.has_turns:
+            best = self.panel.best.left(had_incidents=bool(incident_log.of_training))
         facts = replace(
             ended,
             incidents=incident_log.incidents,
@@ -326,12 +317,12 @@ class RunReporter:
         if (self._is_over and not is_only_told) or self._ending is not None:
             return
         is_lost = error is not None and is_lost_peer(error)
-        if is_lost and not is_only_told:
-            ended = replace(ended, failure=endings.failure(self.directory))
+        if is_lost:
+            ended = replace(ended, failure=endings.failure(place.directory))
         self._ending = ending = self.summary(ended, time.monotonic() - self._began, digests)
         if is_only_told:
-            known = place.incident_log.incidents, place.incident_log.run_history.effects
-            for line in [completed(ending)] * (ending.status == "completed") + review(story_of(ending, *known)):
+            story = story_of(ending, place.incident_log.run_history)
+            for line in [completed(ending)] * (ending.status == "completed") + review(story):
                 log.info("%s", line)
             return
         # Of a loss without an explanation, the progress stays as if this process was killed.
@@ -340,10 +331,13 @@ class RunReporter:
         write_summary(ending, self.directory)
 
     def fail(self, error: BaseException) -> None:
-        """Report that an error ended the loop; a rank other than 0 leaves a note for rank 0."""
-        if self.place.rank and not self._is_over:
-            note_error(self.directory, self.place.rank, error, in_training=True)
-        self.end(RunFacts(error=error))
+        self._finish(RunFacts(error=error))
+
+    def _finish(self, ended: RunFacts) -> None:
+        """Report how the loop ended; of an error, a rank other than 0 leaves a note for rank 0."""
+        if ended.error is not None and self.place.rank and not self._is_over:
+            note_error(self.directory, self.place.rank, ended.error, in_training=True)
+        self.end(ended)
         self.conclude()
 
     def conclude(self) -> None:
@@ -358,10 +352,8 @@ class RunReporter:
 
     def closed(self, error: BaseException | None, planned: int | None, *, is_writing: bool = False) -> None:
         """Report that the caller closed the loop, perhaps by an error; the directory is free unless it `is_writing`."""
-        if error is not None and not isinstance(error, GeneratorExit):
-            self.fail(error)
-        self.end(RunFacts(is_closed=True, planned=planned or 0))
-        self.conclude()
+        error = None if isinstance(error, GeneratorExit) else error
+        self._finish(RunFacts(error=error, is_closed=True, planned=planned or 0))
         if is_writing:
             return
         self.progress.close()
@@ -382,14 +374,12 @@ class RunReporter:
 
     def left(self, error: BaseException | None) -> None:
         """Report at the exit of the process what was not reported before; `error` is what it exits with."""
-        if self._is_over or os.getpid() != self._process:
+        if self._is_over:
             return
-        if error is not None and self._ending is None:
-            self.fail(error)
-        elif self.place.rank:
+        if error is None and self.place.rank:  # by a break that was meant, or by sys.exit(1), which leaves no trace
             endings.note_failure(self.directory, self.place.rank, "left its loop, without an error", in_training=True)
-        self.end(RunFacts(is_closed=False))  # by a break that was meant, or by sys.exit(1), which leaves no trace
-        self.conclude()  # the directory stays locked until the process has ended: something may still be written
+        # The directory stays locked until the process has ended: something may still be written.
+        self._finish(RunFacts(error=error, is_closed=False))
 
     @property
     def directory(self) -> Path:

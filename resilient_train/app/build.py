@@ -1,8 +1,9 @@
-"""From a checked configuration to a run that is ready for its first update."""
+"""From a checked configuration to a run, and its loop, read from top to bottom."""
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -21,7 +22,7 @@ from resilient_train.app.config import Config, compose
 from resilient_train.checkpoint import weights
 from resilient_train.checkpoint.resume import Resume
 from resilient_train.computation import Measured
-from resilient_train.core.randomness import Purpose, mix, seed_all
+from resilient_train.core.randomness import Purpose, mix, preserved, seed_all
 from resilient_train.core.updater import Schedule
 from resilient_train.data import build as data
 from resilient_train.data.build import IterableEvaluation, MapEvaluation
@@ -32,7 +33,7 @@ from resilient_train.errors import ConfigError, in_one_line
 from resilient_train.ranks.world import World, recompute, shard
 from resilient_train.reader import checked, find
 from resilient_train.update.schedule import CurveSchedule, ShadowSchedule
-from resilient_train.wording import counted, log
+from resilient_train.wording import PROGRESS, counted, duration, log
 
 
 @dataclass
@@ -227,3 +228,75 @@ def parameter_groups(model: nn.Module, *, no_decay: Sequence[str]) -> list[dict[
             is_exempt = any((rule == "1d" and weight.ndim < 2) or fnmatch(name, rule) for rule in no_decay)
             groups[1 if is_exempt else 0]["params"].append(weight)
     return [group for group in groups if group["params"]]
+
+
+def train(run: Run) -> None:
+    """Make updates until `run.steps` of them are accepted, or a request to stop; evaluate meanwhile and at the end."""
+    settings, guard = run.config.run, run.guard
+    run.model.train()
+    step = guard.clock.step
+    if step > 0 and run.evaluates_at(step) and run.evaluated_at != step:  # the previous process ended before it
+        evaluate_and_report(run)
+    for batch in guard.batches():
+        attempted = guard.step(batch)
+        run.beat()
+        if not attempted:
+            continue  # gradients accumulate, or an incident dropped the update
+        guard.reporter.tracker.begin()  # MLflow may load now; before, it would have delayed the first update
+        if guard.newest and guard.newest.accepted and guard.newest.step % settings.log_every == 0:
+            report(run)
+        if run.evaluates_at(guard.attempted_step) and guard.settle():
+            report(run)
+            evaluate_and_report(run)
+    report(run)
+    if not guard.stopped and run.evaluated_at != guard.clock.step:
+        evaluate_and_report(run)
+
+
+def report(run: Run) -> None:
+    if (values := run.guard.report()) is None:
+        return
+    step, steps = values["step"], run.config.run.steps
+    own = {name.removeprefix("train/"): one for name, one in values.items() if name.startswith("train/")}
+    more = "".join(f"  {name} {one:.4g}" for name, one in own.items() if math.isfinite(one))
+    left_s = 1e-3 * values.get("step_ms", 0.0) * (steps - step)
+    numbers = f"loss {values['loss']:.4f}{more}  grad {values['grad_norm']:.3g}  lr {values['lr']:.2e}"
+    log.info("step %d/%d  %s  %s left", step, steps, numbers, duration(left_s), extra=PROGRESS)
+    run.guard.reporter.show(values)
+
+
+def evaluate_and_report(run: Run) -> None:
+    """Evaluate, if there is an evaluation set; a request to stop may end it early."""
+    if run.evaluation is None or not (found := evaluate(run)):
+        return
+    run.evaluated_at = run.guard.clock.step
+    run.guard.evaluated(found)
+    results = "  ".join(f"{name} {value:.4g}" for name, value in found.items())
+    log.info("evaluation after step %d: %s", run.guard.clock.step, results)
+
+
+@torch.no_grad()
+def evaluate(run: Run) -> dict[str, float]:
+    """Return the mean over all rows and ranks of the loss and of the objective's metrics; {} if it was stopped."""
+    assert run.evaluation is not None
+    sums: dict[str, torch.Tensor] = {}  # of each metric and of the rows that have it
+    run.model.eval()
+    with preserved(run.world.device):  # training continues with the random numbers as if there was no evaluation
+        for batch, weight in run.evaluation.batches(run.beat):
+            run.beat()
+            if run.world.size == 1 and run.stop():  # several processes would each stop at another batch
+                run.model.train()
+                run.guard.stop_now()  # the run is not complete without its evaluation
+                return {}
+            loss, metrics = run.objective(run.model, run.world.on_device(batch))
+            for name, value in {"loss": loss, **metrics}.items():
+                part = torch.as_tensor(value, dtype=torch.float32, device=run.world.device)
+                sums[name] = sums.get(name, 0) + weight * torch.stack([part, torch.ones_like(part)])
+    run.model.train()
+    run.guard.reporter.start_lap()  # the time of a step does not include an evaluation
+    ranks = run.world.all_of({name: one.tolist() for name, one in sums.items()})  # each may know other metrics
+    found = dict[str, float]()
+    for name in sorted(set[str]().union(*ranks), key=lambda name: (name != "loss", name)):
+        total, rows = map(sum, zip(*(rank[name] for rank in ranks if name in rank), strict=True))
+        found[name] = total / rows if rows else math.nan
+    return found

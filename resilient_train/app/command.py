@@ -20,8 +20,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from resilient_train.app.config import CONF
-from resilient_train.app.config.command_line import VERSION_BASE, explained, parse, values_of
-from resilient_train.app.config.compose import composed
+from resilient_train.app.config.compose import VERSION_BASE, composed, explained, parse, values_of
 from resilient_train.app.terminal import survive_hangup
 from resilient_train.errors import ConfigError, Stopped, TrainError, unusable
 from resilient_train.files import commit_text, read_yaml

@@ -77,7 +77,7 @@ def _examined(given: argparse.Namespace) -> Any:
     objective = build.objective_of(config, torch.device("cpu"))
     rows = compose.build("data.train", config.data.train)
     model = build.model_of(config)
-    kept = (one.path for one in Store(run_dir).entries() if one.manifest and one.manifest.kind == VERIFIED)
+    kept = (one.path for one in Store(run_dir).entries() if one.kind == VERIFIED)
     done = (read_ending(run_dir, SUMMARY) or {}).get("status") == "completed"  # else its weights are of an earlier end
     weights.load_into(model, run_dir if done and (run_dir / WEIGHTS).exists() else next(kept, run_dir), "RUN_DIR")
     if given.rows:

@@ -8,14 +8,12 @@ import time
 from pathlib import Path
 
 from resilient_train.app import no_run, parser_of
-from resilient_train.app.directory import was_launched
 from resilient_train.app.terminal import print_line
 from resilient_train.errors import TrainError
+from resilient_train.record.endings import LAUNCH
 from resilient_train.record.journal import JOURNAL, damaged_lines
 from resilient_train.record.run_history import in_words
-from resilient_train.tracking.report import block
-from resilient_train.tracking.review import review, verdict
-from resilient_train.tracking.story import Story, read_story
+from resilient_train.tracking.story import Story, block, read_story, review, verdict
 from resilient_train.types import Outcome, fact
 from resilient_train.wording import describe, say
 
@@ -65,7 +63,7 @@ def _follow(run_dir: Path, shown: _Shown, story: Story) -> int:
     """Show new incidents until the run has ended and nothing could restart it any more; return its exit code."""
     first, running_at = story, time.monotonic()
     # Between two processes of a run none is at work for a moment: a kill has to be seen twice.
-    patience_s = _RESTARTS_WITHIN_S if was_launched(run_dir) else 2 * _LOOK_EVERY_S
+    patience_s = _RESTARTS_WITHIN_S if (run_dir / LAUNCH).is_file() else 2 * _LOOK_EVERY_S
     while story.process or (story.state in ("killed", "failed") and time.monotonic() - running_at < patience_s):
         if story.process:
             running_at = time.monotonic()

@@ -6,41 +6,51 @@ import json
 import logging
 import os
 import platform
+import socket
 import subprocess
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from resilient_train import __version__
 from resilient_train.adapters.reporter import Place, finish_uploads, note_error, print_review, write_summary
-from resilient_train.app.build import Run, assemble
+from resilient_train.app.build import Run, assemble, train
 from resilient_train.app.config.compose import FIXED, Composed, describe_changes, other_run
-from resilient_train.app.directory import RunDirectory, claim
 from resilient_train.app.terminal import Terminal
-from resilient_train.app.train import train
 from resilient_train.checkpoint import weights
 from resilient_train.checkpoint.resume import Resume
 from resilient_train.checkpoint.store import WEIGHTS
 from resilient_train.core.decide import by_signal
 from resilient_train.core.randomness import set_deterministic
 from resilient_train.diagnose.frames import called_by_us, is_users
-from resilient_train.errors import ConfigError, GaveUp, PeerEnded, RanksDiffer, Stopped, TrainError, in_one_line
-from resilient_train.files import commit_text
-from resilient_train.ranks.lock import DirectoryLock
+from resilient_train.errors import (
+    ConfigError,
+    DirectoryInUse,
+    GaveUp,
+    PeerEnded,
+    RanksDiffer,
+    Stopped,
+    TrainError,
+    in_one_line,
+)
+from resilient_train.files import commit_text, is_left_over, read_plain, siblings, sweep, sync_directory
+from resilient_train.ranks.lock import LOCK, DirectoryLock
 from resilient_train.ranks.process_exit import StopRequests, has_lost_sibling
 from resilient_train.ranks.watchdog import Hang, Phase, Watchdog
 from resilient_train.ranks.world import World, is_lost_peer
 from resilient_train.record import endings, progress
-from resilient_train.record.endings import SUMMARY, RunFacts, Summary, read_ending, status_of
+from resilient_train.record.endings import CONFIG, SUMMARY, RunFacts, Summary, read_ending, status_of
 from resilient_train.record.incident_log import IncidentLog
-from resilient_train.record.progress import Position, position_of
-from resilient_train.secrets import masked_tree
+from resilient_train.record.journal import JOURNAL
+from resilient_train.record.progress import position_of
+from resilient_train.record.run_history import history_of
+from resilient_train.secrets import masked, masked_tree
 from resilient_train.tracking import tracker as tracking
 from resilient_train.tracking.connection import left_in
-from resilient_train.tracking.review import again, command, completed
+from resilient_train.tracking.story import again, command, completed
 from resilient_train.tracking.tracker import Tracker
 from resilient_train.types import Action, Anomaly, Decision, Signal, fact
 from resilient_train.wording import GOOD, IN_FILE_ONLY, WARNING, counted, log, say
@@ -67,7 +77,7 @@ def run(composed: Composed) -> Ending:
     terminal = Terminal(is_main=world.is_main)
     locks: list[DirectoryLock] = []
     try:
-        directory = world.on_main(lambda: _open(composed, locks))
+        directory = world.on_main(lambda: claim(composed, locks))
         if directory.finished is not None:
             ending = _already_finished(directory, directory.finished, world)
         else:
@@ -90,45 +100,147 @@ def run(composed: Composed) -> Ending:
             lock.release()
 
 
-def _open(composed: Composed, locks: list[DirectoryLock]) -> RunDirectory:
-    settings = composed.config.run
-    path, changes = Path(settings.dir), composed.changes
-    directory, lock = claim(path, steps=settings.steps, resume=settings.resume, changes=changes)
-    locks.append(lock)
-    why = ""
-    if directory.finished is not None:
-        if others := other_run(directory.changes):
-            why = f"holds a finished run of another configuration ({'; '.join(others)})"
-    elif directory.resumes:
-        if refused := [f"{key}: {how}" for key, how in directory.changes.items() if key.startswith(FIXED)]:
-            why = f"holds a run that cannot resume with another {'; '.join(refused)}"
-    else:
-        commit_text(directory.config, composed.yaml(directory.path))
-    if why:
-        raise ConfigError("run.dir", directory.path, f"{why}: choose another run.name")
-    if not directory.resumes:
-        endings.begin(directory.path, is_finished=directory.finished is not None)
-    return directory
+@dataclass(frozen=True)
+class RunDirectory:
+    path: Path
+    resumes: bool = False  # a run that began there
+    finished: dict[str, Any] | None = None  # the summary of a run that is complete already, or gave up
+    changes: dict[str, str] = field(default_factory=dict)  # of the configuration since that run began, by key
+
+    @property
+    def config(self) -> Path:
+        return self.path / CONFIG
+
+    def log(self, rank: int) -> Path:
+        return self.path / ("train.log" if rank == 0 else f"train.rank{rank}.log")
 
 
+def claim(composed: Composed, locks: list[DirectoryLock]) -> RunDirectory:
+    """Lock the directory of a run, or the next sibling that is free if nothing is to be resumed; `locks` gets the lock.
+
+    A directory without any update is reused; if nothing is to be resumed, only if its start was refused. The restart of
+    a launch takes the directory of its first start.
+    """
+    path = Path(composed.config.run.dir).absolute()
+    resumes = composed.config.run.resume != "never"
+    for candidate in siblings(path):
+        try:
+            is_new, lock = _locked(candidate)
+        except DirectoryInUse:
+            if resumes:
+                raise
+            continue
+        summary = read_ending(candidate, SUMMARY) or {}
+        has_no_update = summary.get("ticks") == 0 and not (candidate / endings.CHECKPOINTS).exists()
+        was_refused = summary.get("status") == "failed" and summary.get("exit_code") == 2
+        is_free = is_new or (has_no_update and (was_refused or resumes))
+        if resumes or is_free or _was_launched_by_this(candidate):
+            locks.append(lock)
+            return _opened(composed, candidate, None if is_free else summary)
+        lock.release()
+    raise AssertionError("there is always another name")
+
+
+def _opened(composed: Composed, path: Path, summary: dict[str, Any] | None) -> RunDirectory:
+    """Open a directory that is locked, with the summary of the run there; None if there is none.
+
+    One that holds the complete run is returned with its summary, and so is one that gave up with the same
+    configuration: it would give up again. Any other run resumes.
+    """
+    settings, found = composed.config.run, RunDirectory(path)
+    if summary is not None:
+        changes, status = composed.changes(found.config), summary.get("status")
+        done, resume = summary.get("steps"), settings.resume
+        is_complete = isinstance(done, int) and done >= settings.steps and status == "completed"
+        is_finished = is_complete or (status == "gave_up" and not changes)
+        if is_finished and (resume == "auto" or (resume != "never" and masked(resume) in history_of(path).sources)):
+            if others := other_run(changes):
+                raise _refused(path, f"holds a finished run of another configuration ({'; '.join(others)})")
+            endings.begin(path, is_finished=True)
+            return RunDirectory(path, finished=summary, changes=changes)
+        found = RunDirectory(path, resumes=True, changes=changes)
+    if (launch := _launch()) is not None:  # so that its restarts are recognized, and can be waited for
+        commit_text(path / endings.LAUNCH, launch + "\n")
+    if not found.resumes:
+        commit_text(found.config, composed.yaml(path))
+        endings.begin(path, is_finished=False)
+    elif fixed := [f"{key}: {how}" for key, how in found.changes.items() if key.startswith(FIXED)]:
+        raise _refused(path, f"holds a run that cannot resume with another {'; '.join(fixed)}")
+    return found
+
+
+def _refused(path: Path, why: str) -> ConfigError:
+    return ConfigError("run.dir", path, f"{why}: choose another run.name")
+
+
+def _locked(path: Path) -> tuple[bool, DirectoryLock]:
+    """Lock a directory, which is made if needed; return whether it had no run, and the lock."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with suppress(OSError):  # so that a power cut does not lose the directory itself
+            sync_directory(path.parent)
+        is_new = not (path / CONFIG).exists()
+        names = sorted(one.name for one in path.iterdir()) if is_new else []
+        if unexpected := [name for name in names if name != LOCK and not is_left_over(name)]:
+            why = f"holds files that are not a run ({', '.join(unexpected[:3])}): choose another directory"
+            if JOURNAL in unexpected:
+                why = f"holds a run whose {CONFIG} is missing: put it back, or choose another directory"
+            raise ConfigError("run.dir", path, why)
+        lock = DirectoryLock(path)
+        sweep(path.resolve())
+        return is_new, lock
+    except OSError as error:
+        raise ConfigError("run.dir", path, f"cannot be written: {error.strerror or error}") from error
+
+
+def _launch() -> str | None:
+    """Name what all restarts of one launch share; None if nothing restarts this process."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        parent = os.getppid()
+        return f"agent {os.environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {parent}.{_began(parent)}"
+    return f"slurm {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else None
+
+
+def _began(process: int) -> str:
+    """Return when a process began, in ticks since the boot, as its number may be in use again; "" if it is gone."""
+    try:
+        return read_plain(Path("/proc", str(process), "stat")).rpartition(b")")[2].split()[19].decode()
+    except (OSError, IndexError):
+        return ""
+
+
+def _was_launched_by_this(run_dir: Path) -> bool:
+    """Say whether this process is a restart by the launcher that started the run there."""
+    restarts = [os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")]
+    if restarts == ["0", "0"]:
+        return False
+    try:
+        return read_plain(run_dir / endings.LAUNCH).decode(errors="replace").strip() == _launch()
+    except OSError:
+        return False
+
+
+@dataclass(eq=False)
 class _Session:
     """A run from its start to its end: `end` reports what `train` has built until then."""
 
-    def __init__(self, composed: Composed, world: World, directory: RunDirectory) -> None:
-        self.composed, self.world, self.directory = composed, world, directory
-        self.config, self.started = composed.config, time.monotonic()
-        self.tracker: Tracker = Tracker()
-        self.incident_log = IncidentLog(None)
-        self.run: Run | None = None  # once it is resumed
+    composed: Composed
+    world: World
+    directory: RunDirectory
+    tracker: Tracker = field(default_factory=Tracker)
+    incident_log: IncidentLog = field(default_factory=lambda: IncidentLog(None))
+    run: Run | None = None  # once it is resumed
+    started: float = field(default_factory=time.monotonic)
 
     def train(self, requests: StopRequests) -> None:
-        settings, directory, composed, world = self.config.run, self.directory, self.composed, self.world
+        composed, world, directory = self.composed, self.world, self.directory
+        config, settings = composed.config, composed.config.run
         if world.is_main:
             shown = composed.params, composed.sweep
-            self.tracker = tracking.build(self.config.tracking, directory.path, _HOME.absolute(), *shown)
+            self.tracker = tracking.build(config.tracking, directory.path, _HOME.absolute(), *shown)
         log.info("resilient_train %s in %s", __version__, directory.path)
         log.info("%s", world)
-        self.incident_log = IncidentLog(directory.path if world.is_main else None, run_dir=directory.path)
+        self.incident_log = IncidentLog(directory.path, writes=world.is_main)
         resume = Resume(
             None if settings.resume in ("auto", "never") else Path(settings.resume),
             tuple(directory.changes),
@@ -142,7 +254,7 @@ class _Session:
         )
         with watchdog:
             home = Place(self.incident_log, tracker=self.tracker)
-            run = assemble(self.config, world, home, resume, requests.asked, watchdog.beat)
+            run = assemble(config, world, home, resume, requests.asked, watchdog.beat)
             log.info("%s", run)
             self._resume(run)
             requests.is_in_loop = True
@@ -170,26 +282,25 @@ class _Session:
 
     def _resume(self, run: Run) -> None:
         """Resume the run of the directory. A changed configuration is written only now."""
-        directory = self.directory
+        directory, is_main = self.directory, self.world.is_main
         for line in describe_changes(directory.changes):
             log.info("changed: %s", line)
         resumed = run.guard.resume()
         self.run = run  # before the files of the previous process are replaced, as that may fail
         if resumed:
             log.info("resumes from step %d", run.guard.clock.step)
-        elif directory.resumes and self.world.is_main and not self.incident_log.run_history.has_saved:
+        elif directory.resumes and is_main and not self.incident_log.run_history.has_saved:
             log.info("the run there had no checkpoint yet: it begins at step 0 again")
-        if directory.resumes and self.world.is_main:
+        if directory.resumes and is_main:
             endings.begin(directory.path, is_finished=False)
-        if directory.changes and self.world.is_main:
-            commit_text(directory.config, self.composed.yaml(directory.path))
+            if directory.changes:
+                commit_text(directory.config, self.composed.yaml(directory.path))
 
     def _end_hung(self, hang: Hang) -> int:
         """Log where the run hangs, save what can be saved, and return the exit code. The watchdog's thread calls it."""
         world, directory, run = self.world, self.directory, self.run
         place, is_theirs = _place_of(hang)
-        where = {"phase": str(hang.phase), "seconds": hang.seconds, "where": place}
-        evidence = fact("hangs", **where, asked=hang.stop_asked)
+        evidence = fact("hangs", phase=str(hang.phase), seconds=hang.seconds, where=place, asked=hang.stop_asked)
         # Rank 0 reports for the ranks that only wait for another; a rank that hangs in user code reports itself.
         level = logging.ERROR if world.is_main or is_theirs else logging.INFO
         log.log(level, "%s: the process ends; all stacks are in %s", say(evidence), directory.log(world.rank))
@@ -209,20 +320,20 @@ class _Session:
             if run is not None:
                 run.guard.hung(evidence, in_update=hang.phase is Phase.STEP)
             else:  # it hangs before it has resumed: the file `progress` still is the previous process's
-                last = position_of(directory.path) or Position()
+                last = position_of(directory.path)
                 anomaly = Anomaly(Signal.HANG, last.step + 1, last.tick, last.step, evidence)
                 self.incident_log.report(anomaly, by_signal(anomaly), Decision((Action("end"),)))
         else:
-            another_failed = self._stops_since_another_failed()  # reads files, so not before the stacks are logged
-            if why := endings.failure(directory.path) if another_failed else "":
+            why = self._failure_elsewhere(Stopped())  # reads files, so not before the stacks are logged
+            if why:
                 log.error("error: %s", why)
                 evidence = fact("text", text=why)
-            code = 75 if self._save_newest() and not another_failed else 1  # 75: the same command resumes
-            if run is not None and (why or not another_failed):
+            code = 75 if self._save_newest() and why is None else 1  # 75: the same command resumes
+            if run is not None and why != "":
                 run.guard.ended()
         if world.is_main:
-            why = say(evidence, "; ")
-            summary = self._summary(Stopped(why) if code == Stopped.exit_code else TrainError(why))
+            message = say(evidence, "; ")
+            summary = self._summary(Stopped(message) if code == Stopped.exit_code else TrainError(message))
             write_summary(summary, directory.path)
             if code != 75:
                 self._alert("hang", summary)
@@ -244,19 +355,13 @@ class _Session:
 
     def end(self, error: BaseException | None, requests: StopRequests) -> Ending:
         directory, run, is_main = self.directory, self.run, self.world.is_main
-        was_lost = False
-        if isinstance(error, Stopped):
-            another_failed = self._stops_since_another_failed()
-        else:
-            another_failed = error is not None and self.world.size > 1 and is_lost_peer(error)
-        if another_failed:
-            why = endings.failure(directory.path)
-            was_lost = not why
+        why = self._failure_elsewhere(error)
+        if why is not None:
             ended = PeerEnded(why or "another process of this run ended; its error is in its train.rank*.log")
             ended.__cause__, error = error, ended
         elif not is_main and error is not None:
             note_error(directory.path, self.world.rank, error, in_training=run is not None)
-        if run is not None and not was_lost:  # else the journal still is the previous process's
+        if run is not None and why != "":  # else the journal still is the previous process's
             run.guard.ended()
         self.incident_log.close_files()
         summary = self._summary(error)
@@ -289,7 +394,7 @@ class _Session:
 
     def _alert(self, event: str, summary: Summary) -> None:
         """Run the user's command, if there is one, with a line of JSON on its input. A failure is only a warning."""
-        if not (words := self.config.notify.command):
+        if not (words := self.composed.config.notify.command):
             return
         message = summary.why or f"completed, with the verdict {summary.verdict}"
         about = {"event": event, "message": message, "run_dir": str(self.directory.path), "host": platform.node()}
@@ -310,7 +415,7 @@ class _Session:
     def _summary(self, error: BaseException | None) -> Summary:
         seconds = time.monotonic() - self.started
         if self.run is None:  # no update was made: the counts are those of the previous process
-            last, before = position_of(self.directory.path) or Position(), read_ending(self.directory.path, SUMMARY)
+            last, before = position_of(self.directory.path), read_ending(self.directory.path, SUMMARY)
             counts: dict[str, Any] = {"steps": last.step, "ticks": last.tick}
             counts |= {name: value for name, value in (before or {}).items() if name in _KEPT}
             counts |= status_of(RunFacts(error=error)).written()
@@ -319,11 +424,15 @@ class _Session:
         digests = (state.weights_sha256(), state.sha256()) if error is None else None
         return self.run.guard.reporter.summary(RunFacts(error=error, is_closed=True), seconds, digests)
 
-    def _stops_since_another_failed(self) -> bool:
-        """Say whether a launcher asks to stop because another rank failed, and not a person or a scheduler."""
-        if self.world.size == 1 or (self.run is not None and self.run.guard.stopped):  # all ranks agreed to stop
-            return False
-        return bool(endings.failure(self.directory.path)) or has_lost_sibling()
+    def _failure_elsewhere(self, error: BaseException | None) -> str | None:
+        """Return why another rank failed, which ends this one, or "" if it did not say; None if none has."""
+        failure = endings.failure(self.directory.path)
+        if isinstance(error, Stopped):  # by a launcher since another failed, or by a person or a scheduler
+            has_agreed = self.run is not None and self.run.guard.stopped
+            has_failed = not has_agreed and bool(failure or has_lost_sibling())
+        else:
+            has_failed = error is not None and is_lost_peer(error)
+        return failure if has_failed and self.world.size > 1 else None
 
 
 def _place_of(hang: Hang) -> tuple[str, bool]:

@@ -9,8 +9,7 @@ from resilient_train.app.terminal import print_line
 from resilient_train.record.endings import Status, facts_of, status_of
 from resilient_train.record.journal import JOURNAL
 from resilient_train.secrets import masked_tree
-from resilient_train.tracking.review import next_start, verdict
-from resilient_train.tracking.story import Story, read_story
+from resilient_train.tracking.story import Story, next_start, read_story, verdict
 from resilient_train.types import fact
 from resilient_train.wording import say
 

@@ -63,8 +63,7 @@ class Manifest:
         """Return the content of the file; its last key is a digest of all before it."""
         body: dict[str, Any] = {"format": _FORMAT, **asdict(self)}
         body["files"] = {name: {"bytes": one.size, "sha256": one.sha256} for name, one in self.files.items()}
-        digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-        return json.dumps({**body, "sha256": digest}, indent=1) + "\n"
+        return json.dumps({**body, "sha256": files.digest_of(body)}, indent=1) + "\n"
 
 
 def read(checkpoint: Path) -> Manifest:

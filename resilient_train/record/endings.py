@@ -6,7 +6,6 @@ without them and without a live process was killed.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -15,16 +14,16 @@ from typing import Any
 
 from resilient_train import files
 from resilient_train.errors import GaveUp, Stopped, TrainError, short_message
-from resilient_train.files import commit_text, read_json, read_yaml
+from resilient_train.files import read_json, read_yaml
 from resilient_train.ranks.lock import holder_of
-from resilient_train.record.journal import plain
+from resilient_train.record.journal import commit_json
 from resilient_train.record.progress import PROGRESS, Failed, clear, found, leave
-from resilient_train.secrets import masked, masked_tree
 from resilient_train.types import Incident, Outcome, kind_of
 
 CONFIG, LOOP = "config.yaml", "loop.json"  # of a run of the command, and of a loop that the caller wrote
 SUMMARY, REFUSED = "summary.json", "refused.json"
 CHECKPOINTS = "checkpoints"
+LAUNCH = ".launch"  # names what may restart the newest process of a run
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,7 @@ class Loop:
     is_trainers: bool = False  # which writes checkpoints of its own
 
     def write(self, run_dir: Path) -> None:
-        commit_text(run_dir / LOOP, json.dumps(masked_tree(asdict(self)), indent=2) + "\n")
+        commit_json(run_dir / LOOP, asdict(self))
 
 
 def loop_of(run_dir: Path) -> Loop | None:
@@ -48,9 +47,10 @@ def loop_of(run_dir: Path) -> Loop | None:
 
 def settings_of(run_dir: Path) -> Mapping[str, Any]:
     """Read the settings of a run of the command, the node `run` of its configuration; none if that is damaged."""
-    node = read_yaml(run_dir / CONFIG)
-    run = node.get("run") if isinstance(node, dict) else None
-    return run if isinstance(run, dict) else {}
+    match read_yaml(run_dir / CONFIG):
+        case {"run": dict(settings)}:
+            return settings
+    return {}
 
 
 def resumes(run_dir: Path) -> bool:
@@ -89,7 +89,7 @@ class Summary:
     why: str | None = None  # it did not complete, in one line
 
     def write(self, path: Path) -> None:
-        commit_text(path, json.dumps(masked_tree(plain(asdict(self))), indent=2) + "\n")
+        commit_json(path, asdict(self))
 
 
 def begin(run_dir: Path, *, is_finished: bool) -> None:
@@ -104,7 +104,7 @@ def note_refusal(run_dir: Path, exit_code: int, why: str) -> None:
     """Note in the directory of a run that a start was refused: a launcher hides the exit code."""
     if (run_dir / CONFIG).is_file():
         with suppress(OSError):
-            commit_text(run_dir / REFUSED, json.dumps({"exit_code": exit_code, "why": masked(why)}) + "\n")
+            commit_json(run_dir / REFUSED, {"exit_code": exit_code, "why": why})
 
 
 def note_failure(run_dir: Path, rank: int, why: str, *, in_training: bool) -> None:
@@ -114,7 +114,7 @@ def note_failure(run_dir: Path, rank: int, why: str, *, in_training: bool) -> No
             leave(run_dir, Failed(rank, why, in_training))
 
 
-def failure(run_dir: Path, *, in_training: bool = False) -> str:
+def failure(run_dir: Path | None, *, in_training: bool = False) -> str:
     """Return the error of the first rank other than 0 that noted one, in one line; empty if none did."""
     noted = [one for one in found(run_dir, Failed) if one.in_training or not in_training]
     return f"rank {noted[0].rank}: {' '.join(noted[0].why.split())}" if noted else ""

@@ -20,15 +20,17 @@ from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, I
 from resilient_train.wording import describe, log
 
 INCIDENTS = "incidents.jsonl"  # its name in a run directory
+_Effects = Mapping[str, Any] | None  # of remedies: those that have changed
 _AGAIN = 64  # updates that one incident counts, as each reading of it and each of its lines has them all
 
 
 class IncidentLog:
     """Keeps the incidents. Ranks that do not write to the run directory keep them in memory only."""
 
-    def __init__(self, directory: Path | None, *, run_dir: Path | None = None) -> None:
-        """`run_dir` is the run directory, also on ranks that do not write to it."""
-        self.directory, self.run_dir = directory, run_dir or directory
+    def __init__(self, run_dir: Path | None, *, writes: bool = True) -> None:
+        """One rank writes to the run directory, which the others may not have."""
+        directory = run_dir if writes else None
+        self.run_dir, self.directory = run_dir, directory
         self._file = None if directory is None else directory / INCIDENTS
         self._journal = None if directory is None else Journal(directory / JOURNAL)
         self.run_history = RunHistory(self._journal.entries if self._journal else (), self._journal)
@@ -76,7 +78,7 @@ class IncidentLog:
         decision: Decision,
         *,
         is_off: bool = False,
-        effects: Mapping[str, Any] | None = None,
+        effects: _Effects = None,
     ) -> Incident:
         """Add an incident before anything is done about it; open incidents of the same kind have recurred.
 
@@ -92,7 +94,7 @@ class IncidentLog:
         diagnosis: Diagnosis,
         decision: Decision,
         *,
-        effects: Mapping[str, Any] | None = None,
+        effects: _Effects = None,
         ongoing: bool = False,
         **done: Any,
     ) -> Incident:
@@ -114,12 +116,10 @@ class IncidentLog:
         incident = Incident(number, anomaly, diagnosis, decision)
         return incident if decision.gave_up is None else replace(incident, outcome=_failed(incident, is_off=False))
 
-    def add(self, incident: Incident, effects: Mapping[str, Any] | None = None) -> None:
+    def add(self, incident: Incident, effects: _Effects = None) -> None:
         self.run_history.note(OPENED, incident=incident, effects=effects)
 
-    def record_treatment(
-        self, incident: Incident, *, effects: Mapping[str, Any] | None = None, ongoing: bool = False
-    ) -> None:
+    def record_treatment(self, incident: Incident, *, effects: _Effects = None, ongoing: bool = False) -> None:
         """Record what was done about an incident, which may be an `ongoing` one."""
         self.run_history.note(TREATED, incident=incident, effects=effects)
         if ongoing:
@@ -175,7 +175,7 @@ class IncidentLog:
         is_same = last.decision == decision and kind_of(last.anomaly, last.diagnosis) == kind_of(anomaly, diagnosis)
         return last if is_same and last.outcome is None and len(last.again) < _AGAIN else None
 
-    def count_again(self, incident: Incident, anomaly: Anomaly, *, effects: Mapping[str, Any] | None = None) -> None:
+    def count_again(self, incident: Incident, anomaly: Anomaly, *, effects: _Effects = None) -> None:
         """Count an update into the incident that it continues: strikes and budgets count it, also after a restart."""
         self.run_history.note(AGAIN, number=incident.id, at_update=[anomaly.tick, anomaly.step], effects=effects)
         _log_doubling(self.run_history.open[incident.id], anomaly.step)

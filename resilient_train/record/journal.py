@@ -11,7 +11,6 @@ The outbox has the same kind of lines.
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import re
@@ -28,15 +27,13 @@ from typing import Any
 
 from resilient_train import files
 from resilient_train.errors import TrainError
-from resilient_train.files import MOST_BYTES, read_plain, sync_directory, write_all
+from resilient_train.files import MOST_BYTES, commit_text, read_plain, sync_directory, write_all
 from resilient_train.secrets import masked_tree
-from resilient_train.wording import counted
+from resilient_train.wording import counted, log
 
 JOURNAL = "journal.jsonl"  # its name in a run directory
 
 Entry = dict[str, Any]
-
-_log = logging.getLogger("resilient_train")
 
 _FORMAT = 2
 _SEALED = re.compile(rb'(?P<body>\{.*), "crc": "(?P<crc>[0-9a-f]{8})"\}')
@@ -56,11 +53,11 @@ class WriteAttempts:
             yield
         except OSError as error:
             if not self.has_failed:
-                _log.warning("%s cannot be written (%s): %s", self._path, error.strerror or error, self._meanwhile)
+                log.warning("%s cannot be written (%s): %s", self._path, error.strerror or error, self._meanwhile)
             self.has_failed = True
         else:
             if self.has_failed:
-                _log.info("%s is written again", self._path)
+                log.info("%s is written again", self._path)
             self.has_failed = False
 
 
@@ -76,20 +73,20 @@ class Journal:
             why = f"cannot be read ({error.strerror}): make it readable, or move it away to forget it"
             raise TrainError(f"{path} {why if error.strerror else error}") from error
         if not size and path.exists() and path.with_name("progress").exists():  # it is empty only until a run trains
-            _log.warning("%s is empty: its entries are lost, and with them the incidents of the run", path)
+            log.warning("%s is empty: its entries are lost, and with them the incidents of the run", path)
         found = [(entry, end) for entry, end in lines if entry is not None]
-        self._end = found[-1][1] if found else 0
+        last, self._end = found[-1] if found else ({"n": 0}, 0)
         self._lines = [seal(json.dumps(entry)) for entry, _ in found]  # all, in case the file is emptied
-        self._number: int = found[-1][0]["n"] if found else 0
+        self._number: int = last["n"]
         self.waiting: list[bytes] = []  # lines that the disk did not take yet
         self._attempts = WriteAttempts(path, "entries are kept in memory and tried again, but a kill would lose them")
         self._lock = threading.Lock()  # a watchdog may write as well
         # Entries after a damaged line are kept: each has its own checksum, and a drill that is forgotten fires again.
         # The damaged line stays in the file; a person may look at it.
         if damaged := sum(entry is None and end < self._end for entry, end in lines):
-            _log.warning("%s: damaged and left out: %s", path, counted(damaged, "line"))
+            log.warning("%s: damaged and left out: %s", path, counted(damaged, "line"))
         if tail := size - self._end:
-            _log.warning("%s: cut off the last %d bytes, which are not a complete entry", path, tail)
+            log.warning("%s: cut off the last %d bytes, which are not a complete entry", path, tail)
             with suppress(OSError):  # the next write cuts as well
                 self._append()
 
@@ -111,7 +108,7 @@ class Journal:
             if self.waiting:
                 self._flush()
             if left := len(self.waiting):
-                _log.error("%s lacks the last %s: the disk did not take them", self.path, counted(left, "entry"))
+                log.error("%s lacks the last %s: the disk did not take them", self.path, counted(left, "entry"))
 
     def _flush(self) -> None:
         with self._attempts.attempt():
@@ -197,6 +194,11 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
+def commit_json(path: Path, tree: Any) -> None:
+    """Replace a file by what every reader of JSON accepts, without secrets."""
+    commit_text(path, json.dumps(masked_tree(plain(tree)), indent=2) + "\n")
+
+
 def seal(text: str) -> bytes:
     """Return the line of an entry, which is given as JSON, with its checksum."""
     body = text.encode()[:-1]  # without its closing brace
@@ -252,7 +254,7 @@ class Outbox:
         self._thread.join(within_s)
         is_whole = not (self._thread.is_alive() or self._waiting or self._lines or self.dropped)
         if not is_whole:
-            _log.warning("%s is not complete: the disk did not take all of it", self.path)
+            log.warning("%s is not complete: the disk did not take all of it", self.path)
         return is_whole
 
     # -- in the thread -------------------------------------------------------------------------------------------------

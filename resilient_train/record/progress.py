@@ -6,12 +6,11 @@ or none. Not a memory map: a file that is cut short, or a server that is gone, w
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
@@ -19,9 +18,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from resilient_train import files
-from resilient_train.files import commit_text, read_json, read_plain
-from resilient_train.record.journal import WriteAttempts
-from resilient_train.secrets import masked_tree
+from resilient_train.files import read_json, read_plain
+from resilient_train.record.journal import WriteAttempts, commit_json
 from resilient_train.types import Facts, fact
 
 _LOOK_S = 0.1
@@ -65,21 +63,25 @@ _FILES: dict[type, str] = {Hung: "hung.rank{}.json", OutOfMemory: "no_room.rank{
 
 def leave(run_dir: Path, note: Hung | OutOfMemory | Failed) -> None:
     """Write a note. Raises OSError if this host does not have the directory, or cannot write to it."""
-    commit_text(run_dir / _FILES[type(note)].format(note.rank), json.dumps(masked_tree(asdict(note))) + "\n")
+    commit_json(run_dir / _FILES[type(note)].format(note.rank), asdict(note))
 
 
 def found(run_dir: Path | None, kind: type[Note]) -> list[Note]:
     """Return the notes of this kind in this host's directory, in order of the ranks; damaged files are left out."""
     notes = []
-    for path in run_dir.glob(_FILES[kind].format("*")) if run_dir is not None else []:
+    for path in _notes(run_dir, kind):
         with suppress(TypeError, ValueError):
             notes.append(kind(**read_json(path)))
     return sorted(notes, key=lambda one: one.rank)
 
 
+def _notes(run_dir: Path | None, kind: type) -> Iterable[Path]:
+    return run_dir.glob(_FILES[kind].format("*")) if run_dir is not None else ()
+
+
 def clear(run_dir: Path | None, kind: type) -> None:
     """Remove the notes, as the journal has them now. All ranks that share a directory try to."""
-    for path in run_dir.glob(_FILES[kind].format("*")) if run_dir is not None else []:
+    for path in _notes(run_dir, kind):
         with suppress(OSError):
             files.disk.unlink(path)
 
@@ -132,10 +134,7 @@ class Progress:
 
     def __init__(self, directory: Path | None) -> None:
         self._path = None if directory is None else directory / PROGRESS
-        self._number, self.last = 0, Position()  # of the previous process
-        if directory is not None:
-            with suppress(OSError):
-                self._number, self.last = _read(directory)
+        self._number, self.last = (0, Position()) if directory is None else _read(directory)  # of the previous process
         self._position = self.last
         self._file = -1
         self._attempts = WriteAttempts(self._path, "a crash would be explained by an older position")
@@ -183,17 +182,16 @@ class Progress:
                 self.close()
 
 
-def position_of(run_dir: Path) -> Position | None:
-    """Return where the newest process of a run is or was; None if that is not known."""
-    try:
-        return _read(run_dir)[1]
-    except OSError:
-        return None
+def position_of(run_dir: Path) -> Position:
+    """Return where the newest process of a run is or was; the beginning if that is not known."""
+    return _read(run_dir)[1]
 
 
 def _read(run_dir: Path) -> tuple[int, Position]:
-    """Return the newer of the two records, and its number; 0 if both are damaged. Raises OSError."""
-    newest, position, content = 0, Position(), read_plain(run_dir / PROGRESS)
+    """Return the newer of the two records, and its number; 0 if there is none, or both are damaged."""
+    newest, position, content = 0, Position(), b""
+    with suppress(OSError):
+        content = read_plain(run_dir / PROGRESS)
     for slot in (content[:_SLOT], content[_SLOT : 2 * _SLOT]):
         record, crc = slot[: _RECORD.size], slot[_RECORD.size : _RECORD.size + 4]
         if len(crc) == 4 and zlib.crc32(record) == int.from_bytes(crc, "little"):

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import json
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from resilient_train.errors import unusable
-from resilient_train.files import commit_text, read_plain
+from resilient_train.files import commit_text, digest_of, read_plain
 from resilient_train.record.journal import WriteAttempts
 from resilient_train.secrets import masked_tree
 from resilient_train.types import Facts, fact
-from resilient_train.wording import say
+from resilient_train.wording import log, say
 
 QUARANTINE = "quarantine.json"  # its name in a run directory
 
 _FORMAT = 1
-
-_log = logging.getLogger("resilient_train")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +53,6 @@ class Quarantine:
         self.rows |= new
         self._is_behind |= bool(new)
 
-    def write(self) -> None:
-        if self._is_behind or self._attempts.has_failed:
-            self._write()
-
     def _recall(self, file: Path, *, data_may_differ: bool) -> None:
         """Read the list of this run; a damaged one does not stop the run."""
         here = self._fingerprint()
@@ -68,22 +60,23 @@ class Quarantine:
             listed = _read(file, None if data_may_differ else here)
             self.rows |= {row: why for row, why in listed.items() if row < here["rows"]}
             if data_may_differ:
-                self._write()
+                self._is_behind = True
+                self.write()
         except Foreign as error:
             why = f"{error}; give the run its own data, or take it as it is (data_changed=accept)"
             raise unusable(str(file), why) from error
         except (OSError, ValueError) as error:
-            _log.error("%s cannot be used and is renamed: %s", file, error)
+            log.error("%s cannot be used and is renamed: %s", file, error)
             with contextlib.suppress(OSError):
                 file.replace(file.with_name(f"{file.name}.damaged"))
 
-    def _write(self) -> None:
-        self._is_behind = False
-        if self._file is None:
+    def write(self) -> None:
+        is_due, self._is_behind = self._is_behind or self._attempts.has_failed, False
+        if self._file is None or not is_due:
             return
         rows = masked_tree([{"row": row, **asdict(why), "reason": say(why.reason)} for row, why in self.rows.items()])
         content = {"format": _FORMAT, "data": dict(self._fingerprint()), "rows": rows}
-        content["sha256"] = _digest(content)
+        content["sha256"] = digest_of(content)
         with self._attempts.attempt():
             commit_text(self._file, json.dumps(content, indent=2) + "\n")
 
@@ -92,17 +85,13 @@ class Foreign(ValueError):
     """A list of rows of another data set."""
 
 
-def _digest(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
 def _read(file: Path, here: Mapping[str, Any] | None) -> dict[int, Quarantined]:
     """Read a list of rows. Raises Foreign if they are not of the data set `here`, ValueError if it is damaged."""
     try:
         content = json.loads(read_plain(file).decode("utf-8"))
         if (form := content["format"]) != _FORMAT:
             raise ValueError(f"is of format {form}, where this version reads {_FORMAT}")
-        if content.pop("sha256", None) not in (None, _digest(content)):  # a user who edits the list removes it
+        if content.pop("sha256", None) not in (None, digest_of(content)):  # a user who edits the list removes it
             raise ValueError("is damaged: it is not what was written (its sha256 is that of another list)")
         rows = {
             one["row"]: Quarantined(fact("text", text=one["reason"]), one["step"], one["incident"])

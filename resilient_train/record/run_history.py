@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from enum import StrEnum
-from functools import cache
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from resilient_train.reader import hints
 from resilient_train.record.journal import JOURNAL, Entry, Journal, plain, read
 from resilient_train.secrets import masked_tree
 from resilient_train.types import TRIAL, Action, Anomaly, Decision, Diagnosis, Facts, Incident, Tried, fact
-from resilient_train.wording import evidence_of, say
+from resilient_train.wording import evidence_of, fields_of, say
 
 OPENED, TREATED, CLOSED = "incident_opened", "incident_treated", "incident_closed"  # kinds of entries
 AGAIN = "incident_again"  # an update more that an incident counts
@@ -171,68 +170,49 @@ def history_of(run_dir: Path) -> RunHistory:
     return RunHistory()
 
 
-_hints = cache(typing.get_type_hints)
-T = TypeVar("T")
+# Of a line: first the documented ones.
+_KEYS = (
+    "id step tick rank signal cause culprit rows advice actions rewound_to steps_lost seconds outcome "
+    "evidence ranks symptom since landed rung gave_up"
+)
 
 
 def as_line(incident: Incident) -> dict[str, Any]:
-    """Return an incident as incidents.jsonl and the journal hold it: first the documented keys, then the others."""
+    """Return an incident as incidents.jsonl and the journal hold it."""
     anomaly, diagnosis, decision = incident.anomaly, incident.diagnosis, incident.decision
-    line: dict[str, Any] = {
-        "id": incident.id,
-        "step": anomaly.step,
-        "tick": anomaly.tick,
+    known = {**fields_of(incident), **fields_of(diagnosis), **fields_of(decision), **fields_of(anomaly)}
+    known |= {
         "rank": min(anomaly.ranks, default=None),  # null: it began on all of them at once
-        "signal": anomaly.signal,
-        "cause": diagnosis.cause,
-        "culprit": diagnosis.culprit and dataclasses.asdict(diagnosis.culprit),
-        "rows": diagnosis.rows,
-        "advice": diagnosis.advice,
+        "culprit": diagnosis.culprit and asdict(diagnosis.culprit),
+        "symptom": diagnosis.symptom and asdict(diagnosis.symptom),
         "actions": [_line_of_action(action) for action in decision.actions],
-        "rewound_to": incident.rewound_to,
-        "steps_lost": incident.steps_lost,
-        "seconds": incident.seconds,
-        "outcome": incident.outcome,
-        "evidence": anomaly.evidence,
-        "ranks": anomaly.ranks,
-        "symptom": diagnosis.symptom and dataclasses.asdict(diagnosis.symptom),
-        "since": anomaly.since,
-        "landed": anomaly.landed,
-        "rung": decision.rung,
-        "gave_up": decision.gave_up,
-    }
-    if incident.is_observed or incident.further:
-        line |= {"further": incident.further, "again": incident.again}
-    if diagnosis.suspects:
-        line["suspects"] = diagnosis.suspects
-    if incident.tried:
-        line["tried"] = [
+        "tried": [
             {"do": [*map(_line_of_action, one.actions)], "anomalies": one.anomalies, "loss": one.loss, "won": one.won}
             for one in incident.tried
-        ]
-    whole: dict[str, Any] = masked_tree(plain(line))
-    return whole
+        ],
+    }
+    keys = _KEYS.split()
+    if incident.is_observed or incident.further:
+        keys += ["further", "again"]
+    keys += [name for name in ("suspects", "tried") if known[name]]
+    return masked_tree(plain({name: known[name] for name in keys}))  # type: ignore[no-any-return]
 
 
 def in_words(incident: Incident) -> dict[str, Any]:
     """Return its line with sentences in place of facts, as incidents.jsonl has it."""
     why, line = incident.decision.gave_up, as_line(incident)
     line |= {"advice": say(incident.diagnosis.advice), "evidence": evidence_of(incident.anomaly)}
-    whole: dict[str, Any] = masked_tree({**line, "gave_up": say(why) if why is not None else None})
-    return whole
+    line["gave_up"] = say(why) if why is not None else None
+    return masked_tree(line)  # type: ignore[no-any-return]
 
 
 def from_line(line: Any) -> Incident:
     """Return the incident of a line. Raises ValueError if it cannot be read; unknown keys are ignored."""
     try:
-        return _record(
-            Incident,
-            line,
-            anomaly=_record(Anomaly, line),
-            diagnosis=_record(Diagnosis, {**line, "ranks": []}),  # `ranks` are those of the anomaly
-            decision=_record(Decision, line),
-            tried=tuple(map(_arm, line.get("tried", []))),
-        )
+        parts = {"anomaly": _record(Anomaly, line), "decision": _record(Decision, line)}
+        parts["diagnosis"] = _record(Diagnosis, {**line, "ranks": []})  # `ranks` are those of the anomaly
+        tried = tuple(map(_arm, line.get("tried", [])))
+        return _record(Incident, line, **parts, tried=tried)  # type: ignore[no-any-return]
     except (KeyError, TypeError) as error:
         raise ValueError(f"an incident cannot be read: {error}") from None
 
@@ -243,11 +223,10 @@ def _line_of_action(action: Action) -> dict[str, Any]:
     return line | {"of": [list(map(_line_of_action, arm)) for arm in arms]} if arms else line
 
 
-def _record(kind: type[T], line: Mapping[str, Any], **parts: Any) -> T:
+def _record(kind: Any, line: Mapping[str, Any], **parts: Any) -> Any:
     """Build a record from `parts` and, by the types of its other fields, from a line."""
-    hints = _hints(kind)  # type: ignore[arg-type]
-    names = [one.name for one in dataclasses.fields(kind) if one.name not in parts]  # type: ignore[arg-type]
-    return kind(**parts, **{name: _value(hints[name], line[name]) for name in names if name in line})
+    names = [name for name in kind.__slots__ if name not in parts and name in line]
+    return kind(**parts, **{name: _value(hints(kind)[name], line[name]) for name in names})
 
 
 def _value(kind: Any, value: Any) -> Any:
@@ -260,8 +239,8 @@ def _value(kind: Any, value: Any) -> Any:
         return _action(value)
     if origin is Mapping and not isinstance(value, dict):
         raise TypeError(f"{value!r} is no fact")
-    if dataclasses.is_dataclass(kind):
-        return _record(kind, value)  # type: ignore[arg-type]
+    if is_dataclass(kind):
+        return _record(kind, value)
     is_enum = isinstance(kind, type) and issubclass(kind, StrEnum)
     return kind(value) if is_enum else value
 
@@ -269,7 +248,7 @@ def _value(kind: Any, value: Any) -> Any:
 def _arm(line: Mapping[str, Any]) -> Tried:
     loss = line.get("loss")  # text, where it is not finite
     number = loss if type(loss) in (int, float) else math.inf
-    return _record(Tried, {**line, "actions": line.get("do")}, loss=number)
+    return _record(Tried, {**line, "actions": line.get("do")}, loss=number)  # type: ignore[no-any-return]
 
 
 def _action(line: Mapping[str, Any]) -> Action:

@@ -9,7 +9,6 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from socket import gethostname
@@ -34,15 +33,6 @@ SCHEMELESS = ("databricks", "databricks-uc", "uc")  # MLflow takes these words a
 _SQLITE_FILE = re.compile(r"(sqlite(?:\+\w+)?:///)([^?]+)(.*)")
 
 
-@dataclass(frozen=True)
-class TrackedRun:
-    """The run as MLflow knows it, in the form that `summary.json` holds; `tracking_uri` is without its password."""
-
-    run_id: str
-    tracking_uri: str
-    url: str | None
-
-
 class UploadCursor(dict[str, Any]):
     """mlflow.json: where a run is uploaded to, its name there; "delivered": how many bytes of the outbox MLflow has."""
 
@@ -52,8 +42,10 @@ class UploadCursor(dict[str, Any]):
         self._directory = directory
 
     @property
-    def run(self) -> TrackedRun | None:
-        return TrackedRun(self["run_id"], self["tracking_uri"], self.get("url")) if "run_id" in self else None
+    def run(self) -> dict[str, Any] | None:
+        """The run as MLflow knows it and `summary.json` holds it; `tracking_uri` is without its password."""
+        known = {name: self.get(name) for name in ("run_id", "tracking_uri", "url")}
+        return known if known["run_id"] else None
 
     def aim(self, tracking_uri: str, experiment: str) -> None:
         """Note where the run is uploaded to; what is known of its run elsewhere is forgotten."""

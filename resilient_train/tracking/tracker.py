@@ -6,7 +6,6 @@ talks to MLflow: neither MLflow's import nor a slow or dead server can hold up a
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 import sys
@@ -20,16 +19,15 @@ from uuid import uuid4
 
 from resilient_train.record.journal import BEGAN, METRICS, OUTBOX, Outbox
 from resilient_train.secrets import masked
-from resilient_train.tracking.connection import TrackedRun, UploadCursor, lacking, locate
-from resilient_train.tracking.review import command
+from resilient_train.tracking.connection import UploadCursor, lacking, locate
+from resilient_train.tracking.story import command
+from resilient_train.wording import log
 
 EXPERIMENT = "resilient_train"  # of the caller's own loop; conf/tracking names the same one for the command
 
 _EXPLAIN_AFTER_S = 1.0
 _RESTART_AFTER_S = 30.0
 _MOST_BYTES = 10_000  # of what the process says at once
-
-_log = logging.getLogger("resilient_train")
 
 
 @dataclass
@@ -43,18 +41,14 @@ class TrackingConfig:
 class Tracker:
     """Takes what is worth showing; only `finish` may wait, and no call raises. This one shows nothing."""
 
-    @property
-    def run(self) -> TrackedRun | None:
-        return None
-
     def begin(self) -> object:
         """Say that the first update has landed: from now on tracking may use the CPU."""
 
     def metrics(self, tick: int, values: Mapping[str, float]) -> None:
         """Note what was measured at `tick`."""
 
-    def finish(self) -> TrackedRun | None:
-        """Upload the rest within the time configured, once summary.json is written, and log what is left."""
+    def finish(self) -> dict[str, Any] | None:
+        """Upload the rest within the time configured, once summary.json is written; return the run in MLflow."""
         return None
 
 
@@ -71,11 +65,6 @@ class OutboxTracker(Tracker):
         self._trouble = ""  # the newest
         self._outbox = Outbox(directory / OUTBOX, self._look_after_uploader)  # now: at an exit no thread can be started
 
-    @property
-    def run(self) -> TrackedRun | None:
-        """The run in MLflow, from the file that the uploader keeps in the run directory."""
-        return UploadCursor(self._directory).run
-
     def begin(self) -> Outbox:
         if not self._has_begun:
             self._has_begun = True
@@ -85,7 +74,7 @@ class OutboxTracker(Tracker):
     def metrics(self, tick: int, values: Mapping[str, float]) -> None:
         self.begin().put(METRICS, tick=tick, values=dict(values))
 
-    def finish(self) -> TrackedRun | None:
+    def finish(self) -> dict[str, Any] | None:
         outbox = self.begin()
         try:
             outbox.close()
@@ -99,11 +88,11 @@ class OutboxTracker(Tracker):
             self._end_uploader()
         if trouble is not None:
             what = "MLflow at %s did not get everything: %s (%s)"
-            _log.warning(what, self._uri, lacking(self._directory), trouble)
-            _log.warning(
+            log.warning(what, self._uri, lacking(self._directory), trouble)
+            log.warning(
                 "to upload the rest, from any machine that has the directory:\n  %s", command("sync", self._directory)
             )
-        return self.run
+        return UploadCursor(self._directory).run  # from the file that the uploader keeps there
 
     def _finish_uploads(self) -> str | None:
         """Return what prevents it. Raises TimeoutExpired."""
@@ -117,7 +106,7 @@ class OutboxTracker(Tracker):
             output, _ = self.uploader.communicate(b"\n", min(drain_s, _EXPLAIN_AFTER_S))
         except subprocess.TimeoutExpired:
             why = "uploading to MLflow, for up to %g s; Ctrl-C leaves the rest to %s"
-            _log.info(why, drain_s, command("sync", self._directory))
+            log.info(why, drain_s, command("sync", self._directory))
             output, _ = self.uploader.communicate(timeout=drain_s - _EXPLAIN_AFTER_S)
         self._report(output)
         return self._trouble if self.uploader.returncode else None
@@ -177,7 +166,7 @@ class OutboxTracker(Tracker):
             self._trouble = line
             if line not in self._logged:
                 self._logged.add(line)
-                _log.warning("MLflow at %s: %s. Training is not affected.", self._uri, line)
+                log.warning("MLflow at %s: %s. Training is not affected.", self._uri, line)
 
 
 def build(

@@ -1,4 +1,7 @@
-"""Uploads what a run directory holds to MLflow: each entry of the outbox once, and the run as it is now."""
+"""Uploads what a run directory holds to MLflow: each entry of the outbox once, and the run as it is now.
+
+Of a run MLflow shows a description, traces of its incidents, and a report.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from base64 import b64encode
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +23,23 @@ from resilient_train.record.endings import CHECKPOINTS, CONFIG, LOOP, facts_of, 
 from resilient_train.record.incident_log import INCIDENTS
 from resilient_train.record.journal import BEGAN, JOURNAL, METRICS, OUTBOX, entries
 from resilient_train.record.run_history import Chapter, in_words
+from resilient_train.secrets import masked
+from resilient_train.sentences import NOTE, ROW
 from resilient_train.tracking.connection import MlflowRun, cut, run_page
-from resilient_train.tracking.report import REPORT, note, report
-from resilient_train.tracking.story import Story, read_story
-from resilient_train.types import Outcome
-from resilient_train.wording import describe, printable, tags
+from resilient_train.tracking.story import (
+    Story,
+    block,
+    left,
+    meanwhile,
+    next_start,
+    read_story,
+    review,
+    shortened,
+    things_to_do,
+    verdict,
+)
+from resilient_train.types import Outcome, fact
+from resilient_train.wording import about, blamed, describe, fill, printable, say, tags
 
 if TYPE_CHECKING:
     from mlflow.tracing.client import TracingClient
@@ -205,3 +220,73 @@ def _is_there(client: TracingClient, trace_id: str) -> bool:
         if error.error_code != "RESOURCE_DOES_NOT_EXIST":
             raise
         return False
+
+
+_DOTS = "..."
+_MARKS = {one: f"\\{one}" for one in "*_[]~"} | {one: f"&#{ord(one)};" for one in "&<>|\\@$¨"} | {"`": ""}
+_GAP = "&ensp; | "
+
+REPORT = "report.txt"  # its name among the artifacts
+LIMIT = 7_950  # characters of a note: MLflow cuts a tag at 8,000
+
+_MOST_TO_DO, _LONGEST_TO_DO = 3, 300  # things, and characters of each
+_MOST_LEFT, _MOST_INCIDENTS, _MOST_ROWS = 260, 200, 80  # characters of a line; incidents in the report, in a note
+
+PageUrl = Callable[[int], str]  # the page of an incident, by its number
+
+
+def report(story: Story) -> str:
+    """Return the full report: the review of the run, and its newest incidents as the terminal shows them."""
+    lines = [str(story.directory), "", *review(story, str)]
+    newest = story.chapters[-_MOST_INCIDENTS:]
+    if older := len(story.chapters) - len(newest):
+        lines += ["", say(fact("older", count=older))]
+    for chapter in newest:
+        lines += ["", *block(chapter)]
+    return "\n".join(printable(masked(line)) for line in lines) + "\n"
+
+
+def note(story: Story, trace_url: PageUrl) -> str:
+    """Return the description in MLflow, with as many of the newest incidents as fit below its limit."""
+    words, sentences = verdict(story)
+    things = [text(one, _LONGEST_TO_DO) for one in shortened(things_to_do(story), _MOST_TO_DO, "and_more")]
+    rows = [f"| {_GAP.join(_row(chapter, trace_url))} |" for chapter in story.chapters[:-_MOST_ROWS:-1]]
+    values = {
+        "headline": text(words, 300),
+        "things": things,
+        "calm": story.chapters and not things,
+        "details": text(sentences, 900),
+        "titles": _GAP.join(ROW) if story.chapters else "",
+        "rule": "|---" * len(ROW),
+        "left": "".join(say(fact("left", label=label, what=text(one, _MOST_LEFT))) for label, one in left(story, str)),
+        "next": text(say(next_start(story)), _MOST_LEFT),
+        "report": REPORT,
+    }
+    while True:
+        older = len(story.chapters) - len(rows)
+        if len(whole := fill(NOTE, values | {"rows": "\n".join(rows), "older": older})) <= LIMIT:
+            return whole
+        rows.pop()
+
+
+def _row(chapter: Chapter, trace_url: PageUrl) -> list[str]:
+    """Return one incident as cells of no more than 200 characters, without their addresses."""
+    incident, culprit = chapter.incident, chapter.incident.diagnosis.culprit
+    short = {"file": "/".join(culprit.file.split("/")[-2:]), "module": "", "phase": ""} if culprit else {}
+    values = about(incident) | {"opened": chapter.opened_ms, "where": blamed(incident.diagnosis, **short)}
+    values |= meanwhile(chapter)
+    cells = {title: text(fill(template, values), 200) for title, template in ROW.items()}
+    if chapter.closed_ms is not None:
+        cells["#"] = f"[{cells['#']}]({trace_url(incident.id)})"
+    if incident.outcome is not Outcome.RECOVERED:
+        cells["outcome"] = f"**{cells['outcome']}**"
+    return [*cells.values()]
+
+
+def text(raw: str, most: int) -> str:
+    """Show words as they are, in at most `most` characters of markdown. Never at the start of a line."""
+    marks = [_MARKS.get(one, one) for one in printable(" ".join(raw.split()))]
+    ends = list(accumulate(map(len, marks)))
+    if ends and ends[-1] > most:
+        marks = [*marks[: sum(end <= most - len(_DOTS) for end in ends)], _DOTS]
+    return "".join(marks)

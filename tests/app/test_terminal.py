@@ -24,8 +24,7 @@ from resilient_train.ranks.lock import DirectoryLock
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.journal import seal
 from resilient_train.record.run_history import as_line
-from resilient_train.tracking.review import review
-from resilient_train.tracking.story import read_story
+from resilient_train.tracking.story import read_story, review
 from resilient_train.types import Action, Cause, Culprit, Decision, Diagnosis, Incident
 
 Said = pytest.CaptureFixture[str]

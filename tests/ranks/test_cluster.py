@@ -30,8 +30,7 @@ from kills import checkpoints, stand, summary
 from paused_run import held_at
 
 from resilient_train.app import command, status
-from resilient_train.app.config.command_line import parse
-from resilient_train.app.config.compose import load
+from resilient_train.app.config.compose import load, parse
 from resilient_train.errors import ConfigError
 from resilient_train.ranks.lock import DirectoryLock
 

@@ -23,9 +23,8 @@ from resilient_train.checkpoint.writer import Writer
 from resilient_train.reader import MemoryConfig
 from resilient_train.record.journal import JOURNAL, Journal, read
 from resilient_train.record.run_history import as_line
-from resilient_train.tracking.report import report
-from resilient_train.tracking.review import samples_skipped
-from resilient_train.tracking.story import read_story
+from resilient_train.tracking.story import read_story, samples_skipped
+from resilient_train.tracking.uploader import report
 from resilient_train.types import Cause
 
 BATCH, STEPS = 8, 390

@@ -24,8 +24,8 @@ from torch.utils.data import TensorDataset
 from resilient_train.adapters.guard import Guard
 from resilient_train.errors import GaveUp
 from resilient_train.reader import MemoryConfig
-from resilient_train.tracking.report import note
 from resilient_train.tracking.story import read_story
+from resilient_train.tracking.uploader import note
 from resilient_train.wording import say
 
 NEVER = 10**9

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from resilient_train.adapters.reporter import Place
-from resilient_train.app.build import assemble
+from resilient_train.app.build import assemble, train
 from resilient_train.app.config.compose import load
-from resilient_train.app.train import train
 from resilient_train.core.state import RunState
 from resilient_train.core.tree import sha256
 from resilient_train.ranks.world import World

@@ -126,7 +126,7 @@ def finished(run_dir: Path, address: str, experiment: str) -> str:
 def run_id_of(run_dir: Path) -> str:
     run = UploadCursor(run_dir).run
     assert run is not None
-    return run.run_id
+    return str(run["run_id"])
 
 
 # ----------------------------------------------------------------------------------------------------------- the server

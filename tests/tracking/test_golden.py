@@ -18,8 +18,8 @@ from resilient_train.app import incidents, status
 from resilient_train.core.knobs import Knobs
 from resilient_train.ranks.lock import LOCK, DirectoryLock
 from resilient_train.record.incident_log import IncidentLog
-from resilient_train.tracking.report import note, report
 from resilient_train.tracking.story import read_story
+from resilient_train.tracking.uploader import note, report
 from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal, Tried
 from resilient_train.wording import describe, tags
 

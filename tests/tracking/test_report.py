@@ -15,9 +15,8 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from stories import BAD_ROW, CLIMBED, PASSED, ROOT, RUN, free_text, incident, story
 
-from resilient_train.tracking.report import note, report, text
-from resilient_train.tracking.review import review
-from resilient_train.tracking.story import Checkpoint, Story, open_advice, read_story
+from resilient_train.tracking.story import Checkpoint, Story, open_advice, read_story, review
+from resilient_train.tracking.uploader import note, report, text
 from resilient_train.types import Cause, Culprit, Decision, Diagnosis, Incident, Outcome, fact
 from resilient_train.wording import say
 

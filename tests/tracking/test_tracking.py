@@ -21,8 +21,8 @@ from flaky_mlflow import free_port
 from resilient_train.errors import ConfigError
 from resilient_train.record.journal import BEGAN, METRICS, OUTBOX, Outbox, entries
 from resilient_train.tracking import tracker as tracking
-from resilient_train.tracking.connection import TrackedRun, UploadCursor, locate, url
-from resilient_train.tracking.review import command, ui_command
+from resilient_train.tracking.connection import UploadCursor, locate, url
+from resilient_train.tracking.story import command, ui_command
 from resilient_train.tracking.tracker import TrackingConfig, build
 from resilient_train.tracking.uploader import Uploader
 
@@ -56,21 +56,21 @@ def config(uri: str | None = None) -> TrackingConfig:
     return TrackingConfig("mlflow", uri, EXPERIMENT, LONG_S)
 
 
-def client_of(run: TrackedRun | None) -> MlflowClient:
+def client_of(run: dict[str, Any] | None) -> MlflowClient:
     from mlflow import MlflowClient
 
     assert run
-    return MlflowClient(run.tracking_uri)
+    return MlflowClient(run["tracking_uri"])
 
 
-def fetched(run: TrackedRun | None) -> Run:
+def fetched(run: dict[str, Any] | None) -> Run:
     assert run
-    return client_of(run).get_run(run.run_id)
+    return client_of(run).get_run(run["run_id"])
 
 
-def history(run: TrackedRun | None, key: str) -> list[tuple[int, int, float]]:
+def history(run: dict[str, Any] | None, key: str) -> list[tuple[int, int, float]]:
     assert run
-    return [(one.step, one.timestamp, one.value) for one in client_of(run).get_metric_history(run.run_id, key)]
+    return [(one.step, one.timestamp, one.value) for one in client_of(run).get_metric_history(run["run_id"], key)]
 
 
 @contextlib.contextmanager
@@ -82,7 +82,7 @@ def outbox(run_dir: Path, params: dict[str, Any] | None = None) -> Iterator[Outb
     assert box.close(LONG_S)
 
 
-def uploaded(run_dir: Path, home: Path) -> TrackedRun:
+def uploaded(run_dir: Path, home: Path) -> dict[str, Any]:
     """Upload it as the process of a run would, but here, where MLflow is loaded already."""
     with contextlib.closing(Uploader(run_dir, locate(None, home), EXPERIMENT, pytest.fail)) as uploader:
         uploader.upload(is_last=True)
@@ -144,7 +144,7 @@ def test_what_mlflow_does_not_take_as_it_is_arrives_all_the_same(home: Path, tmp
     params = fetched(run).data.params
     layers = {f"layer.{index}": str(index) for index in range(250)}
     assert params == layers | {"long": "x" * 5997 + "...", "a_b": "1", "empty": ""}
-    assert [one.path for one in client_of(run).list_artifacts(run.run_id)] == ["report.txt", "train.log"]
+    assert [one.path for one in client_of(run).list_artifacts(run["run_id"])] == ["report.txt", "train.log"]
     assert len([*(home / "mlartifacts").rglob("train.log")]) == 1
 
 
@@ -155,7 +155,7 @@ def test_a_link_in_a_directory_that_somebody_else_wrote_is_not_followed(home: Pa
         (tmp_path / "odd/train.log").symlink_to(secret)
         box.put("unknown", values=[None])
     run = uploaded(tmp_path / "odd", home)
-    assert [one.path for one in client_of(run).list_artifacts(run.run_id)] == ["report.txt"]
+    assert [one.path for one in client_of(run).list_artifacts(run["run_id"])] == ["report.txt"]
 
 
 def test_a_new_database_is_shared_and_no_kill_ruins_it(tmp_path: Path) -> None:
