@@ -34,8 +34,6 @@ _NORMAL_BLOCK = 1.0  # spreads above the median up to which a block shows no cli
 
 
 class Alarm(NamedTuple):
-    """What a check found in the losses."""
-
     since: int  # the newest step that can still be trusted
     evidence: Facts
 

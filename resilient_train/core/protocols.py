@@ -24,9 +24,6 @@ Computed = tuple[torch.Tensor, Metrics]  # a loss whose backward was made, and w
 Retry = Callable[[], None]  # called once the update was given up; then it is retried
 
 
-# What a capability may be.
-
-
 class Hook:
     """Takes part in every update. What a class leaves out is not called."""
 
@@ -76,12 +73,7 @@ class Diagnoser(Protocol):
     def treated(self, incident: Incident) -> None: ...
 
 
-# What the run is made of.
-
-
 class Ranks(Protocol):
-    """The processes of a run."""
-
     rank: int
     size: int
     is_main: bool
@@ -96,8 +88,6 @@ class Ranks(Protocol):
 
 
 class Data(Protocol):
-    """A cursor over training data."""
-
     position: int
     rows: int  # that have an index; 0: none has
     is_fed: bool  # a trainer fetches them, and makes its updates itself

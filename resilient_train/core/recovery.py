@@ -21,8 +21,6 @@ from resilient_train.wording import describe, log, say
 
 
 class Recovery:
-    """Treats incidents, each from its first sign to the update that the run continues with."""
-
     def __init__(
         self,
         parts: Parts,
@@ -45,8 +43,6 @@ class Recovery:
         self._anomalous_step = 0  # the newest of them
         self._ended_damaged = False  # the loop ended before it was healthy again
 
-    # With every update.
-
     def update_accepted(self, *, was_limited: bool) -> None:
         """Count a healthy update. `was_limited`: a remedy kept its learning rate below the schedule's."""
         episode, step, controls = self.parts.checks.episode, self.parts.clock.step, self.controls
@@ -59,8 +55,6 @@ class Recovery:
             if controls.effects.noted.get("reference") is not None:
                 controls.note()
         self.incident_log.update_accepted(step, self._recovered_after, loss_is_off=episode.is_open)
-
-    # One incident.
 
     def treat(self, anomaly: Anomaly, update: Update, refused: Transaction | None = None) -> None:
         """Apply what the policy prescribes, or raise GaveUp; `update` is the newest one. All ranks call it together."""
@@ -75,7 +69,6 @@ class Recovery:
         self._distrust(anomaly.since, reached_weights=anomaly.reached_weights)
         parts.updater.usual_norm = checks.usual_norm or parts.updater.usual_norm
 
-        # Diagnose.
         history = recent(self.policy, self.incident_log.incidents, parts.clock.tick)
         diagnosis = self.diagnoser.explain(anomaly, update, refused, history)
         if diagnosis is None:
@@ -181,7 +174,6 @@ class Recovery:
         self.end(GaveUp(f"gave up at step {incident.anomaly.step}: {say(incident.decision.gave_up or ())}", path))
 
     def end(self, error: TrainError) -> NoReturn:
-        """Report an error that ends the run, and raise it."""
         self._report(error)
         raise error
 
@@ -198,8 +190,6 @@ class Recovery:
         self.parts.updates.rewound(self.parts.clock.step)
         self.parts.checks.episode.end()
         return path, snapshot is not None or path is not None
-
-    # The end of a run.
 
     def finish(self) -> None:
         """The run is complete: close its incidents, as recovered if the loss is back or was never off."""

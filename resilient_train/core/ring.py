@@ -200,9 +200,8 @@ class Ring:
             go_back()
 
     def _settle_slots(self, size: int) -> tuple[int, float]:
-        """Agree with all ranks on how many snapshots of `size` bytes fit, at least two, and drop those that do not.
-
-        Returns the bytes of one, and those allowed: by default half of what was available at first, over local ranks.
+        """Agree with all ranks on how many snapshots of `size` bytes fit, at least two; drop those that do not. Returns
+        the bytes of one, and those allowed: by default half of what was available at first, over local ranks.
         """
         if self._allowed is None:
             if self._config.max_gib is not None:
