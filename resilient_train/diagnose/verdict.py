@@ -354,8 +354,7 @@ NOT_FINITE = (
         _of_line,
         rows=attrgetter("rows_left"),
         names_line=True,
-        # Of many numbers, a product too.
-        patchable=lambda seen: not seen.is_scalar or seen.broken.op in PRODUCTS,
+        patchable=lambda seen: not seen.is_scalar or seen.broken.op in PRODUCTS,  # of many numbers, a product too
     ),
     Rule(
         "no_loss",
@@ -441,7 +440,6 @@ SPIKES = (  # of the loss or the gradient norm, which were what is usual before
 
 
 def rule_for(rules: Sequence[Rule], seen: Observations) -> Rule:
-    """The first that applies."""
     return next(rule for rule in rules if rule.when(seen))
 
 
