@@ -155,7 +155,6 @@ class FedSamples(Samples):
 
     @property
     def skips_newest(self) -> bool:
-        """Say whether the newest update was skipped by an earlier process already."""
         newest = self._fed[-1]
         return self.skipped.end_at(newest.start) != newest.start
 

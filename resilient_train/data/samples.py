@@ -283,9 +283,8 @@ class MapSamples(Samples):
 
 
 class _Plan:
-    """The keys of each micro-batch from `start` on, for the workers; it draws no random numbers.
-
-    Not the samples themselves: with the loader they would be a cycle, which keeps the workers alive.
+    """The keys of each micro-batch from `start` on, for the workers; it draws no random numbers. Not the samples: with
+    the loader they would be a cycle, which keeps the workers alive.
     """
 
     def __init__(self, stream: Stream, slicing: Slicing) -> None:

@@ -104,10 +104,7 @@ class LoaderBatches:
 
 
 class LoaderSamples(FedSamples):
-    """Updates of the caller's loader, kept as copies as long as a rewind may go back to them.
-
-    Positions count samples as if every batch were full.
-    """
+    """Updates of the caller's loader, kept as copies for rewinds. Positions count samples as if batches were full."""
 
     is_fed = False
 

@@ -53,8 +53,7 @@ def _once(numbers: np.ndarray, sizes: tuple[np.uint64, np.uint64], keys: np.ndar
 # Places of an epoch whose rows are computed together: one by one they would cost a small update 5 % of its time.
 _BLOCK = _AT_ONCE
 
-# Numbers drawn for one purpose are independent of those for another. Permutations have no such mark.
-_SUBSTITUTE = 1
+_SUBSTITUTE = 1  # numbers drawn for one purpose are independent of those for another. Permutations have no such mark
 _OTHERS = 2
 
 
