@@ -41,8 +41,6 @@ def _warmup_factor(step: int, warmup_steps: int) -> float:
 
 
 class Schedule:
-    """Sets the groups of an optimizer for the update after `step` accepted ones."""
-
     is_loops = False  # the rates are those of the loop or a trainer, which finds them again after the step
 
     def settings(self, step: int) -> Sequence[dict[str, Any]]:
