@@ -224,8 +224,7 @@ def left_by_cgroups(process: Path = Path("/proc/self/cgroup"), mount: Path = Pat
                 root, prefix = (mount / "memory", "total_") if controllers else (mount, "")
                 groups |= {root / one: prefix for one in (place, *place.parents)}
     for group, prefix in groups.items():
-        # The kernel frees on demand what it has cached of files.
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError):  # the kernel frees on demand what it has cached of files
             stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
             cached = int(stat.get(f"{prefix}active_file", 0)) + int(stat.get(f"{prefix}inactive_file", 0))
             used = int((group / ("memory.usage_in_bytes" if prefix else "memory.current")).read_text()) - cached
