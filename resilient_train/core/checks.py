@@ -121,7 +121,6 @@ class Checks:
 
     @property
     def usual_norm(self) -> float | None:
-        """The largest of the recent gradient norms; the first one while there are few."""
         if self.grad_limit.is_warm:
             return self.grad_limit.largest
         return next((check.usual_norm for check in self._more if check.usual_norm is not None), None)
@@ -133,7 +132,6 @@ class Checks:
         self.declared.update(range(step - _AROUND, step + _AROUND + 1))
 
     def more_is_trained(self, step: int) -> None:
-        """Declare that weights were added or unfrozen with this step."""
         self.declared.update(range(step, step + _AROUND + 1))  # a run that was rewound comes to it again
         for check in self._more:
             check.more_is_trained()

@@ -78,7 +78,7 @@ class Clipper:
 
     @property
     def by_name(self) -> Callable[[], dict[str, float]]:
-        """Return what reads the norms of the update's single gradients: of few updates they are wanted."""
+        """Return what reads the norms of the update's single gradients: few updates need them."""
         norms = self._norms
 
         def read() -> dict[str, float]:

@@ -174,7 +174,6 @@ class CopyGate:
         self.rates: list[dict[str, Any]] = []  # the settings of each group, in the step of its highest rate
 
     def known(self, optimizer: Any) -> Optimizer:
-        """Return the optimizer that is meant, which may be in Accelerate's wrapper."""
         for one in self._gates:
             if one in (optimizer, getattr(optimizer, "optimizer", None)):
                 return one

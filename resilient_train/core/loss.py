@@ -220,7 +220,6 @@ def exceeded(ranked: Sequence[float]) -> float:
 
 
 def deviation(values: Sequence[float], center: float) -> float:
-    """Return the median distance of values from `center`."""
     return median_low([abs(value - center) for value in values])
 
 

@@ -43,7 +43,7 @@ class OnError(Protocol):
     """Knows what to do about an exception that forward or backward raised."""
 
     def loss_instead(self, error: Exception, open_updates: Sequence[Transaction]) -> Computed | Retry | None:
-        """Return what takes the place of the loss, or that the update is to be retried; None: another knows, or nobody.
+        """Return what takes the place of the loss, or that the update is to be retried; None: another may know.
 
         The newest of the open updates raised it. If it is noted in `raised` there, the update will not land.
         """

@@ -34,7 +34,7 @@ class Recovery:
         agree: Callable[[], None],
         recovered_after: int,
     ) -> None:
-        """`report` hears of what ends the run; `agree` ends it on all ranks if they hold other settings or remedies."""
+        """`report` is called with what ends the run; `agree` ends it on all ranks if they hold other settings or remedies."""
         self.parts, self.policy, self.controls, self.diagnoser = parts, policy, controls, diagnoser
         self.incident_log, self._store, self._report, self._agree = log, store, report, agree
         self._recovered_after = recovered_after
@@ -140,7 +140,6 @@ class Recovery:
             self.incident_log.ongoing.add(one.id)
 
     def _end_observed(self) -> None:
-        """The next anomaly is an incident of its own."""
         if self._observed is not None:
             self.incident_log.ongoing.discard(self._observed)
             self._observed = None

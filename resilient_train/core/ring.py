@@ -137,12 +137,10 @@ class Ring:
             self._drop_set_aside()
 
     def drop(self, *dropped: Snapshot) -> None:
-        """Drop snapshots; later ones use their memory."""
         self._reuse(*[one for one in self.snapshots if one in dropped])
         self.snapshots = [one for one in self.snapshots if one not in dropped]
 
     def verified_until(self, since: int) -> list[Snapshot]:
-        """Every verified snapshot not after `since`, newest first."""
         return [one for one in reversed(self.snapshots) if one.verified and one.step <= since]
 
     def newest_verified(self) -> Snapshot | None:

@@ -178,7 +178,6 @@ def _restore_tables(tables: Iterable[tuple[dict[Any, Any], Mapping[Any, Any]]]) 
 
 
 def _is_pair(live: Any, saved: Any) -> bool:
-    """Say whether the contents of what was saved can be copied into a tensor of the run."""
     if not isinstance(live, torch.Tensor) or not isinstance(saved, torch.Tensor | Share):
         return False
     return is_sharded(live) is isinstance(saved, Share) and fits(local_part(saved), local_part(live))

@@ -30,8 +30,6 @@ from resilient_train.types import Anomaly, Signal, UpdateResult, Vitals
 
 
 class EngineGuard:
-    """Runs updates through the gate and passes every anomaly to Recovery."""
-
     _newest_of_all: ClassVar[int] = 0  # id of the update that any guard of this process began last
 
     def __init__(
