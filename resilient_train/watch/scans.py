@@ -35,8 +35,6 @@ _FIRST = (Signal.OPTIMIZER_RANGE, Signal.NONFINITE_WEIGHTS, Signal.NONFINITE_OPT
 
 
 class _Row(NamedTuple):
-    """What one scan has measured in one way, of many items. Its numbers arrive later."""
-
     scan: str
     items: Sequence[Any]
     numbers: Tensor
