@@ -217,7 +217,6 @@ class Microscope(TorchFunctionMode):
         return min(filter(None, known), key=lambda one: (one.was_given, one.call), default=None)
 
     def _made(self, tensors: Iterable[Tensor]) -> Origin | None:
-        """The same, unless it was given."""
         first = self._first(tensors)
         return first if first is not None and not first.was_given else None
 

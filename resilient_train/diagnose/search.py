@@ -52,7 +52,6 @@ class Search:
         self._spiked: dict[int, set[int]] = {}  # rows that made the loss or the gradient jump: starts of those updates
 
     def diagnose(self, anomaly: Anomaly, refused: Transaction, history: History) -> Diagnosis | None:
-        """Find the cause; None where nothing is known beyond the signal."""
         if anomaly.signal not in (*NONFINITE, *SPIKES, Signal.EXCEPTION):
             return None
         is_spike = anomaly.signal in SPIKES

@@ -138,17 +138,14 @@ class Observations:
 
     @property
     def blamed(self) -> tuple[int, ...]:
-        """The rows, if other batches do not break."""
         return () if self.everywhere else self.rows
 
     @property
     def rows_left(self) -> tuple[int, ...]:
-        """What a patch did not help."""
         return self.blamed if self.is_tried else ()
 
     @property
     def only_some(self) -> bool:
-        """Whether other batches do not break."""
         return self.is_compared and not self.everywhere
 
     @property
