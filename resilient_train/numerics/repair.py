@@ -147,7 +147,6 @@ def call_and_repair(bare: Operation, name: str, args: tuple[Any, ...], kwargs: d
 
 
 def _is_number(divisor: Any) -> bool:
-    """Say whether it is one number, which does not learn."""
     return not isinstance(divisor, Tensor) or (divisor.numel() == 1 and not divisor.requires_grad)
 
 

@@ -45,7 +45,6 @@ def method(name: str) -> Operation:
 
 
 def operation(name: str) -> Operation:
-    """What is called instead of `left / right` and the other operators."""
     bare = getattr(operator, "truediv" if name == "div" else name)
 
     def armored_operation(left: Any, right: Any, /) -> Any:
