@@ -296,12 +296,10 @@ class CheckpointKeeper:
         self._trusted = [*self._trusted, newest][-self._config.keep :]  # older ones are pruned
 
     def _unsaved(self) -> Snapshot | None:
-        """The newest verified snapshot, if no checkpoint is as new."""
         snapshot = self._parts.ring.newest_verified()
         return snapshot if snapshot is not None and snapshot.step > self._last_saved else None
 
     def _saved(self, snapshot: Snapshot) -> Path | None:
-        """The path of a verified checkpoint that is as new as a snapshot."""
         found = [one for one in self._store.usable() if one.kind == VERIFIED and one.step >= snapshot.step]
         return found[0].path if found else None
 

@@ -245,7 +245,6 @@ class Resumption:
 
 
 def incidents_of_damage(damaged: Iterable[tuple[Entry, str]], step: int) -> list[ProcessIncident]:
-    """Return an incident for each damaged checkpoint: the run falls back to the state of `step`."""
     signal = Signal.CHECKPOINT_DAMAGED
     return [
         ProcessIncident(

@@ -182,7 +182,6 @@ class Store:
         return replace(entry, manifest=replace(entry.manifest, kind=DEMOTED))
 
     def usable(self) -> list[Entry]:
-        """The checkpoints that the run may resume from, the latest first."""
         return [one for one in self.entries() if one.is_usable]
 
     def write(

@@ -106,7 +106,6 @@ class SerializedTree:
         self._text = json.dumps(self._node(tree, ()), allow_nan=False)
 
     def write(self, directory: Path) -> dict[str, Written]:
-        """Write the files into an existing directory, and sync them."""
         tensors = {name: one if one.dtype in _COMMON else as_bytes(one) for name, one in self._tensors.items()}
         return {
             TENSORS: write_file(directory / TENSORS, chunks(tensors)),
