@@ -56,8 +56,6 @@ def may_pass(error: BaseException | None) -> bool:
 
 
 class Retries:
-    """The retries that one update may use."""
-
     def __init__(self, beat: Callable[[], None] = no_watchdog) -> None:
         self.beat, self.pauses = beat, 0
 
@@ -243,8 +241,6 @@ class SeededRows:
 
 
 class _Probe:
-    """Says whether numbers were drawn from the generators since they were seeded."""
-
     def __init__(self, seed: int) -> None:
         self.seed = seed
         seed_host(seed)

@@ -117,7 +117,6 @@ class Stream:
         self._order = lru_cache(maxsize=2)(self._rows_of)  # most updates span at most two blocks
 
     def take(self, position: int, count: int) -> Span:
-        """Return the next `count` samples from `position` on, without skipped ranges."""
         spans = self.skipped.outside(position, count)
         return Span(spans[0][0], spans[-1][1], [key for span in spans for key in self.keys(*span)])
 
