@@ -70,7 +70,6 @@ def _draw(*parts: object) -> int:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor, without a copy."""
     tensor = local_part(tensor.detach())
     return tensor._values() if tensor.is_sparse else tensor
 
