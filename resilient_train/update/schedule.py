@@ -53,7 +53,6 @@ class Schedule:
         """Note that `step` updates were accepted. Refused ones must not change the schedule."""
 
     def state_dict(self) -> Any:
-        """Return what `settings` depends on besides the step."""
         return {}
 
     def load_state_dict(self, state: Any) -> None:
