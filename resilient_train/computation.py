@@ -248,8 +248,6 @@ def memory_evidence(error: BaseException) -> str:
 
 
 class MicroBatchSizer:
-    """Retries an update that ran out of memory with smaller micro-batches."""
-
     def __init__(
         self, parts: RunParts, policy: Policy, keeper: CheckpointKeeper, note: Callable[[Callable[..., object]], None]
     ) -> None:

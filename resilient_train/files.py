@@ -42,7 +42,6 @@ def conf() -> Path:
 
 
 def at_disk_since(thread: int | None) -> float | None:
-    """Return since when a thread waits for the disk; None if it does not."""
     return _at_disk.get(thread or 0)
 
 
@@ -136,7 +135,6 @@ def commit_directory(new: Path, path: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         disk.sync(descriptor)

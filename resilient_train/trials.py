@@ -294,7 +294,6 @@ class Trials:
         return torch.full_like(loss, math.nan) if update.failed or begun.raised else loss
 
     def _update(self) -> bool:
-        """Make one update as training makes it; say whether it landed."""
         parts, marks, knobs = self._parts, self._computation.marks, self._control.knobs
         updater, world = parts.updater, parts.world
         if self._stop():
