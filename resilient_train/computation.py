@@ -248,6 +248,8 @@ def memory_evidence(error: BaseException) -> str:
 
 
 class MicroBatchSizer:
+    """Retries an update that ran out of memory with smaller micro-batches."""
+
     def __init__(
         self, parts: RunParts, policy: Policy, keeper: CheckpointKeeper, note: Callable[[Callable[..., object]], None]
     ) -> None:

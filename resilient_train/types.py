@@ -51,6 +51,8 @@ class UpdateResult(int):
 
 
 class Signal(StrEnum):
+    """What was noticed."""
+
     NONFINITE_BATCH = "nonfinite_batch"
     NONFINITE_LOSS = "nonfinite_loss"
     NONFINITE_GRAD = "nonfinite_grad"
@@ -81,6 +83,8 @@ SPIKES = (Signal.LOSS_SPIKE, Signal.GRAD_SPIKE)  # updates that a limit refused
 
 
 class Cause(StrEnum):
+    """What was behind it."""
+
     DATA = "data"
     OPERATION = "operation"
     OVERFLOW = "overflow"

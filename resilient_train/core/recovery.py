@@ -34,7 +34,7 @@ class Recovery:
         agree: Callable[[], None],
         recovered_after: int,
     ) -> None:
-        """`report` is called with what ends the run; `agree` ends it on all ranks if they hold other settings or remedies."""
+        """`report` gets what ends the run; `agree` ends it on all ranks if they hold other settings or remedies."""
         self.parts, self.policy, self.controls, self.diagnoser = parts, policy, controls, diagnoser
         self.incident_log, self._store, self._report, self._agree = log, store, report, agree
         self._recovered_after = recovered_after
