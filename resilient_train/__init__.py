@@ -1,7 +1,4 @@
-"""A training run that looks after itself.
-
-Importing this package loads neither Hydra nor MLflow, and torch only where a guard is asked for.
-"""
+"""A training run that looks after itself. Importing it loads neither Hydra nor MLflow, and torch only for a guard."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

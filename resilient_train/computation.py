@@ -109,7 +109,6 @@ class Computation:
     seeds: Seeds
 
     def compute(self, batch: Any) -> Computed:
-        """Run forward and backward of a batch on the device."""
         assert self.objective is not None
         loss, metrics = self.objective.for_training(self.model, batch)
         self.anomaly_mode.backward(loss)
@@ -166,9 +165,8 @@ class BatchErrors(Hook):
             log.info("%s", "".join(traceback.format_exception(error)), extra=IN_FILE_ONLY)
 
     def _may_be_patched(self, error: Exception, tick: int) -> bool:
-        """Whether a patch may help where every batch raises, and was not tried there already since the last rewind.
-
-        Other ranks wait in the collectives of this update, and a loss scaler for its gradients.
+        """Whether a patch may help where every batch raises, and was not tried there already since the last rewind:
+        other ranks wait in the collectives of this update, and a loss scaler for its gradients.
         """
         found = line_of(error, {})
         first = self._examined.setdefault((found.line, self.parts.updates.rewinds), tick)

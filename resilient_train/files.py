@@ -43,7 +43,6 @@ def conf() -> Path:
 
 
 def at_disk_since(thread: int | None) -> float | None:
-    """Return since when a thread waits for the disk; None if it does not."""
     return _at_disk.get(thread or 0)
 
 
@@ -137,7 +136,6 @@ def commit_directory(new: Path, path: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         disk.sync(descriptor)
@@ -236,8 +234,7 @@ def left_by_cgroups(process: Path = Path("/proc/self/cgroup"), mount: Path = Pat
                 root, prefix = (mount / "memory", "total_") if controllers else (mount, "")
                 groups |= {root / one: prefix for one in (place, *place.parents)}
     for group, prefix in groups.items():
-        # The kernel frees on demand what it has cached of files.
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError):  # the kernel frees on demand what it has cached of files
             stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
             cached = int(stat.get(f"{prefix}active_file", 0)) + int(stat.get(f"{prefix}inactive_file", 0))
             used = int((group / ("memory.usage_in_bytes" if prefix else "memory.current")).read_text()) - cached

@@ -76,8 +76,6 @@ class Intended:
         self._rise = rise = self.rise(anomaly, diagnosis)
         return rise is not None and self.accepts(rise, anomaly)
 
-    # Inside.
-
     def began_by_chance(self, anomaly: Anomaly) -> bool:
         """Say whether an alarm compares with a first loss that was low by chance, and forget that loss then."""
         checks, early = self._checks, self._panel.early_divergence

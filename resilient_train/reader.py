@@ -243,7 +243,6 @@ def _is_within(value: float, limits: Mapping[str, Any]) -> bool:
 
 
 def _allowed(kind: Any, limits: Mapping[str, Any]) -> str:
-    """Describe the values that `_converted` accepts."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if "null" in limits:
         return f"{_allowed(kind, {name: one for name, one in limits.items() if name != 'null'})} or null"

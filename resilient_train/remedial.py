@@ -141,8 +141,6 @@ class QuarantinedRows:
 
 
 class Patches(Armor):
-    """Patched lines of the user's code."""
-
     def __init__(self, handled: set[tuple[str, int, str]]) -> None:
         """`handled`: lines that were patched, or cannot be: file, line, operation; an empty one is all of the line."""
         super().__init__()

@@ -29,8 +29,7 @@ _SETTING = re.compile(rf"(?i)(?:{_NAMES})$")
 _VARIABLE = re.compile(rf"(?i)(?:{_NAMES}|token|(?:^|_)(?:key|pin)|_(?:pass|pwd))$|credential")
 _LIKE_A_TOKEN = re.compile(r"(?!\d+$)[^\s<\[{|$]\S{7,}")  # unlike pad_token=<pad>, eos_token=50256
 
-# Repetitions are bounded and possessive: no text makes them take long.
-_PASSWORD_IN_URL = re.compile(
+_PASSWORD_IN_URL = re.compile(  # repetitions are bounded and possessive: no text makes them take long
     r"""(://[^\s/@:?\#"'<>]{0,1000}+:)
     (?!\d{1,5}[/?\#,;)\]}])  # a port
     (?P<password>[^\s@"'<>]{0,1000}+(?:@[^\s@/?\#"'<>]{0,64}+(?=@))*+)@""",

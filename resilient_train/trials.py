@@ -70,9 +70,8 @@ class Faster(NamedTuple):
 
 
 class Trials:
-    """Tries remedies in a run whose updates can be made without its loop.
-
-    All arms of a trial are judged on the same later samples, on which none of them was trained.
+    """Tries remedies in a run whose updates can be made without its loop. All arms are judged on the same later
+    samples, on which none of them was trained.
     """
 
     def __init__(
@@ -108,9 +107,8 @@ class Trials:
     def best_of(
         self, arms: Sequence[Sequence[Action]], steps: int, run: Tryable, passed: int
     ) -> tuple[Sequence[Action], tuple[Tried, ...]]:
-        """Make `steps` updates with each arm; return the best, and how all went. Without a trial that is the first.
-
-        They are judged on what follows the next `passed` samples.
+        """Make `steps` updates with each arm, judged on what follows the next `passed` samples; return the best, and
+        how all went. Without a trial that is the first.
         """
         with suppress(TrialStopped), self._trial(run):
             self._fetch_judged(passed)
@@ -296,7 +294,6 @@ class Trials:
         return torch.full_like(loss, math.nan) if update.failed or begun.raised else loss
 
     def _update(self) -> bool:
-        """Make one update as training makes it; say whether it landed."""
         parts, marks, knobs = self._parts, self._computation.marks, self._control.knobs
         updater, world = parts.updater, parts.world
         if self._stop():
@@ -398,9 +395,8 @@ def _square(weight: torch.Tensor) -> float:
 
 
 def travelled(ring: Ring, agree: Callable[[float], float]) -> float:
-    """Return how far the weights moved between the two newest snapshots, relative to their norm; 0 without two.
-
-    Scaled to 25 updates, as in a random walk; the least of all ranks. The host waits; a collective.
+    """Return how far the weights moved between the two newest snapshots, relative to their norm; 0 without two. Scaled
+    to 25 updates, as in a random walk; the least of all ranks. The host waits; a collective.
     """
     if len(ring.snapshots) < 2:
         return 0.0

@@ -155,7 +155,6 @@ class Culprit:
 
     @property
     def place(self) -> dict[str, Any]:
-        """What facts name it by."""
         return {"op": self.op, "file": self.file, "line": self.line}
 
 
@@ -231,22 +230,18 @@ class Incident:
 
     @property
     def is_observed(self) -> bool:
-        """Say whether the policy only observes: nothing was changed."""
         return any(action.remedy == OBSERVE for action in self.decision.actions)
 
     @property
     def is_interrupted(self) -> bool:
-        """Say whether its process ended before anything was done about it."""
         return not self.decision.actions and self.decision.gave_up is None
 
     @property
     def is_accepted(self) -> bool:
-        """Say whether it was a change on purpose."""
         return any(action.remedy == ACCEPTED for action in self.decision.actions)
 
     @property
     def last_step(self) -> int:
-        """The step of the newest update that belongs to it."""
         return self.again[-1][1] if self.again else self.anomaly.step
 
     @property

@@ -90,9 +90,8 @@ class Follower(ABC):
             self._replaced += [(base, "dataset", self._dataset), (base, "collate_fn", self._collate)]
 
     def _replace(self, owner: Any, name: str, method: Callable[..., Any], *, always: bool = False) -> None:
-        """Let `method` take the place of one of an instance, which it gets as its first argument.
-
-        Unless `always`, that is while this follows: what is run before stays, such as a search of the learning rate.
+        """Let `method` take the place of one of an instance, which it gets as its first argument. Unless `always`, only
+        while this follows: what is run before stays, such as a search of the learning rate.
         """
         plain = getattr(owner, name)
 

@@ -299,9 +299,8 @@ class Guard(EngineGuard):
         return resumed
 
     def epochs(self, count: int) -> Iterator[Epoch]:
-        """Yield the epochs that remain of `count`; the first may be the rest of one.
-
-        An epoch is as many updates as it takes to see all the data once. Without `steps` this plans the total.
+        """Yield the epochs that remain of `count`; the first may be the rest of one. An epoch is as many updates as it
+        takes to see all the data once. Without `steps` this plans the total.
         """
         length = arguments.steps_per_epoch(self.samples)
         self._start()
@@ -315,8 +314,7 @@ class Guard(EngineGuard):
 
     def batches(self, steps: int | None = None) -> Iterator[Any]:
         """Yield micro-batches, on the device, until `steps` more updates are accepted; by default the rest of the plan.
-
-        The last update is verified before this ends. It ends earlier if the loop is `stopped`.
+        The last update is verified before this ends; earlier if the loop is `stopped`.
         """
         arguments.check_settings(steps=steps)
         self._start()
@@ -337,7 +335,6 @@ class Guard(EngineGuard):
         yield from map(of_one, batches)
 
     def step(self, batch: Any) -> UpdateResult:
-        """Forward, backward, gate, update. Says what became of it: false while gradients accumulate, or if refused."""
         with self._lost_device:
             return super().step(batch)
 
@@ -355,7 +352,6 @@ class Guard(EngineGuard):
             return result
 
     def settle(self) -> bool:
-        """Wait for the verdict on the last update; a turn ends with it. False: an anomaly, and it has been treated."""
         self._keeper.progress.turned_to(Doing.BETWEEN)
         with self._lost_device:
             return super().settle()
@@ -433,7 +429,6 @@ class Guard(EngineGuard):
 
     @property
     def saving_since(self) -> float | None:
-        """When the checkpoint that is being written was begun, on the monotonic clock."""
         return self._keeper.saving_since
 
     def ended(self) -> None:
@@ -447,8 +442,6 @@ class Guard(EngineGuard):
     def hung(self, evidence: Facts, *, in_update: bool) -> None:
         """Record that the loop hangs, and write the newest verified state if possible, from another thread."""
         self._process.hung(evidence, in_update=in_update)
-
-    # Inside.
 
     def batches_until(self, last: int, planned: int | None = None) -> Iterator[Any]:
         try:

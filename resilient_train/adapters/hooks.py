@@ -84,7 +84,6 @@ class DirectStepCheck:
             optimizer.step = self._watched(optimizer, optimizer.step)  # type: ignore[method-assign]
 
     def __enter__(self) -> None:
-        """Begin a step of the guard."""
         self._before, self.running = self.running, "guard"
 
     def __exit__(self, *_: object) -> None:

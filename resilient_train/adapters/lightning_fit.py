@@ -81,7 +81,6 @@ class Average:
         return bool(self._callback._latest_update_step >= self._trainer.global_step)
 
     def follow(self) -> None:
-        """Let it take the newest update, unless it has."""
         self._callback.on_train_batch_end(self._trainer, self._module, {}, None, 0)
 
 
@@ -150,7 +149,6 @@ class Fit(Follower):
 
     @property
     def complete_updates(self) -> int:
-        """How many updates were made, or left out, by all processes."""
         return self.samples.newest_stop // self.samples.slicing.samples - self._is_open
 
     def _end(self, plain: Any) -> None:

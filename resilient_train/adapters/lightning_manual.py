@@ -52,7 +52,6 @@ class ManualFit(Fit):
         return output if self._output is None else self._output
 
     def _called(self, plain: Any, kwargs: Any) -> tuple[torch.Tensor, Any]:
-        """Return the sum of the losses of `training_step`, and its output."""
         self._losses = []
         output = plain(kwargs)
         return sum(self._losses, self._zero()), output

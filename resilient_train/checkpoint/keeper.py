@@ -35,8 +35,6 @@ from resilient_train.wording import IN_FILE_ONLY, log
 
 
 class CheckpointKeeper:
-    """Decides when a state is written, hands it to the writer, and loads checkpoints."""
-
     def __init__(self, config: DiskConfig, parts: RunParts, incidents: IncidentLog, how: Resume) -> None:
         directory, history = incidents.directory, incidents.run_history
         self._config, self._parts, self.incident_log = config, parts, incidents
@@ -89,9 +87,8 @@ class CheckpointKeeper:
         return self._writer.began
 
     def verified(self) -> None:
-        """After each healthy update, write the newest verified state if a checkpoint is due.
-
-        All ranks of a sharded run gather it at the same update, once rank 0 can write it. Training waits for that.
+        """After each healthy update, write the newest verified state if a checkpoint is due. All ranks of a sharded run
+        gather it at the same update, once rank 0 can write it. Training waits for that.
         """
         writer, ring = self._writer, self._parts.ring
         self._read_outcomes()
@@ -114,9 +111,8 @@ class CheckpointKeeper:
             self._offer(snapshot)
 
     def distrust(self, since: int) -> None:
-        """Demote every checkpoint after `since`, the newest step that can be trusted.
-
-        Waits for the one being written if it is newer, or if older ones are demoted, which the writer may be removing.
+        """Demote every checkpoint after `since`, the newest step that can be trusted. Waits for the one being written
+        if it is newer, or if older ones are demoted, which the writer may be removing.
         """
         writing = self._writer.writing
         self._read_outcomes()
@@ -193,9 +189,8 @@ class CheckpointKeeper:
         return self._saved(snapshot) or self._save_now(snapshot)
 
     def save_newest(self) -> tuple[int, Path | None]:
-        """As `save_alone`, from another thread, of the newest verified snapshot.
-
-        Returns the step that the run resumes from and its checkpoint; None if that is not the newest verified state.
+        """As `save_alone`, from another thread, of the newest verified snapshot. Returns the step to resume from and
+        its checkpoint; None if that is not the newest verified state.
         """
         snapshot = self._unsaved()
         try:
@@ -251,8 +246,6 @@ class CheckpointKeeper:
         self._read_outcomes()
         return is_over
 
-    # Loading.
-
     def begin(self, plan: ResumePlan) -> None:
         """Load the checkpoint that the run resumes from. All ranks call this."""
         self.previous_samples_per_update = plan.previous_samples_per_update
@@ -293,8 +286,6 @@ class CheckpointKeeper:
             steps = [one.step for one in self._store.entries()] if self._commits else self._trusted
             self._highest_saved = max([self._highest_saved, *steps])
 
-    # Writing.
-
     @property
     def _last_saved(self) -> int:
         return self._trusted[-1] if self._trusted else 0
@@ -305,12 +296,10 @@ class CheckpointKeeper:
         self._trusted = [*self._trusted, newest][-self._config.keep :]  # older ones are pruned
 
     def _unsaved(self) -> Snapshot | None:
-        """The newest verified snapshot, if no checkpoint is as new."""
         snapshot = self._parts.ring.newest_verified()
         return snapshot if snapshot is not None and snapshot.step > self._last_saved else None
 
     def _saved(self, snapshot: Snapshot) -> Path | None:
-        """The path of a verified checkpoint that is as new as a snapshot."""
         found = [one for one in self._store.usable() if one.kind == VERIFIED and one.step >= snapshot.step]
         return found[0].path if found else None
 

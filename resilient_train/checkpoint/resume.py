@@ -200,7 +200,6 @@ class Resumption:
 
     def _named(self, *, again: bool) -> Entry | None:
         """The checkpoint that the user named. None after the first start: a restart resumes from the newest one.
-
         `again`: there is none, and the run begins where it began, unless that was a checkpoint of its own.
         """
         source, history, store = self.how.source, self.history, self.store
@@ -246,7 +245,6 @@ class Resumption:
 
 
 def incidents_of_damage(damaged: Iterable[tuple[Entry, str]], step: int) -> list[ProcessIncident]:
-    """Return an incident for each damaged checkpoint: the run falls back to the state of `step`."""
     signal = Signal.CHECKPOINT_DAMAGED
     return [
         ProcessIncident(

@@ -161,9 +161,8 @@ class Store:
         self.doubtful: set[Path] = set()  # to be demoted, but the disk did not take that yet
 
     def entries(self) -> list[Entry]:
-        """List all checkpoints, the latest first; only manifests are read.
-
-        One without a readable manifest comes before all of the same or an earlier step, so that a resume reports it.
+        """List all checkpoints, the latest first; only manifests are read. One without a readable manifest comes before
+        all of the same or an earlier step, so that a resume reports it.
         """
         found: list[Entry] = []
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -182,7 +181,6 @@ class Store:
         return replace(entry, manifest=replace(entry.manifest, kind=DEMOTED))
 
     def usable(self) -> list[Entry]:
-        """The checkpoints that the run may resume from, the latest first."""
         return [one for one in self.entries() if one.is_usable]
 
     def write(
@@ -193,9 +191,8 @@ class Store:
         memory: Mapping[str, Any],
         examine: Callable[[Entry], None] = lambda written: None,
     ) -> Entry:
-        """Write a checkpoint, read it back, and commit it unless it differs or `examine` raises Damaged.
-
-        `exported` are the tensors for other programs: weights that are among them are not written twice.
+        """Write a checkpoint, read it back, and commit it unless it differs or `examine` raises Damaged. Weights among
+        `exported`, the tensors for other programs, are not written twice.
         """
         usual = {name: one for name, one in exported.items() if one.dtype in NAMES}
         rest = {name: one for name, one in parts["weights"].items() if name not in usual}
@@ -248,9 +245,8 @@ class Store:
         files.commit_text(entry.path / MANIFEST, replace(entry.manifest, kind=kind).text())
 
     def demote(self, since: int | None = None) -> None:
-        """Mark every checkpoint after `since`, the newest step that can be trusted, and those that could not be before.
-
-        Raises OSError after all of them if one could not be marked; to this store it is demoted all the same.
+        """Mark checkpoints after `since`, the newest step to trust, and those that could not be marked before. Raises
+        OSError after all of them if one could not be; to this store it is demoted all the same.
         """
         if since is not None:
             self.doubtful |= {one.path for one in self.usable() if one.step > since}

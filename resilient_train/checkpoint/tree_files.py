@@ -106,7 +106,6 @@ class SerializedTree:
         self._text = json.dumps(self._node(tree, ()), allow_nan=False)
 
     def write(self, directory: Path) -> dict[str, Written]:
-        """Write the files into an existing directory, and sync them."""
         tensors = {name: one if one.dtype in _COMMON else as_bytes(one) for name, one in self._tensors.items()}
         return {
             TENSORS: write_file(directory / TENSORS, chunks(tensors)),
@@ -233,9 +232,8 @@ def _unfit(path: Place, what: str) -> TypeError:
 
 
 def reshard(saved: Tree, like: Any) -> Tree:
-    """Shard the tensors of a loaded tree like those of this run at the same places, where these have the same shape.
-
-    If `like` has a tensor where `saved` has a tree, all of that is sharded like this tensor.
+    """Shard the tensors of a loaded tree like those of this run at the same places with the same shape; all of a tree
+    like the tensor that `like` has there.
     """
     if isinstance(saved, torch.Tensor):
         if not is_sharded(like) or like.shape != saved.shape:

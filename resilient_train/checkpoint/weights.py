@@ -99,7 +99,6 @@ class Best:
         self._pending = [*self._pending[:1], _Pending(step, dict(metrics), copies)]
 
     def is_ripe(self, verified: int) -> bool:
-        """Say whether there is something to write, now that all steps up to `verified` are verified."""
         return any(one.step <= verified for one in self._pending)
 
     def write(self) -> None:
@@ -116,7 +115,6 @@ class Best:
             self._pending.remove(pending)
 
     def distrust(self, since: int) -> None:
-        """Remove what is newer than `since`, the newest step that can be trusted."""
         self._pending = [one for one in self._pending if one.step <= since]
         if self.step > since:
             self._loss, self.step = math.inf, 0

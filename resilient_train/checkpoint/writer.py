@@ -37,7 +37,6 @@ class Job:
 
     @property
     def trouble(self) -> str:
-        """Why it could not be written."""
         assert self.error is not None
         return getattr(self.error, "strerror", None) or in_one_line(self.error)
 

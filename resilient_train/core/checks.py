@@ -44,10 +44,7 @@ class Check(PlainState):
     def landed(
         self, step: int, vitals: Vitals, reference: Callable[[int], Reference | None], *, is_learned: bool
     ) -> Alarm | None:
-        """Judge an accepted update. Not `is_learned`: damage is open, and its loss is above the level to come back to.
-
-        `reference` makes one of the losses up to a step.
-        """
+        """Judge an accepted update. Not `is_learned`: damage is open, its loss above the level to come back to."""
         return None
 
     def overflowed(self, vitals: Vitals) -> Facts | None:
@@ -55,7 +52,6 @@ class Check(PlainState):
         return None
 
     def at_end(self, step: int) -> Alarm | None:
-        """Judge a run that ends."""
         return None
 
     def trusted(self, then: Reference, since: int) -> int:
@@ -125,7 +121,6 @@ class Checks:
 
     @property
     def usual_norm(self) -> float | None:
-        """The largest of the recent gradient norms; the first one while there are few."""
         if self.grad_limit.is_warm:
             return self.grad_limit.largest
         return next((check.usual_norm for check in self._more if check.usual_norm is not None), None)
@@ -137,7 +132,6 @@ class Checks:
         self.declared.update(range(step - _AROUND, step + _AROUND + 1))
 
     def more_is_trained(self, step: int) -> None:
-        """Declare that weights were added or unfrozen with this step."""
         self.declared.update(range(step, step + _AROUND + 1))  # a run that was rewound comes to it again
         for check in self._more:
             check.more_is_trained()
@@ -284,10 +278,7 @@ class Checks:
         return Finding(_refused(vitals, signal, evidence))
 
     def _about_loss(self, vitals: Vitals, signal: Signal, alarm: Alarm) -> Anomaly:
-        """Make an anomaly of the loss, which trusts no step before the verified one that the run was rewound to.
-
-        Nor one at which the loss was far above the best level of the run already.
-        """
+        """Make an anomaly of the loss: no step before a verified one rewound to, or far above the best, is trusted."""
         verified = self.episode.stands_on if self.episode.is_open else None
         since, then = alarm.since, self._reference(alarm.since)
         if then is not None:

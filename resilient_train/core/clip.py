@@ -48,8 +48,6 @@ def clip(
 
 
 class Clipper:
-    """Measures and clips the gradients of an update."""
-
     def __init__(
         self,
         config: ClipConfig,
@@ -63,7 +61,6 @@ class Clipper:
         self.changes: list[Callable[[Sequence[torch.Tensor]], None]] = []  # of gradients before that, as in a drill
 
     def begin(self) -> None:
-        """Begin an update: what was measured belongs to the last one."""
         self._norms = []
 
     def clip(self, weights: Sequence[torch.Tensor], max_norm: float | None, factor: float) -> torch.Tensor:
@@ -81,7 +78,7 @@ class Clipper:
 
     @property
     def by_name(self) -> Callable[[], dict[str, float]]:
-        """Return what reads the norms of the update's single gradients: of few updates they are wanted."""
+        """Return what reads the norms of the update's single gradients: few updates need them."""
         norms = self._norms
 
         def read() -> dict[str, float]:

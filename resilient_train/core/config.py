@@ -106,7 +106,6 @@ class ChecksConfig:
 
 
 def named(name: str) -> ChecksConfig:
-    """Read one of the sets of checks that come with the package."""
     return checks_from(option("checks", name))
 
 

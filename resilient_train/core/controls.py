@@ -21,8 +21,6 @@ from resilient_train.types import Action, Anomaly, Diagnosis, Incident
 
 
 class Controls(RunControl):
-    """Applies remedies to a run. What of that lasts is in its list of effects."""
-
     _incident: Incident  # the one that is being treated, and what was done so far
     _suspects: tuple[int, int]  # the samples that it may come from
 
@@ -47,10 +45,7 @@ class Controls(RunControl):
         )
 
     def apply(self, incident: Incident, suspects: tuple[int, int], started: float, *, was_refused: bool) -> Incident:
-        """Apply the remedies of an incident, which may come from [start, stop) of the samples; return what was done.
-
-        Whoever calls this notes it: then the journal has an incident as treated at once with the effects.
-        """
+        """Apply the remedies; [start, stop) are suspect samples. The caller notes result and effects in one entry."""
         checks, clock, actions = self._parts.checks, self._parts.clock, incident.decision.actions
         step_before, is_mildly_treated = clock.step, is_mild(actions)
         self._incident, self._suspects = replace(incident, rewound_to=None), suspects
@@ -148,8 +143,6 @@ class Effect:
 
 
 class Effects:
-    """The list of them, and what the journal knows of it."""
-
     def __init__(self, clock: Clock, effects: Sequence[Effect]) -> None:
         self._clock, self._effects = clock, effects
         self._noted: dict[str, list[Any]] = {}  # the lists that the journal has from this process
@@ -197,7 +190,6 @@ class Effects:
         return {**{name: one for name, one in state.items() if name not in added}, "added": added}
 
     def agreed(self) -> list[Any]:
-        """Return what has to be the same on all ranks."""
         return [effect.agreed() for effect in self._effects]
 
 

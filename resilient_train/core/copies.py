@@ -25,9 +25,8 @@ def room(
 
 
 class Copier:
-    """Copies the state of a run into a snapshot, with CUDA into pinned host memory.
-
-    Large tensors that only an optimizer changes are copied on a second stream in the next forward, all others first.
+    """Copies the state into a snapshot, with CUDA into pinned host memory: large tensors that only an optimizer changes
+    on a second stream in the next forward, all others first.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -75,10 +74,7 @@ class Copier:
 
 
 class Frozen:
-    """Finds the frozen weights that have not changed, and keeps one copy of each for all snapshots.
-
-    One that the loop changes, such as a teacher's, is copied for every snapshot from then on, like a trained one.
-    """
+    """Keeps one copy of each frozen weight for all snapshots; those that the loop changes are copied each time."""
 
     def __init__(self) -> None:
         self.shared: dict[str, tuple[torch.Tensor, int, int]] = {}  # the weights by name, with version and digest

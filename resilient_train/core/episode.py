@@ -44,7 +44,6 @@ class Reference:
 
     @classmethod
     def of(cls, losses: Mapping[int, float], until: int, size: float = 0.0) -> Reference | None:
-        """Make it from the losses by step up to `until`; None if there are none."""
         steps = sorted(step for step in losses if step <= until)[-WINDOW:]
         everything = [losses[step] for step in steps]
         values = without_top(everything)
@@ -154,9 +153,8 @@ class Episode(PlainState):
         return self.reference.step if self.reference is not None else None
 
     def begin(self, reference: Reference | None, goal: int, since: int, *, is_only_reported: bool = False) -> None:
-        """Compare with `reference` from now on, unless an older one can still be trusted. All after `since` is damaged.
-
-        One from before a rewind stays trusted, unless the damage began before the two courses parted.
+        """Compare with `reference` from now on, unless an older one is trusted: one from before a rewind, unless the
+        damage began before the two courses parted. All after `since` is damaged.
         """
         parted_before = self.came_from is not None and since >= self.came_from
         is_trusted = self.reference is not None and (self.reference.step <= since or parted_before)
@@ -177,10 +175,7 @@ class Episode(PlainState):
             self._losses.clear()
 
     def stayed(self, step: int, losses: Sequence[float], rate: float = 1.0) -> None:
-        """Note a treatment that could not rewind: to learn again what was lost takes as long as losing it.
-
-        Until then a run that stays below `losses`, those before the treatment, is on its way.
-        """
+        """Note a treatment without a rewind: learning again takes as long; a run below `losses` is on its way."""
         if self.reference is not None:
             self.took = self.took or max(0, self.reached - self.reference.step)
             self.goal = step + round(self.took * min(_LONGEST_WAY, 1 / rate))

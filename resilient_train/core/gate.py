@@ -30,8 +30,7 @@ class Agreement:
         """Reduce to the mean loss and the largest gradient norm of all ranks. A NaN of any rank stays NaN.
 
         `measured` is this rank's loss, norm and, if there is one, loss scale, which is returned as it is. The result
-        ends with whether any rank was asked to stop. The second result is the table with a row for each rank, or None
-        if there is only one.
+        ends with whether any rank was asked to stop. The second one has a row for each rank; None if there is only one.
         """
         if self._gather is None or (table := self._gather(torch.cat([measured[:2], self._stop]))) is None:
             return measured, None
@@ -58,10 +57,7 @@ class Gate(ABC):
 
     @abstractmethod
     def step(self, measured: torch.Tensor, optimizers: Sequence[Optimizer]) -> list[float] | None:
-        """Step if `measured`, which begins with loss and gradient norm, is within the limits.
-
-        Returns the numbers if the host had to read them, so that they are not read twice.
-        """
+        """Step if `measured`, loss and norm first, is within the limits. Returns the numbers if the host read them."""
 
 
 class OpenGate(Gate):
@@ -178,7 +174,6 @@ class CopyGate:
         self.rates: list[dict[str, Any]] = []  # the settings of each group, in the step of its highest rate
 
     def known(self, optimizer: Any) -> Optimizer:
-        """Return the optimizer that is meant, which may be in Accelerate's wrapper."""
         for one in self._gates:
             if one in (optimizer, getattr(optimizer, "optimizer", None)):
                 return one

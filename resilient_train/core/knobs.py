@@ -73,10 +73,7 @@ class Knobs:
         )
 
     def turn_lr(self, factor: float, rewarm: int = 0, regain: float = 0.0, *, lasting: bool = False) -> None:
-        """Multiply the rate; `rewarm`: climb there from zero; `regain`: soon be back at that share of what it was.
-
-        A `lasting` cut is relaxed as late as possible.
-        """
+        """Multiply the rate; `rewarm`: climb from zero; `regain`: soon back at that share; `lasting`: relax it last."""
         self.regain = self.lr * regain
         self.patience = _MAX_PATIENCE if lasting else max(self.patience, _LONG_PATIENCE if regain else 1)
         self.lr = _bounded(self.lr * factor, MIN_LR)

@@ -104,10 +104,7 @@ def loss_limit(config: LimitConfig, level: Level) -> float:
 
 
 class Refusals(PlainState):
-    """The refused updates of the last steps: several different ones are no outliers, but a new regime.
-
-    They do not rewind: else a run that rewinds at each refusal would fight it forever.
-    """
+    """Refused updates of the last steps. Several different ones are a new regime: rewinding would fight it forever."""
 
     persistent = ("_recent",)
 

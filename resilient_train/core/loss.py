@@ -34,8 +34,6 @@ _NORMAL_BLOCK = 1.0  # spreads above the median up to which a block shows no cli
 
 
 class Alarm(NamedTuple):
-    """What a check found in the losses."""
-
     since: int  # the newest step that can still be trusted
     evidence: Facts
 
@@ -222,7 +220,6 @@ def exceeded(ranked: Sequence[float]) -> float:
 
 
 def deviation(values: Sequence[float], center: float) -> float:
-    """Return the median distance of values from `center`."""
     return median_low([abs(value - center) for value in values])
 
 

@@ -133,7 +133,6 @@ class Marks:
         copy_into([mark.live[place] for place in in_place], [mark.copies[place] for place in in_place])
 
     def release(self, mark: Mark) -> None:
-        """Let the next mark have the memory of this one."""
         if mark.copies or mark.of_kept:
             self._spare.append(mark)
 
@@ -141,8 +140,6 @@ class Marks:
         """The tensors of the loss scale, which RunState has made."""
         scaler: Any = self._scaler
         return [] if scaler is None else [scaler._scale, scaler._growth_tracker]
-
-    # For a moment.
 
     @contextmanager
     def buffers_of(self, mark: Mark) -> Iterator[Mapping[str, Tree]]:
@@ -178,8 +175,6 @@ class Marks:
             self.undo(before)
             self.release(before)
             self.set_attributes(own)
-
-    # The attributes.
 
     def attributes(self) -> Attributes:
         """Return the attributes that change with the updates, as they are; tensors are not copied."""

@@ -24,9 +24,6 @@ Computed = tuple[torch.Tensor, Metrics]  # a loss whose backward was made, and w
 Retry = Callable[[], None]  # called once the update was given up; then it is retried
 
 
-# What a capability may be.
-
-
 class Hook:
     """Takes part in every update. What a class leaves out is not called."""
 
@@ -46,7 +43,7 @@ class OnError(Protocol):
     """Knows what to do about an exception that forward or backward raised."""
 
     def loss_instead(self, error: Exception, open_updates: Sequence[Transaction]) -> Computed | Retry | None:
-        """Return what takes the place of the loss, or that the update is to be retried; None: another knows, or nobody.
+        """Return what takes the place of the loss, or that the update is to be retried; None: another may know.
 
         The newest of the open updates raised it. If it is noted in `raised` there, the update will not land.
         """
@@ -76,12 +73,7 @@ class Diagnoser(Protocol):
     def treated(self, incident: Incident) -> None: ...
 
 
-# What the run is made of.
-
-
 class Ranks(Protocol):
-    """The processes of a run."""
-
     rank: int
     size: int
     is_main: bool
@@ -96,8 +88,6 @@ class Ranks(Protocol):
 
 
 class Data(Protocol):
-    """A cursor over training data."""
-
     position: int
     rows: int  # that have an index; 0: none has
     is_fed: bool  # a trainer fetches them, and makes its updates itself

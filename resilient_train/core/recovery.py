@@ -21,8 +21,6 @@ from resilient_train.wording import describe, log, say
 
 
 class Recovery:
-    """Treats incidents, each from its first sign to the update that the run continues with."""
-
     def __init__(
         self,
         parts: Parts,
@@ -36,7 +34,7 @@ class Recovery:
         agree: Callable[[], None],
         recovered_after: int,
     ) -> None:
-        """`report` hears of what ends the run; `agree` ends it on all ranks if they hold other settings or remedies."""
+        """`report` gets what ends the run; `agree` ends it on all ranks if they hold other settings or remedies."""
         self.parts, self.policy, self.controls, self.diagnoser = parts, policy, controls, diagnoser
         self.incident_log, self._store, self._report, self._agree = log, store, report, agree
         self._recovered_after = recovered_after
@@ -44,8 +42,6 @@ class Recovery:
         self._observed: int | None = None  # number of the incident that further anomalies count into
         self._anomalous_step = 0  # the newest of them
         self._ended_damaged = False  # the loop ended before it was healthy again
-
-    # With every update.
 
     def update_accepted(self, *, was_limited: bool) -> None:
         """Count a healthy update. `was_limited`: a remedy kept its learning rate below the schedule's."""
@@ -60,8 +56,6 @@ class Recovery:
                 controls.note()
         self.incident_log.update_accepted(step, self._recovered_after, loss_is_off=episode.is_open)
 
-    # One incident.
-
     def treat(self, anomaly: Anomaly, update: Update, refused: Transaction | None = None) -> None:
         """Apply what the policy prescribes, or raise GaveUp; `update` is the newest one. All ranks call it together."""
         parts, controls, checks, started = self.parts, self.controls, self.parts.checks, time.perf_counter()
@@ -75,7 +69,6 @@ class Recovery:
         self._distrust(anomaly.since, reached_weights=anomaly.reached_weights)
         parts.updater.usual_norm = checks.usual_norm or parts.updater.usual_norm
 
-        # Diagnose.
         history = recent(self.policy, self.incident_log.incidents, parts.clock.tick)
         diagnosis = self.diagnoser.explain(anomaly, update, refused, history)
         if diagnosis is None:
@@ -147,7 +140,6 @@ class Recovery:
             self.incident_log.ongoing.add(one.id)
 
     def _end_observed(self) -> None:
-        """The next anomaly is an incident of its own."""
         if self._observed is not None:
             self.incident_log.ongoing.discard(self._observed)
             self._observed = None
@@ -181,7 +173,6 @@ class Recovery:
         self.end(GaveUp(f"gave up at step {incident.anomaly.step}: {say(incident.decision.gave_up or ())}", path))
 
     def end(self, error: TrainError) -> NoReturn:
-        """Report an error that ends the run, and raise it."""
         self._report(error)
         raise error
 
@@ -198,8 +189,6 @@ class Recovery:
         self.parts.updates.rewound(self.parts.clock.step)
         self.parts.checks.episode.end()
         return path, snapshot is not None or path is not None
-
-    # The end of a run.
 
     def finish(self) -> None:
         """The run is complete: close its incidents, as recovered if the loss is back or was never off."""

@@ -137,12 +137,10 @@ class Ring:
             self._drop_set_aside()
 
     def drop(self, *dropped: Snapshot) -> None:
-        """Drop snapshots; later ones use their memory."""
         self._reuse(*[one for one in self.snapshots if one in dropped])
         self.snapshots = [one for one in self.snapshots if one not in dropped]
 
     def verified_until(self, since: int) -> list[Snapshot]:
-        """Every verified snapshot not after `since`, newest first."""
         return [one for one in reversed(self.snapshots) if one.verified and one.step <= since]
 
     def newest_verified(self) -> Snapshot | None:
@@ -200,9 +198,8 @@ class Ring:
             go_back()
 
     def _settle_slots(self, size: int) -> tuple[int, float]:
-        """Agree with all ranks on how many snapshots of `size` bytes fit, at least two, and drop those that do not.
-
-        Returns the bytes of one, and those allowed: by default half of what was available at first, over local ranks.
+        """Agree with all ranks on how many snapshots of `size` bytes fit, at least two; drop those that do not. Returns
+        the bytes of one, and those allowed: by default half of what was available at first, over local ranks.
         """
         if self._allowed is None:
             if self._config.max_gib is not None:

@@ -1,8 +1,4 @@
-"""The one list of everything that rewinds.
-
-What a person or a policy decided (knobs, quarantine, history, the tick) is not in it on purpose: a rewind would undo
-the remedy.
-"""
+"""The one list of all that rewinds. Not what was decided (knobs, quarantine, tick): that would undo the remedy."""
 
 from __future__ import annotations
 
@@ -75,9 +71,8 @@ class RunState:
         self.kept[f"kept.{name}"] = item
 
     def restore(self, parts: Mapping[str, Tree]) -> None:
-        """Restore a copy of what `live` returned, in place: tensors keep their addresses. Gradients are dropped.
-
-        What the loop has added since, weights and the buffers of modules with such weights, stays as it is.
+        """Restore a copy of what `live` returned, in place: tensors keep their addresses, gradients are dropped, and
+        what the loop has added since (weights, buffers of modules with such weights) stays as it is.
         """
         _copy(self._pairs(parts["weights"]))
         for weight in self.model.parameters():
@@ -113,7 +108,6 @@ class RunState:
             _copy(now)
 
     def _pairs(self, saved: Mapping[str, Tree]) -> Pairs:
-        """Pair the weights with those of a state, by the names that they had then."""
         pairs: Pairs = []
         for name, weight in self.model.named_parameters():
             known = [saved[one] for one in (name, *self._names.get(weight, {})) if one in saved]
@@ -184,7 +178,6 @@ def _restore_tables(tables: Iterable[tuple[dict[Any, Any], Mapping[Any, Any]]]) 
 
 
 def _is_pair(live: Any, saved: Any) -> bool:
-    """Say whether the contents of what was saved can be copied into a tensor of the run."""
     if not isinstance(live, torch.Tensor) or not isinstance(saved, torch.Tensor | Share):
         return False
     return is_sharded(live) is isinstance(saved, Share) and fits(local_part(saved), local_part(live))

@@ -46,8 +46,7 @@ class Transaction:
     nan_is_usual: bool = False  # in the batches of this run
     is_error: bool = False  # an exception ended its forward or backward on some rank
 
-    # Since it went through the gate.
-    attempt: Attempt = field(init=False)
+    attempt: Attempt = field(init=False)  # since it went through the gate
     limits: tuple[float, float] = field(init=False)  # of the gate
     _sent: Sent = field(init=False)
 
@@ -59,7 +58,6 @@ class Transaction:
         return self.result
 
     def ends(self, status: str) -> None:
-        """Tell the loop what became of it."""
         self.result = self.result or UpdateResult(status)
         self.result.status = status
 

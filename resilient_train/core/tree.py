@@ -175,7 +175,6 @@ def nbytes(tree: Tree) -> int:
 
 
 def fits(copy: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Say whether `copy` can hold the contents of `tensor`."""
     return (copy.shape, copy.dtype, original_device(copy)) == (tensor.shape, tensor.dtype, tensor.device)
 
 

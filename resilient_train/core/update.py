@@ -30,8 +30,6 @@ from resilient_train.types import Anomaly, Signal, UpdateResult, Vitals
 
 
 class EngineGuard:
-    """Runs updates through the gate and passes every anomaly to Recovery."""
-
     _newest_of_all: ClassVar[int] = 0  # id of the update that any guard of this process began last
 
     def __init__(
@@ -51,10 +49,7 @@ class EngineGuard:
         on_error: Sequence[OnError] = (),
         pace: Callable[[], float] = lambda: 1.0,
     ) -> None:
-        """`fetch` returns the samples of the next update; `stop` says whether the run was asked to stop.
-
-        `pace` multiplies the rate of the update that is computed.
-        """
+        """`fetch` returns the next update's samples, `stop` whether to stop; `pace` multiplies the update's rate."""
         self.model, self.objective, self.seeds = backend.model, backend.objective, seeds
         self.world, self.clock, self.samples, self.state = parts.world, parts.clock, parts.samples, parts.state
         self.stopped = False  # if True, the loop ends before its next update
@@ -77,8 +72,6 @@ class EngineGuard:
         self._computing = ExitStack()  # what surrounds its forward and backward
         self._has_begun = False
         self._waits = False  # the loop reads the verdict at once, as its own code must not see a refused update
-
-    # The loop over updates.
 
     def updates_until(self, last: int, *, plan: int | None) -> Iterator[Any]:
         """Yield micro-batches until `last` updates are accepted; at the end of the `plan` the loss has to be back."""
@@ -150,8 +143,6 @@ class EngineGuard:
             begun.versions.append(versions(begun.inputs[-1]))
             self._handed_out = batch = self.world.on_device(begun.inputs[-1])
             yield batch
-
-    # What the loop hands back.
 
     def step(self, batch: Any) -> UpdateResult:
         """Forward, backward, gate, update. Says what became of it: false while gradients accumulate, or if refused."""

@@ -44,7 +44,6 @@ class Schedule:
         """Note that `step` updates were accepted. Refused ones must not change the schedule."""
 
     def state_dict(self) -> Any:
-        """Return what `settings` depends on besides the step."""
         return {}
 
     def load_state_dict(self, state: Any) -> None:
@@ -94,8 +93,6 @@ class _Ready(NamedTuple):
 
 
 class Updater:
-    """The one place that changes weights."""
-
     def __init__(
         self,
         optimizers: Sequence[Optimizer],
@@ -108,10 +105,7 @@ class Updater:
         observes: bool = False,
         stepping: AbstractContextManager[object] = _NOTHING,
     ) -> None:
-        """`gather` collects a vector from every rank; None: there is only one. `observes`: every update lands.
-
-        `stepping` surrounds the steps of the optimizers.
-        """
+        """`gather` collects a vector of each rank, if several; `observes`: all land; `stepping` surrounds the steps."""
         self._stepping = stepping
         self.optimizers, self.schedules = list(optimizers), list(schedules)
         self.clipper, self.scaler, self.device = clipper, scaler, device
@@ -143,8 +137,7 @@ class Updater:
     ) -> Attempt:
         """Send the gradients to the gate as update `step + 1`, and drop them. All optimizers step, or none does.
 
-        `rates` multiply the learning rate: by what an experiment asks, which is not recorded, and by what counts as the
-        rate of this update.
+        `rates` multiply the learning rate: what an experiment asks, not recorded, and what counts as this update's.
         """
         self.clipper.begin()
         ready = self._made_ready(step, self.optimizers, knobs, rates)

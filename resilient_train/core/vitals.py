@@ -51,8 +51,7 @@ def read_vitals(
     """Make the vitals of an update; `step` updates were accepted before it.
 
     The numbers are its loss, its gradient norm, the loss scale if there is one; with several ranks also whether one
-    asks to stop. `by_rank`, called after trouble only, returns a row for each rank, which begins with its loss and
-    gradient norm.
+    asks to stop. `by_rank`, called after trouble only, returns a row for each rank: loss and gradient norm first.
     """
     loss, grad_norm, *rest = numbers
     scale = rest.pop(0) if has_scale else None

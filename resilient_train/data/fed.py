@@ -155,7 +155,6 @@ class FedSamples(Samples):
 
     @property
     def skips_newest(self) -> bool:
-        """Say whether the newest update was skipped by an earlier process already."""
         newest = self._fed[-1]
         return self.skipped.end_at(newest.start) != newest.start
 
@@ -223,7 +222,6 @@ class FedSamples(Samples):
         self._older.clear()
 
     def _fetch_again_from(self, position: int) -> None:
-        """Forget what was fetched from a position on, and the batches before it."""
         for fed in self._fed:
             self._drop_batches(fed)
         before = [fed for fed in chain(self._older, self._fed) if fed.start < position]

@@ -24,8 +24,7 @@ from resilient_train.wording import counted, log
 PAUSES_S = (0.1, 0.3, 1.0, 2.0, 4.0)  # before each retry of an update, not of each of its rows
 _BEAT_S = 0.5
 
-# Errors of the file or of this machine: a retry would fail the same way.
-_LASTING_ERRORS = {
+_LASTING_ERRORS = {  # errors of the file or of this machine: a retry would fail the same way
     *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP),
     *(errno.EINVAL, errno.EBADF, errno.EEXIST, errno.EROFS, errno.ENOSPC, errno.EMFILE, errno.ENFILE, errno.ENOMEM),
 }
@@ -57,8 +56,6 @@ def may_pass(error: BaseException | None) -> bool:
 
 
 class Retries:
-    """The retries that one update may use."""
-
     def __init__(self, beat: Callable[[], None] = no_watchdog) -> None:
         self.beat, self.pauses = beat, 0
 
@@ -221,9 +218,8 @@ class RepeatableBatches:
 
 
 class SeededRows:
-    """The rows of an iterable data set, which stands at the `first`, each with its own random numbers.
-
-    Not a generator, which would end with the first error: a data set that is its own iterator continues.
+    """The rows of an iterable data set, which stands at the `first`, each with its own random numbers. Not a generator,
+    which would end with the first error: a data set that is its own iterator continues.
     """
 
     def __init__(self, dataset: Iterable[Any], seed: int, epoch: int = 0, first: int = 0) -> None:
@@ -245,8 +241,6 @@ class SeededRows:
 
 
 class _Probe:
-    """Says whether numbers were drawn from the generators since they were seeded."""
-
     def __init__(self, seed: int) -> None:
         self.seed = seed
         seed_host(seed)
@@ -262,9 +256,8 @@ _PLAIN_TYPES = (torch.Tensor, bool, int, float, complex, str, bytes, type(None))
 
 
 def fingerprint(dataset: Any, rows: Iterable[int] | None = None) -> dict[str, Any]:
-    """Return the class of a map-style data set, its number of rows, and the digest of the first of `rows`.
-
-    The run has fetched these: others might end the process. None if it raises, or differs when it is fetched again.
+    """Return a map-style data set's class, number of rows, and the digest of the first of `rows`, which the run has
+    fetched: others might end the process. None if it raises, or differs when it is fetched again.
     """
     row = min(range(len(dataset)) if rows is None else rows, default=None)
     digests = {} if row is None else {str(row): _digest_of(dataset, row)}

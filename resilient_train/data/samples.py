@@ -47,7 +47,6 @@ class Slicing:
 
     @property
     def samples(self) -> int:
-        """Samples of one update over all ranks and micro-batches."""
         return self.batch_size * self.accumulation * self.world
 
     def halved(self) -> Slicing | None:
@@ -104,7 +103,6 @@ class Samples(ABC):
         self._batches = None
 
     def skip_only(self, spans: Iterable[Sequence[int]]) -> None:
-        """Skip these positions from now on, and no others."""
         self._batches, self.skipped.spans, self.skipped.added = None, [], []
         for start, stop in spans:
             self.skipped.add(start, stop)
@@ -283,9 +281,8 @@ class MapSamples(Samples):
 
 
 class _Plan:
-    """The keys of each micro-batch from `start` on, for the workers; it draws no random numbers.
-
-    Not the samples themselves: with the loader they would be a cycle, which keeps the workers alive.
+    """The keys of each micro-batch from `start` on, for the workers; it draws no random numbers. Not the samples: with
+    the loader they would be a cycle, which keeps the workers alive.
     """
 
     def __init__(self, stream: Stream, slicing: Slicing) -> None:

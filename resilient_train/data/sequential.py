@@ -55,7 +55,6 @@ class LoaderBatches:
             self._marks.popleft()
 
     def go_to(self, place: dict[str, Any]) -> None:
-        """Continue at a place of an earlier process."""
         self.drawn, self._batches = place["drawn"], None
         self._marks.clear()
         if place.get("loader"):
@@ -104,10 +103,7 @@ class LoaderBatches:
 
 
 class LoaderSamples(FedSamples):
-    """Updates of the caller's loader, kept as copies as long as a rewind may go back to them.
-
-    Positions count samples as if every batch were full.
-    """
+    """Updates of the caller's loader, kept as copies for rewinds. Positions count samples as if batches were full."""
 
     is_fed = False
 
@@ -199,7 +195,6 @@ class RowStream(LoaderBatches):
             self._read_to(epoch, row)
 
     def fetch(self) -> list[tuple[Any, Sequence[int]]]:
-        """Fetch the rows of the next update, over all ranks and micro-batches."""
         (at, mark), began = self._marks[-1], self.drawn
         rows = [self._next_batch() for _ in range(self.slicing.samples)]
         if at == began and mark[-1] is None:
@@ -229,7 +224,6 @@ class RowStream(LoaderBatches):
         return self._next_row()
 
     def _begin(self, epoch: int, row: int, state: Any) -> None:
-        """Continue at a row, at which the data set has this state."""
         self._epoch, self._row = epoch, row
         if hasattr(self.loader, "set_epoch"):
             self.loader.set_epoch(epoch)
@@ -244,7 +238,6 @@ class RowStream(LoaderBatches):
                 self.beat()
 
     def _leads_to(self, epoch: int, row: int, state: Any, digest: str) -> bool:
-        """Say whether a state of the data set leads to the rows that followed it."""
         try:
             self._begin(epoch, row, state)
             is_same: bool = sha256([self._next_row() for _ in range(min(_COMPARED, self.slicing.samples))]) == digest

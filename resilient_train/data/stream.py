@@ -53,8 +53,7 @@ def _once(numbers: np.ndarray, sizes: tuple[np.uint64, np.uint64], keys: np.ndar
 # Places of an epoch whose rows are computed together: one by one they would cost a small update 5 % of its time.
 _BLOCK = _AT_ONCE
 
-# Numbers drawn for one purpose are independent of those for another. Permutations have no such mark.
-_SUBSTITUTE = 1
+_SUBSTITUTE = 1  # numbers drawn for one purpose are independent of those for another. Permutations have no such mark
 _OTHERS = 2
 
 
@@ -118,7 +117,6 @@ class Stream:
         self._order = lru_cache(maxsize=2)(self._rows_of)  # most updates span at most two blocks
 
     def take(self, position: int, count: int) -> Span:
-        """Return the next `count` samples from `position` on, without skipped ranges."""
         spans = self.skipped.outside(position, count)
         return Span(spans[0][0], spans[-1][1], [key for span in spans for key in self.keys(*span)])
 

@@ -28,7 +28,6 @@ def _unwatched() -> Iterator[None]:
 
 
 def floating(tree: Any) -> list[Tensor]:
-    """The tensors of a tree that can hold NaN and infinity."""
     tensors = (one for one in tree_leaves(tree) if isinstance(one, Tensor))
     return [one for one in tensors if one.is_floating_point() or one.is_complex()]
 
@@ -43,7 +42,6 @@ def kinds_of(tensor: Tensor) -> set[str]:
 
 
 def broken(tree: Any) -> list[Tensor]:
-    """The tensors of a tree that hold NaN or infinity."""
     return [one for one in floating(tree) if kinds_of(one)]
 
 

@@ -196,13 +196,8 @@ class Microscope(TorchFunctionMode):
             return Origin(found.called, found.line, kind="domain", inputs=statistics(floating(found.refused)))
         return Origin(found.called, found.line, kind="error") if found.line is not None else None
 
-    # Forward.
-
     def _origin(self, made: Origin, kinds: set[str], arguments: Any, was: Sequence[set[str]]) -> Origin | None:
-        """The origin of a result that is not finite: that of an input, this call, or None if it came with the batch.
-
-        `was` says what the inputs of a call in place held before.
-        """
+        """The origin of a bad result: an input's, this call, or None: the batch's. `was`: inputs in place before it."""
         inputs = floating(arguments)
         before = was or [kinds_of(one) for one in inputs]
         bad, had = [one for one, its in zip(inputs, before, strict=True) if its], set().union(*before)
@@ -222,7 +217,6 @@ class Microscope(TorchFunctionMode):
         return min(filter(None, known), key=lambda one: (one.was_given, one.call), default=None)
 
     def _made(self, tensors: Iterable[Tensor]) -> Origin | None:
-        """The same, unless it was given."""
         first = self._first(tensors)
         return first if first is not None and not first.was_given else None
 
@@ -264,8 +258,6 @@ class Microscope(TorchFunctionMode):
                 found.append(given)
         return min((one.after or one for one in found if one), key=lambda one: one.call, default=None)
 
-    # Backward.
-
     def _run_backward(
         self,
         loss: Tensor,
@@ -284,9 +276,8 @@ class Microscope(TorchFunctionMode):
             super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _watch(self, tensors: Iterable[Tensor], call: Origin | None = None) -> None:
-        """Listen at every node that this call has put into the graph, and at those below that no call has.
-
-        One of a slope that was computed in this call is that of its operation.
+        """Listen at every node that this call has put into the graph, and at those below that no call has. One of a
+        slope that was computed in this call is that of its operation.
         """
         waiting: list[Any] = [one.grad_fn for one in tensors]
         while waiting:
@@ -335,7 +326,6 @@ def _place(tensor: Tensor) -> int:
 
 
 def _is_custom(node: Any) -> bool:
-    """Say whether a node is of a user's own autograd.Function."""
     return hasattr(node, "_forward_cls")
 
 

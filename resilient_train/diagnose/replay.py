@@ -67,10 +67,7 @@ class Replay:
         attributes: Attributes = (),
         watching: Microscope | Layers | None = None,
     ) -> Replayed:
-        """Replay the update at position `start` of the stream, with these batches in place of its own.
-
-        `attributes` are those of the model's modules to begin with.
-        """
+        """Replay the update at position `start` with these batches, beginning with `attributes` of the modules."""
         gradients = [(weight, weight.grad) for weight in self._bare.parameters()]
         moving = [(weight, weight.detach().clone()) for weight, version in self._versions if weight._version != version]
         for weight, _ in gradients:

@@ -171,7 +171,6 @@ def largest(batches: Sequence[Any]) -> Tensor:
 
 
 def _number(values: Tensor) -> float:
-    """A single real number; of anything else NaN."""
     return float(values) if values.numel() == 1 and not values.is_complex() else math.nan
 
 

@@ -52,7 +52,6 @@ class Search:
         self._spiked: dict[int, set[int]] = {}  # rows that made the loss or the gradient jump: starts of those updates
 
     def diagnose(self, anomaly: Anomaly, refused: Transaction, history: History) -> Diagnosis | None:
-        """Find the cause; None where nothing is known beyond the signal."""
         if anomaly.signal not in (*NONFINITE, *SPIKES, Signal.EXCEPTION):
             return None
         is_spike = anomaly.signal in SPIKES
@@ -173,8 +172,6 @@ class Search:
         return [key for place, key in enumerate(keys, first) if place in found]
 
     def _replayed(self, refused: Transaction, keys: Sequence[Key] | None = None, *, watched: bool = False) -> Replayed:
-        """Replay a refused update, or other rows in the places of its own."""
-
         def made() -> Sequence[Any]:
             if keys is not None or (refused.was_modified and refused.update.keys):
                 return self._made(refused.update.keys, keys or chain(*refused.update.keys))
@@ -207,10 +204,7 @@ class Search:
         self.beat()
         return measured or Replayed(math.nan, 0.0, {}, failure=why)
 
-    # Rows.
-
     def _made(self, batches: Keys, keys: Iterable[Key]) -> Sequence[Any]:
-        """Make micro-batches of these rows, as large as those."""
         left = iter(keys)
         return [self.world.on_device(self.samples.collated([*islice(left, len(some))])) for some in batches]
 

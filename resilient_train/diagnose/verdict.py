@@ -138,17 +138,14 @@ class Observations:
 
     @property
     def blamed(self) -> tuple[int, ...]:
-        """The rows, if other batches do not break."""
         return () if self.everywhere else self.rows
 
     @property
     def rows_left(self) -> tuple[int, ...]:
-        """What a patch did not help."""
         return self.blamed if self.is_tried else ()
 
     @property
     def only_some(self) -> bool:
-        """Whether other batches do not break."""
         return self.is_compared and not self.everywhere
 
     @property
@@ -354,8 +351,7 @@ NOT_FINITE = (
         _of_line,
         rows=attrgetter("rows_left"),
         names_line=True,
-        # Of many numbers, a product too.
-        patchable=lambda seen: not seen.is_scalar or seen.broken.op in PRODUCTS,
+        patchable=lambda seen: not seen.is_scalar or seen.broken.op in PRODUCTS,  # of many numbers, a product too
     ),
     Rule(
         "no_loss",
@@ -441,7 +437,6 @@ SPIKES = (  # of the loss or the gradient norm, which were what is usual before
 
 
 def rule_for(rules: Sequence[Rule], seen: Observations) -> Rule:
-    """The first that applies."""
     return next(rule for rule in rules if rule.when(seen))
 
 

@@ -51,9 +51,8 @@ class UpdatePlace:
 
 
 class Drill:
-    """Injects faults into a run: `Drill([NanBatch(at=[100], rank=1)], ...)`.
-
-    All ranks journal a firing at the same point, and before it acts: so `fired` may wait for the other ranks.
+    """Injects faults into a run: `Drill([NanBatch(at=[100], rank=1)], ...)`. All ranks journal a firing at the same
+    point, before it acts: so `fired` may wait for the other ranks.
     """
 
     def __init__(
@@ -134,7 +133,6 @@ class Drill:
                     yield fault
 
     def _journal_once(self, index: int, fault: Fault, tick: int) -> bool:
-        """Journal a firing, unless the run has done so before."""
         number = tick + index * _APART
         if self._has_fired(number):
             return False

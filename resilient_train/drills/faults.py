@@ -1,6 +1,5 @@
-"""The faults: what each spoils, at which ticks it strikes, and how it is written in a configuration.
-
-A BadRow stays in the data. A TickFault strikes at its ticks only, not again when a rewind repeats their samples.
+"""The faults: what each spoils, when, and how it is configured. A BadRow stays in the data; a TickFault strikes at its
+ticks only, not again when a rewind repeats their samples.
 """
 
 from __future__ import annotations
@@ -71,7 +70,6 @@ def _draw(*parts: object) -> int:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor, without a copy."""
     tensor = local_part(tensor.detach())
     return tensor._values() if tensor.is_sparse else tensor
 
@@ -332,7 +330,6 @@ def parse(node: Mapping[str, Any], *, steps: int) -> list[Fault]:
 
 
 def _fault(path: str, key: str, name: Any, settings: Mapping[str, Any], steps: int) -> Fault:
-    """Build one fault. `path` is where its settings are, `key` where its name is."""
     kind = FAULTS.get(name) if isinstance(name, str) else None
     if kind is None:
         raise no_such("fault", name, sorted(FAULTS), at=key, value=name)

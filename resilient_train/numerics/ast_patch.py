@@ -1,7 +1,6 @@
 """Where a line calls us instead of its operation: the user's source, parsed, with some of its nodes replaced.
 
-Only the copy that is compiled changes, never the file. The names that it calls say what they stand for:
-`__armor_method_of_log__`.
+Only the compiled copy changes, never the file. Its names say what they stand for: `__armor_method_of_log__`.
 """
 
 from __future__ import annotations

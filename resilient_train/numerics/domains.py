@@ -1,6 +1,5 @@
-"""Operations that raise outside of their domain: what a patch gives there is their value at the nearest point inside.
-
-The gradient is that at this point. Only inputs that a call could not take are changed, and only where it cannot.
+"""Operations that raise outside of their domain: a patch gives their value at the nearest point inside, and its
+gradient. Only inputs that a call could not take are changed, and only where it cannot.
 """
 
 from __future__ import annotations
@@ -122,9 +121,8 @@ def is_distribution(called: Any) -> bool:
 
 
 def _moved(value: Any, limit: Any) -> Any:
-    """Move the elements that a constraint refuses inside of it, or a matrix as a whole; NaN stays, and so do vectors.
-
-    That is next to the border, or without a second border to where the nearest of the accepted ones is.
+    """Move the elements that a constraint refuses inside of it, or a matrix as a whole; NaN stays, and so do vectors:
+    next to the border, or without a second border to where the nearest of the accepted ones is.
     """
     while isinstance(limit, constraints.independent):
         limit = limit.base_constraint

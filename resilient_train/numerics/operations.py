@@ -13,8 +13,7 @@ from torch.nn import functional
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Other names of the same operation.
-_ALIASES = {
+_ALIASES = {  # other names of the same operation
     **dict.fromkeys(("divide", "true_divide", "truediv", "rdiv"), "div"),
     "floordiv": "floor_divide",
     "multiply": "mul",
@@ -28,8 +27,7 @@ _ALIASES = {
     "special_log_softmax": "log_softmax",
     "special_softmax": "softmax",
 }
-# What a line may call for the same operation, for patches: the family has the name of one of them.
-_FAMILIES = {
+_FAMILIES = {  # what a line may call for the same operation, for patches: the family has the name of one of them
     "reciprocal": "div",
     **dict.fromkeys(("mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm"), "matmul"),
     "vector_norm": "norm",
@@ -41,8 +39,7 @@ _FAMILIES = {
 _SPECIAL_METHODS = ("truediv", "floordiv", "matmul", "getitem", "add", "sub", "mul", "pow", "mod", "neg", "abs")
 _MODULES = ("linalg_", "special_", "fft_")  # `torch.linalg.inv` calls itself linalg_inv
 
-# The nn.functional functions that may write into their input. None of them is ever singular.
-_MAY_WRITE = {
+_MAY_WRITE = {  # the nn.functional functions that may write into their input. None of them is ever singular
     name
     for name, function in vars(functional).items()
     if inspect.isfunction(function) and "inplace" in function.__code__.co_varnames

@@ -147,7 +147,6 @@ def call_and_repair(bare: Operation, name: str, args: tuple[Any, ...], kwargs: d
 
 
 def _is_number(divisor: Any) -> bool:
-    """Say whether it is one number, which does not learn."""
     return not isinstance(divisor, Tensor) or (divisor.numel() == 1 and not divisor.requires_grad)
 
 
@@ -202,8 +201,7 @@ def _spread(leaves: list[Any]) -> list[Any]:
 def _guarded(leaves: list[Any]) -> tuple[list[Any], list[Tensor]]:
     """Put a guard behind all inputs that a gradient flows to, except scalars on another device.
 
-    The guard of the first input is made last: so the gradients of an input that is given twice add up in their usual
-    order.
+    That of the first input is made last, so that gradients of an input given twice add up in their usual order.
     """
     places = [
         place
@@ -266,9 +264,8 @@ class _Guard(Function):
 
 
 class _Witness(Function):
-    """The identity. Backward it reports whether the arriving gradient is broken, as the gradient of the guards' flags.
-
-    So the report travels through the graph, and not through memory that a second pass would find changed.
+    """The identity. Backward it reports whether the arriving gradient is broken, as the gradient of the guards' flags:
+    through the graph, and not through memory that a second pass would find changed.
     """
 
     generate_vmap_rule = True

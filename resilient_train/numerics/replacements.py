@@ -45,7 +45,6 @@ def method(name: str) -> Operation:
 
 
 def operation(name: str) -> Operation:
-    """What is called instead of `left / right` and the other operators."""
     bare = getattr(operator, "truediv" if name == "div" else name)
 
     def armored_operation(left: Any, right: Any, /) -> Any:
@@ -99,9 +98,8 @@ def _armored(name: str, bare: Operation, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _opened(function: FunctionType) -> Operation:
-    """What a function of torch's in Python does, with every operation in it armored: `gumbel_softmax` divides.
-
-    It would hand itself to the mode, which sees nothing of what such a function calls: a copy of it does not.
+    """What a function of torch's in Python does, with every operation in it armored: `gumbel_softmax` divides. Of a
+    copy: the mode, to which the function would hand itself, sees nothing of what it calls.
     """
     checks = [name for name in function.__code__.co_names if name.startswith("has_torch_function")]
     names = {**function.__globals__, **dict.fromkeys(checks, lambda *_: False)}

@@ -1,7 +1,4 @@
-"""How a process ends: requests to stop, exit codes for launchers, the end of its parent.
-
-Imported first, so it must not import torch.
-"""
+"""How a process ends: requests to stop, exit codes, the end of its parent. Imported first: must not import torch."""
 
 from __future__ import annotations
 

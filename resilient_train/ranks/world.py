@@ -73,9 +73,8 @@ def recompute(model: nn.Module, names: Sequence[str] | None) -> str:
 
 
 def blocks(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
-    """Return the parts that a model repeats, none within another: by default those that are found.
-
-    A model of transformers names them. Else they are layers of several modules, whose class occurs at least twice.
+    """Return the parts that a model repeats, none within another. A model of transformers names them; else they are
+    layers of several modules, whose class occurs at least twice.
     """
     named = set(names if names is not None else getattr(model, "_no_split_modules", None) or ())
     kinds = {type(one).__name__ for one in model.modules()}
@@ -167,9 +166,8 @@ class World:
 
     @classmethod
     def joined(cls, config: AccelerateConfig, *, start_timeout: float = 0.0, limit: float = 0.0) -> World:
-        """Join the group that the launcher made; without a launcher, be a group of one.
-
-        `limit` is the timeout of any collective in seconds, `start_timeout` that of waiting for the others; 0: torch's.
+        """Join the group that the launcher made; without one, be a group of one. `limit` is the timeout of any
+        collective in seconds, `start_timeout` that of waiting for the others; 0: torch's.
         """
         launch.refuse_what_is_not_supported()
         if "WORLD_SIZE" not in os.environ:  # a sweep runs its jobs one after the other in this process
@@ -206,7 +204,6 @@ class World:
         return cls(accelerator)
 
     def without_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
-        """Leave gradients unreduced: more are to be added."""
         return self.accelerator.no_sync(model)  # type: ignore[no-any-return]
 
     def on_device(self, batch: Any) -> Any:

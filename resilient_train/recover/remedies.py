@@ -34,7 +34,6 @@ class Arm:
 
     @property
     def cut(self) -> float:
-        """What an arm of a race multiplies the learning rate by."""
         return float(self.actions[0].settings["factor"]) if self.actions else 1.0
 
     def equals(self, other: Arm) -> bool:

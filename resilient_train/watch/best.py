@@ -18,8 +18,6 @@ _FAR = 0.75  # of the best level: a run without incidents that ends so far above
 
 
 class Block(NamedTuple):
-    """Losses in a row."""
-
     start: int
     stop: int  # the step of the last one
     mean: float

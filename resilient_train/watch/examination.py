@@ -25,8 +25,6 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 class _Launched(NamedTuple):
-    """A measurement whose numbers have not arrived yet."""
-
     step: int
     tick: int
     mine: torch.Tensor  # of this rank
@@ -34,8 +32,6 @@ class _Launched(NamedTuple):
 
 
 class Examination:
-    """Launches measurements and judges them an update later, when the vitals are read; or at once, after trouble."""
-
     def __init__(
         self, world: World, clock: Clock, checks: Checks, scans: Scans, marks: Marks, kept: Mapping[str, Stateful]
     ) -> None:
@@ -83,10 +79,7 @@ class Examination:
         return _Launched(self._clock.step, self._clock.tick, mine, Sent(both))
 
     def _judge_scan(self, scan: _Launched) -> Anomaly | None:
-        """Judge the largest numbers over all ranks; if replicas differ, those of each rank.
-
-        The largest would hide what is too small on one rank, such as moments that were zeroed.
-        """
+        """Judge the largest numbers of all ranks; if replicas differ, each rank's: the largest hide zeroed moments."""
         numbers = scan.sent.read()
         if self._world.size == 1:
             return self._scans.judge(scan.step, scan.tick, numbers)

@@ -95,7 +95,6 @@ class UpdateHistory:
         return next((one for one in self._known if one.step == step + 1 and one.accepted), None)
 
     def recent(self) -> list[PastUpdate]:
-        """Return the latest updates, refused ones included."""
         return self._known[-_RECENT_STEPS:]
 
     def wildest(self) -> tuple[list[PastUpdate], list[PastUpdate]]:

@@ -1,7 +1,6 @@
-"""The tensors of a run, their names, and measurements of many of them at once. Nothing here waits for the device.
+"""The tensors of a run, and measurements of many of them at once. Nothing here waits for the device.
 
-Which kernel is fast depends on the device: the inf-norm of `_foreach_norm` is the fastest on a GPU, and takes 15 times
-as long as `aminmax` on a CPU.
+The inf-norm of `_foreach_norm` is the fastest on a GPU; on a CPU it takes 15 times as long as `aminmax`.
 """
 
 from __future__ import annotations
@@ -203,7 +202,7 @@ def digest(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def nonfinite(norms: Mapping[str, float]) -> Facts:
-    """Say which weights have gradients that are not finite, in the order of the model; empty if none has.
+    """Say which weights, in the order of the model, have gradients that are not finite; empty if none has.
 
     Backward meets layers in reverse: if all weights up to one are affected, it began there.
     """

@@ -71,9 +71,8 @@ _COSTLY = (
 
 
 class NormStatistics(Scan):
-    """Compares the running statistics of normalization layers with the batches that they average.
-
-    Only evaluation uses them, so no training loss shows damage. The hooks are on the model for one update, while armed.
+    """Compares running statistics of normalization layers with the batches that they average; no training loss shows
+    their damage, as only evaluation uses them. The hooks are on the model for one update, while armed.
     """
 
     saved = ("clean_step", "usual")

@@ -66,7 +66,6 @@ class EarlyDivergence(Check):
 
     @property
     def usual_norm(self) -> float | None:  # type: ignore[override]
-        """The norm before the first update."""
         return self._first[1] if self._first else None
 
     def see(self, step: int, which: int, vitals: Vitals) -> Alarm | None:
@@ -136,8 +135,7 @@ class EarlyDivergence(Check):
 class RateRise(Check):
     """The learning rate rose far above what it was, and the loss is above where it was before.
 
-    A rate that rises is no trouble by itself, as in a warm-up. It makes the loss be compared more closely, so that no
-    jump has to be waited for.
+    A rate that rises, as in a warm-up, is no trouble. The loss is compared more closely: no jump is waited for.
     """
 
     saved = ("_paces", "_usual", "reference", "_since", "_losses", "_seen", "_base", "_lately", "_before")
@@ -268,8 +266,7 @@ class NoProgress(Check):
     def asks(self, step: int, travelled: Callable[[], float], *, is_suspect: bool = False) -> bool:
         """Say whether to try lower learning rates; at the first look also where the first updates threw the loss up.
 
-        `travelled` is called at few steps, on all ranks alike: how far the weights moved lately, relative to their
-        norm.
+        `travelled`, called at few steps and by all ranks: how far the weights moved lately, relative to their norm.
         """
         if not self.config.every or step < self.next_look:
             return False
@@ -358,9 +355,8 @@ class Creep(Check):
 
 
 class ScaleCollapse(Check):
-    """The loss scale keeps falling, or is not lowered any more: no update lands, or only with one too small to help.
-
-    A scaler starts at 2**16 and halves its scale at each overflow: ten in a row are an ordinary start.
+    """The loss scale keeps falling, or is not lowered: no update lands, or only with a scale too small to help. From
+    its start, 2**16, ten overflows in a row, each of which halves it, are ordinary.
     """
 
     def __init__(self, config: ScaleConfig) -> None:
@@ -368,7 +364,6 @@ class ScaleCollapse(Check):
         self._scale, self._tick, self._times = 0.0, 0, 0  # the scale, and how often it overflowed in a row
 
     def overflowed(self, vitals: Vitals) -> Facts | None:
-        """Note an overflow. Returns the evidence if it is a collapse."""
         if not self.config.every:
             return None
         scale = vitals.loss_scale

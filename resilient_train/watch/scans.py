@@ -35,8 +35,6 @@ _FIRST = (Signal.OPTIMIZER_RANGE, Signal.NONFINITE_WEIGHTS, Signal.NONFINITE_OPT
 
 
 class _Row(NamedTuple):
-    """What one scan has measured in one way, of many items. Its numbers arrive later."""
-
     scan: str
     items: Sequence[Any]
     numbers: Tensor
@@ -61,10 +59,7 @@ class Scans:
         optimizers: Sequence[Optimizer],
         unreplicated: Collection[str] | None = None,
     ) -> None:
-        """`optimizers` are torch's or the user's own, without Accelerate's wrapper.
-
-        `unreplicated` names the weights that differ between ranks; None: there are no replicas.
-        """
+        """`optimizers` without Accelerate's wrapper; `unreplicated` weights differ between ranks, None: no replicas."""
         self.config, self.model, self.optimizers = config, model, list(optimizers)
         self._step = 0
         self._has_ranks = unreplicated is not None
@@ -86,7 +81,6 @@ class Scans:
 
     @property
     def clean_step(self) -> int:
-        """The newest step that every scan has seen and found clean."""
         scans = (self._weights, self._moments, self.replicas, self._norms)
         return min((scan.clean_step for scan in scans if scan.every), default=self._step)
 
@@ -95,8 +89,6 @@ class Scans:
         self._weights.rebase()
         self._moments.rebase()
         self._pending = _NOTHING
-
-    # Every update.
 
     def landed(self, step: int, groups: Settings, clipped_norm: float | None, times: int = 1) -> None:
         """Note an accepted update, in which an optimizer stepped so many `times`; its clipped norm if that is known."""
@@ -123,8 +115,6 @@ class Scans:
     def arm(self, step: int) -> None:
         if self._norms.is_due(step):
             self._norms.arm()
-
-    # Every few updates.
 
     @torch.no_grad()
     def measure(self, kept: Mapping[str, Tree] = MappingProxyType({}), *, everything: bool = False) -> Tensor:
@@ -236,8 +226,6 @@ class Scans:
             log.info("note: step %d: %s: %s", step, why, say(found.evidence))
             self.accepted = found, False
         return True
-
-    # What rewinds.
 
     def state_dict(self) -> dict[str, Any]:
         self._add_up()

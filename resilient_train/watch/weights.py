@@ -40,8 +40,7 @@ class Found(NamedTuple):
 
 def nonfinite(signal: Signal, values: Mapping[str, float], free: Collection[str], bounded: set[str]) -> Found | None:
     """Find what is not finite. The `free` may be so on purpose, but not once they were finite: then they are `bounded`.
-
-    NaN on one of several ranks arrives as inf, the largest value: so both are treated alike.
+    NaN on one of several ranks arrives as inf, the largest value: both are treated alike.
     """
     bad = [name for name, value in values.items() if not isfinite(value) and (name not in free or name in bounded)]
     bounded.update(name for name in free if isfinite(values[name]))
@@ -53,8 +52,6 @@ def nonfinite(signal: Signal, values: Mapping[str, float], free: Collection[str]
 
 
 class Scan(PlainState):
-    """Base of the scans, each of which has its own interval."""
-
     def __init__(self, every: int) -> None:
         self.every = every  # updates; 0: off
         self.clean_step = 0  # the newest step that it has seen and found clean
@@ -65,7 +62,6 @@ class Scan(PlainState):
         return self.every > 0 and step > 0 and step % self.every == 0
 
     def rebase(self) -> None:
-        """Accept the next measurement as it is."""
         self.base = None
 
     def _concluded(self, step: int, found: Found | None, seen: Any) -> Found | None:
@@ -167,9 +163,7 @@ class _Measured(NamedTuple):
 
 
 class Weights(Scan):
-    """A tensor jumped if it moved farther than its optimizer can move it; or, where that is not known, if it dwarfs the
-    whole model.
-    """
+    """A tensor jumped if it moved farther than its optimizer can; if that is not known, if it dwarfs the model."""
 
     saved = ("clean_step", "base", "bounded", "unbounded")
     records: ClassVar = {"base": lambda plain: _Measured(*plain)}
@@ -207,7 +201,6 @@ class Weights(Scan):
         return self._concluded(step, found, seen)
 
     def _jumped(self, base: _Measured, seen: _Measured) -> Found | None:
-        """Find the tensor that moved farthest beyond what is possible."""
         loudest = max((value for value in base.largest.values() if isfinite(value)), default=0.0)
         worst, found = 0.0, None
         for weight in self.weights:
