@@ -11,28 +11,27 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from resilient_train.app.build import Run, parameter_groups
 from resilient_train.app.config import compose
-from resilient_train.drills import UpdatePlace
+from resilient_train.drills import Drill, UpdatePlace, parse
 
 
 def by_hand(run: Run, *, skips: bool) -> tuple[int, int]:
     """Train; return how many steps were made of how many. A step that is skipped is gone."""
-    accelerator, model, drill, steps = run.world.accelerator, run.model, run.guard.drill, run.config.run.steps
+    accelerator, model, steps = run.world.accelerator, run.model, run.config.run.steps
+    drill = Drill(parse(run.config.drill, steps=steps))
     optimizer = own_optimizer(run)
     schedule, weights, accepted = LambdaLR(optimizer, partial(factor, steps=steps)), list(model.parameters()), 0
     for tick in range(1, steps + 1):
         update = run.guard.samples.next_update()
         place = UpdatePlace(tick, tick, 0)
         (batch,) = update.batches
-        if drill is not None:
-            drill.between_updates(place, model, [optimizer])
-            batch = drill.on_batch(place, batch)
+        drill.between_updates(place, model, [optimizer])
+        batch = drill.on_batch(place, batch)
         loss, _ = run.objective(model, batch)
-        loss = drill.on_loss(place, loss) if drill is not None else loss
+        loss = drill.on_loss(place, loss)
         accelerator.backward(loss)
-        if drill is not None:
-            drill.on_gradients(place, weights)
+        drill.on_gradients(place, weights)
         norm = accelerator.clip_grad_norm_(weights, 1.0)
-        hot = drill.rate_factor(place) if drill is not None else 1.0
+        hot = drill.rate_factor(place)
         for group in optimizer.param_groups:
             group["lr"] *= hot
         if not skips or (math.isfinite(loss.item()) and math.isfinite(norm.item())):

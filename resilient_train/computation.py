@@ -118,8 +118,8 @@ class Computation:
 class BatchErrors(Hook):
     """Examines exceptions as if they were losses that are not finite, where other batches pass."""
 
-    def __init__(self, parts: RunParts, computation: Computation) -> None:
-        self.parts, self._computation = parts, computation
+    def __init__(self, parts: RunParts, computation: Computation, policy: Policy) -> None:
+        self.parts, self._computation, self._policy = parts, computation, policy
         model, has_objective = computation.model, computation.objective is not None
         self._forwards = _Forwards(model) if has_objective and isinstance(model, DistributedDataParallel) else None
         self.counts_forwards = self._forwards is not None
@@ -175,11 +175,13 @@ class BatchErrors(Hook):
         return is_plain and is_new and (has_value(error) or bool(found.of_distribution))
 
     def _may_be_of_batch(self, error: Exception) -> bool:
-        """Whether what raised is neither ours nor the end of a device or a connection.
+        """Whether the policy treats it, and what raised is neither ours nor the end of a device or a connection.
 
         With several ranks the others are in the collectives of the same forward or backward, which cannot be begun
         again in the middle.
         """
+        if self._policy.observe or not any(self._policy.ladders.values()):
+            return False
         if isinstance(error, TrainError) or is_lost_device(error):
             return False
         if self.parts.world.is_of_group(error):
@@ -289,26 +291,23 @@ class MicroBatchSizer:
         progress.clear(self._place, OutOfMemory)
 
     def loss_instead(self, error: Exception, open_updates: Sequence[Transaction]) -> Retry | None:
+        """Halve the micro-batches. Of several processes, leave a note and raise."""
         if not is_out_of_memory(error):
             return None
         step, evidence = open_updates[-1].step, memory_evidence(error)
-        self.make_smaller(step, evidence)
-        return partial(self.note_smaller, step, evidence)
-
-    def make_smaller(self, step: int, evidence: str) -> None:
-        """Halve the micro-batches. Of several processes, leave a note and raise: the others wait in a collective."""
         what, halved = f"out of memory in update {step}: {evidence}", self._samples.slicing.halved()
         incidents = self._keeper.incident_log.incidents
         is_exhausted = sum(one.anomaly.signal is Signal.OUT_OF_MEMORY for one in incidents) >= self._policy.halvings
         if halved is None or is_exhausted or not self._samples.slice_as(halved):
             raise TrainError(f"{what}; {_SMALLER}")
-        if self._world.size > 1:
+        if self._world.size > 1:  # the others wait in a collective
             advice = _SMALLER
             if self._place is not None:
                 with suppress(OSError):  # this host may not have the directory
                     progress.leave(self._place, OutOfMemory(halved.batch_size * 2, step, self._world.rank, evidence))
                     advice = _HALVED
             raise TrainError(f"{what}; {advice}")
+        return partial(self.note_smaller, step, evidence)
 
     def note_smaller(self, step: int, reason: str, ranks: tuple[int, ...] = ()) -> None:
         self._has_changed()

@@ -55,7 +55,8 @@ class LostDevice(Hook):
     def around_compute(self, update: Transaction) -> Iterator[None]:
         if len(update.inputs) == 1:
             self._begun.append(update.update)
-        yield
+        with self:  # a batch that is copied to the device may be the first to notice
+            yield
 
     def __enter__(self) -> None:
         pass

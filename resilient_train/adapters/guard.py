@@ -159,7 +159,7 @@ class Guard(EngineGuard):
         disk = arguments.disk(disk, resumes=run_dir is not None and resume is True and not samples.is_fed)
         checks, policy = arguments.checks(checks, expect), arguments.policy(recovery)
         state = RunState(bare, optimizers, rates, samples, clock, device=device, scaler=scaler)
-        marks, anomaly_mode = Marks(bare, optimizers, scaler, state.kept), AnomalyMode(arguments.backward(accelerator))
+        marks, anomaly_mode = Marks(bare, scaler, state.kept), AnomalyMode(arguments.backward(accelerator))
         direct_steps = DirectStepCheck(optimizers)
         clipper = (TrainersClipper if samples.is_fed else Clipper)(
             clip if isinstance(clip, ClipConfig) else ClipConfig(clip, None),
@@ -210,7 +210,7 @@ class Guard(EngineGuard):
             how = resume if isinstance(resume, Resume) else Resume()
             keeper = CheckpointKeeper(disk, parts, incidents, how)
             computation = Computation(model, unwrapped, measured, anomaly_mode, marks, seeds)
-            batch_errors = BatchErrors(parts, computation)
+            batch_errors = BatchErrors(parts, computation, policy)
             trials = Trials(parts, computation, batch_errors, policy, lambda: self.steps, stop)
             self._sizer = MicroBatchSizer(parts, policy, keeper, lambda write: controls.note(write))
             controls = AllControls(parts, policy, quarantined, keeper, trials, self._sizer.effect())
@@ -228,7 +228,7 @@ class Guard(EngineGuard):
             )
             parts.panel.early_divergence.can_compare = search is not None and samples.rows > 0
             examination = Examination(world, clock, parts.checks, parts.scans, marks, state.kept)
-            self._direct_steps, self._anomaly_mode, self.drill = direct_steps, anomaly_mode, drill or Drill(())
+            self._direct_steps, self._anomaly_mode = direct_steps, anomaly_mode
             self._keeper = keeper
             self._lost_device = LostDevice(parts, policy, controls, keeper, measured)
             hooks: list[Hook] = [NotePlace(parts, keeper.progress), self._lost_device]
@@ -238,20 +238,19 @@ class Guard(EngineGuard):
                 hooks.append(parts.precision)
             if trials.tries_rates:
                 hooks.insert(0, RateSearch(parts, treating, trials, keeper, self.settle))
-            drilling = DrillHook(self.drill, state, parts.ring, world.rank, self.settle)
+            drilling = DrillHook(drill or Drill(()), state, parts.ring, world.rank, self.settle)
             if drill is not None:
                 hooks.insert(0, drilling)
                 clipper.changes.append(drilling.on_gradients)
             if drill is not None and measured is not None:
                 measured.changes.append(drilling.on_loss)
-            treats = any(policy.ladders.values()) and not policy.observe
             super().__init__(
                 *(parts, treating, computation, marks, examination, keeper, seeds),
                 fetch=self._process.next_update,
                 verify_after=verify_after,
                 stop=stop,
                 hooks=hooks,
-                on_error=[self._sizer, batch_errors] if treats else [self._sizer],
+                on_error=[self._sizer, batch_errors],
                 pace=drilling.rate_factor,
             )
             self._owes_resume = bool(resume)
@@ -338,18 +337,22 @@ class Guard(EngineGuard):
         with self._lost_device:
             return super().step(batch)
 
+    def step_in_turn(self, loss: torch.Tensor, optimizer: Any) -> UpdateResult:
+        with self._lost_device:
+            return super().step_in_turn(loss, optimizer)
+
     def update(self, loss: torch.Tensor, *, optimizer: Any = None) -> UpdateResult:
         """Continue after the loop's own forward and backward; with `optimizer` the loss is its own, and it steps."""
-        with self._lost_device:
-            if optimizer is None:
+        if optimizer is None:
+            with self._lost_device:
                 return super().update(loss)
-            if self.samples.slicing.accumulation > 1:
-                raise TrainError("losses in turn cannot accumulate gradients: set gradient_accumulation_steps to 1")
-            if self.objective is not None:
-                raise TrainError("losses in turn have no objective, which is one loss for all: leave out objective=")
-            result = self.step_in_turn(loss, optimizer)
-            self._updater.drop_gradients(in_turn=True)
-            return result
+        if self.samples.slicing.accumulation > 1:
+            raise TrainError("losses in turn cannot accumulate gradients: set gradient_accumulation_steps to 1")
+        if self.objective is not None:
+            raise TrainError("losses in turn have no objective, which is one loss for all: leave out objective=")
+        result = self.step_in_turn(loss, optimizer)
+        self._updater.drop_gradients(in_turn=True)
+        return result
 
     def settle(self) -> bool:
         self._keeper.progress.turned_to(Doing.BETWEEN)

@@ -307,7 +307,7 @@ def _in_optimizer(live: Tree, saved: Tree, optimizer: Optimizer) -> Iterator[str
         count, how = len(live["groups"]), "add those that the loop had added, before the guard is made"
         yield f"it has {len(groups)} parameter groups there and {count} here: {how}"
     for here, there in zip(live["groups"], groups, strict=False):  # the loop may have added some since
-        if here.keys() - there.keys():
+        if here.keys() - there.keys() - {LR_OF_GUARD}:
             yield "a parameter group lacks settings"
     weights = [weight for group in optimizer.param_groups[: len(groups)] for weight in group["params"]]
     if any(place >= len(weights) for place in saved["moments"]):

@@ -1,7 +1,7 @@
 """Marks: all that an update may change before it is accepted, as it was when the update began.
 
-A mark is light: the buffers, the loss scale, what is kept, the settings of parameter groups. It becomes a full one for
-the optimizers that step before the verdict: their weights and moments.
+A mark is light: the buffers, the loss scale, and what is kept. It becomes a full one for the optimizers that step
+before the verdict: their weights, moments and settings.
 """
 
 from __future__ import annotations
@@ -31,26 +31,24 @@ _LOOKS = 5  # calls of `attributes` in which those that change are looked for
 class Mark:
     """One moment of a run; `Marks` takes it and puts it back."""
 
-    tables: list[tuple[nn.Module, dict[str, torch.Tensor | None]]]  # the buffers that each module had, by name
-    live: list[torch.Tensor]  # all tensors of the tables, and those of the loss scale
-    shapes: list[torch.Size]
-    copies: list[torch.Tensor]
-    kept: dict[str, Tree]  # what is kept, by name, as it was
-    of_kept: list[torch.Tensor]  # the tensors of that, which are copies
-    settings: Sequence[tuple[dict[str, Any], dict[str, Any]]]  # each parameter group, and what it held
+    # The buffers that each module had, by name; then all tensors of these, and those of the loss scale.
+    tables: Sequence[tuple[nn.Module, dict[str, torch.Tensor | None]]] = ()
+    live: Sequence[torch.Tensor] = ()
+    shapes: Sequence[torch.Size] = ()
+    copies: list[torch.Tensor] = field(default_factory=list)
+    kept: Mapping[str, Tree] = field(default_factory=dict)  # what is kept, by name, as it was
+    of_kept: list[torch.Tensor] = field(default_factory=list)  # the tensors of that, which are copies
     attributes: Attributes = ()  # of the model's modules
-    steps: dict[Optimizer, tuple[Tree, list[torch.Tensor]]] = field(
-        default_factory=dict
-    )  # optimizers and their weights
+    steps: dict[Optimizer, tuple[Tree, list[torch.Tensor]]] = field(default_factory=dict)  # and their weights
 
     @property
-    def has_kept(self) -> bool:
+    def has_contents(self) -> bool:
         """Whether it holds buffers, or what the user keeps: a forward or the loop may have changed these."""
         return bool(self.tables or self.kept)
 
 
 class Marks:
-    """Takes marks, and puts them back: nothing else undoes an update.
+    """Takes marks, and puts them back: with a gate that decides on the device, all that undoes an update.
 
     A model may also count its forwards, or carry a hidden state along, in plain attributes. `attributes` returns those
     that change in the first updates, numbers and tensors without a graph: a replay begins with them.
@@ -59,11 +57,10 @@ class Marks:
     def __init__(
         self,
         model: nn.Module,
-        optimizers: Sequence[Optimizer] = (),
         scaler: torch.amp.GradScaler | None = None,
         kept: Mapping[str, Stateful] = MappingProxyType({}),
     ) -> None:
-        self._optimizers, self._scaler, self._kept = optimizers, scaler, kept
+        self._scaler, self._kept = scaler, kept
         self._modules = list(model.modules())  # listed once: `named_buffers` would walk the tree in every update
         self._spare: list[Mark] = []
         self._memory: dict[Optimizer, list[torch.Tensor]] = {}  # of the copies of full marks
@@ -72,20 +69,19 @@ class Marks:
         self._looks = 0
 
     def take(self) -> Mark:
-        settings = [(group, dict(group)) for one in self._optimizers for group in one.param_groups]
         tables = [(module, module._buffers.copy()) for module in self._modules if module._buffers]
         if not tables and self._scaler is None and not self._kept:
-            return Mark([], [], [], [], {}, [], settings)
+            return Mark()
         live = [one for _, table in tables for one in table.values() if one is not None] + self._scale()
         shapes = [one.shape for one in live]
-        old = self._spare.pop() if self._spare else Mark([], [], [], [], {}, [], [])
+        old = self._spare.pop() if self._spare else Mark()
         is_same = old.shapes == shapes and all(map(is_, old.live, live))  # usually: no need to compare each tensor
         copies = old.copies if is_same else room(live, old.copies, torch.empty_like)
         copy_into(copies, live)
         plain, kept = taken_apart({name: item.state_dict() for name, item in self._kept.items()})
         of_kept = room(kept, old.of_kept, torch.empty_like)
         copy_into(of_kept, kept)
-        return Mark(tables, live, shapes, copies, put_together(plain, of_kept), of_kept, settings)
+        return Mark(tables, live, shapes, copies, put_together(plain, of_kept), of_kept)
 
     def fill(self, mark: Mark, optimizer: Optimizer) -> None:
         """Copy an optimizer and its weights, which step before the verdict; once for a mark."""
@@ -110,10 +106,6 @@ class Marks:
     def undo(self, mark: Mark, *, keeps_scale: bool = False) -> None:
         """Put everything back. With `keeps_scale` the loss scale stays, as after an overflow."""
         self.undo_steps(mark)
-        for group, settings in mark.settings:
-            for name in group.keys() - settings.keys():
-                del group[name]
-            group.update(settings)
         for name, saved in mark.kept.items():
             restore_changed(self._kept[name], saved)
         self._put_back(mark, {*map(id, self._scale())} if keeps_scale else set())

@@ -25,14 +25,16 @@ Retry = Callable[[], None]  # called once the update was given up; then it is re
 
 
 class Hook:
-    """Takes part in every update. What a class leaves out is not called."""
+    """Takes part in every update."""
 
     def before_update(self) -> None:
         """Called before anything of the next update is done. It may settle the last one, and change the state."""
 
     @contextmanager
     def around_compute(self, update: Transaction) -> Iterator[None]:
-        """Surround forward and backward of a micro-batch, `update.inputs[-1]`, which it may replace."""
+        """Surround forward and backward of a micro-batch, `update.inputs[-1]`, which it may replace; of losses in turn,
+        those of the first.
+        """
         yield
 
     def accepted(self, update: Transaction) -> None:

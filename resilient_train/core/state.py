@@ -44,7 +44,7 @@ class RunState:
         self,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
-        schedules: Sequence[Stateful],
+        schedules: Sequence[Any],
         samples: Stateful,
         clock: Clock,
         *,
@@ -56,6 +56,7 @@ class RunState:
         self.kept: dict[str, Stateful] = {}  # by the user
         self._stateful: dict[str, Stateful] = {"position": samples}
         self._stateful |= {f"schedule.{number}": schedule for number, schedule in enumerate(schedules)}
+        self._schedules = schedules
         if scaler is not None and scaler.is_enabled():
             self._stateful["scaler"] = _LossScale(scaler, device)
 
@@ -86,6 +87,8 @@ class RunState:
             owner, _, name = path.rpartition(".")
             buffers.setdefault(owner, {})[name] = value
         _restore_tables([(module._buffers, buffers.get(path, {})) for path, module in self.model.named_modules()])
+        for schedule in self._schedules:
+            schedule.before_restore()
         for number, optimizer in enumerate(self.optimizers):
             restore_optimizer(optimizer, parts[f"optimizer.{number}"])
         self.clock.step = parts["clock"]

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 
 from resilient_train.core.mark import Mark, Marks
-from resilient_train.core.protocols import Backend, Computed, Examiner, Hook, OnError, Parts, Store
+from resilient_train.core.protocols import Backend, Computed, Examiner, Hook, OnError, Parts, Retry, Store
 from resilient_train.core.randomness import Seeds
 from resilient_train.core.recovery import Recovery
 from resilient_train.core.state import weights_of
@@ -61,9 +61,8 @@ class EngineGuard:
         self._updater, self._ring, self._checks, self._scans = parts.updater, parts.ring, parts.checks, parts.scans
         self._turn, self._verify_after = parts.updater.turn, verify_after
         self._fetch, self._stop, self._on_error, self._pace = fetch, stop, on_error, pace
-        self._before_update = [one.before_update for one in hooks if type(one).before_update is not Hook.before_update]
+        self._hooks = hooks
         self._around = [one.around_compute for one in hooks if type(one).around_compute is not Hook.around_compute]
-        self._accepted = [one.accepted for one in hooks if type(one).accepted is not Hook.accepted]
         self._current: Transaction | None = None  # it is being computed
         self._pending: Transaction | None = None  # its verdict is
         self._newest: Transaction | None = None  # the newest that was begun
@@ -76,8 +75,10 @@ class EngineGuard:
     def updates_until(self, last: int, *, plan: int | None) -> Iterator[Any]:
         """Yield micro-batches until `last` updates are accepted; at the end of the `plan` the loss has to be back."""
         while self._continues(last, is_plan=last == plan):
-            for before_update in self._before_update:
-                before_update()
+            for hook in self._hooks:
+                hook.before_update()
+            if self.stopped:  # as a hook has learned from the last update
+                break
             # Take the snapshot here, after the loop's own code for the last update (for example an EMA) has run.
             if self._ring.is_due(step := self.attempted_step):
                 self._updater.adopt_groups()  # first: the schedule is in the copy
@@ -155,26 +156,23 @@ class EngineGuard:
         if not begun.losses:
             begun.mark.attributes = self._marks.attributes()
         try:
-            loss, metrics = self._backend.compute(batch)
+            computed: Computed | Retry = self._backend.compute(batch)
         except Exception as error:
-            computed = self._computed_instead(error, begun)
-            if computed is None:
-                return UpdateResult("refused")
-            loss, metrics = computed
+            computed = self._instead(error, begun)
+        if callable(computed):  # after the error, whose traceback held what the forward had in memory
+            self._discard(begun)
+            computed()
+            return UpdateResult("refused")
+        loss, metrics = computed
         begun.reported.append(metrics)
         return self.update(loss)
 
-    def _computed_instead(self, error: Exception, begun: Transaction) -> Computed | None:
-        """Return what takes the place of a loss that raised; None if the update is to be retried."""
+    def _instead(self, error: Exception, begun: Transaction) -> Computed | Retry:
+        """Return what takes the place of a loss that raised."""
         open_updates = [one for one in (self._pending, begun) if one is not None]
         for one in self._on_error:
-            answer = one.loss_instead(error, open_updates)
-            if isinstance(answer, tuple):
+            if (answer := one.loss_instead(error, open_updates)) is not None:
                 return answer
-            if answer is not None:
-                self._discard(begun)
-                answer()
-                return None
         raise error
 
     def update(self, loss: torch.Tensor) -> UpdateResult:
@@ -275,6 +273,7 @@ class EngineGuard:
             return True
         before = self.clock.step
         is_clear = self._judge(judged, begun)
+        self._marks.release(judged.mark)
         judged.ends("accepted" if self.clock.step > before else "refused")  # a rewind goes back
         return is_clear
 
@@ -306,17 +305,15 @@ class EngineGuard:
             anomaly = replace(anomaly, landed=anomaly.landed or vitals.accepted)  # a loss scale may have refused it
             if not self._recovery.counts(anomaly):
                 self._recovery.treat(self._refined(anomaly, judged, is_scanned=scanned is not None), update)
-            self._marks.release(judged.mark)
             self._on_accepted()
             return True
         if anomaly is None and (observes or not finding.repeat):
-            if not (vitals.accepted or observes) and (has_steps or judged.mark.has_kept):
+            if not (vitals.accepted or observes) and (has_steps or judged.mark.has_contents):
                 # Buffers may be NaN since its forward, and the next one has used them, or half an update: repeat that.
                 if begun is not None:
                     self._discard(begun)
                 self._marks.undo(judged.mark, keeps_scale=True)
                 return begun is None
-            self._marks.release(judged.mark)
             if vitals.accepted:
                 self._after_accepted(judged)
             return True
@@ -338,8 +335,8 @@ class EngineGuard:
         step, recovery = self.clock.step, self._recovery
         recovery.update_accepted(was_limited=accepted.attempt.is_limited)
         self._on_accepted()
-        for hook in self._accepted:
-            hook(accepted)
+        for hook in self._hooks:
+            hook.accepted(accepted)
         if accepted.snapshot is not None:
             accepted.snapshot.effects = self._controls.effects.state_dict()
         episode = self._checks.episode
@@ -352,12 +349,14 @@ class EngineGuard:
 
     def _discard(self, *given_up: Transaction) -> None:
         """Give updates up, the newest first: undo what they have changed, and go back to where they began."""
-        for one in given_up:
+        for one in given_up[-1:]:
             self._marks.undo(one.mark)
+        for one in given_up:
             self.samples.go_back(one.update)
             one.ends("refused")
             if one is self._current:
                 self._current = None
+                self._marks.release(one.mark)
         self._updater.drop_gradients()
         self.seeds.between(self.samples.position)
 

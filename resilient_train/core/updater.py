@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.amp.grad_scaler import OptState
@@ -42,6 +42,9 @@ class Schedule:
 
     def advance(self, step: int) -> None:
         """Note that `step` updates were accepted. Refused ones must not change the schedule."""
+
+    def before_restore(self) -> None:
+        """Note what must outlast that the optimizer's groups are as they were before."""
 
     def state_dict(self) -> Any:
         return {}
@@ -81,17 +84,6 @@ class Attempt:
 _NOTHING = nullcontext()
 
 
-class _Ready(NamedTuple):
-    """Gradients that were unscaled and clipped, of some optimizers whose settings are those of the update."""
-
-    norm: torch.Tensor  # before clipping
-    scale: list[torch.Tensor]  # of the loss, if there is one
-    settings: Settings  # of all groups
-    lr_ratio: float
-    is_limited: bool
-    clips_to: float | None
-
-
 class Updater:
     def __init__(
         self,
@@ -115,13 +107,14 @@ class Updater:
         self.gate = gate_of(optimizers, device)
         if observes:
             self.gate = OpenGate(device, has_scale=scaler is not None)
-            gates = dict.fromkeys(optimizers, self.gate)
+            gates = {one: OpenGate(device, has_scale=scaler is not None) for one in optimizers}
         self.turn = CopyGate(gates)
         self.weights: list[torch.Tensor] = []
         # Torch's own zero_grad only sets gradients to None, at fifty times the cost.
         self._own_zero_grad = [one for one in optimizers if type(one).zero_grad is not Optimizer.zero_grad]
         self._configured: list[list[tuple[float, Any, Any]]] = [[] for _ in optimizers]  # rate, epsilon, decay
         self._planned: Settings = ()  # by the schedules, for the newest update
+        self._of_last_step: list[Any] = []  # of a turn: the loss scale, and what is known of it
         self._trained = 0  # the most weights that a gradient was asked for in an update
         self._has_new_weights = False  # in a group that was added, or that were frozen, since the newest update
         self._built = [_built_state(optimizer) for optimizer in optimizers]
@@ -140,24 +133,14 @@ class Updater:
         `rates` multiply the learning rate: what an experiment asks, not recorded, and what counts as this update's.
         """
         self.clipper.begin()
-        ready = self._made_ready(step, self.optimizers, knobs, rates)
-        measured, by_rank = self.agreement.reduce(torch.stack([loss, ready.norm, *ready.scale]))
+        norm, scale, known = self._made_ready(step, self.optimizers, knobs, rates)
+        measured, by_rank = self.agreement.reduce(torch.stack([loss, norm, *scale]))
         with self._stepping:
             numbers = self.gate.step(measured, self.optimizers)
-        self._put_back_rates(ready.settings)
+        self._put_back_rates(known["settings"])
         self.end()
         self.drop_gradients()
-        return Attempt(
-            loss=loss,
-            measured=measured,
-            by_rank=by_rank,
-            numbers=numbers,
-            settings=ready.settings,
-            is_limited=ready.is_limited,
-            lr_ratio=ready.lr_ratio,
-            clips_to=ready.clips_to,
-            norms=self.clipper.by_name,
-        )
+        return Attempt(loss=loss, measured=measured, by_rank=by_rank, numbers=numbers, **known)
 
     def step_in_turn(
         self,
@@ -171,34 +154,29 @@ class Updater:
         """Let one optimizer step as a part of update `step + 1`. The gradients stay."""
         if not self.turn.has_stepped:
             self.clipper.begin()
-        self._ready = ready = self._made_ready(step, [optimizer], knobs, rates)
+        norm, *self._of_last_step = self._made_ready(step, [optimizer], knobs, rates)
+        settings = self._of_last_step[1]["settings"]
         with self._stepping:
-            self.turn.step(optimizer, loss, ready.norm, ready.settings, self.gate.limits[1])
-        self._put_back_rates(ready.settings)
+            self.turn.step(optimizer, loss, norm, settings, self.gate.limits[1])
+        self._put_back_rates(settings)
 
     def end_turn(self) -> Attempt:
         """Measure the turn as one update: the sums over its steps, the highest rates, what its last step had."""
-        turn, ready = self.turn, self._ready
-        measured, by_rank = self.agreement.reduce(torch.stack([turn.loss, turn.norm, *ready.scale]))
+        turn, (scale, known) = self.turn, self._of_last_step
+        measured, by_rank = self.agreement.reduce(torch.stack([turn.loss, turn.norm, *scale]))
         self.end()
-        return Attempt(
-            loss=turn.loss,
-            measured=measured,
-            by_rank=by_rank,
-            numbers=None,
-            settings=turn.rates,
-            is_limited=ready.is_limited,
-            lr_ratio=ready.lr_ratio,
-            clips_to=math.nan if turn.times > 1 else ready.clips_to,
-            norms=self.clipper.by_name,
-            is_turn=True,
-            times=turn.times,
-        )
+        known |= {"settings": turn.rates, "is_turn": True, "times": turn.times}
+        if turn.times > 1:
+            known["clips_to"] = math.nan
+        return Attempt(loss=turn.loss, measured=measured, by_rank=by_rank, numbers=None, **known)
 
     def _made_ready(
         self, step: int, optimizers: Sequence[Optimizer], knobs: KnobValues, rates: tuple[float, float]
-    ) -> _Ready:
-        """Unscale and clip the gradients of some optimizers, and set what schedule and knobs ask for."""
+    ) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, Any]]:
+        """Unscale and clip the gradients of some optimizers, and set what schedule and knobs ask for.
+
+        Returns the norm before clipping, the loss scale if there is one, and what an Attempt knows then.
+        """
         self.adopt_groups()
         trained = sum(weight.requires_grad for weight in self.weights)
         self._has_new_weights |= trained > self._trained > 0
@@ -216,14 +194,14 @@ class Updater:
             share = knobs.share * min(1.0, ratio or knobs.lr)
             self.clipper.to_share([group for one in optimizers for group in one.param_groups], share)
             is_known = False
-        return _Ready(
-            norm=norm if norm.dtype is torch.float32 else norm.float(),
-            scale=scale,
-            settings=settings,
-            lr_ratio=ratio / rates[0],
-            is_limited=ratio < asked_ratio,
-            clips_to=max_norm if is_known else math.nan,
-        )
+        known = {
+            "settings": settings,
+            "lr_ratio": ratio / rates[0],
+            "is_limited": ratio < asked_ratio,
+            "clips_to": max_norm if is_known else math.nan,
+            "norms": self.clipper.by_name,
+        }
+        return norm if norm.dtype is torch.float32 else norm.float(), scale, known
 
     def end(self) -> None:
         """Let the loss scale follow what the update has shown: once, however many steps it had."""

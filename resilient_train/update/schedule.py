@@ -60,13 +60,16 @@ class LoopSchedule(Schedule):
     is_loops = True
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._groups = optimizer.param_groups
+        self._optimizer = optimizer
         self._first = self._rates()
-        self._now: list[Any] = []  # in the newest update of this process
+        self._now: list[Any] = []  # in the newest update of this process, or as the loop has set them since
 
     def settings(self, step: int) -> Sequence[dict[str, Any]]:
         self._now = self._rates()
         return [{"lr": rate} for rate in self._now]
+
+    def before_restore(self) -> None:
+        self._now = self._now and self._rates()
 
     def state_dict(self) -> Any:
         return {"first": self._first}
@@ -74,11 +77,12 @@ class LoopSchedule(Schedule):
     def load_state_dict(self, state: Any) -> None:
         """The groups have the rates of the state already."""
         is_same_run = not self._now and state.get("first") == self._first
-        for group, rate in zip(self._groups, [] if is_same_run else self._now or self._first, strict=False):
+        rates = [] if is_same_run else self._now or self._first
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=False):
             group["lr"] = rate
 
     def _rates(self) -> list[Any]:
-        return [group["lr"] for group in self._groups]
+        return [group["lr"] for group in self._optimizer.param_groups]
 
 
 class ShadowSchedule(Schedule):

@@ -354,7 +354,7 @@ def test_a_loss_scale_comes_back_in_another_process() -> None:
 def test_a_backup_holds_the_loss_scale() -> None:
     """Unless it has to be lower than before, after an overflow."""
     bench = Bench(scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
-    marks = Marks(bench.net, (), bench.scaler)
+    marks = Marks(bench.net, bench.scaler)
     kept = marks.take()
     bench.scaler.update(2.0)
     marks.undo(kept, keeps_scale=True)

@@ -355,8 +355,9 @@ def test_a_rate_that_is_set_back_is_no_mistake_of_the_loop() -> None:
     update(updater, 0)
     late = deepcopy(optimizer.state_dict())
     before = deepcopy(optimizer.state_dict()["param_groups"])
-    marks = Marks(nn.Module(), [optimizer])
+    marks = Marks(nn.Module())
     mark = marks.take()
+    marks.fill(mark, optimizer)
     update(updater, 1, 0.5)
     marks.undo(mark)
     assert optimizer.state_dict()["param_groups"] == before
