@@ -1,7 +1,6 @@
 """Marks: all that an update may change before it is accepted, as it was when the update began.
 
-A mark is light: the buffers, the loss scale, what is kept, the settings of parameter groups. It becomes a full one for
-the optimizers that step before the verdict: their weights and moments.
+A mark is light (buffers, loss scale, what is kept, settings), and full for optimizers that step before the verdict.
 """
 
 from __future__ import annotations
