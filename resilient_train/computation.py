@@ -175,10 +175,9 @@ class BatchErrors(Hook):
         return is_plain and is_new and (has_value(error) or bool(found.of_distribution))
 
     def _may_be_of_batch(self, error: Exception) -> bool:
-        """Whether the policy treats it, and what raised is neither ours nor the end of a device or a connection.
-
-        With several ranks the others are in the collectives of the same forward or backward, which cannot be begun
-        again in the middle.
+        """Whether the policy treats it, and what raised is neither ours nor the end of a device or a connection. With
+        several ranks the others are in collectives of the same forward or backward, which cannot be begun again in the
+        middle.
         """
         if self._policy.observe or not any(self._policy.ladders.values()):
             return False

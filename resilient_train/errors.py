@@ -119,7 +119,6 @@ def in_one_line(error: BaseException) -> str:
 
 
 def short_message(error: BaseException) -> str:
-    """Describe any error in one line; the messages of this module are one line already."""
     return str(error) if isinstance(error, TrainError | Stopped) else in_one_line(error)
 
 

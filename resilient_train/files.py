@@ -158,7 +158,6 @@ def temporary(path: Path) -> Path:
 
 
 def is_left_over(name: str) -> bool:
-    """Say whether a file was left behind by a kill in the middle of a commit."""
     return name.startswith(".") and name.endswith(_TEMPORARY)
 
 

@@ -52,8 +52,6 @@ class Intended:
         history = self._incident_log.run_history
         self._before = self._parts.world.on_main(lambda: history.effects_before(first)) if first else None
 
-    # What the story asks.
-
     def reviewed(self, vitals: Vitals, finding: Finding) -> Finding:
         return self._checks.after_change(vitals, finding) if self._accepts_written() else finding
 

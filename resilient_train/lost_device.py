@@ -1,8 +1,7 @@
 """What the host still finds out when a GPU is lost.
 
-A check that fails on a GPU, such as one of an index, is reported later and anywhere, and from then on the process can
-compute nothing there. On a CPU the same rows raise at their line: a copy of the model in the host's memory, with the
-weights of the newest verified snapshot, gets the rows of the last two updates.
+A failed check on a GPU is reported later, anywhere, and ends all computing there. On a CPU the same rows raise at their
+line: a copy of the model, with the weights of the newest verified snapshot, gets the rows of the last two updates.
 """
 
 from __future__ import annotations

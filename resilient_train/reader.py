@@ -1,7 +1,6 @@
 """Reads what people write by hand: policies, checks and drills, from YAML or from a program.
 
-The types of a dataclass's fields and the limits in their metadata say what is allowed. A mistake is a ConfigError: one
-line with the key, its value and what is allowed there.
+Types and limits of dataclass fields say what is allowed. A ConfigError has key, value and what is allowed in one line.
 """
 
 from __future__ import annotations

@@ -40,7 +40,6 @@ class RunProcess:
         keeper: CheckpointKeeper,
         report: Callable[[TrainError], None],
     ) -> None:
-        """`report` is called with an error that ends the run."""
         self._parts, self._policy, self._controls, self._intended = parts, policy, controls, intended
         self._keeper, self._incident_log, self._report = keeper, keeper.incident_log, report
 

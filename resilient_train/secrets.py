@@ -1,8 +1,7 @@
 """Masks secrets: `Masking` in all that is logged, `masked_tree` in all that is written.
 
-A value is secret by the name of its variable in the environment, such as HF_TOKEN or DB_PASSWORD, or of its setting,
-such as `api_key`: it is masked wherever it occurs. So are passwords and tokens in URLs, what stands after `password=`,
-and the tokens of a few services.
+A value is secret by the name of its environment variable (HF_TOKEN, DB_PASSWORD) or setting (`api_key`), wherever it
+occurs. So are passwords and tokens in URLs, what stands after `password=`, and the tokens of a few services.
 """
 
 from __future__ import annotations

@@ -351,7 +351,6 @@ class RateSearch(Hook):
     def __init__(
         self, parts: RunParts, recovery: Recovery, trials: Trials, store: Store, settle: Callable[[], bool]
     ) -> None:
-        """`settle` waits for the verdict on the last update."""
         self._parts, self._recovery, self._trials, self._store = parts, recovery, trials, store
         self._settle = settle
 

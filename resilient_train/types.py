@@ -178,7 +178,6 @@ class Diagnosis:
 
     @property
     def broken(self) -> Culprit | None:
-        """The operation that failed this time, which is the one to patch."""
         return self.symptom or self.culprit
 
 

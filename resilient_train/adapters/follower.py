@@ -102,7 +102,6 @@ class Follower(ABC):
         vars(owner)[name] = replaced
 
     def end(self) -> None:
-        """Let the trainer and its loaders be what they were, and close the guard."""
         while self._replaced:
             owner, name, before = self._replaced.pop()
             if before is _ABSENT:
@@ -127,9 +126,8 @@ class Follower(ABC):
     ) -> None:
         """Make the guard: everything is prepared. `options` are those of `Guard`.
 
-        The trainer has `made` so many updates before, in other processes, of those that are `planned`, which is -1 or
-        very large if it has no end. It `keeps_places` if a resume finds its place in the data. Damaged checkpoints are
-        renamed by `is_saver`, which has written them.
+        Other processes `made` so many of the `planned` updates (-1 or very large: no end). It `keeps_places` if a
+        resume finds its place in the data. Damaged checkpoints are renamed by `is_saver`, which has written them.
         """
         world = arguments.world(accelerator)
         self.samples = FedSamples(
@@ -157,8 +155,6 @@ class Follower(ABC):
         self._batches: Iterator[Any] = guard.batches_until(sys.maxsize, steps)
         self._seen = len(guard.incidents)
         self.is_following = True
-
-    # What a trainer does in its own way.
 
     @abstractmethod
     def _place(self) -> Any:

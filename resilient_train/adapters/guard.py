@@ -313,7 +313,7 @@ class Guard(EngineGuard):
 
     def batches(self, steps: int | None = None) -> Iterator[Any]:
         """Yield micro-batches, on the device, until `steps` more updates are accepted; by default the rest of the plan.
-        The last update is verified before this ends; earlier if the loop is `stopped`.
+        The last update is verified before this ends. It ends earlier if the loop is `stopped`.
         """
         arguments.check_settings(steps=steps)
         self._start()
@@ -334,6 +334,7 @@ class Guard(EngineGuard):
         yield from map(of_one, batches)
 
     def step(self, batch: Any) -> UpdateResult:
+        """Forward, backward, gate, update. Says what became of it: false while gradients accumulate, or if refused."""
         with self._lost_device:
             return super().step(batch)
 
@@ -355,6 +356,7 @@ class Guard(EngineGuard):
         return result
 
     def settle(self) -> bool:
+        """Wait for the verdict on the last update; a turn ends with it. False: an anomaly, and it has been treated."""
         self._keeper.progress.turned_to(Doing.BETWEEN)
         with self._lost_device:
             return super().settle()

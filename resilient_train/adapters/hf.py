@@ -37,10 +37,8 @@ _NOTED = (  # what TRL's trainers count in a forward, and the control of an entr
 
 
 def guard(trainer: T, *, run_dir: str | Path | None = None, **options: Any) -> T:
-    """Guard a trainer: from now on its `train` refuses, diagnoses, rewinds and cures.
-
-    `run_dir` is where incidents are written, by default a folder in the trainer's `output_dir`, and with `push_to_hub`
-    one next to it. `options` are those of `resilient_train.Guard` that are in `OPTIONS`.
+    """Guard a trainer: from now on its `train` refuses, diagnoses, rewinds and cures. Incidents are in `run_dir`, by
+    default in the trainer's `output_dir`, with `push_to_hub` next to it. `options`: those of `Guard` in `OPTIONS`.
     """
     is_known = hasattr(trainer, "get_batch_samples") and hasattr(trainer, "_finalize_training")
     if isinstance(trainer, type) or not is_known:

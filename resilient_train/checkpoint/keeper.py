@@ -79,8 +79,6 @@ class CheckpointKeeper:
                     raise unusable(name, why)
                 log.warning("%s: %s", name, why)
 
-    # While the run trains.
-
     @property
     def saving_since(self) -> float | None:
         """When the checkpoint that is being written was begun, on the monotonic clock."""

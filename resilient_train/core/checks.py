@@ -168,8 +168,7 @@ class Checks:
     def rewound(self, step: int, since: int, rate: float = 1.0) -> None:
         """Note a rewind to `step`, whose state was loaded before; the learning rate is multiplied by `rate` from here.
 
-        Measurements up to `since`, or to the step of an older reference, are trusted and do not rewind: a run that goes
-        back to its beginning would learn any loss as usual.
+        What was measured up to `since`, or an older reference, stays: back at its start, a run would learn any loss.
         """
         reference = self.episode.reference
         trusted = since if reference is None else max(since, reference.step)
@@ -322,7 +321,6 @@ class Checks:
         return {**plain(self, self.persistent), "path": path, **parts}
 
     def load_persistent_state(self, state: Mapping[str, Any]) -> list[str]:
-        """Load it. Returns the checks that start empty."""
         load(self, [name for name in self.persistent if name in state], state)
         self.knows_usual_batches = "nan_is_usual" in state
         self._accepted = OrderedDict((step, (loss, norm)) for step, loss, norm in state.get("path", ()))

@@ -26,8 +26,7 @@ def clip(
 ) -> torch.Tensor:
     """Clip the gradients in place, by norm and then by value. Returns the norm from before.
 
-    `over_ranks` sums over the ranks where gradients are sharded; where they are not, and are alike, a tensor with the
-    norms of the single ones is added to `each`.
+    `over_ranks` sums over the ranks of sharded gradients; else, where they are alike, `each` gets their single norms.
     """
     grads = _gradients(weights)
     is_plain = _is_plain(grads)

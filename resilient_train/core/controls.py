@@ -95,8 +95,6 @@ class Controls(RunControl):
         self._parts.updater.reset_moments()
         self._parts.scans.rebase()
 
-    # What outlives a rewind, and what decides.
-
     def case(self, anomaly: Anomaly, diagnosis: Diagnosis) -> Case:
         """Collect what decides which remedies apply. It is a collective: all ranks call it together."""
         verified = self._parts.ring.verified_until(anomaly.since)

@@ -25,8 +25,8 @@ def room(
 
 
 class Copier:
-    """Copies the state into a snapshot, with CUDA into pinned host memory: large tensors that only an optimizer changes
-    on a second stream in the next forward, all others first.
+    """Copies the state into a snapshot, with CUDA into pinned host memory. Large tensors that only an optimizer
+    changes are copied on a second stream in the next forward, all others first.
     """
 
     def __init__(self, device: torch.device) -> None:

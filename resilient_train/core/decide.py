@@ -105,9 +105,8 @@ def _relevant(history: Sequence[Incident], anomaly: Anomaly) -> list[Incident]:
 def _strikes(policy: Policy, rung: Rung, place: int, case: Case, relevant: Sequence[Incident]) -> int:
     """Count the incidents that a rung has met: within its ticks, or else since the cause was last forgiven.
 
-    A cause is forgiven when the run gets well beyond the farthest step of its incidents. Incidents that mild lower
-    rungs handled do not matter here. It is measured in steps, which rewinds take back: a run that returns to one place
-    again and again has not got beyond it, however many ticks that takes.
+    It is forgiven when the run gets well beyond the farthest step of its incidents, but for those of mild lower rungs.
+    In steps, which rewinds take back: a run that returns to one place again and again has not got beyond it.
     """
     same_cause = [one for one in relevant if one.diagnosis.cause == case.diagnosis.cause]
     if rung.within is not None:
@@ -157,7 +156,6 @@ def _came_again(incidents: Sequence[Incident], case: Case) -> list[Incident]:
 
 
 def _over_rows(policy: Policy, actions: Sequence[Action], case: Case) -> Facts:
-    """Say that the rows to put in quarantine are more than the budget allows, if they are."""
     if all(action.remedy != "quarantine" for action in actions):
         return ()
     guilty, rows = case.quarantined + len(case.diagnosis.rows), case.rows

@@ -183,7 +183,6 @@ class Episode(PlainState):
             self._losses.clear()
 
     def learns_again(self, step: int, loss: float) -> bool:
-        """Whether a run that could not be rewound may still recover, and is no worse than it was."""
         return self.was is not None and step < self.goal and loss <= self.was
 
     def resumed(self, step: int) -> None:
@@ -234,7 +233,6 @@ class Episode(PlainState):
         return fact("off_level", count=len(losses), mean=mean, level=level, step=self.reference.step)
 
     def _counted(self, step: int) -> int:
-        """How many of the newest losses count: those beyond the goal, or all where the run has not come that far."""
         return min(len(self._losses), max(0, step - self.goal)) or len(self._losses)
 
     def _standing(self, step: int, count: int) -> Standing:

@@ -19,7 +19,6 @@ class Agreement:
     """The only collective that the checks of an update cost; its rows are read only after an incident."""
 
     def __init__(self, gather: Callable[[torch.Tensor], torch.Tensor | None] | None, device: torch.device) -> None:
-        """`gather` collects a vector from every rank; None if there is only one."""
         self._gather = gather
         self._stop = torch.zeros(1, device=device)  # whether this rank was asked to
 
@@ -91,8 +90,7 @@ class HostGate(Gate):
 class DeviceGate(HostGate):
     """Torch's fused optimizers read a flag on the device (`found_inf`), so the host does not wait.
 
-    It reads, as a HostGate does, while weights have no state yet. A refused update would leave new state behind, and
-    torch's fused SGD fills its momentum with garbage then.
+    It does while weights have no state: a refused update would leave some behind, garbage in fused SGD's momentum.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -195,7 +193,6 @@ class CopyGate:
 
     @property
     def times(self) -> int:
-        """How often the optimizer that stepped most often has stepped."""
         return max(self._steps.values(), default=1)
 
     def steps_of(self, optimizer: Optimizer) -> int:

@@ -20,8 +20,6 @@ _LEAST_SHARE = 0.1  # of it: no less, or it would slow down healthy training lat
 
 
 class KnobValues(NamedTuple):
-    """What the next update uses."""
-
     lr: float = 1.0  # factor of the scheduled rate, re-warming included
     clip: float = 1.0  # factor of the configured limits
     eps: float = 1.0  # factor of the configured epsilon

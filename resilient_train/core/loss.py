@@ -39,9 +39,8 @@ class Alarm(NamedTuple):
 
 
 class PlainState:
-    """Base of the checks: `saved` names the attributes that rewind with the run, `persistent` those that do not.
-
-    Containers are copied, what they hold is not: it is never changed in place. A set only grows, by a rewind as well.
+    """Base of the checks: `saved` attributes rewind with the run, `persistent` ones do not. Containers are copied, what
+    they hold is not: it is never changed in place. A set only grows, by a rewind as well.
     """
 
     saved: ClassVar[tuple[str, ...]] = ()
@@ -173,8 +172,7 @@ class Level(PlainState):
     def _drop_descent(self) -> None:
         """Forget the first half of the losses while the second half is clearly lower.
 
-        The descent of a new run says nothing about how far losses stray once it is over. Only a new run: later, a level
-        that falls and rises again may be in the nature of the data.
+        A descent does not show how losses stray later. Only in a new run: later, levels may fall and rise by nature.
         """
         while len(self.losses) >= self.warmup:
             losses = list(self.losses)
@@ -207,10 +205,7 @@ class Level(PlainState):
 
 
 def exceeded(ranked: Sequence[float]) -> float:
-    """Return what one in a hundred values exceeds, as the highest tenth of them shows (Hill's estimate).
-
-    A spread says little of values that span orders of magnitude, as those of skewed targets in small batches.
-    """
+    """Return what one in a hundred values exceeds (Hill's estimate): a spread says little over orders of magnitude."""
     top, median = max(_IN_TAIL, len(ranked) // 10), ranked[len(ranked) // 2] if ranked else 0.0
     if len(ranked) <= 2 * top or not ranked[-top - 1] > median:
         return _LOWEST

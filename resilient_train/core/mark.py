@@ -1,7 +1,6 @@
 """Marks: all that an update may change before it is accepted, as it was when the update began.
 
-A mark is light: the buffers, the loss scale, and what is kept. It becomes a full one for the optimizers that step
-before the verdict: their weights, moments and settings.
+A mark is light (buffers, loss scale, what is kept), and full for optimizers that step before the verdict.
 """
 
 from __future__ import annotations

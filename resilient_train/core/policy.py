@@ -112,11 +112,9 @@ class Budget:
     trials_at_least: int = limited(200, at_least=0)  # the same, where that share is less, until a race was in vain
 
     def rows_of(self, count: int) -> int:
-        """Return how many of `count` rows may be in quarantine."""
         return min(self.rows, max(int(self.share * count), 1) if self.share else 0)
 
     def trial_updates(self, steps: int, *, in_vain: bool = False) -> int:
-        """Return how many updates trials may make in so many steps; after a race `in_vain` only the share counts."""
         return max(int(self.trials * steps), 0 if in_vain else self.trials_at_least) if self.trials else 0
 
 
@@ -155,7 +153,6 @@ def named(name: str | Path) -> Policy:
 
 
 def _dotted_names(tree: Any) -> Iterator[str]:
-    """Yield every text in a policy that looks like the import path of a custom remedy."""
     if isinstance(tree, Mapping):
         tree = [*tree.keys(), *tree.values()]
     if is_list(tree):

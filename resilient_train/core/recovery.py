@@ -206,7 +206,6 @@ class Recovery:
         return not check.is_open or check.ends_back(self.parts.clock.step)
 
     def is_unrecovered(self) -> bool:
-        """Say whether the run may not end as it is: the loss is not back, and the policy does more than report that."""
         return not (self._is_back() or self.parts.checks.episode.is_only_reported or self.observes)
 
     def end_unrecovered(self) -> GaveUp:
@@ -225,5 +224,4 @@ class Recovery:
 
 
 def _reached(anomaly: Anomaly) -> int:
-    """Return the step that the run must reach again; for NOT_RECOVERED that is `since`."""
     return anomaly.since if anomaly.signal is Signal.NOT_RECOVERED else anomaly.step

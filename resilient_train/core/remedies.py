@@ -45,8 +45,7 @@ class RunControl(Protocol):
 
     knobs: Knobs  # the factors that the run trains with
 
-    # Rewind to the newest verified state not after `since`, `older` states before it and at least `steps` back; if no
-    # state is that old, to the oldest one.
+    # Rewind to the newest verified state not after `since`, `older` before it, at least `steps` back; or the oldest.
     def rewind(self, older: int = 0, steps: int = 0) -> None: ...
     # Skip the samples that may be to blame, or a window of `updates` from here.
     def skip(self, updates: int | None = None) -> None: ...

@@ -147,7 +147,6 @@ class Ring:
         return next((one for one in reversed(self.snapshots) if one.verified), None)
 
     def clear(self) -> None:
-        """Drop everything: the run continues from a checkpoint."""
         self._drop_set_aside()
         self.drop(*self.snapshots)
         self._branch_step = 0

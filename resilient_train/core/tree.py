@@ -63,7 +63,6 @@ def with_home(copy: torch.Tensor, home: torch.device | None) -> torch.Tensor:
 
 
 def original_device(tensor: torch.Tensor) -> torch.device:
-    """The device of the original, if `tensor` is a copy of one; else its own."""
     return getattr(tensor, "home", tensor.device)
 
 

@@ -222,16 +222,14 @@ class EngineGuard:
         return current
 
     def _taken(self, begun: Transaction, loss: torch.Tensor) -> torch.Tensor:
-        """Take the loss of a micro-batch: forward and backward are done."""
         self._computing.close()
         loss = self._parts.buffers.spoil(scalar(loss))
         # Rows that could not be fetched, and exceptions, make it NaN: so every rank learns of them and refuses it.
         return torch.full_like(loss, math.nan) if begun.update.failed or begun.raised else loss
 
     def _send_to_gate(self, begun: Transaction, loss: torch.Tensor) -> UpdateResult:
-        """Between backward and optimizer: read the verdict on the last update, then send this one through the gate.
-
-        All ranks do this at the same point. Nothing waits for the device: the last update was measured long ago.
+        """Between backward and optimizer: read the verdict on the last update, then send this one through the gate. All
+        ranks do this at the same point. Nothing waits for the device: the last update was measured long ago.
         """
         if not self._judge_pending(begun):
             return UpdateResult("refused")
@@ -379,10 +377,7 @@ class EngineGuard:
 
     @property
     def attempted_step(self) -> int:
-        """Accepted updates, including the one whose verdict is pending."""
         return self.clock.step + (self._pending is not None)
-
-    # What the public guard adds.
 
     def _on_accepted(self) -> None:
         """Called after each update that landed: it has to be cheap most of the time."""

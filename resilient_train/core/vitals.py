@@ -48,10 +48,9 @@ def read_vitals(
     lr_ratio: float = 0.0,
     by_rank: Callable[[], Sequence[Sequence[float]]] = tuple,
 ) -> Vitals:
-    """Make the vitals of an update; `step` updates were accepted before it.
-
-    The numbers are its loss, its gradient norm, the loss scale if there is one; with several ranks also whether one
-    asks to stop. `by_rank`, called after trouble only, returns a row for each rank: loss and gradient norm first.
+    """Make the vitals of an update after `step` accepted ones, from its loss, gradient norm, loss scale if there is
+    one, and with several ranks whether one asks to stop. `by_rank`, called after trouble only, returns a row for each
+    rank: loss and gradient norm first.
     """
     loss, grad_norm, *rest = numbers
     scale = rest.pop(0) if has_scale else None

@@ -82,8 +82,6 @@ class FedSamples(Samples):
         self.current: Fed | None = None  # the update that was served last
         self._served: Update | None = None  # the same, as it was served
 
-    # What the trainer fetches.
-
     def feed(self, batches: list[Any], rows: Sequence[Sequence[int]] = ()) -> Fed:
         """Take the micro-batches of one update; `rows` are the indices of their rows, if these are known of all."""
         fed = Fed(self.newest_stop, self.newest_stop + self.slicing.samples, [], [])
@@ -95,7 +93,6 @@ class FedSamples(Samples):
         return fed
 
     def feed_more(self, fed: Fed, batch: Any, rows: Sequence[int] = ()) -> None:
-        """Take one more micro-batch of the newest update, which has begun."""
         assert fed.batches is not None
         are_known = bool(rows) and len(fed.rows) == len(fed.batches)
         fed.batches.append(batch)
@@ -182,8 +179,6 @@ class FedSamples(Samples):
         bad = self.stream.quarantined
         others = iter(self.stream.others(keys, 0))
         return [next(others) if key.row in bad else key for key in keys]
-
-    # What the engine asks for.
 
     @property
     def next_start(self) -> int:

@@ -40,8 +40,7 @@ def no_watchdog() -> None:
 def may_pass(error: BaseException | None) -> bool:
     """Say whether an error, or its cause, is one of storage or of a connection, and may not come again.
 
-    Libraries have exceptions of their own, known by name, and some have the error number in their text only. An
-    OSError without a number, as for a truncated picture, is about the content.
+    Libraries' own are known by name or text. An OSError without a number (a truncated picture) is about content.
     """
     while error is not None:
         if any("Timeout" in kind.__name__ or "Connection" in kind.__name__ for kind in type(error).__mro__):
@@ -174,9 +173,8 @@ Collate = Callable[[list[Any]], Any]
 class RepeatableBatches:
     """Fetches and collates the rows of one micro-batch, each with the random numbers that belong to it.
 
-    Seeding for every row costs more than many a row, and most data sets draw no random numbers. So rows are fetched
-    without it until a batch draws some, which is fetched again. The process's generators are left in any state: each
-    update seeds them afterwards.
+    Seeding for every row costs more than many a row: rows are fetched without it until a batch draws numbers, which is
+    fetched again. The process's generators are left in any state: each update seeds them afterwards.
     """
 
     def __init__(self, dataset: Any, collate: Collate) -> None:

@@ -133,8 +133,6 @@ class Samples(ABC):
         finally:
             self.sees_now = False
 
-    # With an index.
-
     def quarantine(self, rows: Iterable[int]) -> None:
         """Put others in the places of these rows from now on, after rewinds too."""
         self.stream.quarantine(rows)

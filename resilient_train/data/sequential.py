@@ -29,9 +29,8 @@ _COMPARED = 4  # rows that show whether the same place was found again
 class LoaderBatches:
     """The batches of the caller's loader, drawn one after the other.
 
-    A loader may draw from the global generators, which rewind. So every batch is fetched with random numbers that are
-    a function of the number of batches fetched before it, which never goes back. A resumed run draws what the run would
-    have drawn; torchdata's `StatefulDataLoader` and the like, and loaders with numbered rows, continue at their place.
+    A loader may draw from the global generators, which rewind: each batch gets random numbers by the number fetched
+    before it, in a resumed run, too. `StatefulDataLoader` and the like, and numbered rows, continue at their place.
     """
 
     def __init__(self, loader: Any, slicing: Slicing, seed: int, device: torch.device) -> None:

@@ -130,10 +130,8 @@ class Stream:
         self.quarantined |= new
 
     def others(self, keys: Sequence[Key], draw: int, *, without: Collection[int] = ()) -> list[Key]:
-        """Return as many keys of other healthy rows, each in the epoch of the key in its place.
-
-        A row repeats only if there are too few, and a row of `keys` is used only if there is no other. Rows in
-        quarantine or in `without` are never used: the list is empty if there are no others.
+        """Return as many keys of other healthy rows, each in the epoch of the key in its place. Rows repeat, or are of
+        `keys`, only if too few are left; none is in quarantine or in `without`, so the list may be empty.
         """
         healthy = self.rows - len(self.quarantined)
         left_out = {*without} - self.quarantined

@@ -181,8 +181,6 @@ class Explainer:
             return Diagnosis(Cause.OPTIMIZER, fact("again_after_rewind") + found.advice)
         return found
 
-    # Rows whose values are far above those of others.
-
     def check_first_updates(self, vitals: Vitals, inputs: Sequence[Any]) -> Anomaly | None:
         """Look for bad rows, once, where the first updates differ wildly: clipping or normalization hides such rows."""
         if vitals.step > _FIRST_UPDATES or not vitals.accepted or not self.samples.rows:
@@ -208,9 +206,8 @@ class Explainer:
         return Anomaly(signal, vitals.step, vitals.tick, 0, evidence)
 
     def _find_outlier_rows(self, suspects: Sequence[int], also: Sequence[int] = ()) -> Diagnosis | None:
-        """Look for rows whose values are far above those of others; if there are any, also for those to come.
-
-        This takes no replay, so the values have to be very large: nothing else can explain them.
+        """Look for rows whose values are far above those of others, then also for those to come. Without a replay they
+        have to be very large: nothing else can explain them.
         """
         if not self.samples.rows or not suspects:
             return None
@@ -265,8 +262,6 @@ class Explainer:
                 loss, usual = (median(map(_LOSS, some)) for some in (with_them, without))
                 return Signal.LOSS_SPIKE, fact("worse_losses_with_rows", loss=loss, usual=usual)
         return None
-
-    # A loss above where it was, though nothing was refused.
 
     def _samples_behind(self, anomaly: Anomaly, reference: Reference | None) -> Diagnosis | None:
         """Say whether samples since the last good state explain the loss; else None. Raises ReferenceInvalid."""

@@ -126,14 +126,11 @@ def user_line(names: Mapping[int, str]) -> Line | None:
 
 
 def _module_of(frames: Iterable[FrameType], names: Mapping[int, str]) -> str:
-    """The path of the module whose method is the first of these frames that is one's."""
     owners = (id(frame.f_locals.get("self")) for frame in frames)
     return next((names[owner] for owner in owners if owner in names), "")
 
 
 class Raised(NamedTuple):
-    """Where an exception came from."""
-
     line: Line | None  # the innermost one of a user's own that it passed, rather than of an installed package
     called: str  # what that called: a module by its class, anything else by its name
     of_distribution: bool = False  # that is one of torch.distributions

@@ -82,8 +82,7 @@ class Origin:
 class Microscope(TorchFunctionMode):
     """Enter it around forward and backward; its public attributes are what it saw.
 
-    To keep the inputs of every call would take the memory of all activations twice. So the inputs of a call whose
-    backward is to blame are looked at in a second replay: `look_at` is its number.
+    Keeping all inputs would double activations: a second replay looks at those of the guilty call, number `look_at`.
     """
 
     def __init__(self, model: nn.Module, *, look_at: int | None = None) -> None:
@@ -181,9 +180,8 @@ class Microscope(TorchFunctionMode):
                 self.of_loss = self._first([loss]) or self._unseen([loss], end)
 
     def _of_error(self, error: Exception) -> Origin | None:
-        """The origin of an exception: the first NaN that was made before it, the operation that raised, or its line.
-
-        What Python code of torch raises, such as a distribution that checks its parameters, is no operation's.
+        """The origin of an exception: the first NaN before it, the operation that raised, or its line. What Python code
+        of torch raises, such as a distribution that checks its parameters, is no operation's.
         """
         if self._raised is not None and self._raised[0] is error:
             return self._raised[1]
@@ -197,7 +195,7 @@ class Microscope(TorchFunctionMode):
         return Origin(found.called, found.line, kind="error") if found.line is not None else None
 
     def _origin(self, made: Origin, kinds: set[str], arguments: Any, was: Sequence[set[str]]) -> Origin | None:
-        """The origin of a bad result: an input's, this call, or None: the batch's. `was`: inputs in place before it."""
+        """The origin of a bad result: an input's, this call, or None: the batch's. `was`: what in-place inputs held."""
         inputs = floating(arguments)
         before = was or [kinds_of(one) for one in inputs]
         bad, had = [one for one, its in zip(inputs, before, strict=True) if its], set().union(*before)
@@ -227,8 +225,6 @@ class Microscope(TorchFunctionMode):
         given = replace(call, was_given=True)
         found = next((one for one in made if one.line is not None), given)
         return replace(found, kind=call.kind, call=call.call) if strange and found.line is not None else None
-
-    # Consequences of patched operations.
 
     def _remember_repair(self, origin: Origin, inputs: Iterable[Tensor]) -> None:
         """Note what a patch is about to repair: later values may be computed from that line, or from its inputs."""

@@ -39,8 +39,7 @@ class Replayed:
 class Replay:
     """Runs forward and backward of given batches at the current weights.
 
-    No rank waits for another, as the model is taken out of DistributedDataParallel. Where it `is_sharded` over the
-    ranks, all of them replay at the same time, and gradients are those of all their batches.
+    No rank waits, as DistributedDataParallel is left out. If `is_sharded`, all replay together; gradients are of all.
     """
 
     model: nn.Module  # as training calls it, without the wrappers of other processes

@@ -93,8 +93,7 @@ def _far_out(field: str, mine: Tensor, same: Sequence[Tensor], far: float) -> Fa
 def _out_of_narrow(field: str, mine: Tensor, others: Sequence[Tensor], far: float) -> Facts:
     """Name a number, or a column, that is far out of a range that is narrow for numbers so far from 0.
 
-    Not one that is less than `far` times the largest of it: quantities grow large now and then, as prices do. And
-    not 0: the line that cannot take it is to blame.
+    Not below `far` times the largest: prices grow now and then. Not 0: the line that cannot take it is to blame.
     """
     same = [one for one in others if one.shape == mine.shape]
     if len(same) < ENOUGH or mine.dim() > 1 or mine.numel() > _COLUMNS or mine.is_complex():

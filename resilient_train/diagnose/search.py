@@ -1,7 +1,6 @@
 """Searches for the cause of a refused update: replays, other rows as a control, the microscope, the rows.
 
-A forward may hold collectives, so whenever one rank replays, the others replay something as well. All ranks make the
-same calls here in the same order; only the batches they look at differ.
+A forward may hold collectives: all ranks make the same calls here in the same order, with batches of their own.
 """
 
 from __future__ import annotations
@@ -144,8 +143,7 @@ class Search:
     def _guilty(self, refused: Transaction, filler: Sequence[Key] | None) -> list[Key]:
         """Search a batch for rows each of which breaks a healthy one, the filler; ranks without one replay as well.
 
-        Where a batch cannot be replayed no row is to blame. Where ranks share their weights, a gradient is that of the
-        rows of all of them: these are one batch, searched by all in step.
+        If it cannot be replayed no row is to blame. Sharded ranks search one batch together: a gradient is that of all.
         """
         together = self.replay.is_sharded
         keys = [*chain(*refused.update.keys)]

@@ -43,7 +43,6 @@ LOOPS = ("rnn_relu", "rnn_tanh", "lstm", "gru")  # one product after the other, 
 
 
 def is_plain(op: str) -> bool:
-    """Say whether an operation has a value and a slope everywhere, and can only overflow."""
     return op in _EXPONENTIAL or _family(op) is None
 
 
@@ -179,10 +178,7 @@ class Observations:
 
     @property
     def has_value(self) -> bool:
-        """Whether what raised can be given a value instead."""
         return self.culprit is not None and (self.kind == "domain" or family(self.culprit.op) in HAVE_VALUES)
-
-    # How advice names them.
 
     @property
     def times(self) -> float:

@@ -112,10 +112,8 @@ class Drill:
             fault.spoil(place.tick, model, optimizers)
 
     def _striking(self, what: str, place: UpdatePlace, *things: Any, can_check: bool = True) -> Iterator[Any]:
-        """Yield the faults that act here, after each was journalled.
-
-        They act on all micro-batches of an update, and again where it is retried with its tick, but for those of the
-        state, which stay. One that finds nothing to spoil is refused at the first call.
+        """Yield the faults that act here, each journalled: on all micro-batches, and again where the tick is retried,
+        except those of the state, which stay. One that finds nothing to spoil is refused at the first call.
         """
         is_first = can_check and what not in self._checked
         if is_first:
@@ -154,7 +152,6 @@ class Drill:
 
 class DrillHook(Hook):
     def __init__(self, drill: Drill, state: RunState, ring: Ring, rank: int, settle: Callable[[], bool]) -> None:
-        """`settle` waits for the verdict on the last update."""
         self._drill, self._state, self._ring, self._rank, self._settle = drill, state, ring, rank, settle
         self._place = UpdatePlace(0, 0, rank)  # of the newest update
 

@@ -44,8 +44,7 @@ class PatchedLine:
 class Armor:
     """Patches operations in the user's own code. Wherever nothing breaks, the code computes the same as before.
 
-    Compiled code is compiled again when it is called next. A process that was started before, such as a worker of a
-    data loader, keeps the code it has.
+    Compiled code is compiled again at its next call. Earlier processes, such as data workers, keep their code.
     """
 
     lines: list[PatchedLine] = field(default_factory=list)

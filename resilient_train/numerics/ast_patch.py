@@ -58,7 +58,6 @@ class Target:
 
 
 def replacement(name: str) -> Callable[..., Any]:
-    """Return what the code calls by one of the names that `patch` put into it."""
     form, _, of = name.removeprefix(PREFIX).removesuffix("__").partition("_of_")
     function: Callable[..., Any] = getattr(replacements, form)
     return function(of) if of else function
@@ -153,8 +152,6 @@ def _is_repeatable(node: ast.AST, names: dict[str, Any]) -> bool:
 
 
 class _Widener(ast.NodeTransformer):
-    """Puts a wider tensor wherever an expression takes one."""
-
     def __init__(self, names: dict[str, Any]) -> None:
         self.names = names
 

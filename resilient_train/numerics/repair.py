@@ -176,9 +176,8 @@ def _largest(sizes: Tensor, bound: float) -> Tensor:
 def _bound(value: Tensor, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> float:
     """Return how large a repaired element may be.
 
-    The results of an operation on one tensor keep their order, `exp(95)` not below `exp(60)`: a softmax by hand would
-    choose the wrong one. So there the size of the others counts for more than a finite square, and the bound is such
-    that the sum of all elements along the last dimension is finite.
+    The results of an operation on one tensor keep their order, `exp(95)` not below `exp(60)`, for a softmax by hand:
+    there the bound is such that the sum of all elements along the last dimension is finite, though not its square.
     """
     bound = _BOUND.get(value.dtype, _BOUND_OF_OTHERS)
     if sum(isinstance(one, Tensor) for one in (*args, *(kwargs or {}).values())) != 1:

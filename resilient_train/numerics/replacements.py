@@ -1,7 +1,6 @@
 """What patched code calls instead of its operations.
 
-Which operation it is becomes known at run time only: `x.norm(...)` is one if x is a tensor, and a call of the user's
-module if x is `self`. Whatever is not torch's is called as it is.
+Only at run time it is known whether `x.norm(...)` is one, or a user's module's. What is not torch's is called as is.
 """
 
 from __future__ import annotations
@@ -98,8 +97,8 @@ def _armored(name: str, bare: Operation, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _opened(function: FunctionType) -> Operation:
-    """What a function of torch's in Python does, with every operation in it armored: `gumbel_softmax` divides. Of a
-    copy: the mode, to which the function would hand itself, sees nothing of what it calls.
+    """What a function of torch's in Python does, with every operation in it armored: `gumbel_softmax` divides. A
+    copy runs: it would hand itself to the mode, which sees nothing of what such a function calls.
     """
     checks = [name for name in function.__code__.co_names if name.startswith("has_torch_function")]
     names = {**function.__globals__, **dict.fromkeys(checks, lambda *_: False)}

@@ -30,8 +30,7 @@ os.register_at_fork(after_in_child=_release_in_child)
 class DirectoryLock:
     """A lock that the kernel releases when the process ends, however it ends: there is nothing to clean up.
 
-    It is on the directory itself, which stays when somebody removes the file, and on the file that names the process:
-    some network file systems can lock only files.
+    On the directory, which stays if the file is removed, and on the file: some network file systems lock only files.
     """
 
     def __init__(self, directory: Path) -> None:

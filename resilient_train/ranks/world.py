@@ -73,8 +73,8 @@ def recompute(model: nn.Module, names: Sequence[str] | None) -> str:
 
 
 def blocks(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
-    """Return the parts that a model repeats, none within another. A model of transformers names them; else they are
-    layers of several modules, whose class occurs at least twice.
+    """Return the parts that a model repeats, none within another. Without `names`: those that a model of transformers
+    names, else layers of several modules, whose class occurs at least twice.
     """
     named = set(names if names is not None else getattr(model, "_no_split_modules", None) or ())
     kinds = {type(one).__name__ for one in model.modules()}
@@ -330,9 +330,8 @@ def join(*, cpu: bool = False, patience: timedelta = timedelta(minutes=30), limi
 
 
 def attempt_name(agents: Store, rank: int, size: int, patience: timedelta) -> str:
-    """Agree on a name that no earlier attempt had, through a store that all attempts share; wait until all ranks have.
-
-    The ranks look for each other again and again: a wait in C, as for a key, would hear no request to stop.
+    """Agree on a name that no earlier attempt had, through a store that all attempts share; wait until all ranks have,
+    by looking again and again: a wait in C, as for a key, would hear no request to stop.
     """
     deadline = time.monotonic() + patience.total_seconds()
     answered: dict[int, bytes] = {}

@@ -69,8 +69,7 @@ def fastest(arms: Sequence[Arm]) -> int:
 def holds(arm: Arm, control: Arm, now: Arm, first: float) -> bool:
     """Say whether a lower rate also beats the present one, which made as many updates from the same state: `control`.
 
-    Where a term of the loss grows with training, any younger state looks better than `now`: the lower rate has to gain
-    more than that, unless the present one never learned.
+    Where a loss grows with training, younger states look better than `now`: it has to gain more, unless none learned.
     """
     if arm.anomalies > control.anomalies or not is_lower(arm, control) or not learns(arm, first):
         return False

@@ -88,8 +88,7 @@ class LoopSchedule(Schedule):
 class ShadowSchedule(Schedule):
     """A torch scheduler that changes the groups of a shadow instead of the optimizer's own.
 
-    Chained schedulers multiply the rate they find. On the real groups they would compound with whatever else
-    sets the rate there; on a shadow they see nothing but themselves.
+    Chained schedulers multiply the rate they find: on real groups they would compound with whatever else sets it.
     """
 
     def __init__(

@@ -31,8 +31,6 @@ class Block(NamedTuple):
 
 
 class BestLevel(Check):
-    """Remembers the lowest block so far, and the blocks that were the lowest before it."""
-
     saved = ("_losses", "_lowest", "_newest", "_number", "step", "has_negative", "_former")
 
     def __init__(self, config: JumpConfig) -> None:
@@ -51,7 +49,6 @@ class BestLevel(Check):
         self.has_negative = False
 
     def see(self, step: int, which: int, vitals: Vitals) -> Alarm | None:
-        """Learn from an update that landed; there is never an alarm."""
         loss = vitals.loss
         if not vitals.accepted or not isfinite(loss):  # it was observed only
             return None
@@ -114,8 +111,6 @@ _NEAR, _NEAR_SHARE = 2, 0.25  # steps, and share of the way from the rewind, by 
 
 
 class Rise(NamedTuple):
-    """A loss that left its level."""
-
     step: int  # the first update with it
     start: int  # of its samples
     height: float  # above the level

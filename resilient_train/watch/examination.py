@@ -115,9 +115,8 @@ class Examination:
     def refined(self, anomaly: Anomaly, update: Transaction, *, is_scanned: bool, has_landed: bool) -> Anomaly:
         """Say more precisely what is wrong with a bad update, or with the state that a scan has seen. Every rank comes.
 
-        In this order: rows that could not be fetched, which make the loss NaN; bad weights, which explain all that
-        follows from them; exceptions; a bad batch, unless its NaN is usual. Where it `has_landed`, weights that are not
-        finite follow from it.
+        In this order: rows that could not be fetched, which make the loss NaN; bad weights, which explain all else;
+        exceptions; a bad batch, unless its NaN is usual. Where it `has_landed`, weights that are not finite follow.
         """
         batches = update.inputs
         if is_scanned and anomaly.signal is not Signal.NONFINITE_WEIGHTS:

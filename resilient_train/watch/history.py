@@ -32,8 +32,6 @@ FEW = 5  # updates that a diagnosis replays or inspects
 
 
 class PastUpdate(NamedTuple):
-    """An attempted update: its step, the range of its samples, and what it measured."""
-
     step: int
     start: int
     stop: int
@@ -44,8 +42,6 @@ class PastUpdate(NamedTuple):
 
 
 class Leap(NamedTuple):
-    """A learning rate that rose far above what it was."""
-
     step: int  # the first update that was made with it
     factor: float
     usual: float  # the highest rate before, as a multiple of the configured one

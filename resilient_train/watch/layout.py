@@ -202,9 +202,8 @@ def digest(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def nonfinite(norms: Mapping[str, float]) -> Facts:
-    """Say which weights, in the order of the model, have gradients that are not finite; empty if none has.
-
-    Backward meets layers in reverse: if all weights up to one are affected, it began there.
+    """Say which weights, in order, have gradients that are not finite. Backward meets layers in reverse: if all up
+    to one are affected, it began there.
     """
     names = [name for name, norm in norms.items() if not isfinite(norm)]
     if not names:

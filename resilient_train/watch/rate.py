@@ -46,8 +46,8 @@ References = Callable[[int], Reference | None]
 class EarlyDivergence(Check):
     """The first updates threw the loss far above its first value: the rate is wrong by orders of magnitude.
 
-    The other checks would learn the damage as usual. The lowest of a few losses counts, since single batches may be
-    hard; and the median of the gradient norms, since a loss may begin near zero.
+    Others would learn it as usual. The lowest of a few losses counts, as batches may be hard; and the median of the
+    gradient norms, since a loss may begin near zero.
     """
 
     saved = ("_first", "_which", "_losses", "_norms")
@@ -238,9 +238,8 @@ _THROWN = 0.2  # of that: by so much the first updates have raised the loss
 class NoProgress(Check):
     """The losses have not fallen since a quarter of the run, and are still near those that it began with.
 
-    Or they fall, but only since the first updates threw them up. Or they stand anywhere, or fall slowly at later looks,
-    while the weights still change by much of their norm: in healthy runs these have nearly settled by then. That is no
-    alarm, as many healthy losses stand: it asks for a trial of lower learning rates.
+    Or they fall only since the first updates threw them up; or they stand, or fall slowly at later looks, while the
+    weights still change by much of their norm. No alarm, as many healthy losses stand: it asks for a trial of rates.
     """
 
     saved = ("_losses", "first", "_mean", "_seen")

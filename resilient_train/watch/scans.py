@@ -118,9 +118,8 @@ class Scans:
 
     @torch.no_grad()
     def measure(self, kept: Mapping[str, Tree] = MappingProxyType({}), *, everything: bool = False) -> Tensor:
-        """Measure what is due, or weights, `kept` and optimizers if nothing is or `everything` is needed now.
-
-        If it is never judged, as something raised in between, the next measurement covers its updates as well.
+        """Measure what is due, or weights, `kept` and optimizers if nothing is or `everything` is needed now. If it is
+        never judged, as something raised in between, the next measurement covers its updates as well.
         """
         self._add_up()
         if not self.layout.fits():
@@ -164,8 +163,6 @@ class Scans:
 
     def are_shares(self) -> list[bool]:
         return [not self.layout.is_whole and row.is_sum for row in self._pending[1] for _ in row.items]
-
-    # An update later.
 
     def judge_each(self, step: int, tick: int, ranks: Sequence[Sequence[float]]) -> Anomaly | None:
         """Judge the numbers of each rank separately, and name the ranks with a finding."""
@@ -253,8 +250,7 @@ class Scans:
 class Replicas(Scan):
     """Compares weights, and moments of torch's optimizers, between ranks: with the same gradients they stay the same.
 
-    A flipped bit that no other scan can see is a difference. Left out are buffers, as those of BatchNorm differ,
-    sharded weights, and those that the replication is configured to ignore.
+    It finds flipped bits. Left out are buffers (BatchNorm's differ), sharded weights, and those not replicated.
     """
 
     def __init__(self, config: Every, unreplicated: Collection[str] | None) -> None:

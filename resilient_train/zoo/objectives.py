@@ -1,7 +1,6 @@
 """What a model is trained for: functions `(model, batch) -> (loss, metrics)`.
 
-Metrics are detached tensors on the device. Every check is about shapes, dtypes and keys: reading a value on the host
-would stall the device.
+Metrics stay on the device, detached. Only shapes, dtypes and keys are checked: reading a value stalls the device.
 """
 
 from __future__ import annotations
