@@ -177,9 +177,9 @@ class Resumption:
         now = [[dict(group) for group in optimizer.param_groups] for optimizer in optimizers]
         try:
             run.state.restore(parts)
-            lacking = run.restore_checks_state(saved.memory["statistics"])
+            run.restore_checks_state(saved.memory["statistics"])
             if resuming:
-                lacking += run.checks.load_persistent_state(saved.memory["panel"])
+                run.checks.load_persistent_state(saved.memory["panel"])
                 run.updates.load_state_dict(saved.memory["passed"])
                 for name, item in self.remembered.items():
                     item.load_state_dict(saved.memory["remembered"][name])
@@ -190,8 +190,6 @@ class Resumption:
         except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError, OverflowError) as error:
             what = f"lacks {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
             raise TrainError(f"{made}, does not have the state that this version expects: {what}") from error
-        if lacking:
-            log.info("%s, has no statistics of %s: these start empty", made, ", ".join(dict.fromkeys(lacking)))
         run.updater.accept(run.clock.step)
         run.clock.tick = max(run.clock.tick, manifest.tick)
 

@@ -32,7 +32,7 @@ MANIFEST, WEIGHTS = "manifest.json", "weights.safetensors"
 VERIFIED, CANDIDATE, DEMOTED = "verified", "candidate", "demoted"
 
 
-_FORMAT = 2
+_FORMAT = 3
 _NAME = re.compile(r"step-(\d{8,18})(\.\d+)?")
 
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from resilient_train.core.config import ChecksConfig
 from resilient_train.core.episode import Episode, Reference, Standing
 from resilient_train.core.limit import GradLimit, Refusals, loss_limit
-from resilient_train.core.loss import Alarm, Jump, Level, PlainState, load, load_each, plain
+from resilient_train.core.loss import Alarm, Jump, Level, PlainState, load, plain
 from resilient_train.types import NO_LIMIT, SPIKES, Anomaly, Facts, Signal, Vitals, fact
 from resilient_train.wording import log
 
@@ -99,7 +99,6 @@ class Checks:
             for name in ("see", "landed", "lifts_limits", "rate_factor")
         )
         self._lasting = {name: one for name, one in self._checks.items() if one.persistent and one != self.episode}
-        self._empty = self.state_dict()
         # Loss and gradient norm of accepted updates, by step. Of a dict, the first entry is slow to find and remove.
         self._accepted = OrderedDict[int, tuple[float, float]]()
         self.is_changed = False  # what is usual was learned again: the beginning of the run is no measure any more
@@ -320,25 +319,19 @@ class Checks:
         parts = {name: one.persistent_state() for name, one in self._lasting.items()}
         return {**plain(self, self.persistent), "path": path, **parts}
 
-    def load_persistent_state(self, state: Mapping[str, Any]) -> list[str]:
-        load(self, [name for name in self.persistent if name in state], state)
-        self.knows_usual_batches = "nan_is_usual" in state
-        self._accepted = OrderedDict((step, (loss, norm)) for step, loss, norm in state.get("path", ()))
-        lacking = []
+    def load_persistent_state(self, state: Mapping[str, Any]) -> None:
+        load(self, self.persistent, state)
+        self.knows_usual_batches = True
+        self._accepted = OrderedDict((step, (loss, norm)) for step, loss, norm in state["path"])
         for name, one in self._lasting.items():
-            saved = state.get(name)
-            if isinstance(saved, Mapping) and saved.keys() == set(one.persistent):
-                one.load_persistent_state(saved)
-            else:
-                lacking.append(name)
-        return lacking
+            one.load_persistent_state(state[name])
 
     def state_dict(self) -> dict[str, Any]:
         return {name: one.state_dict() for name, one in self._checks.items()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
-        """Load it. Returns the checks that start empty, because another version saved other things of them."""
-        return load_each(self._checks, state, self._empty)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, one in self._checks.items():
+            one.load_state_dict(state[name])
 
 
 def _which(vitals: Vitals) -> int:

@@ -88,21 +88,6 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, deque) else copy(value)
 
 
-def load_each(parts: Mapping[str, Any], state: Mapping[str, Any], empty: Mapping[str, Any]) -> list[str]:
-    """Load the state of each part, or the empty one where another version saved other things: returns which."""
-    lacking = []
-    for name, part in parts.items():
-        try:
-            saved = state.get(name, {})
-            if saved.keys() != empty[name].keys():
-                raise KeyError(name)
-            part.load_state_dict(saved)
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError):
-            part.load_state_dict(empty[name])
-            lacking.append(name)
-    return lacking
-
-
 class Level(PlainState):
     """The range of the accepted losses: their median, their spread upwards, and the scale for thresholds in shares.
 

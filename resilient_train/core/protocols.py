@@ -145,7 +145,7 @@ class Scans(Protocol):
     def landed(self, step: int, groups: Any, clipped_norm: float | None, times: int = 1) -> None: ...
     def rebase(self) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Buffers(Protocol):
@@ -220,6 +220,6 @@ class Parts:
     def checks_state(self) -> dict[str, Any]:
         return {"panel": self.checks.state_dict(), "scans": self.scans.state_dict()}
 
-    def restore_checks_state(self, state: Mapping[str, Any]) -> list[str]:
-        """Restore what checks and scans had learned; return those that another version did not save."""
-        return self.checks.load_state_dict(state["panel"]) + self.scans.load_state_dict(state["scans"])
+    def restore_checks_state(self, state: Mapping[str, Any]) -> None:
+        self.checks.load_state_dict(state["panel"])
+        self.scans.load_state_dict(state["scans"])

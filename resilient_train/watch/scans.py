@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from resilient_train.core.config import ChecksConfig, Every
-from resilient_train.core.loss import load_each
 from resilient_train.core.tree import Tree
 from resilient_train.types import Anomaly, Signal
 from resilient_train.watch.layout import Layout, digest
@@ -69,7 +68,6 @@ class Scans:
         self._pending = _NOTHING  # a measurement that was not judged yet, and its step
         self._lay_out(clean_step=0)
         self._norms = NormStatistics(config.norms, model, self.layout.device)
-        self._empty = {name: scan.state_dict() for name, scan in self._by_name().items()}
         self.replicas = Replicas(config.replicas, unreplicated if self.layout.is_whole else None)
 
     def _lay_out(self, clean_step: int) -> None:
@@ -232,19 +230,15 @@ class Scans:
     def _by_name(self) -> dict[str, Any]:  # as in checkpoints
         return {"weights": self._weights, "optimizer": self._moments, "norms": self._norms}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
-        """Returns the scans that start empty, because another version saved other things of them."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._pending = _NOTHING
         self._landed.clear()
         self._step = state["step"]
-        scans = self._by_name()
-        lacking = load_each(scans, state, self._empty)
-        for name in lacking:
-            scans[name].clean_step = self._step  # the state was verified
+        for name, scan in self._by_name().items():
+            scan.load_state_dict(state[name])
         if state["shares"] != self.layout.shares:  # the bounds are those of the largest share of a sharded tensor
             self.rebase()
         self.replicas.clean_step = self._step  # the state was verified, or is the same file for all ranks
-        return lacking
 
 
 class Replicas(Scan):
