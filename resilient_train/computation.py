@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,8 +34,6 @@ from resilient_train.diagnose.frames import Line, line_of
 from resilient_train.errors import ConfigError, TrainError, in_one_line, text_of
 from resilient_train.numerics.domains import has_value
 from resilient_train.ranks.world import is_lost_device, is_out_of_memory
-from resilient_train.record import progress
-from resilient_train.record.progress import OutOfMemory
 from resilient_train.run_parts import RunParts
 from resilient_train.types import ProcessIncident, Signal, fact
 from resilient_train.watch.modes import AnomalyMode, BufferWatch
@@ -179,11 +177,8 @@ class BatchErrors(Hook):
         several ranks the others are in collectives of the same forward or backward, which cannot be begun again in the
         middle.
         """
-        if self._policy.observe or not any(self._policy.ladders.values()):
-            return False
-        if isinstance(error, TrainError) or is_lost_device(error):
-            return False
-        if self.parts.world.is_of_group(error):
+        is_ours = isinstance(error, TrainError) or is_lost_device(error) or self.parts.world.is_of_group(error)
+        if is_ours or self._policy.observe or not any(self._policy.ladders.values()):
             return False
         codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
         if self.parts.world.size > 1:
@@ -241,7 +236,6 @@ class _Forwards:
 
 
 _SMALLER = "use a smaller batch_size with more gradient accumulation, or activation checkpointing"
-_HALVED = "the same command, or a restart by the launcher, resumes with micro-batches of half the rows"
 
 
 def memory_evidence(error: BaseException) -> str:
@@ -256,21 +250,14 @@ class MicroBatchSizer:
     ) -> None:
         """`note` writes an incident together with the effects that have changed."""
         self._world, self._samples, self._policy, self._note = parts.world, parts.samples, policy, note
-        self._keeper, self._place = keeper, keeper.incident_log.run_dir
+        self._keeper = keeper
         self._rows = 0  # of a micro-batch that fit into memory, where it was made smaller
-        self._notes: list[OutOfMemory] = []  # of previous processes that ran out of memory
 
     def effect(self) -> Effect:
         def restore(rows: Any) -> None:
             self._rows = int(rows)
 
         return Effect("micro_batch", lambda: self._rows, restore)
-
-    def previous_ran_out(self) -> bool:
-        """Say whether previous processes ran out of memory. All ranks must call it."""
-        found = self._world.all_of(progress.found(self._place, OutOfMemory))
-        self._notes = sorted({one for some in found for one in some})
-        return bool(self._notes)
 
     def as_before(self, samples: int) -> None:
         """Make updates of as many samples as the previous processes did, in micro-batches that fit into memory."""
@@ -283,46 +270,29 @@ class MicroBatchSizer:
             self._has_changed()
             shape = sliced.batch_size, sliced.accumulation, size
             log.info("an update stays %d samples: %d rows x %d micro-batches x %d processes", samples, *shape)
-        self._fit_into(self._rows or self._samples.slicing.batch_size)
-        for one in self._notes[:1]:  # of the rank with the least room
-            if self._fit_into(one.batch_size - 1):
-                self.note_smaller(one.step, one.evidence, (one.rank,))
-        progress.clear(self._place, OutOfMemory)
+        while self._samples.slicing.batch_size > self._rows > 0 and (halved := self._samples.slicing.halved()):
+            if not self._samples.slice_as(halved):
+                break
+            self._has_changed()
 
     def loss_instead(self, error: Exception, open_updates: Sequence[Transaction]) -> Retry | None:
-        """Halve the micro-batches. Of several processes, leave a note and raise."""
+        """Halve the micro-batches. Several processes end: the others wait in a collective."""
         if not is_out_of_memory(error):
             return None
         step, evidence = open_updates[-1].step, memory_evidence(error)
         what, halved = f"out of memory in update {step}: {evidence}", self._samples.slicing.halved()
         incidents = self._keeper.incident_log.incidents
         is_exhausted = sum(one.anomaly.signal is Signal.OUT_OF_MEMORY for one in incidents) >= self._policy.halvings
-        if halved is None or is_exhausted or not self._samples.slice_as(halved):
+        if halved is None or is_exhausted or self._world.size > 1 or not self._samples.slice_as(halved):
             raise TrainError(f"{what}; {_SMALLER}")
-        if self._world.size > 1:  # the others wait in a collective
-            advice = _SMALLER
-            if self._place is not None:
-                with suppress(OSError):  # this host may not have the directory
-                    progress.leave(self._place, OutOfMemory(halved.batch_size * 2, step, self._world.rank, evidence))
-                    advice = _HALVED
-            raise TrainError(f"{what}; {advice}")
         return partial(self.note_smaller, step, evidence)
 
-    def note_smaller(self, step: int, reason: str, ranks: tuple[int, ...] = ()) -> None:
+    def note_smaller(self, step: int, reason: str) -> None:
         self._has_changed()
         self._rows = rows = self._samples.slicing.batch_size
         evidence = fact("smaller_batch", why=reason, rows=rows)
-        found = ProcessIncident(Signal.OUT_OF_MEMORY, step, step - 1, evidence, "smaller_batch", ranks=ranks)
+        found = ProcessIncident(Signal.OUT_OF_MEMORY, step, step - 1, evidence, "smaller_batch")
         self._note(partial(self._keeper.note_incident, found))
-
-    def _fit_into(self, rows: int) -> bool:
-        """Halve micro-batches to at most so many rows, as far as possible; say whether they are smaller now."""
-        before = self._samples.slicing
-        while self._samples.slicing.batch_size > rows and (halved := self._samples.slicing.halved()):
-            if not self._samples.slice_as(halved):
-                break
-            self._has_changed()
-        return self._samples.slicing is not before
 
     def _has_changed(self) -> None:
         self._world.accelerator.gradient_accumulation_steps = self._samples.slicing.accumulation

@@ -65,11 +65,11 @@ class RunProcess:
         self._keeper.note_incident(ProcessIncident(Signal.HANG, step + 1, step, evidence, "end", steps_lost=lost))
         write()
 
-    def resume(self, *, is_explained: bool) -> bool:
-        """Resume from the newest checkpoint that verifies; False if there is none. `is_explained`: by no samples."""
+    def resume(self) -> bool:
+        """Resume from the newest checkpoint that verifies; False if there is none."""
         parts, controls, incident_log = self._parts, self._controls, self._incident_log
-        before, make_plan = (incident_log.incidents, self._policy.crashes), self._keeper.resumption.plan
-        plan = parts.world.on_main(lambda: make_plan(*before, is_explained=is_explained))
+        make_plan = partial(self._keeper.resumption.plan, incident_log.incidents, self._policy.crashes)
+        plan = parts.world.on_main(make_plan)
         if not parts.world.is_main:
             incident_log.run_history.adopt(plan.incidents)
         self._keeper.begin(plan)

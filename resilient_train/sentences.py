@@ -252,7 +252,6 @@ EVIDENCE = {
     "far_from_first": "loss {loss:.4g}, gradient norm {norm:.4g} where the run began with {first:.4g}, {first_norm:.4g}",
     "off_level": "the last losses ({count}) average {mean:.4g} where {level:.4g} was usual at step {step}",
     "off_since_rate": "the last losses ({count}) average {mean:.4g} where {level:.4g} was usual before the learning rate rose x{times:.3g}",
-    "rate_rose_last": ("the learning rate rose x{times:.3g} with the last update, and no loss shows its effect yet"),
     "plateau": "the last losses ({count}) average {mean:.4g} <falls?and fall><thrown?after the first updates had thrown it up><stands?and do not fall>, where it began with {first:.4g}<doubted?, and after an explosion at the start its rate is in doubt><, and the weights still change by {travel:.2g} of their norm in 25 updates>",
     "weights_fell": "the weights fell to {share:.2g} of their norm",
     "worse_norms_with_rows": "gradient norms of {norm:.3g} with some rows, of {usual:.3g} without them",

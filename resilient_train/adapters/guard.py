@@ -215,9 +215,7 @@ class Guard(EngineGuard):
             self._sizer = MicroBatchSizer(parts, policy, keeper, lambda write: controls.note(write))
             controls = AllControls(parts, policy, quarantined, keeper, trials, self._sizer.effect())
             self.reporter = RunReporter(clock, parts.updates, parts.panel, home, keeper.progress)
-            explainer = Explainer(
-                *(world, samples, state, parts.ring, optimizers, parts.updates, search, beat),
-            )
+            explainer = Explainer(world, samples, state, parts.ring, optimizers, parts.updates, search, beat)
             intended = Intended(parts, explainer, incidents, controls)
             self._process = RunProcess(parts, policy, controls, intended, keeper, self.reporter.fail)
             treating = Recovery(
@@ -290,7 +288,7 @@ class Guard(EngineGuard):
     def resume(self) -> bool:
         """Resume the run of the run directory, if there is one: after `keep`. Otherwise `batches` does it."""
         self._owes_resume = False
-        resumed = self._process.resume(is_explained=self._sizer.previous_ran_out())
+        resumed = self._process.resume()
         self._recovery.resume_observed()
         self._sizer.as_before(self._keeper.previous_samples_per_update)
         self._checks.episode.resumed(self.clock.step)

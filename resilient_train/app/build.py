@@ -87,7 +87,7 @@ def assemble(
     collate = collate_of(config)
     rows = compose.build("data.train", config.data.train)
     faults, history = parse(config.drill, steps=config.run.steps), home.incident_log.run_history
-    drill = Drill(faults, has_fired=history.has_fired, fired=history.note_drill_fired)
+    drill = Drill(faults, has_fired=history.drills.__contains__, fired=history.note_drill_fired)
     rows = drill.wrapped(rows)
     samples = data.samples(rows, config.data, slicing, world, seed=seed, collate=collate)
     evaluation = None

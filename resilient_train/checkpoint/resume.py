@@ -70,7 +70,7 @@ class Resumption:
         slicing = self.parts.samples.slicing  # as configured: it may change later
         self.samples_per_process = slicing.batch_size * slicing.accumulation
 
-    def plan(self, incidents: Sequence[Incident], crashes: int, *, is_explained: bool) -> ResumePlan:
+    def plan(self, incidents: Sequence[Incident], crashes: int) -> ResumePlan:
         """Find the checkpoint to resume from; skip samples at which `crashes` processes in a row ended unexplained."""
         history, last = self.history, self.progress.last
         hung: Facts = ()
@@ -99,8 +99,7 @@ class Resumption:
         found = incidents_of_damage(damaged, step)
         skipped, span = None, last.stop - last.start
         is_updating = last.doing in (Doing.UPDATING, Doing.FIRST)
-        if self.directory is not None and endings.failure(self.directory, in_training=True):
-            is_explained = True
+        is_explained = self.directory is not None and endings.failure(self.directory, in_training=True)
         if not is_explained and (is_updating or last.doing is Doing.HUNG) and span > 0:
             times = history.note_process_end(last.tick, last.start, last.stop, in_first=last.doing is Doing.FIRST)
             skipped = (last.start, last.stop) if times >= crashes else None

@@ -51,9 +51,6 @@ class Check(PlainState):
         """Note an update that the loss scale refused. Returns evidence if that is no ordinary overflow."""
         return None
 
-    def at_end(self, step: int) -> Alarm | None:
-        return None
-
     def trusted(self, then: Reference, since: int) -> int:
         """Return the newest step to trust, at most `since`, where the losses were as `then` says."""
         return since
@@ -93,11 +90,6 @@ class Checks:
         self.refusals = Refusals(config.limit)
         own = {name: one for name, one in vars(self).items() if isinstance(one, PlainState)}
         self._more, self._checks = list(more.values()), {**own, **more}
-        # Most leave most out: these are called in every update.
-        self._seeing, self._learning, self._lifting, self._pacing = (
-            [one for one in more.values() if getattr(type(one), name) is not getattr(Check, name)]
-            for name in ("see", "landed", "lifts_limits", "rate_factor")
-        )
         self._lasting = {name: one for name, one in self._checks.items() if one.persistent and one != self.episode}
         # Loss and gradient norm of accepted updates, by step. Of a dict, the first entry is slow to find and remove.
         self._accepted = OrderedDict[int, tuple[float, float]]()
@@ -114,7 +106,7 @@ class Checks:
     @property
     def limits(self) -> tuple[float, float]:
         """The limits for the loss and the gradient norm, exact in float32."""
-        if any(check.lifts_limits(self._step + 1) for check in self._lifting):
+        if any(check.lifts_limits(self._step + 1) for check in self._more):
             return NO_LIMIT, NO_LIMIT
         return loss_limit(self.config.limit, self.level), self.grad_limit.limit
 
@@ -125,7 +117,7 @@ class Checks:
         return next((check.usual_norm for check in self._more if check.usual_norm is not None), None)
 
     def rate_factor(self, step: int) -> float:
-        return prod(check.rate_factor(step) for check in self._pacing)
+        return prod(check.rate_factor(step) for check in self._more)
 
     def expect(self, step: int) -> None:
         self.declared.update(range(step - _AROUND, step + _AROUND + 1))
@@ -179,7 +171,7 @@ class Checks:
             self.grad_limit.bound(max(norm for _, norm in self._accepted.values()))
 
     def stayed(self, step: int, rate: float) -> None:
-        self.episode.stayed(step, self._latest, rate)
+        self.episode.stayed(step, rate)
 
     def judge(self, vitals: Vitals) -> Finding:
         self._step = vitals.step
@@ -213,7 +205,7 @@ class Checks:
         if step in self.declared:
             self.start_over()
             return Finding(repeat=spike is not None)
-        for check in self._seeing:
+        for check in self._more:
             if (diverged := check.see(step, _which(vitals), vitals)) is not None:
                 return Finding(self._about_loss(vitals, Signal.DIVERGENCE, diverged))
         return Finding(self._judge_landed(vitals)) if spike is None else self._judge_refused(vitals, spike)
@@ -223,8 +215,6 @@ class Checks:
         step, loss, check = vitals.step, vitals.loss, self.episode
         outside = self._is_outside(loss)
         jumped = self.jump.see(step, loss, outside)
-        if check.is_open and check.learns_again(step, self._median_latest()):
-            jumped = None
         if not outside:
             self.level.learn(loss)
             self._accepted.setdefault(step, (loss, vitals.grad_norm))
@@ -234,7 +224,7 @@ class Checks:
         if is_learned:
             self.grad_limit.learn(vitals.grad_norm)
         first, last = None, None
-        for one in self._learning:
+        for one in self._more:
             alarm = one.landed(step, vitals, self._reference, is_learned=is_learned)
             if one.yields_to_jump:
                 last = last or alarm
@@ -293,11 +283,6 @@ class Checks:
         reference, stands_on = self.episode.reference, self.episode.stands_on
         assert reference is not None
         return min(reference.step if stands_on is None else stands_on, step)
-
-    def at_end(self, vitals: Vitals) -> Anomaly | None:
-        alarms = [] if self.episode.is_silent else [check.at_end(vitals.step) for check in self._more]
-        risen = next((alarm for alarm in alarms if alarm is not None), None)
-        return self._about_loss(vitals, Signal.DIVERGENCE, risen) if risen else None
 
     def after_change(self, vitals: Vitals, finding: Finding) -> Finding:
         """Judge the update after the weights were written on purpose: any that is finite."""

@@ -117,7 +117,7 @@ class Episode(PlainState):
         "came_from",
         "stands_on",
         "ceiling",
-        "was",
+        "has_stayed",
         "took",
         "is_only_reported",
     )
@@ -136,8 +136,8 @@ class Episode(PlainState):
         self.came_from: int | None = None  # the earliest step that the run was rewound to; None: it was not
         self.stands_on: int | None = None  # the verified step that the run was rewound to last
         self.ceiling: float | None = None  # the highest loss on the way from there, until the run is back
-        self.was: float | None = None  # the highest loss before a treatment that could not rewind ...
-        self.took = 0  # ... and the steps in which that was lost
+        self.has_stayed = False  # the newest treatment could not rewind ...
+        self.took = 0  # ... and so many steps were lost before it
         self.is_only_reported = False  # the policy does nothing about the damage, so one alarm about it is enough
         self._losses.clear()
 
@@ -160,8 +160,8 @@ class Episode(PlainState):
         is_trusted = self.reference is not None and (self.reference.step <= since or parted_before)
         if not is_trusted:
             self.reference = reference
-            self.came_from = self.stands_on = self.ceiling = self.was = None
-            self.took = 0
+            self.came_from = self.stands_on = self.ceiling = None
+            self.took, self.has_stayed = 0, False
         self.is_only_reported = is_only_reported
         self.goal = self.reached = max(self.reached if is_trusted else 0, goal)
         self._losses.clear()
@@ -174,26 +174,23 @@ class Episode(PlainState):
             self._stand(step, max((loss for other, loss in way.items() if other > step), default=None))
             self._losses.clear()
 
-    def stayed(self, step: int, losses: Sequence[float], rate: float = 1.0) -> None:
-        """Note a treatment without a rewind: learning again takes as long; a run below `losses` is on its way."""
+    def stayed(self, step: int, rate: float = 1.0) -> None:
+        """Note a treatment without a rewind: learning again takes as long as it took to lose it."""
         if self.reference is not None:
             self.took = self.took or max(0, self.reached - self.reference.step)
             self.goal = step + round(self.took * min(_LONGEST_WAY, 1 / rate))
-            self.was = max(filter(isfinite, losses), default=None)
+            self.has_stayed = True
             self._losses.clear()
-
-    def learns_again(self, step: int, loss: float) -> bool:
-        return self.was is not None and step < self.goal and loss <= self.was
 
     def resumed(self, step: int) -> None:
         """Note a resume from `step`, which may be before the last rewind's."""
-        was_rewound = self.was is None or step < self.reached
+        was_rewound = not self.has_stayed or step < self.reached
         if self.is_open and step < self.goal and was_rewound:
             self._stand(step, _UNKNOWN)  # the losses of the way from there
 
     def _stand(self, step: int, ceiling: float | None) -> None:
         self.came_from = step if self.came_from is None else min(step, self.came_from)
-        self.stands_on, self.ceiling, self.was = step, ceiling, None
+        self.stands_on, self.ceiling, self.has_stayed = step, ceiling, False
 
     def is_above(self, loss: float, sigmas: float, share: float) -> bool:
         """Whether a loss is above the reference, and above the losses of the way back while the run is on it."""

@@ -40,11 +40,6 @@ class Mark:
     attributes: Attributes = ()  # of the model's modules
     steps: dict[Optimizer, tuple[Tree, list[torch.Tensor]]] = field(default_factory=dict)  # and their weights
 
-    @property
-    def has_contents(self) -> bool:
-        """Whether it holds buffers, or what the user keeps: a forward or the loop may have changed these."""
-        return bool(self.tables or self.kept)
-
 
 class Marks:
     """Takes marks, and puts them back: with a gate that decides on the device, all that undoes an update.

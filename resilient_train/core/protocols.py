@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -30,12 +30,11 @@ class Hook:
     def before_update(self) -> None:
         """Called before anything of the next update is done. It may settle the last one, and change the state."""
 
-    @contextmanager
-    def around_compute(self, update: Transaction) -> Iterator[None]:
+    def around_compute(self, update: Transaction) -> AbstractContextManager[None]:
         """Surround forward and backward of a micro-batch, `update.inputs[-1]`, which it may replace; of losses in turn,
         those of the first.
         """
-        yield
+        return nullcontext()
 
     def accepted(self, update: Transaction) -> None:
         """Called after an update was accepted."""

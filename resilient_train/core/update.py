@@ -62,7 +62,6 @@ class EngineGuard:
         self._turn, self._verify_after = parts.updater.turn, verify_after
         self._fetch, self._stop, self._on_error, self._pace = fetch, stop, on_error, pace
         self._hooks = hooks
-        self._around = [one.around_compute for one in hooks if type(one).around_compute is not Hook.around_compute]
         self._current: Transaction | None = None  # it is being computed
         self._pending: Transaction | None = None  # its verdict is
         self._newest: Transaction | None = None  # the newest that was begun
@@ -115,10 +114,8 @@ class EngineGuard:
     def examine(self, *, is_end: bool = False) -> bool:
         """Scan everything now, at the end also the whole loss. False: an anomaly was treated, not only observed."""
         anomaly = self._examination.examine_now()
-        if anomaly is None and self.newest is not None and is_end:
-            anomaly = self._checks.at_end(self.newest)
-            if anomaly is None and self._recovery.is_unrecovered():
-                anomaly = self._checks.not_recovered(self.newest)
+        if anomaly is None and self.newest is not None and is_end and self._recovery.is_unrecovered():
+            anomaly = self._checks.not_recovered(self.newest)
         if anomaly is not None and not self._recovery.counts(anomaly):
             place = self.samples.position
             self._recovery.treat(anomaly, self._newest.update if self._newest else Update(place, place, []))
@@ -139,8 +136,8 @@ class EngineGuard:
         # Sharded gradients cannot wait: each rank would have to hold all of them. Trainers make them wait themselves.
         can_wait = self.world.size > 1 and not is_last and not (self.state.is_sharded or self.samples.is_fed)
         with self.world.without_sync(self.model) if can_wait else nullcontext(), self._computing:
-            for around in self._around:
-                self._computing.enter_context(around(begun))
+            for hook in self._hooks:
+                self._computing.enter_context(hook.around_compute(begun))
             begun.versions.append(versions(begun.inputs[-1]))
             self._handed_out = batch = self.world.on_device(begun.inputs[-1])
             yield batch
@@ -306,7 +303,7 @@ class EngineGuard:
             self._on_accepted()
             return True
         if anomaly is None and (observes or not finding.repeat):
-            if not (vitals.accepted or observes) and (has_steps or judged.mark.has_contents):
+            if not (vitals.accepted or observes) and (has_steps or judged.mark.tables or judged.mark.kept):
                 # Buffers may be NaN since its forward, and the next one has used them, or half an update: repeat that.
                 if begun is not None:
                     self._discard(begun)

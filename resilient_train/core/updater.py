@@ -272,7 +272,7 @@ class Updater:
         self._require_own_rates()
         settings: list[Mapping[str, Any]] = []
         ratio = asked_ratio = 0.0
-        self._planned = planned = [setting for schedule in self.schedules for setting in schedule.settings(step)]
+        planned = self._planned = [setting for schedule in self.schedules for setting in schedule.settings(step)]
         for group, setting, (usual, eps, decay) in zip(self._groups(), planned, chain(*self._configured), strict=True):
             lr = setting["lr"] or 0.0
             # A rate as a multiple of the configured one; 0 for a tensor, which the host would have to wait for.

@@ -37,16 +37,6 @@ class Hung:
         object.__setattr__(self, "evidence", tuple(dict(one) for one in self.evidence))  # of JSON, a list
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class OutOfMemory:
-    """An update that did not fit into a rank's memory: all ranks end, and restart with smaller micro-batches."""
-
-    batch_size: int  # rows of its micro-batches
-    step: int  # that it would have been
-    rank: int
-    evidence: str
-
-
 @dataclass(frozen=True, slots=True)
 class Failed:
     """A rank other than 0 that failed: rank 0 sees only a closed connection, or a request to stop."""
@@ -56,12 +46,12 @@ class Failed:
     in_training: bool  # an error before it began does not explain why the previous process ended
 
 
-Note = TypeVar("Note", Hung, OutOfMemory, Failed)
+Note = TypeVar("Note", Hung, Failed)
 
-_FILES: dict[type, str] = {Hung: "hung.rank{}.json", OutOfMemory: "no_room.rank{}", Failed: "failed.rank{}"}
+_FILES: dict[type, str] = {Hung: "hung.rank{}.json", Failed: "failed.rank{}"}
 
 
-def leave(run_dir: Path, note: Hung | OutOfMemory | Failed) -> None:
+def leave(run_dir: Path, note: Hung | Failed) -> None:
     """Write a note. Raises OSError if this host does not have the directory, or cannot write to it."""
     commit_json(run_dir / _FILES[type(note)].format(note.rank), asdict(note))
 

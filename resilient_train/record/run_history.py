@@ -85,9 +85,6 @@ class RunHistory:
         """Note that a drill is about to fire. Before it does: a crash would fire again after every restart."""
         self.note("drill_fired", drill=number, name=name, tick=tick)
 
-    def has_fired(self, number: int) -> bool:
-        return number in self.drills
-
     def recall(self, entry: Entry) -> None:
         """Take in an entry. Raises ValueError if it is about an incident that cannot be read."""
         if isinstance(effects := entry.get("effects"), dict):  # in an entry of their own, or of an incident

@@ -198,7 +198,7 @@ def _urgency(group: Sequence[Incident]) -> int:
 def _facts(group: Sequence[Incident]) -> Facts:
     """Name all rows, or take the advice of the newest incident, if possible not of one that another line caused."""
     newest = max(group, key=lambda one: (one.diagnosis.symptom is None, one.id)).diagnosis
-    are_bad = newest.culprit is None or newest.cause is Cause.DATA
+    are_bad = newest.culprit is None
     rows = {row for one in group for row in one.diagnosis.rows}
     if are_bad and len(rows) > 1 and len(group) > 1:
         return fact("all_bad_rows", rows=sorted(rows)) + newest.advice

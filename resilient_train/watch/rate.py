@@ -183,15 +183,6 @@ class RateRise(Check):
         self._lately.append(loss)
         return alarm
 
-    def at_end(self, step: int) -> Alarm | None:
-        """Judge a run that ends with few losses, or none, since the rate rose."""
-        if self.reference is None or self._seen >= self.config.look:
-            return None
-        if self._losses:
-            return self._compare(step)
-        times = max(self._paces) / self._base
-        return Alarm(self._since, fact("rate_rose_last", times=times)) if times >= _ABSURD_RISE else None
-
     def _compare(self, step: int) -> Alarm | None:
         assert self.reference is not None
         losses = list(self._losses)

@@ -330,8 +330,8 @@ def test_an_open_incident_survives(tmp_path: Path) -> None:
     before.close(closed)
     before.run_history.note_drill_fired(3_000_000_000_100, "crash", 17)
     after = IncidentLog(tmp_path)
-    assert after.run_history.has_fired(3_000_000_000_100)
-    assert not after.run_history.has_fired(3)
+    assert 3_000_000_000_100 in after.run_history.drills
+    assert 3 not in after.run_history.drills
     assert after.incidents == [closed, treated]
     assert after.next_id == 4
     after.close(replace(treated, outcome=Outcome.RECOVERED))
@@ -397,7 +397,7 @@ def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     book.close(replace(SPIKE, outcome=Outcome.RECOVERED))
     book.run_history.note_drill_fired(1, "nan_batch", 3)
     book.close_files()
-    assert book.run_history.has_fired(1)
+    assert 1 in book.run_history.drills
     assert [incident.outcome for incident in book.incidents] == [Outcome.RECOVERED]
     assert not list(tmp_path.iterdir())
 
