@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from guarded import mse, sums
 from guarded import trained as train
 from torch import nn
 from torch.nn import functional as F
@@ -33,6 +34,26 @@ class Lost(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.head(self.norm(self.embedding(x)) * self.mask)
         return out
+
+
+def test_it_may_show_where_the_next_batch_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(6, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    guard = Guard(None, model, optimizer, data=sums(), batch_size=16, run_dir=tmp_path / "run", objective=mse)
+    copies = 0
+
+    def on_device(batch: Any) -> Any:
+        nonlocal copies
+        copies += 1
+        if copies == 5:
+            raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+        return batch
+
+    monkeypatch.setattr(guard.world, "on_device", on_device)
+    with pytest.raises(torch.AcceleratorError) as raised, closing(guard):
+        train(guard, 20)
+    (note,) = raised.value.__notes__
+    assert "cannot use the GPU any more" in note
 
 
 def trained(run_dir: Path, found: Callable[[torch.Tensor], torch.Tensor], *, late: int = 0) -> Guard:

@@ -1,8 +1,9 @@
-"""Out of memory: the same samples in smaller micro-batches, at once in one process, with the next start in several."""
+"""Out of memory: the same samples in smaller micro-batches, at once in one process; several end."""
 
 from __future__ import annotations
 
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from guarded import often, sums, trained
 from torch import Tensor, nn
 
 from resilient_train.adapters.guard import Guard
-from resilient_train.computation import memory_evidence
+from resilient_train.computation import MicroBatchSizer, memory_evidence
 from resilient_train.core.policy import named
 from resilient_train.errors import TrainError
 from resilient_train.reader import DiskConfig
@@ -98,6 +99,22 @@ def test_where_halving_ends_the_run_ends(batch_size: int, room: int, policy: str
     with pytest.raises(TrainError, match=r"out of memory in update 1: .*use a smaller batch_size"):
         trained(guard)
     assert len(guard.incidents) == (named(policy).halvings if batch_size == 32 else 0)
+
+
+def test_what_the_forward_held_is_free_before_the_cache_is_emptied(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, found = list[weakref.ref[Tensor]](), list[bool]()
+
+    def objective(model: Any, batch: list[Tensor]) -> Tensor:
+        hidden = model(batch[0])
+        if len(batch[0]) > 16:
+            held.append(weakref.ref(hidden))
+            raise torch.OutOfMemoryError("tried to allocate")
+        return nn.functional.mse_loss(hidden, batch[1])
+
+    guard = guarded(objective)
+    monkeypatch.setattr(MicroBatchSizer, "_has_changed", lambda _: found.append(bool(held) and held[0]() is None))
+    trained(guard, 2)
+    assert found == [True]
 
 
 def test_what_torch_says_of_its_own_allocator_is_left_out() -> None:

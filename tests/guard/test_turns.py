@@ -44,6 +44,18 @@ def test_the_sum_of_opposed_losses_need_not_fall(tmp_path: Path) -> None:
     assert summary["verdict"] == "well"
 
 
+def test_a_policy_that_only_observes_sees_a_spike_of_one_loss() -> None:
+    made = pair("gan")
+    guard = made.guard(steps=150, recovery="observe")
+    for number, batch in enumerate(guard.batches()):
+        for name in made.names:
+            more = 1e4 if (number, name) == (120, made.names[0]) else 0.0
+            loss = made.backward(name, batch, lambda loss, more=more: loss + more)  # type: ignore[misc]
+            guard.update(loss, optimizer=made.optimizers[name])
+    guard.close()
+    assert [(str(one.anomaly.signal), one.anomaly.step) for one in guard.incidents] == [("loss_spike", 121)]
+
+
 def test_a_run_resumes_from_a_checkpoint(tmp_path: Path) -> None:
     """Stopped between two turns, and completed by other objects: as the run that was not stopped."""
     more: dict[str, Any] = {"steps": STEPS, "memory": OFTEN, "run_dir": tmp_path / "run", "disk": 10, "resume": True}
