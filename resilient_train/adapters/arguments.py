@@ -312,8 +312,8 @@ def _schedule(given: Any, optimizer: Optimizer) -> Schedule:
         if isinstance(given, ReduceLROnPlateau):
             return PlateauSchedule.of(given, optimizer)
         return ShadowSchedule.of(given, optimizer, stride)
-    if hasattr(given, "settings") and hasattr(given, "state_dict"):
-        return given  # type: ignore[no-any-return]
+    if isinstance(given, Schedule):
+        return given
     if given is None:
         return LoopSchedule(optimizer)
     curve: Curve = given

@@ -15,9 +15,8 @@ from torch.optim import Optimizer
 from resilient_train.checkpoint.store import Damaged, Entry, Manifest, Saved, Store
 from resilient_train.checkpoint.tree_files import reshard
 from resilient_train.core.copies import Stateful
-from resilient_train.core.state import RunState, weights_of
+from resilient_train.core.state import LR_OF_GUARD, RunState, weights_of
 from resilient_train.core.tree import Tree
-from resilient_train.core.updater import LR_OF_GUARD
 from resilient_train.errors import ConfigError, TrainError, in_one_line, unusable
 from resilient_train.record import endings, progress
 from resilient_train.record.progress import Doing, Hung, Progress
@@ -304,7 +303,7 @@ def _in_optimizer(live: Tree, saved: Tree, optimizer: Optimizer) -> Iterator[str
         count, how = len(live["groups"]), "add those that the loop had added, before the guard is made"
         yield f"it has {len(groups)} parameter groups there and {count} here: {how}"
     for here, there in zip(live["groups"], groups, strict=False):  # the loop may have added some since
-        if here.keys() - there.keys() - {LR_OF_GUARD}:
+        if here.keys() - there.keys() - {LR_OF_GUARD, "initial_lr"}:
             yield "a parameter group lacks settings"
     weights = [weight for group in optimizer.param_groups[: len(groups)] for weight in group["params"]]
     if any(place >= len(weights) for place in saved["moments"]):

@@ -26,6 +26,7 @@ from resilient_train.core.tree import (
 )
 from resilient_train.errors import in_one_line, unusable
 
+LR_OF_GUARD = "lr_of_guard"  # a key of a group whose rates are the guard's: the lr that it set; rewinds with the group
 Pairs = list[tuple[Any, Any]]  # of a tensor of the run, and a copy of it or of this rank's part
 
 
@@ -44,7 +45,7 @@ class RunState:
         self,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
-        schedules: Sequence[Any],
+        schedules: Sequence[Stateful],
         samples: Stateful,
         clock: Clock,
         *,
@@ -56,7 +57,6 @@ class RunState:
         self.kept: dict[str, Stateful] = {}  # by the user
         self._stateful: dict[str, Stateful] = {"position": samples}
         self._stateful |= {f"schedule.{number}": schedule for number, schedule in enumerate(schedules)}
-        self._schedules = schedules
         if scaler is not None and scaler.is_enabled():
             self._stateful["scaler"] = _LossScale(scaler, device)
 
@@ -87,8 +87,6 @@ class RunState:
             owner, _, name = path.rpartition(".")
             buffers.setdefault(owner, {})[name] = value
         _restore_tables([(module._buffers, buffers.get(path, {})) for path, module in self.model.named_modules()])
-        for schedule in self._schedules:
-            schedule.before_restore()
         for number, optimizer in enumerate(self.optimizers):
             restore_optimizer(optimizer, parts[f"optimizer.{number}"])
         self.clock.step = parts["clock"]
@@ -209,15 +207,17 @@ def optimizer_tree(optimizer: Optimizer) -> Tree:
 
 
 def restore_optimizer(optimizer: Optimizer, saved: Tree) -> None:
+    """Restore what `optimizer_tree` returned, but for the rates of a loop that sets its own."""
     if "own" in saved:
         optimizer.load_state_dict({**optimizer.state_dict(), **to_original_device(saved["own"])})
     for key in [key for key in optimizer.state if not isinstance(key, torch.Tensor)]:
         del optimizer.state[key]
     optimizer.state.update(to_original_device(saved["shared"]))
     for group, settings in zip(optimizer.param_groups, saved["groups"], strict=False):  # the loop may have added some
+        own = {} if LR_OF_GUARD in group else {"lr": group["lr"]}
         for key in group.keys() - settings.keys() - {"params"}:  # which the thread of the writer reads
             del group[key]
-        group.update(to_original_device(settings))
+        group.update(to_original_device(settings) | own)
     moments, tables = saved["moments"], []
     for place, weight in _places(optimizer):
         if place in moments:

@@ -16,10 +16,9 @@ from torch.optim import Optimizer
 from resilient_train.core.clip import Clipper, norm_limit
 from resilient_train.core.gate import Agreement, CopyGate, OpenGate, gate_of
 from resilient_train.core.knobs import AS_CONFIGURED, KnobValues
-from resilient_train.core.state import weights_of
+from resilient_train.core.state import LR_OF_GUARD, weights_of
 from resilient_train.errors import TrainError
 
-LR_OF_GUARD = "lr_of_guard"  # a key of each parameter group: the lr that the guard set; rewinds with the group
 _STRONG_DECAY = 0.25
 _NOT_OURS = (
     "the loop set lr itself, to {lr:.6g} where it was {ours:.6g}, and the schedule of the guard would overwrite it: "
@@ -42,9 +41,6 @@ class Schedule:
 
     def advance(self, step: int) -> None:
         """Note that `step` updates were accepted. Refused ones must not change the schedule."""
-
-    def before_restore(self) -> None:
-        """Note what must outlast that the optimizer's groups are as they were before."""
 
     def state_dict(self) -> Any:
         return {}
@@ -134,10 +130,12 @@ class Updater:
         """
         self.clipper.begin()
         norm, scale, known = self._made_ready(step, self.optimizers, knobs, rates)
-        measured, by_rank = self.agreement.reduce(torch.stack([loss, norm, *scale]))
-        with self._stepping:
-            numbers = self.gate.step(measured, self.optimizers)
-        self._put_back_rates(known["settings"])
+        try:
+            measured, by_rank = self.agreement.reduce(torch.stack([loss, norm, *scale]))
+            with self._stepping:
+                numbers = self.gate.step(measured, self.optimizers)
+        finally:
+            self._put_back_rates(known["settings"])
         self.end()
         self.drop_gradients()
         return Attempt(loss=loss, measured=measured, by_rank=by_rank, numbers=numbers, **known)
@@ -156,9 +154,11 @@ class Updater:
             self.clipper.begin()
         norm, *self._of_last_step = self._made_ready(step, [optimizer], knobs, rates)
         settings = self._of_last_step[1]["settings"]
-        with self._stepping:
-            self.turn.step(optimizer, loss, norm, settings, self.gate.limits[1])
-        self._put_back_rates(settings)
+        try:
+            with self._stepping:
+                self.turn.step(optimizer, loss, norm, settings, self.gate.limits[1])
+        finally:
+            self._put_back_rates(settings)
 
     def end_turn(self) -> Attempt:
         """Measure the turn as one update: the sums over its steps, the highest rates, what its last step had."""

@@ -62,24 +62,20 @@ class LoopSchedule(Schedule):
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._first = self._rates()
-        self._now: list[Any] = []  # in the newest update of this process, or as the loop has set them since
+        self._has_begun = False  # an update of this process
 
     def settings(self, step: int) -> Sequence[dict[str, Any]]:
-        self._now = self._rates()
-        return [{"lr": rate} for rate in self._now]
-
-    def before_restore(self) -> None:
-        self._now = self._now and self._rates()
+        self._has_begun = True
+        return [{"lr": rate} for rate in self._rates()]
 
     def state_dict(self) -> Any:
-        return {"first": self._first}
+        return {"first": self._first, "rates": self._rates()}
 
     def load_state_dict(self, state: Any) -> None:
-        """The groups have the rates of the state already."""
-        is_same_run = not self._now and state.get("first") == self._first
-        rates = [] if is_same_run else self._now or self._first
-        for group, rate in zip(self._optimizer.param_groups, rates, strict=False):
-            group["lr"] = rate
+        """In a process that resumes, and is given the same rates as the one before."""
+        if not self._has_begun and state.get("first") == self._first:
+            for group, rate in zip(self._optimizer.param_groups, state["rates"], strict=False):
+                group["lr"] = rate
 
     def _rates(self) -> list[Any]:
         return [group["lr"] for group in self._optimizer.param_groups]

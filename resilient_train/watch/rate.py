@@ -37,7 +37,6 @@ _KEPT = 4  # times as many losses are kept as are compared, to see how much they
 _COMPARED = 16  # losses before a rate rose that those since are compared with
 _NOISY = 0.3  # of the mean of losses: their standard deviation
 _CLEAR_SIGMAS = 3.0  # of a sum of ranks
-_ABSURD_RISE = 10.0  # times the usual rate: too much to end a run with, even if no loss shows its effect yet
 
 
 References = Callable[[int], Reference | None]

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ExponentialLR, LinearLR, LRScheduler, MultiStepLR
 
 from resilient_train import Guard
+from resilient_train.errors import TrainError
 
 
 class Own(torch.optim.AdamW):
@@ -69,3 +70,70 @@ def test_an_incident_changes_no_rate(name: str, bad: int, recovery: Any, kind: t
 def test_nor_does_a_state_that_the_loop_has_loaded() -> None:
     here, there = trained("decay", None, SKIP, torch.optim.AdamW, loads=True)
     assert here == pytest.approx(there)
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("bad", [2, 20])
+def test_a_turn_that_is_refused_changes_no_rate(name: str, bad: int) -> None:
+    torch.manual_seed(0)
+    pair = nn.ModuleList([nn.Linear(6, 1), nn.Linear(6, 1)])
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.01) for one in pair]
+    plain = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.01)
+    schedulers = [SCHEDULERS[name](one) for one in (*optimizers, plain)]
+    guard = Guard(None, pair, optimizers, data=sums(), batch_size=16, recovery=SKIP)
+    for number, (x, y) in enumerate(guard.batches(40), start=1):
+        for model, optimizer in zip(pair, optimizers, strict=True):
+            loss: torch.Tensor = nn.functional.mse_loss(model(x), y)
+            loss = loss * math.nan if number == bad and model is pair[0] else loss
+            loss.backward()  # type: ignore[no-untyped-call]
+            guard.update(loss, optimizer=optimizer)
+        plain.step()
+        for scheduler in schedulers:
+            scheduler.step()
+    guard.close()
+    assert len(guard.incidents) == 1
+    assert {round(one.param_groups[0]["lr"], 12) for one in optimizers} == {round(plain.param_groups[0]["lr"], 12)}
+
+
+class Interrupted(torch.optim.SGD):
+    is_due = False
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if self.is_due:
+            self.is_due = False
+            raise KeyboardInterrupt
+        super().step()
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_nor_does_a_step_that_is_interrupted(own: bool) -> None:
+    """A cell of a notebook is run again: with rates of the loop's, or with a schedule of the guard's."""
+    model = nn.Linear(6, 1)
+    optimizer = Interrupted(model.parameters(), lr=0.01)
+    schedule = None if own else ExponentialLR(optimizer, 0.9)
+    guard = Guard(None, model, optimizer, data=sums(), batch_size=16, schedule=schedule)
+    guard._controls.knobs.lr = 0.5
+
+    def train() -> None:
+        for x, y in guard.batches(5):
+            optimizer.is_due = guard.attempted_step == 3 and not had
+            loss: torch.Tensor = nn.functional.mse_loss(model(x), y)
+            loss.backward()  # type: ignore[no-untyped-call]
+            guard.update(loss)
+
+    had: list[bool] = []
+    with pytest.raises(KeyboardInterrupt):
+        train()
+    had.append(True)
+    train()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01 if own else 0.005 * 0.9 ** (guard.clock.step - 1))
+    guard.close()
+
+
+def test_a_scheduler_is_not_kept() -> None:
+    model = nn.Linear(6, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    guard = Guard(None, model, optimizer, data=sums(), batch_size=16)
+    with pytest.raises(TrainError, match=r"keep\(scheduler=\.\.\.\): .*give it as Guard\(schedule="):
+        guard.keep(scheduler=ExponentialLR(optimizer, 0.9))
+    guard.close()

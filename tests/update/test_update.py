@@ -17,6 +17,7 @@ from resilient_train.app.build import parameter_groups
 from resilient_train.core.clip import Clipper, TrainersClipper, clip, clip_to_share, norm_limit
 from resilient_train.core.knobs import KnobValues
 from resilient_train.core.mark import Marks
+from resilient_train.core.state import optimizer_tree, restore_optimizer
 from resilient_train.core.updater import Attempt, Updater
 from resilient_train.errors import TrainError
 from resilient_train.reader import ClipConfig
@@ -319,15 +320,14 @@ def test_a_rate_that_the_loop_sets_is_its_own() -> None:
     def found() -> list[float]:
         return [group["lr"] for group in optimizer.param_groups]
 
-    early = deepcopy(schedule.state_dict())
+    early = deepcopy(optimizer_tree(optimizer)), deepcopy(schedule.state_dict())
     assert rates(0) == rates(19) == [1.0, 2.0]
     optimizer.param_groups[0]["lr"] = 0.1
     assert rates(20) == [0.1, 2.0]
     assert rates(21, lr=0.5) == [0.05, 1.0]
     assert found() == [0.1, 2.0]
-    for group in optimizer.param_groups:  # a rewind
-        group["lr"] = 1.0
-    schedule.load_state_dict(early)
+    restore_optimizer(optimizer, early[0])  # a rewind
+    schedule.load_state_dict(early[1])
     assert rates(15) == found() == [0.1, 2.0]
 
 
@@ -336,10 +336,11 @@ def test_a_resumed_run_takes_the_rates_that_it_is_given_now() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.1)
     ran = LoopSchedule(optimizer)
     for rate, then in ((0.1, 0.01), (0.05, 0.05)):
+        optimizer.param_groups[0]["lr"] = 0.01
+        left = ran.state_dict()
         optimizer.param_groups[0]["lr"] = rate
         resumed = LoopSchedule(optimizer)
-        optimizer.param_groups[0]["lr"] = 0.01  # as the checkpoint has it
-        resumed.load_state_dict(ran.state_dict())
+        resumed.load_state_dict(left)
         assert resumed.settings(30) == [{"lr": then}]
     optimizer.param_groups[0]["lr"] = 0.1
     shadow = ShadowSchedule.of(StepLR(optimizer, 10), optimizer)
