@@ -279,7 +279,7 @@ class Guard(EngineGuard):
             if lacks := [verb for verb in ("state_dict", "load_state_dict") if not callable(getattr(item, verb, None))]:
                 missing = " and no ".join(lacks)
                 raise TypeError(f"keep({name}=...): a {type(item).__name__} has no {missing}, so it cannot rewind")
-            if isinstance(item, LRScheduler):
+            if isinstance(item, LRScheduler) and item.optimizer in self._updater.optimizers:
                 raise TrainError(f"keep({name}=...): {_NO_KEPT_SCHEDULER}")
             if self._has_begun:
                 raise TrainError(f"keep({name}=...): the run has begun, and its first state lacks this: call it before")

@@ -40,7 +40,7 @@ def inline(markdown: str) -> Iterator[Token]:
 
 def shown(raw: str) -> str:
     """What a person is to see of words: all of them, in one line."""
-    return "".join(one if one.isprintable() else "?" for one in " ".join(raw.split()) if one != "`")
+    return "".join(one if one.isprintable() else "?" for one in " ".join(raw.split()) if one != "`").strip()
 
 
 def cells(markdown: str) -> list[list[str]]:
