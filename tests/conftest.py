@@ -37,7 +37,7 @@ from resilient_train import files
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 SERVER = "server.json"  # in the folder that all processes share: its process and its address
-settings.register_profile("suite", settings(), deadline=None, derandomize=True)  # on any machine
+settings.register_profile("suite", settings(), deadline=None, derandomize=True)  # the same on any machine, busy or not
 settings.load_profile("suite")
 sys.path += [str(folder) for folder in HERE.iterdir() if folder.is_dir()]  # for processes that import a test file
 

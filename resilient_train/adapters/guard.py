@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from resilient_train.adapters import arguments
 from resilient_train.adapters.hooks import DirectStepCheck, HealthyUpdates, Metrics, NotePlace
@@ -60,10 +59,6 @@ from resilient_train.watch.scans import Scans
 from resilient_train.wording import counted, log, say
 
 _NO_TOTAL = "this yields the rest of a planned total: give one with Guard(steps=...), or ask for n more updates"
-_NO_KEPT_SCHEDULER = (
-    "it would rewind without the rates that it has set: give it as Guard(schedule=...), which steps it, and remove "
-    "scheduler.step() from the loop"
-)
 _RECOVERED_AFTER = 50  # accepted updates at least, until an incident counts as recovered
 _FROM_THE_START = (
     "make or load the same model on every rank before it is prepared, and change no weights after that; "
@@ -279,8 +274,6 @@ class Guard(EngineGuard):
             if lacks := [verb for verb in ("state_dict", "load_state_dict") if not callable(getattr(item, verb, None))]:
                 missing = " and no ".join(lacks)
                 raise TypeError(f"keep({name}=...): a {type(item).__name__} has no {missing}, so it cannot rewind")
-            if isinstance(item, LRScheduler) and item.optimizer in self._updater.optimizers:
-                raise TrainError(f"keep({name}=...): {_NO_KEPT_SCHEDULER}")
             if self._has_begun:
                 raise TrainError(f"keep({name}=...): the run has begun, and its first state lacks this: call it before")
             if isinstance(item, nn.Module) and any(hasattr(one, "_update_count") for one in item.modules()):

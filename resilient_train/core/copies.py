@@ -8,6 +8,7 @@ from itertools import zip_longest
 from typing import Any, Protocol
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from resilient_train.core.tree import Tree, copy_into, fits, taken_apart, to_original_device, with_home
 
@@ -138,6 +139,9 @@ class Stateful(Protocol):
 def restore_item(item: Stateful, saved: Tree) -> None:
     """Restore a state that was copied or read: the item gets a copy of its own, in the classes of its present state."""
     item.load_state_dict(_in_classes_of(item.state_dict(), to_original_device(saved)))
+    if isinstance(item, LRScheduler):  # it knows the rates that it has set, and leaves them as they are now
+        for group, rate in zip(item.optimizer.param_groups, item.get_last_lr(), strict=False):
+            group["lr"] = rate
 
 
 def restore_changed(item: Stateful, saved: Tree) -> None:

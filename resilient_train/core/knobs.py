@@ -131,9 +131,9 @@ class Knobs:
         return {name: value for name, value in asdict(self).items() if name != "relax_after"}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError where a value is below 0 or not finite. Knobs that an earlier version lacks stay."""
-        for name, now in self.state_dict().items():
-            value = state.get(name, now)
+        """Raises ValueError where a value is below 0 or not finite."""
+        for name in self.state_dict():
+            value = state[name]
             if not 0 <= float(value) < math.inf:
                 raise ValueError(f"the knob {name} is {value!s:.20}, not a number from 0 up")
             setattr(self, name, type(getattr(Knobs, name))(value))  # a remedy may have set a float to 1

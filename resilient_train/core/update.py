@@ -344,8 +344,8 @@ class EngineGuard:
 
     def _discard(self, *given_up: Transaction) -> None:
         """Give updates up, the newest first: undo what they have changed, and go back to where they began."""
-        for one in given_up[-1:]:
-            self._marks.undo(one.mark)
+        if given_up:  # what the newer ones changed is in the oldest mark, too
+            self._marks.undo(given_up[-1].mark)
         for one in given_up:
             self.samples.go_back(one.update)
             one.ends("refused")

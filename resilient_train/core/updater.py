@@ -110,7 +110,7 @@ class Updater:
         self._own_zero_grad = [one for one in optimizers if type(one).zero_grad is not Optimizer.zero_grad]
         self._configured: list[list[tuple[float, Any, Any]]] = [[] for _ in optimizers]  # rate, epsilon, decay
         self._planned: Settings = ()  # by the schedules, for the newest update
-        self._of_last_step: list[Any] = []  # of a turn: the loss scale, and what is known of it
+        self._of_last_step: tuple[list[torch.Tensor], dict[str, Any]]  # of a turn: the loss scale, and what is known
         self._trained = 0  # the most weights that a gradient was asked for in an update
         self._has_new_weights = False  # in a group that was added, or that were frozen, since the newest update
         self._built = [_built_state(optimizer) for optimizer in optimizers]
@@ -152,13 +152,13 @@ class Updater:
         """Let one optimizer step as a part of update `step + 1`. The gradients stay."""
         if not self.turn.has_stepped:
             self.clipper.begin()
-        norm, *self._of_last_step = self._made_ready(step, [optimizer], knobs, rates)
-        settings = self._of_last_step[1]["settings"]
+        norm, scale, known = self._made_ready(step, [optimizer], knobs, rates)
+        self._of_last_step = scale, known
         try:
             with self._stepping:
-                self.turn.step(optimizer, loss, norm, settings, self.gate.limits[1])
+                self.turn.step(optimizer, loss, norm, known["settings"], self.gate.limits[1])
         finally:
-            self._put_back_rates(settings)
+            self._put_back_rates(known["settings"])
 
     def end_turn(self) -> Attempt:
         """Measure the turn as one update: the sums over its steps, the highest rates, what its last step had."""

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ExponentialLR, LinearLR, LRScheduler, MultiStepLR
 
 from resilient_train import Guard
-from resilient_train.errors import TrainError
 
 
 class Own(torch.optim.AdamW):
@@ -31,8 +30,13 @@ SCHEDULERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
 }
 
 
-def trained(name: str, bad: int | None, recovery: Any, kind: type[Optimizer], *, loads: bool) -> tuple[float, float]:
-    """Return the rate at the end, and what the scheduler would have made of it by as many steps in a plain loop."""
+def trained(
+    name: str, bad: int | None, recovery: Any, kind: type[Optimizer], *, loads: bool = False, keeps: bool = False
+) -> tuple[float, float]:
+    """Return the rate at the end, and what as many steps of the scheduler make of it in a plain loop.
+
+    Of a scheduler that is kept only those count that were not undone.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     optimizer: Any = kind(model.parameters(), lr=0.01)  # type: ignore[call-arg]
@@ -40,6 +44,8 @@ def trained(name: str, bad: int | None, recovery: Any, kind: type[Optimizer], *,
     guard = Guard(
         None, model, optimizer, data=sums(), batch_size=16, recovery=recovery, memory=often(5), verify_after=3
     )
+    if keeps:
+        guard.keep(scheduler=scheduler)
     if loads:
         optimizer.load_state_dict(optimizer.state_dict())
     count = 0
@@ -53,7 +59,7 @@ def trained(name: str, bad: int | None, recovery: Any, kind: type[Optimizer], *,
     assert len(guard.incidents) == (bad is not None)
     alone = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.01)
     plain = SCHEDULERS[name](alone)
-    for _ in range(count):
+    for _ in range(40 if keeps else count):
         alone.step()
         plain.step()
     return optimizer.param_groups[0]["lr"], alone.param_groups[0]["lr"]
@@ -63,7 +69,14 @@ def trained(name: str, bad: int | None, recovery: Any, kind: type[Optimizer], *,
 @pytest.mark.parametrize(("bad", "recovery"), [(2, SKIP), (20, SKIP), (20, REWIND)])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, Own])
 def test_an_incident_changes_no_rate(name: str, bad: int, recovery: Any, kind: type[Optimizer]) -> None:
-    here, there = trained(name, bad, recovery, kind, loads=False)
+    here, there = trained(name, bad, recovery, kind)
+    assert here == pytest.approx(there)
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize(("bad", "recovery"), [(2, SKIP), (20, SKIP), (20, REWIND)])
+def test_a_scheduler_that_is_kept_rewinds_with_its_rates(name: str, bad: int, recovery: Any) -> None:
+    here, there = trained(name, bad, recovery, torch.optim.AdamW, keeps=True)
     assert here == pytest.approx(there)
 
 
@@ -127,13 +140,4 @@ def test_nor_does_a_step_that_is_interrupted(own: bool) -> None:
     had.append(True)
     train()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01 if own else 0.005 * 0.9 ** (guard.clock.step - 1))
-    guard.close()
-
-
-def test_a_scheduler_is_not_kept() -> None:
-    model = nn.Linear(6, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    guard = Guard(None, model, optimizer, data=sums(), batch_size=16)
-    with pytest.raises(TrainError, match=r"keep\(scheduler=\.\.\.\): .*give it as Guard\(schedule="):
-        guard.keep(scheduler=ExponentialLR(optimizer, 0.9))
     guard.close()

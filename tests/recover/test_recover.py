@@ -893,17 +893,6 @@ def test_no_knob_is_below_0_or_not_finite(name: str, value: Any) -> None:
         Knobs().load_state_dict({**Knobs().state_dict(), name: value})
 
 
-def test_knobs_of_an_earlier_version_are_loaded() -> None:
-    """A knob that it did not have is as configured, so that its runs can be resumed."""
-    knobs, configured = Knobs(), Knobs().state_dict()
-    knobs.turn_lr(0.5)
-    state = knobs.state_dict()
-    for name in state:
-        resumed = Knobs()
-        resumed.load_state_dict({key: state[key] for key in state.keys() - {name}})
-        assert resumed.state_dict() == {**state, name: configured[name]}
-
-
 @pytest.mark.parametrize("signal", list(Signal))
 @pytest.mark.parametrize("has_landed", [True, False])
 def test_every_signal_has_a_cause_and_advice(signal: Signal, has_landed: bool) -> None:
