@@ -236,12 +236,12 @@ class Guard(EngineGuard):
                 hooks.append(parts.precision)
             if trials.tries_rates:
                 hooks.insert(0, RateSearch(parts, treating, trials, keeper, self.settle))
-            drilling = DrillHook(drill or Drill(()), state, parts.ring, world.rank, self.settle)
             if drill is not None:
+                drilling = DrillHook(drill, state, parts.ring, world.rank, self.settle)
                 hooks.insert(0, drilling)
                 clipper.changes.append(drilling.on_gradients)
-            if drill is not None and measured is not None:
-                measured.changes.append(drilling.on_loss)
+                if measured is not None:
+                    measured.changes.append(drilling.on_loss)
             super().__init__(
                 *(parts, treating, computation, marks, examination, keeper, seeds),
                 fetch=self._process.next_update,
@@ -249,7 +249,6 @@ class Guard(EngineGuard):
                 stop=stop,
                 hooks=hooks,
                 on_error=[self._sizer, batch_errors],
-                pace=drilling.rate_factor,
             )
             self._owes_resume = bool(resume)
             self._left: Path | None = None  # the state at the end of the loop

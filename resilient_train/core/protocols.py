@@ -36,6 +36,10 @@ class Hook:
         """
         return nullcontext()
 
+    def rate_factor(self) -> float:
+        """Return what multiplies the learning rate of the update at hand."""
+        return 1.0
+
     def accepted(self, update: Transaction) -> None:
         """Called after an update was accepted."""
 

@@ -47,9 +47,8 @@ class EngineGuard:
         stop: Callable[[], bool],
         hooks: Sequence[Hook] = (),
         on_error: Sequence[OnError] = (),
-        pace: Callable[[], float] = lambda: 1.0,
     ) -> None:
-        """`fetch` returns the next update's samples, `stop` whether to stop; `pace` multiplies the update's rate."""
+        """`fetch` returns the next update's samples, `stop` whether to stop."""
         self.model, self.objective, self.seeds = backend.model, backend.objective, seeds
         self.world, self.clock, self.samples, self.state = parts.world, parts.clock, parts.samples, parts.state
         self.stopped = False  # if True, the loop ends before its next update
@@ -60,8 +59,7 @@ class EngineGuard:
         self._backend, self._marks, self._examination, self._store = backend, marks, examination, store
         self._updater, self._ring, self._checks, self._scans = parts.updater, parts.ring, parts.checks, parts.scans
         self._turn, self._verify_after = parts.updater.turn, verify_after
-        self._fetch, self._stop, self._on_error, self._pace = fetch, stop, on_error, pace
-        self._hooks = hooks
+        self._fetch, self._stop, self._on_error, self._hooks = fetch, stop, on_error, hooks
         self._current: Transaction | None = None  # it is being computed
         self._pending: Transaction | None = None  # its verdict is
         self._newest: Transaction | None = None  # the newest that was begun
@@ -239,7 +237,8 @@ class EngineGuard:
     def _gate_settings(self) -> dict[str, Any]:
         self._ring.copier.before_change()
         self._updater.gate.limit(*self._checks.limits)
-        rates = self._checks.rate_factor(self.attempted_step + 1), self._pace()
+        of_hooks = math.prod(hook.rate_factor() for hook in self._hooks)
+        rates = self._checks.rate_factor(self.attempted_step + 1), of_hooks
         return {"knobs": self._controls.knobs.values, "rates": rates}
 
     def _sent(self, begun: Transaction, attempt: Attempt) -> UpdateResult:
