@@ -22,8 +22,8 @@ import numpy as np
 from detection_curves import FAMILIES, Curve, recorded, risen
 from detection_rivals import ALARM, REFUSED, Arc, Detector, MeanSigma, MedianMad, Ours
 
-from resilient_train.core.config import named
 from resilient_train.types import Vitals
+from resilient_train.watch.config import named
 from resilient_train.watch.rate import Panel
 
 SCANS_SEE = ("w1e", "lay", "v", "mx")  # faults of weights and moments, which the scans look for besides

@@ -8,8 +8,8 @@ from math import isfinite, sqrt
 from statistics import median
 from typing import Any, Protocol
 
-from resilient_train.core.config import ChecksConfig
 from resilient_train.types import Signal, Vitals
+from resilient_train.watch.config import ChecksConfig
 from resilient_train.watch.rate import Panel
 
 ALARM, REFUSED = "alarm", "refused"

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from resilient_train.core.config import Every, NormsConfig, ScanConfig
+from resilient_train.core.loss import Every
 from resilient_train.types import Anomaly
+from resilient_train.watch.config import NormsConfig, ScanConfig
 from resilient_train.watch.scans import Scans
 from resilient_train.wording import evidence_of
 from resilient_train.zoo.data import digits

@@ -79,7 +79,7 @@ class Intended:
         checks, early = self._checks, self._panel.early_divergence
         if not (anomaly.signal is Signal.DIVERGENCE and early.is_thrown):
             return False
-        level = self._explainer.level_at_first(anomaly, checks.config.overshoot.times)
+        level = self._explainer.level_at_first(anomaly, early.config.times)
         if level is not None:
             early.begins_with(level)
             checks.episode.end()

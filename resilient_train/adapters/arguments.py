@@ -25,9 +25,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from resilient_train.adapters import rows_of_loader
 from resilient_train.computation import Measured
-from resilient_train.core import config as checks_config
 from resilient_train.core import policy as policies
-from resilient_train.core.config import ChecksConfig
 from resilient_train.core.policy import Policy
 from resilient_train.core.tree import is_sharded
 from resilient_train.core.updater import Schedule
@@ -59,6 +57,8 @@ from resilient_train.update.schedule import (
     PlateauSchedule,
     ShadowSchedule,
 )
+from resilient_train.watch import config as checks_config
+from resilient_train.watch.config import ChecksConfig
 from resilient_train.wording import log
 
 _FSDP1 = (

@@ -21,7 +21,6 @@ from resilient_train.checkpoint.keeper import CheckpointKeeper
 from resilient_train.checkpoint.resume import Resume
 from resilient_train.computation import BatchErrors, Computation, MicroBatchSizer, Objective
 from resilient_train.core.clip import Clipper, TrainersClipper, norm_over_ranks
-from resilient_train.core.config import ChecksConfig
 from resilient_train.core.copies import Stateful
 from resilient_train.core.gate import synchronous
 from resilient_train.core.mark import Marks
@@ -51,6 +50,7 @@ from resilient_train.run_parts import RunParts
 from resilient_train.run_process import RunProcess
 from resilient_train.trials import RateSearch, Trials
 from resilient_train.types import Facts, Incident, Signal, UpdateResult
+from resilient_train.watch.config import ChecksConfig
 from resilient_train.watch.examination import Examination
 from resilient_train.watch.history import UpdateHistory
 from resilient_train.watch.modes import AnomalyMode, BufferWatch, Precision

@@ -9,10 +9,9 @@ from math import inf, isfinite, prod
 from statistics import median_high
 from typing import Any, ClassVar
 
-from resilient_train.core.config import ChecksConfig
-from resilient_train.core.episode import Episode, Reference, Standing
-from resilient_train.core.limit import GradLimit, Refusals, loss_limit
-from resilient_train.core.loss import Alarm, Jump, Level, PlainState, load, plain
+from resilient_train.core.episode import Episode, Reference, ReferenceConfig, Standing
+from resilient_train.core.limit import GradLimit, LimitConfig, Refusals, loss_limit
+from resilient_train.core.loss import Alarm, Jump, JumpConfig, Level, PlainState, load, plain
 from resilient_train.types import NO_LIMIT, SPIKES, Anomaly, Facts, Signal, Vitals, fact
 from resilient_train.wording import log
 
@@ -21,6 +20,16 @@ IN_CHECKPOINT = 2048  # updates
 _LATEST = 3  # losses whose median shows how far the loss is above the reference
 _AROUND = 2  # steps before and after a declared change without alarms
 _MOST_REPEATS = 2  # of one update that a limit refused by mistake
+
+
+@dataclass
+class CoreChecksConfig:
+    """The settings of the checks; further ones are added to them."""
+
+    limit: LimitConfig
+    jump: JumpConfig
+    probation: ReferenceConfig
+    expect: list[int]  # steps around which the loss changes on purpose
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +89,7 @@ class Checks:
     persistent = ("is_changed", "nan_is_usual", "declared")
     records: ClassVar = dict[str, Any]()
 
-    def __init__(self, config: ChecksConfig, level: Level | None = None, **more: Check) -> None:
+    def __init__(self, config: CoreChecksConfig, level: Level | None = None, **more: Check) -> None:
         """`more` are further checks by their names in checkpoints, which judge in this order."""
         self.config = config
         self.level = level or Level(config.jump)

@@ -11,8 +11,8 @@ from statistics import fmean, median, stdev
 from sys import float_info
 from typing import Any, ClassVar
 
-from resilient_train.core.config import ReferenceConfig
-from resilient_train.core.loss import FEW, PlainState, without_top
+from resilient_train.core.loss import FEW, Every, PlainState, without_top
+from resilient_train.reader import limited
 from resilient_train.types import Facts, fact
 
 WINDOW = 48  # losses that make a reference
@@ -23,6 +23,13 @@ _RISE_OVER_FEW = 2.0  # of their size
 _EARLY_LOOKS = (0.25, 0.5)  # of the window, at which a run that is off is reported before the window is full
 _UNKNOWN = float_info.max  # no loss is above it
 _LONGEST_WAY = 2.0  # times as many steps as before; a lower learning rate allows for no more
+
+
+@dataclass
+class ReferenceConfig(Every):
+    window: int = limited(at_least=8)
+    share: float = limited(above=0)
+    sigmas: float = limited(above=0)
 
 
 class Standing(StrEnum):

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import struct
 from collections import deque
+from dataclasses import dataclass
 from statistics import median_high
 
-from resilient_train.core.config import LimitConfig
-from resilient_train.core.loss import Level, PlainState
+from resilient_train.core.loss import Every, Level, PlainState
+from resilient_train.reader import limited
 from resilient_train.types import NO_LIMIT
 
 _OUTLIER = 100  # times the median of the first norms: left out when the first limit is made from them
 _EARLY_LIMIT = 1e3  # times the median of a few norms or losses, before there are enough for the limit
 _FIRST_LIMIT = 1e7  # times the median of fewer norms than that
 _FEW = 4  # norms
+
+
+@dataclass
+class LimitConfig(Every):
+    window: int = limited(at_least=8)
+    warmup: int = limited(at_least=2)
+    grad_factor: float = limited(above=1)
+    early_factor: float = limited(above=1)
+    loss_factor: float = limited(above=1)
+    regime: int = limited(at_least=2)
+    regime_of: int = limited(at_least=2)
 
 
 def as_float32(value: float) -> float:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from math import log
 from statistics import fmean, median_high, median_low
 from sys import float_info
 from typing import Any, ClassVar, NamedTuple
 
-from resilient_train.core.config import JumpConfig
+from resilient_train.reader import limited
 from resilient_train.types import Facts, fact
 
 _MAD_TO_SIGMA = 1.4826  # standard deviation / median absolute deviation, of normal noise
@@ -31,6 +31,23 @@ _LOWEST = -float_info.max  # no loss is below it
 _HEAVIEST = 5.0  # slope of a tail
 _RARE = 100  # one in so many losses is as large
 _NORMAL_BLOCK = 1.0  # spreads above the median up to which a block shows no climb
+
+
+@dataclass
+class Every:
+    """What each check has; `conf/checks/default.yaml` has the default of each setting, its unit and its meaning."""
+
+    every: int = limited(at_least=0)  # 0 turns the check off
+
+
+@dataclass
+class JumpConfig(Every):
+    window: int = limited(at_least=16)
+    warmup: int = limited(at_least=8)
+    sigmas: float = limited(above=0)
+    share: float = limited(above=0)
+    flagged: int = limited(at_least=1)
+    flagged_of: int = limited(at_least=1)
 
 
 class Alarm(NamedTuple):

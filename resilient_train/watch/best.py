@@ -8,9 +8,9 @@ from statistics import fmean, stdev
 from typing import Any, ClassVar, NamedTuple
 
 from resilient_train.core.checks import Check
-from resilient_train.core.config import JumpConfig, LimitConfig
 from resilient_train.core.episode import Reference
-from resilient_train.core.loss import Alarm, without_top
+from resilient_train.core.limit import LimitConfig
+from resilient_train.core.loss import Alarm, JumpConfig, without_top
 from resilient_train.types import Vitals
 
 BLOCK = 50  # accepted losses

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
-from resilient_train.core.config import NormsConfig
 from resilient_train.core.protocols import Hook
 from resilient_train.core.transaction import Transaction
 from resilient_train.types import Signal, fact
+from resilient_train.watch.config import NormsConfig
 from resilient_train.watch.weights import Found, Scan
 from resilient_train.wording import log
 

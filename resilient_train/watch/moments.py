@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from math import inf, isnan
 from typing import Any, NamedTuple
 
-from resilient_train.core.config import ScanConfig
 from resilient_train.types import Signal, fact
+from resilient_train.watch.config import ScanConfig
 from resilient_train.watch.weights import Found, Scan, nonfinite
 
 # Moments that cannot be negative, by torch's names for them. "fades": an update leaves at least a share of it,

@@ -11,7 +11,11 @@ from statistics import fmean, median, median_high, pstdev, stdev
 from typing import ClassVar
 
 from resilient_train.core.checks import Check, Checks
-from resilient_train.core.config import (
+from resilient_train.core.episode import Reference, Standing, falls, line
+from resilient_train.core.loss import FEW, Alarm, Level, deviation, without_top
+from resilient_train.types import Facts, Vitals, fact
+from resilient_train.watch.best import BestLevel, Experiment
+from resilient_train.watch.config import (
     ChecksConfig,
     CreepConfig,
     NoProgressConfig,
@@ -19,10 +23,6 @@ from resilient_train.core.config import (
     RateConfig,
     ScaleConfig,
 )
-from resilient_train.core.episode import Reference, Standing, falls, line
-from resilient_train.core.loss import FEW, Alarm, Level, deviation, without_top
-from resilient_train.types import Facts, Vitals, fact
-from resilient_train.watch.best import BestLevel, Experiment
 
 _MAD_TO_SIGMA = 1.4826  # standard deviation / median absolute deviation, of normal noise
 _MOST_PER_BLOCK = 8.0  # spreads that one block counts for at most, so that an alarm takes two blocks or more

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from resilient_train.core.config import ChecksConfig, Every
+from resilient_train.core.loss import Every
 from resilient_train.core.tree import Tree
 from resilient_train.types import Anomaly, Signal
+from resilient_train.watch.config import ChecksConfig
 from resilient_train.watch.layout import Layout, digest
 from resilient_train.watch.modes import NormStatistics
 from resilient_train.watch.moments import Moments

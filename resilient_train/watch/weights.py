@@ -12,9 +12,9 @@ from functools import lru_cache
 from math import inf, isfinite, sqrt
 from typing import Any, ClassVar, NamedTuple
 
-from resilient_train.core.config import ScanConfig
 from resilient_train.core.loss import PlainState
 from resilient_train.types import Facts, Signal, fact
+from resilient_train.watch.config import ScanConfig
 
 _ROUNDING = 1e-4  # relative error of a float32 norm, from one measurement to the next
 _COARSE_ROUNDING = 2**-8  # relative error of bfloat16, in each update

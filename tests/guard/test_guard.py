@@ -12,12 +12,12 @@ from guarded import SKIP, At, Net, Poison, adamw, guarded, handed_over, is_finit
 from torch.utils.data import DataLoader
 
 from resilient_train.adapters.guard import Guard
-from resilient_train.core.config import named
 from resilient_train.core.ring import snapshot_to_drop
 from resilient_train.diagnose.verdict import TRANSIENT
 from resilient_train.errors import GaveUp
 from resilient_train.reader import MemoryConfig
 from resilient_train.types import fact
+from resilient_train.watch.config import named
 
 
 def signals(guard: Guard) -> list[str]:

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from tables import table
 from test_recover import ANY, Fault, Run, case_of, landed, policy_named, refused, trained
 
-from resilient_train.core.config import named
 from resilient_train.core.decide import decide
 from resilient_train.core.episode import WINDOW, Episode, Reference, Standing, falls
 from resilient_train.core.loss import without_top
 from resilient_train.core.remedies import cut
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, Vitals, fact
+from resilient_train.watch.config import named
 from resilient_train.watch.history import Leap, UpdateHistory
 
 SIGMAS, SHARE = 4.0, 0.03

@@ -16,13 +16,14 @@ from guarded import drill_of, often, trained
 from kills import checkpoints, incidents, summary
 
 from resilient_train.adapters.guard import Guard
-from resilient_train.core.config import Every, named
 from resilient_train.core.gate import Agreement
+from resilient_train.core.loss import Every
 from resilient_train.core.vitals import read_vitals
 from resilient_train.drills import BitFlip
 from resilient_train.errors import RanksDiffer
 from resilient_train.ranks.world import odd_ones
 from resilient_train.types import Vitals
+from resilient_train.watch.config import named
 from resilient_train.watch.layout import digest
 from resilient_train.watch.scans import Replicas
 

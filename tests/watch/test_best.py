@@ -15,10 +15,10 @@ from tables import table
 from torch.nn.functional import cross_entropy
 
 from resilient_train import Guard
-from resilient_train.core.config import named
 from resilient_train.core.loss import Jump, Level
 from resilient_train.types import NO_LIMIT, Vitals
 from resilient_train.watch.best import BLOCK, BestLevel, Probe, Rise
+from resilient_train.watch.config import named
 from resilient_train.watch.rate import Panel
 
 JUMP = named("default").jump

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from tables import table
 
 from resilient_train.core.checks import Finding
-from resilient_train.core.config import ChecksConfig, named
 from resilient_train.types import NO_LIMIT, Anomaly, Signal, Vitals
+from resilient_train.watch.config import ChecksConfig, named
 from resilient_train.watch.history import UpdateHistory
 from resilient_train.watch.rate import Panel
 
@@ -30,7 +30,8 @@ class Run:
     """A run reduced to what the checks see of it: a gate that obeys them, and a place in the data."""
 
     def __init__(self, config: ChecksConfig | None = None) -> None:
-        self.panel = Panel.of(config or named("default"))
+        self.config = config or named("default")
+        self.panel = Panel.of(self.config)
         self.checks = self.panel.checks
         self.tick = self.step = self.position = 0
 
@@ -604,7 +605,7 @@ def test_a_deep_rewind_that_has_not_helped(back_to: int, seed: int) -> None:
 
 def resume(run: Run) -> None:
     """Continue with the checks of a process that has loaded all their state."""
-    run.panel, before = Panel.of(run.checks.config), run.checks
+    run.panel, before = Panel.of(run.config), run.checks
     run.checks = resumed = run.panel.checks
     resumed.load_state_dict(json.loads(json.dumps(before.state_dict())))
     resumed.load_persistent_state(json.loads(json.dumps(before.persistent_state())))

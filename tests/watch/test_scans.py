@@ -19,8 +19,9 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from resilient_train import Guard
-from resilient_train.core.config import Every, NormsConfig, ScanConfig, named
+from resilient_train.core.loss import Every
 from resilient_train.types import Anomaly, Signal, fact
+from resilient_train.watch.config import NormsConfig, ScanConfig, named
 from resilient_train.watch.modes import NormStatistics
 from resilient_train.watch.scans import Scans
 from resilient_train.watch.weights import Path

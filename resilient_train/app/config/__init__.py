@@ -6,11 +6,11 @@ import shlex
 from dataclasses import dataclass, field
 from typing import Any
 
-from resilient_train.core.config import ChecksConfig
 from resilient_train.errors import ConfigError
 from resilient_train.files import conf
 from resilient_train.reader import AccelerateConfig, ClipConfig, DataConfig, DiskConfig, MemoryConfig, checked, limited
 from resilient_train.tracking.tracker import TrackingConfig
+from resilient_train.watch.config import ChecksConfig
 
 CONF = conf()
 

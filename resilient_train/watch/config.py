@@ -5,23 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from resilient_train.core.checks import CoreChecksConfig
+from resilient_train.core.episode import ReferenceConfig
+from resilient_train.core.loss import Every
 from resilient_train.reader import limited, option, read
-
-
-@dataclass
-class Every:
-    every: int = limited(at_least=0)  # 0 turns the check off
-
-
-@dataclass
-class LimitConfig(Every):
-    window: int = limited(at_least=8)
-    warmup: int = limited(at_least=2)
-    grad_factor: float = limited(above=1)
-    early_factor: float = limited(above=1)
-    loss_factor: float = limited(above=1)
-    regime: int = limited(at_least=2)
-    regime_of: int = limited(at_least=2)
 
 
 @dataclass
@@ -32,29 +19,12 @@ class OvershootConfig(Every):
 
 
 @dataclass
-class JumpConfig(Every):
-    window: int = limited(at_least=16)
-    warmup: int = limited(at_least=8)
-    sigmas: float = limited(above=0)
-    share: float = limited(above=0)
-    flagged: int = limited(at_least=1)
-    flagged_of: int = limited(at_least=1)
-
-
-@dataclass
 class CreepConfig(Every):
     blocks: int = limited(at_least=4)
     lag: int = limited(at_least=0)
     share: float = limited(above=0)
     slack: float = limited(above=0)
     alarm: float = limited(above=0)
-
-
-@dataclass
-class ReferenceConfig(Every):
-    window: int = limited(at_least=8)
-    share: float = limited(above=0)
-    sigmas: float = limited(above=0)
 
 
 @dataclass
@@ -89,20 +59,16 @@ class NormsConfig(Every):
 
 
 @dataclass
-class ChecksConfig:
-    limit: LimitConfig
+class ChecksConfig(CoreChecksConfig):
     overshoot: OvershootConfig
-    jump: JumpConfig
     creep: CreepConfig
     rate: RateConfig
-    probation: ReferenceConfig
     no_progress: NoProgressConfig
     scale: ScaleConfig
     weights: ScanConfig
     optimizer: ScanConfig
     replicas: Every
     norms: NormsConfig
-    expect: list[int]
 
 
 def named(name: str) -> ChecksConfig:
