@@ -49,6 +49,7 @@ from resilient_train.wording import counted, log, say
 _FAILED, _ENDS = 1, 2  # what ranks tell each other: this arm failed, or the trial has to end
 _LONGEST_RACE = 48  # updates of an arm in a short run
 _USUAL_INTERVAL = 25  # updates between two snapshots
+_STRONG_DECAY = 0.25  # which may take the weights away before they learn: with usual ones they learn faster
 _VANISHED = 0.5  # of the norm of the weights: in healthy runs it grows
 
 
@@ -134,7 +135,8 @@ class Trials:
         if not verified or verified[-1].step > step // 4 or left < 2 * cost_of(steps, JUDGED) + cost_of(1, JUDGED):
             return None
         since, made = verified[-1], parts.updates.next_after(verified[-1].step)
-        left_of_weights = shrunk_since(parts.ring, since, parts.world.least) if parts.updater.decays_fast() else 1.0
+        decays_fast = any(group_decays_fast(group) for one in parts.updater.optimizers for group in one.param_groups)
+        left_of_weights = shrunk_since(parts.ring, since, parts.world.least) if decays_fast else 1.0
         if left_of_weights < _VANISHED:
             return Faster(since.step, Action("lower_decay", {"factor": 0.0}), left=left_of_weights)
         recorded = made.loss if made is not None else parts.checks.loss_at(since.step + 1)  # of an earlier process
@@ -408,6 +410,10 @@ def travelled(ring: Ring, agree: Callable[[float], float]) -> float:
         norm += _square(now)
     share = _USUAL_INTERVAL / (ring.snapshots[-1].step - ring.snapshots[-2].step)
     return agree((share * moved / norm) ** 0.5 if norm else math.inf)  # a rank may hold no part of a weight
+
+
+def group_decays_fast(group: Mapping[str, Any]) -> bool:
+    return float(group.get("weight_decay") or 0.0) >= _STRONG_DECAY
 
 
 def shrunk_since(ring: Ring, since: Snapshot, agree: Callable[[float], float]) -> float:

@@ -22,11 +22,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, default_collate
+from yaml import YAMLError
 
 from resilient_train.adapters import rows_of_loader
 from resilient_train.computation import Measured
-from resilient_train.core import policy as policies
-from resilient_train.core.policy import Policy
+from resilient_train.core.policy import Policy, parse
 from resilient_train.core.tree import is_sharded
 from resilient_train.core.updater import Schedule
 from resilient_train.data import build
@@ -35,6 +35,7 @@ from resilient_train.data.samples import Samples, Slicing
 from resilient_train.data.sequential import IterableSamples, LoaderSamples
 from resilient_train.drills import Drill
 from resilient_train.errors import ConfigError, TrainError, named_type, unusable
+from resilient_train.files import load_yaml
 from resilient_train.ranks.world import World
 from resilient_train.reader import (
     ClipConfig,
@@ -370,7 +371,33 @@ def quarantine(
 def policy(given: Policy | Mapping[str, Any] | str | Path) -> Policy:
     if isinstance(given, Policy):
         return given
-    return policies.parse(given) if isinstance(given, Mapping) else policies.named(str(given))
+    return parse(given if isinstance(given, Mapping) else _policy_named(str(given)))
+
+
+def _policy_named(name: str) -> Any:
+    path = Path(name)
+    if path.suffix not in (".yaml", ".yml"):
+        return option("recovery", name, "a custom policy is named by the path of its YAML file")
+    try:
+        tree = load_yaml(path)
+    except OSError as error:
+        raise ConfigError("recovery", name, f"cannot be read: {error.strerror}") from error
+    except (YAMLError, ValueError, TypeError, RecursionError) as error:
+        raise ConfigError("recovery", name, f"is not YAML: {' '.join(str(error).split())}") from error
+    if (path.parent / "journal.jsonl").exists() and (custom := next(_dotted_names(tree), None)) is not None:
+        why = f"is in a run directory, from which nothing is imported, and names {custom}: copy it to another place"
+        raise ConfigError("recovery", name, why)
+    return tree
+
+
+def _dotted_names(tree: Any) -> Iterator[str]:
+    if isinstance(tree, Mapping):
+        tree = [*tree.keys(), *tree.values()]
+    if is_list(tree):
+        for one in tree:
+            yield from _dotted_names(one)
+    elif isinstance(tree, str) and "." in tree:
+        yield tree
 
 
 def checks(given: ChecksConfig | Mapping[str, Any] | str, expect: Sequence[int] = ()) -> ChecksConfig:

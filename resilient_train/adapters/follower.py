@@ -17,10 +17,9 @@ import torch
 
 from resilient_train.adapters import arguments
 from resilient_train.adapters.guard import Guard
+from resilient_train.adapters.hooks import RecordedStates, TrainersClipper
 from resilient_train.adapters.rows_of_loader import number_rows
-from resilient_train.core.clip import TrainersClipper
 from resilient_train.core.mark import Mark
-from resilient_train.core.randomness import RecordedStates
 from resilient_train.core.updater import Schedule
 from resilient_train.data.fed import Fed, FedSamples
 from resilient_train.data.samples import Slicing

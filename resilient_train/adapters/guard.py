@@ -15,17 +15,24 @@ from accelerate import Accelerator
 from torch import nn
 
 from resilient_train.adapters import arguments
-from resilient_train.adapters.hooks import DirectStepCheck, HealthyUpdates, Metrics, NotePlace
+from resilient_train.adapters.hooks import (
+    DirectStepCheck,
+    HealthyUpdates,
+    Metrics,
+    NotePlace,
+    RecordedStates,
+    TrainersClipper,
+)
 from resilient_train.adapters.reporter import REPORT_EVERY, Place, RunReporter, holders, log_to_stderr, place
 from resilient_train.checkpoint.keeper import CheckpointKeeper
 from resilient_train.checkpoint.resume import Resume
 from resilient_train.computation import BatchErrors, Computation, MicroBatchSizer, Objective
-from resilient_train.core.clip import Clipper, TrainersClipper, norm_over_ranks
+from resilient_train.core.clip import Clipper, norm_over_ranks
 from resilient_train.core.copies import Stateful
 from resilient_train.core.gate import synchronous
 from resilient_train.core.mark import Marks
 from resilient_train.core.protocols import Hook
-from resilient_train.core.randomness import RecordedStates, Seeds
+from resilient_train.core.randomness import Seeds
 from resilient_train.core.recovery import Recovery
 from resilient_train.core.ring import Ring
 from resilient_train.core.state import Clock, RunState

@@ -1,4 +1,4 @@
-"""What the guard does with each update besides its story."""
+"""What the guard does with each update besides its story, and what takes the place of its parts in a trainer."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from resilient_train.checkpoint.keeper import CheckpointKeeper
+from resilient_train.core.clip import Clipper, clip, gradients, scale
 from resilient_train.core.protocols import Hook
+from resilient_train.core.randomness import Seeds, capture, restore
 from resilient_train.core.transaction import Transaction
 from resilient_train.data.rows import fingerprint
 from resilient_train.errors import TrainError
@@ -19,6 +22,8 @@ from resilient_train.record.progress import Progress
 from resilient_train.run_parts import RunParts
 from resilient_train.watch.examination import Examination
 from resilient_train.wording import log
+
+_MOST_STATES = 2_000  # of generators, 8 KiB each: updates that are older draw other numbers when they are repeated
 
 
 class NotePlace(Hook):
@@ -133,3 +138,46 @@ class Metrics:
         self._module.load_state_dict(state["module"])
         for path, values in state["counted"].items():
             vars(self._metrics[path]).update(values)
+
+
+class TrainersClipper(Clipper):
+    """Takes the norm that a trainer has measured, which has clipped the gradients already."""
+
+    norm: torch.Tensor | None = None  # of the newest gradients, before they were clipped; None if it was not measured
+    may_change = False  # the gradients, by the trainer's callbacks, after it was measured
+    has_own_limits = False  # user code asks the trainer to clip, to a norm that is not known here
+
+    def _clipped(self, weights: Sequence[torch.Tensor], max_norm: float | None, factor: float) -> torch.Tensor:
+        if (norm := self.norm) is None:
+            norm = clip(weights, over_ranks=self._over_ranks)
+        elif self.has_own_limits:
+            self.is_by_norm = False
+        elif self.may_change:
+            after = clip(weights, over_ranks=self._over_ranks)
+            norm = torch.where(after.isfinite(), norm, after)
+        clipped_to = self.config.max_norm
+        if max_norm is not None and max_norm != clipped_to:  # a remedy clips further
+            clipped = norm if clipped_to is None else norm.clamp(max=clipped_to)
+            scale(gradients(weights), (max_norm / (clipped + 1e-6)).clamp_(max=1.0))
+        return norm
+
+
+class RecordedStates(Seeds):
+    """Leaves the generators to a trainer, and restores the states that it had before an update if that is repeated."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(0, 0, device)
+        self._states: dict[int, dict[str, Any]] = {}  # by the position of an update
+        self.start = self.times = 0  # of the newest update, and how many were prepared
+
+    def for_update(self, start: int) -> None:
+        self.start, self.times = start, self.times + 1
+        if start in self._states:
+            restore(self._states[start], self._device)
+        else:
+            self._states[start] = capture(self._device)
+            if len(self._states) > _MOST_STATES:
+                del self._states[next(iter(self._states))]
+
+    def between(self, position: int) -> None:
+        pass

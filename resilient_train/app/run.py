@@ -24,7 +24,6 @@ from resilient_train.checkpoint import weights
 from resilient_train.checkpoint.resume import Resume
 from resilient_train.checkpoint.store import WEIGHTS
 from resilient_train.core.decide import by_signal
-from resilient_train.core.randomness import set_deterministic
 from resilient_train.diagnose.frames import called_by_us, is_users
 from resilient_train.errors import (
     ConfigError,
@@ -82,7 +81,7 @@ def run(composed: Composed) -> Ending:
             ending = _already_finished(directory, directory.finished, world)
         else:
             terminal.log_to(directory.log(world.rank))
-            set_deterministic(config.run.deterministic)
+            _set_deterministic(config.run.deterministic)
             session, error = _Session(composed, world, directory), None
             with StopRequests(config.run.max_hours, is_in_loop=False) as requests:
                 try:
@@ -484,3 +483,15 @@ def _print_error(error: BaseException, directory: RunDirectory, world: World) ->
         where = f" on rank {world.rank}" if world.size > 1 else ""
         file = directory.log(world.rank)
         log.error("error%s: %s; the traceback is in %s", where, in_one_line(error), file, exc_info=error)
+
+
+def _set_deterministic(enabled: bool) -> None:
+    """Make torch use deterministic operations; it warns of each operation that has no deterministic form."""
+    import torch
+
+    if torch.are_deterministic_algorithms_enabled() != enabled:  # the call imports torch's compiler: a second
+        torch.use_deterministic_algorithms(enabled, warn_only=True)
+    torch.backends.cudnn.deterministic = enabled
+    if enabled:
+        torch.backends.cudnn.benchmark = False
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, at the first matrix product

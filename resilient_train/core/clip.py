@@ -28,7 +28,7 @@ def clip(
 
     `over_ranks` sums over the ranks of sharded gradients; else, where they are alike, `each` gets their single norms.
     """
-    grads = _gradients(weights)
+    grads = gradients(weights)
     is_plain = _is_plain(grads)
     norm = _total_norm(grads, each) if is_plain and over_ranks is None else _norm(grads, over_ranks)
     if over_ranks is not None:
@@ -39,7 +39,7 @@ def clip(
         if is_plain and factor.dtype is grads[0].dtype and not is_within:
             torch._foreach_mul_(grads, factor)
         elif not is_within:
-            _scale(grads, factor)
+            scale(grads, factor)
     if max_value is not None and grads:
         torch._foreach_clamp_min_(grads, -max_value)
         torch._foreach_clamp_max_(grads, max_value)
@@ -90,28 +90,6 @@ class Clipper:
         clip_to_share(groups, share, self._over_ranks)
 
 
-class TrainersClipper(Clipper):
-    """Takes the norm that a trainer has measured, which has clipped the gradients already."""
-
-    norm: torch.Tensor | None = None  # of the newest gradients, before they were clipped; None if it was not measured
-    may_change = False  # the gradients, by the trainer's callbacks, after it was measured
-    has_own_limits = False  # user code asks the trainer to clip, to a norm that is not known here
-
-    def _clipped(self, weights: Sequence[torch.Tensor], max_norm: float | None, factor: float) -> torch.Tensor:
-        if (norm := self.norm) is None:
-            norm = clip(weights, over_ranks=self._over_ranks)
-        elif self.has_own_limits:
-            self.is_by_norm = False
-        elif self.may_change:
-            after = clip(weights, over_ranks=self._over_ranks)
-            norm = torch.where(after.isfinite(), norm, after)
-        clipped_to = self.config.max_norm
-        if max_norm is not None and max_norm != clipped_to:  # a remedy clips further
-            clipped = norm if clipped_to is None else norm.clamp(max=clipped_to)
-            _scale(_gradients(weights), (max_norm / (clipped + 1e-6)).clamp_(max=1.0))
-        return norm
-
-
 def norm_limit(configured: float | None, tightened: float, usual: float | None, most: float) -> float | None:
     """Return the norm to clip to: a share of the configured, else of the `usual` one, and at most `most` if not 0."""
     begins = usual if configured is None and tightened < 1 else configured
@@ -132,14 +110,14 @@ def clip_to_share(
     weights = [weight for group in trained for weight in group["params"] if weight.grad is not None]
     if not weights:
         return
-    grads = _gradients(weights)
+    grads = gradients(weights)
     norm, of_weights = _norm(grads, over_ranks), _norm([weight.detach() for weight in weights], over_ranks)
     of_weights = of_weights.float().clamp(min=_SMALL_WEIGHT * math.sqrt(sum(one.numel() for one in weights)))
     pace = max(group["lr"] / (1 - min(group.get("momentum", 0.0), _MOST_MOMENTUM)) for group in trained)
-    _scale(grads, (share * of_weights / (pace * norm.float() + 1e-30)).clamp(max=1.0))
+    scale(grads, (share * of_weights / (pace * norm.float() + 1e-30)).clamp(max=1.0))
 
 
-def _gradients(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def gradients(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the gradients: of sparse ones the values, after rows that occur twice were added up."""
     grads: list[torch.Tensor] = []
     for weight in weights:
@@ -151,7 +129,7 @@ def _gradients(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return grads
 
 
-def _scale(grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+def scale(grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     for grad in grads:
         local_part(grad).mul_(factor.to(grad.device))
 

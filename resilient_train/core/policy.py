@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
-
-import yaml
 
 from resilient_train.core.remedies import KNOWN, remedy_class
 from resilient_train.errors import ConfigError, in_one_line, unusable
-from resilient_train.files import load_yaml
-from resilient_train.reader import is_list, limited, mapping, no_such, option, read
-from resilient_train.types import TRIAL, Action, Cause
+from resilient_train.reader import is_list, limited, mapping, no_such, read
+from resilient_train.types import Action, Cause
 
 _COUNT = {"at_least": 1, "null": sys.maxsize}  # null: no limit but the budget
-_TRIED = ("tighten_clip", "limit_update", "raise_eps")  # not lower_lr, which nearly always looks better for a while
 
 
-def _each(read_one: Callable[[str, Any], Any], key: str, nodes: Any, what: str, least: int = 0) -> tuple[Any, ...]:
+def each_of(read_one: Callable[[str, Any], Any], key: str, nodes: Any, what: str, least: int = 0) -> tuple[Any, ...]:
     if not is_list(nodes) or len(nodes) < least:
         raise ConfigError(key, nodes, what)
     return tuple(read_one(f"{key}[{place}]", node) for place, node in enumerate(nodes))
@@ -38,9 +33,6 @@ def _action(key: str, node: Any) -> Action:
     if name not in KNOWN and "." not in name:
         hint = "a custom remedy is named by its import path, such as mine.Remedy"
         raise no_such("remedy", name, KNOWN, at=key, value=name, hint=hint)
-    if name == TRIAL:
-        what = "must be a list of at least two arms, such as [[tighten_clip], [raise_eps]]"
-        settings = {**settings, "of": _each(_arm, f"{key}.{name}.of", settings.get("of"), what, least=2)}
     kind = remedy_class(name, key)
     try:
         remedy = read(kind, settings, f"{key}.{name}")
@@ -52,17 +44,10 @@ def _action(key: str, node: Any) -> Action:
     return Action(name, {name: value for name, (value, default) in every.items() if value or value != default})
 
 
-def _arm(key: str, nodes: Any) -> tuple[Action, ...]:
-    actions = _actions(key, nodes)
-    if odd := sorted({action.remedy for action in actions} - {*_TRIED}):
-        raise unusable(key, f"{odd[0]} cannot be tried: what can is {', '.join(_TRIED)}")
-    return actions
-
-
-def _actions(key: str, nodes: Any) -> tuple[Action, ...]:
+def actions_of(key: str, nodes: Any) -> tuple[Action, ...]:
     """Read the remedies of a rung, and sort them into the order in which they are applied."""
     shape = "a rung is a list of remedies, such as [skip], or {do: [skip], strikes: 3, within: 10}"
-    actions = _each(_action, key, nodes, shape)
+    actions = each_of(_action, key, nodes, shape)
     if not actions:
         raise unusable(key, "a rung needs a remedy; to leave things as they are, say [report]")
     names = [one.remedy for one in actions]
@@ -76,7 +61,7 @@ def _actions(key: str, nodes: Any) -> tuple[Action, ...]:
 class Rung:
     """Remedies that are applied together, in this order."""
 
-    do: tuple[Action, ...] = field(metadata={"read": _actions})
+    do: tuple[Action, ...] = field(metadata={"read": actions_of})
     strikes: int | None = limited(None, **_COUNT)  # None: those of the policy
     within: int | None = limited(None, at_least=1)  # count strikes of so many ticks; None: since it was forgiven
     landed: bool = False  # only for what reached the weights
@@ -88,12 +73,12 @@ def _ladders(key: str, tree: Any) -> dict[str, tuple[Rung, ...]]:
     if "default" not in tree:
         raise unusable(f"{key}.default", "has to be given: the ladder of every cause that has no other")
     shape = "a ladder is a list of rungs, such as [[skip], [rewind, skip]]"
-    return {cause: _each(_rung, f"{key}.{cause}", rungs, shape) for cause, rungs in tree.items()}
+    return {cause: each_of(_rung, f"{key}.{cause}", rungs, shape) for cause, rungs in tree.items()}
 
 
 def _rung(key: str, node: Any) -> Rung:
     has_keys = isinstance(node, Mapping) and ("do" in node or len(node) != 1)
-    return read(Rung, node, key) if has_keys else Rung(_actions(key, node))
+    return read(Rung, node, key) if has_keys else Rung(actions_of(key, node))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,32 +119,6 @@ class Policy:
 
     def ladder(self, cause: Cause) -> tuple[Rung, ...]:
         return self.ladders.get(cause, self.ladders["default"])
-
-
-def named(name: str | Path) -> Policy:
-    path = Path(name)
-    if path.suffix not in (".yaml", ".yml"):
-        return parse(option("recovery", str(name), "a custom policy is named by the path of its YAML file"))
-    try:
-        tree = load_yaml(path)
-    except OSError as error:
-        raise ConfigError("recovery", name, f"cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
-        raise ConfigError("recovery", name, f"is not YAML: {' '.join(str(error).split())}") from error
-    if (path.parent / "journal.jsonl").exists() and (custom := next(_dotted_names(tree), None)) is not None:
-        why = f"is in a run directory, from which nothing is imported, and names {custom}: copy it to another place"
-        raise ConfigError("recovery", name, why)
-    return parse(tree)
-
-
-def _dotted_names(tree: Any) -> Iterator[str]:
-    if isinstance(tree, Mapping):
-        tree = [*tree.keys(), *tree.values()]
-    if is_list(tree):
-        for one in tree:
-            yield from _dotted_names(one)
-    elif isinstance(tree, str) and "." in tree:
-        yield tree
 
 
 def parse(tree: Any) -> Policy:

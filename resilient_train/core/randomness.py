@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +12,6 @@ import numpy as np
 import torch
 
 _MASK = (1 << 64) - 1
-_MOST_STATES = 2_000  # of generators, 8 KiB each: updates that are older draw other numbers when they are repeated
 
 
 class Purpose(IntEnum):
@@ -96,34 +94,3 @@ class Seeds:
     def between(self, position: int) -> None:
         """Prepare them for the code between two updates: undoing an update also undoes its random numbers."""
         seed_all(mix(Purpose.BETWEEN, self._seed, position, self._rank), self._device)
-
-
-class RecordedStates(Seeds):
-    """Leaves the generators to a trainer, and restores the states that it had before an update if that is repeated."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(0, 0, device)
-        self._states: dict[int, dict[str, Any]] = {}  # by the position of an update
-        self.start = self.times = 0  # of the newest update, and how many were prepared
-
-    def for_update(self, start: int) -> None:
-        self.start, self.times = start, self.times + 1
-        if start in self._states:
-            restore(self._states[start], self._device)
-        else:
-            self._states[start] = capture(self._device)
-            if len(self._states) > _MOST_STATES:
-                del self._states[next(iter(self._states))]
-
-    def between(self, position: int) -> None:
-        pass
-
-
-def set_deterministic(enabled: bool) -> None:
-    """Make torch use deterministic operations; it warns of each operation that has no deterministic form."""
-    if torch.are_deterministic_algorithms_enabled() != enabled:  # the call imports torch's compiler: a second
-        torch.use_deterministic_algorithms(enabled, warn_only=True)
-    torch.backends.cudnn.deterministic = enabled
-    if enabled:
-        torch.backends.cudnn.benchmark = False
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, at the first matrix product

@@ -19,7 +19,6 @@ from resilient_train.core.knobs import AS_CONFIGURED, KnobValues
 from resilient_train.core.state import LR_OF_GUARD, weights_of
 from resilient_train.errors import TrainError
 
-_STRONG_DECAY = 0.25
 _NOT_OURS = (
     "the loop set lr itself, to {lr:.6g} where it was {ours:.6g}, and the schedule of the guard would overwrite it: "
     "leave the groups' lr alone, or give no schedule"
@@ -246,10 +245,6 @@ class Updater:
             for weight, state in built.items():
                 own = {name: one.clone(memory_format=torch.contiguous_format) for name, one in state.items()}
                 optimizer.state[weight] = own
-
-    def decays_fast(self) -> bool:
-        """Say whether a weight decay may take the weights away before they learn: with usual ones they learn faster."""
-        return any(float(group.get("weight_decay") or 0.0) >= _STRONG_DECAY for group in self._groups())
 
     def rates(self) -> list[int]:
         """Return the rates to a hundredth, in logarithms: so no round rate is at a border. Last digits may differ."""

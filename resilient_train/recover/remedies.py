@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil, inf, isclose, isfinite, sqrt
 from statistics import fmean, stdev
 from typing import Any
 
+from resilient_train.core.policy import actions_of, each_of
 from resilient_train.core.remedies import KNOWN, Case, Remedy, RunControl, applicable, limited
+from resilient_train.errors import unusable
 from resilient_train.types import Action, Tried
 
+_TRIED = ("tighten_clip", "limit_update", "raise_eps")  # not lower_lr, which nearly always looks better for a while
 JUDGED = 16  # later updates whose losses are compared
 _NOISE = 2.0  # standard errors of a mean difference
 _NEARLY_ALL, _ENOUGH = 15 / 16, 8  # of the losses that are compared, and so many at least
@@ -224,11 +227,24 @@ class HigherPrecision(Remedy):
         run.knobs.higher_precision = max(run.knobs.higher_precision, self.steps)
 
 
+def _arms(key: str, nodes: Any) -> tuple[tuple[Action, ...], ...]:
+    return each_of(
+        _arm, key, nodes, "must be a list of at least two arms, such as [[tighten_clip], [raise_eps]]", least=2
+    )
+
+
+def _arm(key: str, nodes: Any) -> tuple[Action, ...]:
+    actions = actions_of(key, nodes)
+    if odd := sorted({action.remedy for action in actions} - {*_TRIED}):
+        raise unusable(key, f"{odd[0]} cannot be tried: what can is {', '.join(_TRIED)}")
+    return actions
+
+
 @dataclass(frozen=True)
 class Trial(Remedy):
     """Try several remedies from the same state on the same samples, and apply those of the best arm."""
 
-    of: tuple[tuple[Action, ...], ...] = ()  # the arms, the mildest first
+    of: tuple[tuple[Action, ...], ...] = field(metadata={"read": _arms})  # the mildest first
     steps: int = limited(30, at_least=1)  # updates of each arm
 
     def settings_for(self, case: Case) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from group import alone, together
 from guarded import often, sums, trained
 from torch import Tensor, nn
 
+from resilient_train.adapters.arguments import policy as named
 from resilient_train.adapters.guard import Guard
 from resilient_train.computation import MicroBatchSizer, memory_evidence
-from resilient_train.core.policy import named
 from resilient_train.errors import TrainError
 from resilient_train.reader import DiskConfig
 from resilient_train.types import Incident

@@ -18,14 +18,15 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from tables import table
 
+from resilient_train.adapters.arguments import policy as named
 from resilient_train.core.decide import by_signal, decide, recent
 from resilient_train.core.knobs import MAX_EPS, MIN_CLIP, MIN_LR, Knobs, KnobValues
-from resilient_train.core.policy import Policy, named, parse
+from resilient_train.core.policy import Policy, parse
 from resilient_train.core.remedies import KNOWN, Case, is_mild, remedy
 from resilient_train.errors import ConfigError
 from resilient_train.files import conf
 from resilient_train.record.incident_log import IncidentLog
-from resilient_train.recover.remedies import HigherPrecision
+from resilient_train.recover.remedies import HigherPrecision, Trial
 from resilient_train.types import (
     Action,
     Anomaly,
@@ -343,6 +344,7 @@ def ladder(*rungs: Any) -> dict[str, Any]:
         (ladder({"do": ["skip"], "strike": 2}), "data[0].strike=2: no such key; did you mean strikes? There are do,"),
         (ladder({"strikes": 2, "within": 3}), "recovery.ladders.data[0].do: has to be given"),
         (ladder([{"trial": {"of": [["raise_eps"]]}}]), "at least two arms"),
+        (ladder(["trial"]), "trial.of: has to be given"),
         (ladder([{"trial": {"of": [["raise_eps"], ["lower_lr"]]}}]), "[0].trial.of[1]: lower_lr cannot be tried: what"),
         (ladder({"do": ["skip"], "strikes": 0}), "data[0].strikes=0: must be a whole number (at least 1) or null"),
         (ladder({"skip": {"updates": 3}}), "recovery.ladders.data[0]={'skip': {'updates': 3}}: a rung is a list"),
@@ -488,7 +490,8 @@ def test_every_remedy_works_as_the_case_settles_its_defaults() -> None:
     case = case_of(landed(9), unknown(landed(9)), like)
     for kind in KNOWN.values():
         assert kind.__doc__
-        kind(**kind().settings_for(case)).apply(Run())
+        given: dict[str, Any] = {"of": ()} if kind is Trial else {}
+        kind(**{**given, **kind(**given).settings_for(case)}).apply(Run())
 
 
 # A run in miniature: what policies do to it, and whether it ends.

@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import mse_loss
 
 from resilient_train import Guard, files
-from resilient_train.core.policy import named
+from resilient_train.adapters.arguments import policy as named
 from resilient_train.record.quarantine import Quarantine
 from resilient_train.tracking.story import read_story
 

@@ -13,8 +13,9 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiplicativeLR, OneCycleLR, SequentialLR, StepLR
 
+from resilient_train.adapters.hooks import TrainersClipper
 from resilient_train.app.build import parameter_groups
-from resilient_train.core.clip import Clipper, TrainersClipper, clip, clip_to_share, norm_limit
+from resilient_train.core.clip import Clipper, clip, clip_to_share, norm_limit
 from resilient_train.core.knobs import KnobValues
 from resilient_train.core.mark import Marks
 from resilient_train.core.state import optimizer_tree, restore_optimizer
@@ -280,12 +281,6 @@ def test_ranks_whose_rates_differ_in_the_last_digit_are_alike(rate: float) -> No
     for other in (math.nextafter(rate, 0), math.nextafter(rate, 2), rate * (1 - 6e-8)):
         assert rates_of(other) == rates_of(rate)
     assert rates_of(1.01 * rate) != rates_of(rate)
-
-
-@pytest.mark.parametrize(("decay", "is_fast"), [(0.1, False), (0.3, True)])
-def test_what_a_weight_decay_may_do(decay: float, is_fast: bool) -> None:
-    groups = [{"params": [nn.Parameter(torch.zeros(()))], "weight_decay": one} for one in (0.0, decay)]
-    assert constant_updater(torch.optim.SGD(groups, lr=1e-3)).decays_fast() is is_fast
 
 
 @pytest.mark.parametrize("at", [0, 2])
