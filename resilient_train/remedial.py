@@ -11,7 +11,6 @@ import torch
 from resilient_train.checkpoint.keeper import CheckpointKeeper
 from resilient_train.core.controls import Controls, Effect
 from resilient_train.core.policy import Policy
-from resilient_train.core.remedies import Case
 from resilient_train.data.samples import Samples
 from resilient_train.diagnose.explain import lost_eps
 from resilient_train.numerics.armor import Armor, CannotArmor, LineChanged, PatchedLine
@@ -20,6 +19,8 @@ from resilient_train.run_parts import RunParts
 from resilient_train.secrets import masked_tree
 from resilient_train.trials import Trials
 from resilient_train.types import Action, Anomaly, Culprit, Diagnosis, Facts
+from resilient_train.update.lasting import LastingRemedies
+from resilient_train.update.remedies import FullCase
 from resilient_train.wording import log
 
 _EARLY_STEPS = 16  # a failure within so many accepted updates counts as one from the start
@@ -35,14 +36,19 @@ class AllControls(Controls):
         quarantined: Quarantine,
         keeper: CheckpointKeeper,
         trials: Trials,
+        lasting: LastingRemedies,
         *more: Effect,
     ) -> None:
-        self._run, self._keeper, self.trials = parts, keeper, trials
+        self.lasting, self._run, self._keeper, self.trials = lasting, parts, keeper, trials
         self.quarantined, self._rows = quarantined, QuarantinedRows(parts.samples, quarantined)
         self.patches = Patches(parts.search.tried if parts.search is not None else set())
         of_trials = Effect("trials", trials.state_dict, trials.load_state_dict)
-        effects = [self._rows.effect(), self.patches.effect(), of_trials, *more]
+        effects = [self._rows.effect(), self.patches.effect(), of_trials, lasting.effect(), *more]
         super().__init__(parts, policy, keeper, keeper.incident_log, effects)
+
+    def advance(self, *, was_limited: bool, may_relax: bool = True) -> None:
+        super().advance(was_limited=was_limited, may_relax=may_relax)
+        self.lasting.advance()
 
     def note(self, write: Callable[..., object] | None = None) -> None:
         super().note(write)
@@ -72,11 +78,14 @@ class AllControls(Controls):
         self._incident = replace(self._incident, decision=decision, tried=tried or self._incident.tried)
         self._apply(best)
 
-    def case(self, anomaly: Anomaly, diagnosis: Diagnosis) -> Case:
+    def case(self, anomaly: Anomaly, diagnosis: Diagnosis) -> FullCase:
         parts = self._run
         verified, reference = parts.ring.verified_until(anomaly.since), parts.checks.episode.reference
-        return replace(
-            super().case(anomaly, diagnosis),
+        case = super().case(anomaly, diagnosis)
+        return FullCase(
+            *(anomaly, diagnosis),
+            snapshots=case.snapshots,
+            loss_excess=case.loss_excess,
             began=self._keeper.progress.first or 0,
             # Not after a line was patched: an early failure then does not indicate a wrong learning rate.
             at_start=max(anomaly.since, reference.step if reference else 0) < _EARLY_STEPS
@@ -87,10 +96,10 @@ class AllControls(Controls):
             rows=parts.samples.rows,
             quarantined=len(self.quarantined.rows),
             armor=not anomaly.landed and all(parts.world.all_of(self._can_patch(diagnosis))),
-            share=self.knobs.values.share,
+            share=self.lasting.share_now,
             own_rates=any(group["lr"] is None for one in parts.updater.optimizers for group in one.param_groups),
             sgd=all(isinstance(one, torch.optim.SGD) for one in parts.updater.optimizers),
-            lost_eps=lost_eps(parts.updater.optimizers) is not None and not self.knobs.mends_eps,
+            lost_eps=lost_eps(parts.updater.optimizers) is not None and not self.lasting.mends_eps,
             trial_updates=self.trials.left(),
         )
 

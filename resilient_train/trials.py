@@ -22,16 +22,19 @@ from resilient_train.core.mark import Mark
 from resilient_train.core.policy import Policy
 from resilient_train.core.protocols import Hook, Store
 from resilient_train.core.recovery import Recovery
-from resilient_train.core.remedies import RunControl, remedy
+from resilient_train.core.remedies import remedy
 from resilient_train.core.ring import Ring, Snapshot
 from resilient_train.core.transaction import Transaction
 from resilient_train.core.tree import local_part
 from resilient_train.core.vitals import mean, scalar
 from resilient_train.errors import StorageFailed, TrainError, in_one_line
 from resilient_train.ranks.world import is_out_of_memory
-from resilient_train.recover.remedies import (
+from resilient_train.run_parts import RunParts
+from resilient_train.types import NO_LIMIT, OUTSIDE, Action, Anomaly, Decision, Signal, Tried, fact
+from resilient_train.update.remedies import (
     JUDGED,
     Arm,
+    FullControl,
     best_arm,
     cost_of,
     fastest,
@@ -42,8 +45,6 @@ from resilient_train.recover.remedies import (
     on_its_way,
     table,
 )
-from resilient_train.run_parts import RunParts
-from resilient_train.types import NO_LIMIT, OUTSIDE, Action, Anomaly, Decision, Signal, Tried, fact
 from resilient_train.wording import counted, log, say
 
 _FAILED, _ENDS = 1, 2  # what ranks tell each other: this arm failed, or the trial has to end
@@ -57,8 +58,10 @@ class TrialStopped(Exception):
     """A trial cannot take place, or not be completed: then nothing has happened."""
 
 
-class Tryable(RunControl, Protocol):
+class Tryable(FullControl, Protocol):
     effects: Effects
+
+    def advance(self, *, was_limited: bool) -> None: ...
 
 
 class Faster(NamedTuple):
@@ -277,7 +280,7 @@ class Trials:
     def _computed(self, mark: Mark) -> torch.Tensor:
         """Run forward and backward of the next update as in training; return the loss, NaN if something raised."""
         parts, errors, losses = self._parts, self._batch_errors, []
-        parts.precision.set(higher=self._control.knobs.values.higher_precision)
+        parts.precision.set(higher=self._control.lasting.higher_precision > 0)
         update = parts.samples.next_update()
         begun = Transaction(update, parts.clock.tick + 1, parts.clock.step + 1, mark)
         self._computation.seeds.for_update(update.start)
@@ -296,14 +299,14 @@ class Trials:
         return torch.full_like(loss, math.nan) if update.failed or begun.raised else loss
 
     def _update(self) -> bool:
-        parts, marks, knobs = self._parts, self._computation.marks, self._control.knobs
+        parts, marks, run = self._parts, self._computation.marks, self._control
         updater, world = parts.updater, parts.world
         if self._stop():
             updater.agreement.ask_to_stop()
         mark = marks.take()
         loss = self._computed(mark)
         parts.ring.copier.before_change()
-        attempt = updater.apply(parts.clock.step, loss, knobs.values)
+        attempt = updater.apply(parts.clock.step, loss)
         reduced, norm, *rest = attempt.numbers or attempt.measured.tolist()
         is_asked = self._stop() if world.size == 1 else rest[int(updater.scaler is not None)] > 0
         if is_asked:
@@ -311,7 +314,7 @@ class Trials:
         if is_landed := updater.gate.admits(reduced, norm):
             parts.clock.step += 1
             updater.accept(parts.clock.step)
-            knobs.advance(was_limited=attempt.is_limited)
+            run.advance(was_limited=attempt.is_limited)
         else:
             marks.undo(mark, keeps_scale=True)
         marks.release(mark)
@@ -351,9 +354,15 @@ class Trials:
 
 class RateSearch(Hook):
     def __init__(
-        self, parts: RunParts, recovery: Recovery, trials: Trials, store: Store, settle: Callable[[], bool]
+        self,
+        parts: RunParts,
+        recovery: Recovery,
+        run: Tryable,
+        trials: Trials,
+        store: Store,
+        settle: Callable[[], bool],
     ) -> None:
-        self._parts, self._recovery, self._trials, self._store = parts, recovery, trials, store
+        self._parts, self._recovery, self._run, self._trials, self._store = parts, recovery, run, trials, store
         self._settle = settle
 
     def before_update(self) -> None:
@@ -372,7 +381,7 @@ class RateSearch(Hook):
         recovery, parts, trials, controls = self._recovery, self._parts, self._trials, self._recovery.controls
         check, log = parts.panel.no_progress, recovery.incident_log
         step, started, before = parts.clock.step, time.perf_counter(), trials.updates
-        found = trials.race(controls)
+        found = trials.race(self._run)
         was_tried = trials.updates > before
         check.tried(step, is_tried=was_tried or found is not None)
         if found is None:

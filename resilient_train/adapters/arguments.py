@@ -50,7 +50,7 @@ from resilient_train.reader import (
 )
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.quarantine import Quarantine, Quarantined
-from resilient_train.recover import remedies as remedies  # which makes them known
+from resilient_train.update import remedies as remedies  # which makes them known
 from resilient_train.update.schedule import (
     Curve,
     CurveSchedule,

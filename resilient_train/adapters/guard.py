@@ -30,6 +30,7 @@ from resilient_train.computation import BatchErrors, Computation, MicroBatchSize
 from resilient_train.core.clip import Clipper, norm_over_ranks
 from resilient_train.core.copies import Stateful
 from resilient_train.core.gate import synchronous
+from resilient_train.core.knobs import Knobs
 from resilient_train.core.mark import Marks
 from resilient_train.core.protocols import Hook
 from resilient_train.core.randomness import Seeds
@@ -57,6 +58,7 @@ from resilient_train.run_parts import RunParts
 from resilient_train.run_process import RunProcess
 from resilient_train.trials import RateSearch, Trials
 from resilient_train.types import Facts, Incident, Signal, UpdateResult
+from resilient_train.update.lasting import LastingRemedies
 from resilient_train.watch.config import ChecksConfig
 from resilient_train.watch.examination import Examination
 from resilient_train.watch.history import UpdateHistory
@@ -173,9 +175,12 @@ class Guard(EngineGuard):
             world.sum if state.is_sharded else None,
             names={id(weight): name for name, weight in unwrapped.named_parameters()},
         )
+        lasting = LastingRemedies(clipper.over_ranks)
         updater = Updater(
             *(optimizers, rates, clipper, world.gather if world.size > 1 else None),
             device=device,
+            knobs=Knobs(policy.relax_after),
+            lasting=lasting,
             scaler=scaler,
             observes=policy.observe,
             stepping=direct_steps,
@@ -220,7 +225,7 @@ class Guard(EngineGuard):
             batch_errors = BatchErrors(parts, computation, policy)
             trials = Trials(parts, computation, batch_errors, policy, lambda: self.steps, stop)
             self._sizer = MicroBatchSizer(parts, policy, keeper, lambda write: controls.note(write))
-            controls = AllControls(parts, policy, quarantined, keeper, trials, self._sizer.effect())
+            controls = AllControls(parts, policy, quarantined, keeper, trials, lasting, self._sizer.effect())
             self.reporter = RunReporter(clock, parts.updates, parts.panel, home, keeper.progress)
             explainer = Explainer(world, samples, state, parts.ring, optimizers, parts.updates, search, beat)
             intended = Intended(parts, explainer, incidents, controls)
@@ -239,10 +244,10 @@ class Guard(EngineGuard):
             hooks: list[Hook] = [NotePlace(parts, keeper.progress), self._lost_device]
             hooks += [batch_errors] * batch_errors.counts_forwards + [HealthyUpdates(parts, keeper, examination)]
             if parts.precision.is_mixed:
-                parts.precision.is_wanted = lambda: controls.knobs.higher_precision > 0
+                parts.precision.is_wanted = lambda: lasting.higher_precision > 0
                 hooks.append(parts.precision)
             if trials.tries_rates:
-                hooks.insert(0, RateSearch(parts, treating, trials, keeper, self.settle))
+                hooks.insert(0, RateSearch(parts, treating, controls, trials, keeper, self.settle))
             if drill is not None:
                 drilling = DrillHook(drill, state, parts.ring, world.rank, self.settle)
                 hooks.insert(0, drilling)

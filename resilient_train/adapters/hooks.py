@@ -149,11 +149,11 @@ class TrainersClipper(Clipper):
 
     def _clipped(self, weights: Sequence[torch.Tensor], max_norm: float | None, factor: float) -> torch.Tensor:
         if (norm := self.norm) is None:
-            norm = clip(weights, over_ranks=self._over_ranks)
+            norm = clip(weights, over_ranks=self.over_ranks)
         elif self.has_own_limits:
             self.is_by_norm = False
         elif self.may_change:
-            after = clip(weights, over_ranks=self._over_ranks)
+            after = clip(weights, over_ranks=self.over_ranks)
             norm = torch.where(after.isfinite(), norm, after)
         clipped_to = self.config.max_norm
         if max_norm is not None and max_norm != clipped_to:  # a remedy clips further

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch.nn.utils import get_total_norm
@@ -13,7 +12,6 @@ from resilient_train.core.tree import is_sharded, local_part, sharding_of
 from resilient_train.reader import ClipConfig
 
 _COARSE = (torch.float16, torch.bfloat16)
-_SMALL_WEIGHT, _MOST_MOMENTUM = 0.02, 0.999
 
 
 @torch.no_grad()
@@ -30,7 +28,7 @@ def clip(
     """
     grads = gradients(weights)
     is_plain = _is_plain(grads)
-    norm = _total_norm(grads, each) if is_plain and over_ranks is None else _norm(grads, over_ranks)
+    norm = _total_norm(grads, each) if is_plain and over_ranks is None else norm_of(grads, over_ranks)
     if over_ranks is not None:
         grads = [local_part(grad) for grad in grads]
     if max_norm is not None:
@@ -54,7 +52,7 @@ class Clipper:
         names: Mapping[int, str] | None = None,
     ) -> None:
         """`over_ranks` sums over ranks where weights are sharded; `names` are those of weights, by id."""
-        self.config, self._over_ranks, self._names = config, over_ranks, names or {}
+        self.config, self.over_ranks, self._names = config, over_ranks, names or {}
         self.is_by_norm = config.max_value is None  # the norm after clipping follows from the one before
         self._norms: list[tuple[list[torch.Tensor], torch.Tensor]] = []  # of single gradients before clipping
         self.changes: list[Callable[[Sequence[torch.Tensor]], None]] = []  # of gradients before that, as in a drill
@@ -71,7 +69,7 @@ class Clipper:
     def _clipped(self, weights: Sequence[torch.Tensor], max_norm: float | None, factor: float) -> torch.Tensor:
         each = list[torch.Tensor]()
         max_value = None if self.config.max_value is None else self.config.max_value * factor
-        norm = clip(weights, max_norm, max_value, self._over_ranks, each)
+        norm = clip(weights, max_norm, max_value, self.over_ranks, each)
         self._norms += [([weight for weight in weights if weight.grad is not None], of_each) for of_each in each]
         return norm
 
@@ -86,35 +84,12 @@ class Clipper:
 
         return read
 
-    def to_share(self, groups: Sequence[Mapping[str, Any]], share: float) -> None:
-        clip_to_share(groups, share, self._over_ranks)
-
 
 def norm_limit(configured: float | None, tightened: float, usual: float | None, most: float) -> float | None:
     """Return the norm to clip to: a share of the configured, else of the `usual` one, and at most `most` if not 0."""
     begins = usual if configured is None and tightened < 1 else configured
     limits = [] if begins is None else [begins * tightened]
     return min([*limits, most] if most else limits, default=None)
-
-
-@torch.no_grad()
-def clip_to_share(
-    groups: Sequence[Mapping[str, Any]], share: float, over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None
-) -> None:
-    """Clip gradients of SGD, after all other clipping: they change the weights by a share of their norm at most.
-
-    With momentum, one gradient enters many updates. Weights near zero may grow as if they were of the size that weights
-    usually begin with.
-    """
-    trained = [group for group in groups if any(weight.grad is not None for weight in group["params"])]
-    weights = [weight for group in trained for weight in group["params"] if weight.grad is not None]
-    if not weights:
-        return
-    grads = gradients(weights)
-    norm, of_weights = _norm(grads, over_ranks), _norm([weight.detach() for weight in weights], over_ranks)
-    of_weights = of_weights.float().clamp(min=_SMALL_WEIGHT * math.sqrt(sum(one.numel() for one in weights)))
-    pace = max(group["lr"] / (1 - min(group.get("momentum", 0.0), _MOST_MOMENTUM)) for group in trained)
-    scale(grads, (share * of_weights / (pace * norm.float() + 1e-30)).clamp(max=1.0))
 
 
 def gradients(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -134,7 +109,7 @@ def scale(grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
         local_part(grad).mul_(factor.to(grad.device))
 
 
-def _norm(tensors: list[torch.Tensor], over_ranks: Callable[[torch.Tensor], torch.Tensor] | None) -> torch.Tensor:
+def norm_of(tensors: list[torch.Tensor], over_ranks: Callable[[torch.Tensor], torch.Tensor] | None) -> torch.Tensor:
     if over_ranks is not None:
         return norm_over_ranks(tensors, over_ranks)
     return _total_norm(tensors) if _is_plain(tensors) else get_total_norm(tensors)

@@ -10,7 +10,6 @@ from struct import pack
 from typing import Any
 from zlib import crc32
 
-from resilient_train.core.knobs import Knobs
 from resilient_train.core.policy import Policy
 from resilient_train.core.protocols import Data, Log, Parts, Store
 from resilient_train.core.remedies import Case, RunControl, is_mild, remedy
@@ -27,8 +26,8 @@ class Controls(RunControl):
     def __init__(self, parts: Parts, policy: Policy, store: Store, log: Log, more: Sequence[Effect] = ()) -> None:
         """`more` are effects of remedies that this class does not know."""
         self._parts, self._policy, self._store, self._log = parts, policy, store, log
-        self.knobs = knobs = Knobs(relax_after=policy.relax_after)
         updater, episode = parts.updater, parts.checks.episode
+        self.knobs = knobs = updater.knobs
 
         def set_usual_norm(norm: Any) -> None:
             updater.usual_norm = float(norm or 0.0) or None
@@ -43,6 +42,10 @@ class Controls(RunControl):
                 Effect("reference", episode.persistent_state, episode.load_persistent_state),
             ],
         )
+
+    def advance(self, *, was_limited: bool, may_relax: bool = True) -> None:
+        """Count a healthy update, for what lasts so many."""
+        self.knobs.advance(was_limited=was_limited, may_relax=may_relax)
 
     def apply(self, incident: Incident, suspects: tuple[int, int], started: float, *, was_refused: bool) -> Incident:
         """Apply the remedies; [start, stop) are suspect samples. The caller notes result and effects in one entry."""
@@ -103,8 +106,6 @@ class Controls(RunControl):
             diagnosis,
             snapshots=len(verified) or int(self._store.has_verified(anomaly.since)),
             loss_excess=self._parts.checks.loss_excess(),
-            usual_rate=diagnosis.usual_rate,
-            leapt_to=diagnosis.leapt_to,
         )
 
     def snapshot(self, step: int, *, verified: bool = False) -> Snapshot | None:

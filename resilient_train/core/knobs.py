@@ -15,8 +15,6 @@ _RELAX_EPS_FACTOR = 10**0.5  # eps is divided by it: two steps undo a tenfold
 _REGAIN_FACTOR = 2 ** (1 / 8)  # of lr in one step of the climb to `regain`: eight steps double it
 _LONG_PATIENCE = 8  # at least, where the configured rate never worked, or failed at once
 _MAX_PATIENCE = 64
-_FALLS = 50  # healthy updates until a limit of updates is 0.7 of what it was
-_LEAST_SHARE = 0.1  # of it: no less, or it would slow down healthy training late in a long run
 
 
 class KnobValues(NamedTuple):
@@ -25,11 +23,7 @@ class KnobValues(NamedTuple):
     eps: float = 1.0  # factor of the configured epsilon
     ceiling: float = math.inf  # of the rate, as a multiple of the configured one, whatever the schedule says
     leapt_to: float = 0.0  # the multiple that the schedule rose to in one step; 0: it did not
-    higher_precision: bool = False  # without autocast
-    share: float = 0.0  # of the norm of the weights, by which SGD may change them; 0: no limit
-    decay: float = 1.0  # factor of the configured weight decay
     norm: float = 0.0  # that gradients are clipped to at most, whatever is configured; 0: no such limit
-    mends_eps: bool = False  # an epsilon that rounds to 0 in the type of its weights is raised
 
 
 AS_CONFIGURED = KnobValues()
@@ -47,13 +41,7 @@ class Knobs:
     ceiling: float = 0.0  # 0: there is none
     ceiling_met: bool = False  # the schedule went beyond it since it was set
     leapt_to: float = 0.0
-    # At first: it falls with the updates. Where all of them are as long as they may be, no loss comes to rest.
-    share: float = 0.0
-    limited: int = 0  # healthy updates since it was set
-    decay: float = 1.0
     norm: float = 0.0
-    mends_eps: bool = False
-    higher_precision: int = 0  # steps left in it
     warmed: int = 0  # steps done of the present re-warming, ...
     warms_for: int = 0  # ... and all of its steps
     healthy: int = 0  # steps since the last trouble or relaxing
@@ -66,8 +54,6 @@ class Knobs:
         return KnobValues(**values)._replace(
             lr=max(MIN_LR, self.lr * ((self.warmed + 1) / self.warms_for if self.warms_for else 1.0)),
             ceiling=self.ceiling or math.inf,
-            higher_precision=self.higher_precision > 0,
-            share=self.share * max(_LEAST_SHARE, math.sqrt(_FALLS / (_FALLS + self.limited))),
         )
 
     def turn_lr(self, factor: float, rewarm: int = 0, regain: float = 0.0, *, lasting: bool = False) -> None:
@@ -95,8 +81,6 @@ class Knobs:
     def advance(self, *, was_limited: bool = False, may_relax: bool = True) -> None:
         """Count a healthy update; relax after enough. `was_limited`: by the ceiling. `may_relax`: the loss is back."""
         self.ceiling_met |= was_limited
-        self.higher_precision = max(0, self.higher_precision - 1)
-        self.limited += self.share > 0
         if self.warms_for:
             self.warmed += 1
             if self.warmed >= self.warms_for:
@@ -132,11 +116,15 @@ class Knobs:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises ValueError where a value is below 0 or not finite."""
-        for name in self.state_dict():
-            value = state[name]
-            if not 0 <= float(value) < math.inf:
-                raise ValueError(f"the knob {name} is {value!s:.20}, not a number from 0 up")
-            setattr(self, name, type(getattr(Knobs, name))(value))  # a remedy may have set a float to 1
+        load_numbers(self, {name: state[name] for name in self.state_dict()})
+
+
+def load_numbers(owner: Any, state: Mapping[str, Any]) -> None:
+    """Set the fields of a dataclass; raises ValueError where a value is below 0 or not finite."""
+    for name, value in state.items():
+        if not 0 <= float(value) < math.inf:
+            raise ValueError(f"the knob {name} is {value!s:.20}, not a number from 0 up")
+        setattr(owner, name, type(getattr(type(owner), name))(value))  # a remedy may have set a float to 1
 
 
 def _bounded(value: float, lowest: float, highest: float = 1.0) -> float:

@@ -48,7 +48,7 @@ class Recovery:
         episode, step, controls = self.parts.checks.episode, self.parts.clock.step, self.controls
         if self._observed is not None and step >= self._anomalous_step + self._recovered_after:
             self._end_observed()
-        controls.knobs.advance(was_limited=was_limited, may_relax=episode.is_at_reference(step))
+        controls.advance(was_limited=was_limited, may_relax=episode.is_at_reference(step))
         if not episode.is_open:  # the loss is back: the state to compare with is no longer needed
             if self.parts.ring.keeps_reference:
                 self.parts.ring.release_reference()

@@ -23,20 +23,12 @@ class Case:
     diagnosis: Diagnosis
     rewinds: bool = False  # another remedy of the same rung rewinds to a verified state
     snapshots: int = 1  # verified states that can be restored and are not newer than the anomaly's `since`
-    mixed_precision: bool = False
-    loss_scaler: bool = False
     rows: int = 0  # rows of the data set that have an index; 0: none has one
     quarantined: int = 0  # of these, already in quarantine
-    armor: bool = False  # the line that broke is known and not patched yet; after updates that landed it is not
     at_start: bool = False  # the only verified state is the one that the run began with
-    share: float = 0.0  # of the norm of the weights, that updates are limited to; 0: they are not
     own_rates: bool = False  # an optimizer finds its rates itself, as Adafactor does
     sgd: bool = False  # every optimizer is torch's SGD, whose updates are as large as the gradients
-    lost_eps: bool = False  # an optimizer's epsilon is 0 in the type of its weights
     loss_excess: float = 0.0  # how far the loss is above its earlier level, relative to that: 1 is twice as high
-    trial_updates: int = 0  # that trials may still make; 0: none can be made here
-    usual_rate: float = 0.0  # highest learning rate before it rose, as a multiple of the configured one; 0: it did not
-    leapt_to: float = 0.0  # what it rose to in one step; 0: not in one step
     began: int = 0  # the first tick of this process: those of the one before may have been retried
 
 
@@ -49,30 +41,22 @@ class RunControl(Protocol):
     def rewind(self, older: int = 0, steps: int = 0) -> None: ...
     # Skip the samples that may be to blame, or a window of `updates` from here.
     def skip(self, updates: int | None = None) -> None: ...
-    # Replace the guilty rows for the rest of the run; unless samples are skipped, in this update too.
-    def quarantine(self) -> None: ...
     # Reset the state of the optimizers.
     def reset_moments(self) -> None: ...
-    # Patch the line of the operation that broke, for the rest of the run.
-    def patch_line(self) -> None: ...
-    # Multiply the loss scale.
-    def lower_loss_scale(self, factor: float) -> None: ...
-    # Make `steps` updates with each of several remedies, on the same samples, and apply those that did best.
-    def try_arms(self, arms: Sequence[Sequence[Action]], steps: int) -> None: ...
 
 
 class Remedy:
     """An action against an incident. Write custom remedies as frozen dataclasses that inherit from this class."""
 
-    def applies(self, case: Case) -> bool:
+    def applies(self, case: Any) -> bool:  # a `Case`, with what further remedies need to know
         """Say whether it makes sense here; otherwise it is left out and costs no strike."""
         return True
 
-    def settings_for(self, case: Case) -> dict[str, Any]:
+    def settings_for(self, case: Any) -> dict[str, Any]:
         """Return the settings that follow from the case, which replace those of the policy."""
         return {}
 
-    def apply(self, run: RunControl) -> None:
+    def apply(self, run: Any) -> None:  # a `RunControl`, with what further remedies do
         """Change the run."""
 
 

@@ -203,7 +203,7 @@ class EngineGuard:
             begun.result = UpdateResult("pending", loss)
             self._examination.launch(begun.mark)
         self._marks.fill(begun.mark, optimizer)
-        self._updater.step_in_turn(optimizer, self.clock.step, loss, **self._gate_settings())
+        self._updater.step_in_turn(optimizer, self.clock.step, loss, rates=self._set_limits())
         assert begun.result is not None
         return begun.result if self._turn.is_complete else UpdateResult("accumulating")
 
@@ -232,14 +232,14 @@ class EngineGuard:
             self._discard(begun)
             return UpdateResult("refused")
         self._examination.launch(begun.mark)
-        return self._sent(begun, self._updater.apply(self.clock.step, loss, **self._gate_settings()))
+        return self._sent(begun, self._updater.apply(self.clock.step, loss, rates=self._set_limits()))
 
-    def _gate_settings(self) -> dict[str, Any]:
+    def _set_limits(self) -> tuple[float, float]:
+        """Set the limits of the gate; return the factors of the rate, of an experiment and of hooks."""
         self._ring.copier.before_change()
         self._updater.gate.limit(*self._checks.limits)
         of_hooks = math.prod(hook.rate_factor() for hook in self._hooks)
-        rates = self._checks.rate_factor(self.attempted_step + 1), of_hooks
-        return {"knobs": self._controls.knobs.values, "rates": rates}
+        return self._checks.rate_factor(self.attempted_step + 1), of_hooks
 
     def _sent(self, begun: Transaction, attempt: Attempt) -> UpdateResult:
         self._current = None

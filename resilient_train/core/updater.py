@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from resilient_train.core.clip import Clipper, norm_limit
 from resilient_train.core.gate import Agreement, CopyGate, OpenGate, gate_of
-from resilient_train.core.knobs import AS_CONFIGURED, KnobValues
+from resilient_train.core.knobs import Knobs, KnobValues
 from resilient_train.core.state import LR_OF_GUARD, weights_of
 from resilient_train.errors import TrainError
 
@@ -46,6 +46,17 @@ class Schedule:
 
     def load_state_dict(self, state: Any) -> None:
         """Restore a state."""
+
+
+class Lasting:
+    """What further remedies, while they are in effect, make of every update."""
+
+    def shape(self, group: Mapping[str, Any], setting: dict[str, Any], usual: Mapping[str, Any]) -> None:
+        """Change what is set in a parameter group, whose `usual` settings are those it was configured with."""
+
+    def limits(self, optimizers: Sequence[Optimizer], rate: float) -> bool:
+        """Change gradients after they were clipped, at this multiple of the configured rate; say whether it did."""
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +99,8 @@ class Updater:
         gather: Callable[[torch.Tensor], torch.Tensor | None] | None = None,
         *,
         device: torch.device,
+        knobs: Knobs | None = None,
+        lasting: Lasting | None = None,
         scaler: torch.amp.GradScaler | None = None,
         observes: bool = False,
         stepping: AbstractContextManager[object] = _NOTHING,
@@ -96,6 +109,7 @@ class Updater:
         self._stepping = stepping
         self.optimizers, self.schedules = list(optimizers), list(schedules)
         self.clipper, self.scaler, self.device = clipper, scaler, device
+        self.knobs, self._lasting = knobs or Knobs(), lasting or Lasting()
         self.agreement = Agreement(gather, device)
         self.usual_norm: float | None = None  # of recent gradients, for a tightened clip where none is configured
         gates = {one: gate_of([one], device) for one in optimizers}
@@ -107,7 +121,7 @@ class Updater:
         self.weights: list[torch.Tensor] = []
         # Torch's own zero_grad only sets gradients to None, at fifty times the cost.
         self._own_zero_grad = [one for one in optimizers if type(one).zero_grad is not Optimizer.zero_grad]
-        self._configured: list[list[tuple[float, Any, Any]]] = [[] for _ in optimizers]  # rate, epsilon, decay
+        self._configured: list[list[dict[str, Any]]] = [[] for _ in optimizers]  # the settings of their groups
         self._planned: Settings = ()  # by the schedules, for the newest update
         self._of_last_step: tuple[list[torch.Tensor], dict[str, Any]]  # of a turn: the loss scale, and what is known
         self._trained = 0  # the most weights that a gradient was asked for in an update
@@ -119,7 +133,6 @@ class Updater:
         self,
         step: int,
         loss: torch.Tensor,
-        knobs: KnobValues = AS_CONFIGURED,
         *,
         rates: tuple[float, float] = (1.0, 1.0),
     ) -> Attempt:
@@ -128,7 +141,7 @@ class Updater:
         `rates` multiply the learning rate: what an experiment asks, not recorded, and what counts as this update's.
         """
         self.clipper.begin()
-        norm, scale, known = self._made_ready(step, self.optimizers, knobs, rates)
+        norm, scale, known = self._made_ready(step, self.optimizers, rates)
         try:
             measured, by_rank = self.agreement.reduce(torch.stack([loss, norm, *scale]))
             with self._stepping:
@@ -144,14 +157,13 @@ class Updater:
         optimizer: Optimizer,
         step: int,
         loss: torch.Tensor,
-        knobs: KnobValues = AS_CONFIGURED,
         *,
         rates: tuple[float, float] = (1.0, 1.0),
     ) -> None:
         """Let one optimizer step as a part of update `step + 1`. The gradients stay."""
         if not self.turn.has_stepped:
             self.clipper.begin()
-        norm, scale, known = self._made_ready(step, [optimizer], knobs, rates)
+        norm, scale, known = self._made_ready(step, [optimizer], rates)
         self._of_last_step = scale, known
         try:
             with self._stepping:
@@ -170,7 +182,7 @@ class Updater:
         return Attempt(loss=turn.loss, measured=measured, by_rank=by_rank, numbers=None, **known)
 
     def _made_ready(
-        self, step: int, optimizers: Sequence[Optimizer], knobs: KnobValues, rates: tuple[float, float]
+        self, step: int, optimizers: Sequence[Optimizer], rates: tuple[float, float]
     ) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, Any]]:
         """Unscale and clip the gradients of some optimizers, and set what schedule and knobs ask for.
 
@@ -183,16 +195,12 @@ class Updater:
         is_all = len(optimizers) == len(self.optimizers)
         weights = self.weights if is_all else weights_of(optimizers[0])
         scale = self._unscale(optimizers)
+        knobs = self.knobs.values
         max_norm = norm_limit(self.clipper.config.max_norm, knobs.clip, self.usual_norm, knobs.norm)
         norm = self.clipper.clip(weights, max_norm, knobs.clip)
         factor = rates[0] * rates[1]
         settings, ratio, asked_ratio = self._set(step, knobs.lr * factor, knobs)
-        is_known = self.clipper.is_by_norm
-        if knobs.share:
-            # At a lower rate, by a remedy or by the schedule, updates are shorter, too; 0: not known on the host.
-            share = knobs.share * min(1.0, ratio or knobs.lr)
-            self.clipper.to_share([group for one in optimizers for group in one.param_groups], share)
-            is_known = False
+        is_known = not self._lasting.limits(optimizers, ratio or knobs.lr) and self.clipper.is_by_norm  # 0: of a tensor
         known = {
             "settings": settings,
             "lr_ratio": ratio / rates[0],
@@ -217,7 +225,7 @@ class Updater:
         for optimizer, schedule, known in zip(self.optimizers, self.schedules, self._configured, strict=True):
             for group in optimizer.param_groups[len(known) :]:
                 rate = float(group.get("initial_lr", group["lr"]) or 0.0)
-                known.append((rate, group.get("eps"), group.get("weight_decay")))
+                known.append({key: value for key, value in group.items() if key != "params"} | {"lr": rate})
                 self.weights += group["params"]  # in place: a replay measures these
                 if not schedule.is_loops:
                     group[LR_OF_GUARD] = group["lr"]
@@ -268,24 +276,19 @@ class Updater:
         settings: list[Mapping[str, Any]] = []
         ratio = asked_ratio = 0.0
         planned = self._planned = [setting for schedule in self.schedules for setting in schedule.settings(step)]
-        for group, setting, (usual, eps, decay) in zip(self._groups(), planned, chain(*self._configured), strict=True):
-            lr = setting["lr"] or 0.0
+        for group, setting, usual in zip(self._groups(), planned, chain(*self._configured), strict=True):
+            lr = setting["lr"]
             # A rate as a multiple of the configured one; 0 for a tensor, which the host would have to wait for.
-            asked = allowed = lr / usual * factor if usual and isinstance(lr, int | float) else 0.0
+            rate, eps = usual["lr"], usual.get("eps")
+            asked = allowed = lr / rate * factor if rate and isinstance(lr, int | float) else 0.0
             if asked > knobs.ceiling:  # which falls with the schedule, from the leap on
                 allowed = knobs.ceiling * (min(1.0, asked / knobs.leapt_to) if knobs.leapt_to else 1.0)
             setting = dict(setting)
             if setting["lr"] is not None and (factor != 1.0 or allowed < asked):
-                setting["lr"] = usual * allowed if allowed < asked else lr * factor
+                setting["lr"] = rate * allowed if allowed < asked else lr * factor
             if isinstance(eps, int | float):  # Adafactor's is a pair, for which a factor makes no sense
                 setting["eps"] = eps * knobs.eps
-                # The least keeps an update small where a second moment has underflowed to zero.
-                for weight in group["params"] if knobs.mends_eps else ():
-                    if weight.is_floating_point():
-                        kind = torch.finfo(weight.dtype)
-                        setting["eps"] = max(setting["eps"], math.sqrt(kind.smallest_normal * kind.eps))
-            if knobs.decay < 1 and isinstance(decay, int | float):
-                setting["weight_decay"] = decay * knobs.decay
+            self._lasting.shape(group, setting, usual)
             group.update(setting)
             settings.append(setting)
             ratio, asked_ratio = max(ratio, allowed), max(asked_ratio, asked)

@@ -336,6 +336,7 @@ def active_remedies(remedies: Mapping[str, Any]) -> list[str]:
     knobs = {
         **remedies,
         **remedies.get("knobs", {}),
+        **remedies.get("lasting", {}),
         "quarantined": sorted({row for row, *_ in remedies.get("quarantined", [])}),
     }
     turned = [name for name in ACTIVE if (knobs.get(name, 1) != 1 if name in _FACTORS else knobs.get(name))]

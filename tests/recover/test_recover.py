@@ -22,11 +22,10 @@ from resilient_train.adapters.arguments import policy as named
 from resilient_train.core.decide import by_signal, decide, recent
 from resilient_train.core.knobs import MAX_EPS, MIN_CLIP, MIN_LR, Knobs, KnobValues
 from resilient_train.core.policy import Policy, parse
-from resilient_train.core.remedies import KNOWN, Case, is_mild, remedy
+from resilient_train.core.remedies import KNOWN, is_mild, remedy
 from resilient_train.errors import ConfigError
 from resilient_train.files import conf
 from resilient_train.record.incident_log import IncidentLog
-from resilient_train.recover.remedies import HigherPrecision, Trial
 from resilient_train.types import (
     Action,
     Anomaly,
@@ -40,6 +39,8 @@ from resilient_train.types import (
     Signal,
     fact,
 )
+from resilient_train.update.lasting import LastingRemedies
+from resilient_train.update.remedies import FullCase, HigherPrecision, Trial
 from resilient_train.wording import say
 
 policy_named = functools.cache(named)  # reading YAML takes longer than most of these tests
@@ -60,10 +61,10 @@ def unknown(anomaly: Anomaly) -> Diagnosis:
     return Diagnosis(Cause.UNKNOWN)
 
 
-ANY = Case(refused(9), unknown(refused(9)), snapshots=4, mixed_precision=True, loss_scaler=True, rows=10_000)
+ANY = FullCase(refused(9), unknown(refused(9)), snapshots=4, mixed_precision=True, loss_scaler=True, rows=10_000)
 
 
-def case_of(anomaly: Anomaly, diagnosis: Diagnosis, like: Case = ANY) -> Case:
+def case_of(anomaly: Anomaly, diagnosis: Diagnosis, like: FullCase = ANY) -> FullCase:
     return replace(like, anomaly=anomaly, diagnosis=diagnosis)
 
 
@@ -72,7 +73,10 @@ def guilty(*rows: int) -> Callable[[Anomaly], Diagnosis]:
 
 
 def met(
-    policy: Policy, anomalies: Iterable[Anomaly], can: Case = ANY, diagnose: Callable[[Anomaly], Diagnosis] = unknown
+    policy: Policy,
+    anomalies: Iterable[Anomaly],
+    can: FullCase = ANY,
+    diagnose: Callable[[Anomaly], Diagnosis] = unknown,
 ) -> list[Incident]:
     """What becomes of a series, until it is given up."""
     history: list[Incident] = []
@@ -486,8 +490,8 @@ def test_a_policy_in_a_run_directory_imports_nothing(tmp_path: Path, monkeypatch
 
 def test_every_remedy_works_as_the_case_settles_its_defaults() -> None:
     """Each can be made without settings, and its docstring says what it does."""
-    like = replace(ANY, loss_excess=1.0, usual_rate=0.5, rewinds=True)
-    case = case_of(landed(9), unknown(landed(9)), like)
+    like = replace(ANY, loss_excess=1.0, rewinds=True)
+    case = case_of(landed(9), replace(unknown(landed(9)), usual_rate=0.5), like)
     for kind in KNOWN.values():
         assert kind.__doc__
         given: dict[str, Any] = {"of": ()} if kind is Trial else {}
@@ -502,6 +506,7 @@ class Run:
     """A run that does nothing but count; a state is proven every ten steps."""
 
     knobs: Knobs = field(default_factory=Knobs)
+    lasting: LastingRemedies = field(default_factory=LastingRemedies)
     step: int = 0
     tick: int = 0
     position: int = 0
@@ -666,23 +671,23 @@ def series(draw: st.DrawFn) -> list[Anomaly]:
 
 
 def with_a_row(anomaly: Anomaly) -> Diagnosis:
-    return replace(by_signal(anomaly), rows=(anomaly.tick,))
+    return replace(by_signal(anomaly), rows=(anomaly.tick,), usual_rate=anomaly.tick % 3)
 
 
 counts = st.integers(0, 200)
-loss_excess, usual_rate = st.floats(0, float("inf")), st.floats(0, 10)
 applicables = st.builds(
-    Case,
+    FullCase,
     *(st.just(ANY.anomaly), st.just(ANY.diagnosis), st.just(False)),
-    *(st.integers(0, 4), st.booleans(), st.booleans(), counts, counts),
-    loss_excess=loss_excess,
-    usual_rate=usual_rate,
+    *(st.integers(0, 4), counts, counts),
+    mixed_precision=st.booleans(),
+    loss_scaler=st.booleans(),
+    loss_excess=st.floats(0, float("inf")),
 )
 
 
 @settings(max_examples=80, deadline=None)
 @given(name=st.sampled_from(POLICIES), anomalies=series(), can=applicables)
-def test_decisions_are_total_and_the_same_everywhere(name: str, anomalies: list[Anomaly], can: Case) -> None:
+def test_decisions_are_total_and_the_same_everywhere(name: str, anomalies: list[Anomaly], can: FullCase) -> None:
     """Whatever happens, a policy prescribes something that applies or gives up, and every rank comes to the same."""
     made = decisions(policy_named(name), anomalies, can, with_a_row)
     assert made == decisions(policy_named(name), anomalies, can, with_a_row)
@@ -743,11 +748,13 @@ def test_knobs_climb_back_to_a_share_of_what_was() -> None:
 
 def test_a_limit_of_updates_falls_with_their_root() -> None:
     """Down to a tenth; a resume has it as it was."""
-    knobs = Knobs(share=0.1)
-    shares = over(knobs, "share", 9001)
-    resumed = Knobs()
-    resumed.load_state_dict(json.loads(json.dumps(knobs.state_dict())))
-    assert resumed.values == knobs.values
+    lasting, resumed = LastingRemedies(share=0.1), LastingRemedies()
+    shares = []
+    for _ in range(9001):
+        shares.append(lasting.share_now)
+        lasting.advance()
+    resumed.effect().restore(json.loads(json.dumps(lasting.effect().state())))
+    assert resumed == lasting
     assert [shares[150], shares[-1]] == pytest.approx([0.05, 0.01])
     assert shares == sorted(shares, reverse=True)
 
@@ -793,7 +800,9 @@ def test_higher_precision_is_for_a_stretch() -> None:
     run = Run()
     HigherPrecision(3).apply(run)
     HigherPrecision(2).apply(run)
-    assert over(run.knobs, "higher_precision", 5) == [True, True, True, False, False]
+    for left in (3, 2, 1, 0, 0):
+        assert run.lasting.higher_precision == left
+        run.lasting.advance()
 
 
 def healthy_updates_until_relaxed(knobs: Knobs) -> int:
@@ -889,7 +898,7 @@ def test_knobs_stay_in_bounds_and_come_back_exactly(turns: list[tuple[Any, ...]]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, "nan"])
-@pytest.mark.parametrize("name", ["lr", "clip", "eps", "regain", "ceiling", "leapt_to", "share", "decay", "norm"])
+@pytest.mark.parametrize("name", ["lr", "clip", "eps", "regain", "ceiling", "leapt_to", "norm"])
 def test_no_knob_is_below_0_or_not_finite(name: str, value: Any) -> None:
     """Where a file says so it is refused."""
     with pytest.raises(ValueError, match=f"the knob {name} is {value}, not a number from 0 up"):

@@ -425,7 +425,7 @@ def test_corruption_now_and_then_never_exhausts_the_ladder(times: int, completes
 
 def decided(cause: Cause, history: Sequence[Incident] = (), *, policy: str = "balanced", **can: Any) -> Decision:
     anomaly = landed(200 + len(history), 200 + 50 * len(history))
-    case = case_of(anomaly, Diagnosis(cause), replace(ANY, **can))
+    case = case_of(anomaly, Diagnosis(cause, usual_rate=can.pop("usual_rate", 0.0)), replace(ANY, **can))
     return decide(policy_named(policy), case, tuple(history))
 
 

@@ -26,8 +26,8 @@ from torch.utils.data import TensorDataset
 from resilient_train.adapters.guard import Guard
 from resilient_train.reader import DiskConfig
 from resilient_train.record.run_history import as_line, from_line
-from resilient_train.recover.remedies import Arm, best_arm, fastest, holds, is_ahead, may_win, on_its_way
 from resilient_train.types import Action, Signal, Tried, Vitals
+from resilient_train.update.remedies import Arm, best_arm, fastest, holds, is_ahead, may_win, on_its_way
 from resilient_train.watch.config import NoProgressConfig
 from resilient_train.watch.config import named as checks_named
 from resilient_train.watch.rate import NoProgress, Panel

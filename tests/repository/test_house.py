@@ -27,16 +27,15 @@ KNOWN = {
     "ranks": "",
     "data": "core ranks",
     "drills": "core",
-    "update": "core",
     "record": "ranks",
-    "recover": "core",
+    "update": "core",
     "watch": "core ranks",
     "diagnose": "core data numerics ranks watch",
     "run_parts": "core data diagnose ranks watch",
     "checkpoint": "core record run_parts",
     "computation": "checkpoint core diagnose numerics ranks record run_parts watch",
-    "trials": "computation core ranks recover run_parts",
-    "remedial": "checkpoint core data diagnose numerics record run_parts trials",
+    "trials": "computation core ranks run_parts update",
+    "remedial": "checkpoint core data diagnose numerics record run_parts trials update",
     "intended": "core diagnose record remedial run_parts watch",
     "run_process": "checkpoint core intended ranks record remedial run_parts",
     "lost_device": "checkpoint computation core data ranks remedial run_parts",
@@ -44,7 +43,7 @@ KNOWN = {
     "zoo": "",
     "tracking": "record",
     "adapters": (
-        "checkpoint computation core data diagnose drills intended lost_device numerics ranks record recover remedial "
+        "checkpoint computation core data diagnose drills intended lost_device numerics ranks record remedial "
         "run_parts run_process tracking trials update watch"
     ),
     "app": "adapters checkpoint computation core data diagnose drills ranks record tracking update watch",
@@ -80,7 +79,7 @@ WITHOUT_TORCH = {
     *(f"{name}.py" for name in GROUND),
     *("app/command", "app/config/"),  # --help and a mistake are answered at once
     *("app/incidents", "app/status", "diagnose/verdict.py", "ranks/process_exit.py"),
-    *("record", "recover", "tracking"),
+    *("record", "tracking", "update/remedies"),
     *(
         f"core/{name}.py"
         for name in ("checks", "config", "decide", "episode", "knobs", "limit", "loss", "policy", "remedies")

@@ -46,11 +46,10 @@ PROCESS = {
     Signal.CHECKPOINT_DAMAGED: ("fall_back", None),
     Signal.EXCEPTION: ("skip", None),
 }
-KNOBS = Knobs(
-    lr=0.5, clip=0.25, eps=100.0, share=0.01, decay=0.0, norm=1.0, higher_precision=3, mends_eps=True, ceiling=0.5
-)
+KNOBS = Knobs(lr=0.5, clip=0.25, eps=100.0, norm=1.0, ceiling=0.5)
 EFFECTS = {
     "knobs": KNOBS.state_dict(),
+    "lasting": {"share": 0.01, "decay": 0.0, "higher_precision": 3, "mends_eps": True},
     "quarantined": [[7, "bad", 9, 1], [3, "bad", 9, 1]],
     "micro_batch": 8,
     "skipped": [[0, 8]],

@@ -15,13 +15,13 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, MultiplicativeLR, OneCyc
 
 from resilient_train.adapters.hooks import TrainersClipper
 from resilient_train.app.build import parameter_groups
-from resilient_train.core.clip import Clipper, clip, clip_to_share, norm_limit
-from resilient_train.core.knobs import KnobValues
+from resilient_train.core.clip import Clipper, clip, norm_limit
 from resilient_train.core.mark import Marks
 from resilient_train.core.state import optimizer_tree, restore_optimizer
 from resilient_train.core.updater import Attempt, Updater
 from resilient_train.errors import TrainError
 from resilient_train.reader import ClipConfig
+from resilient_train.update.lasting import clip_to_share
 from resilient_train.update.schedule import CurveSchedule, LoopSchedule, ShadowSchedule, constant, cosine, linear
 
 CPU = torch.device("cpu")
@@ -258,7 +258,8 @@ def constant_updater(optimizer: torch.optim.Optimizer, gather: Any = None) -> Up
 def update(updater: Updater, step: int, lr: float = 1.0) -> Attempt:
     for weight in updater.weights:
         weight.grad = torch.ones_like(weight)
-    return updater.apply(step, torch.zeros(()), KnobValues(lr=lr))
+    updater.knobs.lr = lr
+    return updater.apply(step, torch.zeros(()))
 
 
 def test_rates_are_derived_and_never_compound() -> None:

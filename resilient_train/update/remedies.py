@@ -6,12 +6,40 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, inf, isclose, isfinite, sqrt
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, Protocol
 
 from resilient_train.core.policy import actions_of, each_of
 from resilient_train.core.remedies import KNOWN, Case, Remedy, RunControl, applicable, limited
 from resilient_train.errors import unusable
 from resilient_train.types import Action, Tried
+
+
+@dataclass(frozen=True, slots=True)
+class FullCase(Case):
+    """What further remedies need to know, too."""
+
+    mixed_precision: bool = False
+    loss_scaler: bool = False
+    armor: bool = False  # the line that broke is known and not patched yet; after updates that landed it is not
+    share: float = 0.0  # of the norm of the weights, that updates are limited to; 0: they are not
+    lost_eps: bool = False  # an optimizer's epsilon is 0 in the type of its weights
+    trial_updates: int = 0  # that trials may still make; 0: none can be made here
+
+
+class FullControl(RunControl, Protocol):
+    """What further remedies may do to a run, too."""
+
+    lasting: Any  # what they have set: `LastingRemedies`
+
+    # Replace the guilty rows for the rest of the run; unless samples are skipped, in this update too.
+    def quarantine(self) -> None: ...
+    # Patch the line of the operation that broke, for the rest of the run.
+    def patch_line(self) -> None: ...
+    # Multiply the loss scale.
+    def lower_loss_scale(self, factor: float) -> None: ...
+    # Make `steps` updates with each of several remedies, on the same samples, and apply those that did best.
+    def try_arms(self, arms: Sequence[Sequence[Action]], steps: int) -> None: ...
+
 
 _TRIED = ("tighten_clip", "limit_update", "raise_eps")  # not lower_lr, which nearly always looks better for a while
 JUDGED = 16  # later updates whose losses are compared
@@ -127,11 +155,11 @@ def is_lower(arm: Arm, other: Arm, share: float = _LEAST_GAIN) -> bool:
 class Quarantine(Remedy):
     """Replace the guilty rows for the rest of the run, and retry the update with the replacements."""
 
-    def applies(self, case: Case) -> bool:
+    def applies(self, case: FullCase) -> bool:
         """Rows must be known by an index; updates with them that landed must be undone as well."""
         return bool(case.diagnosis.rows) and case.rows > 0 and (not case.anomaly.landed or case.rewinds)
 
-    def apply(self, run: RunControl) -> None:
+    def apply(self, run: FullControl) -> None:
         run.quarantine()
 
 
@@ -142,13 +170,13 @@ class LimitLr(Remedy):
     to: float = limited(0.0, at_least=0)  # a multiple of the configured rate; 0: the highest that it had
     leapt_to: float = limited(0.0, at_least=0)  # what the rate rose to in one step; as that falls, so does the limit
 
-    def settings_for(self, case: Case) -> dict[str, float]:
-        return {} if self.to else {"to": case.usual_rate, "leapt_to": case.leapt_to}
+    def settings_for(self, case: FullCase) -> dict[str, float]:
+        return {} if self.to else {"to": case.diagnosis.usual_rate, "leapt_to": case.diagnosis.leapt_to}
 
-    def applies(self, case: Case) -> bool:
-        return self.to > 0 or case.usual_rate > 0
+    def applies(self, case: FullCase) -> bool:
+        return self.to > 0 or case.diagnosis.usual_rate > 0
 
-    def apply(self, run: RunControl) -> None:
+    def apply(self, run: FullControl) -> None:
         run.knobs.limit_lr(self.to, self.leapt_to)
 
 
@@ -158,15 +186,15 @@ class LimitUpdate(Remedy):
 
     share: float = limited(0.1, above=0, at_most=1)
 
-    def settings_for(self, case: Case) -> dict[str, float]:
+    def settings_for(self, case: FullCase) -> dict[str, float]:
         """Where updates are limited already, begin with a third of what is left of that."""
         return {"share": min(self.share, float(f"{case.share / 3:.2g}"))} if case.share else {}
 
-    def applies(self, case: Case) -> bool:
+    def applies(self, case: FullCase) -> bool:
         return case.sgd
 
-    def apply(self, run: RunControl) -> None:
-        run.knobs.share, run.knobs.limited = self.share, 0
+    def apply(self, run: FullControl) -> None:
+        run.lasting.share, run.lasting.limited = self.share, 0
 
 
 @dataclass(frozen=True)
@@ -175,29 +203,29 @@ class LowerDecay(Remedy):
 
     factor: float = limited(0.0, at_least=0, at_most=1)
 
-    def apply(self, run: RunControl) -> None:
-        run.knobs.decay *= self.factor
+    def apply(self, run: FullControl) -> None:
+        run.lasting.decay *= self.factor
 
 
 @dataclass(frozen=True)
 class MendEps(Remedy):
     """Raise an optimizer's epsilon that its type rounds to 0, as half precision does with 1e-8."""
 
-    def applies(self, case: Case) -> bool:
+    def applies(self, case: FullCase) -> bool:
         return case.lost_eps
 
-    def apply(self, run: RunControl) -> None:
-        run.knobs.mends_eps = True
+    def apply(self, run: FullControl) -> None:
+        run.lasting.mends_eps = True
 
 
 @dataclass(frozen=True)
 class PatchOperation(Remedy):
     """Patch the operation that broke, in its own line only, for the rest of the run; healthy elements stay as is."""
 
-    def applies(self, case: Case) -> bool:
+    def applies(self, case: FullCase) -> bool:
         return case.armor
 
-    def apply(self, run: RunControl) -> None:
+    def apply(self, run: FullControl) -> None:
         run.patch_line()
 
 
@@ -207,10 +235,10 @@ class LowerLossScale(Remedy):
 
     factor: float = limited(0.0625, above=0, at_most=1)
 
-    def applies(self, case: Case) -> bool:
+    def applies(self, case: FullCase) -> bool:
         return case.loss_scaler
 
-    def apply(self, run: RunControl) -> None:
+    def apply(self, run: FullControl) -> None:
         run.lower_loss_scale(self.factor)
 
 
@@ -220,11 +248,11 @@ class HigherPrecision(Remedy):
 
     steps: int = limited(50, at_least=1)
 
-    def applies(self, case: Case) -> bool:
+    def applies(self, case: FullCase) -> bool:
         return case.mixed_precision
 
-    def apply(self, run: RunControl) -> None:
-        run.knobs.higher_precision = max(run.knobs.higher_precision, self.steps)
+    def apply(self, run: FullControl) -> None:
+        run.lasting.higher_precision = max(run.lasting.higher_precision, self.steps)
 
 
 def _arms(key: str, nodes: Any) -> tuple[tuple[Action, ...], ...]:
@@ -247,16 +275,16 @@ class Trial(Remedy):
     of: tuple[tuple[Action, ...], ...] = field(metadata={"read": _arms})  # the mildest first
     steps: int = limited(30, at_least=1)  # updates of each arm
 
-    def settings_for(self, case: Case) -> dict[str, Any]:
+    def settings_for(self, case: FullCase) -> dict[str, Any]:
         """Leave out what makes no sense here: remedies of an arm, and arms of which nothing is left."""
         return {"of": tuple(arm for arm in (applicable(arm, case) for arm in self.of) if arm)}
 
-    def applies(self, case: Case) -> bool:
+    def applies(self, case: FullCase) -> bool:
         arms = self.settings_for(case)["of"]
         cost = cost_of(len(arms) * self.steps, (len(arms) + 2) * JUDGED)  # twice before the arms
         return len(arms) > 1 and cost <= case.trial_updates
 
-    def apply(self, run: RunControl) -> None:
+    def apply(self, run: FullControl) -> None:
         run.try_arms(self.of, self.steps)
 
 

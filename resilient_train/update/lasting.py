@@ -1,0 +1,84 @@
+"""Remedies that last: what is set by them, and what that makes of every update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from resilient_train.core.clip import gradients, norm_of, scale
+from resilient_train.core.controls import Effect
+from resilient_train.core.knobs import load_numbers
+from resilient_train.core.updater import Lasting
+
+_FALLS = 50  # healthy updates until a limit of updates is 0.7 of what it was
+_LEAST_SHARE = 0.1  # of it: no less, or it would slow down healthy training late in a long run
+_SMALL_WEIGHT, _MOST_MOMENTUM = 0.02, 0.999
+
+OverRanks = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass
+class LastingRemedies(Lasting):
+    over_ranks: OverRanks | None = None  # sums over the ranks of sharded weights
+    share: float = 0.0  # of the norm of the weights, by which SGD may change them at first; 0: no limit
+    limited: int = 0  # healthy updates since it was set
+    decay: float = 1.0  # factor of the configured weight decay
+    mends_eps: bool = False  # an epsilon that rounds to 0 in the type of its weights is raised
+    higher_precision: int = 0  # steps left without autocast
+
+    @property
+    def share_now(self) -> float:
+        """It falls with the updates. Where all of them are as long as they may be, no loss comes to rest."""
+        return self.share * max(_LEAST_SHARE, math.sqrt(_FALLS / (_FALLS + self.limited)))
+
+    def advance(self) -> None:
+        """Count a healthy update."""
+        self.higher_precision = max(0, self.higher_precision - 1)
+        self.limited += self.share > 0
+
+    def shape(self, group: Mapping[str, Any], setting: dict[str, Any], usual: Mapping[str, Any]) -> None:
+        if self.mends_eps and isinstance(setting.get("eps"), int | float):
+            # The least keeps an update small where a second moment has underflowed to zero.
+            kinds = [torch.finfo(weight.dtype) for weight in group["params"] if weight.is_floating_point()]
+            setting["eps"] = max([setting["eps"], *(math.sqrt(kind.smallest_normal * kind.eps) for kind in kinds)])
+        decay = usual.get("weight_decay")
+        if self.decay < 1 and isinstance(decay, int | float):
+            setting["weight_decay"] = decay * self.decay
+
+    def limits(self, optimizers: Sequence[Optimizer], rate: float) -> bool:
+        if self.share:  # at a lower rate, by a remedy or by the schedule, updates are shorter, too
+            groups = [group for one in optimizers for group in one.param_groups]
+            clip_to_share(groups, self.share_now * min(1.0, rate), self.over_ranks)
+        return self.share > 0
+
+    def effect(self) -> Effect:
+        return Effect("lasting", self._state, self._restore, undo=self._restore, agreed=self._state)
+
+    def _state(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if name != "over_ranks"}
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        load_numbers(self, {name: state[name] for name in self._state()})
+
+
+@torch.no_grad()
+def clip_to_share(groups: Sequence[Mapping[str, Any]], share: float, over_ranks: OverRanks | None = None) -> None:
+    """Clip gradients of SGD, after all other clipping: they change the weights by a share of their norm at most.
+
+    With momentum, one gradient enters many updates. Weights near zero may grow as if they were of the size that weights
+    usually begin with.
+    """
+    trained = [group for group in groups if any(weight.grad is not None for weight in group["params"])]
+    weights = [weight for group in trained for weight in group["params"] if weight.grad is not None]
+    if not weights:
+        return
+    grads = gradients(weights)
+    norm, of_weights = norm_of(grads, over_ranks), norm_of([weight.detach() for weight in weights], over_ranks)
+    of_weights = of_weights.float().clamp(min=_SMALL_WEIGHT * math.sqrt(sum(one.numel() for one in weights)))
+    pace = max(group["lr"] / (1 - min(group.get("momentum", 0.0), _MOST_MOMENTUM)) for group in trained)
+    scale(grads, (share * of_weights / (pace * norm.float() + 1e-30)).clamp(max=1.0))
