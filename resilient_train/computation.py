@@ -36,7 +36,7 @@ from resilient_train.numerics.domains import has_value
 from resilient_train.ranks.world import is_lost_device, is_out_of_memory
 from resilient_train.run_parts import RunParts
 from resilient_train.types import ProcessIncident, Signal, fact
-from resilient_train.watch.modes import AnomalyMode, BufferWatch
+from resilient_train.watch.modes import AnomalyMode, Attributes, BufferWatch
 from resilient_train.wording import IN_FILE_ONLY, counted, log
 
 _TRIED = 4  # other batches
@@ -104,6 +104,7 @@ class Computation:
     objective: Measured | None  # None: the loop hands over its losses
     anomaly_mode: AnomalyMode
     marks: Marks
+    attributes: Attributes  # of its modules
     seeds: Seeds
 
     def compute(self, batch: Any) -> Computed:

@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import yaml
 
 MOST_BYTES, _MOST_JSON, _MOST_YAML = 2**29, 2**26, 2**18  # bytes: no run writes more
@@ -216,6 +217,11 @@ def read_yaml(path: Path) -> Any:
 def open_to_append(path: Path) -> int:
     """Open a file to append to it; create it if needed. Links are not followed."""
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+
+
+def available_memory() -> int:
+    """Return the bytes that the process may still take; the page cache counts, as it is given back when asked for."""
+    return min([int(psutil.virtual_memory().available), *left_by_cgroups()])
 
 
 def left_by_cgroups(process: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:

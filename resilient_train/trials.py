@@ -203,20 +203,26 @@ class Trials:
     @contextmanager
     def _trial(self, run: Tryable, *, lifts_limits: bool = False) -> Iterator[None]:
         """Prepare a trial and take it back. `lifts_limits`: those of the gate were learned on the way it leaves."""
-        parts, marks, ring = self._parts, self._computation.marks, self._parts.ring
-        self._attributes = marks.attributes()
+        parts, ring, attributes = self._parts, self._parts.ring, self._computation.attributes
+        attributes.before_update()  # they may be as a refused update has left them
+        self._attributes = attributes.now()
         self._control = run
         self._made = self._forwards = 0  # updates made so far, and forwards of updates that are judged
-        if not ring.has_room_aside():
+        if (state := ring.aside()) is None:
             log.debug("no trial: a further copy of the state exceeds the memory that snapshots may take")
             raise TrialStopped
-        with ring.aside() as self._go_back:
-            parts.updater.gate.limit(*((NO_LIMIT, NO_LIMIT) if lifts_limits else parts.checks.limits))
-            try:
-                yield
-            finally:
-                self.updates += self._cost
-                marks.set_attributes(self._attributes)
+        self._state = state
+        parts.updater.gate.limit(*((NO_LIMIT, NO_LIMIT) if lifts_limits else parts.checks.limits))
+        try:
+            yield
+        finally:
+            self.updates += self._cost
+            attributes.set(self._attributes)
+            self._go_back()
+
+    def _go_back(self, snapshot: Snapshot | None = None) -> None:
+        """Go back to where the trial began, or to a snapshot."""
+        self._parts.ring.load(self._state if snapshot is None else snapshot.parts)
 
     @property
     def _cost(self) -> int:
@@ -235,7 +241,7 @@ class Trials:
         finally:
             parts.updater.drop_gradients()
             self._made += 1
-            self._go_back(None)
+            self._go_back()
         if parts.world.size == 1:
             return float(again) == loss
         return math.isclose(float(parts.world.mean(again)), loss, rel_tol=1e-6)  # summed up in another order
@@ -244,7 +250,7 @@ class Trials:
         """Make `steps` updates with some remedies, from the state at hand, or from that of a snapshot."""
         parts = self._parts
         self._go_back(since)
-        self._computation.marks.set_attributes(self._attributes)
+        self._computation.attributes.set(self._attributes)
         try:
             with self._control.effects.scope():
                 for action in actions:

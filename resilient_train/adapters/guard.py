@@ -62,7 +62,7 @@ from resilient_train.update.lasting import LastingRemedies
 from resilient_train.watch.config import ChecksConfig
 from resilient_train.watch.examination import Examination
 from resilient_train.watch.history import UpdateHistory
-from resilient_train.watch.modes import AnomalyMode, BufferWatch, Precision
+from resilient_train.watch.modes import AnomalyMode, Attributes, BufferWatch, Precision
 from resilient_train.watch.rate import Panel
 from resilient_train.watch.scans import Scans
 from resilient_train.wording import counted, log, say
@@ -169,6 +169,7 @@ class Guard(EngineGuard):
         checks, policy = arguments.checks(checks, expect), arguments.policy(recovery)
         state = RunState(bare, optimizers, rates, samples, clock, device=device, scaler=scaler)
         marks, anomaly_mode = Marks(bare, scaler, state.kept), AnomalyMode(arguments.backward(accelerator))
+        attributes = Attributes(bare)
         direct_steps = DirectStepCheck(optimizers)
         clipper = (TrainersClipper if samples.is_fed else Clipper)(
             clip if isinstance(clip, ClipConfig) else ClipConfig(clip, None),
@@ -190,7 +191,7 @@ class Guard(EngineGuard):
             measured.buffers = buffers
             replay = Replay(
                 *(unwrapped, lambda model, batch: measured.for_training(model, batch)[0], anomaly_mode.backward),
-                *(marks, updater.drop_gradients),
+                *(marks, attributes, updater.drop_gradients),
                 trained=updater.weights,
                 over_ranks=lambda grads: norm_over_ranks(grads, world.sum),
                 seeds=seeds,
@@ -221,7 +222,7 @@ class Guard(EngineGuard):
             quarantined = arguments.quarantine(data_changed, samples, incidents, world, is_own_loop)
             how = resume if isinstance(resume, Resume) else Resume()
             keeper = CheckpointKeeper(disk, parts, incidents, how)
-            computation = Computation(model, unwrapped, measured, anomaly_mode, marks, seeds)
+            computation = Computation(model, unwrapped, measured, anomaly_mode, marks, attributes, seeds)
             batch_errors = BatchErrors(parts, computation, policy)
             trials = Trials(parts, computation, batch_errors, policy, lambda: self.steps, stop)
             self._sizer = MicroBatchSizer(parts, policy, keeper, lambda write: controls.note(write))
@@ -243,6 +244,7 @@ class Guard(EngineGuard):
             self._lost_device = LostDevice(parts, policy, controls, keeper, measured)
             hooks: list[Hook] = [NotePlace(parts, keeper.progress), self._lost_device]
             hooks += [batch_errors] * batch_errors.counts_forwards + [HealthyUpdates(parts, keeper, examination)]
+            hooks += [attributes] * (measured is not None)
             if parts.precision.is_mixed:
                 parts.precision.is_wanted = lambda: lasting.higher_precision > 0
                 hooks.append(parts.precision)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -15,13 +16,16 @@ from resilient_train.checkpoint.keeper import CheckpointKeeper
 from resilient_train.core.clip import Clipper, clip, gradients, scale
 from resilient_train.core.protocols import Hook
 from resilient_train.core.randomness import Seeds, capture, restore
+from resilient_train.core.ring import Ring
+from resilient_train.core.state import RunState
 from resilient_train.core.transaction import Transaction
+from resilient_train.core.tree import nbytes
 from resilient_train.data.rows import fingerprint
 from resilient_train.errors import TrainError
 from resilient_train.record.progress import Progress
 from resilient_train.run_parts import RunParts
 from resilient_train.watch.examination import Examination
-from resilient_train.wording import log
+from resilient_train.wording import counted, log
 
 _MOST_STATES = 2_000  # of generators, 8 KiB each: updates that are older draw other numbers when they are repeated
 
@@ -67,7 +71,9 @@ class HealthyUpdates(Hook):
         if is_first_step or not parts.checks.knows_usual_batches:
             self._examination.learn_usual_batches(update.inputs)
         if is_first_step:
-            log.info("%s", parts.ring.describe())  # its size is known now that the optimizer has its moments
+            log.info(
+                "%s", snapshots_in_words(parts.ring, parts.state)
+            )  # its size is known now that the optimizer has its moments
 
     def _note_rows(self, update: Transaction) -> None:
         """Note once what the data set looks like, so that a resume notices when it has changed."""
@@ -76,6 +82,23 @@ class HealthyUpdates(Hook):
             rows = [key.row for some in keys for key in some]
             sample = fingerprint(self._parts.samples.dataset, rows)  # type: ignore[attr-defined]
             log.run_history.note("data_seen", sample=sample)
+
+
+def snapshots_in_words(ring: Ring, state: RunState) -> str:
+    if not ring.every:
+        return "no snapshots in memory (memory.every=0): this run cannot rewind"
+    size, allowed = ring.settle_slots(nbytes(state.live()))
+    why = "half of what was available" if ring.config.max_gib is None else "memory.max_gib"
+    limit = f", of {_readable(allowed)} allowed: {why}" if ring.slots < ring.config.keep else ""
+    if not ring.slots:
+        return f"no snapshots in memory: this run cannot rewind; two take {_readable(2 * size)}{limit}"
+    often = f"every {counted(ring.every, 'step')}"
+    return f"keeps {ring.slots} snapshots to rewind to, {often} ({_readable(ring.slots * size)}{limit})"
+
+
+def _readable(size: float) -> str:
+    power = min(3, max(0, int(math.log2(max(size, 1)) // 10)))
+    return f"{size / 2 ** (10 * power):.3g} {('bytes', 'KiB', 'MiB', 'GiB')[power]}"
 
 
 class DirectStepCheck:

@@ -20,11 +20,6 @@ from resilient_train.core.copies import Stateful, restore_changed, room
 from resilient_train.core.state import optimizer_tree, restore_optimizer, weights_of
 from resilient_train.core.tree import Tree, copy_into, local_part, put_together, taken_apart
 
-Attributes = Sequence[tuple[dict[str, Any], str, Any]]  # of modules: where, name, value
-
-_ABSENT = object()
-_LOOKS = 5  # calls of `attributes` in which those that change are looked for
-
 
 @dataclass(eq=False)
 class Mark:
@@ -37,16 +32,11 @@ class Mark:
     copies: list[torch.Tensor] = field(default_factory=list)
     kept: Mapping[str, Tree] = field(default_factory=dict)  # what is kept, by name, as it was
     of_kept: list[torch.Tensor] = field(default_factory=list)  # the tensors of that, which are copies
-    attributes: Attributes = ()  # of the model's modules
     steps: dict[Optimizer, tuple[Tree, list[torch.Tensor]]] = field(default_factory=dict)  # and their weights
 
 
 class Marks:
-    """Takes marks, and puts them back: with a gate that decides on the device, all that undoes an update.
-
-    A model may also count its forwards, or carry a hidden state along, in plain attributes. `attributes` returns those
-    that change in the first updates, numbers and tensors without a graph: a replay begins with them.
-    """
+    """Takes marks, and puts them back: with a gate that decides on the device, all that undoes an update."""
 
     def __init__(
         self,
@@ -58,9 +48,6 @@ class Marks:
         self._modules = list(model.modules())  # listed once: `named_buffers` would walk the tree in every update
         self._spare: list[Mark] = []
         self._memory: dict[Optimizer, list[torch.Tensor]] = {}  # of the copies of full marks
-        self._changing: dict[tuple[int, str], dict[str, Any]] = {}  # attributes, by id of the dictionary and name
-        self._first: dict[tuple[int, str], Any] = {}
-        self._looks = 0
 
     def take(self) -> Mark:
         tables = [(module, module._buffers.copy()) for module in self._modules if module._buffers]
@@ -149,10 +136,9 @@ class Marks:
         self.release(now)
 
     @contextmanager
-    def preserved(self, attributes: Attributes) -> Iterator[None]:
-        """Begin with these attributes and an unscaled loss; at the end everything is as it was before."""
-        before, own = self.take(), self.attributes()
-        self.set_attributes(attributes)
+    def preserved(self) -> Iterator[None]:
+        """Begin with an unscaled loss; at the end everything is as it was before."""
+        before = self.take()
         for one in self._scale()[:1]:
             one.fill_(1.0)
         try:
@@ -160,40 +146,3 @@ class Marks:
         finally:
             self.undo(before)
             self.release(before)
-            self.set_attributes(own)
-
-    def attributes(self) -> Attributes:
-        """Return the attributes that change with the updates, as they are; tensors are not copied."""
-        if self._looks < _LOOKS:
-            self._looks += 1
-            self._look()
-        now = [(own, name, own.get(name, _ABSENT)) for (_, name), own in self._changing.items()]
-        return [one for one in now if one[2] is _ABSENT or _is_state(one[2])]
-
-    def set_attributes(self, attributes: Attributes, *, only_lost: bool = False) -> None:
-        """Set what `attributes` returned; `only_lost`: those that are not finite any more. Then the host waits."""
-        for own, name, value in attributes:
-            now = own.get(name)
-            if only_lost and (value is _ABSENT or not _is_state(now) or torch.as_tensor(now).isfinite().all()):
-                continue
-            if value is _ABSENT:
-                own.pop(name, None)
-            else:
-                own[name] = value
-
-    def _look(self) -> None:
-        tables = [vars(module) for module in self._modules]
-        now = {(id(own), name): (own, one) for own in tables for name, one in own.items() if _is_state(one)}
-        if self._looks == 1:
-            self._first = {place: one for place, (_, one) in now.items()}
-            return
-        for place, (own, one) in now.items():
-            if self._first.get(place, _ABSENT) is not one:
-                self._changing[place] = own
-        if self._looks == _LOOKS:
-            self._first.clear()
-
-
-def _is_state(value: Any) -> bool:
-    """Say whether an attribute of a module may be a part of its state. A tensor with a graph would keep that alive."""
-    return type(value) in (int, float) or (isinstance(value, torch.Tensor) and not value.requires_grad)

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import psutil
 import torch
 
 from resilient_train.core.copies import Copier, Frozen, room
 from resilient_train.core.state import RunState
-from resilient_train.core.tree import Tree, nbytes, put_together, taken_apart
-from resilient_train.files import left_by_cgroups
+from resilient_train.core.tree import Tree, put_together, taken_apart
+from resilient_train.files import available_memory
 from resilient_train.reader import MemoryConfig
-from resilient_train.wording import counted
 
 _GIB = 2**30
 _SLOTS_TO_SET_ASIDE = 3  # with fewer, there would be no slot for a candidate next to the newest verified snapshot
@@ -52,7 +48,7 @@ class Ring:
         self, state: RunState, config: MemoryConfig, agree: Callable[[float], float] = lambda number: number
     ) -> None:
         """`agree` returns the least of a number over all ranks, which with other snapshots would rewind elsewhere."""
-        self._state, self._config, self._agree, self.every = state, config, agree, config.every
+        self._state, self.config, self._agree, self.every = state, config, agree, config.every
         self.snapshots: list[Snapshot] = []  # oldest first
         # The best verified snapshot that a rewind went back beyond, kept for the end of the run.
         self._set_aside: list[Snapshot] = []  # one at most
@@ -64,18 +60,7 @@ class Ring:
         self._frozen = Frozen()
         self.copier = Copier(state.device)
         self._allowed: float | None = None  # bytes, agreed on at the first use
-        self._slots = 0  # the number of snapshots that fit, as of the last `_settle_slots`
-
-    def describe(self) -> str:
-        if not self.every:
-            return "no snapshots in memory (memory.every=0): this run cannot rewind"
-        size, allowed = self._settle_slots(nbytes(self._state.live()))
-        why = "half of what was available" if self._config.max_gib is None else "memory.max_gib"
-        limit = f", of {_readable(allowed)} allowed: {why}" if self._slots < self._config.keep else ""
-        if not self._slots:
-            return f"no snapshots in memory: this run cannot rewind; two take {_readable(2 * size)}{limit}"
-        often = f"every {counted(self.every, 'step')}"
-        return f"keeps {self._slots} snapshots to rewind to, {often} ({_readable(self._slots * size)}{limit})"
+        self.slots = 0  # the number of snapshots that fit, as of the last `settle_slots`
 
     def is_due(self, step: int) -> bool:
         return bool(self.every) and step % self.every == 0
@@ -90,8 +75,8 @@ class Ring:
         shared = [live["weights"].pop(name) for name in self._frozen.shared]
         trained = {name: live.pop(name) for name in list(live) if name == "weights" or name.startswith("optimizer.")}
         (plain, sources), (plain_rest, rest) = taken_apart(trained), taken_apart(live)
-        self._settle_slots(sum(one.nbytes for one in (*sources, *rest, *shared)))
-        if not self._slots or not self._make_room(step):
+        self.settle_slots(sum(one.nbytes for one in (*sources, *rest, *shared)))
+        if not self.slots or not self._make_room(step):
             return None
         own = room([*sources, *rest], self._spare.pop() if self._spare else [], self.copier.empty)
         copies, empty, more = self._frozen.copies(self.copier.empty)
@@ -157,61 +142,53 @@ class Ring:
 
     def restore(self, snapshot: Snapshot) -> None:
         """Go back to a snapshot and drop later ones, but set the best of them aside, for the end of the run."""
-        self.copier.wait()
-        self._state.restore(snapshot.parts)
-        self._frozen.restored()
+        self.load(snapshot.parts)
         newer = [one for one in self.snapshots if one.verified and one.step > snapshot.step]
         best = next((one for one in newer if one is self._reference), newer[-1] if newer else None)
         is_best = best is not None and all(best.step > one.step for one in self._set_aside)
-        if best is not None and is_best and self._slots >= _SLOTS_TO_SET_ASIDE:
+        if best is not None and is_best and self.slots >= _SLOTS_TO_SET_ASIDE:
             self._drop_set_aside()
             self._set_aside, self._branch_step = [best], snapshot.step
             self.snapshots.remove(best)
         self._branch_step = min(self._branch_step, snapshot.step)
         self.drop(*[one for one in self.snapshots if one.step > snapshot.step])
 
-    def has_room_aside(self) -> bool:
-        """Say whether `aside` fits into the memory that is allowed, next to what is kept. It is a collective."""
-        size = nbytes(self._state.live())
-        if self._allowed is None:
-            self._settle_slots(size)
-        kept = sum(one.nbytes for each in (*self.snapshots, *self._set_aside) for one in each.own)
-        return self._agree((self._allowed or 0.0) - kept - size) >= 0
-
-    @contextmanager
-    def aside(self) -> Iterator[Callable[[Snapshot | None], None]]:
-        """Copy the state outside of all slots; yields what goes back to it, as the end does, or to a snapshot."""
+    def aside(self) -> dict[str, Tree] | None:
+        """Copy the state outside of all slots; None if it does not fit next to what is kept. It is a collective."""
         plain, sources = taken_apart(self._state.live())
+        size = sum(one.nbytes for one in sources)
+        if self._allowed is None:
+            self.settle_slots(size)
+        kept = sum(one.nbytes for each in (*self.snapshots, *self._set_aside) for one in each.own)
+        if self._agree((self._allowed or 0.0) - kept - size) < 0:
+            return None
         own = room(sources, [], self.copier.empty)
         self.copier.fill(own, sources, 0)
+        copied: dict[str, Tree] = put_together(plain, own)
+        return copied
 
-        def go_back(snapshot: Snapshot | None = None) -> None:
-            self.copier.wait()
-            self._state.restore(put_together(plain, own) if snapshot is None else snapshot.parts)
-            self._frozen.restored()
-
+    def load(self, parts: Mapping[str, Tree]) -> None:
+        """Restore a state. All snapshots stay."""
         self.copier.wait()
-        try:
-            yield go_back
-        finally:
-            go_back()
+        self._state.restore(parts)
+        self._frozen.restored()
 
-    def _settle_slots(self, size: int) -> tuple[int, float]:
+    def settle_slots(self, size: int) -> tuple[int, float]:
         """Agree with all ranks on how many snapshots of `size` bytes fit, at least two; drop those that do not. Returns
         the bytes of one, and those allowed: by default half of what was available at first, over local ranks.
         """
         if self._allowed is None:
-            if self._config.max_gib is not None:
-                allowed = self._config.max_gib * _GIB
+            if self.config.max_gib is not None:
+                allowed = self.config.max_gib * _GIB
             else:
-                allowed = min([int(psutil.virtual_memory().available), *left_by_cgroups()]) / 2  # the page cache counts
+                allowed = available_memory() / 2
             self._allowed = self._agree(allowed / int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         size = max(1, -int(self._agree(-size)))
-        fitting = min(self._config.keep, int(self._allowed / size))
-        self._slots = fitting if fitting > 1 else 0
-        if self._slots < _SLOTS_TO_SET_ASIDE:
+        fitting = min(self.config.keep, int(self._allowed / size))
+        self.slots = fitting if fitting > 1 else 0
+        if self.slots < _SLOTS_TO_SET_ASIDE:
             self._drop_set_aside()
-        if not self._slots:
+        if not self.slots:
             self.snapshots.clear()
             self._spare.clear()
             self._frozen = Frozen()
@@ -219,13 +196,13 @@ class Ring:
 
     def _make_room(self, now: int) -> bool:
         """Drop snapshots until there is a slot for one of step `now`; False if that is not possible."""
-        while len(self.snapshots) + len(self._set_aside) >= self._slots:
-            best = self.verified_until(self.best_step)[:1] if self._slots > _SLOTS_TO_SET_ASIDE else []
+        while len(self.snapshots) + len(self._set_aside) >= self.slots:
+            best = self.verified_until(self.best_step)[:1] if self.slots > _SLOTS_TO_SET_ASIDE else []
             verified = [one.verified and one not in (self._reference, *best) for one in self.snapshots]
             if (place := snapshot_to_drop(verified, [one.step for one in self.snapshots], now)) is None:
                 return False
             self.drop(self.snapshots[place])
-        del self._spare[self._slots - len(self.snapshots) - len(self._set_aside) :]
+        del self._spare[self.slots - len(self.snapshots) - len(self._set_aside) :]
         return True
 
     def _drop_set_aside(self) -> None:
@@ -254,8 +231,3 @@ def snapshot_to_drop(verified: Sequence[bool], steps: Sequence[int], now: int) -
     kept = (newest, 0) if is_early else (newest,)
     others = [place for place, is_verified in enumerate(verified) if is_verified and place not in kept]
     return min(others, key=distance, default=None)
-
-
-def _readable(size: float) -> str:
-    power = min(3, max(0, int(math.log2(max(size, 1)) // 10)))
-    return f"{size / 2 ** (10 * power):.3g} {('bytes', 'KiB', 'MiB', 'GiB')[power]}"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,7 +11,7 @@ import torch
 from resilient_train.core.mark import Mark
 from resilient_train.core.ring import Snapshot
 from resilient_train.core.updater import Attempt
-from resilient_train.core.vitals import Metrics, Sent, read_vitals, versions
+from resilient_train.core.vitals import Metrics, Sent, read_vitals
 from resilient_train.types import UpdateResult, Vitals
 
 
@@ -75,14 +73,3 @@ class Transaction:
             lr_ratio=attempt.lr_ratio,
             by_rank=attempt.rows_by_rank,
         )
-
-    @cached_property
-    def was_modified(self) -> bool:
-        """Whether its batches were changed in place after the model got them: they cannot be used again."""
-        return self.versions != [versions(batch) for batch in self.inputs]
-
-    def allows_loss(self, loss: float) -> bool:
-        return -math.inf < loss <= self.limits[0]
-
-    def would_refuse(self, loss: float, norm: float) -> bool:
-        return not (self.allows_loss(loss) and norm <= self.limits[1])

@@ -148,8 +148,6 @@ class EngineGuard:
         if batch is not self._handed_out:
             begun.inputs[-1] = batch  # the loop has changed it
         begun.versions[-1] = versions(begun.inputs[-1])
-        if not begun.losses:
-            begun.mark.attributes = self._marks.attributes()
         try:
             computed: Computed | Retry = self._backend.compute(batch)
         except Exception as error:
@@ -312,10 +310,7 @@ class EngineGuard:
                 self._after_accepted(judged)
             return True
         # Trouble. Undo the refused update and the next one, then treat it.
-        given_up = [one for one in (begun, None if vitals.accepted else judged) if one is not None]
-        self._discard(*given_up)
-        if given_up:
-            self._marks.set_attributes(judged.mark.attributes, only_lost=True)
+        self._discard(*[one for one in (begun, None if vitals.accepted else judged) if one is not None])
         if anomaly is not None:
             refined = self._refined(anomaly, judged, is_scanned=scanned is not None)
             judged.nan_is_usual, judged.is_error = self._checks.nan_is_usual, refined.signal is Signal.EXCEPTION

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from typing import Any
 
@@ -96,12 +96,6 @@ def _where_not_finite(by_rank: Sequence[Sequence[float]]) -> tuple[int, ...]:
         if 0 < len(bad) < len(by_rank):
             return bad
     return ()
-
-
-def all_finite(batches: Iterable[Any]) -> bool:
-    """Whether batches of any shape hold no NaN or infinity. Waits for the device."""
-    tensors = [leaf for leaf in leaves(list(batches)) if isinstance(leaf, torch.Tensor)]
-    return all(bool(one.isfinite().all()) for one in tensors if one.is_floating_point() or one.is_complex())
 
 
 def versions(batch: Any) -> list[int]:

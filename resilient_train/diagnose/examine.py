@@ -21,6 +21,7 @@ from resilient_train.diagnose.verdict import Observations
 from resilient_train.errors import ConfigError
 from resilient_train.types import Diagnosis
 from resilient_train.watch.layout import nonfinite
+from resilient_train.watch.modes import Attributes
 from resilient_train.wording import blamed, say
 
 _DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -90,6 +91,7 @@ def examine(
         measured,
         Tensor.backward,
         Marks(model),
+        Attributes(model),
         drop_gradients=model.zero_grad,
         trained=weights,
         over_ranks=lambda grads: torch.tensor(sqrt(sum(float(one.double().square().sum()) for one in grads))),

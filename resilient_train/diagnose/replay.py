@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from resilient_train.core import randomness
-from resilient_train.core.mark import Attributes, Marks
+from resilient_train.core.mark import Marks
 from resilient_train.core.randomness import Seeds
 from resilient_train.core.tree import is_sharded, local_part, rebuilt
 from resilient_train.diagnose.frames import Layers
 from resilient_train.diagnose.microscope import Microscope, Origin
 from resilient_train.errors import in_one_line
 from resilient_train.types import Facts
+from resilient_train.watch.modes import Attributes, Saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class Replay:
     measure: Callable[[nn.Module, Any], Tensor]  # returns the loss of a batch
     backward: Callable[[Tensor], None]
     marks: Marks
+    attributes: Attributes
     drop_gradients: Callable[[], None]
     trained: Sequence[Tensor]  # the weights whose gradients the gate looks at
     over_ranks: Callable[[list[Tensor]], Tensor]  # the norm of sharded gradients, which every rank calls
@@ -63,7 +65,7 @@ class Replay:
         self,
         batches: Sequence[Any],
         start: int,
-        attributes: Attributes = (),
+        attributes: Saved = (),
         watching: Microscope | Layers | None = None,
     ) -> Replayed:
         """Replay the update at position `start` with these batches, beginning with `attributes` of the modules."""
@@ -75,7 +77,7 @@ class Replay:
         # The microscope cannot look into a fused kernel.
         in_eager = torch.compiler.set_stance("force_eager") if may_be_compiled else nullcontext()
         # Unscaled: what is not finite then is no overflow that a lower scale prevents.
-        with self.marks.preserved(attributes), randomness.preserved(self.device), in_eager:
+        with self.marks.preserved(), self.attributes.preserved(attributes), randomness.preserved(self.device), in_eager:
             try:
                 with watching or nullcontext():
                     return self._measured([_copied(batch) for batch in batches], start, watching)
@@ -91,7 +93,7 @@ class Replay:
                     for weight, value in moving:
                         weight.copy_(value)
 
-    def under_microscope(self, batches: Sequence[Any], start: int, attributes: Attributes = ()) -> Replayed:
+    def under_microscope(self, batches: Sequence[Any], start: int, attributes: Saved = ()) -> Replayed:
         """Replay under the microscope, and again to look at the inputs of the call whose backward is to blame."""
         look_at, origin = None, None
         for _ in range(2):  # every rank replays as often

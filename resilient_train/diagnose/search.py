@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from resilient_train.core import randomness
 from resilient_train.core.transaction import Transaction
+from resilient_train.core.vitals import versions
 from resilient_train.data.samples import Samples
 from resilient_train.data.stream import Key
 from resilient_train.diagnose import rows as by_rows
@@ -88,7 +89,7 @@ class Search:
 
     def _observe(self, refused: Transaction, is_spike: bool) -> Observations:
         first = self._replayed(refused)
-        reproduced = not first.failure and refused.would_refuse(first.loss, first.norm)
+        reproduced = not first.failure and _would_refuse(refused, first.loss, first.norm)
         if not any(self.world.all_of(reproduced)):
             return Observations(failure=first.failure)
         filler, is_compared = self._control(refused)
@@ -109,7 +110,7 @@ class Search:
         is_sharded = self.replay.is_sharded
         found = self._guilty(refused, filler if reproduced or is_sharded else None)
         if is_sharded:  # the gradient is of all ranks' rows: all ranks reproduce it unless some rank's rows are known
-            reproduced = bool(found or origin) or not (first.failure or refused.allows_loss(first.loss))
+            reproduced = bool(found or origin) or not (first.failure or _allows_loss(refused, first.loss))
             is_known = any(self.world.all_of(reproduced))
             facts = replace(facts, reproduced=reproduced or not is_known)
         if not refused.update.keys and origin is None:
@@ -134,7 +135,7 @@ class Search:
             others = self._others(refused.update.keys, draw)
             tried = self._replayed(refused, others)
             is_compared |= not tried.failure
-            if filler is None and not refused.would_refuse(tried.loss, tried.norm):
+            if filler is None and not _would_refuse(refused, tried.loss, tried.norm):
                 filler = others
             if all(self.world.all_of(filler is not None)):
                 break
@@ -158,7 +159,7 @@ class Search:
             mine = {place - first for place in asked or ()}
             mixed = [keys[place] if place in mine else other for place, other in enumerate(filler or ())]
             tried = self._replayed(refused, mixed or None)
-            is_broken = not tried.failure and refused.would_refuse(tried.loss, tried.norm)
+            is_broken = not tried.failure and _would_refuse(refused, tried.loss, tried.norm)
             if together:
                 is_broken = any(self.world.all_of(is_broken))
             if asked is None:
@@ -170,15 +171,17 @@ class Search:
         return [key for place, key in enumerate(keys, first) if place in found]
 
     def _replayed(self, refused: Transaction, keys: Sequence[Key] | None = None, *, watched: bool = False) -> Replayed:
+        was_modified = refused.versions != [versions(batch) for batch in refused.inputs]  # its batches, in place
+
         def made() -> Sequence[Any]:
-            if keys is not None or (refused.was_modified and refused.update.keys):
+            if keys is not None or (was_modified and refused.update.keys):
                 return self._made(refused.update.keys, keys or chain(*refused.update.keys))
-            if refused.was_modified:
+            if was_modified:
                 raise RuntimeError("the batch was changed in place during its update, and it cannot be fetched again")
             return [self.world.on_device(batch) for batch in refused.inputs]
 
         replay = self.replay.under_microscope if watched else self.replay.of
-        replay = partial(replay, attributes=refused.mark.attributes)
+        replay = partial(replay, attributes=self.replay.attributes.before(refused))
         return self._tried(refused.update.start, made, replay, takes_errors=refused.is_error)
 
     def _tried(
@@ -220,6 +223,14 @@ class Search:
             if odd := odd or by_rows.outlying_fields(row, others, far):
                 found[key.row] = odd[:3]
         return found
+
+
+def _allows_loss(refused: Transaction, loss: float) -> bool:
+    return -math.inf < loss <= refused.limits[0]
+
+
+def _would_refuse(refused: Transaction, loss: float, norm: float) -> bool:
+    return not (_allows_loss(refused, loss) and norm <= refused.limits[1])
 
 
 def _where(culprit: Culprit) -> tuple[str, int, str]:

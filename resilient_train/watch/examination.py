@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +13,8 @@ from resilient_train.core.copies import Stateful
 from resilient_train.core.mark import Mark, Marks
 from resilient_train.core.state import Clock
 from resilient_train.core.transaction import Transaction
-from resilient_train.core.tree import Tree
-from resilient_train.core.vitals import Sent, all_finite
+from resilient_train.core.tree import Tree, leaves
+from resilient_train.core.vitals import Sent
 from resilient_train.ranks.world import World, odd_ones
 from resilient_train.types import Anomaly, Signal, fact
 from resilient_train.watch.layout import nonfinite
@@ -110,7 +110,7 @@ class Examination:
 
     def learn_usual_batches(self, batches: Sequence[Any]) -> None:
         """Learn from the first healthy update of a process whether NaN in a batch is usual."""
-        self._checks.nan_is_usual |= bool(self._ranks_where(not all_finite(batches)))
+        self._checks.nan_is_usual |= bool(self._ranks_where(not _all_finite(batches)))
 
     def refined(self, anomaly: Anomaly, update: Transaction, *, is_scanned: bool, has_landed: bool) -> Anomaly:
         """Say more precisely what is wrong with a bad update, or with the state that a scan has seen. Every rank comes.
@@ -144,7 +144,7 @@ class Examination:
 
     def _blame_batch(self, anomaly: Anomaly, batches: Sequence[Any]) -> Anomaly:
         """Say of the anomaly that its batch is bad, if that is so on any rank, and is not usual."""
-        ranks = () if self._checks.nan_is_usual else self._ranks_where(not all_finite(batches))
+        ranks = () if self._checks.nan_is_usual else self._ranks_where(not _all_finite(batches))
         if not ranks:
             return anomaly
         evidence = fact("bad_batch") + anomaly.evidence
@@ -161,3 +161,9 @@ def _are_apart(most: float, least: float, is_copy: bool) -> bool:
     """Whether replicas differ in a number. `most` is inf where all of them are infinite, and `least` then finite."""
     most = min(most, _LARGEST)
     return is_copy and most - least > _APART * max(abs(most), abs(least))
+
+
+def _all_finite(batches: Iterable[Any]) -> bool:
+    """Whether batches of any shape hold no NaN or infinity. Waits for the device."""
+    tensors = [leaf for leaf in leaves(list(batches)) if isinstance(leaf, torch.Tensor)]
+    return all(bool(one.isfinite().all()) for one in tensors if one.is_floating_point() or one.is_complex())

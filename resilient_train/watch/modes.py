@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
@@ -20,6 +20,10 @@ from resilient_train.watch.weights import Found, Scan
 from resilient_train.wording import log
 
 _SET_MODE = torch.set_anomaly_enabled
+_ABSENT = object()
+_LOOKS = 5  # calls of `Attributes.now` in which those that change are looked for
+
+Saved = Sequence[tuple[dict[str, Any], str, Any]]  # attributes of modules: where, name, value
 
 
 class AnomalyMode:
@@ -174,6 +178,77 @@ class BufferWatch:
                     continue
                 if buffer.is_floating_point() or buffer.is_complex():
                     yield (number, name), buffer
+
+
+class Attributes(Hook):
+    """A model may also count its forwards, or carry a hidden state along, in plain attributes of its modules.
+
+    Those that change in the first updates are known, numbers and tensors without a graph: a replay begins with them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tables = [vars(module) for module in model.modules()]
+        self._changing: dict[tuple[int, str], dict[str, Any]] = {}  # by id of the table and name
+        self._first: dict[tuple[int, str], Any] = {}
+        self._looks = 0
+        self._noted: list[tuple[Transaction, Saved]] = []  # as they were before each of the newest two updates
+
+    def around_compute(self, update: Transaction) -> AbstractContextManager[None]:
+        if not update.losses:
+            self._noted = [*self._noted[-1:], (update, self.now())]
+        return nullcontext()
+
+    def before_update(self) -> None:
+        """Set back what refused updates have left not finite, for which the host waits."""
+        if refused := [saved for update, saved in self._noted if update.is_refused]:
+            self.set(refused[0], only_lost=True)
+
+    def before(self, update: Transaction) -> Saved:
+        return next((saved for one, saved in self._noted if one is update), ())
+
+    def now(self) -> Saved:
+        """Return those that change with the updates, as they are; tensors are not copied."""
+        if self._looks < _LOOKS:
+            self._looks += 1
+            self._look()
+        now = [(own, name, own.get(name, _ABSENT)) for (_, name), own in self._changing.items()]
+        return [one for one in now if one[2] is _ABSENT or _is_state(one[2])]
+
+    def set(self, saved: Saved, *, only_lost: bool = False) -> None:
+        for own, name, value in saved:
+            now = own.get(name)
+            if only_lost and (value is _ABSENT or not _is_state(now) or torch.as_tensor(now).isfinite().all()):
+                continue
+            if value is _ABSENT:
+                own.pop(name, None)
+            else:
+                own[name] = value
+
+    @contextmanager
+    def preserved(self, saved: Saved = ()) -> Iterator[None]:
+        """Begin with `saved`; at the end they are as they were before."""
+        own = self.now()
+        self.set(saved)
+        try:
+            yield
+        finally:
+            self.set(own)
+
+    def _look(self) -> None:
+        now = {(id(own), name): (own, one) for own in self._tables for name, one in own.items() if _is_state(one)}
+        if self._looks == 1:
+            self._first = {place: one for place, (_, one) in now.items()}
+            return
+        for place, (own, one) in now.items():
+            if self._first.get(place, _ABSENT) is not one:
+                self._changing[place] = own
+        if self._looks == _LOOKS:
+            self._first.clear()
+
+
+def _is_state(value: Any) -> bool:
+    """Say whether an attribute of a module may be a part of its state. A tensor with a graph would keep that alive."""
+    return type(value) in (int, float) or (isinstance(value, Tensor) and not value.requires_grad)
 
 
 class Precision(Hook):

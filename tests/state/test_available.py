@@ -10,6 +10,7 @@ import psutil
 import pytest
 from test_state import Bench
 
+from resilient_train.adapters.hooks import snapshots_in_words
 from resilient_train.files import left_by_cgroups
 
 
@@ -23,7 +24,7 @@ def test_half_of_what_is_available_counts(available: int, expected: str, monkeyp
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     bench = Bench()
     bench.state.model.register_buffer("large", bench.net.norm.weight.new_zeros(10_000))
-    assert re.search(expected, bench.ring.describe())
+    assert re.search(expected, snapshots_in_words(bench.ring, bench.state))
 
 
 def group(place: Path, **files: object) -> None:

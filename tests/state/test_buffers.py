@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from resilient_train.adapters.guard import Guard
-from resilient_train.core.mark import Marks
-from resilient_train.watch.modes import BufferWatch
+from resilient_train.watch.modes import Attributes, BufferWatch
 
 ROWS, CLASSES = 512, 4
 
@@ -142,18 +141,18 @@ class Counting(nn.Module):
 def test_attributes_that_change_with_each_forward_are_known() -> None:
     """Numbers, and tensors by reference; not what holds a graph, and nothing that does not change."""
     net = Counting()
-    marks = Marks(net)
+    attributes = Attributes(net)
     for _ in range(5):
-        marks.attributes()
+        attributes.now()
         net(torch.ones(2))
-    before, kept = dict(vars(net)), marks.attributes()
+    before, kept = dict(vars(net)), attributes.now()
     assert {name for _, name, _ in kept} == {"calls", "rate", "hidden"}
     net(torch.full((2,), torch.nan))
     net.width = 8
-    marks.set_attributes(kept, only_lost=True)
+    attributes.set(kept, only_lost=True)
     assert net.calls == 6
     assert net.hidden is before["hidden"]
-    marks.set_attributes(kept)
+    attributes.set(kept)
     assert (net.calls, net.rate, net.width) == (5, 2**-5, 8)
 
 

@@ -11,13 +11,15 @@ import pytest
 import torch
 from torch import nn
 
+from resilient_train.adapters.hooks import snapshots_in_words
 from resilient_train.core.mark import Marks
 from resilient_train.core.ring import Ring
 from resilient_train.core.state import Clock, RunState
 from resilient_train.core.tree import leaves, nbytes, put_together, sha256, taken_apart
-from resilient_train.core.vitals import all_finite, versions
+from resilient_train.core.vitals import versions
 from resilient_train.reader import MemoryConfig
 from resilient_train.trials import travelled
+from resilient_train.watch.examination import _all_finite
 
 CPU = torch.device("cpu")
 
@@ -147,7 +149,7 @@ def test_ranks_agree_on_how_many_snapshots_fit() -> None:
 
     bench = Bench(keep=8, max_gib=1.0, agree=least)
     bench.kept()
-    assert "keeps 3 snapshots" in bench.ring.describe()
+    assert "keeps 3 snapshots" in snapshots_in_words(bench.ring, bench.state)
     assert [number > 0 for number in asked] == [True, False, False]
     bench.ring.verified_until(0)
     bench.ring.restore(bench.ring.snapshots[0])
@@ -213,7 +215,7 @@ def test_no_slots_means_no_snapshots() -> None:
     bench.kept()
     assert len(bench.ring.snapshots) == 1
     bench.train()
-    assert "cannot rewind" in bench.ring.describe()
+    assert "cannot rewind" in snapshots_in_words(bench.ring, bench.state)
     assert bench.ring.verified_until(10) == []
     assert bench.ring.last_good(10) is None
 
@@ -383,7 +385,7 @@ def test_the_tensors_of_a_batch_are_found_in_every_container_of_pytree(make: Cal
     batch = make([one, other])
     assert [id(leaf) for leaf in leaves(batch)] == [id(one), id(other)]
     before = versions(batch)
-    assert all_finite([batch])
+    assert _all_finite([batch])
     other[1] = torch.nan
     assert versions(batch) != before
-    assert not all_finite([batch])
+    assert not _all_finite([batch])
