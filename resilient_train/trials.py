@@ -17,7 +17,6 @@ import torch
 
 from resilient_train.computation import BatchErrors, Computation
 from resilient_train.core.controls import Effects
-from resilient_train.core.decide import BY_DECAY, by_signal
 from resilient_train.core.mark import Mark
 from resilient_train.core.policy import Policy
 from resilient_train.core.protocols import Hook, Store
@@ -30,7 +29,19 @@ from resilient_train.core.vitals import mean, scalar
 from resilient_train.errors import StorageFailed, TrainError, in_one_line
 from resilient_train.ranks.world import is_out_of_memory
 from resilient_train.run_parts import RunParts
-from resilient_train.types import NO_LIMIT, OUTSIDE, Action, Anomaly, Decision, Signal, Tried, fact
+from resilient_train.types import (
+    NO_LIMIT,
+    OUTSIDE,
+    Action,
+    Anomaly,
+    Cause,
+    Decision,
+    Diagnosis,
+    Signal,
+    Tried,
+    by_signal,
+    fact,
+)
 from resilient_train.update.remedies import (
     JUDGED,
     Arm,
@@ -401,7 +412,7 @@ class RateSearch(Hook):
         anomaly = Anomaly(Signal.NO_PROGRESS, step, parts.clock.tick, found.since, check.evidence + fell)
         self._store.distrust(found.since)
         decision = Decision((Action("rewind"), found.cut), rung=OUTSIDE)
-        diagnosis = by_signal(anomaly) if found.left == 1 else BY_DECAY
+        diagnosis = by_signal(anomaly) if found.left == 1 else Diagnosis(Cause.OPTIMIZER, fact("decays_fast"))
         incident = replace(log.open(anomaly, diagnosis, decision), tried=found.tried)
         recovery.carry_out(incident, (0, 0), started)
 

@@ -181,6 +181,25 @@ class Diagnosis:
         return self.symptom or self.culprit
 
 
+_BY_CAUSE = {  # what signals suggest by themselves
+    Cause.DATA: "nonfinite_batch",
+    Cause.UNKNOWN: "nonfinite_loss nonfinite_grad loss_spike grad_spike exception",  # spikes that were refused
+    Cause.CORRUPTION: "nonfinite_weights weights_jump rank_mismatch",
+    Cause.OPTIMIZER: "nonfinite_optimizer optimizer_range",
+    Cause.EXPLOSION: "divergence not_recovered",
+    Cause.RATE: "no_progress",
+    Cause.OVERFLOW: "scale_collapse",
+    Cause.PROCESS: "out_of_memory hang crash disk_full checkpoint_failed checkpoint_damaged",
+}
+_CAUSES = {Signal(signal): cause for cause, signals in _BY_CAUSE.items() for signal in signals.split()}
+
+
+def by_signal(anomaly: Anomaly) -> Diagnosis:
+    if anomaly.signal is Signal.LOSS_SPIKE and anomaly.landed:
+        return Diagnosis(Cause.EXPLOSION, fact("spike_landed"))
+    return Diagnosis(_CAUSES[anomaly.signal], fact(anomaly.signal))
+
+
 @dataclass(frozen=True, slots=True)
 class Action:
     """One remedy as a policy prescribes it: `Action("lower_lr", {"factor": 0.5, "rewarm": 20})`."""

@@ -23,7 +23,6 @@ from resilient_train.app.terminal import Terminal
 from resilient_train.checkpoint import weights
 from resilient_train.checkpoint.resume import Resume
 from resilient_train.checkpoint.store import WEIGHTS
-from resilient_train.core.decide import by_signal
 from resilient_train.diagnose.frames import called_by_us, is_users
 from resilient_train.errors import (
     ConfigError,
@@ -51,7 +50,7 @@ from resilient_train.tracking import tracker as tracking
 from resilient_train.tracking.connection import left_in
 from resilient_train.tracking.story import again, command, completed
 from resilient_train.tracking.tracker import Tracker
-from resilient_train.types import Action, Anomaly, Decision, Signal, fact
+from resilient_train.types import Action, Anomaly, Decision, Signal, by_signal, fact
 from resilient_train.wording import GOOD, IN_FILE_ONLY, WARNING, counted, log, say
 
 _HOME = Path("runs")  # of MLflow's database, if no other store is configured

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ import torch
 from resilient_train.core.mark import Mark
 from resilient_train.core.ring import Snapshot
 from resilient_train.core.updater import Attempt
-from resilient_train.core.vitals import Metrics, Sent, read_vitals
-from resilient_train.types import UpdateResult, Vitals
+from resilient_train.core.vitals import Metrics, Sent, where_not_finite
+from resilient_train.types import Signal, UpdateResult, Vitals
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +66,23 @@ class Transaction:
 
     def read(self, step: int, *, has_scale: bool) -> Vitals:
         """Return what was measured of it, after `step` accepted updates; the host waits for the device."""
-        update, attempt = self.update, self.attempt
-        return read_vitals(
-            *(self.tick, step, update.start, update.stop, attempt.settings[0]["lr"] or 0.0),
-            *(self._sent.read(), self.limits),
-            has_scale=has_scale,
-            lr_ratio=attempt.lr_ratio,
-            by_rank=attempt.rows_by_rank,
+        loss, grad_norm, *rest = self._sent.read()
+        scale = rest.pop(0) if has_scale else None
+        refused = None  # the reason for which the gate refused the update
+        if not isfinite(loss):
+            refused = Signal.NONFINITE_LOSS
+        elif not isfinite(grad_norm):
+            refused = Signal.NONFINITE_GRAD
+        elif loss > self.limits[0]:
+            refused = Signal.LOSS_SPIKE
+        elif grad_norm > self.limits[1]:
+            refused = Signal.GRAD_SPIKE
+        overflowed = scale is not None and refused is Signal.NONFINITE_GRAD
+        return Vitals(
+            *(self.tick, step + (refused is None), refused is None, loss, grad_norm),
+            *(self.attempt.settings[0]["lr"] or 0.0, self.update.start, self.update.stop),
+            *(None if overflowed else refused, overflowed, scale),
+            ranks=() if refused is None else where_not_finite(self.attempt.rows_by_rank()),
+            stop_asked=any(rest),  # of several ranks
+            lr_ratio=self.attempt.lr_ratio,
         )

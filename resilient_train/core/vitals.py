@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any
 
 import torch
 
 from resilient_train.core.tree import leaves
-from resilient_train.types import Signal, Vitals
+from resilient_train.types import Vitals
 
 Metrics = Mapping[str, torch.Tensor | float]
 
@@ -35,53 +35,6 @@ class Sent:
         return self._numbers
 
 
-def read_vitals(
-    tick: int,
-    step: int,
-    start: int,
-    stop: int,
-    lr: float,
-    numbers: Sequence[float],
-    limits: tuple[float, float],
-    *,
-    has_scale: bool,
-    lr_ratio: float = 0.0,
-    by_rank: Callable[[], Sequence[Sequence[float]]] = tuple,
-) -> Vitals:
-    """Make the vitals of an update after `step` accepted ones, from its loss, gradient norm, loss scale if there is
-    one, and with several ranks whether one asks to stop. `by_rank`, called after trouble only, returns a row for each
-    rank: loss and gradient norm first.
-    """
-    loss, grad_norm, *rest = numbers
-    scale = rest.pop(0) if has_scale else None
-    signal = None  # the reason for which the gate refused the update
-    if not isfinite(loss):
-        signal = Signal.NONFINITE_LOSS
-    elif not isfinite(grad_norm):
-        signal = Signal.NONFINITE_GRAD
-    elif loss > limits[0]:
-        signal = Signal.LOSS_SPIKE
-    elif grad_norm > limits[1]:
-        signal = Signal.GRAD_SPIKE
-    overflowed = scale is not None and signal is Signal.NONFINITE_GRAD
-    return Vitals(
-        tick,
-        step + (signal is None),
-        signal is None,
-        loss,
-        grad_norm,
-        lr,
-        start,
-        stop,
-        None if overflowed else signal,
-        overflowed,
-        scale,
-        ranks=() if signal is None else _where_not_finite(by_rank()),
-        stop_asked=any(rest),
-        lr_ratio=lr_ratio,
-    )
-
-
 def landed(vitals: Vitals) -> Vitals:
     """Return the vitals as of an open gate: no limit has refused the update, only a loss scale may have."""
     if vitals.accepted or (vitals.loss_scale is not None and not isfinite(vitals.grad_norm)):
@@ -89,7 +42,7 @@ def landed(vitals: Vitals) -> Vitals:
     return vitals._replace(step=vitals.step + 1, accepted=True, refused=None)
 
 
-def _where_not_finite(by_rank: Sequence[Sequence[float]]) -> tuple[int, ...]:
+def where_not_finite(by_rank: Sequence[Sequence[float]]) -> tuple[int, ...]:
     """Return the ranks on which trouble began, without those that only received it; none if that does not show."""
     for place in (0, 1):  # the loss first: averaged gradients have their NaN on every rank
         bad = tuple(rank for rank, row in enumerate(by_rank) if not isfinite(row[place]))

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from resilient_train.core import randomness
-from resilient_train.core.decide import by_signal
 from resilient_train.core.episode import Reference
 from resilient_train.core.ring import Ring, Snapshot
 from resilient_train.core.state import RunState
@@ -29,7 +28,7 @@ from resilient_train.diagnose import rows as by_rows
 from resilient_train.diagnose import verdict
 from resilient_train.diagnose.search import NONFINITE, Search
 from resilient_train.ranks.world import World
-from resilient_train.types import SPIKES, Anomaly, Cause, Diagnosis, Facts, Incident, Signal, Vitals, fact
+from resilient_train.types import SPIKES, Anomaly, Cause, Diagnosis, Facts, Incident, Signal, Vitals, by_signal, fact
 from resilient_train.watch.best import LEARNED
 from resilient_train.watch.history import FEW, WILD, Leap, PastUpdate, UpdateHistory
 

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from tables import table
 
 from resilient_train.adapters.arguments import policy as named
-from resilient_train.core.decide import by_signal, decide, recent
+from resilient_train.core.decide import decide, recent
 from resilient_train.core.knobs import MAX_EPS, MIN_CLIP, MIN_LR, Knobs, KnobValues
 from resilient_train.core.policy import Policy, parse
 from resilient_train.core.remedies import KNOWN, is_mild, remedy
@@ -37,6 +37,7 @@ from resilient_train.types import (
     Incident,
     Outcome,
     Signal,
+    by_signal,
     fact,
 )
 from resilient_train.update.lasting import LastingRemedies

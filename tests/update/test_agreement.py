@@ -18,7 +18,9 @@ from kills import checkpoints, incidents, summary
 from resilient_train.adapters.guard import Guard
 from resilient_train.core.gate import Agreement
 from resilient_train.core.loss import Every
-from resilient_train.core.vitals import read_vitals
+from resilient_train.core.mark import Mark
+from resilient_train.core.transaction import Transaction, Update
+from resilient_train.core.updater import Attempt
 from resilient_train.drills import BitFlip
 from resilient_train.errors import RanksDiffer
 from resilient_train.ranks.world import odd_ones
@@ -40,10 +42,9 @@ def heard(rows: Sequence[Sequence[float]]) -> tuple[Vitals, int]:
     numbers, table = Agreement(gathered, CPU).reduce(torch.tensor(rows[-1]))
     assert table is not None
     limits = (1e30, 1e30)
-    vitals = read_vitals(
-        1, 0, 0, 8, 0.1, numbers.tolist(), limits, has_scale=len(rows[-1]) > 2, by_rank=lambda: table.tolist()
-    )
-    return vitals, numbers.numel()
+    update = Transaction(Update(0, 8, []), 1, 1, Mark())
+    update.send(Attempt(numbers[0], numbers, table, None, [{"lr": 0.1}], False, 1.0, None), limits)
+    return update.read(0, has_scale=len(rows[-1]) > 2), numbers.numel()
 
 
 @pytest.mark.parametrize(
