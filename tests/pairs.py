@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from resilient_train.adapters.guard import Guard
-from resilient_train.core.tree import sha256
+from resilient_train.trees import sha256
 
 ROWS, BATCH_SIZE = 256, 8
 

@@ -56,6 +56,7 @@ from resilient_train.record.progress import Doing
 from resilient_train.remedial import AllControls
 from resilient_train.run_parts import RunParts
 from resilient_train.run_process import RunProcess
+from resilient_train.trees import state_sha256, weights_sha256
 from resilient_train.trials import RateSearch, Trials
 from resilient_train.types import Facts, Incident, Signal, UpdateResult
 from resilient_train.update.lasting import LastingRemedies
@@ -302,7 +303,8 @@ class Guard(EngineGuard):
         """Resume the run of the run directory, if there is one: after `keep`. Otherwise `batches` does it."""
         self._owes_resume = False
         resumed = self._process.resume()
-        self._recovery.resume_observed()
+        if self._recovery.observes:
+            self._recovery.incident_log.resume_observed(self.clock.step)
         self._sizer.as_before(self._keeper.previous_samples_per_update)
         self._checks.episode.resumed(self.clock.step)
         self.seeds.between(self.samples.position)
@@ -513,7 +515,7 @@ class Guard(EngineGuard):
         # An evaluation, or more steps, may follow: `leave`, `close` or the exit of the process conclude the report.
         writes = self.reporter.place.directory is not None
         self._left = self._finish_saving(healthy=True) if writes else self._left
-        digests = (self.state.weights_sha256(), self.state.sha256()) if writes else None
+        digests = (weights_sha256(self.state), state_sha256(self.state)) if writes else None
         self.reporter.end(RunFacts(is_closed=True), digests)
 
     def _finish_saving(self, *, healthy: bool) -> Path | None:

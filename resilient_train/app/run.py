@@ -50,6 +50,7 @@ from resilient_train.tracking import tracker as tracking
 from resilient_train.tracking.connection import left_in
 from resilient_train.tracking.story import again, command, completed
 from resilient_train.tracking.tracker import Tracker
+from resilient_train.trees import state_sha256, weights_sha256
 from resilient_train.types import Action, Anomaly, Decision, Signal, by_signal, fact
 from resilient_train.wording import GOOD, IN_FILE_ONLY, WARNING, counted, log, say
 
@@ -419,7 +420,7 @@ class _Session:
             counts |= status_of(RunFacts(error=error)).written()
             return Summary(incidents=self.incident_log.tally(), seconds=round(seconds, 3), **counts)
         state = self.run.guard.state
-        digests = (state.weights_sha256(), state.sha256()) if error is None else None
+        digests = (weights_sha256(state), state_sha256(state)) if error is None else None
         return self.run.guard.reporter.summary(RunFacts(error=error, is_closed=True), seconds, digests)
 
     def _failure_elsewhere(self, error: BaseException | None) -> str | None:

@@ -22,13 +22,14 @@ from resilient_train.checkpoint.tree_files import SerializedTree, gathered
 from resilient_train.checkpoint.weights import Best
 from resilient_train.checkpoint.writer import Job, Writer
 from resilient_train.core.ring import Snapshot
-from resilient_train.core.tree import put_together, sha256, taken_apart
+from resilient_train.core.tree import put_together, taken_apart
 from resilient_train.errors import in_one_line, unusable
 from resilient_train.files import at_disk
 from resilient_train.reader import DiskConfig
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.progress import Progress
 from resilient_train.run_parts import RunParts
+from resilient_train.trees import sha256
 from resilient_train.types import Action, Anomaly, Decision, ProcessIncident, Signal, by_signal, fact
 from resilient_train.wording import IN_FILE_ONLY, log
 

@@ -26,7 +26,6 @@ from resilient_train.core.tree import (
     Sharding,
     Share,
     Tree,
-    as_bytes,
     is_sharded,
     original_device,
     put_together,
@@ -35,6 +34,7 @@ from resilient_train.core.tree import (
     with_home,
 )
 from resilient_train.files import Written, write_file
+from resilient_train.trees import as_bytes
 
 TENSORS, TREE = "tensors.safetensors", "tree.json"
 NAMES = {  # of dtypes in safetensors

@@ -39,15 +39,11 @@ class Recovery:
         self.incident_log, self._store, self._report, self._agree = log, store, report, agree
         self._recovered_after = recovered_after
         self.observes = policy.observe  # incidents are reported, and every update lands
-        self._observed: int | None = None  # number of the incident that further anomalies count into
-        self._anomalous_step = 0  # the newest of them
         self._ended_damaged = False  # the loop ended before it was healthy again
 
     def update_accepted(self, *, was_limited: bool) -> None:
         """Count a healthy update. `was_limited`: a remedy kept its learning rate below the schedule's."""
         episode, step, controls = self.parts.checks.episode, self.parts.clock.step, self.controls
-        if self._observed is not None and step >= self._anomalous_step + self._recovered_after:
-            self._end_observed()
         controls.advance(was_limited=was_limited, may_relax=episode.is_at_reference(step))
         if not episode.is_open:  # the loss is back: the state to compare with is no longer needed
             if self.parts.ring.keeps_reference:
@@ -91,9 +87,7 @@ class Recovery:
         if decision.gave_up is not None:
             self._give_up(incident)
         if self.observes:
-            self._observed, self._anomalous_step = incident.id, parts.clock.step
-            incident = replace(incident, seconds=time.perf_counter() - started)
-            self.incident_log.record_treatment(incident, ongoing=True)
+            self.incident_log.observe(replace(incident, seconds=time.perf_counter() - started), parts.clock.step)
             return
         self.diagnoser.before_treatment(anomaly)
         self.carry_out(incident, suspects, started, refused=refused, continues=anomaly if before else None)
@@ -124,30 +118,15 @@ class Recovery:
 
     def counts(self, anomaly: Anomaly) -> bool:
         """Count an anomaly into the incident that is observed, as NaN makes only one; False if there is none."""
-        if self._observed is None:
+        if not self.incident_log.counts_on(self.parts.clock.step):
             return False
-        step = self.parts.clock.step
         self._distrust(anomaly.since)
-        if step > self._anomalous_step:
-            self._anomalous_step = step
-            self.incident_log.count_further(self._observed, step)
         return True
-
-    def resume_observed(self) -> None:
-        """Continue with an incident that the process before has only observed."""
-        for one in [one for one in self.incident_log.open_incidents if self.observes and one.is_observed]:
-            self._observed, self._anomalous_step = one.id, self.parts.clock.step
-            self.incident_log.ongoing.add(one.id)
-
-    def _end_observed(self) -> None:
-        if self._observed is not None:
-            self.incident_log.ongoing.discard(self._observed)
-            self._observed = None
 
     @property
     def is_damaged(self) -> bool:
         """Whether the state may hold damage: the loss is not back, or an anomaly was only observed."""
-        was_observed = self._observed is not None or self._ended_damaged or not self._is_back()
+        was_observed = self.incident_log.is_observing or self._ended_damaged or not self._is_back()
         return was_observed if self.observes else self.is_unrecovered()
 
     def _set_reference(self, anomaly: Anomaly, diagnosis: Diagnosis, decision: Decision) -> None:
@@ -193,8 +172,8 @@ class Recovery:
     def finish(self) -> None:
         """The run is complete: close its incidents, as recovered if the loss is back or was never off."""
         check, is_back = self.parts.checks.episode, self._is_back()
-        self._ended_damaged = self._observed is not None
-        self._end_observed()
+        self._ended_damaged = self.incident_log.is_observing
+        self.incident_log.end_observed()
         outcome = Outcome.RECOVERED if is_back else Outcome.UNRECOVERED
         if is_back and check.is_open:
             check.end()

@@ -14,16 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from resilient_train.core import randomness
 from resilient_train.core.copies import Stateful, restore_item
-from resilient_train.core.tree import (
-    Share,
-    Tree,
-    copy_into,
-    fits,
-    is_sharded,
-    local_part,
-    sha256,
-    to_original_device,
-)
+from resilient_train.core.tree import Share, Tree, copy_into, fits, is_sharded, local_part, to_original_device
 from resilient_train.errors import in_one_line, unusable
 
 LR_OF_GUARD = "lr_of_guard"  # a key of a group whose rates are the guard's: the lr that it set; rewinds with the group
@@ -114,13 +105,6 @@ class RunState:
             known = [saved[one] for one in (name, *self._names.get(weight, {})) if one in saved]
             pairs += [(weight, one) for one in known[:1] if one.shape == weight.shape]
         return pairs
-
-    def sha256(self) -> str:
-        return sha256(self.live())
-
-    def weights_sha256(self) -> str:
-        """Digest of the trainable weights: tied ones once, each under its first name and in its own dtype."""
-        return sha256({name: weight for name, weight in self.model.named_parameters() if weight.requires_grad})
 
     def live(self) -> dict[str, Tree]:
         """Everything that rewinds, by part; the tensors are the run's own."""

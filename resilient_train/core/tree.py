@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -107,20 +104,6 @@ def leaves(tree: Any) -> list[Any]:
     return tree_leaves(with_dicts(tree)) if any(isinstance(leaf, Mapping) for leaf in found) else found
 
 
-def rebuilt(tree: Any, change: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
-    """Return a tree in new containers of its classes, each leaf as `change` returns it: ten times as fast as pytree."""
-    if isinstance(tree, MutableMapping | list):
-        twin: Any = copy.copy(tree)
-        for key, value in list(tree.items() if isinstance(tree, MutableMapping) else enumerate(tree)):
-            if (new := rebuilt(value, change)) is not value:
-                twin[key] = new
-        return twin
-    if isinstance(tree, tuple):
-        values = [rebuilt(value, change) for value in tree]
-        return type(tree)(*values) if hasattr(tree, "_fields") else tuple(values)
-    return change(tree)
-
-
 def to_original_device(tree: Tree) -> Tree:
     """Return a copy whose tensors are on the devices of the originals: a snapshot may be in the host's memory."""
     plain, sources = taken_apart(tree)
@@ -135,7 +118,7 @@ def taken_apart(tree: Tree) -> tuple[Tree, list[torch.Tensor]]:
 
     def visit(node: Tree) -> Tree:  # by hand: pytree takes seven times as long, and this is done for every snapshot
         kind = type(node)
-        if kind in _PLAIN or (kind is tuple and _is_long_and_plain(node)):
+        if kind in _PLAIN or (kind is tuple and is_long_and_plain(node)):
             return node
         if isinstance(node, torch.Tensor) or kind is Share:
             tensors.append(local_part(node))
@@ -162,7 +145,7 @@ def put_together(
             return tensor if node.sharding is None else joined(tensor, node.sharding)
         if kind is dict:
             return {key: visit(value) for key, value in node.items()}
-        if (kind is list or kind is tuple) and not _is_long_and_plain(node):
+        if (kind is list or kind is tuple) and not is_long_and_plain(node):
             return kind(visit(value) for value in node)
         return node
 
@@ -184,45 +167,6 @@ def copy_into(targets: list[torch.Tensor], sources: list[torch.Tensor], *, non_b
         torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a tensor in the host's memory as a flat tensor of bytes; copied only where necessary."""
-    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    if flat.stride() != (1,):  # a single element counts as contiguous whatever its stride
-        flat = flat.clone(memory_format=torch.contiguous_format)
-    return flat.view(torch.uint8)
-
-
-def sha256(tree: Tree) -> str:
-    """Hash names, types, shapes and bytes of everything in a tree. All ranks call this for sharded tensors."""
-    digest = hashlib.sha256()
-    for path, leaf in sorted_leaves(tree):
-        digest.update(f"{path}\0".encode())
-        if isinstance(leaf, torch.Tensor):
-            digest.update(f"{leaf.dtype}{tuple(leaf.shape)}\0".encode())
-            tensor = leaf.detach().full_tensor() if is_sharded(leaf) else leaf  # type: ignore[attr-defined]
-            digest.update(as_bytes(tensor).numpy().data)
-        elif isinstance(leaf, np.ndarray):
-            digest.update(f"{leaf.dtype}{leaf.shape}\0".encode())
-            digest.update(np.ascontiguousarray(leaf).data)
-        elif leaf is None or isinstance(leaf, bool | int | float | complex | str | bytes) or _is_long_and_plain(leaf):
-            digest.update(repr(leaf).encode() + b"\0")
-        else:  # a pickle, because the text of other objects often shows an address
-            digest.update(pickle.dumps(leaf) + b"\0")
-    return digest.hexdigest()
-
-
-def sorted_leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each leaf of a tree after its path, in an order that does not depend on that of the keys."""
-    if isinstance(tree, Mapping):
-        for key in sorted(tree, key=str):
-            yield from sorted_leaves(tree[key], f"{path}/{key}")
-    elif isinstance(tree, list | tuple) and not _is_long_and_plain(tree):
-        for number, value in enumerate(tree):
-            yield from sorted_leaves(value, f"{path}/{number}")
-    else:
-        yield path, tree
-
-
-def _is_long_and_plain(node: Tree) -> bool:
+def is_long_and_plain(node: Tree) -> bool:
     """Python's generator state is 625 integers: one leaf."""
     return isinstance(node, list | tuple) and len(node) > 64 and {*map(type, node)} <= {int, bool}

@@ -14,11 +14,12 @@ import torch
 
 from resilient_train.core.randomness import preserved
 from resilient_train.core.transaction import Update
-from resilient_train.core.tree import leaves, rebuilt
+from resilient_train.core.tree import leaves
 from resilient_train.data.rows import Collate, RepeatableBatches
 from resilient_train.data.samples import Samples, Slicing
 from resilient_train.data.stream import Key, Stream
 from resilient_train.errors import TrainError
+from resilient_train.trees import rebuilt
 from resilient_train.wording import log
 
 _MAX_BYTES_OF_DEVICE = 2**26  # of kept batches that are not in the memory of the host

@@ -15,11 +15,11 @@ from torch.utils.data import DataLoader
 
 from resilient_train.core.randomness import Purpose, mix, seed_all, seed_host
 from resilient_train.core.transaction import Update
-from resilient_train.core.tree import rebuilt, sha256
 from resilient_train.data.fed import Fed, FedSamples
 from resilient_train.data.rows import Collate, Retries, SeededRows, no_watchdog
 from resilient_train.data.samples import Slicing
 from resilient_train.errors import StorageFailed, TrainError, in_one_line
+from resilient_train.trees import rebuilt, sha256
 from resilient_train.wording import log
 
 _BEAT_EVERY = 1_000  # rows that are only read to find a place

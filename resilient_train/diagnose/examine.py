@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from resilient_train.core.mark import Marks
 from resilient_train.core.randomness import Seeds
-from resilient_train.core.tree import leaves, rebuilt
+from resilient_train.core.tree import leaves
 from resilient_train.diagnose import rows, verdict
 from resilient_train.diagnose.frames import Layers, Output, floating, statistics
 from resilient_train.diagnose.replay import Replay
 from resilient_train.diagnose.verdict import Observations
 from resilient_train.errors import ConfigError
+from resilient_train.trees import rebuilt
 from resilient_train.types import Diagnosis
 from resilient_train.watch.layout import nonfinite
 from resilient_train.watch.modes import Attributes

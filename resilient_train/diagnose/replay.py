@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from resilient_train.core import randomness
 from resilient_train.core.mark import Marks
 from resilient_train.core.randomness import Seeds
-from resilient_train.core.tree import is_sharded, local_part, rebuilt
+from resilient_train.core.tree import is_sharded, local_part
 from resilient_train.diagnose.frames import Layers
 from resilient_train.diagnose.microscope import Microscope, Origin
 from resilient_train.errors import in_one_line
+from resilient_train.trees import rebuilt
 from resilient_train.types import Facts
 from resilient_train.watch.modes import Attributes, Saved
 

@@ -21,9 +21,10 @@ from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
 from resilient_train.core.randomness import preserved
-from resilient_train.core.tree import local_part, rebuilt
+from resilient_train.core.tree import local_part
 from resilient_train.errors import ConfigError, unusable
 from resilient_train.reader import check, is_list, limited, mapping, no_such, read
+from resilient_train.trees import rebuilt
 from resilient_train.wording import counted
 
 

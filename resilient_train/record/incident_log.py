@@ -35,6 +35,10 @@ class IncidentLog:
         self._journal = None if directory is None else Journal(directory / JOURNAL)
         self.run_history = RunHistory(self._journal.entries if self._journal else (), self._journal)
         self.ongoing: set[int] = set()  # incidents that healthy updates do not close
+        self._observed, self._anomalous_step = (
+            0,
+            0,
+        )  # what further anomalies count into, the newest
         for why in self.run_history.unreadable:
             log.warning("%s", why)
         # The process ended before it did what was decided.
@@ -146,19 +150,44 @@ class IncidentLog:
 
     def update_accepted(self, step: int, recovered_after: int, *, loss_is_off: bool) -> None:
         """Close what has recovered; while `loss_is_off` its reference, incidents that left damage stay open."""
+        if self.is_observing and step >= self._anomalous_step + recovered_after:
+            self.end_observed()
         for one in self.open_incidents:
             reached = one.last_step - (not one.anomaly.landed)
             is_over = step >= reached + recovered_after and one.id not in self.ongoing
             if is_over and not (loss_is_off and one.left_damage):
                 self.close(one, Outcome.RECOVERED, healthy_steps=recovered_after)
 
-    def count_further(self, number: int, step: int) -> None:
-        """Count one more anomalous update into an incident, and write down each doubling."""
-        incident = self.run_history.open[number]
-        incident = replace(incident, further=incident.further + 1)
-        self.run_history.adopt([incident])
-        if _log_doubling(incident, step):
-            self.update(incident)
+    # An incident that is only observed counts the anomalous updates that follow, as NaN makes only one.
+
+    @property
+    def is_observing(self) -> bool:
+        return self._observed > 0
+
+    def observe(self, incident: Incident, step: int) -> None:
+        self._observed, self._anomalous_step = incident.id, step
+        self.record_treatment(incident, ongoing=True)
+
+    def resume_observed(self, step: int) -> None:
+        """Continue with an incident that the process before has only observed."""
+        for one in self.open_incidents:
+            if one.is_observed:
+                self._observed, self._anomalous_step = one.id, step
+                self.ongoing.add(one.id)
+
+    def counts_on(self, step: int) -> bool:
+        """Count an anomalous update into the incident, and write down each doubling; False if there is none."""
+        if self.is_observing and step > self._anomalous_step:
+            self._anomalous_step, incident = step, self.run_history.open[self._observed]
+            incident = replace(incident, further=incident.further + 1)
+            self.run_history.adopt([incident])
+            if _log_doubling(incident, step):
+                self.update(incident)
+        return self.is_observing
+
+    def end_observed(self) -> None:
+        self.ongoing.discard(self._observed)
+        self._observed = 0
 
     def continued(self, anomaly: Anomaly, diagnosis: Diagnosis, decision: Decision) -> Incident | None:
         """Return the newest incident if it is open, and the same happened again and is only skipped again.

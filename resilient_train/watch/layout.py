@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from resilient_train.core.tree import Tree, is_sharded, local_part, sharding_of, sorted_leaves
+from resilient_train.core.tree import Tree, is_sharded, local_part, sharding_of
+from resilient_train.trees import sorted_leaves
 from resilient_train.types import Facts, fact
-from resilient_train.watch.moments import Moment
-from resilient_train.watch.weights import Weight
+from resilient_train.watch.weights import Moment, Weight
 
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _MEASURED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128}

@@ -20,8 +20,7 @@ from resilient_train.types import Anomaly, Signal
 from resilient_train.watch.config import ChecksConfig
 from resilient_train.watch.layout import Layout, digest
 from resilient_train.watch.modes import NormStatistics
-from resilient_train.watch.moments import Moments
-from resilient_train.watch.weights import KEPT, Found, Scan, Weights
+from resilient_train.watch.weights import KEPT, Found, Moments, Scan, Weights
 from resilient_train.wording import log, say
 
 Settings = Sequence[Mapping[str, Any]]  # by parameter group of all optimizers

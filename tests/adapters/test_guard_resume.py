@@ -25,6 +25,7 @@ from resilient_train.ranks.world import join
 from resilient_train.reader import DiskConfig
 from resilient_train.record.quarantine import QUARANTINE
 from resilient_train.tracking.story import read_story
+from resilient_train.trees import weights_sha256
 
 STEPS, ROWS, BATCH = 60, 64, 8
 KILLER = 39  # whose company of the first epoch is nowhere near it in the second
@@ -74,7 +75,7 @@ def loop(run_dir: Path, killed_at: int = NEVER, asked_at: int = NEVER, killer: i
     guard.close()
     told = [(str(one.anomaly.signal), one.decision.actions[0].remedy, one.diagnosis.rows) for one in guard.incidents]
     averages = torch.cat([one.flatten() for one in average.parameters()]).tolist()
-    weights = guard.state.weights_sha256()
+    weights = weights_sha256(guard.state)
     return {"began": began, "step": guard.clock.step, "told": told, "weights": weights, "average": averages}
 
 
@@ -161,7 +162,7 @@ def ranks(run_dir: Path, killed_at: int) -> list[Any]:
             guard.world.all_of(None)  # neither is gone before the other is here
             die_with_checkpoint(run_dir)
     told = [[action.remedy for action in one.decision.actions] for one in guard.incidents]
-    learned = [told, guard.state.weights_sha256(), guard.clock.step, optimizer.param_groups[0]["lr"]]
+    learned = [told, weights_sha256(guard.state), guard.clock.step, optimizer.param_groups[0]["lr"]]
     guard.close()
     guard.world.leave()
     return learned

@@ -24,7 +24,7 @@ from kills import incidents as listed
 import resilient_train
 from resilient_train import GaveUp, Guard
 from resilient_train.adapters.follower import OLDEST
-from resilient_train.core.tree import sha256
+from resilient_train.trees import sha256
 
 
 def weights(trainer: Any) -> str:

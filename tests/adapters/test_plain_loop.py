@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from resilient_train import Guard
 from resilient_train.adapters import arguments
-from resilient_train.core.tree import sha256
+from resilient_train.trees import sha256
 
 STEPS = 40
 

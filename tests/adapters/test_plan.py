@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from resilient_train.adapters.guard import Guard
 from resilient_train.errors import ConfigError, TrainError
 from resilient_train.tracking.story import read_story
+from resilient_train.trees import weights_sha256
 
 ROWS, BATCH = 190, 8  # 24 updates see all the rows, two of them for the second time
 LENGTH = 24
@@ -153,7 +154,7 @@ def epochs(run_dir: Path, killed_at: int = -1) -> Any:
                 time.sleep(0.005)  # these updates are quicker than a disk
         made.append((epoch.number, steps))
     guard.close()
-    return made, guard.state.weights_sha256()
+    return made, weights_sha256(guard.state)
 
 
 def test_a_kill_in_the_second_epoch_resumes_there(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from resilient_train.reader import DiskConfig
+from resilient_train.trees import weights_sha256
 
 DATA = torch.randn(512, 6, generator=torch.Generator().manual_seed(3))
 DRAWS: dict[str, Callable[[], Any]] = {
@@ -93,7 +94,7 @@ def over_rows(run_dir: Path, kind: str, workers: int, killed_at: int = 0, bad: t
         guard.update(loss)
     guard.close()
     assert type(next(iter(loader))) is list, "the caller's own loader has changed"
-    return guard.state.weights_sha256(), seen, [one.diagnosis.rows for one in guard.incidents]
+    return weights_sha256(guard.state), seen, [one.diagnosis.rows for one in guard.incidents]
 
 
 @pytest.mark.parametrize(("kind", "workers"), [("plain", 2), ("generator", 0), ("prepared", 0)])
@@ -135,7 +136,7 @@ def loop(run_dir: Path, killed_at: int = 10**9, deadly: bool = False) -> dict[st
     guard.leave()
     guard.close()
     told = [(str(one.anomaly.signal), one.decision.actions[0].remedy) for one in guard.incidents]
-    return {"weights": guard.state.weights_sha256(), "told": told, "seen": seen}
+    return {"weights": weights_sha256(guard.state), "told": told, "seen": seen}
 
 
 def test_a_resume_draws_what_the_run_would_have_drawn(tmp_path: Path) -> None:

@@ -24,11 +24,11 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from user_programs import Augmented, Buffered, Counting, Fixed, RarelyRandom
 
 from resilient_train.core.transaction import Update
-from resilient_train.core.tree import sha256
 from resilient_train.data.build import IterableEvaluation, MapEvaluation
 from resilient_train.data.samples import MapSamples, Samples, Slicing
 from resilient_train.data.sequential import IterableSamples
 from resilient_train.data.stream import Stream
+from resilient_train.trees import sha256
 from resilient_train.zoo.hf import hf_dataset
 
 BATCH = 3

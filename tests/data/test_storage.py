@@ -25,6 +25,7 @@ from resilient_train.data.samples import Slicing
 from resilient_train.data.sequential import RowStream
 from resilient_train.errors import TrainError
 from resilient_train.reader import DiskConfig
+from resilient_train.trees import weights_sha256
 from resilient_train.wording import say
 
 STEPS, BATCH = 40, 16
@@ -105,7 +106,7 @@ def trained(data: Any, **given: Any) -> Guard:
 @pytest.fixture(scope="module")
 def unharmed() -> str:
     """The weights of a run whose storage never failed."""
-    return trained(Rows()).state.weights_sha256()
+    return weights_sha256(trained(Rows()).state)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -117,16 +118,16 @@ def test_what_fails_for_a_moment_costs_nothing(
     with caplog.at_level(logging.WARNING, "resilient_train"):
         guard = trained(Rows(how()), num_workers=workers)
     assert guard.incidents == []
-    assert guard.state.weights_sha256() == unharmed
+    assert weights_sha256(guard.state) == unharmed
     assert "Input/output error" in caplog.text, "not a word of it"
 
 
 def test_a_stream_that_fails_for_a_moment_is_read_on() -> None:
     """Its iterator has ended with the error, so its place is found again."""
-    unharmed = trained(Stream(Rows())).state.weights_sha256()
+    unharmed = weights_sha256(trained(Stream(Rows())).state)
     guard = trained(Stream(Rows(Away(100))))
     assert guard.incidents == []
-    assert guard.state.weights_sha256() == unharmed
+    assert weights_sha256(guard.state) == unharmed
 
 
 def test_a_stream_that_is_its_own_iterator_continues_behind_an_error() -> None:
@@ -188,7 +189,7 @@ def test_a_storage_that_fails_for_good_ends_the_run_in_words(
         guard.step(batch)
     guard.close()
     assert steps[0] == 20, "the newest proven state was on disk"
-    assert (guard.incidents, guard.state.weights_sha256()) == ([], unharmed)
+    assert (guard.incidents, weights_sha256(guard.state)) == ([], unharmed)
 
 
 def test_rows_that_always_raise_are_not_waited_for(caplog: pytest.LogCaptureFixture) -> None:

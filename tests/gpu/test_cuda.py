@@ -20,8 +20,9 @@ from guarded import ROWS, SKIP, Net, Poison, rows
 from torch.nn import functional as F
 
 from resilient_train import Guard
-from resilient_train.core.tree import original_device, sha256
+from resilient_train.core.tree import original_device
 from resilient_train.reader import MemoryConfig
+from resilient_train.trees import sha256
 
 pytestmark = [
     pytest.mark.gpu,

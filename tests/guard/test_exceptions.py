@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from resilient_train.adapters.guard import Guard
+from resilient_train.trees import weights_sha256
 from resilient_train.types import Cause, Signal
 
 ROWS, STEPS = 256, 60
@@ -175,7 +176,7 @@ def test_an_error_that_does_not_come_again_is_transient() -> None:
     guard = run(Raising(OSError("a socket that was closed"), 12, is_once=True), table(bad=()))
     [incident] = guard.incidents
     assert (incident.diagnosis.cause, incident.decision.actions[0].remedy) == (Cause.TRANSIENT, "repeat")
-    assert guard.state.weights_sha256() == run(data=table(bad=())).state.weights_sha256()
+    assert weights_sha256(guard.state) == weights_sha256(run(data=table(bad=())).state)
 
 
 class Exact(nn.Linear):
@@ -382,7 +383,7 @@ def accumulated(bad: list[int]) -> tuple[list[int], str]:
     data.tensors[1][bad] = WHERE
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     guard = run(twice, data, accelerator, 12, shuffle=False)
-    return accused(guard.incidents), guard.state.weights_sha256()
+    return accused(guard.incidents), weights_sha256(guard.state)
 
 
 @pytest.mark.parametrize("number", [0, 1])

@@ -28,8 +28,8 @@ from torch.utils.data import TensorDataset
 from resilient_train.adapters.guard import Guard
 from resilient_train.core.clip import clip
 from resilient_train.core.randomness import Seeds
-from resilient_train.core.tree import sha256
 from resilient_train.reader import MemoryConfig
+from resilient_train.trees import sha256
 
 STEPS, BATCH = 40, 8
 Spoil = Callable[[Tensor], Tensor]

@@ -18,8 +18,8 @@ from resilient_train.adapters.guard import Guard
 from resilient_train.app import incidents
 from resilient_train.core.clip import clip
 from resilient_train.core.randomness import Seeds
-from resilient_train.core.tree import sha256
 from resilient_train.drills import BitFlip, HotLr, LossSpike, NanBatch, NanGrad, UpdatePlace
+from resilient_train.trees import sha256
 from resilient_train.types import Outcome
 
 STEPS, AT = 120, 40

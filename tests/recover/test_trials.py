@@ -26,6 +26,7 @@ from torch.utils.data import TensorDataset
 from resilient_train.adapters.guard import Guard
 from resilient_train.reader import DiskConfig
 from resilient_train.record.run_history import as_line, from_line
+from resilient_train.trees import weights_sha256
 from resilient_train.types import Action, Signal, Tried, Vitals
 from resilient_train.update.remedies import Arm, best_arm, fastest, holds, is_ahead, may_win, on_its_way
 from resilient_train.watch.config import NoProgressConfig
@@ -334,7 +335,7 @@ def on_a_rank() -> dict[str, Any]:
     guard = train(language(0.3, batch_size=8 // int(os.environ["WORLD_SIZE"])))
     told = {
         "factors": [one.settings.get("factor") for incident in guard.incidents for one in incident.decision.actions],
-        "weights": guard.state.weights_sha256(),
+        "weights": weights_sha256(guard.state),
         "trial": guard._controls.trials.updates,
     }
     guard.close()

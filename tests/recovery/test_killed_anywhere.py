@@ -25,6 +25,7 @@ from resilient_train.record.journal import JOURNAL, Journal, read
 from resilient_train.record.run_history import as_line
 from resilient_train.tracking.story import read_story, samples_skipped
 from resilient_train.tracking.uploader import report
+from resilient_train.trees import weights_sha256
 from resilient_train.types import Cause
 
 BATCH, STEPS = 8, 390
@@ -124,7 +125,7 @@ def train(run_dir: Path) -> None:
                 state["exp_avg_sq"].mul_(1e-6)
         guard.step(batch)
     guard.close()
-    (run_dir / "weights").write_text(guard.state.weights_sha256())
+    (run_dir / "weights").write_text(weights_sha256(guard.state))
 
 
 def train_changed(run_dir: Path) -> None:
@@ -144,7 +145,7 @@ def train_observed(run_dir: Path) -> None:
 def train_simply(run_dir: Path, loss: Any, **more: Any) -> None:
     files.disk, Writer.offer = Careless(), _write_now  # type: ignore[assignment,method-assign]
     run = Run(run_dir, loss, disk=20, resume=True, **more).trained()
-    (run_dir / "weights").write_text(run.guard.state.weights_sha256())
+    (run_dir / "weights").write_text(weights_sha256(run.guard.state))
 
 
 PROGRAMS = {"ten_faults": train, "change": train_changed, "observed_nan": train_observed}

@@ -26,6 +26,7 @@ from resilient_train.errors import GaveUp
 from resilient_train.reader import MemoryConfig
 from resilient_train.tracking.story import read_story
 from resilient_train.tracking.uploader import note
+from resilient_train.trees import weights_sha256
 from resilient_train.wording import say
 
 NEVER = 10**9
@@ -105,7 +106,7 @@ class Loop:
         ]
 
     def weights(self) -> str:
-        return self.guard.state.weights_sha256()
+        return weights_sha256(self.guard.state)
 
 
 @cache

@@ -23,16 +23,17 @@ KNOWN = {
     # The story of a run.
     "core": "",
     # Capabilities, and what the story asks for by protocols.
+    "trees": "core",
     "numerics": "",
     "ranks": "",
-    "data": "core ranks",
-    "drills": "core",
+    "data": "core ranks trees",
+    "drills": "core trees",
     "record": "ranks",
     "update": "core",
-    "watch": "core ranks",
-    "diagnose": "core data numerics ranks watch",
+    "watch": "core ranks trees",
+    "diagnose": "core data numerics ranks trees watch",
     "run_parts": "core data diagnose ranks watch",
-    "checkpoint": "core record run_parts",
+    "checkpoint": "core record run_parts trees",
     "computation": "checkpoint core diagnose numerics ranks record run_parts watch",
     "trials": "computation core ranks run_parts update",
     "remedial": "checkpoint core data diagnose numerics record run_parts trials update",
@@ -44,9 +45,9 @@ KNOWN = {
     "tracking": "record",
     "adapters": (
         "checkpoint computation core data diagnose drills intended lost_device numerics ranks record remedial "
-        "run_parts run_process tracking trials update watch"
+        "run_parts run_process tracking trees trials update watch"
     ),
-    "app": "adapters checkpoint computation core data diagnose drills ranks record tracking update watch",
+    "app": "adapters checkpoint computation core data diagnose drills ranks record tracking trees update watch",
     "__main__": "app ranks",
     "__init__": "adapters diagnose ranks",
 }
@@ -80,11 +81,8 @@ WITHOUT_TORCH = {
     *("app/command", "app/config/"),  # --help and a mistake are answered at once
     *("app/incidents", "app/status", "diagnose/verdict.py", "ranks/process_exit.py"),
     *("record", "tracking", "update/remedies"),
-    *(
-        f"core/{name}.py"
-        for name in ("checks", "config", "decide", "episode", "knobs", "limit", "loss", "policy", "remedies")
-    ),
-    *(f"watch/{name}.py" for name in ("best", "history", "moments", "rate", "weights")),
+    *(f"core/{name}.py" for name in ("checks", "decide", "episode", "knobs", "limit", "loss", "policy", "remedies")),
+    *(f"watch/{name}.py" for name in ("best", "history", "rate", "weights")),
 }
 
 

@@ -17,9 +17,9 @@ from resilient_train.adapters.reporter import Place
 from resilient_train.app.build import assemble, train
 from resilient_train.app.config.compose import load
 from resilient_train.core.state import RunState
-from resilient_train.core.tree import sha256
 from resilient_train.ranks.world import World
 from resilient_train.record.incident_log import IncidentLog
+from resilient_train.trees import sha256, state_sha256
 
 STEPS, CAPTURED_AT = 28, 17
 
@@ -90,7 +90,7 @@ class Program:
         self.batches.clear()
         self.average.update()
         train(self.run)
-        return self.state.sha256(), list(self.batches)
+        return state_sha256(self.state), list(self.batches)
 
     @property
     def state(self) -> RunState:
@@ -133,11 +133,11 @@ def test_a_restored_run_repeats_itself_to_the_last_bit(optimizer: str) -> None:
     whole, program = uninterrupted(*OPTIMIZERS[optimizer]), Program(*OPTIMIZERS[optimizer])
     start = program.captured()
     until_then = program.train_to(CAPTURED_AT)
-    snapshot, at_capture = program.captured(), program.state.sha256()
+    snapshot, at_capture = program.captured(), state_sha256(program.state)
     first, addresses = program.train_to(STEPS), program.addresses()
     assert first == (whole[0], whole[1][2 * CAPTURED_AT :])
     program.state.restore(snapshot)
-    assert (program.state.sha256(), program.addresses()) == (at_capture, addresses)
+    assert (state_sha256(program.state), program.addresses()) == (at_capture, addresses)
     assert program.train_to(STEPS) == first
 
     program.state.restore(start)

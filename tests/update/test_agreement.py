@@ -24,6 +24,7 @@ from resilient_train.core.updater import Attempt
 from resilient_train.drills import BitFlip
 from resilient_train.errors import RanksDiffer
 from resilient_train.ranks.world import odd_ones
+from resilient_train.trees import weights_sha256
 from resilient_train.types import Vitals
 from resilient_train.watch.config import named
 from resilient_train.watch.layout import digest
@@ -183,7 +184,7 @@ def learned(bit: int) -> list[dict[str, Any]]:
     for at, every in ((), 20), ((STRUCK,), 20), ((STRUCK,), 1), ((STEPS,), 20):
         guard = guarded(accelerator, [BitFlip(at=at, rank=1, bit=bit)] if at else [], every)
         trained(guard, STEPS)
-        found.append({"incidents": guard.incidents, "weights": guard.state.weights_sha256(), "tick": guard.clock.tick})
+        found.append({"incidents": guard.incidents, "weights": weights_sha256(guard.state), "tick": guard.clock.tick})
         guard.close()
     with pytest.raises(RanksDiffer, match="ranks 0, 1 and 2 have different settings in update 1: the run ends"):
         trained(guarded(accelerator, [], 20, rate=1e-3 * (1 + accelerator.process_index)), STEPS)
