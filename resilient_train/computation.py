@@ -113,6 +113,19 @@ class Computation:
         self.anomaly_mode.backward(loss)
         return loss, metrics
 
+    def why_no_gradient(self, loss: torch.Tensor, weights: Sequence[torch.Tensor]) -> str:
+        if not any(one.requires_grad for one in weights):
+            return "no weight has a gradient: all that the optimizer trains are frozen (requires_grad=False)"
+        graph, left = set[Any](), [loss.grad_fn]
+        while left:
+            if (node := left.pop()) is not None and node not in graph:
+                graph.add(node)
+                left += [one for one, _ in node.next_functions]
+        used = {id(getattr(node, "variable", None)) for node in graph}
+        if graph and not used & set(map(id, weights)):
+            return "no weight has a gradient: the loss was not computed with the guarded model, or is detached from it"
+        return "no weight has a gradient: call loss.backward(), or accelerator.backward(loss), before"
+
 
 class BatchErrors(Hook):
     """Examines exceptions as if they were losses that are not finite, where other batches pass."""

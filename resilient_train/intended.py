@@ -16,6 +16,7 @@ from resilient_train.run_parts import RunParts
 from resilient_train.types import (
     ACCEPTED,
     OUTSIDE,
+    SPIKES,
     Action,
     Anomaly,
     Cause,
@@ -53,7 +54,11 @@ class Intended:
         self._before = self._parts.world.on_main(lambda: history.effects_before(first)) if first else None
 
     def reviewed(self, vitals: Vitals, finding: Finding) -> Finding:
-        return self._checks.after_change(vitals, finding) if self._accepts_written() else finding
+        """After weights were written on purpose, any update that is finite will do."""
+        if not self._accepts_written():
+            return finding
+        is_spike = vitals.refused in SPIKES
+        return Finding(repeat=is_spike) if vitals.accepted or is_spike else finding
 
     def noticed(self, update: Transaction, vitals: Vitals) -> Anomaly | None:
         return self._explainer.check_first_updates(vitals, update.inputs)

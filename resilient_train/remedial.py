@@ -19,7 +19,7 @@ from resilient_train.run_parts import RunParts
 from resilient_train.secrets import masked_tree
 from resilient_train.trials import Trials
 from resilient_train.types import Action, Anomaly, Culprit, Diagnosis, Facts
-from resilient_train.update.lasting import LastingRemedies
+from resilient_train.update.lasting import Built, LastingRemedies
 from resilient_train.update.remedies import FullCase
 from resilient_train.wording import log
 
@@ -41,9 +41,17 @@ class AllControls(Controls):
     ) -> None:
         self.lasting, self._run, self._keeper, self.trials = lasting, parts, keeper, trials
         self.quarantined, self._rows = quarantined, QuarantinedRows(parts.samples, quarantined)
+        self._built = Built(parts.updater.optimizers)
         self.patches = Patches(parts.search.tried if parts.search is not None else set())
         of_trials = Effect("trials", trials.state_dict, trials.load_state_dict)
-        effects = [self._rows.effect(), self.patches.effect(), of_trials, lasting.effect(), *more]
+        effects = [
+            _skipped_samples(parts.samples),
+            self._rows.effect(),
+            self.patches.effect(),
+            of_trials,
+            lasting.effect(),
+            *more,
+        ]
         super().__init__(parts, policy, keeper, keeper.incident_log, effects)
 
     def advance(self, *, was_limited: bool, may_relax: bool = True) -> None:
@@ -53,6 +61,10 @@ class AllControls(Controls):
     def note(self, write: Callable[..., object] | None = None) -> None:
         super().note(write)
         self.quarantined.write()
+
+    def reset_moments(self) -> None:
+        self._built.restore()
+        self._run.scans.rebase()
 
     def quarantine(self) -> None:
         incident, diagnosis = self._incident, self._incident.diagnosis
@@ -197,3 +209,16 @@ class Patches(Armor):
                 self.has_dropped = True
             except CannotArmor as why:
                 log.warning("can no longer patch `%s` at %s:%d: %s", patch.op, patch.file, patch.line, why)
+
+
+def _skipped_samples(samples: Samples) -> Effect:
+    def restore(state: Any) -> None:
+        for start, stop in state if samples.keeps_places else ():
+            samples.skip(int(start), int(stop))
+
+    def undo(state: Any) -> None:
+        if samples.rows and state != samples.skipped.added:
+            samples.skip_only(state)
+
+    skipped = samples.skipped
+    return Effect("skipped", lambda: list(skipped.added), restore, undo, lambda: skipped.spans)

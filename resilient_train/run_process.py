@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NoReturn
+from struct import pack
+from typing import Any, NoReturn
+from zlib import crc32
 
 from resilient_train.checkpoint.keeper import CheckpointKeeper
 from resilient_train.core.policy import Policy
@@ -94,9 +97,17 @@ class RunProcess:
 
     def require_agreement(self, differ: str = "decided_differently") -> None:
         """End the run on all ranks if they hold other settings or remedies. It is a collective."""
-        digests = self._parts.world.all_of(self._controls.digest()) if self._parts.world.size > 1 else ()
+        digests = self._parts.world.all_of(self._digest()) if self._parts.world.size > 1 else ()
         if odd := odd_ones(digests):
             self._ranks_differ(odd, fact(differ, ranks=[*odd]))
+
+    def _digest(self) -> int:
+        """Digest what ranks have to agree on. Knobs as float32, as their last digit may differ between machines."""
+        parts, knobs = self._parts, self._controls.knobs.values
+        place = parts.clock.step, parts.clock.tick, parts.samples.position, parts.samples.slicing.samples
+        rates = [group["lr"] for optimizer in parts.updater.optimizers for group in optimizer.param_groups]
+        more = self._controls.effects.agreed(), to_a_hundredth(rates)
+        return crc32(repr(more).encode(), crc32(pack(f"<4q{len(knobs)}f", *place, *knobs)))
 
     def _ranks_differ(self, odd: tuple[int, ...], evidence: Facts) -> NoReturn:
         parts, since = self._parts, self._parts.clock.step
@@ -120,3 +131,8 @@ class RunProcess:
     def _end(self, error: TrainError) -> NoReturn:
         self._report(error)
         raise error
+
+
+def to_a_hundredth(rates: Sequence[Any]) -> list[int]:
+    """Round rates in logarithms, so that no round one is at a border: last digits may differ between machines."""
+    return [round(200 * math.log(rate)) for rate in rates if isinstance(rate, float) and 0 < rate < math.inf]

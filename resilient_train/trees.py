@@ -12,7 +12,15 @@ import numpy as np
 import torch
 
 from resilient_train.core.state import RunState
-from resilient_train.core.tree import Tree, is_long_and_plain, is_sharded
+from resilient_train.core.tree import Sharding, Tree, is_long_and_plain, is_sharded
+
+
+def box_of(sharding: Sharding) -> tuple[tuple[int, int], ...]:
+    """Return the part of a full tensor that this rank holds: from where to where along each axis."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    sizes, offsets = compute_local_shape_and_global_offset(sharding.shape, sharding.mesh, sharding.placements)
+    return tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True))
 
 
 def weights_sha256(state: RunState) -> str:

@@ -27,7 +27,7 @@ from resilient_train.adapters.reporter import REPORT_EVERY, Place, RunReporter, 
 from resilient_train.checkpoint.keeper import CheckpointKeeper
 from resilient_train.checkpoint.resume import Resume
 from resilient_train.computation import BatchErrors, Computation, MicroBatchSizer, Objective
-from resilient_train.core.clip import Clipper, norm_over_ranks
+from resilient_train.core.clip import Clipper
 from resilient_train.core.copies import Stateful
 from resilient_train.core.gate import synchronous
 from resilient_train.core.knobs import Knobs
@@ -174,7 +174,7 @@ class Guard(EngineGuard):
         direct_steps = DirectStepCheck(optimizers)
         clipper = (TrainersClipper if samples.is_fed else Clipper)(
             clip if isinstance(clip, ClipConfig) else ClipConfig(clip, None),
-            world.sum if state.is_sharded else None,
+            world.norm if state.is_sharded else None,
             names={id(weight): name for name, weight in unwrapped.named_parameters()},
         )
         lasting = LastingRemedies(clipper.over_ranks)
@@ -194,7 +194,7 @@ class Guard(EngineGuard):
                 *(unwrapped, lambda model, batch: measured.for_training(model, batch)[0], anomaly_mode.backward),
                 *(marks, attributes, updater.drop_gradients),
                 trained=updater.weights,
-                over_ranks=lambda grads: norm_over_ranks(grads, world.sum),
+                over_ranks=world.norm,
                 seeds=seeds,
                 device=device,
             )

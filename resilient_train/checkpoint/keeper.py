@@ -46,8 +46,7 @@ class CheckpointKeeper:
         self._is_sharded = parts.state.is_sharded  # all ranks gather what a checkpoint holds, at the same update
         common = parts.world.on_main(lambda: directory) if self._is_sharded else directory
         self._writes, self._store = common is not None, Store(common or Path(os.devnull))
-        reference = parts.checks.episode.reference_step
-        self._writer = Writer(self._store, keep=config.keep, keep_every=config.keep_every, reference=reference)
+        self._writer = Writer(self._store, keep=config.keep, keep_every=config.keep_every, reference=self._reference)
         self.resumption = Resumption(parts, history, self.progress, self._store, directory, how)
         self.previous_samples_per_update = 0  # as in ResumePlan
         # The steps of checkpoints that can be trusted, the newest last: of each the step itself, or an earlier one that
@@ -61,6 +60,10 @@ class CheckpointKeeper:
         self._saving_incident: int | None = None  # number of the newest one about checkpoints that cannot be saved
         if self._commits and history.began_with is None:
             history.note("began", processes=parts.world.size, samples=parts.samples.slicing.samples)
+
+    def _reference(self) -> int | None:
+        reference = self._parts.checks.episode.reference
+        return reference.step if reference is not None else None
 
     def check(self) -> None:
         """Raise ConfigError on all ranks, each of which calls this, if something could never be saved."""

@@ -34,7 +34,7 @@ from resilient_train.core.tree import (
     with_home,
 )
 from resilient_train.files import Written, write_file
-from resilient_train.trees import as_bytes
+from resilient_train.trees import as_bytes, box_of
 
 TENSORS, TREE = "tensors.safetensors", "tree.json"
 NAMES = {  # of dtypes in safetensors
@@ -239,7 +239,7 @@ def reshard(saved: Tree, like: Any) -> Tree:
         if not is_sharded(like) or like.shape != saved.shape:
             return saved
         sharding = sharding_of(like)
-        local = saved[tuple(slice(*span) for span in sharding.box())].clone()
+        local = saved[tuple(slice(*span) for span in box_of(sharding))].clone()
         return Share(with_home(local, getattr(saved, "home", None)), sharding)
     there = dict(enumerate(like)) if isinstance(like, list | tuple) else like
 

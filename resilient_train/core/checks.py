@@ -293,11 +293,6 @@ class Checks:
         assert reference is not None
         return min(reference.step if stands_on is None else stands_on, step)
 
-    def after_change(self, vitals: Vitals, finding: Finding) -> Finding:
-        """Judge the update after the weights were written on purpose: any that is finite."""
-        is_spike = vitals.refused in SPIKES
-        return Finding(repeat=is_spike) if vitals.accepted or is_spike else finding
-
     def start_over(self, limit: float = inf) -> None:
         """Learn from scratch what is usual. A run that does not come below the `limit` has not learned what is new."""
         self.is_changed = True

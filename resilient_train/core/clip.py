@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch.nn.utils import get_total_norm
 
-from resilient_train.core.tree import is_sharded, local_part, sharding_of
+from resilient_train.core.tree import local_part
 from resilient_train.reader import ClipConfig
 
 _COARSE = (torch.float16, torch.bfloat16)
+OverRanks = Callable[[list[torch.Tensor]], torch.Tensor]  # the norm of tensors that ranks have shares of
 
 
 @torch.no_grad()
@@ -19,12 +19,12 @@ def clip(
     weights: Sequence[torch.Tensor],
     max_norm: float | None = None,
     max_value: float | None = None,
-    over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    over_ranks: OverRanks | None = None,
     each: list[torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Clip the gradients in place, by norm and then by value. Returns the norm from before.
 
-    `over_ranks` sums over the ranks of sharded gradients; else, where they are alike, `each` gets their single norms.
+    `over_ranks` measures sharded gradients; else, where they are alike, `each` gets their single norms.
     """
     grads = gradients(weights)
     is_plain = _is_plain(grads)
@@ -48,10 +48,10 @@ class Clipper:
     def __init__(
         self,
         config: ClipConfig,
-        over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        over_ranks: OverRanks | None = None,
         names: Mapping[int, str] | None = None,
     ) -> None:
-        """`over_ranks` sums over ranks where weights are sharded; `names` are those of weights, by id."""
+        """`over_ranks` is where weights are sharded; `names` are those of weights, by id."""
         self.config, self.over_ranks, self._names = config, over_ranks, names or {}
         self.is_by_norm = config.max_value is None  # the norm after clipping follows from the one before
         self._norms: list[tuple[list[torch.Tensor], torch.Tensor]] = []  # of single gradients before clipping
@@ -109,9 +109,9 @@ def scale(grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
         local_part(grad).mul_(factor.to(grad.device))
 
 
-def norm_of(tensors: list[torch.Tensor], over_ranks: Callable[[torch.Tensor], torch.Tensor] | None) -> torch.Tensor:
+def norm_of(tensors: list[torch.Tensor], over_ranks: OverRanks | None) -> torch.Tensor:
     if over_ranks is not None:
-        return norm_over_ranks(tensors, over_ranks)
+        return over_ranks(tensors)
     return _total_norm(tensors) if _is_plain(tensors) else get_total_norm(tensors)
 
 
@@ -139,20 +139,3 @@ def _total_norm(grads: list[torch.Tensor], each: list[torch.Tensor] | None = Non
     if each is not None:
         each.append(norms)
     return total.to(torch.float32 if first.dtype in _COARSE else first.dtype)
-
-
-def norm_over_ranks(grads: list[torch.Tensor], over_ranks: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Return the norm of sharded gradients: each rank sends one number, and no gradient is gathered."""
-    wide = torch.float64 if grads[0].device.type != "mps" else None
-    squares = torch.zeros((), dtype=wide, device=grads[0].device)
-    for grad in grads:
-        if not (share := local_part(grad)).numel():
-            continue
-        if is_sharded(grad):
-            spread = sharding_of(grad)
-            pairs = zip(spread.mesh.shape, spread.placements, strict=True)
-            holders = math.prod(size for size, placement in pairs if placement.is_replicate())
-        else:
-            holders = torch.distributed.get_world_size()
-        squares += torch.linalg.vector_norm(share, dtype=wide).square() / holders
-    return over_ranks(squares).sqrt().to(torch.float32 if grads[0].dtype in _COARSE else grads[0].dtype)

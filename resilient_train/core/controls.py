@@ -6,12 +6,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from struct import pack
 from typing import Any
-from zlib import crc32
 
 from resilient_train.core.policy import Policy
-from resilient_train.core.protocols import Data, Log, Parts, Store
+from resilient_train.core.protocols import Log, Parts, Store
 from resilient_train.core.remedies import Case, RunControl, is_mild, remedy
 from resilient_train.core.ring import Snapshot
 from resilient_train.core.state import Clock
@@ -36,7 +34,6 @@ class Controls(RunControl):
             parts.clock,
             [
                 Effect("knobs", knobs.state_dict, knobs.load_state_dict, undo=knobs.load_state_dict),
-                skipped_samples(parts.samples),
                 *more,
                 Effect("usual_norm", lambda: updater.usual_norm, set_usual_norm),
                 Effect("reference", episode.persistent_state, episode.load_persistent_state),
@@ -94,10 +91,6 @@ class Controls(RunControl):
             stop = max(stop, start + updates * samples.slicing.samples)
         samples.skip(start, stop)
 
-    def reset_moments(self) -> None:
-        self._parts.updater.reset_moments()
-        self._parts.scans.rebase()
-
     def case(self, anomaly: Anomaly, diagnosis: Diagnosis) -> Case:
         """Collect what decides which remedies apply. It is a collective: all ranks call it together."""
         verified = self._parts.ring.verified_until(anomaly.since)
@@ -117,13 +110,6 @@ class Controls(RunControl):
     def note(self, write: Callable[..., object] | None = None) -> None:
         """Write into the journal which effects have changed: in one entry with an incident, if `write` writes that."""
         (write or self._log.note_effects)(effects=self.effects.changes())
-
-    def digest(self) -> int:
-        """Digest what ranks have to agree on. Knobs as float32, as their last digit may differ between machines."""
-        clock, samples, knobs = self._parts.clock, self._parts.samples, self.knobs.values
-        place = clock.step, clock.tick, samples.position, samples.slicing.samples
-        more = self.effects.agreed(), self._parts.updater.rates()
-        return crc32(repr(more).encode(), crc32(pack(f"<4q{len(knobs)}f", *place, *knobs)))
 
 
 def _stays(state: Any) -> None:
@@ -190,16 +176,3 @@ class Effects:
 
     def agreed(self) -> list[Any]:
         return [effect.agreed() for effect in self._effects]
-
-
-def skipped_samples(samples: Data) -> Effect:
-    def restore(state: Any) -> None:
-        for start, stop in state if samples.keeps_places else ():
-            samples.skip(int(start), int(stop))
-
-    def undo(state: Any) -> None:
-        if samples.rows and state != samples.skipped.added:
-            samples.skip_only(state)
-
-    skipped = samples.skipped
-    return Effect("skipped", lambda: list(skipped.added), restore, undo, lambda: skipped.spans)

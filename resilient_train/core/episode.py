@@ -156,9 +156,6 @@ class Episode(PlainState):
     def is_silent(self) -> bool:
         return self.is_open and self.is_only_reported
 
-    def reference_step(self) -> int | None:
-        return self.reference.step if self.reference is not None else None
-
     def begin(self, reference: Reference | None, goal: int, since: int, *, is_only_reported: bool = False) -> None:
         """Compare with `reference` from now on, unless an older one is trusted: one from before a rewind, unless the
         damage began before the two courses parted. All after `since` is damaged.

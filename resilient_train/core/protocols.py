@@ -126,6 +126,8 @@ class Backend(Protocol):
     def compute(self, batch: Any) -> Computed:
         """Run forward and backward of a batch on the device."""
 
+    def why_no_gradient(self, loss: torch.Tensor, weights: Sequence[torch.Tensor]) -> str: ...
+
 
 class Examiner(Protocol):
     """Scans of the state: measured when they are due, judged an update later."""
@@ -187,7 +189,7 @@ class Log(Protocol):
 
     @property
     def is_observing(self) -> bool:
-        """Say whether an incident goes on that is only observed."""
+        """Say whether an incident that is only observed is open."""
 
     @property
     def incidents(self) -> list[Incident]: ...

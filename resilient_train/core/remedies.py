@@ -41,8 +41,6 @@ class RunControl(Protocol):
     def rewind(self, older: int = 0, steps: int = 0) -> None: ...
     # Skip the samples that may be to blame, or a window of `updates` from here.
     def skip(self, updates: int | None = None) -> None: ...
-    # Reset the state of the optimizers.
-    def reset_moments(self) -> None: ...
 
 
 class Remedy:
@@ -107,14 +105,6 @@ class Report(Remedy):
 
 
 @dataclass(frozen=True)
-class ResetMoments(Remedy):
-    """Reset the optimizer's moments. Best with some re-warming: the first estimates are rough."""
-
-    def apply(self, run: RunControl) -> None:
-        run.reset_moments()
-
-
-@dataclass(frozen=True)
 class LowerLr(Remedy):
     """Multiply the learning rate, and let it climb there from zero; it relaxes by itself. With 1 it only warms up."""
 
@@ -172,7 +162,6 @@ KNOWN: dict[str, type[Remedy]] = {
     "skip": Skip,
     "repeat": Repeat,
     "report": Report,
-    "reset_moments": ResetMoments,
     "lower_lr": LowerLr,
     "tighten_clip": TightenClip,
     "raise_eps": RaiseEps,

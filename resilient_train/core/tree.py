@@ -21,13 +21,6 @@ class Sharding(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
 
-    def box(self) -> tuple[tuple[int, int], ...]:
-        """The part of the full tensor that this rank holds: from where to where along each axis."""
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        sizes, offsets = compute_local_shape_and_global_offset(self.shape, self.mesh, self.placements)
-        return tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True))
-
     def joined(self, local: torch.Tensor) -> Any:
         from torch.distributed.tensor import DTensor
 

@@ -176,7 +176,7 @@ class EngineGuard:
         if len(begun.losses) < len(begun.update.batches):
             return UpdateResult("accumulating")
         loss = loss if len(begun.losses) < 2 else mean(begun.losses)
-        require_gradient(given, self._updater.weights)
+        self._require_gradient(given, self._updater.weights)
         result = self._send_to_gate(begun, loss)
         if self._waits and self._pending is not None:  # the loop's code for what it keeps sees no refused update
             self.settle()
@@ -192,7 +192,7 @@ class EngineGuard:
         if is_first or begun is None:
             begun = self._require_batch("update")
         loss, given = self._taken(begun, loss), loss
-        require_gradient(given, weights_of(optimizer))
+        self._require_gradient(given, weights_of(optimizer))
         if is_first:
             if not self._judge_pending(begun):
                 return UpdateResult("refused")
@@ -213,6 +213,10 @@ class EngineGuard:
         if EngineGuard._newest_of_all != id(current):
             raise TrainError(TWO_GUARDS)
         return current
+
+    def _require_gradient(self, loss: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
+        if all(weight.grad is None for weight in weights):
+            raise TrainError(self._backend.why_no_gradient(loss, weights))
 
     def _taken(self, begun: Transaction, loss: torch.Tensor) -> torch.Tensor:
         self._computing.close()
@@ -378,22 +382,3 @@ _HOW = "for losses that are stepped in turn, as in a GAN, call guard.update(loss
 TWICE = f"guard.{{verb}} was called twice for one batch: {_HOW}"
 MISSING = "a batch was not handed back: call guard.step(batch), or guard.update(loss)"
 TWO_GUARDS = f"two guards are at work in turn, which would not rewind together: give one of them all networks; {_HOW}"
-
-
-def require_gradient(loss: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
-    if all(weight.grad is None for weight in weights):
-        raise TrainError(_why_no_gradient(loss, weights))
-
-
-def _why_no_gradient(loss: torch.Tensor, weights: Sequence[torch.Tensor]) -> str:
-    if not any(one.requires_grad for one in weights):
-        return "no weight has a gradient: all that the optimizer trains are frozen (requires_grad=False)"
-    graph, left = set[Any](), [loss.grad_fn]
-    while left:
-        if (node := left.pop()) is not None and node not in graph:
-            graph.add(node)
-            left += [one for one, _ in node.next_functions]
-    used = {id(getattr(node, "variable", None)) for node in graph}
-    if graph and not used & set(map(id, weights)):
-        return "no weight has a gradient: the loss was not computed with the guarded model, or is detached from it"
-    return "no weight has a gradient: call loss.backward(), or accelerator.backward(loss), before"

@@ -126,7 +126,6 @@ class Updater:
         self._of_last_step: tuple[list[torch.Tensor], dict[str, Any]]  # of a turn: the loss scale, and what is known
         self._trained = 0  # the most weights that a gradient was asked for in an update
         self._has_new_weights = False  # in a group that was added, or that were frozen, since the newest update
-        self._built = [_built_state(optimizer) for optimizer in optimizers]
         self.adopt_groups(are_new=False)
 
     def apply(
@@ -246,19 +245,6 @@ class Updater:
         if self.scaler is not None and not in_turn:
             self.scaler._per_optimizer_states.clear()
 
-    def reset_moments(self) -> None:
-        """Forget the moments; what an optimizer had when it was built, such as Adagrad's sums, is again what it was."""
-        for optimizer, built in zip(self.optimizers, self._built, strict=True):
-            optimizer.state.clear()
-            for weight, state in built.items():
-                own = {name: one.clone(memory_format=torch.contiguous_format) for name, one in state.items()}
-                optimizer.state[weight] = own
-
-    def rates(self) -> list[int]:
-        """Return the rates to a hundredth, in logarithms: so no round rate is at a border. Last digits may differ."""
-        rates = [group["lr"] for group in self._groups()]
-        return [round(200 * math.log(rate)) for rate in rates if isinstance(rate, float) and 0 < rate < math.inf]
-
     def _put_back_rates(self, given: Settings) -> None:
         """Let a loop find the rates that it has set; note those of a schedule, as an optimizer may have left them."""
         pairs = zip(given, self._planned, strict=True)
@@ -326,14 +312,3 @@ class Updater:
             for device, flag in seen.items():
                 state["found_inf_per_device"][device] += flag
         return [torch.ones((), device=self.device) if scale is None else scale.clone().reshape(())]
-
-
-def _built_state(optimizer: Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
-    """Return the state of an optimizer that has made none of its steps, as copies that take no memory."""
-    built: dict[torch.Tensor, dict[str, Any]] = {}
-    for weight, state in optimizer.state.items():
-        for name, one in state.items():
-            if not isinstance(one, torch.Tensor) or not one.numel() or bool((one != one.flatten()[0]).any()):
-                return {}  # it has made some
-            built.setdefault(weight, {})[name] = one.flatten()[:1].clone().expand(one.shape or (1,)).reshape(one.shape)
-    return built

@@ -28,6 +28,7 @@ from resilient_train.diagnose import rows as by_rows
 from resilient_train.diagnose import verdict
 from resilient_train.diagnose.search import NONFINITE, Search
 from resilient_train.ranks.world import World
+from resilient_train.trees import box_of
 from resilient_train.types import SPIKES, Anomaly, Cause, Diagnosis, Facts, Incident, Signal, Vitals, by_signal, fact
 from resilient_train.watch.best import LEARNED
 from resilient_train.watch.history import FEW, WILD, Leap, PastUpdate, UpdateHistory
@@ -417,4 +418,4 @@ def _in_whole(place: Sequence[int], whole: Tensor) -> list[int]:
     """Where an element of this rank's share lies in the whole."""
     if not is_sharded(whole):
         return list(place)
-    return [at + start for at, (start, _) in zip(place, sharding_of(whole).box(), strict=True)]
+    return [at + start for at, (start, _) in zip(place, box_of(sharding_of(whole)), strict=True)]

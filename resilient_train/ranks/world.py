@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import os
 import re
 import time
@@ -31,6 +32,7 @@ from torch import nn
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.utils.checkpoint import checkpoint
 
+from resilient_train.core.tree import is_sharded, local_part, sharding_of
 from resilient_train.errors import ConfigError, TrainError, in_one_line, is_plumbing, text_of, unusable
 from resilient_train.ranks import launch
 from resilient_train.reader import AccelerateConfig
@@ -221,6 +223,23 @@ class World:
 
     def sum(self, vector: torch.Tensor) -> torch.Tensor:
         return self.accelerator.reduce(vector, "sum") if self.size > 1 else vector
+
+    def norm(self, grads: list[torch.Tensor]) -> torch.Tensor:
+        """Return the norm of sharded gradients: each rank sends one number, and no gradient is gathered."""
+        first = grads[0]
+        wide = torch.float64 if first.device.type != "mps" else None
+        squares = torch.zeros((), dtype=wide, device=first.device)
+        for grad in grads:
+            if not (share := local_part(grad)).numel():
+                continue
+            holders = self.size
+            if is_sharded(grad):
+                spread = sharding_of(grad)
+                pairs = zip(spread.mesh.shape, spread.placements, strict=True)
+                holders = math.prod(size for size, placement in pairs if placement.is_replicate())
+            squares += torch.linalg.vector_norm(share, dtype=wide).square() / holders
+        norm = self.sum(squares).sqrt()
+        return norm.float() if first.dtype in (torch.float16, torch.bfloat16) else norm.to(first.dtype)
 
     def gather(self, vector: torch.Tensor) -> torch.Tensor:
         """Collect a vector from every rank, one row each, where there are several."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from resilient_train.core.clip import gradients, norm_of, scale
+from resilient_train.core.clip import OverRanks, gradients, norm_of, scale
 from resilient_train.core.controls import Effect
 from resilient_train.core.knobs import load_numbers
 from resilient_train.core.updater import Lasting
@@ -19,12 +19,10 @@ _FALLS = 50  # healthy updates until a limit of updates is 0.7 of what it was
 _LEAST_SHARE = 0.1  # of it: no less, or it would slow down healthy training late in a long run
 _SMALL_WEIGHT, _MOST_MOMENTUM = 0.02, 0.999
 
-OverRanks = Callable[[torch.Tensor], torch.Tensor]
-
 
 @dataclass
 class LastingRemedies(Lasting):
-    over_ranks: OverRanks | None = None  # sums over the ranks of sharded weights
+    over_ranks: OverRanks | None = None  # where weights are sharded
     share: float = 0.0  # of the norm of the weights, by which SGD may change them at first; 0: no limit
     limited: int = 0  # healthy updates since it was set
     decay: float = 1.0  # factor of the configured weight decay
@@ -82,3 +80,29 @@ def clip_to_share(groups: Sequence[Mapping[str, Any]], share: float, over_ranks:
     of_weights = of_weights.float().clamp(min=_SMALL_WEIGHT * math.sqrt(sum(one.numel() for one in weights)))
     pace = max(group["lr"] / (1 - min(group.get("momentum", 0.0), _MOST_MOMENTUM)) for group in trained)
     scale(grads, (share * of_weights / (pace * norm.float() + 1e-30)).clamp(max=1.0))
+
+
+class Built:
+    """The state that optimizers have before their first step, such as Adagrad's sums."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._states = [(optimizer, _built_state(optimizer)) for optimizer in optimizers]
+
+    def restore(self) -> None:
+        """Forget the moments."""
+        for optimizer, built in self._states:
+            optimizer.state.clear()
+            for weight, state in built.items():
+                own = {name: one.clone(memory_format=torch.contiguous_format) for name, one in state.items()}
+                optimizer.state[weight] = own
+
+
+def _built_state(optimizer: Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
+    """Return the state of an optimizer that has made none of its steps, as copies that take no memory."""
+    built: dict[torch.Tensor, dict[str, Any]] = {}
+    for weight, state in optimizer.state.items():
+        for name, one in state.items():
+            if not isinstance(one, torch.Tensor) or not one.numel() or bool((one != one.flatten()[0]).any()):
+                return {}  # it has made some
+            built.setdefault(weight, {})[name] = one.flatten()[:1].clone().expand(one.shape or (1,)).reshape(one.shape)
+    return built

@@ -33,6 +33,8 @@ class FullControl(RunControl, Protocol):
 
     # Replace the guilty rows for the rest of the run; unless samples are skipped, in this update too.
     def quarantine(self) -> None: ...
+    # Reset the state of the optimizers.
+    def reset_moments(self) -> None: ...
     # Patch the line of the operation that broke, for the rest of the run.
     def patch_line(self) -> None: ...
     # Multiply the loss scale.
@@ -164,6 +166,14 @@ class Quarantine(Remedy):
 
 
 @dataclass(frozen=True)
+class ResetMoments(Remedy):
+    """Reset the optimizer's moments. Best with some re-warming: the first estimates are rough."""
+
+    def apply(self, run: FullControl) -> None:
+        run.reset_moments()
+
+
+@dataclass(frozen=True)
 class LimitLr(Remedy):
     """Keep the learning rate at the highest before it rose. The last one before would be lower than the schedule's."""
 
@@ -292,7 +302,9 @@ class Trial(Remedy):
 _all: dict[str, type[Remedy]] = {
     **{name: KNOWN.pop(name) for name in ("rewind", "skip")},
     "quarantine": Quarantine,
-    **{name: KNOWN.pop(name) for name in ("repeat", "report", "reset_moments", "lower_lr")},
+    **{name: KNOWN.pop(name) for name in ("repeat", "report")},
+    "reset_moments": ResetMoments,
+    "lower_lr": KNOWN.pop("lower_lr"),
     "limit_lr": LimitLr,
     "tighten_clip": KNOWN.pop("tighten_clip"),
     "limit_update": LimitUpdate,

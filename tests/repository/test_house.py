@@ -25,7 +25,7 @@ KNOWN = {
     # Capabilities, and what the story asks for by protocols.
     "trees": "core",
     "numerics": "",
-    "ranks": "",
+    "ranks": "core",
     "data": "core ranks trees",
     "drills": "core trees",
     "record": "ranks",

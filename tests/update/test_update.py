@@ -21,7 +21,8 @@ from resilient_train.core.state import optimizer_tree, restore_optimizer
 from resilient_train.core.updater import Attempt, Updater
 from resilient_train.errors import TrainError
 from resilient_train.reader import ClipConfig
-from resilient_train.update.lasting import clip_to_share
+from resilient_train.run_process import to_a_hundredth
+from resilient_train.update.lasting import Built, clip_to_share
 from resilient_train.update.schedule import CurveSchedule, LoopSchedule, ShadowSchedule, constant, cosine, linear
 
 CPU = torch.device("cpu")
@@ -272,16 +273,12 @@ def test_rates_are_derived_and_never_compound() -> None:
     assert weight.item() == -1.5
 
 
-def rates_of(lr: float) -> list[int]:
-    return constant_updater(torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=lr)).rates()
-
-
 @pytest.mark.parametrize("rate", [2**-7, 0.5, 1.0, 0.75, 1e-3, 3e-4, 0.1])
 def test_ranks_whose_rates_differ_in_the_last_digit_are_alike(rate: float) -> None:
     """As the cosine of another machine may differ; a rate that is off by a hundredth is no rounding."""
     for other in (math.nextafter(rate, 0), math.nextafter(rate, 2), rate * (1 - 6e-8)):
-        assert rates_of(other) == rates_of(rate)
-    assert rates_of(1.01 * rate) != rates_of(rate)
+        assert to_a_hundredth([other]) == to_a_hundredth([rate])
+    assert to_a_hundredth([1.01 * rate]) != to_a_hundredth([rate])
 
 
 @pytest.mark.parametrize("at", [0, 2])
@@ -389,10 +386,10 @@ def test_an_optimizer_without_its_moments_steps_as_a_new_one(build: Any) -> None
         optimizer.step()
 
     optimizer = build(weights, lr=0.1)
-    updater = constant_updater(optimizer)
+    built = Built([optimizer])
     for _ in range(5):
         step(optimizer)
-    updater.reset_moments()
+    built.restore()
     ends = []
     for one in (optimizer, build(weights, lr=0.1)):
         for weight in weights:
