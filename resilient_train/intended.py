@@ -76,7 +76,11 @@ class Intended:
             return None
 
     def is_on_purpose(self, anomaly: Anomaly, diagnosis: Diagnosis) -> bool:
-        self._rise = rise = self.rise(anomaly, diagnosis)
+        """Say whether a rise of the loss came again in spite of a rewind, and accept it then."""
+        may_be = diagnosis.cause in (Cause.EXPLOSION, Cause.RATE, Cause.UNKNOWN)
+        may_be |= diagnosis.cause is Cause.DATA and not diagnosis.rows and self._parts.samples.is_fed
+        is_rise = may_be and anomaly.landed and anomaly.signal in OF_THE_LOSS
+        self._rise = rise = self._parts.updates.rise(anomaly.since, self._level) if is_rise else None
         return rise is not None and self.accepts(rise, anomaly)
 
     def began_by_chance(self, anomaly: Anomaly) -> bool:
@@ -98,15 +102,7 @@ class Intended:
             self._checks.start_over()
             self._controls.note()
 
-    def rise(self, anomaly: Anomaly, diagnosis: Diagnosis) -> Rise | None:
-        """The rise of the loss that an anomaly is about, if it may be on purpose."""
-        may_be = diagnosis.cause in (Cause.EXPLOSION, Cause.RATE, Cause.UNKNOWN)
-        may_be |= diagnosis.cause is Cause.DATA and not diagnosis.rows and self._parts.samples.is_fed
-        is_rise = anomaly.landed and anomaly.signal in OF_THE_LOSS
-        return self._parts.updates.rise(anomaly.since, self._level) if may_be and is_rise else None
-
     def accepts(self, rise: Rise, anomaly: Anomaly) -> bool:
-        """Accept a rise that came again in spite of a rewind."""
         probe = self._panel.experiment.probe
         if probe is None:
             return False

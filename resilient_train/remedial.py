@@ -29,6 +29,8 @@ _EARLY_STEPS = 16  # a failure within so many accepted updates counts as one fro
 class AllControls(Controls):
     """Adds quarantine, patched lines, trials, the loss scale and the size of micro-batches."""
 
+    case_type = FullCase
+
     def __init__(
         self,
         parts: RunParts,
@@ -90,30 +92,25 @@ class AllControls(Controls):
         self._incident = replace(self._incident, decision=decision, tried=tried or self._incident.tried)
         self._apply(best)
 
-    def case(self, anomaly: Anomaly, diagnosis: Diagnosis) -> FullCase:
-        parts = self._run
+    def known(self, anomaly: Anomaly, diagnosis: Diagnosis) -> dict[str, Any]:
+        parts, optimizers = self._run, self._run.updater.optimizers
         verified, reference = parts.ring.verified_until(anomaly.since), parts.checks.episode.reference
-        case = super().case(anomaly, diagnosis)
-        return FullCase(
-            *(anomaly, diagnosis),
-            snapshots=case.snapshots,
-            loss_excess=case.loss_excess,
-            began=self._keeper.progress.first or 0,
+        is_early = max(anomaly.since, reference.step if reference else 0) < _EARLY_STEPS
+        return {
+            "began": self._keeper.progress.first or 0,
             # Not after a line was patched: an early failure then does not indicate a wrong learning rate.
-            at_start=max(anomaly.since, reference.step if reference else 0) < _EARLY_STEPS
-            and [snapshot.step for snapshot in verified] == [0]
-            and not self.patches.lines,
-            mixed_precision=parts.precision.is_mixed,
-            loss_scaler=parts.updater.scaler is not None,
-            rows=parts.samples.rows,
-            quarantined=len(self.quarantined.rows),
-            armor=not anomaly.landed and all(parts.world.all_of(self._can_patch(diagnosis))),
-            share=self.lasting.share_now,
-            own_rates=any(group["lr"] is None for one in parts.updater.optimizers for group in one.param_groups),
-            sgd=all(isinstance(one, torch.optim.SGD) for one in parts.updater.optimizers),
-            lost_eps=lost_eps(parts.updater.optimizers) is not None and not self.lasting.mends_eps,
-            trial_updates=self.trials.left(),
-        )
+            "at_start": is_early and [snapshot.step for snapshot in verified] == [0] and not self.patches.lines,
+            "mixed_precision": parts.precision.is_mixed,
+            "loss_scaler": parts.updater.scaler is not None,
+            "rows": parts.samples.rows,
+            "quarantined": len(self.quarantined.rows),
+            "armor": not anomaly.landed and all(parts.world.all_of(self._can_patch(diagnosis))),
+            "share": self.lasting.share_now,
+            "own_rates": any(group["lr"] is None for one in optimizers for group in one.param_groups),
+            "sgd": all(isinstance(one, torch.optim.SGD) for one in optimizers),
+            "lost_eps": lost_eps(optimizers) is not None and not self.lasting.mends_eps,
+            "trial_updates": self.trials.left(),
+        }
 
     def _can_patch(self, diagnosis: Diagnosis) -> bool:
         """Say whether the guilty line can be patched and was not; looked up only if a rung of the cause would."""

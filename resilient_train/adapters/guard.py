@@ -239,7 +239,9 @@ class Guard(EngineGuard):
                 recovered_after=max(verify_after, _RECOVERED_AFTER),
             )
             parts.panel.early_divergence.can_compare = search is not None and samples.rows > 0
-            examination = Examination(world, clock, parts.checks, parts.scans, marks, state.kept)
+            examination = Examination(
+                world, clock, parts.checks, parts.scans, marks, state.kept, observes=policy.observe
+            )
             self._direct_steps, self._anomaly_mode = direct_steps, anomaly_mode
             self._keeper = keeper
             self._lost_device = LostDevice(parts, policy, controls, keeper, measured)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from resilient_train.core.policy import Policy
 from resilient_train.core.protocols import Log, Parts, Store
@@ -18,6 +18,7 @@ from resilient_train.types import Action, Anomaly, Diagnosis, Incident
 
 
 class Controls(RunControl):
+    case_type: ClassVar[type[Case]] = Case
     _incident: Incident  # the one that is being treated, and what was done so far
     _suspects: tuple[int, int]  # the samples that it may come from
 
@@ -92,14 +93,16 @@ class Controls(RunControl):
         samples.skip(start, stop)
 
     def case(self, anomaly: Anomaly, diagnosis: Diagnosis) -> Case:
-        """Collect what decides which remedies apply. It is a collective: all ranks call it together."""
-        verified = self._parts.ring.verified_until(anomaly.since)
-        return Case(
-            anomaly,
-            diagnosis,
-            snapshots=len(verified) or int(self._store.has_verified(anomaly.since)),
-            loss_excess=self._parts.checks.loss_excess(),
+        """Collect what decides which remedies apply. All ranks call it together."""
+        snapshots = len(self._parts.ring.verified_until(anomaly.since)) or int(self._store.has_verified(anomaly.since))
+        more = self.known(anomaly, diagnosis)
+        return self.case_type(
+            anomaly, diagnosis, snapshots=snapshots, loss_excess=self._parts.checks.loss_excess(), **more
         )
+
+    def known(self, anomaly: Anomaly, diagnosis: Diagnosis) -> dict[str, Any]:
+        """Return what else is known of a case, by the names of its fields."""
+        return {}
 
     def snapshot(self, step: int, *, verified: bool = False) -> Snapshot | None:
         snapshot = self._parts.ring.take(step, verified=verified)

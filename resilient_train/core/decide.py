@@ -11,7 +11,6 @@ from resilient_train.types import (
     OBSERVE,
     TRIAL,
     Action,
-    Anomaly,
     Cause,
     Decision,
     Facts,
@@ -36,7 +35,7 @@ def decide(policy: Policy, case: Case, history: Sequence[Incident]) -> Decision:
     history = history[max(ends, default=0) :]
     if (count := _refused_in_a_row(case, history)) >= policy.budget.in_a_row:
         return Decision(gave_up=fact("in_a_row", count=count, limit=policy.budget.in_a_row))
-    relevant, exhausted = _relevant(history, anomaly), 0
+    relevant, exhausted = _relevant(history, anomaly.since), 0
     for place, rung in enumerate(ladder):
         actions = _applicable(rung, case)
         if not actions or (rung.landed and not anomaly.landed):
@@ -69,9 +68,9 @@ def _applicable(rung: Rung, case: Case) -> tuple[Action, ...]:
     return () if lacks_main or (only_warms_up and "rewind" in names and not rewinds) else actions
 
 
-def _relevant(history: Sequence[Incident], anomaly: Anomaly) -> list[Incident]:
+def _relevant(history: Sequence[Incident], healthy_until: int) -> list[Incident]:
     """Drop faults from outside that a rewind undid and the run has passed since: the next one of that kind is new."""
-    relevant, healthy_until = [], anomaly.since
+    relevant = []
     for one in reversed(history):
         is_undone = one.diagnosis.cause in _FROM_OUTSIDE and _is_severe(one)
         if not (is_undone and healthy_until >= one.anomaly.step):

@@ -26,7 +26,7 @@ from resilient_train.core.transaction import Transaction, Update
 from resilient_train.core.updater import Attempt
 from resilient_train.core.vitals import Metrics, landed, mean, mean_metrics, scalar, versions
 from resilient_train.errors import TrainError
-from resilient_train.types import Anomaly, Signal, UpdateResult, Vitals
+from resilient_train.types import Signal, UpdateResult, Vitals
 
 
 class EngineGuard:
@@ -300,7 +300,8 @@ class EngineGuard:
         if anomaly is not None and observes:
             anomaly = replace(anomaly, landed=anomaly.landed or vitals.accepted)  # a loss scale may have refused it
             if not self._recovery.counts(anomaly):
-                self._recovery.treat(self._refined(anomaly, judged, is_scanned=scanned is not None), update)
+                refined = self._examination.refined(anomaly, judged, is_scanned=scanned is not None)
+                self._recovery.treat(refined, update)
             self._on_accepted()
             return True
         if anomaly is None and (observes or not finding.repeat):
@@ -316,13 +317,10 @@ class EngineGuard:
         # Trouble. Undo the refused update and the next one, then treat it.
         self._discard(*[one for one in (begun, None if vitals.accepted else judged) if one is not None])
         if anomaly is not None:
-            refined = self._refined(anomaly, judged, is_scanned=scanned is not None)
-            judged.nan_is_usual, judged.is_error = self._checks.nan_is_usual, refined.signal is Signal.EXCEPTION
-            self._recovery.treat(refined, update, None if vitals.accepted else judged)
+            anomaly = self._examination.refined(anomaly, judged, is_scanned=scanned is not None)
+            judged.nan_is_usual, judged.is_error = self._checks.nan_is_usual, anomaly.signal is Signal.EXCEPTION
+            self._recovery.treat(anomaly, update, None if vitals.accepted else judged)
         return False
-
-    def _refined(self, anomaly: Anomaly, judged: Transaction, *, is_scanned: bool) -> Anomaly:
-        return self._examination.refined(anomaly, judged, is_scanned=is_scanned, has_landed=self._recovery.observes)
 
     def _after_accepted(self, accepted: Transaction) -> None:
         step, recovery = self.clock.step, self._recovery

@@ -16,7 +16,7 @@ from resilient_train.core.transaction import Transaction
 from resilient_train.core.tree import Tree, leaves
 from resilient_train.core.vitals import Sent
 from resilient_train.ranks.world import World, odd_ones
-from resilient_train.types import Anomaly, Signal, fact
+from resilient_train.types import Anomaly, Facts, Signal, fact
 from resilient_train.watch.layout import nonfinite
 from resilient_train.watch.scans import Scans
 
@@ -33,10 +33,18 @@ class _Launched(NamedTuple):
 
 class Examination:
     def __init__(
-        self, world: World, clock: Clock, checks: Checks, scans: Scans, marks: Marks, kept: Mapping[str, Stateful]
+        self,
+        world: World,
+        clock: Clock,
+        checks: Checks,
+        scans: Scans,
+        marks: Marks,
+        kept: Mapping[str, Stateful],
+        *,
+        observes: bool = False,
     ) -> None:
         self._world, self._clock, self._checks, self._scans = world, clock, checks, scans
-        self._marks, self._kept = marks, kept
+        self._marks, self._kept, self._observes = marks, kept, observes  # by policy: all updates land
         self._scan: _Launched | None = None
         self._comparison: _Launched | None = None  # of replicas
 
@@ -112,11 +120,11 @@ class Examination:
         """Learn from the first healthy update of a process whether NaN in a batch is usual."""
         self._checks.nan_is_usual |= bool(self._ranks_where(not _all_finite(batches)))
 
-    def refined(self, anomaly: Anomaly, update: Transaction, *, is_scanned: bool, has_landed: bool) -> Anomaly:
+    def refined(self, anomaly: Anomaly, update: Transaction, *, is_scanned: bool) -> Anomaly:
         """Say more precisely what is wrong with a bad update, or with the state that a scan has seen. Every rank comes.
 
         In this order: rows that could not be fetched, which make the loss NaN; bad weights, which explain all else;
-        exceptions; a bad batch, unless its NaN is usual. Where it `has_landed`, weights that are not finite follow.
+        exceptions; a bad batch, unless its NaN is usual. Where all updates land, weights that are not finite follow.
         """
         batches = update.inputs
         if is_scanned and anomaly.signal is not Signal.NONFINITE_WEIGHTS:
@@ -126,9 +134,10 @@ class Examination:
         everywhere, of_code = zip(*self._world.all_of((of_rows, of_errors)), strict=True)
         is_alone = self._world.size == 1
         if not any(everywhere):
-            if not has_landed and (found := self.examine_now()) is not None:
+            if not self._observes and (found := self.examine_now()) is not None:
                 # The loop may have put what the batch holds into the weights, as two passes of SAM do.
-                return self._blame_batch(found, batches) if found.signal is Signal.NONFINITE_WEIGHTS else found
+                is_of_batch = found.signal is Signal.NONFINITE_WEIGHTS
+                return dataclasses.replace(found, **self._bad_batch(batches, found.evidence)) if is_of_batch else found
             everywhere = of_code
         if any(everywhere):
             evidence = next(some[0] for some in everywhere if some)
@@ -139,17 +148,16 @@ class Examination:
             return dataclasses.replace(anomaly, ranks=ranks if len(ranks) < self._world.size else ())
         if anomaly.signal not in (Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD):
             return anomaly
-        anomaly = dataclasses.replace(anomaly, evidence=anomaly.evidence + nonfinite(update.attempt.norms()))
-        return self._blame_batch(anomaly, batches)
+        evidence = anomaly.evidence + nonfinite(update.attempt.norms())
+        return dataclasses.replace(anomaly, **{"evidence": evidence, **self._bad_batch(batches, evidence)})
 
-    def _blame_batch(self, anomaly: Anomaly, batches: Sequence[Any]) -> Anomaly:
-        """Say of the anomaly that its batch is bad, if that is so on any rank, and is not usual."""
+    def _bad_batch(self, batches: Sequence[Any], evidence: Facts) -> dict[str, Any]:
+        """Return what an anomaly is if its batch is bad on any rank, and that is not usual."""
         ranks = () if self._checks.nan_is_usual else self._ranks_where(not _all_finite(batches))
         if not ranks:
-            return anomaly
-        evidence = fact("bad_batch") + anomaly.evidence
-        ranks = () if self._world.size == 1 else ranks
-        return dataclasses.replace(anomaly, signal=Signal.NONFINITE_BATCH, evidence=evidence, ranks=ranks)
+            return {}
+        of_batch = {"signal": Signal.NONFINITE_BATCH, "evidence": fact("bad_batch") + evidence}
+        return {**of_batch, "ranks": () if self._world.size == 1 else ranks}
 
     def _ranks_where(self, is_so: bool) -> tuple[int, ...]:
         flags = torch.zeros(self._world.size, device=self._world.device)
