@@ -78,7 +78,7 @@ class Frozen:
     """Keeps one copy of each frozen weight for all snapshots; those that the loop changes are copied each time."""
 
     def __init__(self) -> None:
-        self.shared: dict[str, tuple[torch.Tensor, int]] = {}  # the weights by name, with their digests
+        self.shared: dict[str, tuple[torch.Tensor, int, int]] = {}  # the weights by name, with version and digest
         self._copies: dict[str, torch.Tensor] = {}  # of those that a snapshot needed
         self._moving: set[str] = set()
 
@@ -95,10 +95,10 @@ class Frozen:
         still = [name for name in frozen if name not in self._moving]
         digests = [_digest(frozen[name].detach()) for name in still]
         read = torch.stack([one.to(digests[0].device) for one in digests]).tolist() if digests else []
-        now = {name: (frozen[name], digest) for name, digest in zip(still, read, strict=True)}
-        for name, (weight, digest) in now.items():
-            known, before = self.shared.get(name, now[name])
-            if known is not weight or digest != before:
+        now = {name: (frozen[name], frozen[name]._version, digest) for name, digest in zip(still, read, strict=True)}
+        for name, (weight, *state) in now.items():
+            known, *before = self.shared.get(name, now[name])
+            if known is not weight or state != before:
                 self._moving.add(name)
         self.shared = {name: one for name, one in now.items() if name not in self._moving}
         self._copies = {name: one for name, one in self._copies.items() if name in self.shared}
@@ -112,6 +112,10 @@ class Frozen:
         new = {name: empty(weight) for name, weight in sources.items()}
         self._copies |= new
         return self._copies.copy(), list(new.values()), list(sources.values())
+
+    def restored(self) -> None:
+        """Note that the weights were restored from a snapshot: they have new versions and the same contents."""
+        self.shared = {name: (one, one._version, digest) for name, (one, _, digest) in self.shared.items()}
 
 
 def _digest(weight: torch.Tensor) -> torch.Tensor:
