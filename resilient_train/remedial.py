@@ -19,7 +19,7 @@ from resilient_train.run_parts import RunParts
 from resilient_train.secrets import masked_tree
 from resilient_train.trials import Trials
 from resilient_train.types import Action, Anomaly, Culprit, Diagnosis, Facts
-from resilient_train.update.lasting import Built, LastingRemedies
+from resilient_train.update.lasting import LastingRemedies, built_state, forget_moments
 from resilient_train.update.remedies import FullCase
 from resilient_train.wording import log
 
@@ -43,7 +43,7 @@ class AllControls(Controls):
     ) -> None:
         self.lasting, self._run, self._keeper, self.trials = lasting, parts, keeper, trials
         self.quarantined, self._rows = quarantined, QuarantinedRows(parts.samples, quarantined)
-        self._built = Built(parts.updater.optimizers)
+        self._built = {optimizer: built_state(optimizer) for optimizer in parts.updater.optimizers}
         self.patches = Patches(parts.search.tried if parts.search is not None else set())
         of_trials = Effect("trials", trials.state_dict, trials.load_state_dict)
         effects = [
@@ -64,16 +64,20 @@ class AllControls(Controls):
         super().note(write)
         self.quarantined.write()
 
+    # What further remedies call.
+
     def reset_moments(self) -> None:
-        self._built.restore()
+        forget_moments(self._built)
         self._run.scans.rebase()
 
     def quarantine(self) -> None:
+        """Replace the guilty rows for the rest of the run; unless samples are skipped, in this update too."""
         incident, diagnosis = self._incident, self._incident.diagnosis
         reasons = {row: diagnosis.reasons.get(row, diagnosis.advice) for row in diagnosis.rows}
         self._rows.add(reasons, incident.anomaly.step, incident.id)
 
     def patch_line(self) -> None:
+        """Patch the line of the operation that broke, for the rest of the run."""
         culprit = self._incident.diagnosis.broken
         assert culprit is not None
         self.patches.add(*self.patches.target(culprit))
@@ -85,6 +89,7 @@ class AllControls(Controls):
             scaler.update(scaler.get_scale() * factor)
 
     def try_arms(self, arms: Sequence[Sequence[Action]], steps: int) -> None:
+        """Make `steps` updates with each of several remedies, on the same samples, and apply those that did best."""
         (start, stop), each = self._suspects, self._parts.samples.slicing.samples
         best, tried = self.trials.best_of(arms, steps, self, max(stop - start, 0) + steps * each)
         decision = self._incident.decision

@@ -21,7 +21,7 @@ from resilient_train.core.mark import Mark
 from resilient_train.core.policy import Policy
 from resilient_train.core.protocols import Hook, Store
 from resilient_train.core.recovery import Recovery
-from resilient_train.core.remedies import remedy
+from resilient_train.core.remedies import RunControl, remedy
 from resilient_train.core.ring import Ring, Snapshot
 from resilient_train.core.transaction import Transaction
 from resilient_train.core.tree import local_part
@@ -45,7 +45,6 @@ from resilient_train.types import (
 from resilient_train.update.remedies import (
     JUDGED,
     Arm,
-    FullControl,
     best_arm,
     cost_of,
     fastest,
@@ -69,8 +68,9 @@ class TrialStopped(Exception):
     """A trial cannot take place, or not be completed: then nothing has happened."""
 
 
-class Tryable(FullControl, Protocol):
+class Tryable(RunControl, Protocol):
     effects: Effects
+    lasting: Any
 
     def advance(self, *, was_limited: bool) -> None: ...
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 MIN_LR = MIN_CLIP = 1e-6
 MAX_EPS = 1e8
@@ -26,13 +26,29 @@ class KnobValues(NamedTuple):
     norm: float = 0.0  # that gradients are clipped to at most, whatever is configured; 0: no such limit
 
 
-AS_CONFIGURED = KnobValues()
+@dataclass
+class Numbers:
+    """Numbers that are written down, and read again."""
+
+    own: ClassVar = ""  # a field that is none of them
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if name != self.own}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError where a value is below 0 or not finite."""
+        for name in self.state_dict():
+            value = state[name]
+            if not 0 <= float(value) < math.inf:
+                raise ValueError(f"the knob {name} is {value!s:.20}, not a number from 0 up")
+            setattr(self, name, type(getattr(type(self), name))(value))  # a remedy may have set a float to 1
 
 
 @dataclass
-class Knobs:
+class Knobs(Numbers):
     """Turned by remedies, used by every update, relaxed step by step after enough healthy ones."""
 
+    own: ClassVar = "relax_after"
     relax_after: int = 100  # healthy updates between two steps of relaxing
     lr: float = 1.0  # what the rate is multiplied by, after re-warming
     clip: float = 1.0
@@ -110,21 +126,6 @@ class Knobs:
         self.turn_clip(_RELAX_FACTOR)
         self.turn_eps(1 / _RELAX_EPS_FACTOR)
         self.lr, self.relaxing = _bounded(self.lr * _RELAX_FACTOR, MIN_LR), True
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if name != "relax_after"}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError where a value is below 0 or not finite."""
-        load_numbers(self, {name: state[name] for name in self.state_dict()})
-
-
-def load_numbers(owner: Any, state: Mapping[str, Any]) -> None:
-    """Set the fields of a dataclass; raises ValueError where a value is below 0 or not finite."""
-    for name, value in state.items():
-        if not 0 <= float(value) < math.inf:
-            raise ValueError(f"the knob {name} is {value!s:.20}, not a number from 0 up")
-        setattr(owner, name, type(getattr(type(owner), name))(value))  # a remedy may have set a float to 1
 
 
 def _bounded(value: float, lowest: float, highest: float = 1.0) -> float:

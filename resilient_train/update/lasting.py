@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch.optim import Optimizer
 
 from resilient_train.core.clip import OverRanks, gradients, norm_of, scale
 from resilient_train.core.controls import Effect
-from resilient_train.core.knobs import load_numbers
+from resilient_train.core.knobs import Numbers
 from resilient_train.core.updater import Lasting
 
 _FALLS = 50  # healthy updates until a limit of updates is 0.7 of what it was
@@ -21,7 +21,8 @@ _SMALL_WEIGHT, _MOST_MOMENTUM = 0.02, 0.999
 
 
 @dataclass
-class LastingRemedies(Lasting):
+class LastingRemedies(Numbers, Lasting):
+    own: ClassVar = "over_ranks"
     over_ranks: OverRanks | None = None  # where weights are sharded
     share: float = 0.0  # of the norm of the weights, by which SGD may change them at first; 0: no limit
     limited: int = 0  # healthy updates since it was set
@@ -55,13 +56,7 @@ class LastingRemedies(Lasting):
         return self.share > 0
 
     def effect(self) -> Effect:
-        return Effect("lasting", self._state, self._restore, undo=self._restore, agreed=self._state)
-
-    def _state(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if name != "over_ranks"}
-
-    def _restore(self, state: Mapping[str, Any]) -> None:
-        load_numbers(self, {name: state[name] for name in self._state()})
+        return Effect("lasting", self.state_dict, self.load_state_dict, self.load_state_dict, self.state_dict)
 
 
 @torch.no_grad()
@@ -82,22 +77,16 @@ def clip_to_share(groups: Sequence[Mapping[str, Any]], share: float, over_ranks:
     scale(grads, (share * of_weights / (pace * norm.float() + 1e-30)).clamp(max=1.0))
 
 
-class Built:
-    """The state that optimizers have before their first step, such as Adagrad's sums."""
-
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._states = [(optimizer, _built_state(optimizer)) for optimizer in optimizers]
-
-    def restore(self) -> None:
-        """Forget the moments."""
-        for optimizer, built in self._states:
-            optimizer.state.clear()
-            for weight, state in built.items():
-                own = {name: one.clone(memory_format=torch.contiguous_format) for name, one in state.items()}
-                optimizer.state[weight] = own
+def forget_moments(built: Mapping[Optimizer, Mapping[torch.Tensor, Mapping[str, Any]]]) -> None:
+    """Give optimizers the state that they had before their first step; most had none, Adagrad has its sums."""
+    for optimizer, states in built.items():
+        optimizer.state.clear()
+        for weight, state in states.items():
+            own = {name: one.clone(memory_format=torch.contiguous_format) for name, one in state.items()}
+            optimizer.state[weight] = own
 
 
-def _built_state(optimizer: Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
+def built_state(optimizer: Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
     """Return the state of an optimizer that has made none of its steps, as copies that take no memory."""
     built: dict[torch.Tensor, dict[str, Any]] = {}
     for weight, state in optimizer.state.items():

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, inf, isclose, isfinite, sqrt
 from statistics import fmean, stdev
-from typing import Any, Protocol
+from typing import Any
 
 from resilient_train.core.policy import actions_of, each_of
-from resilient_train.core.remedies import KNOWN, Case, Remedy, RunControl, applicable, limited
+from resilient_train.core.remedies import KNOWN, Case, Remedy, applicable, limited
 from resilient_train.errors import unusable
 from resilient_train.types import Action, Tried
 
@@ -24,23 +24,6 @@ class FullCase(Case):
     share: float = 0.0  # of the norm of the weights, that updates are limited to; 0: they are not
     lost_eps: bool = False  # an optimizer's epsilon is 0 in the type of its weights
     trial_updates: int = 0  # that trials may still make; 0: none can be made here
-
-
-class FullControl(RunControl, Protocol):
-    """What further remedies may do to a run, too."""
-
-    lasting: Any  # what they have set: `LastingRemedies`
-
-    # Replace the guilty rows for the rest of the run; unless samples are skipped, in this update too.
-    def quarantine(self) -> None: ...
-    # Reset the state of the optimizers.
-    def reset_moments(self) -> None: ...
-    # Patch the line of the operation that broke, for the rest of the run.
-    def patch_line(self) -> None: ...
-    # Multiply the loss scale.
-    def lower_loss_scale(self, factor: float) -> None: ...
-    # Make `steps` updates with each of several remedies, on the same samples, and apply those that did best.
-    def try_arms(self, arms: Sequence[Sequence[Action]], steps: int) -> None: ...
 
 
 _TRIED = ("tighten_clip", "limit_update", "raise_eps")  # not lower_lr, which nearly always looks better for a while
@@ -161,7 +144,7 @@ class Quarantine(Remedy):
         """Rows must be known by an index; updates with them that landed must be undone as well."""
         return bool(case.diagnosis.rows) and case.rows > 0 and (not case.anomaly.landed or case.rewinds)
 
-    def apply(self, run: FullControl) -> None:
+    def apply(self, run: Any) -> None:
         run.quarantine()
 
 
@@ -169,7 +152,7 @@ class Quarantine(Remedy):
 class ResetMoments(Remedy):
     """Reset the optimizer's moments. Best with some re-warming: the first estimates are rough."""
 
-    def apply(self, run: FullControl) -> None:
+    def apply(self, run: Any) -> None:
         run.reset_moments()
 
 
@@ -186,7 +169,7 @@ class LimitLr(Remedy):
     def applies(self, case: FullCase) -> bool:
         return self.to > 0 or case.diagnosis.usual_rate > 0
 
-    def apply(self, run: FullControl) -> None:
+    def apply(self, run: Any) -> None:
         run.knobs.limit_lr(self.to, self.leapt_to)
 
 
@@ -203,7 +186,7 @@ class LimitUpdate(Remedy):
     def applies(self, case: FullCase) -> bool:
         return case.sgd
 
-    def apply(self, run: FullControl) -> None:
+    def apply(self, run: Any) -> None:
         run.lasting.share, run.lasting.limited = self.share, 0
 
 
@@ -213,7 +196,7 @@ class LowerDecay(Remedy):
 
     factor: float = limited(0.0, at_least=0, at_most=1)
 
-    def apply(self, run: FullControl) -> None:
+    def apply(self, run: Any) -> None:
         run.lasting.decay *= self.factor
 
 
@@ -224,7 +207,7 @@ class MendEps(Remedy):
     def applies(self, case: FullCase) -> bool:
         return case.lost_eps
 
-    def apply(self, run: FullControl) -> None:
+    def apply(self, run: Any) -> None:
         run.lasting.mends_eps = True
 
 
@@ -235,7 +218,7 @@ class PatchOperation(Remedy):
     def applies(self, case: FullCase) -> bool:
         return case.armor
 
-    def apply(self, run: FullControl) -> None:
+    def apply(self, run: Any) -> None:
         run.patch_line()
 
 
@@ -248,7 +231,7 @@ class LowerLossScale(Remedy):
     def applies(self, case: FullCase) -> bool:
         return case.loss_scaler
 
-    def apply(self, run: FullControl) -> None:
+    def apply(self, run: Any) -> None:
         run.lower_loss_scale(self.factor)
 
 
@@ -261,7 +244,7 @@ class HigherPrecision(Remedy):
     def applies(self, case: FullCase) -> bool:
         return case.mixed_precision
 
-    def apply(self, run: FullControl) -> None:
+    def apply(self, run: Any) -> None:
         run.lasting.higher_precision = max(run.lasting.higher_precision, self.steps)
 
 
@@ -294,7 +277,7 @@ class Trial(Remedy):
         cost = cost_of(len(arms) * self.steps, (len(arms) + 2) * JUDGED)  # twice before the arms
         return len(arms) > 1 and cost <= case.trial_updates
 
-    def apply(self, run: FullControl) -> None:
+    def apply(self, run: Any) -> None:
         run.try_arms(self.of, self.steps)
 
 

@@ -22,7 +22,7 @@ from resilient_train.core.updater import Attempt, Updater
 from resilient_train.errors import TrainError
 from resilient_train.reader import ClipConfig
 from resilient_train.run_process import to_a_hundredth
-from resilient_train.update.lasting import Built, clip_to_share
+from resilient_train.update.lasting import built_state, clip_to_share, forget_moments
 from resilient_train.update.schedule import CurveSchedule, LoopSchedule, ShadowSchedule, constant, cosine, linear
 
 CPU = torch.device("cpu")
@@ -386,10 +386,10 @@ def test_an_optimizer_without_its_moments_steps_as_a_new_one(build: Any) -> None
         optimizer.step()
 
     optimizer = build(weights, lr=0.1)
-    built = Built([optimizer])
+    built = {optimizer: built_state(optimizer)}
     for _ in range(5):
         step(optimizer)
-    built.restore()
+    forget_moments(built)
     ends = []
     for one in (optimizer, build(weights, lr=0.1)):
         for weight in weights:
