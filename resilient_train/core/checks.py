@@ -221,7 +221,7 @@ class Checks:
 
     def _judge_landed(self, vitals: Vitals) -> Anomaly | None:
         """Update the checks and return the first alarm; None while damage is only reported."""
-        step, loss, check = vitals.step, vitals.loss, self.episode
+        step, loss, episode = vitals.step, vitals.loss, self.episode
         outside = self._is_outside(loss)
         jumped = self.jump.see(step, loss, outside)
         if not outside:
@@ -229,7 +229,7 @@ class Checks:
             self._accepted.setdefault(step, (loss, vitals.grad_norm))
             if len(self._accepted) > REMEMBERED:
                 self._accepted.popitem(last=False)
-        is_learned = not (outside and check.is_open)
+        is_learned = not (outside and episode.is_open)
         if is_learned:
             self.grad_limit.learn(vitals.grad_norm)
         first, last = None, None
@@ -239,9 +239,9 @@ class Checks:
                 last = last or alarm
             else:
                 first = first or alarm
-        standing = check.see(step, loss) if check.is_open else Standing.UNDECIDED
+        standing = episode.see(step, loss) if episode.is_open else Standing.UNDECIDED
         if standing is Standing.BACK:
-            check.end()
+            episode.end()
         if self.episode.is_silent:
             return None
         if alarm := first or jumped or last:
@@ -275,7 +275,7 @@ class Checks:
         return Finding(_refused(vitals, signal, evidence))
 
     def _about_loss(self, vitals: Vitals, signal: Signal, alarm: Alarm) -> Anomaly:
-        """Make an anomaly of the loss: no step before a verified one rewound to, or far above the best, is trusted."""
+        """Make an anomaly of the loss. A verified state rewound to stays trusted, a step far above the best is not."""
         verified = self.episode.stands_on if self.episode.is_open else None
         since, then = alarm.since, self._reference(alarm.since)
         if then is not None:

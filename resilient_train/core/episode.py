@@ -18,7 +18,7 @@ from resilient_train.types import Facts, fact
 WINDOW = 48  # losses that make a reference
 _LATEST = 8  # losses whose median is the level where they fell, and whose size thresholds in shares refer to
 _SIGNIFICANT = 3.0  # standard errors from which a slope is not noise
-_SCATTER_OFFEW = 0.1  # of the size of the losses, where there are too few of them to measure their scatter
+_SCATTER_OF_FEW = 0.1  # of the size of the losses, where there are too few of them to measure their scatter
 _RISE_OVER_FEW = 2.0  # of their size
 _EARLY_LOOKS = (0.25, 0.5)  # of the window, at which a run that is off is reported before the window is full
 _UNKNOWN = float_info.max  # no loss is above it
@@ -59,7 +59,7 @@ class Reference:
         latest = everything[-_LATEST:]
         size = max(size, abs(median(latest)))
         if len(values) < FEW:
-            return cls(steps[-1], median(latest), _SCATTER_OFFEW * size, 0.0, size, len(values))
+            return cls(steps[-1], median(latest), _SCATTER_OF_FEW * size, 0.0, size, len(values))
         slope, error, residual = line(values)
         if not abs(slope) > _SIGNIFICANT * error:
             return cls(steps[-1], fmean(values), stdev(everything), 0.0, size, len(values))

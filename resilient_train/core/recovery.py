@@ -171,18 +171,18 @@ class Recovery:
 
     def finish(self) -> None:
         """The run is complete: close its incidents, as recovered if the loss is back or was never off."""
-        check, is_back = self.parts.checks.episode, self._is_back()
+        episode, is_back = self.parts.checks.episode, self._is_back()
         self._ended_damaged = self.incident_log.is_observing
         self.incident_log.end_observed()
         outcome = Outcome.RECOVERED if is_back else Outcome.UNRECOVERED
-        if is_back and check.is_open:
-            check.end()
+        if is_back and episode.is_open:
+            episode.end()
             self.controls.note()
         self.incident_log.close_all(outcome, healthy_since=self.parts.clock.step - self._recovered_after)
 
     def _is_back(self) -> bool:
-        check = self.parts.checks.episode
-        return not check.is_open or check.ends_back(self.parts.clock.step)
+        episode = self.parts.checks.episode
+        return not episode.is_open or episode.ends_back(self.parts.clock.step)
 
     def is_unrecovered(self) -> bool:
         return not (self._is_back() or self.parts.checks.episode.is_only_reported or self.observes)

@@ -29,7 +29,7 @@ class Snapshot:
     plain: Tree  # the state without its tensors
     own: list[torch.Tensor]  # copies that only this snapshot holds: a later one may use their memory
     shared: dict[str, torch.Tensor]  # copies of weights that do not change, which other snapshots hold as well
-    checks_state: Any = None  # RunParts.checks_state(); None until its update was accepted
+    checks_state: Any = None  # Parts.checks_state(); None until its update was accepted
     effects: Any = None  # of remedies, after its update
     verified: bool = False
     is_being_written: bool = False  # to disk: its memory must not be reused

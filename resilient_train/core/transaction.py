@@ -53,11 +53,13 @@ class Transaction:
         """Note what went through the gate; what was measured is on its way to the host."""
         self.attempt, self.limits = attempt, limits
         self._sent = Sent(attempt.measured, attempt.numbers)
-        self.result = self.result or UpdateResult("pending", attempt.loss.detach())
+        if self.result is None:
+            self.result = UpdateResult("pending", attempt.loss.detach())
         return self.result
 
     def ends(self, status: str) -> None:
-        self.result = self.result or UpdateResult(status)
+        if self.result is None:
+            self.result = UpdateResult(status)
         self.result.status = status
 
     @property

@@ -26,10 +26,12 @@ from resilient_train.core.transaction import Transaction, Update
 from resilient_train.core.updater import Attempt
 from resilient_train.core.vitals import Metrics, landed, mean, mean_metrics, scalar, versions
 from resilient_train.errors import TrainError
-from resilient_train.types import Signal, UpdateResult, Vitals
+from resilient_train.types import Anomaly, Signal, UpdateResult, Vitals
 
 
 class EngineGuard:
+    """The story of each update. `adapters.guard.Guard`, which loops call, begins and ends it."""
+
     _newest_of_all: ClassVar[int] = 0  # id of the update that any guard of this process began last
 
     def __init__(
@@ -274,7 +276,7 @@ class EngineGuard:
         return is_clear
 
     def _judge(self, judged: Transaction, begun: Transaction | None) -> bool:
-        update, attempt = judged.update, judged.attempt
+        """Read what was measured, let the checks judge it, and do what follows. `begun` was computed since."""
         vitals = judged.read(self.clock.step, has_scale=self._updater.scaler is not None)
         finding = self._checks.judge(vitals)
         observes = self._recovery.observes
@@ -286,41 +288,50 @@ class EngineGuard:
         self._parts.updates.add(vitals)  # refused ones too: they may turn out to have caused a later incident
         scanned = self._examination.verdict()  # of the state before this update
         finding = self._diagnoser.reviewed(vitals, finding)
-        # The gate has accepted it on the device; only now the host knows.
         has_steps = not (vitals.accepted or observes) and self._marks.undo_steps(judged.mark)
-        if vitals.accepted:
-            self.clock.step += 1
-            self._updater.accept(self.clock.step)
-            self._scans.landed(self.clock.step, attempt.settings, attempt.clipped(vitals.grad_norm), attempt.times)
-            if judged.snapshot is not None:
-                judged.snapshot.checks_state = self._parts.checks_state()
-        elif judged.snapshot is not None:
-            self._ring.drop(judged.snapshot)
+        self._note_verdict(judged, vitals)
         anomaly = scanned or finding.anomaly or self._diagnoser.noticed(judged, vitals)
         if anomaly is not None and observes:
             anomaly = replace(anomaly, landed=anomaly.landed or vitals.accepted)  # a loss scale may have refused it
-            if not self._recovery.counts(anomaly):
-                refined = self._examination.refined(anomaly, judged, is_scanned=scanned is not None)
-                self._recovery.treat(refined, update)
-            self._on_accepted()
-            return True
-        if anomaly is None and (observes or not finding.repeat):
-            if not (vitals.accepted or observes) and (has_steps or judged.mark.tables or judged.mark.kept):
-                # Buffers may be NaN since its forward, and the next one has used them, or half an update: repeat that.
-                if begun is not None:
-                    self._discard(begun)
-                self._marks.undo(judged.mark, keeps_scale=True)
-                return begun is None
-            if vitals.accepted:
-                self._after_accepted(judged)
-            return True
-        # Trouble. Undo the refused update and the next one, then treat it.
-        self._discard(*[one for one in (begun, None if vitals.accepted else judged) if one is not None])
-        if anomaly is not None:
-            anomaly = self._examination.refined(anomaly, judged, is_scanned=scanned is not None)
-            judged.nan_is_usual, judged.is_error = self._checks.nan_is_usual, anomaly.signal is Signal.EXCEPTION
-            self._recovery.treat(anomaly, update, None if vitals.accepted else judged)
-        return False
+            self._observe(anomaly, judged, is_scanned=scanned is not None)
+        elif anomaly is not None or (finding.repeat and not observes):
+            self._discard(*[one for one in (begun, None if vitals.accepted else judged) if one is not None])
+            if anomaly is not None:
+                self._treat(anomaly, judged, is_scanned=scanned is not None, has_landed=vitals.accepted)
+            return False
+        elif vitals.accepted:
+            self._after_accepted(judged)
+        elif not observes and (has_steps or judged.mark.tables or judged.mark.kept):
+            # An overflow. Buffers may be NaN since its forward, and the next one has used them, or half an update.
+            if begun is not None:
+                self._discard(begun)
+            self._marks.undo(judged.mark, keeps_scale=True)
+            return begun is None
+        return True
+
+    def _note_verdict(self, judged: Transaction, vitals: Vitals) -> None:
+        """Take note of what the gate has decided on the device: only now the host knows."""
+        if vitals.accepted:
+            self.clock.step += 1
+            self._updater.accept(self.clock.step)
+            attempt, norm = judged.attempt, judged.attempt.clipped(vitals.grad_norm)
+            self._scans.landed(self.clock.step, attempt.settings, norm, attempt.times)
+        if judged.snapshot is not None and vitals.accepted:
+            judged.snapshot.checks_state = self._parts.checks_state()
+        elif judged.snapshot is not None:
+            self._ring.drop(judged.snapshot)
+
+    def _observe(self, anomaly: Anomaly, judged: Transaction, *, is_scanned: bool) -> None:
+        """Report an anomaly, by policy without doing anything about it."""
+        if not self._recovery.counts(anomaly):
+            refined = self._examination.refined(anomaly, judged, is_scanned=is_scanned)
+            self._recovery.treat(refined, judged.update)
+        self._on_accepted()
+
+    def _treat(self, anomaly: Anomaly, judged: Transaction, *, is_scanned: bool, has_landed: bool) -> None:
+        anomaly = self._examination.refined(anomaly, judged, is_scanned=is_scanned)
+        judged.nan_is_usual, judged.is_error = self._checks.nan_is_usual, anomaly.signal is Signal.EXCEPTION
+        self._recovery.treat(anomaly, judged.update, None if has_landed else judged)
 
     def _after_accepted(self, accepted: Transaction) -> None:
         step, recovery = self.clock.step, self._recovery
