@@ -262,12 +262,12 @@ class Trials:
         parts = self._parts
         self._go_back(since)
         self._computation.attributes.set(self._attributes)
+        before = self._control.effects.state_dict()
         try:
-            with self._control.effects.scope():
-                for action in actions:
-                    remedy(action).apply(self._control)
-                anomalies = sum(not self._update() for _ in range(steps))
-                losses = self._losses()
+            for action in actions:
+                remedy(action).apply(self._control)
+            anomalies = sum(not self._update() for _ in range(steps))
+            losses = self._losses()
         except Exception as error:  # of the program, which a remedy or the weights it led to may cause
             is_fetch = isinstance(error, StorageFailed)
             if (isinstance(error, TrialStopped | TrainError) and not is_fetch) or parts.world.size > 1:
@@ -276,6 +276,8 @@ class Trials:
             if is_fetch or is_out_of_memory(error):  # no arm could be made
                 raise TrialStopped from error
             anomalies, losses = steps, (math.inf,) * len(self._judged)
+        finally:
+            self._control.effects.undo_to(before)
         return Arm(tuple(actions), anomalies, losses)
 
     def _fetch_judged(self, passed: int = 0) -> None:

@@ -157,13 +157,10 @@ class Checks:
 
     def loss_excess(self) -> float:
         """How far the loss is above the reference, relative to the size of such losses; 0 if not known."""
-        reference = self.episode.reference
-        return reference.excess(self._median_latest()) if reference is not None and self._latest else 0.0
-
-    def _median_latest(self) -> float:
-        """Of those that are finite, as NaN has no place among sorted numbers; inf if none is."""
-        finite = [*filter(isfinite, self._latest)]
-        return median_high(finite) if finite else inf
+        reference, finite = self.episode.reference, [*filter(isfinite, self._latest)]
+        if reference is None or not self._latest:
+            return 0.0
+        return reference.excess(median_high(finite) if finite else inf)
 
     def rewound(self, step: int, since: int, rate: float = 1.0) -> None:
         """Note a rewind to `step`, whose state was loaded before; the learning rate is multiplied by `rate` from here.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -158,15 +157,6 @@ class Effects:
         for effect in self._effects:
             if effect.name in state:
                 effect.undo(state[effect.name])
-
-    @contextmanager
-    def scope(self) -> Iterator[None]:
-        """Undo at the end what the block has changed."""
-        before = self.state_dict()
-        try:
-            yield
-        finally:
-            self.undo_to(before)
 
     def changes(self) -> dict[str, Any]:
         """Return the state for the journal: of lists what was `added` since the last call, unless some was undone."""

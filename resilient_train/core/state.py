@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +65,7 @@ class RunState:
         """Restore a copy of what `live` returned, in place: tensors keep their addresses, gradients are dropped, and
         what the loop has added since (weights, buffers of modules with such weights) stays as it is.
         """
-        _copy(self._pairs(parts["weights"]))
+        copy_pairs(self.pairs(parts["weights"]))
         for weight in self.model.parameters():
             weight.grad = None
         live = dict(self.model.named_parameters())
@@ -86,20 +85,8 @@ class RunState:
         states = {name.removeprefix("random."): state for name, state in parts.items() if name.startswith("random.")}
         randomness.restore(states, self.device)  # last, because the calls above may draw random numbers
 
-    @contextmanager
-    def weights_of(self, parts: Mapping[str, Tree]) -> Iterator[None]:
-        """Temporarily use the weights and buffers of another state, and nothing else of it."""
-        pairs = self._pairs(parts["weights"])
-        buffers = [(buffer, parts["buffers"].get(name)) for name, buffer in self.model.named_buffers()]
-        pairs += [pair for pair in buffers if _is_pair(*pair)]
-        now = [(live, local_part(live).detach().clone()) for live, _ in pairs]
-        _copy(pairs)
-        try:
-            yield
-        finally:
-            _copy(now)
-
-    def _pairs(self, saved: Mapping[str, Tree]) -> Pairs:
+    def pairs(self, saved: Mapping[str, Tree]) -> Pairs:
+        """Return the weights that a copy has, whatever they are called since, each with that copy."""
         pairs: Pairs = []
         for name, weight in self.model.named_parameters():
             known = [saved[one] for one in (name, *self._names.get(weight, {})) if one in saved]
@@ -155,20 +142,20 @@ def _restore_tables(tables: Iterable[tuple[dict[Any, Any], Mapping[Any, Any]]]) 
         for key in live.keys() - saved.keys():
             del live[key]
         for key, value in saved.items():
-            if _is_pair(live.get(key), value):
+            if is_pair(live.get(key), value):
                 pairs.append((live[key], value))
             else:
                 live[key] = to_original_device(value)
-    _copy(pairs)
+    copy_pairs(pairs)
 
 
-def _is_pair(live: Any, saved: Any) -> bool:
+def is_pair(live: Any, saved: Any) -> bool:
     if not isinstance(live, torch.Tensor) or not isinstance(saved, torch.Tensor | Share):
         return False
     return is_sharded(live) is isinstance(saved, Share) and fits(local_part(saved), local_part(live))
 
 
-def _copy(pairs: Pairs) -> None:
+def copy_pairs(pairs: Pairs) -> None:
     copy_into([local_part(live) for live, _ in pairs], [local_part(saved) for _, saved in pairs])
 
 

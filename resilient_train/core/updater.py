@@ -147,7 +147,8 @@ class Updater:
                 numbers = self.gate.step(measured, self.optimizers)
         finally:
             self._put_back_rates(known["settings"])
-        self.end()
+        if self.scaler is not None:
+            self.scaler.update()
         self.drop_gradients()
         return Attempt(loss=loss, measured=measured, by_rank=by_rank, numbers=numbers, **known)
 
@@ -174,7 +175,8 @@ class Updater:
         """Measure the turn as one update: the sums over its steps, the highest rates, what its last step had."""
         turn, (scale, known) = self.turn, self._of_last_step
         measured, by_rank = self.agreement.reduce(torch.stack([turn.loss, turn.norm, *scale]))
-        self.end()
+        if self.scaler is not None:  # once, however many steps it had
+            self.scaler.update()
         known |= {"settings": turn.rates, "is_turn": True, "times": turn.times}
         if turn.times > 1:
             known["clips_to"] = math.nan
@@ -208,11 +210,6 @@ class Updater:
             "norms": self.clipper.by_name,
         }
         return norm if norm.dtype is torch.float32 else norm.float(), scale, known
-
-    def end(self) -> None:
-        """Let the loss scale follow what the update has shown: once, however many steps it had."""
-        if self.scaler is not None:
-            self.scaler.update()
 
     def has_new_weights(self) -> bool:
         """Say whether weights were added or unfrozen since the last call."""

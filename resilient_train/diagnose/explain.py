@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from resilient_train.core import randomness
 from resilient_train.core.episode import Reference
 from resilient_train.core.ring import Ring, Snapshot
-from resilient_train.core.state import RunState
+from resilient_train.core.state import RunState, copy_pairs, is_pair
 from resilient_train.core.transaction import Transaction, Update
 from resilient_train.core.tree import Share, is_sharded, local_part, sharding_of
 from resilient_train.data.samples import Samples
@@ -320,9 +320,18 @@ class Explainer:
 
     @contextmanager
     def _weights_of(self, snapshot: Snapshot) -> Iterator[None]:
+        """Use the weights and buffers of a snapshot, and nothing else of it."""
         self.ring.copier.wait()
-        with randomness.preserved(self.world.device), self.state.weights_of(snapshot.parts):
-            yield
+        buffers, saved = self.state.model.named_buffers(), snapshot.parts["buffers"]
+        pairs = self.state.pairs(snapshot.parts["weights"])
+        pairs += [(buffer, saved[name]) for name, buffer in buffers if is_pair(buffer, saved.get(name))]
+        now = [(live, local_part(live).detach().clone()) for live, _ in pairs]
+        with randomness.preserved(self.world.device):
+            copy_pairs(pairs)
+            try:
+                yield
+            finally:
+                copy_pairs(now)
 
     def _require_same_losses(self, trusted: Sequence[PastUpdate], was: float, rise: float) -> None:
         """Raise ChangedOnPurpose if samples have lost the loss of these weights: no update or rate can do that."""

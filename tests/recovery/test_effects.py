@@ -76,19 +76,26 @@ def test_a_gap_in_the_journal_is_closed_by_the_next_process() -> None:
         assert again.effects_with(saved)["skipped"] == whole
 
 
-def test_a_scope_leaves_nothing_turned() -> None:
+def test_what_was_turned_is_undone() -> None:
     mine = controls()
-    with mine.effects.scope():
-        mine.knobs.turn_clip(0.5)
-        mine.knobs.limit_lr(0.1)
-        assert mine.knobs.values != controls().knobs.values
-    assert mine.knobs.values == controls().knobs.values
+    before = mine.effects.state_dict()
+    mine.knobs.turn_clip(0.5)
+    mine.knobs.limit_lr(0.1)
+    mine.lasting.decay = 0.0
+    mine.effects.undo_to(before)
+    assert (mine.knobs.values, mine.lasting.decay) == (controls().knobs.values, 1.0)
 
 
 @pytest.mark.parametrize(
     ("name", "state"),
     [
-        *(("knobs", {"lr": -1.0}), ("skipped", [[8, 4]]), ("quarantined", [["x", "", 1, 1]]), ("trials", {})),
+        *(
+            ("knobs", {"lr": -1.0}),
+            ("lasting", {"share": -1.0}),
+            ("skipped", [[8, 4]]),
+            ("quarantined", [["x", "", 1, 1]]),
+            ("trials", {}),
+        ),
         *(("armor", [{"line": 3}]), ("micro_batch", "few"), ("usual_norm", "x"), ("reference", {"reference": {}})),
     ],
 )
