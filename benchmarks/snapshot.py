@@ -36,10 +36,11 @@ def ways(size: str) -> tuple[dict[str, Callable[[], Any]], int]:
     from resilient_train.app.build import assemble
     from resilient_train.app.config.compose import load
     from resilient_train.core.ring import Ring
-    from resilient_train.core.tree import nbytes, taken_apart
+    from resilient_train.core.tree import taken_apart
     from resilient_train.ranks.world import World
     from resilient_train.reader import MemoryConfig
     from resilient_train.record.incident_log import IncidentLog
+    from resilient_train.trees import nbytes
 
     small = "model=gpt model.context=128 data=python_source data.batch_size=1 data.eval._target_=null tracking=none"
     config = load([*small.split(), *SIZES[size].split(), "run.steps=1", "checkpoint.memory.every=0"]).config

@@ -63,8 +63,8 @@ class Intended:
     def noticed(self, update: Transaction, vitals: Vitals) -> Anomaly | None:
         return self._explainer.check_first_updates(vitals, update.inputs)
 
-    def first_look(self, anomaly: Anomaly) -> Anomaly | None:
-        return None if self.began_by_chance(anomaly) else self._explainer.since_leap(anomaly)
+    def first_look(self, anomaly: Anomaly) -> Anomaly:
+        return self._explainer.since_leap(anomaly)
 
     def explain(
         self, anomaly: Anomaly, update: Update, refused: Transaction | None, history: Sequence[Incident]
@@ -82,17 +82,6 @@ class Intended:
         is_rise = may_be and anomaly.landed and anomaly.signal in OF_THE_LOSS
         self._rise = rise = self._parts.updates.rise(anomaly.since, self._level) if is_rise else None
         return rise is not None and self.accepts(rise, anomaly)
-
-    def began_by_chance(self, anomaly: Anomaly) -> bool:
-        """Say whether an alarm compares with a first loss that was low by chance, and forget that loss then."""
-        checks, early = self._checks, self._panel.early_divergence
-        if not (anomaly.signal is Signal.DIVERGENCE and early.is_thrown):
-            return False
-        level = self._explainer.level_at_first(anomaly, early.config.times)
-        if level is not None:
-            early.begins_with(level)
-            checks.episode.end()
-        return level is not None
 
     def learn_again(self, anomaly: Anomaly, why: ReferenceInvalid) -> None:
         if isinstance(why, ChangedOnPurpose):

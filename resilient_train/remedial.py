@@ -81,7 +81,6 @@ class AllControls(Controls):
         culprit = self._incident.diagnosis.broken
         assert culprit is not None
         self.patches.add(*self.patches.target(culprit))
-        self._run.panel.early_divergence.is_over = True  # its first updates are no measure any more
 
     def lower_loss_scale(self, factor: float) -> None:
         scaler = self._run.updater.scaler

@@ -12,7 +12,11 @@ import numpy as np
 import torch
 
 from resilient_train.core.state import RunState
-from resilient_train.core.tree import Sharding, Tree, is_long_and_plain, is_sharded
+from resilient_train.core.tree import Sharding, Tree, is_long_and_plain, is_sharded, taken_apart
+
+
+def nbytes(tree: Tree) -> int:
+    return sum(tensor.nbytes for tensor in taken_apart(tree)[1])
 
 
 def box_of(sharding: Sharding) -> tuple[tuple[int, int], ...]:

@@ -387,10 +387,9 @@ class RateSearch(Hook):
     def before_update(self) -> None:
         """Look where the loss stands; not while an incident is open, nor around a declared change."""
         step, checks, panel = self._parts.clock.step, self._parts.checks, self._parts.panel
-        may_ask, is_suspect = not checks.episode.is_open, panel.early_divergence.is_suspect
-        if not may_ask or step in checks.declared:
+        if checks.episode.is_open or step in checks.declared:
             return
-        if panel.no_progress.asks(step, self._travelled, is_suspect=is_suspect) and self._settle():
+        if panel.no_progress.asks(step, self._travelled) and self._settle():
             self.search()
 
     def _travelled(self) -> float:

@@ -238,7 +238,6 @@ class Guard(EngineGuard):
                 agree=self._process.require_agreement,
                 recovered_after=max(verify_after, _RECOVERED_AFTER),
             )
-            parts.panel.early_divergence.can_compare = search is not None and samples.rows > 0
             examination = Examination(
                 world, clock, parts.checks, parts.scans, marks, state.kept, observes=policy.observe
             )

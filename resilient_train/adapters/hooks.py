@@ -19,11 +19,11 @@ from resilient_train.core.randomness import Seeds, capture, restore
 from resilient_train.core.ring import Ring
 from resilient_train.core.state import RunState
 from resilient_train.core.transaction import Transaction
-from resilient_train.core.tree import nbytes
 from resilient_train.data.rows import fingerprint
 from resilient_train.errors import TrainError
 from resilient_train.record.progress import Progress
 from resilient_train.run_parts import RunParts
+from resilient_train.trees import nbytes
 from resilient_train.watch.examination import Examination
 from resilient_train.wording import counted, log
 

@@ -22,6 +22,9 @@ _AROUND = 2  # steps before and after a declared change without alarms
 _MOST_REPEATS = 2  # of one update that a limit refused by mistake
 
 
+References = Callable[[int], Reference | None]  # the losses up to a step, to compare others with
+
+
 @dataclass
 class CoreChecksConfig:
     """The settings of the checks; further ones are added to them."""
@@ -44,15 +47,8 @@ class Check(PlainState):
     """A further check. What a class leaves out says nothing; its alarm is a divergence."""
 
     yields_to_jump: ClassVar = False  # an alarm of the jump check comes first
-    usual_norm: float | None = None  # of gradients, where the limit does not know it yet
 
-    def see(self, step: int, which: int, vitals: Vitals) -> Alarm | None:
-        """Judge an attempted update; `which` identifies it: it may be retried."""
-        return None
-
-    def landed(
-        self, step: int, vitals: Vitals, reference: Callable[[int], Reference | None], *, is_learned: bool
-    ) -> Alarm | None:
+    def landed(self, step: int, vitals: Vitals, reference: References, *, is_learned: bool) -> Alarm | None:
         """Judge an accepted update. Not `is_learned`: damage is open, its loss above the level to come back to."""
         return None
 
@@ -121,9 +117,8 @@ class Checks:
 
     @property
     def usual_norm(self) -> float | None:
-        if self.grad_limit.is_warm:
-            return self.grad_limit.largest
-        return next((check.usual_norm for check in self._more if check.usual_norm is not None), None)
+        """The largest of recent gradients; None if it is not known yet."""
+        return self.grad_limit.largest if self.grad_limit.is_warm else None
 
     def rate_factor(self, step: int) -> float:
         return prod(check.rate_factor(step) for check in self._more)
@@ -201,19 +196,13 @@ class Checks:
                 anomaly = _refused(vitals, Signal.SCALE_COLLAPSE, evidence)
                 return Finding(replace(anomaly, since=max(0, vitals.step - 1), landed=True))
             return Finding()
-        loss, norm, step = vitals.loss, vitals.grad_norm, vitals.step + (not vitals.accepted)
+        step = vitals.step + (not vitals.accepted)
         spike = vitals.refused if vitals.refused in SPIKES else None
         if vitals.refused is not None and spike is None:
             return Finding(_refused(vitals, vitals.refused, _measured(vitals)))
-        if not (isfinite(loss) and isfinite(norm)):
-            signal = Signal.NONFINITE_GRAD if isfinite(loss) else Signal.NONFINITE_LOSS
-            return Finding(_landed(vitals, signal, _measured(vitals), step - 2))
         if step in self.declared:
             self.start_over()
             return Finding(repeat=spike is not None)
-        for check in self._more:
-            if (diverged := check.see(step, _which(vitals), vitals)) is not None:
-                return Finding(self._about_loss(vitals, Signal.DIVERGENCE, diverged))
         return Finding(self._judge_landed(vitals)) if spike is None else self._judge_refused(vitals, spike)
 
     def _judge_landed(self, vitals: Vitals) -> Anomaly | None:
@@ -264,7 +253,7 @@ class Checks:
             return Finding(self._about_loss(vitals, Signal.DIVERGENCE, alarm))
         if norms is not None:
             self.grad_limit.make_room(norms)
-            self.level.has_no_limit = True
+            self.level.lift_limit()
             log.info("note: %d updates exceeded the limit; raising it", len(norms))
             return Finding(repeat=True)
         if signal is Signal.GRAD_SPIKE:

@@ -115,7 +115,7 @@ class DeviceGate(HostGate):
                 self._stateless.update(id(one) for one in _with_gradient(optimizer) if not state.get(one))
             return numbers
         # A loss of -inf is below every limit, but no loss.
-        heads = measured[:2].nan_to_num(nan=math.inf, neginf=math.inf)
+        heads = measured[:2].nan_to_num(nan=math.inf, posinf=math.inf, neginf=math.inf)
         refused = (heads > self._on_device).any().float()  # no NaN is left in them
         for optimizer in optimizers:
             optimizer.found_inf = refused  # type: ignore[attr-defined]

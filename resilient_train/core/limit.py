@@ -101,13 +101,13 @@ class GradLimit(PlainState):
 
     def forget(self) -> None:
         self._norms.clear()
-        self.upper_bound = NO_LIMIT
+        self._early, self.upper_bound = None, NO_LIMIT
         self._refresh()
 
 
 def loss_limit(config: LimitConfig, level: Level) -> float:
     """Return the limit for losses, a thousand times farther out than usual: only such a loss points at bad rows."""
-    if not config.every or level.has_no_limit:
+    if not config.every or level.is_without_limit:
         return NO_LIMIT
     if level.ready:
         return as_float32(level.median + config.loss_factor * max(level.spread, level.scale))

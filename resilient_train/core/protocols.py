@@ -63,13 +63,13 @@ class Diagnoser(Protocol):
     def noticed(self, update: Transaction, vitals: Vitals) -> Anomaly | None:
         """Return what no check has noticed in an update."""
 
-    def first_look(self, anomaly: Anomaly) -> Anomaly | None:
-        """Return the anomaly, with the newest step that can still be trusted; None if there is none after all."""
+    def first_look(self, anomaly: Anomaly) -> Anomaly:
+        """Return the anomaly, with the newest step that can still be trusted."""
 
     def explain(
         self, anomaly: Anomaly, update: Update, refused: Transaction | None, history: Sequence[Incident]
     ) -> Diagnosis | None:
-        """Return the cause; None if nothing from before can be compared with it."""
+        """Return the cause; None if nothing from before can be compared with it: then it has begun a new regime."""
 
     def is_on_purpose(self, anomaly: Anomaly, diagnosis: Diagnosis) -> bool:
         """Say whether a rise of the loss has proved to be on purpose: the run has accepted it then."""

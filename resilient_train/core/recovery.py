@@ -55,10 +55,7 @@ class Recovery:
     def treat(self, anomaly: Anomaly, update: Update, refused: Transaction | None = None) -> None:
         """Apply what the policy prescribes, or raise GaveUp; `update` is the newest one. All ranks call it together."""
         parts, controls, checks, started = self.parts, self.controls, self.parts.checks, time.perf_counter()
-        looked_at = self.diagnoser.first_look(anomaly)
-        if looked_at is None:
-            return
-        anomaly = looked_at
+        anomaly = self.diagnoser.first_look(anomaly)
 
         # Drop snapshots and demote checkpoints newer than `since`, before the diagnosis: the process may die during it.
         suspects = parts.updates.first_to_blame(anomaly, update.start), update.stop

@@ -145,10 +145,6 @@ def put_together(
     return visit(plain)
 
 
-def nbytes(tree: Tree) -> int:
-    return sum(tensor.nbytes for tensor in taken_apart(tree)[1])
-
-
 def fits(copy: torch.Tensor, tensor: torch.Tensor) -> bool:
     return (copy.shape, copy.dtype, original_device(copy)) == (tensor.shape, tensor.dtype, tensor.device)
 

@@ -157,6 +157,7 @@ class EngineGuard:
         if callable(computed):  # after the error, whose traceback held what the forward had in memory
             self._discard(begun)
             computed()
+            self._refused = self._marks.take() if self._waits else None
             return UpdateResult("refused")
         loss, metrics = computed
         begun.reported.append(metrics)

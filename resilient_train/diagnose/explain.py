@@ -308,16 +308,6 @@ class Explainer:
             raise ChangedOnPurpose(what, usual + LEARNED * (median(bad) - usual))
         return Diagnosis(Cause.DATA, fact("bad_labels", usual=usual, loss=median(bad)))
 
-    def level_at_first(self, early: Anomaly, times: float) -> float | None:
-        """The loss of the newest samples at the first weights, if it is as high there and no rows are the reason."""
-        newest, verified = self.updates.around(early.since)[0], self.ring.verified_until(0)
-        if self.search is None or not self.samples.rows or not verified or not newest:
-            return None
-        with self._weights_of(verified[0]):
-            first = median(self.search.loss_at(one.start) for one in newest)
-        is_thrown = median(map(_LOSS, newest)) - first > (times - 1) * abs(first)
-        return None if is_thrown or self._find_outlier_rows([one.start for one in newest]) else first
-
     @contextmanager
     def _weights_of(self, snapshot: Snapshot) -> Iterator[None]:
         """Use the weights and buffers of a snapshot, and nothing else of it."""

@@ -7,7 +7,7 @@ from math import inf, isfinite, log, sqrt
 from statistics import fmean, stdev
 from typing import Any, ClassVar, NamedTuple
 
-from resilient_train.core.checks import Check
+from resilient_train.core.checks import Check, References
 from resilient_train.core.episode import Reference
 from resilient_train.core.limit import LimitConfig
 from resilient_train.core.loss import Alarm, JumpConfig, without_top
@@ -48,10 +48,8 @@ class BestLevel(Check):
         self.step = 0  # the last of the newest block at the best level
         self.has_negative = False
 
-    def see(self, step: int, which: int, vitals: Vitals) -> Alarm | None:
+    def landed(self, step: int, vitals: Vitals, reference: References, *, is_learned: bool) -> Alarm | None:
         loss = vitals.loss
-        if not vitals.accepted or not isfinite(loss):  # it was observed only
-            return None
         self._losses.append(loss)
         self.has_negative |= loss < 0
         if len(self._losses) < BLOCK:
@@ -170,8 +168,8 @@ class Experiment(Check):
         self._lasts = config.regime_of  # steps after it
         self.probe: Probe | None = None
 
-    def see(self, step: int, which: int, vitals: Vitals) -> Alarm | None:
-        if self.probe is not None and vitals.step > self.probe.last + self._lasts:
+    def landed(self, step: int, vitals: Vitals, reference: References, *, is_learned: bool) -> Alarm | None:
+        if self.probe is not None and step > self.probe.last + self._lasts:
             self.probe = None
         return None
 

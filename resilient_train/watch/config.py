@@ -12,13 +12,6 @@ from resilient_train.reader import limited, option, read
 
 
 @dataclass
-class OvershootConfig(Every):
-    window: int = limited(at_least=1)
-    updates: int = limited(at_least=1)
-    times: float = limited(above=1)
-
-
-@dataclass
 class CreepConfig(Every):
     blocks: int = limited(at_least=4)
     lag: int = limited(at_least=0)
@@ -60,7 +53,6 @@ class NormsConfig(Every):
 
 @dataclass
 class ChecksConfig(CoreChecksConfig):
-    overshoot: OvershootConfig
     creep: CreepConfig
     rate: RateConfig
     no_progress: NoProgressConfig

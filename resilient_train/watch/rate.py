@@ -1,16 +1,15 @@
-"""Further checks of the loss: thrown up by the first updates, high since the rate rose, standing, climbing slowly."""
+"""Further checks of the loss: high since the rate rose, standing, climbing slowly; and of the loss scale."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from math import comb, inf, log, sqrt
-from statistics import fmean, median, median_high, pstdev, stdev
+from math import inf, sqrt
+from statistics import fmean, median, median_high, pstdev
 from typing import ClassVar
 
-from resilient_train.core.checks import Check, Checks
+from resilient_train.core.checks import Check, Checks, References
 from resilient_train.core.episode import Reference, Standing, falls, line
 from resilient_train.core.loss import FEW, Alarm, Level, deviation, without_top
 from resilient_train.types import Facts, Vitals, fact
@@ -19,7 +18,6 @@ from resilient_train.watch.config import (
     ChecksConfig,
     CreepConfig,
     NoProgressConfig,
-    OvershootConfig,
     RateConfig,
     ScaleConfig,
 )
@@ -28,107 +26,9 @@ _MAD_TO_SIGMA = 1.4826  # standard deviation / median absolute deviation, of nor
 _MOST_PER_BLOCK = 8.0  # spreads that one block counts for at most, so that an alarm takes two blocks or more
 _NORMAL_BLOCK = 1.0  # spreads above the median up to which a block shows no climb
 _STUCK = 20  # overflows in a row of a scaler that does not lower its scale
-_CERTAIN = 9.2  # minus the logarithm of a chance of 1 in 10,000, as there are many looks
-_FEWEST = 4  # losses that show a scatter
-_LEAST_SCATTER = 0.15  # of the logarithm of losses that hardly differ
-_FAR_SIGMAS = 6.0  # standard deviations that no noise explains
-_FLAT = 0.01  # of the first gradient norm: the weights are in a plateau from which nothing leads back
-_KEPT = 4  # times as many losses are kept as are compared, to see how much they scatter
 _COMPARED = 16  # losses before a rate rose that those since are compared with
 _NOISY = 0.3  # of the mean of losses: their standard deviation
 _CLEAR_SIGMAS = 3.0  # of a sum of ranks
-
-
-References = Callable[[int], Reference | None]
-
-
-class EarlyDivergence(Check):
-    """The first updates threw the loss far above its first value: the rate is wrong by orders of magnitude.
-
-    Others would learn it as usual. The lowest of a few losses counts, as batches may be hard; and the median of the
-    gradient norms, since a loss may begin near zero.
-    """
-
-    saved = ("_first", "_which", "_losses", "_norms")
-    persistent = ("is_suspect", "is_over")
-
-    def __init__(self, config: OvershootConfig) -> None:
-        self.config = config
-        self._first: list[float] = []  # loss and gradient norm before the first update
-        self._which = -1  # what identifies the newest update
-        self._losses: deque[float] = deque(maxlen=_KEPT * config.updates)
-        self._norms: deque[float] = deque(maxlen=config.updates)
-        self.is_suspect = False  # there was an alarm
-        self.can_compare = False  # an alarm is compared with the loss of its samples at the first weights
-        self.is_thrown = False  # the newest update is far above the first loss, which may have been low by chance
-        self.is_over = False  # something has changed on purpose: the beginning of the run is no measure any more
-
-    @property
-    def usual_norm(self) -> float | None:  # type: ignore[override]
-        return self._first[1] if self._first else None
-
-    def see(self, step: int, which: int, vitals: Vitals) -> Alarm | None:
-        """Judge an attempted update: of one that is retried the last attempt counts."""
-        self.is_thrown, loss, norm = False, vitals.loss, vitals.grad_norm
-        if self.is_over or not self.config.every or step > self.config.window:
-            return None
-        if which == self._which and self._losses:  # retried, perhaps with other rows in place of bad ones
-            self._losses.pop()
-            self._norms.pop()
-        self._which = which
-        if step == 1:
-            self._first = [loss, norm]
-            return None
-        if not self._first:  # the process resumed later than the first step
-            return None
-        self._losses.append(loss)
-        self._norms.append(norm)
-        evidence = self._thrown()
-        if evidence is None:
-            return None
-        self.is_suspect = self.is_thrown = True
-        self._losses.clear()  # gives a treatment time before the next alarm
-        self._norms.clear()
-        return Alarm(0, evidence)
-
-    def forget(self, limit: float = inf) -> None:
-        self.is_over = True
-
-    def begins_with(self, loss: float) -> None:
-        """Take the loss that samples have at the first weights for the first one, which is one number."""
-        self._first[0], self.is_suspect = loss, False
-
-    def _thrown(self) -> Facts | None:
-        if len(self._norms) < self.config.updates:
-            return None
-        (first, first_norm), times = self._first, self.config.times
-        loss, norm = min(list(self._losses)[-self.config.updates :]), median(self._norms)
-        is_far = loss - first > (times - 1) * abs(first)
-        if not is_far or _FLAT * first_norm <= norm <= times * first_norm:
-            return None
-        if not self.can_compare and self._may_be_chance():
-            return None
-        return fact("far_from_first", loss=loss, norm=norm, first=first, first_norm=first_norm)
-
-    def _may_be_chance(self) -> bool:
-        """Whether the first losses may be so far below the newest ones by noise alone.
-
-        The newest ones show how noisy losses are, by the scatter of their logarithms from one to the next, which few of
-        them underestimate. The lower tail is that of a gamma distribution: as heavy as that of the square of an error.
-        """
-        first, losses = self._first[0], list(self._losses)
-        count = next((place for place, loss in enumerate(reversed(losses)) if loss <= self.config.times * first), None)
-        newest = losses if count is None else losses[len(losses) - count :]
-        before, count = [first, *losses[: len(losses) - len(newest)]], len(newest)
-        if count < _FEWEST:
-            return True
-        if first <= 0 or not max(newest) < inf:
-            return min(newest) - first <= _FAR_SIGMAS * pstdev(newest)
-        before = before if max(before) < min(newest) else before[:1]
-        logs = list(map(log, newest))
-        scatter = max(_LEAST_SCATTER, stdev(b - a for a, b in pairwise(logs)) / sqrt(2)) * (1 + 2 / sqrt(count))
-        chance = (min(logs) - log(max(before))) / max(scatter, scatter**2) + log(comb(len(before) + count, count))
-        return chance < _CERTAIN
 
 
 class RateRise(Check):
@@ -252,8 +152,8 @@ class NoProgress(Check):
         self._losses.append(loss)
         return None
 
-    def asks(self, step: int, travelled: Callable[[], float], *, is_suspect: bool = False) -> bool:
-        """Say whether to try lower learning rates; at the first look also where the first updates threw the loss up.
+    def asks(self, step: int, travelled: Callable[[], float]) -> bool:
+        """Say whether to try lower learning rates.
 
         `travelled`, called at few steps and by all ranks: how far the weights moved lately, relative to their norm.
         """
@@ -266,9 +166,6 @@ class NoProgress(Check):
         how = "thrown" if is_thrown else "falls" if still_fall else "stands"
         seen = {"count": len(newer), "mean": level, how: True, "first": self.first}
         self.evidence = fact("plateau", **seen)
-        if is_suspect and self.next_look == self.config.every <= self._seen:
-            self.evidence = fact("plateau", **seen, doubted=True)
-            return True
         # In the first updates the weights of a loss that falls may change by any amount.
         if self._seen >= self.config.every * (2 if still_fall else 1):
             if not still_fall and self.first - level < self.config.share * abs(self.first):
@@ -371,24 +268,21 @@ class Panel:
 
     checks: Checks
     best: BestLevel
-    early_divergence: EarlyDivergence
     no_progress: NoProgress
     experiment: Experiment
 
     @classmethod
     def of(cls, config: ChecksConfig) -> Panel:
         level, best = Level(config.jump), BestLevel(config.jump)
-        early_divergence, no_progress = EarlyDivergence(config.overshoot), NoProgress(config.no_progress)
-        experiment = Experiment(config.limit)
+        no_progress, experiment = NoProgress(config.no_progress), Experiment(config.limit)
         checks = Checks(
             config,
             level,
             best=best,
             experiment=experiment,
-            early_divergence=early_divergence,
             no_progress=no_progress,
             rate=RateRise(config.rate),
             creep=Creep(config.creep, level),
             scale=ScaleCollapse(config.scale),
         )
-        return cls(checks, best, early_divergence, no_progress, experiment)
+        return cls(checks, best, no_progress, experiment)

@@ -128,12 +128,12 @@ def test_a_race_may_be_won_late_or_end_early() -> None:
 CHECK = NoProgressConfig(every=64, window=1024, share=0.45, travel=0.4)
 
 
-def looks(losses: Sequence[float], travelled: float = 0.1, *, is_suspect: bool = False) -> list[int]:
+def looks(losses: Sequence[float], travelled: float = 0.1) -> list[int]:
     """At which steps the check asks for a trial, if the weights move so far."""
     check, found = NoProgress(CHECK), []
     for step, loss in enumerate(losses, start=1):
         check.landed(step, Vitals(step, step, True, loss, 1.0, 1e-3), lambda until: None, is_learned=True)
-        if check.asks(step, lambda: travelled, is_suspect=is_suspect):
+        if check.asks(step, lambda: travelled):
             found.append(step)
             check.tried(step, is_tried=True)
     return found
@@ -151,7 +151,6 @@ def test_the_check_asks_where_the_loss_stands_near_its_beginning() -> None:
     falling = [4.8 - 0.003 * step + one for step, one in enumerate(wave)]
     assert looks(falling, travelled=0.5) == [128, 256, 512]  # and settles nowhere: at 64 that is ordinary
     assert looks(falling, travelled=0.3) == []
-    assert looks(falling, is_suspect=True) == [64]  # of a rate that is in doubt, once
     panel = Panel.of(checks_named("default"))
     for step in range(1, 201):
         panel.checks.judge(Vitals(step, step, True, 3.0, 1.0, 1e-3))

@@ -55,12 +55,12 @@ def test_no_norm_passes_whose_square_is_infinite() -> None:
 
 
 @pytest.mark.parametrize("name", FUSED)
-def test_a_loss_of_minus_infinity_is_no_loss(name: str) -> None:
-    """It is below every limit; and its gradient may be finite. Told on the host and on the device."""
+def test_an_infinite_loss_is_no_loss(name: str) -> None:
+    """Below every limit, or above: and its gradient may be finite. Told on the host and on the device."""
     weight = nn.Parameter(torch.ones(2))
     optimizer = FUSED[name]([weight])
     gate = DeviceGate(torch.device("cpu"))
-    for loss, lands in ((1.0, True), (-torch.inf, False), (-1e30, True)):
+    for loss, lands in ((1.0, True), (-torch.inf, False), (torch.inf, False), (torch.nan, False), (-1e30, True)):
         before = weight.detach().clone()
         weight.grad = torch.ones(2)
         gate.step(torch.tensor([loss, 1.0]), [optimizer])

@@ -32,7 +32,7 @@ def noisy(level: float, count: int, seed: int = 0, scatter: float = 0.1) -> list
 def seen(losses: list[float]) -> BestLevel:
     best = BestLevel(JUMP)
     for step, loss in enumerate(losses, 1):
-        best.see(step, step, Vitals(step, step, True, loss, 1.0, 1e-3))
+        best.landed(step, Vitals(step, step, True, loss, 1.0, 1e-3), lambda until: None, is_learned=True)
     return best
 
 
@@ -72,11 +72,11 @@ def test_a_new_regime_is_compared_with_the_old_one_until_it_has_learned() -> Non
     best = seen(noisy(0.5, 100))
     best.forget(limit=1.0)
     for step, loss in enumerate(noisy(2.0, BLOCK), 101):
-        best.see(step, step, Vitals(step, step, True, loss, 1.0, 1e-3))
+        best.landed(step, Vitals(step, step, True, loss, 1.0, 1e-3), lambda until: None, is_learned=True)
     assert (left := best.left(had_incidents=False)) is not None
     assert left.stop <= 100
     for step, loss in enumerate(noisy(0.7, BLOCK), 151):
-        best.see(step, step, Vitals(step, step, True, loss, 1.0, 1e-3))
+        best.landed(step, Vitals(step, step, True, loss, 1.0, 1e-3), lambda until: None, is_learned=True)
     assert best.left(had_incidents=False) is None
 
 

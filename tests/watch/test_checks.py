@@ -147,32 +147,6 @@ def only(check: str) -> ChecksConfig:
     return config
 
 
-SURGE = [(400.0, 90.0), (90.0, 30.0), (50.0, 30.0)]
-
-
-@table(
-    ("losses", "seen_at"),
-    {
-        "loss and slope leap": ([(1.1, 0.3), *SURGE], 4),
-        "after some calm updates": ([(1.1, 0.3), *[(1.0, 0.4)] * 20, *SURGE], 24),
-        "thrown to where there is no slope": ([(1.1, 0.3), *[(1e9, 0.0)] * 3], 4),
-        "a loss that begins below zero": ([(-2.0, 0.3), *[(9.0, 3.0)] * 3], 4),
-        "two of three are hard": ([(1.1, 0.3), *[(400.0, 90.0), (400.0, 90.0), (1.1, 0.3)] * 9], None),
-        "a climb from near zero": ([(0.01, 1.0), *[(0.01 * n, 1.0) for n in range(40)]], None),
-        "a warm-up that goes somewhat astray": ([(1.1, 0.3), *[(3.0, 3.0)] * 30], None),
-        "too late: others know what is usual": ([(1.1, 0.3), *[(1.0, 0.4)] * 31, *SURGE], None),
-    },
-)
-def test_a_run_that_explodes_from_its_beginning(losses: Curve, seen_at: int | None) -> None:
-    """Three losses and the median of their norms far above the first ones: the rate is wrong by orders of magnitude."""
-    run = Run(only("overshoot"))
-    run.panel.early_divergence.can_compare = True
-    alarms = run.alarms(losses)
-    assert [(one.signal, one.step, one.since) for one in alarms[:1]] == (
-        [(Signal.DIVERGENCE, seen_at, 0)] if seen_at else []
-    )
-
-
 @pytest.mark.parametrize("signal", [Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD, Signal.NONFINITE_BATCH])
 @pytest.mark.parametrize("checks", ["default", "light", "paranoid", "off"])
 def test_what_is_not_finite_is_an_anomaly_at_once(checks: str, signal: Signal) -> None:
@@ -181,8 +155,6 @@ def test_what_is_not_finite_is_an_anomaly_at_once(checks: str, signal: Signal) -
     anomaly: Any = Panel.of(named(checks)).checks.judge(vitals).anomaly
     assert (anomaly.signal, anomaly.step, anomaly.tick, anomaly.since) == (signal, 4, 7, 3)
     assert (anomaly.landed, anomaly.ranks) == (False, (1,))
-    landed: Any = Panel.of(named(checks)).checks.judge(Vitals(9, 9, True, nan, 1.0, 1e-3)).anomaly  # without a gate
-    assert (landed.signal, landed.landed, landed.since) == (Signal.NONFINITE_LOSS, True, 7)
 
 
 # The limits.
@@ -610,15 +582,6 @@ def resume(run: Run) -> None:
     resumed.load_state_dict(json.loads(json.dumps(before.state_dict())))
     resumed.load_persistent_state(json.loads(json.dumps(before.persistent_state())))
     resumed.episode.load_persistent_state(json.loads(json.dumps(before.episode.persistent_state())))
-
-
-def test_the_first_updates_of_a_patched_run_are_no_measure_after_a_resume_either() -> None:
-    """An early divergence compares with values that the patched line may have replaced."""
-    run = Run(only("overshoot"))
-    assert run.alarms([(1.1, 0.3)]) == []
-    run.panel.early_divergence.is_over = True
-    resume(run)
-    assert run.alarms(SURGE) == []
 
 
 def test_the_bound_of_a_rewind_holds_after_a_resume_too() -> None:
