@@ -63,8 +63,8 @@ class Intended:
     def noticed(self, update: Transaction, vitals: Vitals) -> Anomaly | None:
         return self._explainer.check_first_updates(vitals, update.inputs)
 
-    def first_look(self, anomaly: Anomaly) -> Anomaly:
-        return self._explainer.since_leap(anomaly)
+    def trusted(self, signal: Signal, since: int, has_landed: bool) -> int:
+        return self._explainer.since_leap(signal, since, has_landed)
 
     def explain(
         self, anomaly: Anomaly, update: Update, refused: Transaction | None, history: Sequence[Incident]
@@ -103,10 +103,10 @@ class Intended:
         self.accept(anomaly, what, step=self._rose_at or rise.step)
         return True
 
-    def before_treatment(self, anomaly: Anomaly) -> None:
-        if not self._is_recent(anomaly.step):
-            self._before, self._began_tick, self._rose_at = self._controls.effects.state_dict(), anomaly.tick, 0
-        self._step = anomaly.step
+    def before_treatment(self, step: int, tick: int) -> None:
+        if not self._is_recent(step):
+            self._before, self._began_tick, self._rose_at = self._controls.effects.state_dict(), tick, 0
+        self._step = step
 
     def treated(self, incident: Incident) -> None:
         rise, self._rise = self._rise, None

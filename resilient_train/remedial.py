@@ -18,7 +18,7 @@ from resilient_train.record.quarantine import Quarantine, Quarantined
 from resilient_train.run_parts import RunParts
 from resilient_train.secrets import masked_tree
 from resilient_train.trials import Trials
-from resilient_train.types import Action, Anomaly, Culprit, Diagnosis, Facts
+from resilient_train.types import Action, Culprit, Diagnosis, Facts
 from resilient_train.update.lasting import LastingRemedies, built_state, forget_moments
 from resilient_train.update.remedies import FullCase
 from resilient_train.wording import log
@@ -96,10 +96,10 @@ class AllControls(Controls):
         self._incident = replace(self._incident, decision=decision, tried=tried or self._incident.tried)
         self._apply(best)
 
-    def known(self, anomaly: Anomaly, diagnosis: Diagnosis) -> dict[str, Any]:
+    def known(self, diagnosis: Diagnosis, since: int, has_landed: bool) -> dict[str, Any]:
         parts, optimizers = self._run, self._run.updater.optimizers
-        verified, reference = parts.ring.verified_until(anomaly.since), parts.checks.episode.reference
-        is_early = max(anomaly.since, reference.step if reference else 0) < _EARLY_STEPS
+        verified, reference = parts.ring.verified_until(since), parts.checks.episode.reference
+        is_early = max(since, reference.step if reference else 0) < _EARLY_STEPS
         return {
             "began": self._keeper.progress.first or 0,
             # Not after a line was patched: an early failure then does not indicate a wrong learning rate.
@@ -108,7 +108,7 @@ class AllControls(Controls):
             "loss_scaler": parts.updater.scaler is not None,
             "rows": parts.samples.rows,
             "quarantined": len(self.quarantined.rows),
-            "armor": not anomaly.landed and all(parts.world.all_of(self._can_patch(diagnosis))),
+            "armor": not has_landed and all(parts.world.all_of(self._can_patch(diagnosis))),
             "share": self.lasting.share_now,
             "own_rates": any(group["lr"] is None for one in optimizers for group in one.param_groups),
             "sgd": all(isinstance(one, torch.optim.SGD) for one in optimizers),

@@ -94,12 +94,12 @@ class Controls(RunControl):
     def case(self, anomaly: Anomaly, diagnosis: Diagnosis) -> Case:
         """Collect what decides which remedies apply. All ranks call it together."""
         snapshots = len(self._parts.ring.verified_until(anomaly.since)) or int(self._store.has_verified(anomaly.since))
-        more = self.known(anomaly, diagnosis)
+        more = self.known(diagnosis, anomaly.since, anomaly.landed)
         return self.case_type(
             anomaly, diagnosis, snapshots=snapshots, loss_excess=self._parts.checks.loss_excess(), **more
         )
 
-    def known(self, anomaly: Anomaly, diagnosis: Diagnosis) -> dict[str, Any]:
+    def known(self, diagnosis: Diagnosis, since: int, has_landed: bool) -> dict[str, Any]:
         """Return what else is known of a case, by the names of its fields."""
         return {}
 

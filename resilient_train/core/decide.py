@@ -33,7 +33,8 @@ def decide(policy: Policy, case: Case, history: Sequence[Incident]) -> Decision:
         return Decision(gave_up=fact("no_remedy", cause=cause))
     ends = [place for place, one in enumerate(history, start=1) if one.decision.gave_up is not None]
     history = history[max(ends, default=0) :]
-    if (count := _refused_in_a_row(case, history)) >= policy.budget.in_a_row:
+    accepted = anomaly.step - (not anomaly.landed)
+    if (count := _refused_in_a_row(anomaly.tick, accepted, case.began, history)) >= policy.budget.in_a_row:
         return Decision(gave_up=fact("in_a_row", count=count, limit=policy.budget.in_a_row))
     relevant, exhausted = _relevant(history, anomaly.since), 0
     for place, rung in enumerate(ladder):
@@ -156,14 +157,13 @@ def recent(policy: Policy, incidents: Iterable[Incident], tick: int) -> list[Inc
     return found
 
 
-def _refused_in_a_row(case: Case, history: Sequence[Incident]) -> int:
+def _refused_in_a_row(tick: int, accepted: int, began: int, history: Sequence[Incident]) -> int:
     """Count the updates right before this one that were not accepted; not all of them need to be incidents."""
-    anomaly = case.anomaly
-    first, accepted = anomaly.tick, anomaly.step - (not anomaly.landed)
+    first = tick
     for incident in reversed(history):
         one, actions = incident.anomaly, incident.decision.actions
         was_retried = any(action.remedy == "rewind" for action in actions)  # updates were, since
-        if was_retried or one.tick < case.began or one.step - (not one.landed) != accepted:
+        if was_retried or one.tick < began or one.step - (not one.landed) != accepted:
             break
         first = one.tick
-    return anomaly.tick - first
+    return tick - first

@@ -17,7 +17,7 @@ from resilient_train.core.state import Clock, RunState
 from resilient_train.core.transaction import Transaction, Update
 from resilient_train.core.updater import Updater
 from resilient_train.core.vitals import Metrics
-from resilient_train.types import Anomaly, Decision, Diagnosis, Incident, Outcome, Vitals
+from resilient_train.types import Anomaly, Decision, Diagnosis, Incident, Outcome, Signal, Vitals
 
 T = TypeVar("T")
 Computed = tuple[torch.Tensor, Metrics]  # a loss whose backward was made, and what the objective reports
@@ -63,8 +63,8 @@ class Diagnoser(Protocol):
     def noticed(self, update: Transaction, vitals: Vitals) -> Anomaly | None:
         """Return what no check has noticed in an update."""
 
-    def first_look(self, anomaly: Anomaly) -> Anomaly:
-        """Return the anomaly, with the newest step that can still be trusted."""
+    def trusted(self, signal: Signal, since: int, has_landed: bool) -> int:
+        """Return the newest step that can still be trusted: `since`, or one before it."""
 
     def explain(
         self, anomaly: Anomaly, update: Update, refused: Transaction | None, history: Sequence[Incident]
@@ -74,7 +74,7 @@ class Diagnoser(Protocol):
     def is_on_purpose(self, anomaly: Anomaly, diagnosis: Diagnosis) -> bool:
         """Say whether a rise of the loss has proved to be on purpose: the run has accepted it then."""
 
-    def before_treatment(self, anomaly: Anomaly) -> None: ...
+    def before_treatment(self, step: int, tick: int) -> None: ...
     def treated(self, incident: Incident) -> None: ...
 
 
@@ -168,7 +168,7 @@ class History(Protocol):
 
     def add(self, vitals: Vitals) -> None: ...
     def rewound(self, step: int) -> None: ...
-    def first_to_blame(self, anomaly: Anomaly, start: int) -> int: ...
+    def first_to_blame(self, since: int | None, start: int) -> int: ...
 
 
 class Store(Protocol):

@@ -55,10 +55,10 @@ class Recovery:
     def treat(self, anomaly: Anomaly, update: Update, refused: Transaction | None = None) -> None:
         """Apply what the policy prescribes, or raise GaveUp; `update` is the newest one. All ranks call it together."""
         parts, controls, checks, started = self.parts, self.controls, self.parts.checks, time.perf_counter()
-        anomaly = self.diagnoser.first_look(anomaly)
+        anomaly = replace(anomaly, since=self.diagnoser.trusted(anomaly.signal, anomaly.since, anomaly.landed))
 
         # Drop snapshots and demote checkpoints newer than `since`, before the diagnosis: the process may die during it.
-        suspects = parts.updates.first_to_blame(anomaly, update.start), update.stop
+        suspects = parts.updates.first_to_blame(anomaly.since if anomaly.landed else None, update.start), update.stop
         self._distrust(anomaly.since, reached_weights=anomaly.reached_weights)
         parts.updater.usual_norm = checks.usual_norm or parts.updater.usual_norm
 
@@ -86,7 +86,7 @@ class Recovery:
         if self.observes:
             self.incident_log.observe(replace(incident, seconds=time.perf_counter() - started), parts.clock.step)
             return
-        self.diagnoser.before_treatment(anomaly)
+        self.diagnoser.before_treatment(anomaly.step, anomaly.tick)
         self.carry_out(incident, suspects, started, refused=refused, continues=anomaly if before else None)
 
     def carry_out(

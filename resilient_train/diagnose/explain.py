@@ -86,12 +86,11 @@ class Explainer:
         self._leap: Leap | None = None  # of the learning rate, before the newest anomaly
         self._of_first_updates: tuple[Facts, Diagnosis] | None = None  # evidence of that anomaly, and its diagnosis
 
-    def since_leap(self, anomaly: Anomaly) -> Anomaly:
+    def since_leap(self, signal: Signal, since: int, has_landed: bool) -> int:
         """Find out whether the learning rate rose lately. Updates that landed after a leap of it are not trusted."""
-        self._leap = leap = self.updates.leap(anomaly.since if anomaly.landed else None)
-        if leap is None or not leap.is_sudden or anomaly.signal not in _OF_THE_RATE or leap.step > anomaly.since:
-            return anomaly
-        return replace(anomaly, since=max(0, leap.step - 1))
+        self._leap = leap = self.updates.leap(since if has_landed else None)
+        is_to_blame = leap is not None and leap.is_sudden and signal in _OF_THE_RATE
+        return min(since, max(0, leap.step - 1)) if leap is not None and is_to_blame else since
 
     def explain(
         self,

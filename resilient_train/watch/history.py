@@ -10,7 +10,7 @@ from statistics import fmean, median, stdev
 from typing import NamedTuple
 
 from resilient_train.core.checks import IN_CHECKPOINT, REMEMBERED
-from resilient_train.types import Anomaly, Vitals
+from resilient_train.types import Vitals
 from resilient_train.watch.best import Rise
 
 _TREND = 32  # accepted updates that show a trend of losses and gradient norms
@@ -72,9 +72,9 @@ class UpdateHistory:
         while self._passed and self._passed[-1].step > step:
             self._passed.pop()
 
-    def first_to_blame(self, anomaly: Anomaly, start: int) -> int:
-        """Return the first sample that may be the cause; of damage that landed, the first since the trusted step."""
-        starts = [one.start for one in self._passed if one.step > anomaly.since] if anomaly.landed else []
+    def first_to_blame(self, since: int | None, start: int) -> int:
+        """Return the first sample that may be the cause: of damage that landed, the first after step `since`."""
+        starts = [one.start for one in self._passed if one.step > since] if since is not None else []
         return min([*starts, start])
 
     @property

@@ -313,7 +313,7 @@ def test_a_race_begins_with_what_followed_a_rewind(caplog: pytest.LogCaptureFixt
     caplog.set_level(logging.DEBUG, "resilient_train")
     torch.manual_seed(0)
     model = nn.Linear(WIDTH, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=4.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=8.0)
     guard = train(Guard(None, model, optimizer, data=noise(512), batch_size=16, objective=squares, steps=150))
     assert guard.incidents[0].rewound_to == 0
     assert guard._controls.trials.updates > 30

@@ -170,15 +170,6 @@ def test_a_batch_of_one_row_is_noisy(seed: int) -> None:
     assert not guard.incidents
 
 
-def test_outliers_after_a_first_batch_without_are_no_noise() -> None:
-    """At the first weights later batches have as high a loss, but rows in them are to blame, and all are found."""
-    bad = range(20, ROWS, 12)
-    data = [(one, target * 1e3 ** (row in bad)) for row, (one, target) in enumerate(rows())]
-    run = Run(None, data=data, shuffle=False).trained()
-    assert {*accused(run.incidents)} == set(bad)
-    assert (run.guard.recent_loss or 1.0) < 0.2
-
-
 @pytest.mark.parametrize("does_better", [True, False])
 def test_weights_that_are_loaded_once(does_better: bool) -> None:
     """Where the loss is far lower since, it was the loop that wrote them. Damage of the same size is undone."""
