@@ -36,7 +36,7 @@ class Intended:
 
     def __init__(self, parts: RunParts, explainer: Explainer, incidents: IncidentLog, controls: AllControls) -> None:
         self._parts, self._checks, self._incident_log, self._controls = parts, parts.checks, incidents, controls
-        self._panel, self._explainer = parts.panel, explainer
+        self._panel, self._explainer, self.trusted = parts.panel, explainer, explainer.trusted
         self._before: Any = None  # the effects before the incidents of late
         self._began_tick, self._step = 0, -(10**9)  # of the first of them, and of the newest
         self._rise: Rise | None = None  # of the loss, which the newest anomaly is about, if it may be on purpose
@@ -62,9 +62,6 @@ class Intended:
 
     def noticed(self, update: Transaction, vitals: Vitals) -> Anomaly | None:
         return self._explainer.check_first_updates(vitals, update.inputs)
-
-    def trusted(self, signal: Signal, since: int, has_landed: bool) -> int:
-        return self._explainer.since_leap(signal, since, has_landed)
 
     def explain(
         self, anomaly: Anomaly, update: Update, refused: Transaction | None, history: Sequence[Incident]

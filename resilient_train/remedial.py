@@ -56,10 +56,6 @@ class AllControls(Controls):
         ]
         super().__init__(parts, policy, keeper, keeper.incident_log, effects)
 
-    def advance(self, *, was_limited: bool, may_relax: bool = True) -> None:
-        super().advance(was_limited=was_limited, may_relax=may_relax)
-        self.lasting.advance()
-
     def note(self, write: Callable[..., object] | None = None) -> None:
         super().note(write)
         self.quarantined.write()
@@ -104,7 +100,6 @@ class AllControls(Controls):
             "began": self._keeper.progress.first or 0,
             # Not after a line was patched: an early failure then does not indicate a wrong learning rate.
             "at_start": is_early and [snapshot.step for snapshot in verified] == [0] and not self.patches.lines,
-            "mixed_precision": parts.precision.is_mixed,
             "loss_scaler": parts.updater.scaler is not None,
             "rows": parts.samples.rows,
             "quarantined": len(self.quarantined.rows),

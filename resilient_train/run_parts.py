@@ -10,7 +10,6 @@ from resilient_train.data.samples import Samples
 from resilient_train.diagnose.search import Search
 from resilient_train.ranks.world import World
 from resilient_train.watch.history import UpdateHistory
-from resilient_train.watch.modes import Precision
 from resilient_train.watch.rate import Panel
 from resilient_train.watch.scans import Scans
 
@@ -22,6 +21,5 @@ class RunParts(Parts):
     scans: Scans
     updates: UpdateHistory
     panel: Panel
-    precision: Precision
     search: Search | None  # None if a step cannot be replayed
     beat: Callable[[], None]  # called during long work, to show the watchdog its progress

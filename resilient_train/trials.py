@@ -11,17 +11,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from resilient_train.computation import BatchErrors, Computation
-from resilient_train.core.controls import Effects
 from resilient_train.core.mark import Mark
 from resilient_train.core.policy import Policy
 from resilient_train.core.protocols import Hook, Store
 from resilient_train.core.recovery import Recovery
-from resilient_train.core.remedies import RunControl, remedy
+from resilient_train.core.remedies import remedy
 from resilient_train.core.ring import Ring, Snapshot
 from resilient_train.core.transaction import Transaction
 from resilient_train.core.tree import local_part
@@ -66,13 +65,6 @@ _VANISHED = 0.5  # of the norm of the weights: in healthy runs it grows
 
 class TrialStopped(Exception):
     """A trial cannot take place, or not be completed: then nothing has happened."""
-
-
-class Tryable(RunControl, Protocol):
-    effects: Effects
-    lasting: Any
-
-    def advance(self, *, was_limited: bool) -> None: ...
 
 
 class Faster(NamedTuple):
@@ -120,7 +112,7 @@ class Trials:
         self.updates, self.raced_in_vain = int(state["updates"]), bool(state["in_vain"])
 
     def best_of(
-        self, arms: Sequence[Sequence[Action]], steps: int, run: Tryable, passed: int
+        self, arms: Sequence[Sequence[Action]], steps: int, run: Any, passed: int
     ) -> tuple[Sequence[Action], tuple[Tried, ...]]:
         """Make `steps` updates with each arm, judged on what follows the next `passed` samples; return the best, and
         how all went. Without a trial that is the first.
@@ -136,7 +128,7 @@ class Trials:
             return arms[best], table(results, best)
         return arms[0], ()
 
-    def race(self, run: Tryable) -> Faster | None:
+    def race(self, run: Any) -> Faster | None:
         """Try lower rates from the oldest verified state: does one overtake the run, with half its updates or fewer?
 
         Cut at the present state, a rate looks better for a while even where it was right; in this comparison it looks
@@ -212,7 +204,7 @@ class Trials:
         )
 
     @contextmanager
-    def _trial(self, run: Tryable, *, lifts_limits: bool = False) -> Iterator[None]:
+    def _trial(self, run: Any, *, lifts_limits: bool = False) -> Iterator[None]:
         """Prepare a trial and take it back. `lifts_limits`: those of the gate were learned on the way it leaves."""
         parts, ring, attributes = self._parts, self._parts.ring, self._computation.attributes
         attributes.before_update()  # they may be as a refused update has left them
@@ -299,7 +291,6 @@ class Trials:
     def _computed(self, mark: Mark) -> torch.Tensor:
         """Run forward and backward of the next update as in training; return the loss, NaN if something raised."""
         parts, errors, losses = self._parts, self._batch_errors, []
-        parts.precision.set(higher=self._control.lasting.higher_precision > 0)
         update = parts.samples.next_update()
         begun = Transaction(update, parts.clock.tick + 1, parts.clock.step + 1, mark)
         self._computation.seeds.for_update(update.start)
@@ -376,7 +367,7 @@ class RateSearch(Hook):
         self,
         parts: RunParts,
         recovery: Recovery,
-        run: Tryable,
+        run: Any,
         trials: Trials,
         store: Store,
         settle: Callable[[], bool],

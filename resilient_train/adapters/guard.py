@@ -63,7 +63,7 @@ from resilient_train.update.lasting import LastingRemedies
 from resilient_train.watch.config import ChecksConfig
 from resilient_train.watch.examination import Examination
 from resilient_train.watch.history import UpdateHistory
-from resilient_train.watch.modes import AnomalyMode, Attributes, BufferWatch, Precision
+from resilient_train.watch.modes import AnomalyMode, Attributes, BufferWatch
 from resilient_train.watch.rate import Panel
 from resilient_train.watch.scans import Scans
 from resilient_train.wording import counted, log, say
@@ -212,7 +212,6 @@ class Guard(EngineGuard):
             panel=panel,
             scans=Scans(checks, unwrapped, optimizers, own_weights),
             buffers=buffers,
-            precision=Precision(unwrapped, accelerator.mixed_precision),
             updates=UpdateHistory(),
             search=search,
             beat=beat,
@@ -247,9 +246,6 @@ class Guard(EngineGuard):
             hooks: list[Hook] = [NotePlace(parts, keeper.progress), self._lost_device]
             hooks += [batch_errors] * batch_errors.counts_forwards + [HealthyUpdates(parts, keeper, examination)]
             hooks += [attributes] * (measured is not None)
-            if parts.precision.is_mixed:
-                parts.precision.is_wanted = lambda: lasting.higher_precision > 0
-                hooks.append(parts.precision)
             if trials.tries_rates:
                 hooks.insert(0, RateSearch(parts, treating, controls, trials, keeper, self.settle))
             if drill is not None:

@@ -43,6 +43,7 @@ class Controls(RunControl):
     def advance(self, *, was_limited: bool, may_relax: bool = True) -> None:
         """Count a healthy update, for what lasts so many."""
         self.knobs.advance(was_limited=was_limited, may_relax=may_relax)
+        self._parts.updater.lasting.advance()
 
     def apply(self, incident: Incident, suspects: tuple[int, int], started: float, *, was_refused: bool) -> Incident:
         """Apply the remedies; [start, stop) are suspect samples. The caller notes result and effects in one entry."""

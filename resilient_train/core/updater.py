@@ -51,6 +51,9 @@ class Schedule:
 class Lasting:
     """What further remedies, while they are in effect, make of every update."""
 
+    def advance(self) -> None:
+        """Count a healthy update."""
+
     def shape(self, group: Mapping[str, Any], setting: dict[str, Any], usual: Mapping[str, Any]) -> None:
         """Change what is set in a parameter group, whose `usual` settings are those it was configured with."""
 
@@ -109,7 +112,7 @@ class Updater:
         self._stepping = stepping
         self.optimizers, self.schedules = list(optimizers), list(schedules)
         self.clipper, self.scaler, self.device = clipper, scaler, device
-        self.knobs, self._lasting = knobs or Knobs(), lasting or Lasting()
+        self.knobs, self.lasting = knobs or Knobs(), lasting or Lasting()
         self.agreement = Agreement(gather, device)
         self.usual_norm: float | None = None  # of recent gradients, for a tightened clip where none is configured
         gates = {one: gate_of([one], device) for one in optimizers}
@@ -201,7 +204,7 @@ class Updater:
         norm = self.clipper.clip(weights, max_norm, knobs.clip)
         factor = rates[0] * rates[1]
         settings, ratio, asked_ratio = self._set(step, knobs.lr * factor, knobs)
-        is_known = not self._lasting.limits(optimizers, ratio or knobs.lr) and self.clipper.is_by_norm  # 0: of a tensor
+        is_known = not self.lasting.limits(optimizers, ratio or knobs.lr) and self.clipper.is_by_norm  # 0: of a tensor
         known = {
             "settings": settings,
             "lr_ratio": ratio / rates[0],
@@ -271,7 +274,7 @@ class Updater:
                 setting["lr"] = rate * allowed if allowed < asked else lr * factor
             if isinstance(eps, int | float):  # Adafactor's is a pair, for which a factor makes no sense
                 setting["eps"] = eps * knobs.eps
-            self._lasting.shape(group, setting, usual)
+            self.lasting.shape(group, setting, usual)
             group.update(setting)
             settings.append(setting)
             ratio, asked_ratio = max(ratio, allowed), max(asked_ratio, asked)

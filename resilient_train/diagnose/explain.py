@@ -21,14 +21,13 @@ from resilient_train.core.episode import Reference
 from resilient_train.core.ring import Ring, Snapshot
 from resilient_train.core.state import RunState, copy_pairs, is_pair
 from resilient_train.core.transaction import Transaction, Update
-from resilient_train.core.tree import Share, is_sharded, local_part, sharding_of
+from resilient_train.core.tree import Share, is_sharded, local_part
 from resilient_train.data.samples import Samples
 from resilient_train.data.stream import Key
 from resilient_train.diagnose import rows as by_rows
 from resilient_train.diagnose import verdict
 from resilient_train.diagnose.search import NONFINITE, Search
 from resilient_train.ranks.world import World
-from resilient_train.trees import box_of
 from resilient_train.types import SPIKES, Anomaly, Cause, Diagnosis, Facts, Incident, Signal, Vitals, by_signal, fact
 from resilient_train.watch.best import LEARNED
 from resilient_train.watch.history import FEW, WILD, Leap, PastUpdate, UpdateHistory
@@ -86,7 +85,7 @@ class Explainer:
         self._leap: Leap | None = None  # of the learning rate, before the newest anomaly
         self._of_first_updates: tuple[Facts, Diagnosis] | None = None  # evidence of that anomaly, and its diagnosis
 
-    def since_leap(self, signal: Signal, since: int, has_landed: bool) -> int:
+    def trusted(self, signal: Signal, since: int, has_landed: bool) -> int:
         """Find out whether the learning rate rose lately. Updates that landed after a leap of it are not trusted."""
         self._leap = leap = self.updates.leap(since if has_landed else None)
         is_to_blame = leap is not None and leap.is_sudden and signal in _OF_THE_RATE
@@ -100,7 +99,7 @@ class Explainer:
         history: Sequence[Incident],
         reference: Reference | None,
     ) -> Diagnosis:
-        """Return the cause; that may be what `since_leap` has found. Raises ReferenceInvalid."""
+        """Return the cause; that may be what `trusted` has found. Raises ReferenceInvalid."""
         leap = self._leap
         is_sudden = leap is not None and leap.is_sudden
         found: Diagnosis | None = None
@@ -392,7 +391,7 @@ def first_nonfinite(weights: Mapping[str, Tensor]) -> dict[str, Any] | None:
     weight, whole = parts[broken[0]], weights[broken[0]]
     place = (~weight.isfinite()).nonzero()[0].tolist()
     counts = {"names": broken, "bad": len(broken), "count": len(parts), "more": len(broken) - 1}
-    return {"name": broken[0], "value": float(weight[tuple(place)]), "at": _in_whole(place, whole), **counts}
+    return {"name": broken[0], "value": float(weight[tuple(place)]), "at": [] if is_sharded(whole) else place, **counts}
 
 
 @torch.no_grad()
@@ -408,12 +407,5 @@ def _farthest(
         if float(far) > farthest:
             farthest, place = float(far), [int(one) for one in torch.unravel_index(flat, weight.shape)]
             values = {"before": float(was[tuple(place)]), "now": float(weight[tuple(place)])}
-            found = farthest, {"name": name, "at": _in_whole(place, weights[name]), **values}
+            found = farthest, {"name": name, "at": [] if is_sharded(weights[name]) else place, **values}
     return found
-
-
-def _in_whole(place: Sequence[int], whole: Tensor) -> list[int]:
-    """Where an element of this rank's share lies in the whole."""
-    if not is_sharded(whole):
-        return list(place)
-    return [at + start for at, (start, _) in zip(place, box_of(sharding_of(whole)), strict=True)]

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from resilient_train.core.tree import leaves
 from resilient_train.diagnose.frames import (
@@ -39,11 +40,12 @@ from resilient_train.diagnose.frames import (
 )
 from resilient_train.diagnose.verdict import Observations, is_plain
 from resilient_train.numerics.armor import is_patched
-from resilient_train.numerics.operations import is_in_place, op_name
+from resilient_train.numerics.operations import is_in_place, is_random, op_name
 from resilient_train.types import Culprit
 
 _UNFILLED = ("empty", "empty_like", "empty_strided", "new_empty", "resize", "resize_as", "set")
 _ATTRIBUTES = ("T", "mT", "H", "mH", "real", "imag", "data")  # that run operations
+_LEAVES_TORCH = ("item", "tolist", "numpy", "__float__", "__int__", "__index__", "__complex__", "__array__")
 _IN_TRACEBACK = re.compile(r'File "(.+)", line (\d+), in ')
 
 
@@ -54,6 +56,7 @@ class Origin:
     op: str
     line: Line | None
     call: int = -1  # its number in its forward
+    is_of_data: bool = False  # all that it was given comes from the batch
     phase: str = "forward"  # or backward
     kind: str = ""  # nan, inf; domain or error, if it raised
     inputs: tuple[Mapping[str, Any], ...] = ()
@@ -103,12 +106,16 @@ class Microscope(TorchFunctionMode):
         self._replaced: dict[Any, Origin] = {}  # by node: what that was computed from
         self._losses: list[Any] = []  # their nodes
         self._raised: tuple[BaseException, Origin] | None = None  # the newest exception of an operation
+        self._of_batch = WeakIdKeyDictionary()  # tensors of the batch, and those that were made of these alone
+        self._is_mixed = False  # what else the program holds may have come into those: a number, or a write in place
         self._keep_lines: Any = None
         self._came_with([*model.parameters(), *model.buffers()])
 
     def knows(self, batch: Any) -> None:
         """Note what comes with a batch: what is not finite there is the fault of no operation."""
-        self._came_with([one for one in leaves(batch) if isinstance(one, Tensor)])
+        tensors = [one for one in leaves(batch) if isinstance(one, Tensor)]
+        self._of_batch, self._is_mixed = WeakIdKeyDictionary(dict.fromkeys(tensors, True)), False
+        self._came_with(tensors)
 
     def _came_with(self, tensors: list[Tensor]) -> None:
         self._origins |= {_place(one): (one, None) for one in broken(tensors)}
@@ -142,7 +149,11 @@ class Microscope(TorchFunctionMode):
         arguments = args, {key: value for key, value in kwargs.items() if key != "out"}
         inputs = floating(arguments)
         was = [kinds_of(one) for one in inputs] if in_place else []
-        call = Origin(op_name(name), user_line(self._names), self._calls)
+        tensors = [one for one in leaves(arguments) if isinstance(one, Tensor)]
+        is_of_data = bool(tensors) and all(one in self._of_batch for one in tensors) and not self._is_mixed
+        written = args[0] if in_place and args else kwargs.get("out")
+        self._is_mixed |= not is_of_data and (name in _LEAVES_TORCH or written in self._of_batch)
+        call = Origin(op_name(name), user_line(self._names), self._calls, is_of_data)
         self._calls += 1
         if call.call == self._look_at:
             self.inputs = statistics(inputs)
@@ -156,6 +167,8 @@ class Microscope(TorchFunctionMode):
             raise
         with torch._C.DisableTorchFunction():
             outputs = floating(args[:1] if in_place and result is None else result)
+            if is_of_data and not is_random(call.op):
+                self._of_batch.update({one: True for one in leaves(result) if isinstance(one, Tensor)})
             for output in outputs:
                 if not (kinds := kinds_of(output)):
                     continue
@@ -205,7 +218,7 @@ class Microscope(TorchFunctionMode):
             return self._first(bad) or self._unseen(bad, made)
         given = kinds_of_numbers(arguments)
         if made.kind in given or (made.kind == "inf" and given) or made.op in _UNFILLED:
-            return replace(made, was_given=True)
+            return replace(made, was_given=True, is_of_data=False)
         after = self._after([one.grad_fn for one in inputs], made.op)
         return replace(made, inputs=() if was else statistics(inputs), after=after)
 
@@ -222,7 +235,7 @@ class Microscope(TorchFunctionMode):
         """The origin of what no call that was seen has returned: by its node, else the call that it was given to."""
         strange = [one for one in bad if _place(one) not in self._origins]
         made = [_call_of(one.grad_fn, "forward") for one in strange if one.grad_fn is not None]
-        given = replace(call, was_given=True)
+        given = replace(call, was_given=True, is_of_data=False)
         found = next((one for one in made if one.line is not None), given)
         return replace(found, kind=call.kind, call=call.call) if strange and found.line is not None else None
 
@@ -309,11 +322,11 @@ class Microscope(TorchFunctionMode):
             elif arrived or call.is_patched:
                 return
             elif call.of_inputs is not None:  # the gradient is not finite because of the call's inputs
-                self.backward = call.of_inputs  # the program masks that value
+                self.backward = replace(call.of_inputs, is_of_data=False)  # the program masks that value
             else:  # a gradient that is merely too large comes from everything that the loss is computed from
                 first = self._after([node, *self._losses] if is_plain(call.op) else [node], call.op)
                 kind = max(set().union(*map(kinds_of, passed_on)))
-                self.backward = replace(call, phase="backward", kind=kind, after=first)
+                self.backward = replace(call, phase="backward", kind=kind, after=first, is_of_data=False)
 
 
 def _place(tensor: Tensor) -> int:

@@ -27,6 +27,8 @@ from resilient_train.ranks.world import World
 from resilient_train.types import SPIKES, Anomaly, Cause, Culprit, Diagnosis, Facts, Signal, fact
 
 _CONTROLS = 4  # draws of other rows at most, where the first ones break as well
+_RARE = 100  # rows that pass an operation, for each that does not: then it is not the line; and the most to blame
+_FEW, _MOST_DRAWS = 4, 32  # rows of an update, and draws of others, that are tried for that
 _AGAIN = 3  # places of the data where an ordinary row made the loss or the gradient jump: as many epochs
 _FAR = 4.0  # times the largest of those: what makes a gradient jump is an outlier
 _ABSURD = 1e4  # the same where an operation broke: one that cannot take a large value is to blame itself
@@ -113,6 +115,8 @@ class Search:
             reproduced = bool(found or origin) or not (first.failure or _allows_loss(refused, first.loss))
             is_known = any(self.world.all_of(reproduced))
             facts = replace(facts, reproduced=reproduced or not is_known)
+        alone, others = self._alone(refused, found, origin, filler)
+        found = alone or found
         if not refused.update.keys and origin is None:
             return replace(facts, failure=fact("rows_without_names"))
         if not found or filler is None:
@@ -123,7 +127,7 @@ class Search:
             self._spiked.setdefault(row, set()).add(refused.update.start)
         are_again = all(len(self._spiked.get(row, ())) >= _AGAIN for row in rows)
         passed = self.samples.have_passed(found)
-        return replace(facts, rows=rows, odd=odd, have_passed=passed, are_again=are_again)
+        return replace(facts, rows=rows, odd=odd, others=others, have_passed=passed, are_again=are_again)
 
     def _control(self, refused: Transaction) -> tuple[list[Key] | None, bool]:
         """Replay other rows at the same weights; return a healthy draw of them, and whether any was replayed."""
@@ -140,6 +144,40 @@ class Search:
             if all(self.world.all_of(filler is not None)):
                 break
         return filler, is_compared
+
+    def _alone(
+        self, refused: Transaction, found: Sequence[Key], origin: Origin | None, filler: list[Key] | None
+    ) -> tuple[list[Key], int]:
+        """The rows that break an operation of data alone, and how many others were tried, of which hardly any does."""
+        keys: list[Key] = [*chain(*refused.update.keys)]
+        left = [*found] if origin is not None and self._may_be_rare(refused.update.keys, found, origin) else []
+        alone: list[Key] = []
+        while any(self.world.all_of(bool(left))):
+            key = left.pop() if left else None
+            mixed = [one if one is key else other for one, other in zip(keys, filler or keys, strict=True)]
+            seen = self._replayed(refused, mixed, watched=True).origin
+            if key is not None and origin is not None and seen is not None and seen.is_of_data:
+                alone += [key] * (_where(seen.culprit) == _where(origin.culprit))
+        others, draw = set[int](), _CONTROLS
+        count, most = len(alone), len(alone) + (2 * len(keys) <= _RARE)  # of a large draw many rows may break
+        while any(self.world.all_of(len(others) < _RARE * count <= _RARE * most)) and draw < _MOST_DRAWS:
+            drawn = self._others(refused.update.keys, draw)
+            tried = self._replayed(refused, drawn)
+            is_broken = _would_refuse(refused, tried.loss, tried.norm)
+            count, draw = count + (bool(alone) and is_broken), draw + 1
+            others.update(key.row for key in drawn)
+        return (alone, len(others)) if alone and len(others) >= _RARE * count and count <= most else ([], 0)
+
+    def _may_be_rare(self, keys: Keys, found: Sequence[Key], origin: Origin) -> bool:
+        if origin.after or not origin.is_of_data or not 0 < len(found) <= _FEW:
+            return False
+        reached = max((math.prod(one["shape"]) for one in origin.inputs), default=0)
+        if reached < min(map(len, keys), default=0):  # hardly any row has got to that line
+            return False
+        known = {key.row for key in found} | self.samples.stream.quarantined
+        is_few = _RARE * len(known) <= min(self.samples.rows, _RARE * _RARE)
+        is_tried = _where(origin.culprit) in self.tried
+        return is_few and not is_tried and not self.samples.have_passed(found)
 
     def _guilty(self, refused: Transaction, filler: Sequence[Key] | None) -> list[Key]:
         """Search a batch for rows each of which breaks a healthy one, the filler; ranks without one replay as well.
@@ -171,6 +209,7 @@ class Search:
         return [key for place, key in enumerate(keys, first) if place in found]
 
     def _replayed(self, refused: Transaction, keys: Sequence[Key] | None = None, *, watched: bool = False) -> Replayed:
+        """Replay a refused update, or other rows in the places of its own."""
         was_modified = refused.versions != [versions(batch) for batch in refused.inputs]  # its batches, in place
 
         def made() -> Sequence[Any]:

@@ -120,6 +120,7 @@ class Observations:
     is_tried: bool = False  # that operation is patched and broke again, or cannot be patched
     rows: tuple[int, ...] = ()  # each of them breaks a healthy batch
     odd: Mapping[int, Facts] = field(default_factory=dict)  # by row of `rows`: which of its values are unusual
+    others: int = 0  # rows that were tried where an operation of data alone breaks on `rows`, and hardly on any other
     have_passed: bool = False  # the rows were trained on before, in an earlier epoch
     are_again: bool = False  # each of the rows made the loss or the gradient jump in earlier updates
     batch_is_bad: bool = False  # it holds values that are not finite
@@ -193,6 +194,7 @@ def merge_ranks(observed: Sequence[Observations]) -> Observations:
     """Combine what all ranks observed: the first one that found an operation names it, and rows of all count."""
     again = [one for one in observed if one.reproduced]
     failure = next((one.failure for one in observed if one.failure), ())
+    places = {(one.culprit.file, one.culprit.line, one.culprit.op) for one in again if one.culprit}
     if not again:
         return Observations(failure=failure)
     return replace(
@@ -201,6 +203,7 @@ def merge_ranks(observed: Sequence[Observations]) -> Observations:
         is_compared=any(one.is_compared for one in again),
         rows=tuple(sorted({row for one in again for row in one.rows})),
         odd={row: why for one in again for row, why in one.odd.items()},
+        others=min((one.others for one in again if one.rows or one.culprit), default=0) if len(places) == 1 else 0,
         have_passed=all(one.have_passed for one in again if one.rows),
         are_again=all(one.are_again for one in again if one.rows),
         batch_is_bad=any(one.batch_is_bad for one in again),
@@ -293,6 +296,11 @@ class Rule:
         )
 
 
+def _rare(kind: str, *names: str) -> Callable[[Observations], Mapping[int, Facts]]:
+    """What rows give an operation of data alone: a value in its place would be made up, like data."""
+    return lambda seen: dict.fromkeys(seen.blamed, _says(kind, "where", *names)(seen))
+
+
 NOT_FINITE = (
     Rule("bad_rows", lambda seen: seen.blames_rows, Cause.DATA, bad=lambda seen: seen.odd),
     Rule(
@@ -350,10 +358,19 @@ NOT_FINITE = (
         patchable=lambda seen: not seen.is_scalar or seen.broken.op in PRODUCTS,  # of many numbers, a product too
     ),
     Rule(
+        "rare_rows",
+        lambda seen: seen.others and not seen.everywhere,
+        Cause.DATA,
+        lambda seen: fact("or_fix_line", how=on_operation(seen.broken)),
+        bad=_rare("row_breaks", "others"),
+        names_line=True,
+        patchable=_always,  # for more rows than the budget allows
+    ),
+    Rule(
         "no_loss",
         lambda seen: seen.broken.op == "ctc_loss" and seen.blamed and not seen.after,
         Cause.DATA,
-        bad=lambda seen: dict.fromkeys(seen.blamed, fact("no_loss", where=seen.where)),
+        bad=_rare("no_loss"),
     ),
     Rule(
         "operation",
@@ -368,6 +385,15 @@ NOT_FINITE = (
 
 ERRORS = (  # of user code, in most cases ones that other batches at the same weights do not raise
     NOT_FINITE[0],
+    Rule(
+        "rare_rows",
+        lambda seen: seen.kind == "error" and seen.others and not seen.everywhere,
+        Cause.DATA,
+        _says("or_fix_line"),
+        bad=_rare("row_raises", "error", "others"),
+        names_line=True,
+        patchable=lambda seen: seen.has_value,
+    ),
     Rule(
         "thrown_there",
         lambda seen: seen.landed < _FIRST and seen.is_thrown and (seen.has_value or seen.kind in ("nan", "inf")),

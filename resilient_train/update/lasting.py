@@ -28,7 +28,6 @@ class LastingRemedies(Numbers, Lasting):
     limited: int = 0  # healthy updates since it was set
     decay: float = 1.0  # factor of the configured weight decay
     mends_eps: bool = False  # an epsilon that rounds to 0 in the type of its weights is raised
-    higher_precision: int = 0  # steps left without autocast
 
     @property
     def share_now(self) -> float:
@@ -36,8 +35,6 @@ class LastingRemedies(Numbers, Lasting):
         return self.share * max(_LEAST_SHARE, math.sqrt(_FALLS / (_FALLS + self.limited)))
 
     def advance(self) -> None:
-        """Count a healthy update."""
-        self.higher_precision = max(0, self.higher_precision - 1)
         self.limited += self.share > 0
 
     def shape(self, group: Mapping[str, Any], setting: dict[str, Any], usual: Mapping[str, Any]) -> None:

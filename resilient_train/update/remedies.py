@@ -18,7 +18,6 @@ from resilient_train.types import Action, Tried
 class FullCase(Case):
     """What further remedies need to know, too."""
 
-    mixed_precision: bool = False
     loss_scaler: bool = False
     armor: bool = False  # the line that broke is known and not patched yet; after updates that landed it is not
     share: float = 0.0  # of the norm of the weights, that updates are limited to; 0: they are not
@@ -235,19 +234,6 @@ class LowerLossScale(Remedy):
         run.lower_loss_scale(self.factor)
 
 
-@dataclass(frozen=True)
-class HigherPrecision(Remedy):
-    """Train without autocast for some steps: slower, but nothing overflows in half precision."""
-
-    steps: int = limited(50, at_least=1)
-
-    def applies(self, case: FullCase) -> bool:
-        return case.mixed_precision
-
-    def apply(self, run: Any) -> None:
-        run.lasting.higher_precision = max(run.lasting.higher_precision, self.steps)
-
-
 def _arms(key: str, nodes: Any) -> tuple[tuple[Action, ...], ...]:
     return each_of(
         _arm, key, nodes, "must be a list of at least two arms, such as [[tighten_clip], [raise_eps]]", least=2
@@ -296,7 +282,6 @@ _all: dict[str, type[Remedy]] = {
     "mend_eps": MendEps,
     "armor": PatchOperation,
     "lower_loss_scale": LowerLossScale,
-    "higher_precision": HigherPrecision,
     "trial": Trial,  # last: what stands next to it in a rung holds for all of its arms
 }
 KNOWN.update(_all)

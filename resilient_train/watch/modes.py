@@ -249,25 +249,3 @@ class Attributes(Hook):
 def _is_state(value: Any) -> bool:
     """Say whether an attribute of a module may be a part of its state. A tensor with a graph would keep that alive."""
     return type(value) in (int, float) or (isinstance(value, Tensor) and not value.requires_grad)
-
-
-class Precision(Hook):
-    """Computes without autocast while a remedy asks for it."""
-
-    def __init__(self, model: nn.Module, mixed: str | None) -> None:
-        self._model: Any = model
-        self._prepared = model.forward
-        self._plain = getattr(model, "_original_forward", None) if mixed in ("fp16", "bf16") else None
-        self.is_mixed = self._plain is not None
-        self._is_higher = False
-        self.is_wanted: Callable[[], bool] = lambda: False
-
-    @contextmanager
-    def around_compute(self, update: Transaction) -> Iterator[None]:
-        self.set(higher=self.is_wanted())
-        yield
-
-    def set(self, *, higher: bool) -> None:
-        if self.is_mixed and higher != self._is_higher:
-            self._is_higher = higher
-            self._model.forward = self._plain if higher else self._prepared

@@ -93,6 +93,7 @@ def test_what_an_operation_met(seen: Observations, climb: float, rule: str, said
 
 
 ROW = replace(ONLY_HERE, rows=(4,))
+RARE = broke("sqrt", ZEROS, facts=ROW, others=128)
 RAISED = broke("Mine", UNIT, facts=ROW, kind="error", error="ValueError: no")
 GIVEN = broke("fill", kind="nan", was_given=True)
 THROWN = broke("Normal", HUGE, facts=EVERYWHERE, kind="domain", landed=2)
@@ -110,12 +111,14 @@ OF_NOT_FINITE: list[tuple[str, Any, str, dict[str, Any], str]] = [
     ("rows_fail", ROW, "unknown rows", {"rows": ()}, "unseen"),
     ("unseen", replace(AGAIN, failure=fact("text", text="it cannot")), "unknown", {"climb": 1e5}, "climbed"),
     ("overflow", broke("mul", HUGE), "overflow line patch", {"culprit": culprit("sqrt")}, "operation"),
+    ("rare_rows", RARE, "data line rows patch", {"others": 0}, "operation"),
     ("no_loss", broke("ctc_loss", LOGS, facts=ROW), "data rows", {"everywhere": True}, "operation"),
     ("operation", broke("sqrt", facts=ROW), "operation line patch", {"culprit": None}, "rows_fail"),
     ("operation", broke("sqrt", facts=ROW, is_tried=True), "operation line rows patch", {"culprit": None}, "rows_fail"),
 ]
 OF_ERRORS: list[tuple[str, Any, str, dict[str, Any], str]] = [
     ("bad_rows", replace(ROW, odd=ODD), "data rows", {"odd": {}}, "rows_raised"),
+    ("rare_rows", replace(RAISED, others=128), "data line rows", {"others": 0}, "rows_raised"),
     ("thrown_there", THROWN, "explosion", {"landed": 5}, "raised"),
     ("then_raised", broke("sqrt", kind="nan"), "operation line patch", {"kind": "error"}, "batches_raise"),
     ("raised", MATRIX, "operation line patch", {"culprit": culprit("f")}, "batches_raise"),

@@ -41,7 +41,7 @@ from resilient_train.types import (
     fact,
 )
 from resilient_train.update.lasting import LastingRemedies
-from resilient_train.update.remedies import FullCase, HigherPrecision, Trial
+from resilient_train.update.remedies import FullCase, Trial
 from resilient_train.wording import say
 
 policy_named = functools.cache(named)  # reading YAML takes longer than most of these tests
@@ -62,7 +62,7 @@ def unknown(anomaly: Anomaly) -> Diagnosis:
     return Diagnosis(Cause.UNKNOWN)
 
 
-ANY = FullCase(refused(9), unknown(refused(9)), snapshots=4, mixed_precision=True, loss_scaler=True, rows=10_000)
+ANY = FullCase(refused(9), unknown(refused(9)), snapshots=4, loss_scaler=True, rows=10_000)
 
 
 def case_of(anomaly: Anomaly, diagnosis: Diagnosis, like: FullCase = ANY) -> FullCase:
@@ -227,9 +227,8 @@ def test_a_rung_for_the_start_of_a_run(steps: list[int], expected: list[int]) ->
         (["skip", "report"], refused(9), [], {}, ["skip"]),
         (["repeat"], refused(9), [], {}, ["repeat"]),
         (["repeat"], landed(9), [], {}, []),
-        (["higher_precision", "lower_loss_scale"], refused(9), [], {}, ["lower_loss_scale", "higher_precision"]),
-        (["higher_precision", "lower_loss_scale"], refused(9), [], {"loss_scaler": False}, ["higher_precision"]),
-        (["higher_precision", "lower_loss_scale"], refused(9), [], {"mixed_precision": False}, ["lower_loss_scale"]),
+        (["skip", "lower_loss_scale"], refused(9), [], {}, ["skip", "lower_loss_scale"]),
+        (["skip", "lower_loss_scale"], refused(9), [], {"loss_scaler": False}, ["skip"]),
         (["rewind", "limit_update"], landed(9), [], {"sgd": True}, ["rewind", "limit_update"]),
         (["rewind", "limit_update"], landed(9), [], {}, []),
         (
@@ -680,7 +679,6 @@ applicables = st.builds(
     FullCase,
     *(st.just(ANY.anomaly), st.just(ANY.diagnosis), st.just(False)),
     *(st.integers(0, 4), counts, counts),
-    mixed_precision=st.booleans(),
     loss_scaler=st.booleans(),
     loss_excess=st.floats(0, float("inf")),
 )
@@ -794,16 +792,6 @@ def test_steps_of_relaxing() -> None:
     assert [values.lr == 1.0 for values in seen] == [False, *[True] * 7]
     assert [values.clip == 1.0 for values in seen] == [False] * 3 + [True] * 5
     assert [values.eps == 1.0 for values in seen] == [False] * 7 + [True]
-
-
-def test_higher_precision_is_for_a_stretch() -> None:
-    """It ends after so many accepted updates; a shorter stretch does not cut a longer one."""
-    run = Run()
-    HigherPrecision(3).apply(run)
-    HigherPrecision(2).apply(run)
-    for left in (3, 2, 1, 0, 0):
-        assert run.lasting.higher_precision == left
-        run.lasting.advance()
 
 
 def healthy_updates_until_relaxed(knobs: Knobs) -> int:

@@ -32,8 +32,11 @@ REMEDIES = (
     *(Action("limit_lr", {"to": 0.5, "leapt_to": 12.0}), Action("tighten_clip", {"factor": 0.5})),
     *(Action("tighten_clip", {"factor": 1, "to": 2.5}), Action("limit_update", {"share": 0.01})),
     *(Action("lower_decay", {"factor": 0.5}), Action("raise_eps", {"factor": 100.0}), Action("mend_eps")),
-    *(Action("armor"), Action("lower_loss_scale", {"factor": 0.25}), Action("higher_precision", {"steps": 200})),
-    *(Action("higher_precision"), Action("mine.Remedy", {"of_mine": 3, "exact": True})),
+    *(
+        Action("armor"),
+        Action("lower_loss_scale", {"factor": 0.25}),
+        Action("mine.Remedy", {"of_mine": 3, "exact": True}),
+    ),
 )
 TRIAL = Action("trial", {"of": ((), (HALF,)), "steps": 40})
 ARMS = (Tried((Action("rewind"),), 0, 2.5), Tried((HALF,), 3, 2.25, won=True), Tried((), 1, 9.0))
@@ -49,7 +52,7 @@ PROCESS = {
 KNOBS = Knobs(lr=0.5, clip=0.25, eps=100.0, norm=1.0, ceiling=0.5)
 EFFECTS = {
     "knobs": KNOBS.state_dict(),
-    "lasting": {"share": 0.01, "decay": 0.0, "higher_precision": 3, "mends_eps": True},
+    "lasting": {"share": 0.01, "decay": 0.0, "mends_eps": True},
     "quarantined": [[7, "bad", 9, 1], [3, "bad", 9, 1]],
     "micro_batch": 8,
     "skipped": [[0, 8]],
