@@ -110,17 +110,11 @@ def also(model: Any, batch: Any, more: Tensor) -> Tensor:
     return F.mse_loss(model(*batch[:2]), batch[2] + more)
 
 
-def of_masked_sizes(model: Any, batch: Any) -> Tensor:  # the value of such a row is not used, but its slope is NaN
-    out, sizes = model(*batch[:2]), batch[0][:, 3].abs()
-    return torch.where(sizes > 0, (out - sizes.log()) ** 2, out**2).mean()
-
-
 OF: dict[str, Any] = {
     "sizes": lambda model, batch: also(model, batch, batch[0][:, 3].abs().log()),
     "scaled": lambda model, batch: also(model, batch, (batch[0][:, 3].abs() * model.offsets.detach()[0].exp()).log()),
     "inverses": lambda model, batch: also(model, batch, torch.linalg.inv(batch[0][:, 3, None, None].clone())[:, 0, 0]),
     "draws": lambda model, batch: also(model, batch, (2.9 + torch.empty_like(batch[2]).normal_()).log()),
-    "masked": of_masked_sizes,
 }
 
 
@@ -132,7 +126,6 @@ OF: dict[str, Any] = {
         ("sizes", [*range(0, ROWS, 10)], Cause.OPERATION, "armor"),  # it cannot take what many rows hold
         ("scaled", [40], Cause.OPERATION, "armor"),  # weights enter it, though no gradient flows back
         ("draws", [], Cause.OPERATION, "armor"),  # no row is to blame for numbers that are drawn
-        ("masked", [40], Cause.OPERATION, "armor"),
     ],
 )
 def test_a_row_that_alone_breaks_a_line_is_a_bad_row(objective: str, bad: list[int], cause: Cause, remedy: str) -> None:
