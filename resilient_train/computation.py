@@ -109,6 +109,7 @@ class Computation:
 
     def compute(self, batch: Any) -> Computed:
         assert self.objective is not None
+        self.attributes.forward_begins()
         loss, metrics = self.objective.for_training(self.model, batch)
         self.anomaly_mode.backward(loss)
         return loss, metrics

@@ -27,7 +27,7 @@ _EARLY_STEPS = 16  # a failure within so many accepted updates counts as one fro
 
 
 class AllControls(Controls):
-    """Adds quarantine, patched lines, trials, the loss scale and the size of micro-batches."""
+    """Adds quarantine, patched lines, trials, the loss scale, what lasts, and the moments."""
 
     case_type = FullCase
 

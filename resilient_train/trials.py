@@ -207,7 +207,6 @@ class Trials:
     def _trial(self, run: Any, *, lifts_limits: bool = False) -> Iterator[None]:
         """Prepare a trial and take it back. `lifts_limits`: those of the gate were learned on the way it leaves."""
         parts, ring, attributes = self._parts, self._parts.ring, self._computation.attributes
-        attributes.before_update()  # they may be as a refused update has left them
         self._attributes = attributes.now()
         self._control = run
         self._made = self._forwards = 0  # updates made so far, and forwards of updates that are judged

@@ -169,8 +169,8 @@ class Guard(EngineGuard):
         disk = arguments.disk(disk, resumes=run_dir is not None and resume is True and not samples.is_fed)
         checks, policy = arguments.checks(checks, expect), arguments.policy(recovery)
         state = RunState(bare, optimizers, rates, samples, clock, device=device, scaler=scaler)
-        marks, anomaly_mode = Marks(bare, scaler, state.kept), AnomalyMode(arguments.backward(accelerator))
-        attributes = Attributes(bare)
+        attributes, anomaly_mode = Attributes(bare), AnomalyMode(arguments.backward(accelerator))
+        marks = Marks(bare, scaler, state.kept, attributes.undone)
         direct_steps = DirectStepCheck(optimizers)
         clipper = (TrainersClipper if samples.is_fed else Clipper)(
             clip if isinstance(clip, ClipConfig) else ClipConfig(clip, None),

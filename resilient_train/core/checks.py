@@ -117,8 +117,9 @@ class Checks:
 
     @property
     def usual_norm(self) -> float | None:
-        """The largest of recent gradients; None if it is not known yet."""
-        return self.grad_limit.largest if self.grad_limit.is_warm else None
+        """The norm of the largest gradient lately, or of the first one; None if it is not known."""
+        first = next((norm for _, norm in self._accepted.values()), None)
+        return self.grad_limit.largest if self.grad_limit.is_warm else first
 
     def rate_factor(self, step: int) -> float:
         return prod(check.rate_factor(step) for check in self._more)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple
 
 MIN_LR = MIN_CLIP = 1e-6
@@ -26,25 +26,26 @@ class KnobValues(NamedTuple):
     norm: float = 0.0  # that gradients are clipped to at most, whatever is configured; 0: no such limit
 
 
-@dataclass
+@dataclass(slots=True)
 class Numbers:
     """Numbers that are written down, and read again."""
 
     own: ClassVar = ""  # a field that is none of them
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if name != self.own}
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.name != self.own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises ValueError where a value is below 0 or not finite."""
-        for name in self.state_dict():
-            value = state[name]
-            if not 0 <= float(value) < math.inf:
-                raise ValueError(f"the knob {name} is {value!s:.20}, not a number from 0 up")
-            setattr(self, name, type(getattr(type(self), name))(value))  # a remedy may have set a float to 1
+        for one in fields(self):
+            if one.name != self.own:
+                value = state[one.name]
+                if not 0 <= float(value) < math.inf:
+                    raise ValueError(f"the knob {one.name} is {value!s:.20}, not a number from 0 up")
+                setattr(self, one.name, type(getattr(self, one.name))(value))  # a remedy may have set a float to 1
 
 
-@dataclass
+@dataclass(slots=True)
 class Knobs(Numbers):
     """Turned by remedies, used by every update, relaxed step by step after enough healthy ones."""
 

@@ -5,7 +5,7 @@ A mark is light (buffers, loss scale, what is kept), and full for optimizers tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import is_
@@ -43,8 +43,10 @@ class Marks:
         model: nn.Module,
         scaler: torch.amp.GradScaler | None = None,
         kept: Mapping[str, Stateful] = MappingProxyType({}),
+        undone: Callable[[Mark], None] = lambda mark: None,
     ) -> None:
-        self._scaler, self._kept = scaler, kept
+        """`undone` is called after everything was put back."""
+        self._scaler, self._kept, self._undone = scaler, kept, undone
         self._modules = list(model.modules())  # listed once: `named_buffers` would walk the tree in every update
         self._spare: list[Mark] = []
         self._memory: dict[Optimizer, list[torch.Tensor]] = {}  # of the copies of full marks
@@ -90,6 +92,7 @@ class Marks:
         for name, saved in mark.kept.items():
             restore_changed(self._kept[name], saved)
         self._put_back(mark, {*map(id, self._scale())} if keeps_scale else set())
+        self._undone(mark)
 
     def _put_back(self, mark: Mark, stays: set[int]) -> None:
         """Restore names, tensors and contents of the buffers and the loss scale, but for the tensors that stay."""

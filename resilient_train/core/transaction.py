@@ -82,7 +82,7 @@ class Transaction:
         overflowed = scale is not None and refused is Signal.NONFINITE_GRAD
         return Vitals(
             *(self.tick, step + (refused is None), refused is None, loss, grad_norm),
-            *(self.attempt.settings[0]["lr"] or 0.0, self.update.start, self.update.stop),
+            *(0.0 if (lr := self.attempt.settings[0]["lr"]) is None else lr, self.update.start, self.update.stop),
             *(None if overflowed else refused, overflowed, scale),
             ranks=() if refused is None else where_not_finite(self.attempt.rows_by_rank()),
             stop_asked=any(rest),  # of several ranks

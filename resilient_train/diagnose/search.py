@@ -220,7 +220,7 @@ class Search:
             return [self.world.on_device(batch) for batch in refused.inputs]
 
         replay = self.replay.under_microscope if watched else self.replay.of
-        replay = partial(replay, attributes=self.replay.attributes.before(refused))
+        replay = partial(replay, attributes=self.replay.attributes.before(refused.mark))
         return self._tried(refused.update.start, made, replay, takes_errors=refused.is_error)
 
     def _tried(

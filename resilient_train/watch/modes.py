@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
+from resilient_train.core.mark import Mark
 from resilient_train.core.protocols import Hook
 from resilient_train.core.transaction import Transaction
 from resilient_train.types import Signal, fact
@@ -191,20 +192,24 @@ class Attributes(Hook):
         self._changing: dict[tuple[int, str], dict[str, Any]] = {}  # by id of the table and name
         self._first: dict[tuple[int, str], Any] = {}
         self._looks = 0
-        self._noted: list[tuple[Transaction, Saved]] = []  # as they were before each of the newest two updates
+        self._noted: list[tuple[Mark, Saved]] = []  # as they were before each of the newest two updates
+        self._begun: Mark | None = None  # of the newest update, until its first forward
 
     def around_compute(self, update: Transaction) -> AbstractContextManager[None]:
-        if not update.losses:
-            self._noted = [*self._noted[-1:], (update, self.now())]
+        self._begun = update.mark if not update.losses else None
         return nullcontext()
 
-    def before_update(self) -> None:
-        """Set back what refused updates have left not finite, for which the host waits."""
-        if refused := [saved for update, saved in self._noted if update.is_refused]:
-            self.set(refused[0], only_lost=True)
+    def forward_begins(self) -> None:
+        """Note them: the loop may have set some since it was given the batch."""
+        if self._begun is not None:
+            self._noted, self._begun = [*self._noted[-1:], (self._begun, self.now())], None
 
-    def before(self, update: Transaction) -> Saved:
-        return next((saved for one, saved in self._noted if one is update), ())
+    def undone(self, mark: Mark) -> None:
+        """Set back what the update that began with a mark has left not finite, for which the host waits."""
+        self.set(self.before(mark), only_lost=True)
+
+    def before(self, mark: Mark) -> Saved:
+        return next((saved for one, saved in self._noted if one is mark), ())
 
     def now(self) -> Saved:
         """Return those that change with the updates, as they are; tensors are not copied."""
