@@ -141,7 +141,11 @@ class Trials:
         if not verified or verified[-1].step > step // 4 or left < 2 * cost_of(steps, JUDGED) + cost_of(1, JUDGED):
             return None
         since, made = verified[-1], parts.updates.next_after(verified[-1].step)
-        decays_fast = any(group_decays_fast(group) for one in parts.updater.optimizers for group in one.param_groups)
+        decays_fast = any(
+            float(group.get("weight_decay") or 0.0) >= _STRONG_DECAY
+            for one in parts.updater.optimizers
+            for group in one.param_groups
+        )
         left_of_weights = shrunk_since(parts.ring, since, parts.world.least) if decays_fast else 1.0
         if left_of_weights < _VANISHED:
             return Faster(since.step, Action("lower_decay", {"factor": 0.0}), left=left_of_weights)
@@ -427,10 +431,6 @@ def travelled(ring: Ring, agree: Callable[[float], float]) -> float:
         norm += _square(now)
     share = _USUAL_INTERVAL / (ring.snapshots[-1].step - ring.snapshots[-2].step)
     return agree((share * moved / norm) ** 0.5 if norm else math.inf)  # a rank may hold no part of a weight
-
-
-def group_decays_fast(group: Mapping[str, Any]) -> bool:
-    return float(group.get("weight_decay") or 0.0) >= _STRONG_DECAY
 
 
 def shrunk_since(ring: Ring, since: Snapshot, agree: Callable[[float], float]) -> float:

@@ -118,8 +118,9 @@ class Checks:
     @property
     def usual_norm(self) -> float | None:
         """The norm of the largest gradient lately, or of the first one; None if it is not known."""
-        first = next((norm for _, norm in self._accepted.values()), None)
-        return self.grad_limit.largest if self.grad_limit.is_warm else first
+        if self.grad_limit.is_warm:
+            return self.grad_limit.largest
+        return next((norm for _, norm in self._accepted.values()), None)
 
     def rate_factor(self, step: int) -> float:
         return prod(check.rate_factor(step) for check in self._more)
@@ -171,9 +172,6 @@ class Checks:
         self.episode.rewound(step, {other: loss for other, (loss, _) in self._accepted.items()}, rate)
         if len(self._accepted) >= self.config.limit.warmup:
             self.grad_limit.bound(max(norm for _, norm in self._accepted.values()))
-
-    def stayed(self, step: int, rate: float) -> None:
-        self.episode.stayed(step, rate)
 
     def judge(self, vitals: Vitals) -> Finding:
         self._step = vitals.step

@@ -58,7 +58,7 @@ class Controls(RunControl):
             self._store.rewound(treated.rewound_to)
             checks.rewound(treated.rewound_to, incident.anomaly.since, self.knobs.lr)
         elif incident.anomaly.reached_weights and not is_mildly_treated:
-            checks.stayed(clock.step, self.knobs.lr)
+            checks.episode.stayed(clock.step, self.knobs.lr)
         seconds = time.perf_counter() - started
         return replace(treated, steps_lost=step_before - clock.step + was_refused, seconds=seconds)
 

@@ -37,12 +37,11 @@ class Numbers:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises ValueError where a value is below 0 or not finite."""
-        for one in fields(self):
-            if one.name != self.own:
-                value = state[one.name]
-                if not 0 <= float(value) < math.inf:
-                    raise ValueError(f"the knob {one.name} is {value!s:.20}, not a number from 0 up")
-                setattr(self, one.name, type(getattr(self, one.name))(value))  # a remedy may have set a float to 1
+        for name, first in type(self)().state_dict().items():
+            value = state[name]
+            if not 0 <= float(value) < math.inf:
+                raise ValueError(f"{name} is {value!s:.20}, not a number from 0 up")
+            setattr(self, name, type(first)(value))  # a remedy may have set a float to 1
 
 
 @dataclass(slots=True)

@@ -254,8 +254,6 @@ class EngineGuard:
         self._pending = begun
         return begun.send(attempt, self._updater.gate.limits)
 
-    # The verdict, an update later.
-
     def settle(self) -> bool:
         """Wait for the verdict on the last update; a turn ends with it. False: an anomaly, and it has been treated."""
         if self._current is not None:

@@ -88,8 +88,9 @@ class Explainer:
     def trusted(self, signal: Signal, since: int, has_landed: bool) -> int:
         """Find out whether the learning rate rose lately. Updates that landed after a leap of it are not trusted."""
         self._leap = leap = self.updates.leap(since if has_landed else None)
-        is_to_blame = leap is not None and leap.is_sudden and signal in _OF_THE_RATE
-        return min(since, max(0, leap.step - 1)) if leap is not None and is_to_blame else since
+        if leap is None or not leap.is_sudden or signal not in _OF_THE_RATE:
+            return since
+        return min(since, max(0, leap.step - 1))
 
     def explain(
         self,

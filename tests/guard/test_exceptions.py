@@ -114,7 +114,6 @@ OF: dict[str, Any] = {
     "sizes": lambda model, batch: also(model, batch, batch[0][:, 3].abs().log()),
     "scaled": lambda model, batch: also(model, batch, (batch[0][:, 3].abs() * model.offsets.detach()[0].exp()).log()),
     "inverses": lambda model, batch: also(model, batch, torch.linalg.inv(batch[0][:, 3, None, None].clone())[:, 0, 0]),
-    "draws": lambda model, batch: also(model, batch, (2.9 + torch.empty_like(batch[2]).normal_()).log()),
 }
 
 
@@ -125,7 +124,6 @@ OF: dict[str, Any] = {
         ("inverses", [40], Cause.DATA, "quarantine"),  # it raises
         ("sizes", [*range(0, ROWS, 10)], Cause.OPERATION, "armor"),  # it cannot take what many rows hold
         ("scaled", [40], Cause.OPERATION, "armor"),  # weights enter it, though no gradient flows back
-        ("draws", [], Cause.OPERATION, "armor"),  # no row is to blame for numbers that are drawn
     ],
 )
 def test_a_row_that_alone_breaks_a_line_is_a_bad_row(objective: str, bad: list[int], cause: Cause, remedy: str) -> None:

@@ -890,7 +890,7 @@ def test_knobs_stay_in_bounds_and_come_back_exactly(turns: list[tuple[Any, ...]]
 @pytest.mark.parametrize("name", ["lr", "clip", "eps", "regain", "ceiling", "leapt_to", "norm"])
 def test_no_knob_is_below_0_or_not_finite(name: str, value: Any) -> None:
     """Where a file says so it is refused."""
-    with pytest.raises(ValueError, match=f"the knob {name} is {value}, not a number from 0 up"):
+    with pytest.raises(ValueError, match=f"{name} is {value}, not a number from 0 up"):
         Knobs().load_state_dict({**Knobs().state_dict(), name: value})
 
 

@@ -584,6 +584,19 @@ def resume(run: Run) -> None:
     resumed.episode.load_persistent_state(json.loads(json.dumps(before.episode.persistent_state())))
 
 
+def test_a_new_regime_is_learned_as_a_new_run_is() -> None:
+    """The limit of losses comes back, and an absurd norm among the first ones is left out again."""
+    run = warmed_up()
+    run.checks.level.lift_limit()
+    assert run.checks.limits[0] == NO_LIMIT
+    assert run.alarms(curve(480)[400:]) == []
+    assert run.checks.limits[0] < NO_LIMIT
+    (limit := run.checks.grad_limit).forget()
+    for norm in (1e12, *[1.0] * 40):
+        limit.learn(norm)
+    assert limit.limit == 10.0
+
+
 def test_the_bound_of_a_rewind_holds_after_a_resume_too() -> None:
     """Until there are enough norms again, no norm is accepted that is far above those before the rewind."""
     run = warmed_up()
