@@ -45,12 +45,11 @@ class AllControls(Controls):
         self.quarantined, self._rows = quarantined, QuarantinedRows(parts.samples, quarantined)
         self._built = {optimizer: built_state(optimizer) for optimizer in parts.updater.optimizers}
         self.patches = Patches(parts.search.tried if parts.search is not None else set())
-        of_trials = Effect("trials", trials.state_dict, trials.load_state_dict)
         effects = [
             _skipped_samples(parts.samples),
             self._rows.effect(),
             self.patches.effect(),
-            of_trials,
+            Effect("trials", trials.state_dict, trials.load_state_dict),
             lasting.effect(),
             *more,
         ]

@@ -59,8 +59,8 @@ from resilient_train.update.schedule import (
     PlateauSchedule,
     ShadowSchedule,
 )
-from resilient_train.watch import config as checks_config
 from resilient_train.watch.config import ChecksConfig
+from resilient_train.watch.config import named as named_checks
 from resilient_train.wording import log
 
 _FSDP1 = (
@@ -398,8 +398,8 @@ def checks(given: ChecksConfig | Mapping[str, Any] | str, expect: Sequence[int] 
     if not is_list(expect):
         raise TypeError(f"expect: expected steps, such as [400, 5000], got {named_type(expect)}")
     if isinstance(given, Mapping):
-        given = checks_config.checks_from(merged(option("checks", "default"), given))
-    config = checks_config.named(given) if isinstance(given, str) else given
+        given = read(ChecksConfig, merged(option("checks", "default"), given), "checks")
+    config = named_checks(given) if isinstance(given, str) else given
     steps = [checked(f"expect[{place}]", step, int, {"at_least": 1}) for place, step in enumerate(expect)]
     return replace(config, expect=[*config.expect, *steps])
 

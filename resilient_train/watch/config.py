@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from resilient_train.core.checks import CoreChecksConfig
 from resilient_train.core.episode import ReferenceConfig
@@ -64,9 +63,4 @@ class ChecksConfig(CoreChecksConfig):
 
 
 def named(name: str) -> ChecksConfig:
-    return checks_from(option("checks", name))
-
-
-def checks_from(values: Any) -> ChecksConfig:
-    """Build the checks from plain values, every one of them given."""
-    return read(ChecksConfig, values, "checks")
+    return read(ChecksConfig, option("checks", name), "checks")
