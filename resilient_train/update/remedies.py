@@ -235,9 +235,7 @@ class LowerLossScale(Remedy):
 
 
 def _arms(key: str, nodes: Any) -> tuple[tuple[Action, ...], ...]:
-    return each_of(
-        _arm, key, nodes, "must be a list of at least two arms, such as [[tighten_clip], [raise_eps]]", least=2
-    )
+    return each_of(_arm, key, nodes, "must be a list of at least two arms, such as [[tighten_clip], [raise_eps]]", 2)
 
 
 def _arm(key: str, nodes: Any) -> tuple[Action, ...]:
