@@ -61,10 +61,8 @@ esac
 """
 AGENT = """\
 if [[ $2 == torch.distributed.run ]]; then
-    {
-        printf '%q ' "${SLURM_NODEID:-$PET_NODE_RANK}" "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" "$@"
-        echo
-    } >>"$PLACE/agents"
+    line=$(printf '%q ' "${SLURM_NODEID:-$PET_NODE_RANK}" "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" "$@")
+    echo "$line" >>"$PLACE/agents" # at once: two agents write to it
     leave() { # STATUS EXIT_CODE
         mkdir -p "$RUN_DIR" && touch "$RUN_DIR/config.yaml"
         echo "{\\"status\\": \\"$1\\", \\"exit_code\\": $2, \\"steps\\": 7}" >"$RUN_DIR/summary.json.new"
