@@ -71,9 +71,8 @@ class HealthyUpdates(Hook):
         if is_first_step or not parts.checks.knows_usual_batches:
             self._examination.learn_usual_batches(update.inputs)
         if is_first_step:
-            log.info(
-                "%s", snapshots_in_words(parts.ring, parts.state)
-            )  # its size is known now that the optimizer has its moments
+            # Its size is known now that the optimizer has its moments.
+            log.info("%s", snapshots_in_words(parts.ring, parts.state))
 
     def _note_rows(self, update: Transaction) -> None:
         """Note once what the data set looks like, so that a resume notices when it has changed."""

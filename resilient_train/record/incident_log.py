@@ -35,10 +35,8 @@ class IncidentLog:
         self._journal = None if directory is None else Journal(directory / JOURNAL)
         self.run_history = RunHistory(self._journal.entries if self._journal else (), self._journal)
         self.ongoing: set[int] = set()  # incidents that healthy updates do not close
-        self._observed, self._anomalous_step = (
-            0,
-            0,
-        )  # what further anomalies count into, the newest
+        self._observed = 0  # the incident that further anomalies count into
+        self._anomalous_step = 0  # the newest of them
         for why in self.run_history.unreadable:
             log.warning("%s", why)
         # The process ended before it did what was decided.

@@ -265,21 +265,21 @@ class Trial(Remedy):
         run.try_arms(self.of, self.steps)
 
 
-# All of them, in the order in which the remedies of a rung are applied; custom ones come last.
-_all: dict[str, type[Remedy]] = {
-    **{name: KNOWN.pop(name) for name in ("rewind", "skip")},
+KNOWN |= {
     "quarantine": Quarantine,
-    **{name: KNOWN.pop(name) for name in ("repeat", "report")},
     "reset_moments": ResetMoments,
-    "lower_lr": KNOWN.pop("lower_lr"),
     "limit_lr": LimitLr,
-    "tighten_clip": KNOWN.pop("tighten_clip"),
     "limit_update": LimitUpdate,
     "lower_decay": LowerDecay,
-    "raise_eps": KNOWN.pop("raise_eps"),
     "mend_eps": MendEps,
     "armor": PatchOperation,
     "lower_loss_scale": LowerLossScale,
-    "trial": Trial,  # last: what stands next to it in a rung holds for all of its arms
+    "trial": Trial,
 }
-KNOWN.update(_all)
+# All of them in the order in which those of a rung are applied, custom ones last. What stands next to a trial in a rung
+# holds for all of its arms.
+_ORDER = (
+    "rewind skip quarantine repeat report reset_moments lower_lr limit_lr tighten_clip limit_update lower_decay "
+    "raise_eps mend_eps armor lower_loss_scale trial"
+)
+KNOWN |= {name: KNOWN.pop(name) for name in _ORDER.split()}

@@ -479,10 +479,11 @@ def test_a_policy_in_a_run_directory_imports_nothing(tmp_path: Path, monkeypatch
     monkeypatch.syspath_prepend(tmp_path)
     file = tmp_path / "run" / "policy.yaml"
     file.parent.mkdir()
-    file.write_text("ladders: {default: [[skip, harmful_module.Remedy]]}")
     (file.parent / "journal.jsonl").touch()
-    with pytest.raises(ConfigError, match=r"run directory.*names harmful_module\.Remedy: copy it"):
-        named(file)
+    for name in ("harmful_module.Remedy", '"harmful_module.Remedy "', "{harmful_module.Remedy: {}}"):
+        file.write_text(f"ladders: {{default: [[skip, {name}]]}}")
+        with pytest.raises(ConfigError, match=r"run directory.*names harmful_module\.Remedy ?: copy it"):
+            named(file)
     assert not (tmp_path / "imported").exists()
     file.write_text("ladders: {default: [[skip, {lower_lr: {factor: 0.5}}]]}")
     assert named(file).ladders

@@ -585,7 +585,7 @@ def resume(run: Run) -> None:
 
 
 def test_a_new_regime_is_learned_as_a_new_run_is() -> None:
-    """The limit of losses comes back, and an absurd norm among the first ones is left out again."""
+    """The limit of losses returns, and an absurd norm among the first ones is left out again."""
     run = warmed_up()
     run.checks.level.lift_limit()
     assert run.checks.limits[0] == NO_LIMIT
