@@ -195,7 +195,7 @@ _CAUSES = {Signal(signal): cause for cause, signals in _BY_CAUSE.items() for sig
 
 
 def by_signal(anomaly: Anomaly) -> Diagnosis:
-    if anomaly.signal is Signal.LOSS_SPIKE and anomaly.since < anomaly.step - 1:  # it has stayed for some updates
+    if anomaly.signal is Signal.LOSS_SPIKE and anomaly.landed:
         return Diagnosis(Cause.EXPLOSION, fact("spike_landed"))
     return Diagnosis(_CAUSES[anomaly.signal], fact(anomaly.signal))
 

@@ -33,6 +33,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": OURS}
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _IS_CALLED = 15  # PR_SET_NAME
 
+_polling = threading.Lock()  # a start polls every process, and an exit code can be read only once
 _context = get_context("forkserver")
 _context.set_forkserver_preload(
     ["torch._inductor", "torch.distributed.fsdp", "torch.distributed.run", "frozen"]
@@ -57,7 +58,8 @@ class Forked:
         self._process = _context.Process(
             target=_in_child, args=(what, args, place, out, errors or out, dict(environment)), daemon=True
         )
-        self._process.start()
+        with _polling:
+            self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
 
@@ -73,7 +75,8 @@ class Forked:
     def ended(self, seconds: float = 0.0) -> int | None:
         """Wait so long at most; the exit code, if there is one by then."""
         connection.wait([self._process.sentinel], seconds)
-        return self._process.exitcode
+        with _polling:
+            return self._process.exitcode
 
     def wait(self, seconds: float = 240.0) -> int:
         """The exit code. A process that takes longer is killed, and that is an error."""
@@ -100,9 +103,8 @@ class Forked:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        if self._process.exitcode is None:
-            self._process.kill()
-            self._process.join()
+        self.strike(signal.SIGKILL)
+        self.ended(240.0)
 
 
 def _in_child(
