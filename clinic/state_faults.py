@@ -29,7 +29,7 @@ from resilient_train.core.loss import Every
 from resilient_train.types import Anomaly
 from resilient_train.watch.config import NormsConfig, ScanConfig
 from resilient_train.watch.scans import Scans
-from resilient_train.wording import evidence_of
+from resilient_train.wording import say
 from resilient_train.zoo.data import digits
 from resilient_train.zoo.models import GPT
 
@@ -346,12 +346,12 @@ def strike(snapshots: Sequence[Run], name: str, rng: random.Random) -> Trial:
     run = deepcopy(max((one for one in snapshots if one.step <= step), key=lambda one: one.step))
     while run.step < step:
         if (anomaly := run.update()) is not None:
-            raise AssertionError(f"{run.recipe.name}: a false alarm before the fault: {evidence_of(anomaly)}")
+            raise AssertionError(f"{run.recipe.name}: a false alarm before the fault: {say(anomaly.evidence, '; ')}")
     place = FAULTS[name](run, rng)
     for _ in range(2 * ALLOWED):
         if (anomaly := run.update()) is not None:
             # it is told in the middle of an update, which has not landed then
-            return Trial(name, run.recipe.name, run.step - 1 - step, f"{anomaly.signal}: {evidence_of(anomaly)}")
+            return Trial(name, run.recipe.name, run.step - 1 - step, f"{anomaly.signal}: {say(anomaly.evidence, '; ')}")
     return Trial(name, run.recipe.name, None, f"after update {step}, {place}")
 
 
@@ -365,7 +365,7 @@ def healthy(recipe: Recipe, config: Any, seed: int, steps: int) -> tuple[list[Ru
         if run.step % SNAPSHOT_EVERY == 0 and run.step <= LAST:
             snapshots.append(deepcopy(run))
         if (anomaly := run.update()) is not None:
-            alarms.append(f"{recipe.name}, step {anomaly.step}: {evidence_of(anomaly)}")
+            alarms.append(f"{recipe.name}, step {anomaly.step}: {say(anomaly.evidence, '; ')}")
     return snapshots, alarms
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any
 
 from resilient_train.core.checks import Finding
-from resilient_train.core.transaction import Transaction, Update
-from resilient_train.diagnose.explain import OF_THE_LOSS, ChangedOnPurpose, Explainer, ReferenceInvalid
+from resilient_train.core.protocols import NewRegime
+from resilient_train.core.transaction import Transaction
+from resilient_train.diagnose.explain import OF_THE_LOSS, ChangedOnPurpose, Explainer
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.remedial import AllControls
 from resilient_train.run_parts import RunParts
@@ -36,7 +36,8 @@ class Intended:
 
     def __init__(self, parts: RunParts, explainer: Explainer, incidents: IncidentLog, controls: AllControls) -> None:
         self._parts, self._checks, self._incident_log, self._controls = parts, parts.checks, incidents, controls
-        self._panel, self._explainer, self.trusted = parts.panel, explainer, explainer.trusted
+        self._panel, self.trusted, self.explain = parts.panel, explainer.trusted, explainer.explain
+        self._explainer = explainer
         self._before: Any = None  # the effects before the incidents of late
         self._began_tick, self._step = 0, -(10**9)  # of the first of them, and of the newest
         self._rise: Rise | None = None  # of the loss, which the newest anomaly is about, if it may be on purpose
@@ -63,24 +64,15 @@ class Intended:
     def noticed(self, update: Transaction, vitals: Vitals) -> Anomaly | None:
         return self._explainer.check_first_updates(vitals, update.inputs)
 
-    def explain(
-        self, anomaly: Anomaly, update: Update, refused: Transaction | None, history: Sequence[Incident]
-    ) -> Diagnosis | None:
-        try:
-            return self._explainer.explain(anomaly, update, refused, history, self._checks.episode.reference)
-        except ReferenceInvalid as why:
-            self.learn_again(anomaly, why)
-            return None
-
     def is_on_purpose(self, anomaly: Anomaly, diagnosis: Diagnosis) -> bool:
         """Say whether a rise of the loss came again in spite of a rewind, and accept it then."""
         may_be = diagnosis.cause in (Cause.EXPLOSION, Cause.RATE, Cause.UNKNOWN)
         may_be |= diagnosis.cause is Cause.DATA and not diagnosis.rows and self._parts.samples.is_fed
-        is_rise = may_be and anomaly.landed and anomaly.signal in OF_THE_LOSS
+        is_rise = may_be and anomaly.signal in OF_THE_LOSS
         self._rise = rise = self._parts.updates.rise(anomaly.since, self._level) if is_rise else None
         return rise is not None and self.accepts(rise, anomaly)
 
-    def learn_again(self, anomaly: Anomaly, why: ReferenceInvalid) -> None:
+    def learn_again(self, anomaly: Anomaly, why: NewRegime) -> None:
         if isinstance(why, ChangedOnPurpose):
             self.accept(anomaly, why.what, why.limit)
         else:
@@ -118,6 +110,7 @@ class Intended:
 
     def accept(self, anomaly: Anomaly, what: Facts, limit: float = inf, step: int = 0) -> None:
         """Take what raised the loss for a change on purpose: put back what was done, learn again up to the `limit`."""
+        self._rise = None
         if self._panel.experiment.probe is not None:
             self._put_back(anomaly.step)
         if anomaly.signal is Signal.WEIGHTS_JUMP:

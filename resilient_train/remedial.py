@@ -95,7 +95,7 @@ class AllControls(Controls):
         parts, optimizers = self._run, self._run.updater.optimizers
         verified, reference = parts.ring.verified_until(since), parts.checks.episode.reference
         is_early = max(since, reference.step if reference else 0) < _EARLY_STEPS
-        return {
+        return super().known(diagnosis, since, has_landed) | {
             "began": self._keeper.progress.first or 0,
             # Not after a line was patched: an early failure then does not indicate a wrong learning rate.
             "at_start": is_early and [snapshot.step for snapshot in verified] == [0] and not self.patches.lines,

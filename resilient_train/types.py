@@ -247,6 +247,10 @@ class Incident:
     tried: tuple[Tried, ...] = ()  # the arms of its trial, if there was one
 
     @property
+    def kind(self) -> tuple[object, ...]:
+        return kind_of(self.anomaly.signal, self.diagnosis)
+
+    @property
     def is_observed(self) -> bool:
         return any(action.remedy == OBSERVE for action in self.decision.actions)
 
@@ -294,9 +298,9 @@ class ProcessIncident:
     ranks: tuple[int, ...] = ()
 
 
-def kind_of(anomaly: Anomaly, diagnosis: Diagnosis) -> tuple[object, ...]:
+def kind_of(signal: Signal, diagnosis: Diagnosis) -> tuple[object, ...]:
     """Return what incidents of a kind share: cause, and line or rows; where the cause says little, also the signal."""
     culprit = diagnosis.culprit
     line = culprit and (culprit.phase, culprit.op, culprit.module, culprit.file, culprit.line)
     needs_signal = diagnosis.cause in (Cause.UNKNOWN, Cause.PROCESS, Cause.TRANSIENT)
-    return diagnosis.cause, line, diagnosis.rows, anomaly.signal if needs_signal else None
+    return diagnosis.cause, line, diagnosis.rows, signal if needs_signal else None

@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Any
 
 from resilient_train.sentences import INCIDENT, OUTCOMES, REMEDIES, SENTENCES, SIGNALS, SINGULAR
-from resilient_train.types import Action, Anomaly, Cause, Diagnosis, Facts, Incident, Outcome, Signal, Tried, fact
+from resilient_train.types import Action, Cause, Diagnosis, Facts, Incident, Outcome, Signal, Tried, fact
 
 log = logging.getLogger("resilient_train")
 IN_FILE_ONLY = {"in_file_only": True}  # too long for a terminal
@@ -187,9 +187,7 @@ def about(incident: Incident) -> dict[str, Any]:
     culprits = filter(None, (diagnosis.culprit, diagnosis.symptom))
     recurred = fact("recurred_to_the_end" if incident.outcome is Outcome.RECURRED else "loss_not_back")
     return {
-        **fields_of(incident),
-        **fields_of(diagnosis),
-        **fields_of(anomaly),
+        **known_of(incident),
         "ranks": [] if anomaly.signal is Signal.RANK_MISMATCH else sorted(anomaly.ranks),  # its evidence names them
         "reached": None if anomaly.signal in _NOT_ABOUT_WEIGHTS else reached,  # the weights
         "first": first,
@@ -209,9 +207,13 @@ def about(incident: Incident) -> dict[str, Any]:
     }
 
 
-def fields_of(record: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass with slots, as they are."""
-    return {name: getattr(record, name) for name in record.__slots__}
+def known_of(incident: Incident) -> dict[str, Any]:
+    """Return the fields of an incident and of its parts, as they are."""
+    return {
+        name: getattr(part, name)
+        for part in (incident, incident.diagnosis, incident.decision, incident.anomaly)
+        for name in part.__slots__
+    }
 
 
 def blamed(diagnosis: Diagnosis, **changed: Any) -> Facts:
@@ -236,10 +238,6 @@ def _remedies(actions: Iterable[Action], incident: Incident) -> Facts:
         "armor": {"symptom": symptom and symptom.place},
     }
     return tuple({"remedy": one.remedy, **one.settings, **became.get(one.remedy, {})} for one in actions)
-
-
-def evidence_of(anomaly: Anomaly) -> str:
-    return say(anomaly.evidence, "; ")
 
 
 def tags(incidents: Sequence[Incident], status: str) -> dict[str, str]:

@@ -228,17 +228,18 @@ class Guard(EngineGuard):
             self._sizer = MicroBatchSizer(parts, policy, keeper, lambda write: controls.note(write))
             controls = AllControls(parts, policy, quarantined, keeper, trials, lasting, self._sizer.effect())
             self.reporter = RunReporter(clock, parts.updates, parts.panel, home, keeper.progress)
-            explainer = Explainer(world, samples, state, parts.ring, optimizers, parts.updates, search, beat)
+            past = parts.updates, parts.checks.episode
+            explainer = Explainer(world, samples, state, parts.ring, optimizers, *past, search, beat)
             intended = Intended(parts, explainer, incidents, controls)
             self._process = RunProcess(parts, policy, controls, intended, keeper, self.reporter.fail)
+            examination = Examination(
+                world, clock, parts.checks, parts.scans, marks, state.kept, observes=policy.observe
+            )
             treating = Recovery(
-                *(parts, policy, controls, intended, keeper, incidents),
+                *(parts, policy, controls, intended, examination, keeper, incidents),
                 report=self.reporter.fail,
                 agree=self._process.require_agreement,
                 recovered_after=max(verify_after, _RECOVERED_AFTER),
-            )
-            examination = Examination(
-                world, clock, parts.checks, parts.scans, marks, state.kept, observes=policy.observe
             )
             self._direct_steps, self._anomaly_mode = direct_steps, anomaly_mode
             self._keeper = keeper
@@ -301,7 +302,7 @@ class Guard(EngineGuard):
         self._owes_resume = False
         resumed = self._process.resume()
         if self._recovery.observes:
-            self._recovery.incident_log.resume_observed(self.clock.step)
+            self.reporter.place.incident_log.resume_observed(self.clock.step)
         self._sizer.as_before(self._keeper.previous_samples_per_update)
         self._checks.episode.resumed(self.clock.step)
         self.seeds.between(self.samples.position)

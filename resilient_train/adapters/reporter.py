@@ -42,6 +42,7 @@ from resilient_train.record.endings import SUMMARY, Loop, RunFacts, Summary, sta
 from resilient_train.record.incident_log import INCIDENTS, IncidentLog
 from resilient_train.record.journal import JOURNAL
 from resilient_train.record.progress import Doing, Progress
+from resilient_train.record.run_history import RunHistory
 from resilient_train.tracking import tracker as tracking
 from resilient_train.tracking.connection import locate
 from resilient_train.tracking.story import command, completed, read_story, review, story_of, ui_command, where_to_look
@@ -166,12 +167,12 @@ def note_error(run_dir: Path, rank: int, error: BaseException, *, in_training: b
         endings.note_failure(run_dir, rank, short_message(error), in_training=in_training)
 
 
-def print_review(run_dir: Path) -> None:
+def print_review(run_dir: Path, history: RunHistory | None = None) -> None:
     if not run_dir.is_dir():
         log.error("the run directory is gone: %s", run_dir)
         return
     try:
-        story = read_story(run_dir)
+        story = read_story(run_dir, history)
         lines = review(story) + [f"for the full report: {command('incidents', run_dir)}"] * bool(story.chapters)
     except Exception as error:  # a damaged file does not change how the run ended
         lines = [f"the review of the run failed: {in_one_line(error)}"]
@@ -347,7 +348,7 @@ class RunReporter:
         self.place.incident_log.close_files()
         if self._ending.status == "completed":
             log.info("%s", completed(self._ending))
-        print_review(self.directory)
+        print_review(self.directory, self.place.incident_log.run_history)
         finish_uploads(self.tracker, self._ending, self.directory)
 
     def closed(self, error: BaseException | None, planned: int | None, *, is_writing: bool = False) -> None:

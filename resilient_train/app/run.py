@@ -381,7 +381,7 @@ class _Session:
             # A start that fails is shown like any other end; a wrong configuration, and what a person ended, is not.
             if has_ticks or (error is not None and not isinstance(error, ConfigError | KeyboardInterrupt | Stopped)):
                 if has_ticks:
-                    print_review(directory.path)
+                    print_review(directory.path, self.incident_log.run_history)
                 requests.may_interrupt = True
                 try:
                     finish_uploads(self.tracker, summary, directory.path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf, isfinite, prod
 from statistics import median_high
 from typing import Any, ClassVar
@@ -180,7 +180,7 @@ class Checks:
         self._repeats = self._repeats + 1 if finding.repeat else 0
         if self._repeats > _MOST_REPEATS and vitals.refused is not None:  # the raised limit refuses it again
             evidence = _measured(vitals) + fact("refused_again", times=self._repeats)
-            return replace(finding, anomaly=_refused(vitals, vitals.refused, evidence))
+            return _refused(vitals, vitals.refused, evidence)
         anomaly, is_new = finding.anomaly, not self.episode.is_open
         if anomaly is not None and anomaly.landed and (is_new or anomaly.signal is not Signal.NOT_RECOVERED):
             # New damage counts as only reported, until the policy has done something about it.
@@ -192,13 +192,13 @@ class Checks:
             found = [check.overflowed(vitals) for check in self._more]
             if evidence := next(filter(None, found), None):
                 # Nothing landed, but the loss scale is part of the state, and the newest weights may be what overflows.
-                anomaly = _refused(vitals, Signal.SCALE_COLLAPSE, evidence)
-                return Finding(replace(anomaly, since=max(0, vitals.step - 1), landed=True))
+                place = vitals.step + 1, vitals.tick, max(0, vitals.step - 1)
+                return Finding(Anomaly(Signal.SCALE_COLLAPSE, *place, evidence, ranks=vitals.ranks))
             return Finding()
         step = vitals.step + (not vitals.accepted)
         spike = vitals.refused if vitals.refused in SPIKES else None
         if vitals.refused is not None and spike is None:
-            return Finding(_refused(vitals, vitals.refused, _measured(vitals)))
+            return _refused(vitals, vitals.refused, _measured(vitals))
         if step in self.declared:
             self.start_over()
             return Finding(repeat=spike is not None)
@@ -257,7 +257,7 @@ class Checks:
             return Finding(repeat=True)
         if signal is Signal.GRAD_SPIKE:
             evidence = fact("norm_outside", norm=norm, largest=self.grad_limit.largest)
-        return Finding(_refused(vitals, signal, evidence))
+        return _refused(vitals, signal, evidence)
 
     def _about_loss(self, vitals: Vitals, signal: Signal, alarm: Alarm) -> Anomaly:
         """Make an anomaly of the loss. A verified state rewound to stays trusted, a step far above the best is not."""
@@ -317,8 +317,9 @@ def _landed(vitals: Vitals, signal: Signal, evidence: Facts, since: int) -> Anom
     return Anomaly(signal, vitals.step, vitals.tick, max(0, since), evidence, ranks=vitals.ranks)
 
 
-def _refused(vitals: Vitals, signal: Signal, evidence: Facts) -> Anomaly:
-    return Anomaly(signal, vitals.step + 1, vitals.tick, vitals.step, evidence, landed=False, ranks=vitals.ranks)
+def _refused(vitals: Vitals, signal: Signal, evidence: Facts) -> Finding:
+    place = vitals.step + 1, vitals.tick, vitals.step
+    return Finding(Anomaly(signal, *place, evidence, landed=False, ranks=vitals.ranks))
 
 
 def _measured(vitals: Vitals) -> Facts:

@@ -13,7 +13,7 @@ from resilient_train.core.remedies import Case, RunControl, is_mild, remedy
 from resilient_train.core.ring import Snapshot
 from resilient_train.core.state import Clock
 from resilient_train.errors import TrainError, in_one_line, unusable
-from resilient_train.types import Action, Anomaly, Diagnosis, Incident
+from resilient_train.types import Action, Diagnosis, Incident
 
 
 class Controls(RunControl):
@@ -92,17 +92,10 @@ class Controls(RunControl):
             stop = max(stop, start + updates * samples.slicing.samples)
         samples.skip(start, stop)
 
-    def case(self, anomaly: Anomaly, diagnosis: Diagnosis) -> Case:
-        """Collect what decides which remedies apply. All ranks call it together."""
-        snapshots = len(self._parts.ring.verified_until(anomaly.since)) or int(self._store.has_verified(anomaly.since))
-        more = self.known(diagnosis, anomaly.since, anomaly.landed)
-        return self.case_type(
-            anomaly, diagnosis, snapshots=snapshots, loss_excess=self._parts.checks.loss_excess(), **more
-        )
-
     def known(self, diagnosis: Diagnosis, since: int, has_landed: bool) -> dict[str, Any]:
-        """Return what else is known of a case, by the names of its fields."""
-        return {}
+        """Return what decides which remedies apply, by the fields of a case. All ranks call it together."""
+        snapshots = len(self._parts.ring.verified_until(since)) or int(self._store.has_verified(since))
+        return {"snapshots": snapshots, "loss_excess": self._parts.checks.loss_excess()}
 
     def snapshot(self, step: int, *, verified: bool = False) -> Snapshot | None:
         snapshot = self._parts.ring.take(step, verified=verified)

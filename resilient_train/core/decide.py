@@ -125,11 +125,10 @@ def _is_severe(incident: Incident) -> bool:
 
 def _came_again(incidents: Sequence[Incident], case: Case) -> list[Incident]:
     """Return the incidents after which the same happened: what was done about the others has helped."""
-    later, found = {kind_of(case.anomaly, case.diagnosis)}, []
+    later, found = {kind_of(case.anomaly.signal, case.diagnosis)}, []
     for one in reversed(incidents):
-        kind = kind_of(one.anomaly, one.diagnosis)
-        found += [one] if kind in later else []
-        later.add(kind)
+        found += [one] if one.kind in later else []
+        later.add(one.kind)
     return found
 
 

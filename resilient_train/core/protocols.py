@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -17,7 +18,7 @@ from resilient_train.core.state import Clock, RunState
 from resilient_train.core.transaction import Transaction, Update
 from resilient_train.core.updater import Updater
 from resilient_train.core.vitals import Metrics
-from resilient_train.types import Anomaly, Decision, Diagnosis, Incident, Outcome, Signal, Vitals
+from resilient_train.types import Anomaly, Decision, Diagnosis, Facts, Incident, Outcome, Signal, Vitals
 
 T = TypeVar("T")
 Computed = tuple[torch.Tensor, Metrics]  # a loss whose backward was made, and what the objective reports
@@ -54,6 +55,15 @@ class OnError(Protocol):
         """
 
 
+class NewRegime(Exception):
+    """No loss from before can be compared with one of now: the samples had a low one as they had just been learned."""
+
+    def __init__(self, what: Facts, limit: float = inf) -> None:
+        """A run whose loss does not come below the `limit` afterwards has not learned what is new."""
+        super().__init__(what)
+        self.what, self.limit = what, limit
+
+
 class Diagnoser(Protocol):
     """Finds the cause of an anomaly, and whether something was changed on purpose. Every rank makes each call."""
 
@@ -68,11 +78,13 @@ class Diagnoser(Protocol):
 
     def explain(
         self, anomaly: Anomaly, update: Update, refused: Transaction | None, history: Sequence[Incident]
-    ) -> Diagnosis | None:
-        """Return the cause; None if nothing from before can be compared with it: then it has begun a new regime."""
+    ) -> Diagnosis:
+        """Return the cause; raises NewRegime."""
+
+    def learn_again(self, anomaly: Anomaly, why: NewRegime) -> None: ...
 
     def is_on_purpose(self, anomaly: Anomaly, diagnosis: Diagnosis) -> bool:
-        """Say whether a rise of the loss has proved to be on purpose: the run has accepted it then."""
+        """Say whether a rise of the loss that has landed has proved to be on purpose: the run has accepted it then."""
 
     def before_treatment(self, step: int, tick: int) -> None: ...
     def treated(self, incident: Incident) -> None: ...
@@ -89,7 +101,6 @@ class Ranks(Protocol):
         """Leave gradients unreduced: more are to be added."""
 
     def on_main(self, decide: Callable[[], T]) -> T: ...
-    def all_of(self, mine: T) -> list[T]: ...
 
 
 class Data(Protocol):
@@ -102,13 +113,8 @@ class Data(Protocol):
     def slicing(self) -> Any:
         """How an update is split: `samples` are all of it."""
 
-    @property
-    def skipped(self) -> Any:
-        """What is left out: `spans`, and in them those `added` by remedies."""
-
     def go_back(self, update: Update) -> None: ...
     def skip(self, start: int, stop: int) -> None: ...
-    def skip_only(self, spans: Any) -> None: ...
     def forget_before(self, position: int) -> None: ...
 
 
@@ -148,7 +154,6 @@ class Scans(Protocol):
 
     def arm(self, step: int) -> None: ...
     def landed(self, step: int, groups: Any, clipped_norm: float | None, times: int = 1) -> None: ...
-    def rebase(self) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
@@ -194,19 +199,16 @@ class Log(Protocol):
     @property
     def incidents(self) -> list[Incident]: ...
 
-    @property
-    def open_incidents(self) -> list[Incident]: ...
     def open(
         self, anomaly: Anomaly, diagnosis: Diagnosis, decision: Decision, *, is_off: bool = False, effects: Any = None
     ) -> Incident: ...
-    def continued(self, anomaly: Anomaly, diagnosis: Diagnosis, decision: Decision) -> Incident | None: ...
+    def continued(self, signal: Signal, diagnosis: Diagnosis, decision: Decision) -> Incident | None: ...
     def record_treatment(self, incident: Incident, *, effects: Any = None, ongoing: bool = False) -> None: ...
     def count_again(self, incident: Incident, anomaly: Anomaly, *, effects: Any = None) -> None: ...
     def observe(self, incident: Incident, step: int) -> None: ...
     def counts_on(self, step: int) -> bool:
         """Count an anomalous update into the incident that is observed; False if there is none."""
 
-    def resume_observed(self, step: int) -> None: ...
     def end_observed(self) -> None: ...
     def note_effects(self, *, effects: Any) -> None: ...
     def update_accepted(self, step: int, recovered_after: int, *, loss_is_off: bool) -> None: ...

@@ -12,11 +12,11 @@ from typing import NoReturn
 from resilient_train.core.controls import Controls
 from resilient_train.core.decide import decide, recent
 from resilient_train.core.policy import Policy
-from resilient_train.core.protocols import Diagnoser, Log, Parts, Store
+from resilient_train.core.protocols import Diagnoser, Examiner, Log, NewRegime, Parts, Store
 from resilient_train.core.remedies import is_mild
 from resilient_train.core.transaction import Transaction, Update
 from resilient_train.errors import GaveUp, TrainError
-from resilient_train.types import Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal
+from resilient_train.types import Anomaly, Cause, Decision, Incident, Outcome, Signal
 from resilient_train.wording import describe, log, say
 
 
@@ -27,6 +27,7 @@ class Recovery:
         policy: Policy,
         controls: Controls,
         diagnoser: Diagnoser,
+        examination: Examiner,
         store: Store,
         log: Log,
         *,
@@ -37,6 +38,7 @@ class Recovery:
         """`report` gets what ends the run; `agree` ends it on all ranks if they hold other settings or remedies."""
         self.parts, self.policy, self.controls, self.diagnoser = parts, policy, controls, diagnoser
         self.incident_log, self._store, self._report, self._agree = log, store, report, agree
+        self._examination = examination
         self._recovered_after = recovered_after
         self.observes = policy.observe  # incidents are reported, and every update lands
         self._ended_damaged = False  # the loop ended before it was healthy again
@@ -52,32 +54,49 @@ class Recovery:
                 controls.note()
         self.incident_log.update_accepted(step, self._recovered_after, loss_is_off=episode.is_open)
 
-    def treat(self, anomaly: Anomaly, update: Update, refused: Transaction | None = None) -> None:
-        """Apply what the policy prescribes, or raise GaveUp; `update` is the newest one. All ranks call it together."""
+    def treat(
+        self, anomaly: Anomaly, update: Update, judged: Transaction | None = None, *, is_scanned: bool = False
+    ) -> None:
+        """Apply what the policy prescribes, or raise GaveUp. All ranks call it together.
+
+        `update` is the newest one, and `judged`, where its verdict found it; `is_scanned`: a scan of the state before.
+        """
         parts, controls, checks, started = self.parts, self.controls, self.parts.checks, time.perf_counter()
+        if self.incident_log.counts_on(parts.clock.step):  # it is one more of an incident that is only observed
+            self._distrust(anomaly.since)
+            return
+        if judged is not None:
+            anomaly = self._examination.refined(anomaly, judged, is_scanned=is_scanned)
+            judged.nan_is_usual, judged.is_error = checks.nan_is_usual, anomaly.signal is Signal.EXCEPTION
+        refused = judged if judged is not None and judged.is_refused else None
         anomaly = replace(anomaly, since=self.diagnoser.trusted(anomaly.signal, anomaly.since, anomaly.landed))
+        reached_weights = anomaly.reached_weights
 
         # Drop snapshots and demote checkpoints newer than `since`, before the diagnosis: the process may die during it.
         suspects = parts.updates.first_to_blame(anomaly.since if anomaly.landed else None, update.start), update.stop
-        self._distrust(anomaly.since, reached_weights=anomaly.reached_weights)
+        self._distrust(anomaly.since, reached_weights=reached_weights)
         parts.updater.usual_norm = checks.usual_norm or parts.updater.usual_norm
 
         history = recent(self.policy, self.incident_log.incidents, parts.clock.tick)
-        diagnosis = self.diagnoser.explain(anomaly, update, refused, history)
-        if diagnosis is None:
+        try:
+            diagnosis = self.diagnoser.explain(anomaly, update, refused, history)
+        except NewRegime as why:
+            self.diagnoser.learn_again(anomaly, why)
             return
         if not anomaly.ranks:  # averaged gradients are the same on every rank: only a replay names the rank
             anomaly = replace(anomaly, ranks=diagnosis.ranks)
 
         # Decide. The loss is measured against the reference first: how far it is above may set the remedy's strength.
-        if anomaly.reached_weights and diagnosis.cause is not Cause.CORRUPTION:
-            checks.require_recovery(anomaly.since, _reached(anomaly))
-        if self.diagnoser.is_on_purpose(anomaly, diagnosis):
+        reached = anomaly.since if anomaly.signal is Signal.NOT_RECOVERED else anomaly.step
+        if reached_weights and diagnosis.cause is not Cause.CORRUPTION:
+            checks.require_recovery(anomaly.since, reached)
+        if anomaly.landed and self.diagnoser.is_on_purpose(anomaly, diagnosis):
             return
-        case = controls.case(anomaly, diagnosis)
+        known = controls.known(diagnosis, anomaly.since, anomaly.landed)
+        case = controls.case_type(anomaly, diagnosis, **known)
         decision = parts.world.on_main(lambda: decide(self.policy, case, history))
-        self._set_reference(anomaly, diagnosis, decision)
-        before = self.incident_log.continued(anomaly, diagnosis, decision)
+        self._set_reference(anomaly.since, reached if reached_weights else None, diagnosis.cause, decision)
+        before = self.incident_log.continued(anomaly.signal, diagnosis, decision)
         incident = before or self.incident_log.open(
             *(anomaly, diagnosis, decision), is_off=checks.episode.is_open, effects=controls.effects.changes()
         )
@@ -113,33 +132,26 @@ class Recovery:
         if reached_weights:
             self._store.distrust(since)
 
-    def counts(self, anomaly: Anomaly) -> bool:
-        """Count an anomaly into the incident that is observed, as NaN makes only one; False if there is none."""
-        if not self.incident_log.counts_on(self.parts.clock.step):
-            return False
-        self._distrust(anomaly.since)
-        return True
-
     @property
     def is_damaged(self) -> bool:
         """Whether the state may hold damage: the loss is not back, or an anomaly was only observed."""
         was_observed = self.incident_log.is_observing or self._ended_damaged or not self._is_back()
         return was_observed if self.observes else self.is_unrecovered()
 
-    def _set_reference(self, anomaly: Anomaly, diagnosis: Diagnosis, decision: Decision) -> None:
-        """If damage has to be undone, require the loss to return to its level at `since`, and keep that state."""
+    def _set_reference(self, since: int, reached: int | None, cause: Cause, decision: Decision) -> None:
+        """Of damage that has `reached` a step, require the loss to return to its level at `since`; keep that state."""
         checks, actions = self.parts.checks, decision.actions
         rewinds = any(action.remedy == "rewind" for action in actions)
-        if diagnosis.cause is Cause.CORRUPTION and (rewinds or decision.gave_up):
+        if cause is Cause.CORRUPTION and (rewinds or decision.gave_up):
             if checks.episode.is_only_reported:
                 checks.episode.end()
             return  # a rewind recomputes the same updates bit for bit, so there is nothing to compare
-        if anomaly.reached_weights:
-            is_mild_ladder = all(is_mild(rung.do) for rung in self.policy.ladder(diagnosis.cause))
+        if reached is not None:
+            is_mild_ladder = all(is_mild(rung.do) for rung in self.policy.ladder(cause))
             is_reported = is_mild_ladder and bool(actions) and is_mild(actions)  # and nothing more will be done
-            checks.require_recovery(anomaly.since, _reached(anomaly), is_only_reported=is_reported)
+            checks.require_recovery(since, reached, is_only_reported=is_reported)
             if checks.episode.is_open:
-                self.parts.ring.keep_reference(anomaly.since)
+                self.parts.ring.keep_reference(since)
 
     def _give_up(self, incident: Incident) -> NoReturn:
         self.incident_log.close(incident)
@@ -197,7 +209,3 @@ class Recovery:
             return GaveUp("not recovered, and there is no verified state to return to", None)
         why = f"the loss did not return to {reference.level:.4g}, where it was at step {reference.step:,}"
         return GaveUp(f"not recovered: {why}; the run returned to step {clock.step:,}", path)
-
-
-def _reached(anomaly: Anomaly) -> int:
-    return anomaly.since if anomaly.signal is Signal.NOT_RECOVERED else anomaly.step

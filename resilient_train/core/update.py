@@ -26,7 +26,7 @@ from resilient_train.core.transaction import Transaction, Update
 from resilient_train.core.updater import Attempt
 from resilient_train.core.vitals import Metrics, landed, mean, mean_metrics, scalar, versions
 from resilient_train.errors import TrainError
-from resilient_train.types import Anomaly, Signal, UpdateResult, Vitals
+from resilient_train.types import UpdateResult, Vitals
 
 
 class EngineGuard:
@@ -116,7 +116,7 @@ class EngineGuard:
         anomaly = self._examination.examine_now()
         if anomaly is None and self.newest is not None and is_end and self._recovery.is_unrecovered():
             anomaly = self._checks.not_recovered(self.newest)
-        if anomaly is not None and not self._recovery.counts(anomaly):
+        if anomaly is not None:
             place = self.samples.position
             self._recovery.treat(anomaly, self._newest.update if self._newest else Update(place, place, []))
         return anomaly is None or self._recovery.observes
@@ -292,11 +292,12 @@ class EngineGuard:
         anomaly = scanned or finding.anomaly or self._diagnoser.noticed(judged, vitals)
         if anomaly is not None and observes:
             anomaly = replace(anomaly, landed=anomaly.landed or vitals.accepted)  # a loss scale may have refused it
-            self._observe(anomaly, judged, is_scanned=scanned is not None)
+            self._recovery.treat(anomaly, judged.update, judged, is_scanned=scanned is not None)
+            self._on_accepted()
         elif anomaly is not None or (finding.repeat and not observes):
             self._discard(*[one for one in (begun, None if vitals.accepted else judged) if one is not None])
             if anomaly is not None:
-                self._treat(anomaly, judged, is_scanned=scanned is not None, has_landed=vitals.accepted)
+                self._recovery.treat(anomaly, judged.update, judged, is_scanned=scanned is not None)
             return False
         elif vitals.accepted:
             self._after_accepted(judged)
@@ -319,18 +320,6 @@ class EngineGuard:
             judged.snapshot.checks_state = self._parts.checks_state()
         elif judged.snapshot is not None:
             self._ring.drop(judged.snapshot)
-
-    def _observe(self, anomaly: Anomaly, judged: Transaction, *, is_scanned: bool) -> None:
-        """Report an anomaly, by policy without doing anything about it."""
-        if not self._recovery.counts(anomaly):
-            refined = self._examination.refined(anomaly, judged, is_scanned=is_scanned)
-            self._recovery.treat(refined, judged.update)
-        self._on_accepted()
-
-    def _treat(self, anomaly: Anomaly, judged: Transaction, *, is_scanned: bool, has_landed: bool) -> None:
-        anomaly = self._examination.refined(anomaly, judged, is_scanned=is_scanned)
-        judged.nan_is_usual, judged.is_error = self._checks.nan_is_usual, anomaly.signal is Signal.EXCEPTION
-        self._recovery.treat(anomaly, judged.update, None if has_landed else judged)
 
     def _after_accepted(self, accepted: Transaction) -> None:
         step, recovery = self.clock.step, self._recovery

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from resilient_train.core import randomness
-from resilient_train.core.episode import Reference
+from resilient_train.core.episode import Episode, Reference
+from resilient_train.core.protocols import NewRegime
 from resilient_train.core.ring import Ring, Snapshot
 from resilient_train.core.state import RunState, copy_pairs, is_pair
 from resilient_train.core.transaction import Transaction, Update
@@ -54,16 +55,7 @@ _NORM, _LOSS = attrgetter("norm"), attrgetter("loss")
 _FAR_ABOVE = 100.0  # times what three of four rows do not exceed, or times the least of the first updates
 
 
-class ReferenceInvalid(Exception):
-    """No loss from before can be compared with one of now: the samples had a low one as they had just been learned."""
-
-    def __init__(self, what: Facts, limit: float = inf) -> None:
-        """A run whose loss does not come below the `limit` afterwards has not learned what is new."""
-        super().__init__(what)
-        self.what, self.limit = what, limit
-
-
-class ChangedOnPurpose(ReferenceInvalid):
+class ChangedOnPurpose(NewRegime):
     """The loss, the model, the data or the weights were changed on purpose."""
 
 
@@ -77,6 +69,7 @@ class Explainer:
     ring: Ring
     optimizers: Sequence[Optimizer]
     updates: UpdateHistory
+    episode: Episode
     search: Search | None  # None if updates cannot be replayed
     beat: Callable[[], None]  # called when a diagnosis has made progress
 
@@ -93,14 +86,9 @@ class Explainer:
         return min(since, max(0, leap.step - 1))
 
     def explain(
-        self,
-        anomaly: Anomaly,
-        update: Update,
-        refused: Transaction | None,
-        history: Sequence[Incident],
-        reference: Reference | None,
+        self, anomaly: Anomaly, update: Update, refused: Transaction | None, history: Sequence[Incident]
     ) -> Diagnosis:
-        """Return the cause; that may be what `trusted` has found. Raises ReferenceInvalid."""
+        """Return the cause; that may be what `trusted` has found. Raises NewRegime."""
         leap = self._leap
         is_sudden = leap is not None and leap.is_sudden
         found: Diagnosis | None = None
@@ -114,7 +102,7 @@ class Explainer:
             found = found or (self._of_refused(anomaly, refused) if refused is not None else None)
             found = found or by_signal(anomaly)
         elif anomaly.signal in OF_THE_LOSS and not is_sudden:
-            found = self._samples_behind(anomaly, reference)
+            found = self._samples_behind(anomaly, self.episode.reference)
         found = found or self._damage(anomaly, history)
         # Bad rows do not depend on the learning rate, and a slow rise of it makes no operation return NaN.
         may_be_leap = is_sudden or (found.culprit is None and found.cause is Cause.EXPLOSION)
@@ -263,7 +251,7 @@ class Explainer:
         return None
 
     def _samples_behind(self, anomaly: Anomaly, reference: Reference | None) -> Diagnosis | None:
-        """Say whether samples since the last good state explain the loss; else None. Raises ReferenceInvalid."""
+        """Say whether samples since the last good state explain the loss; else None. Raises NewRegime."""
         suspects = self.updates.around(anomaly.since)[0]
         odd = self._find_outlier_rows([one.start for one in suspects])
         if odd is not None and (anomaly.since < _YOUNG or self._is_worse_with(odd, self.updates.recent())):
@@ -289,7 +277,7 @@ class Explainer:
             others = sorted(loss_at(one.start, of_others=True) for one in trusted)
             unlearned, high = others[len(others) // 2], others[max(0, len(others) - 2)]  # one may hold bad rows
             if unlearned - usual > max(_MIN_SHARE_OF_UPDATE * rise, reference.size):
-                raise ReferenceInvalid(fact("just_learned", was=was, step=verified[0].step, others=unlearned))
+                raise NewRegime(fact("just_learned", was=was, step=verified[0].step, others=unlearned))
             is_off = is_first and first.loss - usual > rise / 2
             if is_off and loss_at(first.start) - usual < _LITTLE * rise:
                 return verdict.TRANSIENT  # neither the samples nor the weights

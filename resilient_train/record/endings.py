@@ -18,7 +18,7 @@ from resilient_train.files import read_json, read_yaml
 from resilient_train.ranks.lock import holder_of
 from resilient_train.record.journal import commit_json
 from resilient_train.record.progress import PROGRESS, Failed, clear, found, leave
-from resilient_train.types import Incident, Outcome, kind_of
+from resilient_train.types import Incident, Outcome
 
 CONFIG, LOOP = "config.yaml", "loop.json"  # of a run of the command, and of a loop that the caller wrote
 SUMMARY, REFUSED = "summary.json", "refused.json"
@@ -270,6 +270,6 @@ def unrecovered(incidents: Sequence[Incident], step: int) -> Incident | None:
     """
     given_up = max((place for place, one in enumerate(incidents) if one.decision.gave_up is not None), default=-1)
     since = incidents[given_up + 1 :]
-    newest = {kind_of(one.anomaly, one.diagnosis): one for one in since}.values()
+    newest = {one.kind: one for one in since}.values()
     left = (one for one in newest if one.outcome is Outcome.RECURRED and step < one.last_step + _QUIET)
     return next((one for one in since if one.outcome is Outcome.UNRECOVERED), next(left, None))

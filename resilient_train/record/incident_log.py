@@ -86,7 +86,10 @@ class IncidentLog:
 
         If the decision is to give up, all have failed; those that left damage are unrecovered if the loss `is_off`.
         """
-        incident = self._new(anomaly, diagnosis, decision, is_off=is_off)
+        number = self._number(kind_of(anomaly.signal, diagnosis), anomaly.step, decision, is_off=is_off)
+        incident = Incident(number, anomaly, diagnosis, decision)
+        if decision.gave_up is not None:
+            incident = replace(incident, outcome=_failed(incident, is_off=False))
         self.add(incident, effects)
         return incident
 
@@ -101,22 +104,23 @@ class IncidentLog:
         **done: Any,
     ) -> Incident:
         """Add an incident about which something was done already: `done` are its fields that say what."""
-        incident = replace(self._new(anomaly, diagnosis, decision), **done)
+        number = self._number(kind_of(anomaly.signal, diagnosis), anomaly.step, decision)
+        incident = Incident(number, anomaly, diagnosis, decision, **done)
         self.record_treatment(incident, effects=effects, ongoing=ongoing)
         return incident
 
-    def _new(self, anomaly: Anomaly, diagnosis: Diagnosis, decision: Decision, *, is_off: bool = False) -> Incident:
+    def _number(self, kind: tuple[object, ...], step: int, decision: Decision, *, is_off: bool = False) -> int:
+        """Return the number of a new incident of a kind, and close those that have recurred or failed with it."""
         number = self.next_id
         for one in self.open_incidents:
-            is_same_kind = kind_of(one.anomaly, one.diagnosis) == kind_of(anomaly, diagnosis)
-            if is_same_kind and one.is_interrupted and anomaly.step == one.anomaly.step:
+            is_same_kind = one.kind == kind
+            if is_same_kind and one.is_interrupted and step == one.anomaly.step:
                 number = one.id  # here it is again
             elif is_same_kind:
                 self.close(one, Outcome.RECURRED)
             elif decision.gave_up is not None:
                 self.close(one, _failed(one, is_off=is_off))
-        incident = Incident(number, anomaly, diagnosis, decision)
-        return incident if decision.gave_up is None else replace(incident, outcome=_failed(incident, is_off=False))
+        return number
 
     def add(self, incident: Incident, effects: _Effects = None) -> None:
         self.run_history.note(OPENED, incident=incident, effects=effects)
@@ -187,19 +191,19 @@ class IncidentLog:
         self.ongoing.discard(self._observed)
         self._observed = 0
 
-    def continued(self, anomaly: Anomaly, diagnosis: Diagnosis, decision: Decision) -> Incident | None:
+    def continued(self, signal: Signal, diagnosis: Diagnosis, decision: Decision) -> Incident | None:
         """Return the newest incident if it is open, and the same happened again and is only skipped again.
 
         The same operation broke, or nothing is known of either update but the same signal. Other ranks decide alike:
         incidents of a process, which they may not know of, do not come between.
         """
-        is_unknown = diagnosis.cause is Cause.UNKNOWN and not diagnosis.rows and anomaly.signal is not Signal.EXCEPTION
+        is_unknown = diagnosis.cause is Cause.UNKNOWN and not diagnosis.rows and signal is not Signal.EXCEPTION
         is_same_kind = diagnosis.culprit is not None or is_unknown
-        is_skip = decision.actions == (Action("skip"),) and not anomaly.landed and is_same_kind
+        is_skip = decision.actions == (Action("skip"),) and is_same_kind
         if not is_skip or not (earlier := self.of_training):
             return None
         last = earlier[-1]
-        is_same = last.decision == decision and kind_of(last.anomaly, last.diagnosis) == kind_of(anomaly, diagnosis)
+        is_same = last.decision == decision and last.kind == kind_of(signal, diagnosis)
         return last if is_same and last.outcome is None and len(last.again) < _AGAIN else None
 
     def count_again(self, incident: Incident, anomaly: Anomaly, *, effects: _Effects = None) -> None:
@@ -212,11 +216,11 @@ class IncidentLog:
 
         One that was skipped again has recurred, unless all of that was up to step `healthy_since`.
         """
-        before = {kind_of(one.anomaly, one.diagnosis): one.outcome for one in self.of_training if one.outcome}
+        before = {one.kind: one.outcome for one in self.of_training if one.outcome}
         for one in self.open_incidents:
             reached = one.last_step - (not one.anomaly.landed)
             is_skip = one.decision.actions == (Action("skip"),)
-            was = before.get(kind_of(one.anomaly, one.diagnosis))
+            was = before.get(one.kind)
             is_again = bool(one.again) or (is_skip and was is Outcome.RECURRED)
             has_recurred = is_again and healthy_since is not None and reached > healthy_since
             if one.id not in self.ongoing:

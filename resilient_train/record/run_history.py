@@ -18,7 +18,7 @@ from resilient_train.reader import hints
 from resilient_train.record.journal import JOURNAL, Entry, Journal, plain, read
 from resilient_train.secrets import masked_tree
 from resilient_train.types import TRIAL, Action, Anomaly, Decision, Diagnosis, Facts, Incident, Tried, fact
-from resilient_train.wording import evidence_of, fields_of, say
+from resilient_train.wording import known_of, say
 
 OPENED, TREATED, CLOSED = "incident_opened", "incident_treated", "incident_closed"  # kinds of entries
 AGAIN = "incident_again"  # an update more that an incident counts
@@ -176,13 +176,12 @@ _KEYS = (
 
 def as_line(incident: Incident) -> dict[str, Any]:
     """Return an incident as incidents.jsonl and the journal hold it."""
-    anomaly, diagnosis, decision = incident.anomaly, incident.diagnosis, incident.decision
-    known = {**fields_of(incident), **fields_of(diagnosis), **fields_of(decision), **fields_of(anomaly)}
+    known = known_of(incident)
     known |= {
-        "rank": min(anomaly.ranks, default=None),  # null: it began on all of them at once
-        "culprit": diagnosis.culprit and asdict(diagnosis.culprit),
-        "symptom": diagnosis.symptom and asdict(diagnosis.symptom),
-        "actions": [_line_of_action(action) for action in decision.actions],
+        "rank": min(known["ranks"], default=None),  # null: it began on all of them at once
+        "culprit": known["culprit"] and asdict(known["culprit"]),
+        "symptom": known["symptom"] and asdict(known["symptom"]),
+        "actions": [*map(_line_of_action, known["actions"])],
         "tried": [
             {"do": [*map(_line_of_action, one.actions)], "anomalies": one.anomalies, "loss": one.loss, "won": one.won}
             for one in incident.tried
@@ -198,7 +197,7 @@ def as_line(incident: Incident) -> dict[str, Any]:
 def in_words(incident: Incident) -> dict[str, Any]:
     """Return its line with sentences in place of facts, as incidents.jsonl has it."""
     why, line = incident.decision.gave_up, as_line(incident)
-    line |= {"advice": say(incident.diagnosis.advice), "evidence": evidence_of(incident.anomaly)}
+    line |= {"advice": say(incident.diagnosis.advice), "evidence": say(incident.anomaly.evidence, "; ")}
     line["gave_up"] = say(why) if why is not None else None
     return masked_tree(line)  # type: ignore[no-any-return]
 

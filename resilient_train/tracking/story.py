@@ -26,7 +26,7 @@ from resilient_train.record.run_history import Chapter, RunHistory
 from resilient_train.sentences import ACTIVE, AGAIN, DETAILS, HEADLINES, LEFT, PATCHED, TO_DO
 from resilient_train.tracking.connection import SCHEMELESS
 from resilient_train.types import Cause, Facts, Incident, Outcome, fact
-from resilient_train.wording import fields_of, fill, lines_of, say
+from resilient_train.wording import fill, lines_of, say
 
 _CHECKPOINT = re.compile(r"step-\d{8,18}(\.\d+)?")
 _REPEATS = (Cause.EXPLOSION, Cause.RATE, Cause.OVERFLOW)  # the next run of this configuration meets it, too
@@ -71,11 +71,14 @@ class Story(Status):
         return self.state == "completed"
 
 
-def read_story(run_dir: Path) -> Story:
-    """Read the story of the run in a directory up to now. Raises OSError if its journal cannot be read."""
+def read_story(run_dir: Path, history: RunHistory | None = None) -> Story:
+    """Read the story of the run in a directory up to now, of which its own process knows the `history`.
+
+    Raises OSError if its journal cannot be read.
+    """
     run_dir = run_dir.absolute()
     facts = endings.facts_of(run_dir)  # first: then the journal has what the run wrote before its end
-    history = RunHistory(read(run_dir / JOURNAL))
+    history = history or RunHistory(read(run_dir / JOURNAL))
     found = tuple(history.chapters.values())
     checkpoints, loop, position = checkpoints_of(run_dir), endings.loop_of(run_dir), position_of(run_dir)
     step, tick = facts.summary.get("steps", position.step), facts.summary.get("ticks", position.tick)
@@ -315,7 +318,7 @@ def left(story: Story, show: Show) -> list[tuple[str, str]]:
     """Name fired drills, what differs from the configuration, and weights, each with a label; `show` names a path."""
 
     def described(one: Checkpoint | None) -> Mapping[str, Any]:
-        return {**fields_of(one), "path": show(one.path)} if one else {}
+        return {**asdict(one), "path": show(one.path)} if one else {}
 
     weights = story.directory / WEIGHTS if story.directory is not None else None
     values = {

@@ -23,7 +23,7 @@ def nan(tick: int) -> Anomaly:
 def met(book: IncidentLog, times: int) -> None:
     first = 1 + sum(len(one.each) for one in book.incidents)
     for tick in range(first, first + times):
-        if (before := book.continued(nan(tick), LOG, SKIP)) is not None:
+        if (before := book.continued(Signal.NONFINITE_LOSS, LOG, SKIP)) is not None:
             book.count_again(before, nan(tick))
         else:
             book.record_treatment(book.open(nan(tick), LOG, SKIP))
@@ -92,8 +92,7 @@ def test_what_is_only_skipped_again_is_counted(
     """Not an incident each time, also where nothing is known but the signal: a loop that makes its loss itself."""
     book = IncidentLog(None)
     book.record_treatment(book.open(nan(1), diagnosis, SKIP))
-    again = Anomaly(signal, 2, 2, 1, free_text("nan"), landed=False)
-    assert (book.continued(again, diagnosis, decision) is not None) is is_counted
+    assert (book.continued(signal, diagnosis, decision) is not None) is is_counted
 
 
 def test_a_fault_of_the_disk_does_not_come_between(tmp_path: Path) -> None:
@@ -102,7 +101,7 @@ def test_a_fault_of_the_disk_does_not_come_between(tmp_path: Path) -> None:
     book.record_treatment(book.open(nan(1), UNKNOWN, SKIP))
     full = Anomaly(Signal.DISK_FULL, 2, 2, 2, free_text("no space left"))
     book.record_treatment(book.open(full, Diagnosis(Cause.PROCESS), Decision((Action("try_again"),))))
-    before = book.continued(nan(3), UNKNOWN, SKIP)
+    before = book.continued(Signal.NONFINITE_LOSS, UNKNOWN, SKIP)
     assert before is not None
     assert before.id == 1
 
@@ -128,8 +127,6 @@ def test_what_came_back_before_an_earlier_end_is_over_once_a_longer_run_was_heal
 
 def test_two_exceptions_are_two_incidents() -> None:
     book = IncidentLog(None)
-    first, second = (
-        Anomaly(Signal.EXCEPTION, tick, tick, 0, free_text(f"error {tick}"), landed=False) for tick in (1, 2)
-    )
+    first = Anomaly(Signal.EXCEPTION, 1, 1, 0, free_text("error 1"), landed=False)
     book.record_treatment(book.open(first, UNKNOWN, SKIP))
-    assert book.continued(second, UNKNOWN, SKIP) is None
+    assert book.continued(Signal.EXCEPTION, UNKNOWN, SKIP) is None
