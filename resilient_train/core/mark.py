@@ -28,7 +28,6 @@ class Mark:
     # The buffers that each module had, by name; then all tensors of these, and those of the loss scale.
     tables: Sequence[tuple[nn.Module, dict[str, torch.Tensor | None]]] = ()
     live: Sequence[torch.Tensor] = ()
-    shapes: Sequence[torch.Size] = ()
     copies: list[torch.Tensor] = field(default_factory=list)
     kept: Mapping[str, Tree] = field(default_factory=dict)  # what is kept, by name, as it was
     of_kept: list[torch.Tensor] = field(default_factory=list)  # the tensors of that, which are copies
@@ -47,24 +46,29 @@ class Marks:
     ) -> None:
         """`undone` is called after everything was put back."""
         self._scaler, self._kept, self._undone = scaler, kept, undone
-        self._modules = list(model.modules())  # listed once: `named_buffers` would walk the tree in every update
+        self._model = model
+        self.list_modules()
         self._spare: list[Mark] = []
         self._memory: dict[Optimizer, list[torch.Tensor]] = {}  # of the copies of full marks
 
+    def list_modules(self) -> None:
+        """List them anew, as the loop has added some: `named_buffers` would walk the tree in every update."""
+        self._modules = list(self._model.modules())
+
     def take(self) -> Mark:
-        tables = [(module, module._buffers.copy()) for module in self._modules if module._buffers]
-        if not tables and self._scaler is None and not self._kept:
-            return Mark()
+        tables = [(module, module._buffers.copy()) for module in self._modules]
         live = [one for _, table in tables for one in table.values() if one is not None] + self._scale()
-        shapes = [one.shape for one in live]
+        if not live and not self._kept:
+            return Mark(tables)
         old = self._spare.pop() if self._spare else Mark()
-        is_same = old.shapes == shapes and all(map(is_, old.live, live))  # usually: no need to compare each tensor
+        # Usually they are the same: there is no need to compare all else of each tensor.
+        is_same = all(map(is_, old.live, live)) and [one.shape for one in old.copies] == [one.shape for one in live]
         copies = old.copies if is_same else room(live, old.copies, torch.empty_like)
         copy_into(copies, live)
         plain, kept = taken_apart({name: item.state_dict() for name, item in self._kept.items()})
         of_kept = room(kept, old.of_kept, torch.empty_like)
         copy_into(of_kept, kept)
-        return Mark(tables, live, shapes, copies, put_together(plain, of_kept), of_kept)
+        return Mark(tables, live, copies, put_together(plain, of_kept), of_kept)
 
     def fill(self, mark: Mark, optimizer: Optimizer) -> None:
         """Copy an optimizer and its weights, which step before the verdict; once for a mark."""
@@ -96,15 +100,11 @@ class Marks:
 
     def _put_back(self, mark: Mark, stays: set[int]) -> None:
         """Restore names, tensors and contents of the buffers and the loss scale, but for the tensors that stay."""
-        pairs = zip(mark.live, mark.shapes, mark.copies, strict=True)
-        resized = {id(one): saved.clone() for one, shape, saved in pairs if one.shape != shape}
-        before = dict(mark.tables)
-        for module in self._modules:
-            table = module._buffers
-            then = before.get(module, {})
-            if table or then:
-                table.clear()
-                table.update({name: resized.get(id(one), one) for name, one in then.items()})
+        pairs = zip(mark.live, mark.copies, strict=True)
+        resized = {id(one): saved.clone() for one, saved in pairs if one.shape != saved.shape}
+        for module, then in mark.tables:
+            module._buffers.clear()
+            module._buffers.update({name: resized.get(id(one), one) for name, one in then.items()})
         in_place = [place for place, one in enumerate(mark.live) if id(one) not in resized.keys() | stays]
         copy_into([mark.live[place] for place in in_place], [mark.copies[place] for place in in_place])
 

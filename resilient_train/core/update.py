@@ -248,8 +248,10 @@ class EngineGuard:
 
     def _sent(self, begun: Transaction, attempt: Attempt) -> UpdateResult:
         self._current = None
-        if self._updater.has_new_weights():
+        if self._updater.has_new_weights:
+            self._updater.has_new_weights = False
             self._checks.more_is_trained(self.clock.step + 1)
+            self._marks.list_modules()
         self.clock.tick += 1
         self._pending = begun
         return begun.send(attempt, self._updater.gate.limits)
@@ -295,16 +297,15 @@ class EngineGuard:
             self._recovery.treat(anomaly, judged.update, judged, is_scanned=scanned is not None)
             self._on_accepted()
         elif anomaly is not None or (finding.repeat and not observes):
-            self._discard(*[one for one in (begun, None if vitals.accepted else judged) if one is not None])
+            self._discard(begun, None if vitals.accepted else judged)
             if anomaly is not None:
                 self._recovery.treat(anomaly, judged.update, judged, is_scanned=scanned is not None)
             return False
         elif vitals.accepted:
             self._after_accepted(judged)
-        elif not observes and (has_steps or judged.mark.tables or judged.mark.kept):
+        elif not observes and (has_steps or any(table for _, table in judged.mark.tables) or judged.mark.kept):
             # An overflow. Buffers may be NaN since its forward, and the next one has used them, or half an update.
-            if begun is not None:
-                self._discard(begun)
+            self._discard(begun)
             self._marks.undo(judged.mark, keeps_scale=True)
             return begun is None
         return True
@@ -337,8 +338,9 @@ class EngineGuard:
         self.samples.forget_before(self._ring.oldest_position(accepted.update.start))
         self._store.verified()
 
-    def _discard(self, *given_up: Transaction) -> None:
-        """Give updates up, the newest first: undo what they have changed, and go back to where they began."""
+    def _discard(self, *newest_first: Transaction | None) -> None:
+        """Give updates up: undo what they have changed, and go back to where they began."""
+        given_up = [*filter(None, newest_first)]
         if given_up:  # what the newer ones changed is in the oldest mark, too
             self._marks.undo(given_up[-1].mark)
         for one in given_up:

@@ -128,7 +128,7 @@ class Updater:
         self._planned: Settings = ()  # by the schedules, for the newest update
         self._of_last_step: tuple[list[torch.Tensor], dict[str, Any]]  # of a turn: the loss scale, and what is known
         self._trained = 0  # the most weights that a gradient was asked for in an update
-        self._has_new_weights = False  # in a group that was added, or that were frozen, since the newest update
+        self.has_new_weights = False  # in a group that was added, or that were frozen, since an update was sent
         self.adopt_groups(are_new=False)
 
     def apply(
@@ -194,7 +194,7 @@ class Updater:
         """
         self.adopt_groups()
         trained = sum(weight.requires_grad for weight in self.weights)
-        self._has_new_weights |= trained > self._trained > 0
+        self.has_new_weights |= trained > self._trained > 0
         self._trained = max(self._trained, trained)
         is_all = len(optimizers) == len(self.optimizers)
         weights = self.weights if is_all else weights_of(optimizers[0])
@@ -214,23 +214,20 @@ class Updater:
         }
         return norm if norm.dtype is torch.float32 else norm.float(), scale, known
 
-    def has_new_weights(self) -> bool:
-        """Say whether weights were added or unfrozen since the last call."""
-        has_new, self._has_new_weights = self._has_new_weights, False
-        return has_new
-
     def adopt_groups(self, *, are_new: bool = True) -> None:
         """Take in the parameter groups that a loop has added, as it does to unfreeze weights; a rewind keeps them."""
         for optimizer, schedule, known in zip(self.optimizers, self.schedules, self._configured, strict=True):
             for group in optimizer.param_groups[len(known) :]:
                 rate = float(group.get("initial_lr", group["lr"]) or 0.0)
                 known.append({key: value for key, value in group.items() if key != "params"} | {"lr": rate})
-                self.weights += group["params"]  # in place: a replay measures these
                 if not schedule.is_loops:
                     group[LR_OF_GUARD] = group["lr"]
                 if are_new:
                     schedule.add_group(group)
-                    self._has_new_weights = True
+        weights = [weight for optimizer in self.optimizers for weight in weights_of(optimizer)]
+        if len(weights) > len(self.weights):  # of a new group, or added to one
+            self.weights[:] = weights  # in place: a replay measures these
+            self.has_new_weights |= are_new
 
     def accept(self, step: int) -> None:
         for schedule in self.schedules:
