@@ -35,6 +35,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,7 @@ def carry_out(words: Sequence[str]) -> None:
 # --------------------------------------------------------------------------------------------- in the process that asks
 
 _context = multiprocessing.get_context("forkserver")
+_polling = threading.Lock()  # a start polls every process, and an exit code can be read only once
 IMPORTED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "accelerate"]  # takes seconds; nothing of the library
 
 
@@ -199,16 +201,18 @@ def make(run: Run, tree: Path) -> Facts:
             output = str(folder / f"output-{number}")
             places = group(run.ranks)
             started = [_context.Process(target=begin, args=(words, tree, folder, place, output)) for place in places]
+            with _polling:
+                for process in started:
+                    process.start()
             for process in started:
-                process.start()
-            for process in started:
-                process.join(max(0.0, began + LIMIT_S - time.monotonic()))
-            ends.append(["timed out" if process.is_alive() else process.exitcode for process in started])
-            for process in started:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid or 0, signal.SIGKILL)
-                process.kill()  # before it has a group of its own
-                process.join()
+                wait([process.sentinel], max(0.0, began + LIMIT_S - time.monotonic()))
+            with _polling:
+                ends.append(["timed out" if process.is_alive() else process.exitcode for process in started])
+                for process in started:
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.killpg(process.pid or 0, signal.SIGKILL)
+                    process.kill()  # before it has a group of its own
+                    process.join()
         facts = facts_of(folder, tree) | {"exit codes": ends}
         facts["seconds"] = round(time.monotonic() - began, 1)
         if ends[-1] != [0] * run.ranks:
