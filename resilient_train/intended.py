@@ -68,8 +68,8 @@ class Intended:
         """Say whether a rise of the loss came again in spite of a rewind, and accept it then."""
         may_be = diagnosis.cause in (Cause.EXPLOSION, Cause.RATE, Cause.UNKNOWN)
         may_be |= diagnosis.cause is Cause.DATA and not diagnosis.rows and self._parts.samples.is_fed
-        is_rise = may_be and anomaly.signal in OF_THE_LOSS
-        self._rise = rise = self._parts.updates.rise(anomaly.since, self._level) if is_rise else None
+        may_be &= anomaly.signal in OF_THE_LOSS
+        self._rise = rise = self._parts.updates.rise(anomaly.since, self._level) if may_be else None
         return rise is not None and self.accepts(rise, anomaly)
 
     def learn_again(self, anomaly: Anomaly, why: NewRegime) -> None:

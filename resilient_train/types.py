@@ -195,7 +195,8 @@ _CAUSES = {Signal(signal): cause for cause, signals in _BY_CAUSE.items() for sig
 
 
 def by_signal(anomaly: Anomaly) -> Diagnosis:
-    if anomaly.signal is Signal.LOSS_SPIKE and anomaly.landed:
+    # Else it jumped in one update, which has landed where all are only observed.
+    if anomaly.signal is Signal.LOSS_SPIKE and any("stays" in one for one in anomaly.evidence):
         return Diagnosis(Cause.EXPLOSION, fact("spike_landed"))
     return Diagnosis(_CAUSES[anomaly.signal], fact(anomaly.signal))
 

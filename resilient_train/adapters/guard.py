@@ -228,8 +228,9 @@ class Guard(EngineGuard):
             self._sizer = MicroBatchSizer(parts, policy, keeper, lambda write: controls.note(write))
             controls = AllControls(parts, policy, quarantined, keeper, trials, lasting, self._sizer.effect())
             self.reporter = RunReporter(clock, parts.updates, parts.panel, home, keeper.progress)
-            past = parts.updates, parts.checks.episode
-            explainer = Explainer(world, samples, state, parts.ring, optimizers, *past, search, beat)
+            explainer = Explainer(
+                world, samples, state, parts.ring, optimizers, parts.updates, parts.checks, search, beat
+            )
             intended = Intended(parts, explainer, incidents, controls)
             self._process = RunProcess(parts, policy, controls, intended, keeper, self.reporter.fail)
             examination = Examination(

@@ -240,7 +240,8 @@ class Checks:
 
     def _judge_refused(self, vitals: Vitals, signal: Signal) -> Finding:
         """Judge an update above a limit: an outlier, earlier damage, or a new regime, for which the limit is raised."""
-        loss, norm, step, which = vitals.loss, vitals.grad_norm, vitals.step + 1, _which(vitals)
+        loss, norm, step = vitals.loss, vitals.grad_norm, vitals.step + 1
+        which = vitals.start if vitals.stop > vitals.start else vitals.tick  # the same, however often it is retried
         outside, evidence = self._is_outside(loss), fact("loss_outside", loss=loss, **self.level.usual_range)
         if which != self.refusals.latest and outside:  # counts for a jump, but is not learned
             jumped = self.jump.see(step, loss, True, landed=False)
@@ -306,11 +307,6 @@ class Checks:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name, one in self._checks.items():
             one.load_state_dict(state[name])
-
-
-def _which(vitals: Vitals) -> int:
-    """Identify an update, however often it is retried: by its samples, if they are known."""
-    return vitals.start if vitals.stop > vitals.start else vitals.tick
 
 
 def _landed(vitals: Vitals, signal: Signal, evidence: Facts, since: int) -> Anomaly:

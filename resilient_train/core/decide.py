@@ -7,17 +7,7 @@ from dataclasses import replace
 
 from resilient_train.core.policy import Policy, Rung
 from resilient_train.core.remedies import Case, applicable, is_mild
-from resilient_train.types import (
-    OBSERVE,
-    TRIAL,
-    Action,
-    Cause,
-    Decision,
-    Facts,
-    Incident,
-    fact,
-    kind_of,
-)
+from resilient_train.types import OBSERVE, TRIAL, Action, Cause, Decision, Facts, Incident, fact, kind_of
 
 _FROM_OUTSIDE = (Cause.CORRUPTION, Cause.DATA)  # not caused by the training: they may occur again after any remedy
 _MAIN = {TRIAL, "limit_update"}  # without these a rung that names them is pointless
@@ -127,7 +117,8 @@ def _came_again(incidents: Sequence[Incident], case: Case) -> list[Incident]:
     """Return the incidents after which the same happened: what was done about the others has helped."""
     later, found = {kind_of(case.anomaly.signal, case.diagnosis)}, []
     for one in reversed(incidents):
-        found += [one] if one.kind in later else []
+        if one.kind in later:
+            found.append(one)
         later.add(one.kind)
     return found
 

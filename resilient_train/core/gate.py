@@ -167,7 +167,7 @@ class CopyGate:
     def __init__(self, gates: Mapping[Optimizer, Gate]) -> None:
         """`gates` has one for each optimizer: a step that is refused leaves the next losses of the turn finite."""
         self._gates = gates
-        self._steps = Counter[Optimizer]()  # of the newest update, with losses of their own
+        self.steps = Counter[Optimizer]()  # of the newest update, with losses of their own
         self.loss = self.norm = torch.zeros(())  # the sums so far, of the norms as if they were one vector
         self.rates: list[dict[str, Any]] = []  # the settings of each group, in the step of its highest rate
 
@@ -179,24 +179,21 @@ class CopyGate:
         raise TrainError(f"guard.update: {what}: give Guard a list of all optimizers")
 
     def begin(self) -> None:
-        self._steps.clear()
+        self.steps.clear()
         self.rates = []
 
     @property
     def has_stepped(self) -> bool:
-        return bool(self._steps)
+        return bool(self.steps)
 
     @property
     def is_complete(self) -> bool:
         """Say whether every optimizer has stepped: a loop that is left before has left the turn."""
-        return len(self._steps) == len(self._gates)
+        return len(self.steps) == len(self._gates)
 
     @property
     def times(self) -> int:
-        return max(self._steps.values(), default=1)
-
-    def steps_of(self, optimizer: Optimizer) -> int:
-        return self._steps[optimizer]
+        return max(self.steps.values(), default=1)
 
     def step(
         self,
@@ -208,10 +205,10 @@ class CopyGate:
     ) -> None:
         """Let one optimizer make its step: the limit of the loss is for the sum, that of the norm is `largest`."""
         gate, measured = self._gates[optimizer], torch.stack([loss, norm])
-        if self._steps:
+        if self.steps:
             loss, norm = self.loss + loss, torch.hypot(self.norm, norm)
         self.loss, self.norm = loss, norm
-        self._steps[optimizer] += 1
+        self.steps[optimizer] += 1
         pairs = zip([*self.rates, *settings[len(self.rates) :]], settings, strict=True)
         self.rates = [dict(max(pair, key=lambda one: float(one["lr"] or 0.0))) for pair in pairs]
         gate.limit(NO_LIMIT, largest)

@@ -25,7 +25,8 @@ from resilient_train.core.tree import Tree, copy_into, local_part, put_together,
 class Mark:
     """One moment of a run; `Marks` takes it and puts it back."""
 
-    # The buffers that each module had, by name; then all tensors of these, and those of the loss scale.
+    modules: Sequence[nn.Module] = ()
+    # The buffers that each of them had, by name; then all tensors of these, and those of the loss scale.
     tables: Sequence[tuple[nn.Module, dict[str, torch.Tensor | None]]] = ()
     live: Sequence[torch.Tensor] = ()
     copies: list[torch.Tensor] = field(default_factory=list)
@@ -52,14 +53,14 @@ class Marks:
         self._memory: dict[Optimizer, list[torch.Tensor]] = {}  # of the copies of full marks
 
     def list_modules(self) -> None:
-        """List them anew, as the loop has added some: `named_buffers` would walk the tree in every update."""
+        """List those of the model as it is now: `named_buffers` would walk the tree in every update."""
         self._modules = list(self._model.modules())
 
     def take(self) -> Mark:
-        tables = [(module, module._buffers.copy()) for module in self._modules]
+        tables = [(module, module._buffers.copy()) for module in self._modules if module._buffers]
         live = [one for _, table in tables for one in table.values() if one is not None] + self._scale()
         if not live and not self._kept:
-            return Mark(tables)
+            return Mark(self._modules)
         old = self._spare.pop() if self._spare else Mark()
         # Usually they are the same: there is no need to compare all else of each tensor.
         is_same = all(map(is_, old.live, live)) and [one.shape for one in old.copies] == [one.shape for one in live]
@@ -68,7 +69,7 @@ class Marks:
         plain, kept = taken_apart({name: item.state_dict() for name, item in self._kept.items()})
         of_kept = room(kept, old.of_kept, torch.empty_like)
         copy_into(of_kept, kept)
-        return Mark(tables, live, copies, put_together(plain, of_kept), of_kept)
+        return Mark(self._modules, tables, live, copies, put_together(plain, of_kept), of_kept)
 
     def fill(self, mark: Mark, optimizer: Optimizer) -> None:
         """Copy an optimizer and its weights, which step before the verdict; once for a mark."""
@@ -102,9 +103,10 @@ class Marks:
         """Restore names, tensors and contents of the buffers and the loss scale, but for the tensors that stay."""
         pairs = zip(mark.live, mark.copies, strict=True)
         resized = {id(one): saved.clone() for one, saved in pairs if one.shape != saved.shape}
-        for module, then in mark.tables:
+        before = dict(mark.tables)
+        for module in mark.modules:
             module._buffers.clear()
-            module._buffers.update({name: resized.get(id(one), one) for name, one in then.items()})
+            module._buffers.update({name: resized.get(id(one), one) for name, one in before.get(module, {}).items()})
         in_place = [place for place, one in enumerate(mark.live) if id(one) not in resized.keys() | stays]
         copy_into([mark.live[place] for place in in_place], [mark.copies[place] for place in in_place])
 

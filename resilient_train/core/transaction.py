@@ -80,11 +80,12 @@ class Transaction:
         elif grad_norm > self.limits[1]:
             refused = Signal.GRAD_SPIKE
         overflowed = scale is not None and refused is Signal.NONFINITE_GRAD
+        by_rank = None if refused is None else self.attempt.by_rank
         return Vitals(
             *(self.tick, step + (refused is None), refused is None, loss, grad_norm),
             *(0.0 if (lr := self.attempt.settings[0]["lr"]) is None else lr, self.update.start, self.update.stop),
             *(None if overflowed else refused, overflowed, scale),
-            ranks=() if refused is None else where_not_finite(self.attempt.rows_by_rank()),
+            ranks=() if by_rank is None else where_not_finite(by_rank.tolist()),
             stop_asked=any(rest),  # of several ranks
             lr_ratio=self.attempt.lr_ratio,
         )

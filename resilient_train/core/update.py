@@ -303,7 +303,7 @@ class EngineGuard:
             return False
         elif vitals.accepted:
             self._after_accepted(judged)
-        elif not observes and (has_steps or any(table for _, table in judged.mark.tables) or judged.mark.kept):
+        elif not observes and (has_steps or judged.mark.tables or judged.mark.kept):
             # An overflow. Buffers may be NaN since its forward, and the next one has used them, or half an update.
             self._discard(begun)
             self._marks.undo(judged.mark, keeps_scale=True)

@@ -78,10 +78,6 @@ class Attempt:
     is_turn: bool = False  # the optimizers stepped one after the other, and each had its gradients clipped alone
     times: int = 1  # that an optimizer stepped in it
 
-    def rows_by_rank(self) -> list[list[float]]:
-        """Return what each rank measured. The host waits for the device."""
-        return [] if self.by_rank is None else self.by_rank.tolist()
-
     def clipped(self, grad_norm: float) -> float | None:
         """Return the norm of the gradients after clipping; None if it is not known."""
         limit = math.inf if self.clips_to is None else self.clips_to
@@ -122,6 +118,7 @@ class Updater:
             gates = {one: OpenGate(device, has_scale=scaler is not None) for one in optimizers}
         self.turn = CopyGate(gates)
         self.weights: list[torch.Tensor] = []
+        self._counts: list[int] = []  # of the weights of each group
         # Torch's own zero_grad only sets gradients to None, at fifty times the cost.
         self._own_zero_grad = [one for one in optimizers if type(one).zero_grad is not Optimizer.zero_grad]
         self._configured: list[list[dict[str, Any]]] = [[] for _ in optimizers]  # the settings of their groups
@@ -224,10 +221,11 @@ class Updater:
                     group[LR_OF_GUARD] = group["lr"]
                 if are_new:
                     schedule.add_group(group)
-        weights = [weight for optimizer in self.optimizers for weight in weights_of(optimizer)]
-        if len(weights) > len(self.weights):  # of a new group, or added to one
-            self.weights[:] = weights  # in place: a replay measures these
+        counts = [len(group["params"]) for group in self._groups()]
+        if counts != self._counts:  # a group is new, or its list has others
+            self._counts = counts
             self.has_new_weights |= are_new
+            self.weights[:] = [one for each in self.optimizers for one in weights_of(each)]  # in place: replays have it
 
     def accept(self, step: int) -> None:
         for schedule in self.schedules:
@@ -302,7 +300,7 @@ class Updater:
         for optimizer in optimizers:
             state = self.scaler._per_optimizer_states[id(optimizer)]
             seen: dict[torch.device, torch.Tensor] = {}
-            if state["stage"] is OptState.UNSCALED and self.turn.steps_of(optimizer):  # by its step before
+            if state["stage"] is OptState.UNSCALED and self.turn.steps[optimizer]:  # by its step before
                 state["stage"], seen = OptState.READY, state["found_inf_per_device"]
             if state["stage"] is not OptState.UNSCALED:
                 self.scaler.unscale_(optimizer)

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from resilient_train.core import randomness
-from resilient_train.core.episode import Episode, Reference
+from resilient_train.core.checks import Checks
+from resilient_train.core.episode import Reference
 from resilient_train.core.protocols import NewRegime
 from resilient_train.core.ring import Ring, Snapshot
 from resilient_train.core.state import RunState, copy_pairs, is_pair
@@ -69,7 +70,7 @@ class Explainer:
     ring: Ring
     optimizers: Sequence[Optimizer]
     updates: UpdateHistory
-    episode: Episode
+    checks: Checks
     search: Search | None  # None if updates cannot be replayed
     beat: Callable[[], None]  # called when a diagnosis has made progress
 
@@ -102,7 +103,7 @@ class Explainer:
             found = found or (self._of_refused(anomaly, refused) if refused is not None else None)
             found = found or by_signal(anomaly)
         elif anomaly.signal in OF_THE_LOSS and not is_sudden:
-            found = self._samples_behind(anomaly, self.episode.reference)
+            found = self._samples_behind(anomaly, self.checks.episode.reference)
         found = found or self._damage(anomaly, history)
         # Bad rows do not depend on the learning rate, and a slow rise of it makes no operation return NaN.
         may_be_leap = is_sudden or (found.culprit is None and found.cause is Cause.EXPLOSION)

@@ -179,8 +179,7 @@ def as_line(incident: Incident) -> dict[str, Any]:
     known = known_of(incident)
     known |= {
         "rank": min(known["ranks"], default=None),  # null: it began on all of them at once
-        "culprit": known["culprit"] and asdict(known["culprit"]),
-        "symptom": known["symptom"] and asdict(known["symptom"]),
+        **{name: known[name] and asdict(known[name]) for name in ("culprit", "symptom")},
         "actions": [*map(_line_of_action, known["actions"])],
         "tried": [
             {"do": [*map(_line_of_action, one.actions)], "anomalies": one.anomalies, "loss": one.loss, "won": one.won}

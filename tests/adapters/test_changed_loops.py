@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from guarded import mse, sums
+from guarded import is_finite, mse, sums
 from test_own_recipes import backward
 from torch import nn
 from torch.nn.utils import parametrize, prune
@@ -143,17 +143,20 @@ def test_a_resume_goes_back_to_before_a_group_was_added(tmp_path: Path) -> None:
     assert "add those that the loop had added, before the guard is made" in incident.anomaly.evidence[0]["why"]
 
 
-@pytest.mark.parametrize("is_appended", [False, True])
-def test_what_a_loop_has_added_is_kept_from_a_bad_update(is_appended: bool) -> None:
-    """Weights, in a group of their own or in one that was there, and the statistics of a layer."""
+@pytest.mark.parametrize("how", ["in a group of their own", "in one that was there", "in place of others"])
+def test_what_a_loop_has_added_is_kept_from_a_bad_update(how: str) -> None:
+    """Weights, and the statistics of a layer."""
     model, added = network(), nn.BatchNorm1d(1)
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)
     guard = Guard(None, model, optimizer, data=sums(256), batch_size=16, steps=AT)
     for number, (x, y) in enumerate(guard.batches()):
         if number == 10:
             model.append(added)
-            if is_appended:
-                optimizer.param_groups[0]["params"] += added.parameters()
+            params = optimizer.param_groups[0]["params"]
+            if how == "in place of others":
+                del params[2:]
+            if how == "in one that was there":
+                params += added.parameters()
             else:
                 optimizer.add_param_group({"params": [*added.parameters()]})
         loss = backward(model, x, y)
@@ -162,4 +165,4 @@ def test_what_a_loop_has_added_is_kept_from_a_bad_update(is_appended: bool) -> N
             added.bias.grad = torch.full((1,), math.nan)
         guard.update(loss)
     assert len(guard.incidents) == 1
-    assert all(one.isfinite().all() for one in model.state_dict().values())
+    assert is_finite(model)

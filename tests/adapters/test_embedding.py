@@ -264,36 +264,25 @@ def every_batch(guard: Guard, body: Callable[[Any], Any]) -> None:
         body(batch)
 
 
-def hand_over(loops: Loops, guard: Guard, batch: Any) -> tuple[Any, Tensor]:
+def hand_over(loops: Loops, guard: Guard, batch: Any) -> Tensor:
     loss = mse(loops.model, batch)
     loops.accelerator.backward(loss)
-    return guard.update(loss), loss
-
-
-def twice(loops: Loops, guard: Guard, batch: Any) -> None:
-    guard.update(hand_over(loops, guard, batch)[1])
-
-
-def steps_itself(loops: Loops, guard: Guard, batch: Any) -> None:
-    loss = mse(loops.model, batch)
-    loops.accelerator.backward(loss)
-    loops.optimizer.step()
     guard.update(loss)
-
-
-def steps_itself_afterwards(loops: Loops, guard: Guard, batch: Any) -> None:
-    hand_over(loops, guard, batch)
-    loops.optimizer.step()
+    return loss
 
 
 MISTAKES: list[tuple[Callable[[Loops, Guard, Any], Any], type[Exception], str]] = [
-    (twice, TrainError, "guard.update was called twice for one batch: for losses that are stepped in turn"),
+    (
+        lambda loops, guard, batch: guard.update(hand_over(loops, guard, batch)),
+        TrainError,
+        "guard.update was called twice for one batch: for losses that are stepped in turn",
+    ),
     (lambda loops, guard, batch: None, TrainError, "a batch was not handed back"),
     (lambda loops, guard, batch: guard.step(batch), TypeError, "guard.step needs an objective"),
     (lambda loops, guard, batch: guard.update(anything(1.0)), TypeError, "not one of type float"),
     (lambda loops, guard, batch: guard.update(batch[0]), TypeError, r"not one of shape \[16, 6\]"),
-    (steps_itself, TrainError, r"remove optimizer.step\(\)"),
-    (steps_itself_afterwards, TrainError, r"remove optimizer.step\(\)"),
+    (lambda loops, *_: loops.optimizer.step(), TrainError, r"remove optimizer.step\(\)"),
+    (lambda *given: [hand_over(*given), given[0].optimizer.step()], TrainError, r"remove optimizer.step\(\)"),
     (lambda loops, guard, batch: guard.keep(average=loops.average), TrainError, "call it before"),
     (lambda loops, guard, batch: guard.keep(x=anything([])), TypeError, "a list has no state_dict and no load_state"),
 ]

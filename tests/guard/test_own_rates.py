@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from guarded import REWIND, SKIP, often, sums
+from guarded import REWIND, SKIP, mse, often, sums
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ExponentialLR, LinearLR, LRScheduler, MultiStepLR
@@ -40,19 +41,15 @@ def test_an_incident_changes_no_rate(name: str, bad: int, recovery: Any, form: s
     kind: Any = Own if form == "state of its own" else torch.optim.AdamW
     optimizer, plain = kind(model.parameters(), lr=0.01), torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.01)
     scheduler, alone = SCHEDULERS[name](optimizer), SCHEDULERS[name](plain)
-    guard = Guard(
-        None, model, optimizer, data=sums(), batch_size=16, recovery=recovery, memory=often(5), verify_after=3
-    )
+    more: dict[str, Any] = {"recovery": recovery, "memory": often(5), "verify_after": 3, "objective": mse}
+    guard = Guard(None, model, optimizer, data=sums(), batch_size=16, **more)
     if form == "scheduler kept":
         guard.keep(scheduler=scheduler)
     if form == "state loaded":
         optimizer.load_state_dict(optimizer.state_dict())
     count = 0
-    for x, y in guard.batches(40):
-        count += 1
-        loss: torch.Tensor = nn.functional.mse_loss(model(x), y) * (math.nan if count == bad else 1.0)
-        loss.backward()  # type: ignore[no-untyped-call]
-        guard.update(loss)
+    for count, (x, y) in enumerate(guard.batches(40), start=1):
+        guard.step((x * math.nan if count == bad else x, y))
         scheduler.step()
     guard.close()
     assert len(guard.incidents) == 1
@@ -65,24 +62,21 @@ def test_an_incident_changes_no_rate(name: str, bad: int, recovery: Any, form: s
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("bad", [2, 20])
 def test_a_turn_that_is_refused_changes_no_rate(name: str, bad: int) -> None:
-    torch.manual_seed(0)
     pair = nn.ModuleList([nn.Linear(6, 1), nn.Linear(6, 1)])
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.01) for one in pair]
     plain = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.01)
     schedulers = [SCHEDULERS[name](one) for one in (*optimizers, plain)]
     guard = Guard(None, pair, optimizers, data=sums(), batch_size=16, recovery=SKIP)
-    for number, (x, y) in enumerate(guard.batches(40), start=1):
+    for number, batch in enumerate(guard.batches(40), start=1):
         for model, optimizer in zip(pair, optimizers, strict=True):
-            loss: torch.Tensor = nn.functional.mse_loss(model(x), y)
-            loss = loss * math.nan if number == bad and model is pair[0] else loss
+            loss = mse(model, batch) * (math.nan if number == bad and model is pair[0] else 1)
             loss.backward()  # type: ignore[no-untyped-call]
             guard.update(loss, optimizer=optimizer)
         plain.step()
         for scheduler in schedulers:
             scheduler.step()
-    guard.close()
     assert len(guard.incidents) == 1
-    assert {round(one.param_groups[0]["lr"], 12) for one in optimizers} == {round(plain.param_groups[0]["lr"], 12)}
+    assert len({round(one.param_groups[0]["lr"], 12) for one in (*optimizers, plain)}) == 1
 
 
 class Interrupted(torch.optim.SGD):
@@ -90,7 +84,6 @@ class Interrupted(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         if self.is_due:
-            self.is_due = False
             raise KeyboardInterrupt
         super().step()
 
@@ -101,20 +94,11 @@ def test_nor_does_a_step_that_is_interrupted(own: bool) -> None:
     model = nn.Linear(6, 1)
     optimizer = Interrupted(model.parameters(), lr=0.01)
     schedule = None if own else ExponentialLR(optimizer, 0.9)
-    guard = Guard(None, model, optimizer, data=sums(), batch_size=16, schedule=schedule)
+    guard = Guard(None, model, optimizer, data=sums(), batch_size=16, schedule=schedule, objective=mse)
     guard._controls.knobs.lr = 0.5
-
-    def train() -> None:
-        for x, y in guard.batches(5):
-            optimizer.is_due = guard.attempted_step == 3 and not had
-            loss: torch.Tensor = nn.functional.mse_loss(model(x), y)
-            loss.backward()  # type: ignore[no-untyped-call]
-            guard.update(loss)
-
-    had: list[bool] = []
-    with pytest.raises(KeyboardInterrupt):
-        train()
-    had.append(True)
-    train()
+    for is_first in (True, False):
+        with pytest.raises(KeyboardInterrupt) if is_first else nullcontext():
+            for batch in guard.batches(5):
+                optimizer.is_due = is_first and guard.attempted_step == 3
+                guard.step(batch)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01 if own else 0.005 * 0.9 ** (guard.clock.step - 1))
-    guard.close()

@@ -84,7 +84,7 @@ NO_BATCH = Diagnosis(Cause.DATA, rows=(3,))
         (UNKNOWN, SKIP, LOSS, LOSS, True),
         (UNKNOWN, SKIP, LOSS, Signal.NONFINITE_GRAD, False),
         (UNKNOWN, SKIP, Signal.EXCEPTION, Signal.EXCEPTION, False),
-        (UNKNOWN, Decision((Action("skip"), Action("lower_lr", {"factor": 0.5}))), LOSS, LOSS, False),
+        (UNKNOWN, Decision((Action("skip"), Action("lower_lr"))), LOSS, LOSS, False),
         (NO_BATCH, SKIP, LOSS, LOSS, False),
     ],
 )

@@ -20,7 +20,7 @@ from resilient_train.core.clip import clip
 from resilient_train.core.randomness import Seeds
 from resilient_train.drills import BitFlip, HotLr, LossSpike, NanBatch, NanGrad, UpdatePlace
 from resilient_train.trees import sha256
-from resilient_train.types import Outcome
+from resilient_train.types import Outcome, fact
 
 STEPS, AT = 120, 40
 BAD = (17, 99)
@@ -96,6 +96,7 @@ def test_a_run_ends_as_a_plain_loop_does(
     assert is_finite(model) == ends_finite
     assert [str(one.anomaly.signal) for one in guard.incidents] == signals
     assert {one.outcome for one in guard.incidents} <= {Outcome.OBSERVED}
+    assert all(one.diagnosis.advice != fact("spike_landed") for one in guard.incidents)  # none of them stayed
     assert (guard.clock.step, guard.clock.tick) == (STEPS, STEPS)
     written = summary(tmp_path)
     assert (written["status"], written["exit_code"], written["steps_lost"]) == ("completed", 0, 0)
