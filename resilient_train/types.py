@@ -136,11 +136,6 @@ class Anomaly:
     landed: bool = True  # the weights contain it already
     ranks: tuple[int, ...] = ()
 
-    @property
-    def reached_weights(self) -> bool:
-        """Say whether untrusted updates have landed: this one, or some before it."""
-        return self.landed or self.since < self.step - 1
-
 
 @dataclass(frozen=True, slots=True)
 class Culprit:
@@ -264,6 +259,11 @@ class Incident:
         return any(action.remedy == ACCEPTED for action in self.decision.actions)
 
     @property
+    def reached_weights(self) -> bool:
+        """Say whether untrusted updates have landed: this one, or some before it."""
+        return self.anomaly.landed or self.anomaly.since < self.anomaly.step - 1
+
+    @property
     def last_step(self) -> int:
         return self.again[-1][1] if self.again else self.anomaly.step
 
@@ -280,7 +280,7 @@ class Incident:
         """Say whether it is over only when the loss is back: bad updates landed, which no rewind has undone exactly."""
         cause = self.diagnosis.cause
         is_undone = cause is Cause.CORRUPTION and self.rewound_to is not None
-        return self.anomaly.reached_weights and cause is not Cause.PROCESS and not is_undone
+        return self.reached_weights and cause is not Cause.PROCESS and not is_undone
 
 
 @dataclass(frozen=True, slots=True)

@@ -287,7 +287,7 @@ class Follower(ABC):
     def _rename_damaged(self) -> int | None:
         """Rename checkpoints from after new damage, so that nothing resumes from them; return the last step before."""
         incidents = self.guard.incidents
-        since = min((one.anomaly.since for one in incidents[self._seen :] if one.anomaly.reached_weights), default=None)
+        since = min((one.anomaly.since for one in incidents[self._seen :] if one.reached_weights), default=None)
         self._seen = len(incidents)
         if since is not None:
             damaged = [path for step, path in self._saved if step > since]

@@ -57,7 +57,7 @@ class Controls(RunControl):
         if treated.rewound_to is not None:
             self._store.rewound(treated.rewound_to)
             checks.rewound(treated.rewound_to, incident.anomaly.since, self.knobs.lr)
-        elif incident.anomaly.reached_weights and not is_mildly_treated:
+        elif incident.reached_weights and not is_mildly_treated:
             checks.episode.stayed(clock.step, self.knobs.lr)
         seconds = time.perf_counter() - started
         return replace(treated, steps_lost=step_before - clock.step + was_refused, seconds=seconds)

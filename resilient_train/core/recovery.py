@@ -68,9 +68,9 @@ class Recovery:
         if judged is not None:
             anomaly = self._examination.refined(anomaly, judged, is_scanned=is_scanned)
             judged.nan_is_usual, judged.is_error = checks.nan_is_usual, anomaly.signal is Signal.EXCEPTION
-        refused = judged if judged is not None and judged.is_refused else None
+        refused = judged if judged and judged.is_refused else None
         anomaly = replace(anomaly, since=self.diagnoser.trusted(anomaly.signal, anomaly.since, anomaly.landed))
-        reached_weights = anomaly.reached_weights
+        reached_weights = anomaly.landed or anomaly.since < parts.clock.step  # by this update, or by some before it
 
         # Drop snapshots and demote checkpoints newer than `since`, before the diagnosis: the process may die during it.
         suspects = parts.updates.first_to_blame(anomaly.since if anomaly.landed else None, update.start), update.stop
@@ -92,13 +92,12 @@ class Recovery:
             checks.require_recovery(anomaly.since, reached)
         if anomaly.landed and self.diagnoser.is_on_purpose(anomaly, diagnosis):
             return
-        known = controls.known(diagnosis, anomaly.since, anomaly.landed)
-        case = controls.case_type(anomaly, diagnosis, **known)
+        case = controls.case_type(anomaly, diagnosis, **controls.known(diagnosis, anomaly.since, anomaly.landed))
         decision = parts.world.on_main(lambda: decide(self.policy, case, history))
         self._set_reference(anomaly.since, reached if reached_weights else None, diagnosis.cause, decision)
         before = self.incident_log.continued(anomaly.signal, diagnosis, decision)
         incident = before or self.incident_log.open(
-            *(anomaly, diagnosis, decision), is_off=checks.episode.is_open, effects=controls.effects.changes()
+            anomaly, diagnosis, decision, is_off=checks.episode.is_open, effects=controls.effects.changes()
         )
         if decision.gave_up is not None:
             self._give_up(incident)
@@ -106,7 +105,7 @@ class Recovery:
             self.incident_log.observe(replace(incident, seconds=time.perf_counter() - started), parts.clock.step)
             return
         self.diagnoser.before_treatment(anomaly.step, anomaly.tick)
-        self.carry_out(incident, suspects, started, refused=refused, continues=anomaly if before else None)
+        self.carry_out(incident, suspects, started, was_refused=bool(refused), continues=anomaly if before else None)
 
     def carry_out(
         self,
@@ -114,12 +113,12 @@ class Recovery:
         suspects: tuple[int, int],
         started: float,
         *,
-        refused: Transaction | None = None,
+        was_refused: bool = False,
         continues: Anomaly | None = None,
     ) -> None:
         """Apply what was decided, and write it down. `continues` is an anomaly that the incident counts as one more."""
         controls, log = self.controls, self.incident_log
-        treated = controls.apply(incident, suspects, started, was_refused=refused is not None)
+        treated = controls.apply(incident, suspects, started, was_refused=was_refused)
         self._agree()
         self.diagnoser.treated(treated)
         if continues is None:
