@@ -104,7 +104,7 @@ class AllControls(Controls):
             "quarantined": len(self.quarantined.rows),
             "armor": not has_landed and all(parts.world.all_of(self._can_patch(diagnosis))),
             "share": self.lasting.share_now,
-            "own_rates": any(group["lr"] is None for one in optimizers for group in one.param_groups),
+            "own_rates": any(group["lr"] is None for group in parts.updater.groups()),
             "sgd": all(isinstance(one, torch.optim.SGD) for one in optimizers),
             "lost_eps": lost_eps(optimizers) is not None and not self.lasting.mends_eps,
             "trial_updates": self.trials.left(),

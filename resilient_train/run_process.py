@@ -105,7 +105,7 @@ class RunProcess:
         """Digest what ranks have to agree on. Knobs as float32, as their last digit may differ between machines."""
         parts, knobs = self._parts, self._controls.knobs.values
         place = parts.clock.step, parts.clock.tick, parts.samples.position, parts.samples.slicing.samples
-        rates = [group["lr"] for optimizer in parts.updater.optimizers for group in optimizer.param_groups]
+        rates = [group["lr"] for group in parts.updater.groups()]
         more = self._controls.effects.agreed(), to_a_hundredth(rates)
         return crc32(repr(more).encode(), crc32(pack(f"<4q{len(knobs)}f", *place, *knobs)))
 

@@ -141,12 +141,8 @@ class Trials:
         if not verified or verified[-1].step > step // 4 or left < 2 * cost_of(steps, JUDGED) + cost_of(1, JUDGED):
             return None
         since, made = verified[-1], parts.updates.next_after(verified[-1].step)
-        decays_fast = any(
-            float(group.get("weight_decay") or 0.0) >= _STRONG_DECAY
-            for one in parts.updater.optimizers
-            for group in one.param_groups
-        )
-        left_of_weights = shrunk_since(parts.ring, since, parts.world.least) if decays_fast else 1.0
+        decays = [float(group.get("weight_decay") or 0.0) for group in parts.updater.groups()]
+        left_of_weights = shrunk_since(parts.ring, since, parts.world.least) if max(decays) >= _STRONG_DECAY else 1.0
         if left_of_weights < _VANISHED:
             return Faster(since.step, Action("lower_decay", {"factor": 0.0}), left=left_of_weights)
         recorded = made.loss if made is not None else parts.checks.loss_at(since.step + 1)  # of an earlier process
@@ -218,6 +214,7 @@ class Trials:
             log.debug("no trial: a further copy of the state exceeds the memory that snapshots may take")
             raise TrialStopped
         self._state = state
+        rates = [group["lr"] for group in parts.updater.groups()]  # no state restores those of the loop or optimizer
         parts.updater.gate.limit(*((NO_LIMIT, NO_LIMIT) if lifts_limits else parts.checks.limits))
         try:
             yield
@@ -225,6 +222,8 @@ class Trials:
             self.updates += self._cost
             attributes.set(self._attributes)
             self._go_back()
+            for group, rate in zip(parts.updater.groups(), rates, strict=True):
+                group["lr"] = rate
 
     def _go_back(self, snapshot: Snapshot | None = None) -> None:
         """Go back to where the trial began, or to a snapshot."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from resilient_train.adapters.lightning_fit import Fit, Place
+from resilient_train.core.state import weights_of
 from resilient_train.data.fed import Fed
 
 
@@ -70,16 +71,16 @@ class ManualFit(Fit):
     def _step(self, plain: Any, optimizer: Any, model: Any, closure: Callable[[], Any], **more: Any) -> Any:
         if (replayed := self._replayed) is not None:
             result, replayed.has_stepped = closure(), True
-            for weight in (one for group in optimizer.param_groups for one in group["params"] if one.grad is not None):
-                replayed.gradients[weight] = replayed.gradients.get(weight, 0) + weight.grad
+            for weight in weights_of(optimizer):
+                if weight.grad is not None:
+                    replayed.gradients[weight] = replayed.gradients.get(weight, 0) + weight.grad
             return result
         result = self._plugin._wrap_closure(model, optimizer, closure)
         if self._is_early:
             return result
         loss, self._sum, self._has_stepped = self._sum, None, True
         self.norm = self._norms.pop(id(optimizer), None)
-        weights = (weight for group in optimizer.param_groups for weight in group["params"])
-        if not self.is_left_out and any(weight.grad is not None for weight in weights):
+        if not self.is_left_out and any(weight.grad is not None for weight in weights_of(optimizer)):
             settings = self._scheduled()
             self._set(settings)
             self.guard.step_in_turn(self._zero() if loss is None else loss, optimizer)  # it ran backward itself

@@ -59,7 +59,7 @@ class Marks:
     def take(self) -> Mark:
         tables = [(module, module._buffers.copy()) for module in self._modules if module._buffers]
         live = [one for _, table in tables for one in table.values() if one is not None] + self._scale()
-        if not live and not self._kept:
+        if not (tables or live or self._kept):
             return Mark(self._modules)
         old = self._spare.pop() if self._spare else Mark()
         # Usually they are the same: there is no need to compare all else of each tensor.

@@ -80,7 +80,7 @@ class EngineGuard:
                 break
             # Take the snapshot here, after the loop's own code for the last update (for example an EMA) has run.
             if self._ring.is_due(step := self.attempted_step):
-                self._updater.adopt_groups()  # first: the schedule is in the copy
+                self._adopt()  # first: the schedule is in the copy
                 if self._pending is None:
                     self._controls.snapshot(step)
                 elif (snapshot := self._ring.take(step)) is not None:  # None: it has a snapshot already, or no slot
@@ -221,8 +221,13 @@ class EngineGuard:
         if all(weight.grad is None for weight in weights):
             raise TrainError(self._backend.why_no_gradient(loss, weights))
 
+    def _adopt(self) -> None:
+        if self._updater.adopt_groups():
+            self._marks.list_modules()
+
     def _taken(self, begun: Transaction, loss: torch.Tensor) -> torch.Tensor:
         self._computing.close()
+        self._adopt()
         loss = self._parts.buffers.spoil(scalar(loss))
         # Rows that could not be fetched, and exceptions, make it NaN: so every rank learns of them and refuses it.
         return torch.full_like(loss, math.nan) if begun.update.failed or begun.raised else loss
@@ -251,7 +256,6 @@ class EngineGuard:
         if self._updater.has_new_weights:
             self._updater.has_new_weights = False
             self._checks.more_is_trained(self.clock.step + 1)
-            self._marks.list_modules()
         self.clock.tick += 1
         self._pending = begun
         return begun.send(attempt, self._updater.gate.limits)

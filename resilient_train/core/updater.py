@@ -86,9 +86,6 @@ class Attempt:
         return None if self.is_turn or math.isnan(limit) else limit
 
 
-_NOTHING = nullcontext()
-
-
 class Updater:
     def __init__(
         self,
@@ -102,10 +99,10 @@ class Updater:
         lasting: Lasting | None = None,
         scaler: torch.amp.GradScaler | None = None,
         observes: bool = False,
-        stepping: AbstractContextManager[object] = _NOTHING,
+        stepping: AbstractContextManager[object] | None = None,
     ) -> None:
         """`gather` collects a vector of each rank, if several; `observes`: all land; `stepping` surrounds the steps."""
-        self._stepping = stepping
+        self._stepping = stepping or nullcontext()
         self.optimizers, self.schedules = list(optimizers), list(schedules)
         self.clipper, self.scaler, self.device = clipper, scaler, device
         self.knobs, self.lasting = knobs or Knobs(), lasting or Lasting()
@@ -118,7 +115,6 @@ class Updater:
             gates = {one: OpenGate(device, has_scale=scaler is not None) for one in optimizers}
         self.turn = CopyGate(gates)
         self.weights: list[torch.Tensor] = []
-        self._counts: list[int] = []  # of the weights of each group
         # Torch's own zero_grad only sets gradients to None, at fifty times the cost.
         self._own_zero_grad = [one for one in optimizers if type(one).zero_grad is not Optimizer.zero_grad]
         self._configured: list[list[dict[str, Any]]] = [[] for _ in optimizers]  # the settings of their groups
@@ -126,7 +122,7 @@ class Updater:
         self._of_last_step: tuple[list[torch.Tensor], dict[str, Any]]  # of a turn: the loss scale, and what is known
         self._trained = 0  # the most weights that a gradient was asked for in an update
         self.has_new_weights = False  # in a group that was added, or that were frozen, since an update was sent
-        self.adopt_groups(are_new=False)
+        self.adopt_groups()
 
     def apply(
         self,
@@ -189,7 +185,6 @@ class Updater:
 
         Returns the norm before clipping, the loss scale if there is one, and what an Attempt knows then.
         """
-        self.adopt_groups()
         trained = sum(weight.requires_grad for weight in self.weights)
         self.has_new_weights |= trained > self._trained > 0
         self._trained = max(self._trained, trained)
@@ -211,21 +206,22 @@ class Updater:
         }
         return norm if norm.dtype is torch.float32 else norm.float(), scale, known
 
-    def adopt_groups(self, *, are_new: bool = True) -> None:
-        """Take in the parameter groups that a loop has added, as it does to unfreeze weights; a rewind keeps them."""
+    def adopt_groups(self) -> bool:
+        """Take in what a loop has added, as it does to unfreeze weights; a rewind keeps it. False: it has not."""
         for optimizer, schedule, known in zip(self.optimizers, self.schedules, self._configured, strict=True):
             for group in optimizer.param_groups[len(known) :]:
                 rate = float(group.get("initial_lr", group["lr"]) or 0.0)
                 known.append({key: value for key, value in group.items() if key != "params"} | {"lr": rate})
                 if not schedule.is_loops:
                     group[LR_OF_GUARD] = group["lr"]
-                if are_new:
+                if self.weights:
                     schedule.add_group(group)
-        counts = [len(group["params"]) for group in self._groups()]
-        if counts != self._counts:  # a group is new, or its list has others
-            self._counts = counts
-            self.has_new_weights |= are_new
-            self.weights[:] = [one for each in self.optimizers for one in weights_of(each)]  # in place: replays have it
+                    self.has_new_weights = True
+        weights = [one for each in self.optimizers for one in weights_of(each)]
+        if [*map(id, weights)] == [*map(id, self.weights)]:
+            return False
+        self.weights[:] = weights  # in place: replays have it
+        return True
 
     def accept(self, step: int) -> None:
         for schedule in self.schedules:
@@ -257,7 +253,7 @@ class Updater:
         settings: list[Mapping[str, Any]] = []
         ratio = asked_ratio = 0.0
         planned = self._planned = [setting for schedule in self.schedules for setting in schedule.settings(step)]
-        for group, setting, usual in zip(self._groups(), planned, chain(*self._configured), strict=True):
+        for group, setting, usual in zip(self.groups(), planned, chain(*self._configured), strict=True):
             lr = setting["lr"]
             # A rate as a multiple of the configured one; 0 for a tensor, which the host would have to wait for.
             rate, eps = usual["lr"], usual.get("eps")
@@ -284,7 +280,7 @@ class Updater:
                 if lr is not ours and lr != ours:
                     raise TrainError(_NOT_OURS.format(lr=float(lr), ours=float(ours)))
 
-    def _groups(self) -> list[dict[str, Any]]:
+    def groups(self) -> list[dict[str, Any]]:
         """Return the parameter groups of all optimizers. Not kept: `load_state_dict` puts others in their places."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 

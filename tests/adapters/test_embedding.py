@@ -272,11 +272,7 @@ def hand_over(loops: Loops, guard: Guard, batch: Any) -> Tensor:
 
 
 MISTAKES: list[tuple[Callable[[Loops, Guard, Any], Any], type[Exception], str]] = [
-    (
-        lambda loops, guard, batch: guard.update(hand_over(loops, guard, batch)),
-        TrainError,
-        "guard.update was called twice for one batch: for losses that are stepped in turn",
-    ),
+    (lambda *given: given[1].update(hand_over(*given)), TrainError, "called twice for one batch: for losses that"),
     (lambda loops, guard, batch: None, TrainError, "a batch was not handed back"),
     (lambda loops, guard, batch: guard.step(batch), TypeError, "guard.step needs an objective"),
     (lambda loops, guard, batch: guard.update(anything(1.0)), TypeError, "not one of type float"),

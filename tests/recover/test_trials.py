@@ -306,6 +306,9 @@ def test_rows_that_cannot_be_fetched_do_not_end_a_run_in_a_trial(first: int, eac
             break
     assert (guard._controls.trials.updates > 30) is takes_place
     assert not guard.incidents
+    with guard._controls.trials._trial(guard._controls):
+        guard._updater.groups()[0]["lr"] = 0.5  # as an optimizer may in its step
+    assert guard._updater.groups()[0]["lr"] == 1e-3
 
 
 def test_a_race_begins_with_what_followed_a_rewind(caplog: pytest.LogCaptureFixture) -> None:
