@@ -66,6 +66,7 @@ class Writer:
     def offer(self, job: Job) -> None:
         """Write this in a new thread, so that no thread is left after the run."""
         with self._changed:
+            assert self.writing is None
             self.writing = job
 
         def write() -> None:

@@ -218,6 +218,7 @@ class EngineGuard:
         return current
 
     def _require_gradient(self, loss: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
+        self._adopt()  # what the loop has added has gradients, too
         if all(weight.grad is None for weight in weights):
             raise TrainError(self._backend.why_no_gradient(loss, weights))
 
@@ -227,7 +228,6 @@ class EngineGuard:
 
     def _taken(self, begun: Transaction, loss: torch.Tensor) -> torch.Tensor:
         self._computing.close()
-        self._adopt()
         loss = self._parts.buffers.spoil(scalar(loss))
         # Rows that could not be fetched, and exceptions, make it NaN: so every rank learns of them and refuses it.
         return torch.full_like(loss, math.nan) if begun.update.failed or begun.raised else loss

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -214,11 +215,11 @@ class Updater:
                 known.append({key: value for key, value in group.items() if key != "params"} | {"lr": rate})
                 if not schedule.is_loops:
                     group[LR_OF_GUARD] = group["lr"]
-                if self.weights:
+                if self.weights:  # else it is the optimizer's own, from before the first update
                     schedule.add_group(group)
                     self.has_new_weights = True
         weights = [one for each in self.optimizers for one in weights_of(each)]
-        if [*map(id, weights)] == [*map(id, self.weights)]:
+        if len(weights) == len(self.weights) and all(map(is_, weights, self.weights)):
             return False
         self.weights[:] = weights  # in place: replays have it
         return True

@@ -213,6 +213,7 @@ class MapSamples(Samples):
             is_of_rows = may_pass(error) and not lost_worker
         else:
             planned = self._plan.ahead.popleft()
+            assert planned.start >= self.position
             self.position = planned.stop
             return Update(planned.start, planned.stop, batches, self.slicing.of_this_rank(planned.keys))
         return self._fetched_here(trouble, is_of_rows=is_of_rows, lost_worker=lost_worker)

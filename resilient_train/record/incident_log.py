@@ -139,6 +139,7 @@ class IncidentLog:
         """Record the outcome of an incident, by default the one it has, and list it."""
         outcome = Outcome.OBSERVED if incident.is_observed else outcome
         incident = replace(incident, outcome=outcome or incident.outcome)
+        assert incident.outcome is not None, f"incident {incident.id} has no outcome yet"
         self.run_history.note(CLOSED, incident=incident)
         self._write_lines(_line(incident))
         # One that recurred is reported by the incident that came after it.

@@ -41,7 +41,7 @@ def test_an_incident_changes_no_rate(name: str, bad: int, recovery: Any, form: s
     kind: Any = Own if form == "state of its own" else torch.optim.AdamW
     optimizer, plain = kind(model.parameters(), lr=0.01), torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.01)
     scheduler, alone = SCHEDULERS[name](optimizer), SCHEDULERS[name](plain)
-    more: dict[str, Any] = {"recovery": recovery, "memory": often(5), "verify_after": 3, "objective": mse}
+    more: dict[str, Any] = {"recovery": recovery, "memory": often(5), "verify_after": 3}
     guard = Guard(None, model, optimizer, data=sums(), batch_size=16, **more)
     if form == "scheduler kept":
         guard.keep(scheduler=scheduler)
@@ -49,7 +49,9 @@ def test_an_incident_changes_no_rate(name: str, bad: int, recovery: Any, form: s
         optimizer.load_state_dict(optimizer.state_dict())
     count = 0
     for count, (x, y) in enumerate(guard.batches(40), start=1):
-        guard.step((x * math.nan if count == bad else x, y))
+        loss = mse(model, (x, y)) * (math.nan if count == bad else 1)
+        loss.backward()  # type: ignore[no-untyped-call]
+        guard.update(loss)
         scheduler.step()
     guard.close()
     assert len(guard.incidents) == 1

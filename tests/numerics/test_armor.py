@@ -185,6 +185,9 @@ WIDER = {  # what overflows on the way to a value that does not, and the same by
     "torch.log(torch.special.i0(7 * x)) / 7": ("special_i0", lambda x: torch.special.i0e(7 * x).log() / 7 + x.abs()),
     "torch.linalg.det(torch.diag_embed(1 + x.abs())).log()": ("linalg_det", lambda x: (1 + x.abs()).log().sum(-1)),
     "x.softmax(-1).log()": ("log", lambda x: x.log_softmax(-1)),
+    "torch.log(torch.softmax(x, dim=-1))": ("log", lambda x: x.log_softmax(-1)),
+    "torch.log(torch.sigmoid(-x))": ("log", lambda x: F.logsigmoid(-x)),
+    "torch.erfc(x / 10).log()": ("log", lambda x: torch.erfc(x.double() / 10).log().to(x.dtype)),
 }
 
 
