@@ -241,7 +241,7 @@ def kill_group(pid: int) -> None:
 
 def _verbs() -> None:
     """Ask three verbs, one after the other: what takes time is to start."""
-    from resilient_train.app import checkpoints, incidents, status
+    from resilient_train.command import checkpoints, incidents, status
 
     for verb in (status, incidents, checkpoints):
         began = time.monotonic()

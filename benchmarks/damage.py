@@ -25,7 +25,7 @@ import test_damage as short
 from command import SAVING
 from interleaved import table
 
-from resilient_train.checkpoint.store import Store
+from resilient_train.durable.store import Store
 
 
 def train(directory: Path, steps: int) -> subprocess.CompletedProcess[str]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from resilient_train import Guard
-from resilient_train.reader import MemoryConfig
+from resilient_train.ground.reader import MemoryConfig
 from resilient_train.zoo.models import GPT
 
 CLIP = 1.0

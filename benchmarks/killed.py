@@ -39,7 +39,7 @@ def keeping(*arguments: str) -> None:
     """The command, whose run keeps an average of its weights, as a loop of a user's does."""
     from torch.optim.swa_utils import AveragedModel
 
-    from resilient_train.adapters.guard import Guard
+    from resilient_train.loop.guard import Guard
 
     class Keeping(Guard):
         def __init__(self, *given: Any, **more: Any) -> None:
@@ -52,7 +52,7 @@ def keeping(*arguments: str) -> None:
                 self.average.update_parameters(self.state.model)
             return result
 
-    from resilient_train.app import build
+    from resilient_train.command import build
 
     vars(build)["Guard"] = Keeping
     command(*arguments)

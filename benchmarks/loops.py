@@ -47,14 +47,14 @@ def unchecked(job: Job, on_step: OnStep, tell: Callable[[Any], None]) -> None:
 
 
 def _by_command(job: Job, on_step: OnStep, tell: Callable[[Any], None], *changed: str) -> None:
-    from resilient_train.adapters.reporter import Place
-    from resilient_train.app.build import assemble, train
-    from resilient_train.app.config.compose import load
-    from resilient_train.app.terminal import Terminal
-    from resilient_train.ranks.world import World
-    from resilient_train.record.incident_log import IncidentLog
-    from resilient_train.tracking import tracker as tracking
-    from resilient_train.tracking.connection import UploadCursor
+    from resilient_train.command.build import assemble, train
+    from resilient_train.command.config.compose import load
+    from resilient_train.command.terminal import Terminal
+    from resilient_train.durable.incident_log import IncidentLog
+    from resilient_train.loop.reporter import Place
+    from resilient_train.processes.world import World
+    from resilient_train.report import tracker as tracking
+    from resilient_train.report.connection import UploadCursor
 
     with TemporaryDirectory(prefix="step_cost-") as scratch:
         settings = [f"run.steps={job.steps}", f"run.log_every={job.log_every}", "data.eval._target_=null"]

@@ -27,13 +27,13 @@ from typing import Any
 import torch
 from recovery_controls import by_hand
 
-from resilient_train.adapters.reporter import Place
-from resilient_train.app.build import Run, assemble, evaluate
-from resilient_train.app.config.compose import load
-from resilient_train.errors import GaveUp
-from resilient_train.ranks.world import World
-from resilient_train.record.incident_log import IncidentLog
-from resilient_train.types import Incident
+from resilient_train.command.build import Run, assemble, evaluate
+from resilient_train.command.config.compose import load
+from resilient_train.durable.incident_log import IncidentLog
+from resilient_train.ground.errors import GaveUp
+from resilient_train.ground.types import Incident
+from resilient_train.loop.reporter import Place
+from resilient_train.processes.world import World
 
 DRILLS = ("nan_batch", "nan_grad", "inf_loss", "loss_spike", "bit_flip", "bad_moments", "bad_row", "hot_lr", "gauntlet")
 POLICIES = ("balanced", "conservative", "aggressive", "palm", "skip", "off")

@@ -9,9 +9,9 @@ import torch
 from plain_loop import factor
 from torch.optim.lr_scheduler import LambdaLR
 
-from resilient_train.app.build import Run, parameter_groups
-from resilient_train.app.config import compose
-from resilient_train.drills import Drill, UpdatePlace, parse
+from resilient_train.command.build import Run, parameter_groups
+from resilient_train.command.config import compose
+from resilient_train.extensions.drills import Drill, UpdatePlace, parse
 
 
 def by_hand(run: Run, *, skips: bool) -> tuple[int, int]:

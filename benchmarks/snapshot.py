@@ -32,15 +32,15 @@ WAYS = ("flat", "per tensor", "take", "restore")
 
 def ways(size: str) -> tuple[dict[str, Callable[[], Any]], int]:
     """Every way to copy a run's state by its name, and the bytes of the state."""
-    from resilient_train.adapters.reporter import Place
-    from resilient_train.app.build import assemble
-    from resilient_train.app.config.compose import load
+    from resilient_train.command.build import assemble
+    from resilient_train.command.config.compose import load
     from resilient_train.core.ring import Ring
     from resilient_train.core.tree import taken_apart
-    from resilient_train.ranks.world import World
-    from resilient_train.reader import MemoryConfig
-    from resilient_train.record.incident_log import IncidentLog
-    from resilient_train.trees import nbytes
+    from resilient_train.durable.incident_log import IncidentLog
+    from resilient_train.durable.trees import nbytes
+    from resilient_train.ground.reader import MemoryConfig
+    from resilient_train.loop.reporter import Place
+    from resilient_train.processes.world import World
 
     small = "model=gpt model.context=128 data=python_source data.batch_size=1 data.eval._target_=null tracking=none"
     config = load([*small.split(), *SIZES[size].split(), "run.steps=1", "checkpoint.memory.every=0"]).config

@@ -21,7 +21,7 @@ def measured() -> dict[tuple[str, str], bool]:
     import torch
 
     import resilient_train
-    from resilient_train.types import Anomaly, Incident
+    from resilient_train.ground.types import Anomaly, Incident
 
     package, found = Path(resilient_train.__file__).parent, dict[tuple[str, str], bool]()
 

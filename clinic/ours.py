@@ -14,10 +14,10 @@ from torch import Tensor, nn
 import resilient_train
 from clinic.program import Program
 from clinic.score import Run, Said
-from resilient_train.adapters.guard import Guard
-from resilient_train.files import conf
-from resilient_train.types import Incident
-from resilient_train.wording import say
+from resilient_train.ground.files import conf
+from resilient_train.ground.types import Incident
+from resilient_train.ground.wording import say
+from resilient_train.loop.guard import Guard
 
 ENDLESS = 10  # attempts per wanted update
 PACKAGE = Path(resilient_train.__file__).parent

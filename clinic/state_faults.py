@@ -26,10 +26,10 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from resilient_train.core.loss import Every
-from resilient_train.types import Anomaly
-from resilient_train.watch.config import NormsConfig, ScanConfig
-from resilient_train.watch.scans import Scans
-from resilient_train.wording import say
+from resilient_train.extensions.checks.config import NormsConfig, ScanConfig
+from resilient_train.extensions.scans.scans import Scans
+from resilient_train.ground.types import Anomaly
+from resilient_train.ground.wording import say
 from resilient_train.zoo.data import digits
 from resilient_train.zoo.models import GPT
 

@@ -7,8 +7,8 @@ import sys
 from importlib import import_module
 from io import TextIOWrapper
 
-from resilient_train.app import VERBS
-from resilient_train.ranks import process_exit
+from resilient_train.command import VERBS
+from resilient_train.processes import process_exit
 
 _EXTRA = ("hydra", "omegaconf", "mlflow", "sklearn")  # packages of the extra `app`
 
@@ -31,12 +31,12 @@ def _do() -> None:
         if verb not in ("sync", "examine"):  # which have sockets, and the user's code
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as any program that prints: `| head -1` ends it
         try:
-            sys.exit(import_module(f"resilient_train.app.{verb}").main(words))
+            sys.exit(import_module(f"resilient_train.command.{verb}").main(words))
         except KeyboardInterrupt:
             sys.exit(0 if verb == "incidents" else 1)  # Ctrl-C is the way to end --follow
     process_exit.exit_with_agent()
     process_exit.exit_on_request()
-    from resilient_train.app import command  # takes seconds, during which a request to stop may come
+    from resilient_train.command import command  # takes seconds, during which a request to stop may come
 
     try:
         command.main()

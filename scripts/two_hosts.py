@@ -36,7 +36,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from resilient_train.tracking.story import read_story  # noqa: E402
+from resilient_train.report.story import read_story  # noqa: E402
 
 RUN = ["model=mlp", "data=digits", "objective=custom", "objective._target_=two_hosts.unhurried", "tracking=none"]
 RUN += ["accelerate.cpu=true", "run.name=run", "run.log_every=1000", "run.steps=1000000", "run.grace=5"]

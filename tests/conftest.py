@@ -32,7 +32,7 @@ from power import Careless
 if "PYTEST_XDIST_WORKER" in os.environ:  # a process that runs a part of the whole suite comes to need all of these
     frozen.freeze("mlflow", "transformers.trainer", "lightning.pytorch", "trl")
 
-from resilient_train import files
+from resilient_train.ground import files
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -117,7 +117,7 @@ def server(shared_tmp: Path, empty_store: Path) -> str:
 @pytest.fixture
 def run_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> command:
     """Run `resilient_train ARGUMENTS` in this process: a tenth of the time of a new one, the same code."""
-    from resilient_train.app import command as door
+    from resilient_train.command import command as door
 
     def run(arguments: Sequence[str]) -> Outcome:
         monkeypatch.setattr(sys, "argv", ["resilient_train", *arguments])

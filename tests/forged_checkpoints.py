@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from resilient_train.checkpoint.store import MANIFEST, VERIFIED, WEIGHTS, Entry, Manifest, Store
-from resilient_train.checkpoint.tree_files import TENSORS, TREE
+from resilient_train.durable.store import MANIFEST, VERIFIED, WEIGHTS, Entry, Manifest, Store
+from resilient_train.durable.tree_files import TENSORS, TREE
 
 CPU = torch.device("cpu")
 FILES = (WEIGHTS, TENSORS, TREE)

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import TensorDataset
 
-from resilient_train.adapters.guard import Guard
-from resilient_train.drills import Drill
-from resilient_train.reader import MemoryConfig
-from resilient_train.types import Incident
+from resilient_train.extensions.drills import Drill
+from resilient_train.ground.reader import MemoryConfig
+from resilient_train.ground.types import Incident
+from resilient_train.loop.guard import Guard
 
 ROWS = 256
 SKIP = {"ladders": {"default": [{"do": ["skip"], "strikes": None}]}}

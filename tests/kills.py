@@ -167,8 +167,8 @@ def command(*arguments: str) -> None:
 
 def _note_writings() -> None:
     """Let a run write down at which steps it offers a checkpoint to its writer, and hears that it is written."""
-    from resilient_train.checkpoint.keeper import CheckpointKeeper
-    from resilient_train.checkpoint.writer import Writer
+    from resilient_train.durable.keeper import CheckpointKeeper
+    from resilient_train.durable.writer import Writer
 
     offer, heard, offered = Writer.offer, CheckpointKeeper._note_outcome, set[Any]()
 

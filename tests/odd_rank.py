@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from resilient_train.app import command
+from resilient_train.command import command
 from resilient_train.core.controls import Controls
 
 apply = Controls.apply

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from resilient_train.ranks import process_exit as requests
-from resilient_train.record.progress import Progress
+from resilient_train.durable.progress import Progress
+from resilient_train.processes import process_exit as requests
 
 HOLD, HELD = "hold", "held"  # in the working directory of the run: where it is to wait, and that it does
 

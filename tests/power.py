@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from resilient_train import files
+from resilient_train.ground import files
 
 FATES = ("kept", "dropped", "half", "torn 1")  # of what was not synced; any other word is torn otherwise
 

@@ -6,10 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from resilient_train.record.endings import RunFacts, status_of
-from resilient_train.record.run_history import Chapter
-from resilient_train.tracking.story import Checkpoint, Story
-from resilient_train.types import (
+from resilient_train.durable.endings import RunFacts, status_of
+from resilient_train.durable.run_history import Chapter
+from resilient_train.ground.types import (
     Action,
     Anomaly,
     Cause,
@@ -22,6 +21,7 @@ from resilient_train.types import (
     Signal,
     fact,
 )
+from resilient_train.report.story import Checkpoint, Story
 
 BEGAN_MS = 1_763_694_845_000
 RUN = Path("/data/runs/gpt-python_source-balanced-3fa1")

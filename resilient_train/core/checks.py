@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 from resilient_train.core.episode import Episode, Reference, ReferenceConfig, Standing
 from resilient_train.core.limit import GradLimit, LimitConfig, Refusals, loss_limit
 from resilient_train.core.loss import Alarm, Jump, JumpConfig, Level, PlainState, load, plain
-from resilient_train.types import NO_LIMIT, SPIKES, Anomaly, Facts, Signal, Vitals, fact
-from resilient_train.wording import log
+from resilient_train.ground.types import NO_LIMIT, SPIKES, Anomaly, Facts, Signal, Vitals, fact
+from resilient_train.ground.wording import log
 
 REMEMBERED = 10_000  # updates: further back than the memory snapshots of a run reach
 IN_CHECKPOINT = 2048  # updates

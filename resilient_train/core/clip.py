@@ -8,7 +8,7 @@ import torch
 from torch.nn.utils import get_total_norm
 
 from resilient_train.core.tree import local_part
-from resilient_train.reader import ClipConfig
+from resilient_train.ground.reader import ClipConfig
 
 _COARSE = (torch.float16, torch.bfloat16)
 OverRanks = Callable[[list[torch.Tensor]], torch.Tensor]  # the norm of tensors that ranks have shares of

@@ -12,8 +12,8 @@ from resilient_train.core.protocols import Log, Parts, Store
 from resilient_train.core.remedies import Case, RunControl, is_mild, remedy
 from resilient_train.core.ring import Snapshot
 from resilient_train.core.state import Clock
-from resilient_train.errors import TrainError, in_one_line, unusable
-from resilient_train.types import Action, Diagnosis, Incident
+from resilient_train.ground.errors import TrainError, in_one_line, unusable
+from resilient_train.ground.types import Action, Diagnosis, Incident
 
 
 class Controls(RunControl):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from resilient_train.core.policy import Policy, Rung
 from resilient_train.core.remedies import Case, applicable, is_mild
-from resilient_train.types import OBSERVE, TRIAL, Action, Cause, Decision, Facts, Incident, fact, kind_of
+from resilient_train.ground.types import OBSERVE, TRIAL, Action, Cause, Decision, Facts, Incident, fact, kind_of
 
 _FROM_OUTSIDE = (Cause.CORRUPTION, Cause.DATA)  # not caused by the training: they may occur again after any remedy
 _MAIN = {TRIAL, "limit_update"}  # without these a rung that names them is pointless

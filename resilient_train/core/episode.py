@@ -12,8 +12,8 @@ from sys import float_info
 from typing import Any, ClassVar
 
 from resilient_train.core.loss import FEW, Every, PlainState, without_top
-from resilient_train.reader import limited
-from resilient_train.types import Facts, fact
+from resilient_train.ground.reader import limited
+from resilient_train.ground.types import Facts, fact
 
 WINDOW = 48  # losses that make a reference
 _LATEST = 8  # losses whose median is the level where they fell, and whose size thresholds in shares refer to

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from resilient_train.errors import TrainError, named_type
-from resilient_train.types import NO_LIMIT
+from resilient_train.ground.errors import TrainError, named_type
+from resilient_train.ground.types import NO_LIMIT
 
 
 class Agreement:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from statistics import median_high
 
 from resilient_train.core.loss import Every, Level, PlainState
-from resilient_train.reader import limited
-from resilient_train.types import NO_LIMIT
+from resilient_train.ground.reader import limited
+from resilient_train.ground.types import NO_LIMIT
 
 _OUTLIER = 100  # times the median of the first norms: left out when the first limit is made from them
 _EARLY_LIMIT = 1e3  # times the median of a few norms or losses, before there are enough for the limit

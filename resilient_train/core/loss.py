@@ -11,8 +11,8 @@ from statistics import fmean, median_high, median_low
 from sys import float_info
 from typing import Any, ClassVar, NamedTuple
 
-from resilient_train.reader import limited
-from resilient_train.types import Facts, fact
+from resilient_train.ground.reader import limited
+from resilient_train.ground.types import Facts, fact
 
 _MAD_TO_SIGMA = 1.4826  # standard deviation / median absolute deviation, of normal noise
 _Q95_SIGMAS = 1.645  # the 95th percentile of normal noise, in standard deviations

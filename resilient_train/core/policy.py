@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from resilient_train.core.remedies import KNOWN, remedy_class
-from resilient_train.errors import ConfigError, in_one_line, unusable
-from resilient_train.reader import is_list, limited, mapping, no_such, read
-from resilient_train.types import Action, Cause
+from resilient_train.ground.errors import ConfigError, in_one_line, unusable
+from resilient_train.ground.reader import is_list, limited, mapping, no_such, read
+from resilient_train.ground.types import Action, Cause
 
 _COUNT = {"at_least": 1, "null": sys.maxsize}  # null: no limit but the budget
 

@@ -15,9 +15,9 @@ from resilient_train.core.policy import Policy
 from resilient_train.core.protocols import Diagnoser, Examiner, Log, NewRegime, Parts, Store
 from resilient_train.core.remedies import is_mild
 from resilient_train.core.transaction import Transaction, Update
-from resilient_train.errors import GaveUp, TrainError
-from resilient_train.types import Anomaly, Cause, Decision, Incident, Outcome, Signal
-from resilient_train.wording import describe, log, say
+from resilient_train.ground.errors import GaveUp, TrainError
+from resilient_train.ground.types import Anomaly, Cause, Decision, Incident, Outcome, Signal
+from resilient_train.ground.wording import describe, log, say
 
 
 class Recovery:

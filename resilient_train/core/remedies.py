@@ -7,10 +7,10 @@ from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, Protocol
 
 from resilient_train.core.knobs import Knobs
-from resilient_train.errors import ConfigError
-from resilient_train.reader import find
-from resilient_train.reader import limited as limited  # custom remedies import it from here
-from resilient_train.types import OBSERVE, Action, Anomaly, Diagnosis
+from resilient_train.ground.errors import ConfigError
+from resilient_train.ground.reader import find
+from resilient_train.ground.reader import limited as limited  # custom remedies import it from here
+from resilient_train.ground.types import OBSERVE, Action, Anomaly, Diagnosis
 
 _MIN_CUT = 0.01  # the least that one remedy multiplies the learning rate by
 

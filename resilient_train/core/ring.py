@@ -13,8 +13,8 @@ import torch
 from resilient_train.core.copies import Copier, Frozen, room
 from resilient_train.core.state import RunState
 from resilient_train.core.tree import Tree, put_together, taken_apart
-from resilient_train.files import available_memory
-from resilient_train.reader import MemoryConfig
+from resilient_train.ground.files import available_memory
+from resilient_train.ground.reader import MemoryConfig
 
 _GIB = 2**30
 _SLOTS_TO_SET_ASIDE = 3  # with fewer, there would be no slot for a candidate next to the newest verified snapshot

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from resilient_train.core import randomness
 from resilient_train.core.copies import Stateful, restore_item
 from resilient_train.core.tree import Share, Tree, copy_into, fits, is_sharded, local_part, to_original_device
-from resilient_train.errors import in_one_line, unusable
+from resilient_train.ground.errors import in_one_line, unusable
 
 LR_OF_GUARD = "lr_of_guard"  # a key of a group whose rates are the guard's: the lr that it set; rewinds with the group
 Pairs = list[tuple[Any, Any]]  # of a tensor of the run, and a copy of it or of this rank's part

@@ -13,7 +13,7 @@ from resilient_train.core.mark import Mark
 from resilient_train.core.ring import Snapshot
 from resilient_train.core.updater import Attempt
 from resilient_train.core.vitals import Metrics, Sent, where_not_finite
-from resilient_train.types import Signal, UpdateResult, Vitals
+from resilient_train.ground.types import Signal, UpdateResult, Vitals
 
 
 @dataclass(frozen=True, slots=True)

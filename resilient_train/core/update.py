@@ -25,8 +25,8 @@ from resilient_train.core.state import weights_of
 from resilient_train.core.transaction import Transaction, Update
 from resilient_train.core.updater import Attempt
 from resilient_train.core.vitals import Metrics, landed, mean, mean_metrics, scalar, versions
-from resilient_train.errors import TrainError
-from resilient_train.types import UpdateResult, Vitals
+from resilient_train.ground.errors import TrainError
+from resilient_train.ground.types import UpdateResult, Vitals
 
 
 class EngineGuard:

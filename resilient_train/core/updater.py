@@ -18,7 +18,7 @@ from resilient_train.core.clip import Clipper, norm_limit
 from resilient_train.core.gate import Agreement, CopyGate, OpenGate, gate_of
 from resilient_train.core.knobs import Knobs, KnobValues
 from resilient_train.core.state import LR_OF_GUARD, weights_of
-from resilient_train.errors import TrainError
+from resilient_train.ground.errors import TrainError
 
 _NOT_OURS = (
     "the loop set lr itself, to {lr:.6g} where it was {ours:.6g}, and the schedule of the guard would overwrite it: "

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from resilient_train.core.tree import leaves
-from resilient_train.types import Vitals
+from resilient_train.ground.types import Vitals
 
 Metrics = Mapping[str, torch.Tensor | float]
 

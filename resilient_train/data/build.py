@@ -14,9 +14,9 @@ from resilient_train.data.rows import Collate, Retries, SeededRows, no_watchdog
 from resilient_train.data.samples import MapSamples, Samples, Slicing, loader
 from resilient_train.data.sequential import IterableSamples
 from resilient_train.data.stream import Key, Stream
-from resilient_train.errors import ConfigError, TrainError
-from resilient_train.ranks.world import World
-from resilient_train.reader import DataConfig
+from resilient_train.ground.errors import ConfigError, TrainError
+from resilient_train.ground.reader import DataConfig
+from resilient_train.processes.world import World
 
 Weighted = tuple[Any, int]  # a batch and the number of its rows; 0 for a batch that only keeps ranks in step
 

@@ -18,9 +18,9 @@ from resilient_train.core.tree import leaves
 from resilient_train.data.rows import Collate, RepeatableBatches
 from resilient_train.data.samples import Samples, Slicing
 from resilient_train.data.stream import Key, Stream
-from resilient_train.errors import TrainError
-from resilient_train.trees import rebuilt
-from resilient_train.wording import log
+from resilient_train.durable.trees import rebuilt
+from resilient_train.ground.errors import TrainError
+from resilient_train.ground.wording import log
 
 _MAX_BYTES_OF_DEVICE = 2**26  # of kept batches that are not in the memory of the host
 _MAX_BYTES = 2**30  # of kept batches: older ones are fetched again, or left out of a repetition

@@ -17,9 +17,9 @@ from torch.utils.data import TensorDataset, default_collate
 
 from resilient_train.core.randomness import Purpose, mix, preserved, seed_host
 from resilient_train.data.stream import Key, Stream
-from resilient_train.errors import StorageFailed, in_one_line
-from resilient_train.trees import sha256
-from resilient_train.wording import counted, log
+from resilient_train.durable.trees import sha256
+from resilient_train.ground.errors import StorageFailed, in_one_line
+from resilient_train.ground.wording import counted, log
 
 PAUSES_S = (0.1, 0.3, 1.0, 2.0, 4.0)  # before each retry of an update, not of each of its rows
 _BEAT_S = 0.5

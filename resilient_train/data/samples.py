@@ -28,9 +28,9 @@ from resilient_train.data.rows import (
     with_substitutes,
 )
 from resilient_train.data.stream import Key, Ranges, Span, Stream
-from resilient_train.errors import StorageFailed, in_one_line
-from resilient_train.ranks.process_exit import exit_with_parent
-from resilient_train.wording import log
+from resilient_train.ground.errors import StorageFailed, in_one_line
+from resilient_train.ground.wording import log
+from resilient_train.processes.process_exit import exit_with_parent
 
 _MOST_SAMPLES = 2**24  # samples of one process in an update
 _STORM_UPDATES, _STORM_ROWS = 16, 8  # if so many rows fail in so few updates, the storage is to blame, not the rows

@@ -18,9 +18,9 @@ from resilient_train.core.transaction import Update
 from resilient_train.data.fed import Fed, FedSamples
 from resilient_train.data.rows import Collate, Retries, SeededRows, no_watchdog
 from resilient_train.data.samples import Slicing
-from resilient_train.errors import StorageFailed, TrainError, in_one_line
-from resilient_train.trees import rebuilt, sha256
-from resilient_train.wording import log
+from resilient_train.durable.trees import rebuilt, sha256
+from resilient_train.ground.errors import StorageFailed, TrainError, in_one_line
+from resilient_train.ground.wording import log
 
 _BEAT_EVERY = 1_000  # rows that are only read to find a place
 _COMPARED = 4  # rows that show whether the same place was found again

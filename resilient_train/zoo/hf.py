@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from resilient_train.reader import find, similar
+from resilient_train.ground.reader import find, similar
 
 
 def hf_causal_lm(name: str, pretrained: bool = False, dtype: str = "float32", **overrides: Any) -> nn.Module:

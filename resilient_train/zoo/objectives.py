@@ -11,7 +11,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from resilient_train.errors import ConfigError, unusable
+from resilient_train.ground.errors import ConfigError, unusable
 
 Model = Callable[..., Any]
 Outcome = tuple[Tensor, dict[str, Tensor]]

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from resilient_train import Guard
 from resilient_train.core.randomness import Seeds
-from resilient_train.errors import ConfigError, TrainError
-from resilient_train.trees import sha256
+from resilient_train.durable.trees import sha256
+from resilient_train.ground.errors import ConfigError, TrainError
 
 STEPS, MICRO_BATCHES, ROWS, NEVER = 60, 2, 8, -1
 POOL = torch.randn(512, 6, generator=torch.Generator().manual_seed(0))

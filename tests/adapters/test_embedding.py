@@ -34,11 +34,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from user_programs import Counting, mse
 
 from resilient_train import GaveUp, Guard
-from resilient_train.adapters.rows_of_loader import samples_of
 from resilient_train.data.samples import Slicing
-from resilient_train.errors import ConfigError, TrainError
-from resilient_train.reader import ClipConfig
-from resilient_train.trees import state_sha256, weights_sha256
+from resilient_train.durable.trees import state_sha256, weights_sha256
+from resilient_train.ground.errors import ConfigError, TrainError
+from resilient_train.ground.reader import ClipConfig
+from resilient_train.loop.rows_of_loader import samples_of
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 

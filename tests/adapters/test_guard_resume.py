@@ -19,13 +19,13 @@ from kills import die_with_checkpoint, incidents, summary
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from resilient_train.adapters.guard import Guard
-from resilient_train.drills import NanGrad
-from resilient_train.ranks.world import join
-from resilient_train.reader import DiskConfig
-from resilient_train.record.quarantine import QUARANTINE
-from resilient_train.tracking.story import read_story
-from resilient_train.trees import weights_sha256
+from resilient_train.durable.trees import weights_sha256
+from resilient_train.extensions.drills import NanGrad
+from resilient_train.extensions.quarantine import QUARANTINE
+from resilient_train.ground.reader import DiskConfig
+from resilient_train.loop.guard import Guard
+from resilient_train.processes.world import join
+from resilient_train.report.story import read_story
 
 STEPS, ROWS, BATCH = 60, 64, 8
 KILLER = 39  # whose company of the first epoch is nowhere near it in the second

@@ -23,8 +23,8 @@ from kills import incidents as listed
 
 import resilient_train
 from resilient_train import GaveUp, Guard
-from resilient_train.adapters.follower import OLDEST
-from resilient_train.trees import sha256
+from resilient_train.durable.trees import sha256
+from resilient_train.trainers.follower import OLDEST
 
 
 def weights(trainer: Any) -> str:

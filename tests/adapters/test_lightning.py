@@ -211,7 +211,7 @@ def test_strategies_that_shard_are_refused_by_name(tmp_path: Path) -> None:
     from lightning.pytorch.plugins import MixedPrecision
     from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 
-    from resilient_train.adapters.lightning import refuse
+    from resilient_train.trainers.lightning import refuse
 
     trainer = trainer_of(tmp_path, guarded=False)
     trainer.strategy._precision_plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))

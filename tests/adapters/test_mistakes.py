@@ -13,9 +13,9 @@ from guarded import mse, often, trained
 from test_plan import rows
 from torch import nn
 
-from resilient_train.adapters.guard import Guard
-from resilient_train.errors import ConfigError, TrainError
-from resilient_train.reader import DiskConfig, MemoryConfig
+from resilient_train.ground.errors import ConfigError, TrainError
+from resilient_train.ground.reader import DiskConfig, MemoryConfig
+from resilient_train.loop.guard import Guard
 
 WIDTH = 4
 KEY_OF_THE_COMMAND = re.compile(r"\b(accelerate|checkpoint|checks|data|run|tracking)\.[a-z_]+")

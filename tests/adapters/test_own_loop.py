@@ -19,12 +19,12 @@ from group import Group, launch
 from guarded import often, trained
 from kills import stand, summary
 
-from resilient_train.adapters.guard import Guard
-from resilient_train.app import incidents, status, sync
-from resilient_train.checkpoint.writer import Job, Writer
-from resilient_train.errors import DirectoryInUse, GaveUp
-from resilient_train.ranks.lock import DirectoryLock
-from resilient_train.types import Outcome
+from resilient_train.command import incidents, status, sync
+from resilient_train.durable.lock import DirectoryLock
+from resilient_train.durable.writer import Job, Writer
+from resilient_train.ground.errors import DirectoryInUse, GaveUp
+from resilient_train.ground.types import Outcome
+from resilient_train.loop.guard import Guard
 
 PROGRAM = """
 import os, sys, time
@@ -33,7 +33,7 @@ import torch
 from accelerate import Accelerator
 from torch.nn.functional import mse_loss
 from resilient_train import GaveUp, Guard
-from resilient_train.adapters import reporter
+from resilient_train.loop import reporter
 
 reporter._DRAIN_S = 240.0  # a busy machine is no failure
 torch.manual_seed(0)
@@ -193,7 +193,7 @@ AT_WORK = """
 import torch
 from torch.nn.functional import mse_loss
 from resilient_train import Guard
-from resilient_train.reader import MemoryConfig
+from resilient_train.ground.reader import MemoryConfig
 
 model = torch.nn.Linear(2000, 2000)
 optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -287,7 +287,7 @@ def test_a_guard_that_could_not_be_made_leaves_its_directory_unlocked(
     more: dict[str, Any] = {"disk": 0, "resume": True}
     for culprit in ("guard.AllControls", "guard.EngineGuard.__init__", "reporter.IncidentLog"):
         with monkeypatch.context() as patched:
-            patched.setattr(f"resilient_train.adapters.{culprit}", lambda *_, **__: 1 // 0)
+            patched.setattr(f"resilient_train.loop.{culprit}", lambda *_, **__: 1 // 0)
             with pytest.raises(ZeroDivisionError):
                 guard_of(tmp_path / "cell", **more)
     guard_of(tmp_path / "cell", **more).close()

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import CyclicLR, ReduceLROnPlateau
 
 from resilient_train import Guard
-from resilient_train.errors import DirectoryInUse
+from resilient_train.ground.errors import DirectoryInUse
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # of torchdata
 BATCH, STEPS = 8, 60

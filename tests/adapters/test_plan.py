@@ -17,10 +17,10 @@ from tables import table
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from resilient_train.adapters.guard import Guard
-from resilient_train.errors import ConfigError, TrainError
-from resilient_train.tracking.story import read_story
-from resilient_train.trees import weights_sha256
+from resilient_train.durable.trees import weights_sha256
+from resilient_train.ground.errors import ConfigError, TrainError
+from resilient_train.loop.guard import Guard
+from resilient_train.report.story import read_story
 
 ROWS, BATCH = 190, 8  # 24 updates see all the rows, two of them for the second time
 LENGTH = 24

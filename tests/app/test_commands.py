@@ -15,9 +15,9 @@ import torch
 from command import MINE, command, train
 from safetensors.torch import load_file
 
-from resilient_train.app import examine
-from resilient_train.app.config.compose import load
-from resilient_train.tracking.story import read_story
+from resilient_train.command import examine
+from resilient_train.command.config.compose import load
+from resilient_train.report.story import read_story
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -120,7 +120,7 @@ def test_a_disk_that_is_full_at_the_resume_costs_no_figures(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr("resilient_train.app.run.commit_text", full)
+        patch.setattr("resilient_train.command.run.commit_text", full)
         failed = train(run_command, here / "run", 20).summary(here / "run")
     figures = ("steps", "ticks", "first_loss", "final_loss")
     assert failed["status"] == "failed"

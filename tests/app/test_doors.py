@@ -17,7 +17,7 @@ from fork_server import ENVIRONMENT
 from kills import COMMAND, Nursery, stand, summary
 from launched import Launched, never_imported
 
-from resilient_train.app import checkpoints, examine, incidents, status, sync
+from resilient_train.command import checkpoints, examine, incidents, status, sync
 
 FOR_EVER = "run.steps=10000000"
 
@@ -99,7 +99,7 @@ def test_status_of_what_is_no_run_is_2_and_of_nonsense_1(content: str | None, tm
 def test_status_is_quick_and_speaks_to_programs(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("run: {steps: 3}")
     (tmp_path / "summary.json").write_text('{"status": "completed", "exit_code": 0, "steps": 3}')
-    program = "import sys; from resilient_train.app.status import main; main([sys.argv[1], '--json']); "
+    program = "import sys; from resilient_train.command.status import main; main([sys.argv[1], '--json']); "
     start = [sys.executable, "-c", program + "sys.exit('torch' in sys.modules)", str(tmp_path)]
     found = json.loads(subprocess.run(start, check=True, capture_output=True).stdout)
     assert (found["state"], found["exit_code"], found["step"], found["steps"]) == ("completed", 0, 3, 3)

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from command import MINE, Outcome, command
 
-from resilient_train.app.config.compose import load
-from resilient_train.ranks.lock import DirectoryLock, holder_of
+from resilient_train.command.config.compose import load
+from resilient_train.durable.lock import DirectoryLock, holder_of
 
 LR = "torch.optim.lr_scheduler"
 OWN = [*MINE, "run.steps=3"]
@@ -164,7 +164,7 @@ def test_what_failed_before_its_first_update_is_no_obstacle(place: Path, run_com
 def test_a_directory_in_use_by_a_live_process_is_left_alone(place: Path, run_command: command) -> None:
     """The second run names the first one's process and ends with 1: the same command works later."""
     Path("runs/same").mkdir(parents=True)
-    hold = "import os, sys, time; from pathlib import Path; from resilient_train.ranks.lock import DirectoryLock\n"
+    hold = "import os, sys, time; from pathlib import Path; from resilient_train.durable.lock import DirectoryLock\n"
     hold += "lock = DirectoryLock(Path('runs/same')); child = os.fork()\n"  # as a data worker, who outlives a kill
     hold += "child and print(f'held {child}', flush=True); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True) as holder:

@@ -21,10 +21,10 @@ from fork_server import ENVIRONMENT, Forked, python
 from stories import incident
 
 from resilient_train.__main__ import main
-from resilient_train.app import VERBS
-from resilient_train.app.terminal import Terminal, fail_safe, survive_hangup
-from resilient_train.record.incident_log import IncidentLog
-from resilient_train.wording import PROGRESS, log
+from resilient_train.command import VERBS
+from resilient_train.command.terminal import Terminal, fail_safe, survive_hangup
+from resilient_train.durable.incident_log import IncidentLog
+from resilient_train.ground.wording import PROGRESS, log
 
 LONG = [*MINE, "run.steps=300", "run.log_every=1", "run.name=run", "checkpoint.disk.every=0"]
 

@@ -11,9 +11,9 @@ import pytest
 from command import command
 from group import launch
 
-from resilient_train.app.config.compose import load
-from resilient_train.errors import ConfigError
-from resilient_train.tracking.story import read_story
+from resilient_train.command.config.compose import load
+from resilient_train.ground.errors import ConfigError
+from resilient_train.report.story import read_story
 
 pytestmark = pytest.mark.usefixtures("here")
 

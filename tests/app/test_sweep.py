@@ -8,8 +8,8 @@ from pathlib import Path
 
 from command import command
 
-from resilient_train.app import sync
-from resilient_train.record.journal import METRICS, OUTBOX, entries
+from resilient_train.command import sync
+from resilient_train.durable.journal import METRICS, OUTBOX, entries
 
 
 def test_the_jobs_of_a_sweep_are_runs_in_mlflow(here: Path, run_command: command, empty_store: Path) -> None:

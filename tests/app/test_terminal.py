@@ -19,13 +19,13 @@ from fork_server import ENVIRONMENT
 from stories import free_text, incident
 
 import resilient_train
-from resilient_train.app import incidents, status
-from resilient_train.ranks.lock import DirectoryLock
-from resilient_train.record.incident_log import IncidentLog
-from resilient_train.record.journal import seal
-from resilient_train.record.run_history import as_line
-from resilient_train.tracking.story import read_story, review
-from resilient_train.types import Action, Cause, Culprit, Decision, Diagnosis, Incident
+from resilient_train.command import incidents, status
+from resilient_train.durable.incident_log import IncidentLog
+from resilient_train.durable.journal import seal
+from resilient_train.durable.lock import DirectoryLock
+from resilient_train.durable.run_history import as_line
+from resilient_train.ground.types import Action, Cause, Culprit, Decision, Diagnosis, Incident
+from resilient_train.report.story import read_story, review
 
 Said = pytest.CaptureFixture[str]
 

@@ -14,14 +14,14 @@ import torch
 from forged_checkpoints import CPU, FILES, manifest, newest, parts, weights, write
 from safetensors.torch import load, load_file
 
-from resilient_train import files
-from resilient_train.checkpoint import store as manifests
-from resilient_train.checkpoint.resume import explain_mismatch
-from resilient_train.checkpoint.store import CANDIDATE, DEMOTED, MANIFEST, VERIFIED, WEIGHTS, Entry, Store
-from resilient_train.checkpoint.tree_files import NAMES, chunks
-from resilient_train.checkpoint.writer import Job, Writer
 from resilient_train.core.ring import Snapshot
 from resilient_train.core.state import Clock, RunState
+from resilient_train.durable import store as manifests
+from resilient_train.durable.resume import explain_mismatch
+from resilient_train.durable.store import CANDIDATE, DEMOTED, MANIFEST, VERIFIED, WEIGHTS, Entry, Store
+from resilient_train.durable.tree_files import NAMES, chunks
+from resilient_train.durable.writer import Job, Writer
+from resilient_train.ground import files
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ from command import SAVING, command, train
 from forged_checkpoints import CPU, write
 from kills import incidents, summary
 
-from resilient_train.app import checkpoints
-from resilient_train.checkpoint import store as manifests
-from resilient_train.checkpoint.store import DEMOTED, MANIFEST, WEIGHTS, Damaged, Store
-from resilient_train.checkpoint.tree_files import TENSORS, TREE
+from resilient_train.command import checkpoints
+from resilient_train.durable import store as manifests
+from resilient_train.durable.store import DEMOTED, MANIFEST, WEIGHTS, Damaged, Store
+from resilient_train.durable.tree_files import TENSORS, TREE
 
 IN_THE_SUITE = 14
 

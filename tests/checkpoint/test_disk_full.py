@@ -15,12 +15,12 @@ from command import Outcome, command
 from kills import incidents as listed
 from kills import left_overs
 
-from resilient_train.checkpoint import store as manifests
-from resilient_train.checkpoint import writer
-from resilient_train.checkpoint.store import Store
 from resilient_train.core.checks import Checks, Finding
-from resilient_train.record.journal import read
-from resilient_train.types import Anomaly, Signal, Vitals
+from resilient_train.durable import store as manifests
+from resilient_train.durable import writer
+from resilient_train.durable.journal import read
+from resilient_train.durable.store import Store
+from resilient_train.ground.types import Anomaly, Signal, Vitals
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small disk")
 
@@ -65,7 +65,7 @@ class At:
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, what: dict[int, Callable[[], Any]]) -> None:
-        from resilient_train.adapters.guard import Guard
+        from resilient_train.loop.guard import Guard
 
         begin = Guard._begin
 

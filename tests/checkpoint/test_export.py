@@ -10,8 +10,8 @@ from command import MINE, command
 from safetensors.torch import load_file
 from torch import nn
 
-from resilient_train.app import checkpoints
-from resilient_train.checkpoint.tree_files import load_tree
+from resilient_train.command import checkpoints
+from resilient_train.durable.tree_files import load_tree
 
 Said = pytest.CaptureFixture[str]
 

@@ -15,12 +15,12 @@ import pytest
 from forged_checkpoints import newest, write
 from power import FATES, Careless, Power, PowerCut
 
-from resilient_train import files
-from resilient_train.checkpoint.store import CANDIDATE, DEMOTED, Store
-from resilient_train.files import commit_text, is_left_over
-from resilient_train.record.endings import Summary
-from resilient_train.record.journal import Journal, read
-from resilient_train.record.quarantine import Quarantine, Quarantined
+from resilient_train.durable.endings import Summary
+from resilient_train.durable.journal import Journal, read
+from resilient_train.durable.store import CANDIDATE, DEMOTED, Store
+from resilient_train.extensions.quarantine import Quarantine, Quarantined
+from resilient_train.ground import files
+from resilient_train.ground.files import commit_text, is_left_over
 
 FINGERPRINT = {"dataset": "digits", "rows": 100, "digests": {}}
 

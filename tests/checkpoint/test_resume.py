@@ -18,8 +18,8 @@ from paused_run import held_at, is_held
 from torch import Tensor, nn
 
 from resilient_train.core.checks import Checks, Finding
-from resilient_train.tracking.story import read_story
-from resilient_train.types import Anomaly, Signal, Vitals
+from resilient_train.ground.types import Anomaly, Signal, Vitals
+from resilient_train.report.story import read_story
 
 DIGITS = ["model=mlp", "data=digits", "objective=classification", "tracking=none", "run.log_every=100"]
 EVERY, MEMORY, PROOF, KEEP = 20, 10, 12, 2

@@ -20,12 +20,12 @@ from guarded import mse, often, sums
 from kills import Nursery, checkpoints, in_journal, incidents, left_overs, summary, taken_up_at
 from torch import Tensor, nn
 
-from resilient_train.adapters.guard import Guard
-from resilient_train.checkpoint.store import WEIGHTS, Entry, Store
-from resilient_train.errors import ConfigError
-from resilient_train.ranks.lock import holder_of
-from resilient_train.reader import DiskConfig
-from resilient_train.record.journal import read
+from resilient_train.durable.journal import read
+from resilient_train.durable.lock import holder_of
+from resilient_train.durable.store import WEIGHTS, Entry, Store
+from resilient_train.ground.errors import ConfigError
+from resilient_train.ground.reader import DiskConfig
+from resilient_train.loop.guard import Guard
 
 DIGITS = ["model=mlp", "data=digits", "objective=custom", "tracking=none", "run.log_every=100", "schedule=constant"]
 OFTEN = ["checkpoint.memory.every=10", "checkpoint.verify_after=5"]
@@ -217,7 +217,7 @@ def test_a_run_that_ends_waits_for_what_is_being_written(nursery: Nursery) -> No
 
 
 def without_memory_for_a_while(model: nn.Module, batch: Any) -> Tensor:
-    from resilient_train.checkpoint import writer
+    from resilient_train.durable import writer
 
     writer._FIRST_PAUSE_S = writer._LONGEST_PAUSE_S = 0.05
     time.sleep(0.005)

@@ -14,10 +14,10 @@ from command import Outcome, command, train
 from forged_checkpoints import CPU, seal
 from safetensors.torch import load_file
 
-from resilient_train.app.build import parameter_groups
-from resilient_train.checkpoint.resume import explain_mismatch
-from resilient_train.checkpoint.store import MANIFEST, WEIGHTS, Damaged, Entry, Store
-from resilient_train.checkpoint.tree_files import TENSORS, TREE, SerializedTree, load_tree
+from resilient_train.command.build import parameter_groups
+from resilient_train.durable.resume import explain_mismatch
+from resilient_train.durable.store import MANIFEST, WEIGHTS, Damaged, Entry, Store
+from resilient_train.durable.tree_files import TENSORS, TREE, SerializedTree, load_tree
 from resilient_train.zoo.models import MLP
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("careless")]

@@ -16,9 +16,9 @@ from guarded import guard_over, mse, sums
 from guarded import trained as train
 
 from resilient_train import Guard
-from resilient_train.errors import ConfigError
-from resilient_train.reader import DiskConfig
-from resilient_train.record.quarantine import QUARANTINE
+from resilient_train.extensions.quarantine import QUARANTINE
+from resilient_train.ground.errors import ConfigError
+from resilient_train.ground.reader import DiskConfig
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 

@@ -19,8 +19,8 @@ from kills import die_with_checkpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from resilient_train.reader import DiskConfig
-from resilient_train.trees import weights_sha256
+from resilient_train.durable.trees import weights_sha256
+from resilient_train.ground.reader import DiskConfig
 
 DATA = torch.randn(512, 6, generator=torch.Generator().manual_seed(3))
 DRAWS: dict[str, Callable[[], Any]] = {

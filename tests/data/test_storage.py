@@ -23,10 +23,10 @@ from torch.utils.data import DataLoader
 from resilient_train import Guard
 from resilient_train.data.samples import Slicing
 from resilient_train.data.sequential import RowStream
-from resilient_train.errors import TrainError
-from resilient_train.reader import DiskConfig
-from resilient_train.trees import weights_sha256
-from resilient_train.wording import say
+from resilient_train.durable.trees import weights_sha256
+from resilient_train.ground.errors import TrainError
+from resilient_train.ground.reader import DiskConfig
+from resilient_train.ground.wording import say
 
 STEPS, BATCH = 40, 16
 INPUTS = torch.randn(200, 6, generator=torch.Generator().manual_seed(3))

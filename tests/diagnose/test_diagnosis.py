@@ -20,10 +20,10 @@ from group import agreed
 from guarded import accused, is_finite
 from guarded import trained as train
 
-from resilient_train.adapters.guard import Guard
-from resilient_train.tracking.story import open_advice
-from resilient_train.types import Cause, Incident, Outcome, Signal
-from resilient_train.wording import describe, say
+from resilient_train.ground.types import Cause, Incident, Outcome, Signal
+from resilient_train.ground.wording import describe, say
+from resilient_train.loop.guard import Guard
+from resilient_train.report.story import open_advice
 
 ROWS, FEATURES = 512, 6
 

@@ -15,14 +15,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import resilient_train
-from resilient_train.app import examine as command
-from resilient_train.app.build import model_of
-from resilient_train.app.config.compose import load
-from resilient_train.checkpoint.store import WEIGHTS
-from resilient_train.diagnose.rows import out_of_scale
-from resilient_train.errors import ConfigError
-from resilient_train.types import Cause
-from resilient_train.wording import say
+from resilient_train.command import examine as command
+from resilient_train.command.build import model_of
+from resilient_train.command.config.compose import load
+from resilient_train.durable.store import WEIGHTS
+from resilient_train.extensions.diagnosis.rows import out_of_scale
+from resilient_train.ground.errors import ConfigError
+from resilient_train.ground.types import Cause
+from resilient_train.ground.wording import say
 
 
 def network() -> nn.Sequential:

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from resilient_train.diagnose.frames import Line
-from resilient_train.diagnose.microscope import Microscope
-from resilient_train.numerics.armor import Armor
-from resilient_train.numerics.operations import op_name
+from resilient_train.extensions.armor.armor import Armor
+from resilient_train.extensions.armor.operations import op_name
+from resilient_train.extensions.diagnosis.frames import Line
+from resilient_train.extensions.diagnosis.microscope import Microscope
 
 HERE = __file__
 

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resilient_train.diagnose.explain import lost_eps, of_state
-from resilient_train.diagnose.rows import far_above, guilty, nonfinite_fields, outlying_fields, usual_sizes
-from resilient_train.diagnose.verdict import (
+from resilient_train.extensions.diagnosis.explain import lost_eps, of_state
+from resilient_train.extensions.diagnosis.rows import far_above, guilty, nonfinite_fields, outlying_fields, usual_sizes
+from resilient_train.extensions.diagnosis.verdict import (
     ERRORS,
     NOT_AT_ZERO,
     NOT_FINITE,
@@ -28,9 +28,9 @@ from resilient_train.diagnose.verdict import (
     on_operation,
     rule_for,
 )
-from resilient_train.sentences import SENTENCES, SINGULAR
-from resilient_train.types import Anomaly, Cause, Culprit, Diagnosis, Facts, Signal, fact
-from resilient_train.wording import say
+from resilient_train.ground.sentences import SENTENCES, SINGULAR
+from resilient_train.ground.types import Anomaly, Cause, Culprit, Diagnosis, Facts, Signal, fact
+from resilient_train.ground.wording import say
 
 
 def culprit(op: str, *inputs: Mapping[str, Any]) -> Culprit:

@@ -18,9 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, TensorDataset
 
-from resilient_train import files
-from resilient_train.app.config.compose import load
-from resilient_train.drills import (
+from resilient_train.command.config.compose import load
+from resilient_train.extensions.drills import (
     BadMoments,
     BadRow,
     BitFlip,
@@ -34,8 +33,9 @@ from resilient_train.drills import (
     UpdatePlace,
     parse,
 )
-from resilient_train.errors import ConfigError
-from resilient_train.reader import option
+from resilient_train.ground import files
+from resilient_train.ground.errors import ConfigError
+from resilient_train.ground.reader import option
 
 
 class Journal:

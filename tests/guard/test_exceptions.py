@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from resilient_train.adapters.guard import Guard
-from resilient_train.trees import weights_sha256
-from resilient_train.types import Cause, Signal
+from resilient_train.durable.trees import weights_sha256
+from resilient_train.ground.types import Cause, Signal
+from resilient_train.loop.guard import Guard
 
 ROWS, STEPS = 256, 60
 BAD = (40, 171)

@@ -11,13 +11,13 @@ from accelerate import Accelerator
 from guarded import SKIP, At, Net, Poison, adamw, guarded, handed_over, is_finite, often, rows, trained
 from torch.utils.data import DataLoader
 
-from resilient_train.adapters.guard import Guard
 from resilient_train.core.ring import snapshot_to_drop
-from resilient_train.diagnose.verdict import TRANSIENT
-from resilient_train.errors import GaveUp
-from resilient_train.reader import MemoryConfig
-from resilient_train.types import fact
-from resilient_train.watch.config import named
+from resilient_train.extensions.checks.config import named
+from resilient_train.extensions.diagnosis.verdict import TRANSIENT
+from resilient_train.ground.errors import GaveUp
+from resilient_train.ground.reader import MemoryConfig
+from resilient_train.ground.types import fact
+from resilient_train.loop.guard import Guard
 
 
 def signals(guard: Guard) -> list[str]:

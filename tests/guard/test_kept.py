@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import TensorDataset
 
-from resilient_train import Guard, files
-from resilient_train.errors import ConfigError
-from resilient_train.reader import DiskConfig
-from resilient_train.types import fact
+from resilient_train import Guard
+from resilient_train.ground import files
+from resilient_train.ground.errors import ConfigError
+from resilient_train.ground.reader import DiskConfig
+from resilient_train.ground.types import fact
 
 ROWS, BATCH, BAD = 96, 8, 41
 NEVER = 10**9

@@ -15,9 +15,9 @@ from guarded import trained as train
 from torch import nn
 from torch.nn import functional as F
 
-from resilient_train import computation, lost_device
-from resilient_train.adapters import reporter
-from resilient_train.adapters.guard import Guard
+from resilient_train.extensions import computation, lost_device
+from resilient_train.loop import reporter
+from resilient_train.loop.guard import Guard
 
 BAD = 17
 

@@ -16,13 +16,13 @@ from group import alone, together
 from guarded import often, sums, trained
 from torch import Tensor, nn
 
-from resilient_train.adapters.arguments import policy as named
-from resilient_train.adapters.guard import Guard
-from resilient_train.computation import MicroBatchSizer, memory_evidence
-from resilient_train.errors import TrainError
-from resilient_train.reader import DiskConfig
-from resilient_train.trees import weights_sha256
-from resilient_train.types import Incident
+from resilient_train.durable.trees import weights_sha256
+from resilient_train.extensions.computation import MicroBatchSizer, memory_evidence
+from resilient_train.ground.errors import TrainError
+from resilient_train.ground.reader import DiskConfig
+from resilient_train.ground.types import Incident
+from resilient_train.loop.arguments import policy as named
+from resilient_train.loop.guard import Guard
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 

@@ -25,11 +25,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import TensorDataset
 
-from resilient_train.adapters.guard import Guard
 from resilient_train.core.clip import clip
 from resilient_train.core.randomness import Seeds
-from resilient_train.reader import MemoryConfig
-from resilient_train.trees import sha256
+from resilient_train.durable.trees import sha256
+from resilient_train.ground.reader import MemoryConfig
+from resilient_train.loop.guard import Guard
 
 STEPS, BATCH = 40, 8
 Spoil = Callable[[Tensor], Tensor]

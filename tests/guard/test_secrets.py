@@ -12,10 +12,10 @@ import pytest
 import yaml
 from command import command
 
-from resilient_train import secrets
-from resilient_train.app import incidents, status, sync
-from resilient_train.app.config.compose import load
-from resilient_train.secrets import MASK, learn, masked, masked_tree
+from resilient_train.command import incidents, status, sync
+from resilient_train.command.config.compose import load
+from resilient_train.ground import secrets
+from resilient_train.ground.secrets import MASK, learn, masked, masked_tree
 
 MINE = ["model=custom", "model._target_=user_programs.Plain", "data=custom", "data.train._target_=user_programs.Leaky"]
 MINE += ["objective=custom", "objective._target_=user_programs.mse", "accelerate.cpu=true", "data.batch_size=8"]

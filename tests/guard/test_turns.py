@@ -12,9 +12,9 @@ from accelerate import Accelerator
 from guarded import SKIP
 from pairs import SPOILED, Pair
 
-from resilient_train.adapters.guard import Guard
-from resilient_train.errors import TrainError
-from resilient_train.reader import MemoryConfig
+from resilient_train.ground.errors import TrainError
+from resilient_train.ground.reader import MemoryConfig
+from resilient_train.loop.guard import Guard
 
 STEPS, STRUCK = 60, 30
 OFTEN = MemoryConfig(every=10, keep=4, max_gib=None)

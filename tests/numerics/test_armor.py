@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from resilient_train.numerics.armor import Armor, CannotArmor, PatchedLine
+from resilient_train.extensions.armor.armor import Armor, CannotArmor, PatchedLine
 
 Write = Callable[[str], ModuleType]
 HEAD = """from __future__ import annotations

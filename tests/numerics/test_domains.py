@@ -13,7 +13,7 @@ from torch import Tensor
 from torch import distributions as d
 from torch.nn import functional as F
 
-from resilient_train.numerics.domains import call, call_distribution, has_value
+from resilient_train.extensions.armor.domains import call, call_distribution, has_value
 
 MADE: dict[str, tuple[Callable[..., Any], Callable[[Tensor], dict[str, Any]]]] = {
     "Normal": (d.Normal, lambda x: {"loc": torch.zeros(2), "scale": x}),

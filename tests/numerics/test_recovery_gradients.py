@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Beta
 
-from resilient_train.numerics import replacements
+from resilient_train.extensions.armor import replacements
 
 
 def slope(value: Tensor, x: Tensor) -> list[float]:

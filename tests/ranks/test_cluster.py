@@ -29,10 +29,10 @@ from fork_server import ENVIRONMENT
 from kills import checkpoints, stand, summary
 from paused_run import held_at
 
-from resilient_train.app import command, status
-from resilient_train.app.config.compose import load, parse
-from resilient_train.errors import ConfigError
-from resilient_train.ranks.lock import DirectoryLock
+from resilient_train.command import command, status
+from resilient_train.command.config.compose import load, parse
+from resilient_train.durable.lock import DirectoryLock
+from resilient_train.ground.errors import ConfigError
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 SBATCH = SCRIPTS / "slurm.sbatch"

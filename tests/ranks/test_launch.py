@@ -15,11 +15,11 @@ from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from resilient_train import Guard
-from resilient_train.errors import ConfigError
-from resilient_train.ranks import launch
-from resilient_train.ranks.launch import refuse_what_is_not_supported
-from resilient_train.ranks.world import World
-from resilient_train.reader import AccelerateConfig
+from resilient_train.ground.errors import ConfigError
+from resilient_train.ground.reader import AccelerateConfig
+from resilient_train.processes import launch
+from resilient_train.processes.launch import refuse_what_is_not_supported
+from resilient_train.processes.world import World
 
 OWN = ["model=mlp", "data=digits", "objective=classification", "tracking=none", "run.steps=2", "run.dir=run"]
 PLAIN = AccelerateConfig(False, False, {}, False, False, None, None, 1)

@@ -15,7 +15,7 @@ from kills import in_journal, summary
 from safetensors.torch import load_file
 from torch import nn
 
-from resilient_train.tracking.story import read_story
+from resilient_train.report.story import read_story
 
 OWN = ["model=custom", "model._target_=user_programs.Plain", "data.eval._target_=user_programs.Fixed"]
 OWN += ["data=custom", "data.train._target_=user_programs.Augmented"]

@@ -21,12 +21,12 @@ from launched import Launched
 from paused_run import held_at
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
-from resilient_train.ranks.process_exit import exit_on_request
-from resilient_train.ranks.world import attempt_name, join
-from resilient_train.record import progress
-from resilient_train.record.progress import Hung
-from resilient_train.types import fact
-from resilient_train.wording import say
+from resilient_train.durable import progress
+from resilient_train.durable.progress import Hung
+from resilient_train.ground.types import fact
+from resilient_train.ground.wording import say
+from resilient_train.processes.process_exit import exit_on_request
+from resilient_train.processes.world import attempt_name, join
 from resilient_train.zoo.data import digits
 from resilient_train.zoo.models import MLP
 

@@ -13,10 +13,10 @@ from kills import in_journal, summary
 from safetensors.torch import load_file
 from torch import nn
 
-from resilient_train.app import checkpoints
+from resilient_train.command import checkpoints
 from resilient_train.data.samples import Slicing
-from resilient_train.errors import ConfigError
-from resilient_train.ranks.world import blocks, shard
+from resilient_train.ground.errors import ConfigError
+from resilient_train.processes.world import blocks, shard
 from resilient_train.zoo.models import MLP
 
 DIGITS = ["model=mlp", "data=digits", "objective=classification", "accelerate.cpu=true", "tracking=none"]

@@ -19,8 +19,8 @@ from kills import SAVING, Nursery, at_tick, checkpoints, in_journal, incidents, 
 from paused_run import held_at, is_held
 from torch import Tensor, nn
 
-from resilient_train.ranks import process_exit
-from resilient_train.ranks.process_exit import SIGNALS, StopRequests
+from resilient_train.processes import process_exit
+from resilient_train.processes.process_exit import SIGNALS, StopRequests
 
 DIGITS = ["model=mlp", "data=digits", "objective=classification", "tracking=none", "run.log_every=100"]
 DISK = ["checkpoint.disk.every=30", "checkpoint.memory.every=10", "checkpoint.verify_after=12"]

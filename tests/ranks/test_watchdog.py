@@ -17,9 +17,9 @@ from paused_run import held_at, is_held
 from torch import Tensor, nn
 from user_programs import Counting
 
-from resilient_train.ranks import watchdog
-from resilient_train.ranks.process_exit import StopRequests
-from resilient_train.ranks.watchdog import Phase, Watchdog
+from resilient_train.processes import watchdog
+from resilient_train.processes.process_exit import StopRequests
+from resilient_train.processes.watchdog import Phase, Watchdog
 from resilient_train.zoo.data import digits
 from resilient_train.zoo.models import MLP
 

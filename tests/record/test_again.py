@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from resilient_train.record.endings import RunFacts, status_of
-from resilient_train.record.incident_log import IncidentLog
-from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Outcome, Signal
+from resilient_train.durable.endings import RunFacts, status_of
+from resilient_train.durable.incident_log import IncidentLog
+from resilient_train.ground.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Outcome, Signal
 
 SKIP = Decision((Action("skip"),))
 LOSS = Signal.NONFINITE_LOSS

@@ -18,12 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stories import free_text
 
-from resilient_train.errors import TrainError
-from resilient_train.record.incident_log import IncidentLog
-from resilient_train.record.journal import Journal, plain, read
-from resilient_train.record.run_history import as_line, from_line
-from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
-from resilient_train.wording import describe, tags
+from resilient_train.durable.incident_log import IncidentLog
+from resilient_train.durable.journal import Journal, plain, read
+from resilient_train.durable.run_history import as_line, from_line
+from resilient_train.ground.errors import TrainError
+from resilient_train.ground.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
+from resilient_train.ground.wording import describe, tags
 
 pytestmark = pytest.mark.usefixtures("careless")
 

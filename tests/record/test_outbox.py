@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from resilient_train import files
-from resilient_train.record import journal as outbox
-from resilient_train.record.journal import OUTBOX, Outbox, entries
+from resilient_train.durable import journal as outbox
+from resilient_train.durable.journal import OUTBOX, Outbox, entries
+from resilient_train.ground import files
 
 
 def read(path: Path, start: int = 0) -> list[tuple[str, object]]:

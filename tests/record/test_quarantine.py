@@ -17,10 +17,10 @@ from user_programs import Augmented, Fixed, RarelyRandom
 
 from resilient_train.core.randomness import seed_host
 from resilient_train.data.rows import fingerprint
-from resilient_train.errors import ConfigError
-from resilient_train.record import quarantine
-from resilient_train.record.quarantine import QUARANTINE, Quarantine, Quarantined
-from resilient_train.types import fact
+from resilient_train.extensions import quarantine
+from resilient_train.extensions.quarantine import QUARANTINE, Quarantine, Quarantined
+from resilient_train.ground.errors import ConfigError
+from resilient_train.ground.types import fact
 
 DATA = {"dataset": "Images", "rows": 50, "digests": {"0": "aa", "24": None, "49": "cc"}}
 RAISES = fact("text", text="it raises")

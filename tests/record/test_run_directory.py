@@ -17,10 +17,10 @@ from fork_server import Forked
 from kills import Nursery, incidents, summary
 from paused_run import held_at, is_held
 
-from resilient_train.app import incidents as shown
-from resilient_train.app import status
-from resilient_train.checkpoint.store import DEMOTED, Store
-from resilient_train.checkpoint.weights import Best
+from resilient_train.command import incidents as shown
+from resilient_train.command import status
+from resilient_train.durable.store import DEMOTED, Store
+from resilient_train.extensions.best_weights import Best
 
 RUN = ["model=mlp", "data=digits", "objective=custom", "objective._target_=paused_run.cross_entropy", "tracking=none"]
 RUN += ["checkpoint.disk.every=5", "checkpoint.memory.every=5", "checkpoint.verify_after=5", "run.dir=run"]

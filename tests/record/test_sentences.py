@@ -20,8 +20,8 @@ from fork_server import Forked, python
 from test_killed_anywhere import train
 
 import resilient_train
-from resilient_train import sentences, wording
-from resilient_train.record.journal import JOURNAL, Journal, read
+from resilient_train.durable.journal import JOURNAL, Journal, read
+from resilient_train.ground import sentences, wording
 
 PACKAGE = Path(resilient_train.__file__).parent
 DRILLED = [*MINE, "run.steps=120", "drill=gauntlet"]

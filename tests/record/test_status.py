@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from stories import incident
 
-from resilient_train.errors import ConfigError, GaveUp, Stopped, TrainError
-from resilient_train.record.endings import RunFacts, status_of
-from resilient_train.types import ACCEPTED, OBSERVE, Action, Decision, Outcome
+from resilient_train.durable.endings import RunFacts, status_of
+from resilient_train.ground.errors import ConfigError, GaveUp, Stopped, TrainError
+from resilient_train.ground.types import ACCEPTED, OBSERVE, Action, Decision, Outcome
 
 RUNS: dict[str, Any] = {"process": "process 7"}
 COMPLETE = {"is_closed": True, "planned": 300, "step": 300}

@@ -14,13 +14,13 @@ from kills import incidents as listed
 from kills import kinds, summary
 from tables import table
 
-from resilient_train.adapters.guard import Guard
-from resilient_train.app import incidents
+from resilient_train.command import incidents
 from resilient_train.core.clip import clip
 from resilient_train.core.randomness import Seeds
-from resilient_train.drills import BitFlip, HotLr, LossSpike, NanBatch, NanGrad, UpdatePlace
-from resilient_train.trees import sha256
-from resilient_train.types import Outcome, fact
+from resilient_train.durable.trees import sha256
+from resilient_train.extensions.drills import BitFlip, HotLr, LossSpike, NanBatch, NanGrad, UpdatePlace
+from resilient_train.ground.types import Outcome, fact
+from resilient_train.loop.guard import Guard
 
 STEPS, AT = 120, 40
 BAD = (17, 99)

@@ -16,9 +16,9 @@ from test_trials import WITH, WITHOUT, regression, squares
 from torch import Tensor
 from torch.nn import functional as F
 
-from resilient_train.adapters.guard import Guard
 from resilient_train.core.policy import Budget
-from resilient_train.trees import state_sha256
+from resilient_train.durable.trees import state_sha256
+from resilient_train.loop.guard import Guard
 
 
 def drawn(guard: Guard) -> list[float]:

@@ -18,15 +18,16 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from tables import table
 
-from resilient_train.adapters.arguments import policy as named
 from resilient_train.core.decide import decide, recent
 from resilient_train.core.knobs import MAX_EPS, MIN_CLIP, MIN_LR, Knobs, KnobValues
 from resilient_train.core.policy import Policy, parse
 from resilient_train.core.remedies import KNOWN, is_mild, remedy
-from resilient_train.errors import ConfigError
-from resilient_train.files import conf
-from resilient_train.record.incident_log import IncidentLog
-from resilient_train.types import (
+from resilient_train.durable.incident_log import IncidentLog
+from resilient_train.extensions.lasting import LastingRemedies
+from resilient_train.extensions.remedies import FullCase, Trial
+from resilient_train.ground.errors import ConfigError
+from resilient_train.ground.files import conf
+from resilient_train.ground.types import (
     Action,
     Anomaly,
     Cause,
@@ -40,9 +41,8 @@ from resilient_train.types import (
     by_signal,
     fact,
 )
-from resilient_train.update.lasting import LastingRemedies
-from resilient_train.update.remedies import FullCase, Trial
-from resilient_train.wording import say
+from resilient_train.ground.wording import say
+from resilient_train.loop.arguments import policy as named
 
 policy_named = functools.cache(named)  # reading YAML takes longer than most of these tests
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from resilient_train import GaveUp, Guard
-from resilient_train.types import Incident
-from resilient_train.wording import say
+from resilient_train.ground.types import Incident
+from resilient_train.ground.wording import say
 
 STEPS, CHANGE, ROWS = 260, 160, 512
 
@@ -142,7 +142,7 @@ def test_a_head_that_is_drawn_again_and_again(replays: bool, tmp_path: Path) -> 
 
 def test_a_head_that_is_drawn_again_is_declared(caplog: Any, monkeypatch: Any) -> None:
     """`expect` covers what the loop writes to the weights, and there is nothing to say."""
-    monkeypatch.setattr("resilient_train.wording.log.propagate", True)
+    monkeypatch.setattr("resilient_train.ground.wording.log.propagate", True)
     assert not Run(None, replays=False, expect=[CHANGE]).trained(draw_head).incidents
     assert "taken" not in caplog.text
 

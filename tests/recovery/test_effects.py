@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from resilient_train import Guard
-from resilient_train.errors import ConfigError
-from resilient_train.record.run_history import RunHistory
-from resilient_train.remedial import AllControls
-from resilient_train.types import fact
+from resilient_train.durable.run_history import RunHistory
+from resilient_train.extensions.remedial import AllControls
+from resilient_train.ground.errors import ConfigError
+from resilient_train.ground.types import fact
 
 
 def controls() -> AllControls:

@@ -18,15 +18,16 @@ from power import Careless
 from test_changes import Run, fitted, other_loss
 from torch import Tensor, nn
 
-from resilient_train import Guard, files
-from resilient_train.checkpoint.writer import Writer
-from resilient_train.reader import MemoryConfig
-from resilient_train.record.journal import JOURNAL, Journal, read
-from resilient_train.record.run_history import as_line
-from resilient_train.tracking.story import read_story, samples_skipped
-from resilient_train.tracking.uploader import report
-from resilient_train.trees import weights_sha256
-from resilient_train.types import Cause
+from resilient_train import Guard
+from resilient_train.durable.journal import JOURNAL, Journal, read
+from resilient_train.durable.run_history import as_line
+from resilient_train.durable.trees import weights_sha256
+from resilient_train.durable.writer import Writer
+from resilient_train.ground import files
+from resilient_train.ground.reader import MemoryConfig
+from resilient_train.ground.types import Cause
+from resilient_train.report.story import read_story, samples_skipped
+from resilient_train.report.uploader import report
 
 BATCH, STEPS = 8, 390
 # The updates in which something goes wrong: rows that are not finite, that raise, that a line cannot take, that are far

@@ -15,10 +15,11 @@ import pytest
 import torch
 from torch.nn.functional import mse_loss
 
-from resilient_train import Guard, files
-from resilient_train.adapters.arguments import policy as named
-from resilient_train.record.quarantine import Quarantine
-from resilient_train.tracking.story import read_story
+from resilient_train import Guard
+from resilient_train.extensions.quarantine import Quarantine
+from resilient_train.ground import files
+from resilient_train.loop.arguments import policy as named
+from resilient_train.report.story import read_story
 
 BAD_EVERY, BATCH = 8, 4
 EARLY, LATE, ENOUGH = range(50, 65), range(120, 135), 135

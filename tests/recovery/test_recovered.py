@@ -21,13 +21,13 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
-from resilient_train.adapters.guard import Guard
-from resilient_train.errors import GaveUp
-from resilient_train.reader import MemoryConfig
-from resilient_train.tracking.story import read_story
-from resilient_train.tracking.uploader import note
-from resilient_train.trees import weights_sha256
-from resilient_train.wording import say
+from resilient_train.durable.trees import weights_sha256
+from resilient_train.ground.errors import GaveUp
+from resilient_train.ground.reader import MemoryConfig
+from resilient_train.ground.wording import say
+from resilient_train.loop.guard import Guard
+from resilient_train.report.story import read_story
+from resilient_train.report.uploader import note
 
 NEVER = 10**9
 BLOBS, WIDTH, CLASSES = 768, 12, 4

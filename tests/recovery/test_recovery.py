@@ -11,7 +11,7 @@ from command import command
 from guarded import accused, trained
 from kills import incidents
 
-from resilient_train.adapters.guard import Guard
+from resilient_train.loop.guard import Guard
 
 # -------------------------------------------------------------------------------------------------------- the command
 

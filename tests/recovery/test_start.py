@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from resilient_train.adapters.guard import Guard
+from resilient_train.loop.guard import Guard
 
 ROWS, STEPS = 640, 200
 

@@ -24,12 +24,12 @@ from guarded import is_finite
 from kills import incidents, summary
 from torch.nn.functional import mse_loss
 
-from resilient_train.app import VERBS
-from resilient_train.app.config.compose import load
+from resilient_train.command import VERBS
+from resilient_train.command.config.compose import load
 from resilient_train.core.policy import Budget, Policy, parse
 from resilient_train.core.remedies import KNOWN
-from resilient_train.record.run_history import in_words
-from resilient_train.types import Cause
+from resilient_train.durable.run_history import in_words
+from resilient_train.ground.types import Cause
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
@@ -113,7 +113,7 @@ def test_the_table_of_files_is_what_runs_leave(here: Path, run_command: command)
 
 def test_exit_codes_are_those_of_the_errors() -> None:
     """A code that no error has is not promised."""
-    from resilient_train import errors
+    from resilient_train.ground import errors
 
     kinds = [one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, errors.TrainError)]
     promised = re.findall(r"^\| (\d+) \| ", PAGES["command"], re.M)

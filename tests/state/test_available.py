@@ -10,8 +10,8 @@ import psutil
 import pytest
 from test_state import Bench
 
-from resilient_train.adapters.hooks import snapshots_in_words
-from resilient_train.files import left_by_cgroups
+from resilient_train.ground.files import left_by_cgroups
+from resilient_train.loop.hooks import snapshots_in_words
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from resilient_train.adapters.reporter import Place
-from resilient_train.app.build import assemble, train
-from resilient_train.app.config.compose import load
+from resilient_train.command.build import assemble, train
+from resilient_train.command.config.compose import load
 from resilient_train.core.state import RunState
-from resilient_train.ranks.world import World
-from resilient_train.record.incident_log import IncidentLog
-from resilient_train.trees import sha256, state_sha256
+from resilient_train.durable.incident_log import IncidentLog
+from resilient_train.durable.trees import sha256, state_sha256
+from resilient_train.loop.reporter import Place
+from resilient_train.processes.world import World
 
 STEPS, CAPTURED_AT = 28, 17
 

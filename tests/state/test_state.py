@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import nn
 
-from resilient_train.adapters.hooks import snapshots_in_words
 from resilient_train.core.mark import Marks
 from resilient_train.core.ring import Ring
 from resilient_train.core.state import Clock, RunState
 from resilient_train.core.tree import leaves, put_together, taken_apart
 from resilient_train.core.vitals import versions
-from resilient_train.reader import MemoryConfig
-from resilient_train.trees import nbytes, sha256, state_sha256
-from resilient_train.trials import travelled
-from resilient_train.watch.examination import _all_finite
+from resilient_train.durable.trees import nbytes, sha256, state_sha256
+from resilient_train.extensions.scans.examination import _all_finite
+from resilient_train.extensions.trials import travelled
+from resilient_train.ground.reader import MemoryConfig
+from resilient_train.loop.hooks import snapshots_in_words
 
 CPU = torch.device("cpu")
 

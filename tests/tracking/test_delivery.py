@@ -25,15 +25,15 @@ from fork_server import ENVIRONMENT
 from postgres import postgres, programs
 from stories import incident
 
-from resilient_train.app import sync
-from resilient_train.errors import TrainError
-from resilient_train.ranks.lock import DirectoryLock
-from resilient_train.record.incident_log import IncidentLog
-from resilient_train.record.journal import BEGAN, METRICS, OUTBOX, Outbox, entries
-from resilient_train.tracking.connection import MLFLOW_JSON, UploadCursor, locate
-from resilient_train.tracking.story import read_story
-from resilient_train.tracking.tracker import OutboxTracker, TrackingConfig, build
-from resilient_train.tracking.uploader import Uploader
+from resilient_train.command import sync
+from resilient_train.durable.incident_log import IncidentLog
+from resilient_train.durable.journal import BEGAN, METRICS, OUTBOX, Outbox, entries
+from resilient_train.durable.lock import DirectoryLock
+from resilient_train.ground.errors import TrainError
+from resilient_train.report.connection import MLFLOW_JSON, UploadCursor, locate
+from resilient_train.report.story import read_story
+from resilient_train.report.tracker import OutboxTracker, TrackingConfig, build
+from resilient_train.report.uploader import Uploader
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -293,7 +293,7 @@ LIVE = """
 import sys, time
 from pathlib import Path
 sys.path[:0] = [sys.argv[4], sys.argv[4] + "/tracking"]
-from resilient_train.tracking.tracker import TrackingConfig, build
+from resilient_train.report.tracker import TrackingConfig, build
 from test_delivery import met, IncidentLog
 
 run_dir, address, experiment = Path(sys.argv[1]), sys.argv[2], sys.argv[3]

@@ -14,14 +14,25 @@ import golden
 import pytest
 from stories import BAD_ROW, BEGAN_MS, CLIMBED, PASSED, ROOT, free_text, incident
 
-from resilient_train.app import incidents, status
+from resilient_train.command import incidents, status
 from resilient_train.core.knobs import Knobs
-from resilient_train.ranks.lock import LOCK, DirectoryLock
-from resilient_train.record.incident_log import IncidentLog
-from resilient_train.tracking.story import read_story
-from resilient_train.tracking.uploader import note, report
-from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal, Tried
-from resilient_train.wording import describe, tags
+from resilient_train.durable.incident_log import IncidentLog
+from resilient_train.durable.lock import LOCK, DirectoryLock
+from resilient_train.ground.types import (
+    Action,
+    Anomaly,
+    Cause,
+    Culprit,
+    Decision,
+    Diagnosis,
+    Incident,
+    Outcome,
+    Signal,
+    Tried,
+)
+from resilient_train.ground.wording import describe, tags
+from resilient_train.report.story import read_story
+from resilient_train.report.uploader import note, report
 
 HALF = Action("lower_lr", {"factor": 0.5, "rewarm": 20})
 LOG = Culprit("forward", "log", "", "/home/u/loss.py", 7, ({"dtype": "float32", "shape": [8], "min": -0.5},))

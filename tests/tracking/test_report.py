@@ -15,10 +15,10 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from stories import BAD_ROW, CLIMBED, PASSED, ROOT, RUN, free_text, incident, story
 
-from resilient_train.tracking.story import Checkpoint, Story, open_advice, read_story, review
-from resilient_train.tracking.uploader import note, report, text
-from resilient_train.types import Cause, Culprit, Decision, Diagnosis, Incident, Outcome, fact
-from resilient_train.wording import say
+from resilient_train.ground.types import Cause, Culprit, Decision, Diagnosis, Incident, Outcome, fact
+from resilient_train.ground.wording import say
+from resilient_train.report.story import Checkpoint, Story, open_advice, read_story, review
+from resilient_train.report.uploader import note, report, text
 
 LIMIT = 8_000  # characters of a tag in MLflow
 HOSTILE = "a|b`c`\n# <script>alert(1)</script> [x](http://evil) ![y](z) **b** __init__ ~~s~~ :smile: @me &amp; \\| $x$"

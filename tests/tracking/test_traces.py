@@ -16,11 +16,11 @@ import pytest
 from flaky_mlflow import free_port
 from stories import free_text
 
-from resilient_train.record.run_history import Chapter
-from resilient_train.tracking import uploader as traces
-from resilient_train.tracking.connection import ENVIRONMENT
-from resilient_train.tracking.uploader import trace_id_of
-from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
+from resilient_train.durable.run_history import Chapter
+from resilient_train.ground.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
+from resilient_train.report import uploader as traces
+from resilient_train.report.connection import ENVIRONMENT
+from resilient_train.report.uploader import trace_id_of
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from flaky_mlflow import free_port
 
-from resilient_train.errors import ConfigError
-from resilient_train.record.journal import BEGAN, METRICS, OUTBOX, Outbox, entries
-from resilient_train.tracking import tracker as tracking
-from resilient_train.tracking.connection import UploadCursor, locate, url
-from resilient_train.tracking.story import command, ui_command
-from resilient_train.tracking.tracker import TrackingConfig, build
-from resilient_train.tracking.uploader import Uploader
+from resilient_train.durable.journal import BEGAN, METRICS, OUTBOX, Outbox, entries
+from resilient_train.ground.errors import ConfigError
+from resilient_train.report import tracker as tracking
+from resilient_train.report.connection import UploadCursor, locate, url
+from resilient_train.report.story import command, ui_command
+from resilient_train.report.tracker import TrackingConfig, build
+from resilient_train.report.uploader import Uploader
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

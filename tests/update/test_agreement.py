@@ -15,20 +15,20 @@ from group import launch, together
 from guarded import drill_of, often, trained
 from kills import checkpoints, incidents, summary
 
-from resilient_train.adapters.guard import Guard
 from resilient_train.core.gate import Agreement
 from resilient_train.core.loss import Every
 from resilient_train.core.mark import Mark
 from resilient_train.core.transaction import Transaction, Update
 from resilient_train.core.updater import Attempt
-from resilient_train.drills import BitFlip
-from resilient_train.errors import RanksDiffer
-from resilient_train.ranks.world import odd_ones
-from resilient_train.trees import weights_sha256
-from resilient_train.types import Vitals
-from resilient_train.watch.config import named
-from resilient_train.watch.layout import digest
-from resilient_train.watch.scans import Replicas
+from resilient_train.durable.trees import weights_sha256
+from resilient_train.extensions.checks.config import named
+from resilient_train.extensions.drills import BitFlip
+from resilient_train.extensions.scans.layout import digest
+from resilient_train.extensions.scans.scans import Replicas
+from resilient_train.ground.errors import RanksDiffer
+from resilient_train.ground.types import Vitals
+from resilient_train.loop.guard import Guard
+from resilient_train.processes.world import odd_ones
 
 CPU = torch.device("cpu")
 INF, NAN = math.inf, math.nan

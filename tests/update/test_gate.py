@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from resilient_train.core.gate import DeviceGate, HostGate
-from resilient_train.types import NO_LIMIT
+from resilient_train.ground.types import NO_LIMIT
 
 FUSED: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda weights: torch.optim.SGD(weights, lr=0.1, fused=True),

@@ -13,17 +13,17 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiplicativeLR, OneCycleLR, SequentialLR, StepLR
 
-from resilient_train.adapters.hooks import TrainersClipper
-from resilient_train.app.build import parameter_groups
+from resilient_train.command.build import parameter_groups
 from resilient_train.core.clip import Clipper, clip, norm_limit
 from resilient_train.core.mark import Marks
 from resilient_train.core.state import optimizer_tree, restore_optimizer
 from resilient_train.core.updater import Attempt, Updater
-from resilient_train.errors import TrainError
-from resilient_train.reader import ClipConfig
-from resilient_train.run_process import to_a_hundredth
-from resilient_train.update.lasting import built_state, clip_to_share, forget_moments
-from resilient_train.update.schedule import CurveSchedule, LoopSchedule, ShadowSchedule, constant, cosine, linear
+from resilient_train.extensions.lasting import built_state, clip_to_share, forget_moments
+from resilient_train.ground.errors import TrainError
+from resilient_train.ground.reader import ClipConfig
+from resilient_train.loop.hooks import TrainersClipper
+from resilient_train.loop.run_process import to_a_hundredth
+from resilient_train.loop.schedule import CurveSchedule, LoopSchedule, ShadowSchedule, constant, cosine, linear
 
 CPU = torch.device("cpu")
 

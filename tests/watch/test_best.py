@@ -16,10 +16,10 @@ from torch.nn.functional import cross_entropy
 
 from resilient_train import Guard
 from resilient_train.core.loss import Jump, Level
-from resilient_train.types import NO_LIMIT, Vitals
-from resilient_train.watch.best import BLOCK, BestLevel, Probe, Rise
-from resilient_train.watch.config import named
-from resilient_train.watch.rate import Panel
+from resilient_train.extensions.checks.best import BLOCK, BestLevel, Probe, Rise
+from resilient_train.extensions.checks.config import named
+from resilient_train.extensions.checks.rate import Panel
+from resilient_train.ground.types import NO_LIMIT, Vitals
 
 JUMP = named("default").jump
 

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from torch import nn
 from torch.utils.data import DataLoader
 
-from resilient_train import files
+from resilient_train.ground import files
 from resilient_train.zoo.data import digits, python_source, synthetic
 from resilient_train.zoo.hf import hf_causal_lm, hf_dataset
 from resilient_train.zoo.models import GPT, ResNet

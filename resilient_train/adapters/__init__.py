@@ -1,1 +1,0 @@
-"""What fits the engine into somebody's training loop: their arguments, their directory, their report."""

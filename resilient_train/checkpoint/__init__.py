@@ -1,1 +1,0 @@
-"""The disk: weights that anyone can load."""

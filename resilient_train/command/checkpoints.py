@@ -1,0 +1,89 @@
+"""`resilient-train checkpoints RUN_DIR`: read all of every checkpoint to verify it, or export the newest."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from resilient_train.command import no_run, parser_of
+from resilient_train.command.terminal import print_line, print_table
+from resilient_train.durable.endings import CHECKPOINTS, is_run
+from resilient_train.durable.journal import JOURNAL
+from resilient_train.durable.run_history import history_of
+from resilient_train.durable.store import CANDIDATE, DEMOTED, VERIFIED, Damaged, Entry, Store, verify
+from resilient_train.extensions.best_weights import NotExportable, export_weights
+from resilient_train.ground.wording import duration
+
+_HELP = """\
+Lists the checkpoints of a run, the newest first, after reading all of each to verify it:
+  verified    verified good: the updates after it were healthy, too
+  candidate   written by a stop on request; a resume loads it and finishes verifying it
+  demoted     the trouble began before it: no resume loads it
+  damaged     differs from what was written: no resume loads it"""
+_EXIT_CODES = """0 if a run can resume or none was written, 1 if no checkpoint is usable, 2 if no run is there;
+of --weights: 1 if nothing was exported"""
+
+
+def main(words: list[str]) -> int:
+    parser = parser_of("checkpoints", _HELP, _EXIT_CODES, json="")
+    file = "export the weights of the newest verified checkpoint to a new safetensors file"
+    parser.add_argument("--weights", type=Path, metavar="FILE", help=file)
+    given = parser.parse_args(words)
+    run_dir: Path = given.run_dir
+    if not (is_run(run_dir) or (run_dir / JOURNAL).exists() or (run_dir / CHECKPOINTS).is_dir()):
+        return no_run(run_dir)
+    return _export(run_dir, given.weights) if given.weights else _list(run_dir)
+
+
+def _list(run_dir: Path) -> int:
+    found: list[tuple[Entry, str, str]] = []  # kind and damage, after reading all of it
+    for entry in Store(run_dir).entries():
+        damage = entry.damage
+        try:
+            verify(entry.path)
+        except Damaged as why:
+            damage = str(why)
+        if entry.path.exists() or entry.path.is_symlink():  # else a running process has removed it meanwhile
+            kind = "damaged" if damage or entry.manifest is None else entry.manifest.kind
+            found.append((entry, kind, damage))
+    resume, kind = next(((one.path.name, kind) for one, kind, _ in found if kind in (VERIFIED, CANDIDATE)), (None, ""))
+    are_demoted = bool(found) and all(kind == DEMOTED for _, kind, _ in found)
+    is_stuck = resume is None and not are_demoted and (bool(found) or history_of(run_dir).has_saved)
+    print_table([_row(*one) for one in found])
+    if resume is not None:
+        print_line(f"a resume would load {resume}{', and finish verifying it' if kind == CANDIDATE else ''}")
+    elif are_demoted:
+        print_line("a resume would begin at step 0 again: the trouble began before each of them")
+    elif is_stuck:
+        what = "none of them" if found else "none: those that were written are gone"
+        print_line(f"a resume would load {what}; run.resume=never starts a new run in a sibling directory")
+    else:
+        how = "checkpoint.disk.every, or disk= of a guard, sets how often they are written"
+        print_line(f"no checkpoints in {run_dir}: {how}")
+    return 1 if is_stuck else 0
+
+
+def _row(entry: Entry, kind: str, damage: str) -> list[str]:
+    if (manifest := entry.manifest) is None:
+        return [entry.path.name, kind, "", "", "", damage]
+    size = sum(one.size for one in manifest.files.values()) / 1e6
+    age = f"{duration(max(0.0, time.time() - manifest.at / 1000))} old"
+    return [entry.path.name, kind, f"step {manifest.step:,}", f"{size:,.2f} MB", age, damage]
+
+
+def _export(run_dir: Path, to: Path) -> int:
+    """Export the newest verified checkpoint without damage; a candidate only if none is verified."""
+    for entry in sorted(Store(run_dir).usable(), key=lambda one: one.kind != VERIFIED):
+        try:
+            manifest = export_weights(entry.path, to)
+        except Damaged as damage:
+            print(f"{entry.path.name}: {damage}", file=sys.stderr)
+        except NotExportable as reason:
+            print(reason, file=sys.stderr)
+            return 1
+        else:
+            print(f"step {manifest.step:,}{' (not verified yet)' if entry.kind == CANDIDATE else ''} is in {to}")
+            return 0
+    print("nothing was exported: no checkpoint is usable", file=sys.stderr)
+    return 1

@@ -1,0 +1,140 @@
+"""The command line, answered with Hydra: one run (or a sweep of them), one exit code."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import re
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import redirect_stdout, suppress
+from pathlib import Path
+from typing import Any
+
+import hydra
+import yaml
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from resilient_train.command.config import CONF
+from resilient_train.command.config.compose import VERSION_BASE, composed, explained, parse, values_of
+from resilient_train.command.terminal import survive_hangup
+from resilient_train.durable.endings import note_refusal
+from resilient_train.ground.errors import ConfigError, Stopped, TrainError, unusable
+from resilient_train.ground.files import commit_text, read_yaml
+from resilient_train.ground.reader import find_in_working_directory
+from resilient_train.ground.secrets import learn, masked, masked_tree
+from resilient_train.processes.launch import launched_rank
+from resilient_train.processes.process_exit import code_for_agent
+
+_LAST_WORD_S = 2.0  # seconds that other ranks wait for rank 0's report
+
+_codes: list[int] = []  # of the runs of this process: Hydra does not return them
+_main_process: int | None = None  # a launcher of Hydra's may run jobs in other processes
+
+
+class _JobEnded(TrainError):
+    """A job of a sweep failed in a process of its own: Hydra only passes an exception back to the main process."""
+
+    def __init__(self, job: str, code: int) -> None:
+        super().__init__(job, code)  # what it is unpickled from
+        self.job, self.exit_code = job, code
+
+    def __str__(self) -> str:
+        return f"{self.job} of the sweep ended with {self.exit_code}: its own output says why"
+
+
+def main() -> None:
+    """Train as the command line says; for a mistake that a person can correct, print one line and no traceback."""
+    words = sys.argv[1:]
+    find_in_working_directory()
+    global _main_process
+    _main_process = os.getpid()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises its errors instead of printing them
+    learn(values_of(words))
+    _codes.clear()
+    code = 0
+    with survive_hangup():
+        try:
+            _answer(parse(words))
+        except Exception as error:
+            code = _complain(error, words)
+        except Stopped as error:  # before there was a run
+            code = error.exit_code
+        except KeyboardInterrupt:  # the run has reported its end; the remaining jobs of a sweep are dropped
+            code = 1
+    worst = max([code, *_codes])
+    if worst and "WORLD_SIZE" in os.environ:  # ends at once: gloo's threads would abort this process in a normal exit
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if launched_rank() > 0:
+            time.sleep(_LAST_WORD_S)  # the launcher ends all as soon as one has ended, and rank 0 reports for them
+        os._exit(code_for_agent(worst))
+    sys.exit(code_for_agent(worst))
+
+
+def _answer(given: argparse.Namespace) -> None:
+    sys.argv[1:] = given.words
+    if given.help or given.cfg or given.info or given.shell_completion:
+        with redirect_stdout(io.StringIO()) as printed, suppress(SystemExit):
+            _job()
+        print(masked(printed.getvalue()), end="")
+    else:
+        modes = [word for word in given.overrides if word.replace(" ", "").upper() == "HYDRA.MODE=MULTIRUN"]
+        if "WORLD_SIZE" in os.environ and (given.multirun or modes):
+            why = "a launcher's processes make one run; start the sweep, or each of its runs, without the launcher"
+            raise unusable(modes[0] if modes else "--multirun", why)
+        _job()
+
+
+@hydra.main(version_base=VERSION_BASE, config_path=str(CONF), config_name="config")
+def _job(raw: DictConfig) -> float | None:
+    """Train one run, or one of a sweep: if it fails, the others still run."""
+    hydra_config = HydraConfig.get()
+    given: Any = OmegaConf.to_container(hydra_config.overrides.task, resolve=False)  # reading one may fail
+    is_sweep = hydra_config.mode == RunMode.MULTIRUN
+    if is_sweep:
+        words = [re.sub(r"\\(.)", r"\1", word) for word in given]  # Hydra has quoted them
+        learn(values_of(words))
+        print(masked(f"job {hydra_config.job.num} of the sweep: {' '.join(words)}"), flush=True)
+        file = Path(hydra_config.sweep.dir) / "multirun.yaml"  # Hydra has written it with the secrets
+        tree = read_yaml(file)
+        if (hidden := masked_tree(tree)) != tree:
+            with suppress(OSError):
+                commit_text(file, yaml.safe_dump(hidden, sort_keys=False))
+    try:
+        sweep = Path(hydra_config.sweep.dir).name if is_sweep else None
+        made = composed(raw, hydra_config.runtime.choices, given=given, sweep=sweep)
+        # Here, as it imports torch, which takes seconds: help, completion and most mistakes need none.
+        from resilient_train.command.run import run
+
+        code, loss = run(made)
+    except Exception as error:
+        code, loss = _complain(error, given), None
+    _codes.append(code)
+    if code and os.getpid() != _main_process:
+        raise _JobEnded(f"job {hydra_config.job.num}", code)
+    if code == Stopped.exit_code and is_sweep:
+        raise Stopped("a request to stop also ends the remaining jobs of a sweep")
+    return loss  # what a sweeper minimises
+
+
+def _complain(error: Exception, overrides: Sequence[str] = ()) -> int:
+    """Print what is wrong, once on each host if it is the same for all launched processes; return the exit code."""
+    ended = explained(error, overrides)
+    # What rank 0 decided for all has no cause; any other error may be that of this rank alone, and it has no log yet.
+    is_own = not isinstance(ended, ConfigError) and (ended is not error or ended.__cause__ is not None)
+    if (rank := launched_rank()) == 0 or is_own or os.environ.get("LOCAL_RANK") == "0":
+        print(f"error{f' on rank {rank}' if rank else ''}: {masked(str(ended))}", file=sys.stderr)
+    if rank == 0:
+        settings = values_of(overrides)
+        name = settings.get("run.name")
+        directory = settings.get("run.dir") or (f"runs/{name}" if name else None)
+        if isinstance(ended, ConfigError) and ended.key == "run.dir":
+            directory = str(ended.value)
+        if ended.exit_code == 2 and directory and "WORLD_SIZE" in os.environ:
+            note_refusal(Path(directory), ended.exit_code, str(ended))  # the launcher hides the exit code
+    return ended.exit_code

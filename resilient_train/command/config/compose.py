@@ -1,0 +1,334 @@
+"""From a command line to a checked configuration, with a name and an identity; complaints of Hydra's in one line."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra._internal.utils import get_args_parser
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException, OverrideParseException
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
+
+from resilient_train import __version__
+from resilient_train.command import VERBS
+from resilient_train.command.config import CONF, Config
+from resilient_train.durable.endings import CONFIG
+from resilient_train.ground import reader
+from resilient_train.ground.errors import ConfigError, TrainError, in_one_line, text_of, unusable
+from resilient_train.ground.files import digest_of, read_yaml
+from resilient_train.ground.reader import no_such, similar
+from resilient_train.ground.secrets import learn, masked_tree
+
+VERSION_BASE = "1.3"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Hydra's own parser, which raises ConfigError instead of printing its usage, and answers --version for us."""
+
+    def __init__(self) -> None:
+        super().__init__(parents=[get_args_parser()], add_help=False)
+        for action in self._actions:
+            if isinstance(action, argparse._VersionAction):
+                action.version = f"resilient_train {__version__}, torch {version('torch')}"  # without importing torch
+
+    def error(self, message: str) -> NoReturn:
+        key, _, why = message.removeprefix("argument ").partition(": ")
+        raise unusable(key, why)
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Parse a command line. `words` of the result are as Hydra's main function accepts them: options come first."""
+    parser = _Parser()
+    given, unknown = parser.parse_known_intermixed_args(words)
+    if unknown:
+        word = unknown[0].partition("=")[0]
+        hint = similar(word, [one for action in parser._actions for one in action.option_strings]) or "."
+        raise unusable(word, f"no such option{hint} A setting has no dashes: key=value; --help shows every key")
+    options = []
+    for action in parser._actions:
+        value = getattr(given, action.dest, None)
+        if action.option_strings and value not in (None, False):
+            name = action.option_strings[0]
+            options.append(name if value is True else f"{name}={value}")
+    given.words = [*options, *given.overrides]
+    return given
+
+
+def composed_raw(overrides: Sequence[str]) -> DictConfig:
+    """Compose a configuration without a command line; it includes Hydra's own node."""
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(CONF), version_base=VERSION_BASE):
+            return compose("config", overrides=list(overrides), return_hydra_config=True)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, RecursionError, UnicodeDecodeError) as error:
+        raise explained(error, overrides) from error
+
+
+def explained(error: Exception, overrides: Sequence[str] = ()) -> TrainError:
+    """Turn an error of Hydra or OmegaConf into one line that names the key, the value and what is allowed."""
+    if isinstance(error, TrainError):
+        return error
+    if isinstance(error, yaml.YAMLError | RecursionError | UnicodeDecodeError):  # of levels without end, or no text
+        return unusable("configuration", f"a file cannot be read: {' '.join(text_of(error).split())}")
+    if not isinstance(error, HydraException | OmegaConfBaseException):
+        return TrainError(in_one_line(error))
+    text = text_of(error)
+    if isinstance(error, OverrideParseException):
+        if error.override.isidentifier():
+            return unusable(error.override, f"neither a verb nor key=value{similar(error.override, VERBS)}")
+        why = f"cannot be read ({text.splitlines()[0]}); quote special characters: 'key=\"a[b]\"'"
+        return unusable(error.override, why)
+    if isinstance(error, InterpolationResolutionError):
+        key = str(error.full_key)
+        return ConfigError(key, values_of(overrides).get(key, ...), f"cannot be resolved: {text.splitlines()[0]}")
+    no_option = r"Could not find '([^']+)'\s*(?:Available options in '[^']+':\s*(.*?))?(?:Config search path|$)"
+    if missing := re.search(no_option, text, re.DOTALL):
+        group, _, option = missing[1].rpartition("/")
+        return no_such("option", option, (missing[2] or "").split(), at=group or "config", value=option)
+    if override := re.search(r"Could not override '([^']+)'", text):
+        return _unknown_key(override[1].partition("@")[0], overrides)
+    return unusable("configuration", " ".join(text.split()))
+
+
+def values_of(overrides: Sequence[str]) -> dict[str, str]:
+    """Return the values that overrides give, by key."""
+    pairs = (one.lstrip("+~").partition("=") for one in overrides)
+    return {name.partition("@")[0]: value for name, equals, value in pairs if equals}
+
+
+def _unknown_key(key: str, overrides: Sequence[str]) -> ConfigError:
+    """Suggest what a misspelt key may mean, among the keys of the options that the command line chooses."""
+    chosen = [one for one in overrides if (CONF / one.partition("=")[0]).is_dir() and one.partition("=")[0] != key]
+    node, parent, value = DictConfig({}), "", values_of(overrides).get(key, ...)
+    with suppress(TrainError):  # without them only a hint is missing
+        node = composed_raw(chosen)
+    for name in key.split("."):
+        known, below = [str(one) for one in node if one != "hydra"], node.get(name)
+        if not parent:  # groups that have no node unless one of their options is chosen, such as experiment
+            known += sorted(one.name for one in CONF.iterdir() if one.is_dir() and one.name not in known)
+        if not isinstance(below, DictConfig):
+            break
+        node, parent = below, f"{parent}{name}."
+    if name in known:
+        return ConfigError(key, value, f"no such key; {parent}{name} has no keys of its own")
+    hint = f"+{key}=... adds an argument of its _target_" if parent and "_target_" in known else ""
+    return no_such("key", name, known, at=key, value=value, hint=hint)
+
+
+Node = Mapping[str, Any]
+
+_HYDRAS_OWN = {"_target_", "_partial_", "_recursive_", "_convert_", "_args_"}
+
+
+def parameters(target: Any) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a callable; of a built-in without a signature, that it takes any."""
+    try:
+        return inspect.signature(target).parameters
+    except (TypeError, ValueError):
+        return {"any": inspect.Parameter("any", inspect.Parameter.VAR_KEYWORD)}
+
+
+def check_target(key: str, node: Node, *, given: int = 0) -> Any:
+    """Import a node's target and check its keys against the signature; the caller passes `given` arguments itself."""
+    path = node.get("_target_")
+    target = reader.find(f"{key}._target_", path)
+    if not callable(target):
+        raise ConfigError(f"{key}._target_", path, f"is a {type(target).__name__}, not a class or function")
+    known = parameters(target)
+    of = target.__init__ if inspect.isclass(target) else target if inspect.isroutine(target) else type(target).__call__
+    hints = reader.hints(of)
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in known.values())
+    named = [one for one in known.values() if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
+    free = {one.name: one for one in named[given:] if one.kind is not one.POSITIONAL_ONLY}
+    for name, value in node.items():
+        if isinstance(value, Mapping) and "_target_" in value:
+            check_target(f"{key}.{name}", value)
+        elif name in free:
+            kind = hints.get(name, Any)
+            if value is not None or free[name].default is not None:  # `x: int = None` is a usual way to write it
+                reader.checked(f"{key}.{name}", value, kind, {"as_is": True})  # it is passed on as it is
+        elif name not in _HYDRAS_OWN and not takes_any:
+            takes = similar(name, free, f"it takes {', '.join(free) or 'no arguments'}")
+            raise ConfigError(f"{key}.{name}", value, f"{path} has no such argument{takes}")
+    missing = [name for name, one in free.items() if one.default is one.empty and name not in node]
+    if missing and not node.get("_partial_") and "_args_" not in node:
+        why = f"lacks the argument {' and '.join(missing)}: give it with +{key}.{missing[0]}=..."
+        raise ConfigError(f"{key}._target_", path, why)
+    return target
+
+
+def build(key: str, node: Node, *given: Any) -> Any:
+    """Call a node's target with `given` and its keys; lists and dicts are passed as plain ones."""
+    check_target(key, node, given=len(given))
+    try:
+        built = instantiate(OmegaConf.create(dict(node)), *given, _convert_="all")
+    except Exception as error:
+        cause = error.__cause__ or error
+        # torch repeats the value that it refuses: `Invalid learning rate: -0.001`.
+        words = [word.strip("()[],.") for word in str(cause).split()] if isinstance(cause, ValueError) else []
+        blamed = [name for name, value in node.items() if _is_said(value, words)]
+        if len(blamed) == 1:
+            why = f"{node['_target_']} failed with {in_one_line(cause)}"
+            raise ConfigError(f"{key}.{blamed[0]}", node[blamed[0]], why) from cause
+        raise ConfigError(f"{key}._target_", node["_target_"], f"failed with {in_one_line(cause)}") from cause
+    if node.get("_partial_") and isinstance(built, partial):
+        # Hydra's own partial checks a policy at every call: 0.2 ms, twice a step, for the objective and the schedule.
+        return partial(built.func, *built.args, **built.keywords)
+    return built
+
+
+def _is_said(value: Any, words: Sequence[str]) -> bool:
+    """Say whether a number, or one in a list, is among the words."""
+    if isinstance(value, list):
+        return any(_is_said(one, words) for one in value)
+    return type(value) in (int, float) and str(value) in words  # True is an int as well
+
+
+def wrong_kind(key: str, node: Node, thing: Any, expected: str) -> ConfigError:
+    return ConfigError(f"{key}._target_", node["_target_"], f"returned a {type(thing).__name__}; expected {expected}")
+
+
+# What makes it another run, next to the faults of a drill.
+_IDENTITY = ("model.", "data.", "objective.", "optimizer.", "schedule.", "run.seed")
+# What may not change when a run resumes.
+FIXED = ("model._target_", "data.train.", "data.shuffle", "optimizer._target_", "run.seed")
+
+_PLACE = ("run.name", "run.dir", "run.resume")  # where the run is
+_FEW = 3  # changes of a policy that are listed
+
+# Parameters for a tracker: what people compare runs by.
+_GROUPS = ("model", "data", "objective", "optimizer", "schedule", "recovery", "checks", "drill", "experiment")
+_ALWAYS = (
+    *("run.steps", "run.seed", "data.batch_size", "clip.max_norm", "model.", "optimizer.", "schedule."),
+    *("accelerate.gradient_accumulation_steps", "accelerate.mixed_precision"),
+)
+_NEVER = ("hydra.", "tracking.", *_PLACE)  # and how it is shown
+
+
+def other_run(changes: Mapping[str, str]) -> list[str]:
+    """Describe the changes that make it another run; more steps do not, nor a schedule with them."""
+    parts = (*_IDENTITY, "drill.", "accelerate.gradient_accumulation_steps", CONFIG)
+    same = [key for key, how in changes.items() if key.startswith("schedule.") and how == changes.get("run.steps")]
+    return [f"{key}: {how}" for key, how in changes.items() if key.startswith(parts) and key not in same]
+
+
+def describe_changes(changes: Mapping[str, str]) -> list[str]:
+    """Describe each change in a line; of a whole policy or set of checks, which has pages, only that it changed."""
+    lines = [f"{key}: {how}" for key, how in changes.items()]
+    for node, what in (("recovery", "another policy"), ("checks", "other checks")):
+        below = [line for line in lines if line.startswith(f"{node}.")]
+        if len(below) > _FEW:
+            lines = [line for line in lines if line not in below] + [f"{node}: {what}"]
+    return lines
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A checked configuration, and the same as it is written to config.yaml: without its secrets."""
+
+    config: Config
+    resolved: dict[str, Any]
+    params: dict[str, Any]  # for a tracker
+    sweep: str | None = None  # that this is a job of
+
+    def yaml(self, directory: Path) -> str:
+        """Return the text of the config.yaml of `directory`, which may differ from the configured one."""
+        run = {**self.resolved["run"], "name": directory.name, "dir": str(directory)}
+        return OmegaConf.to_yaml(OmegaConf.create({**self.resolved, "run": run}))
+
+    def changes(self, written: Path) -> dict[str, str]:
+        """Describe by key how these settings differ from a config.yaml, wherever the run is."""
+        tree = read_yaml(written)
+        if not isinstance(tree, dict):
+            return {written.name: "cannot be read"}
+        there, here = _settings(masked_tree(tree)), _settings(self.resolved)
+
+        def shown(settings: Mapping[str, Any], key: str) -> str:
+            value = settings.get(key, "absent")
+            return "null" if value is None else str(value)
+
+        keys = sorted(key for key in there.keys() | here.keys() if there.get(key) != here.get(key))
+        return {key: f"{shown(there, key)} there, {shown(here, key)} here" for key in keys}
+
+
+def composed(
+    raw: DictConfig, choices: Mapping[str, Any], *, given: Sequence[str] = (), sweep: str | None = None
+) -> Composed:
+    """Name the run, resolve interpolations, check types and limits; `given` are the overrides."""
+    swept = [*given] if sweep is not None else []
+    unresolved: Any = OmegaConf.to_container(raw, resolve=False)
+    raw = OmegaConf.create(unresolved)  # not read-only
+    if not isinstance(raw.data.train, Mapping):  # before other keys refer to its own
+        raise ConfigError("data.train", raw.data.train, "must be a mapping")
+    if raw.run.name is None:
+        words = []  # what a person recognises the run by; a custom model or data set is named after its target
+        for group, node in (("model", raw.model), ("data", raw.data.train)):
+            choice, target = str(choices.get(group, "custom")), node.get("_target_")
+            is_custom = choice == "custom" and target
+            words.append(re.sub(r"\W+", "_", str(target).rpartition(".")[2]) if is_custom else choice)
+        # Masked, as another token makes no other run; unresolved, as `steps: ${run.steps}` of a schedule makes none.
+        digest = digest_of([_identity(masked_tree(unresolved)), swept])[:6]
+        raw.run.name = "-".join([*words, str(choices.get("recovery", "custom")), digest])
+    elif swept:
+        raw.run.name = f"{raw.run.name}-{digest_of([swept])[:6]}"
+    if swept and "${run.name}" not in str(unresolved["run"]["dir"]):
+        raw.run.dir = f"{raw.run.dir}/{raw.run.name}"  # each job of a sweep has a directory of its own
+    try:
+        resolved: Any = OmegaConf.to_container(raw, resolve=True)
+    except OmegaConfBaseException as error:
+        raise explained(error, given) from error
+    learn(resolved)  # before errors name values of it
+    if missing := sorted(OmegaConf.missing_keys(OmegaConf.create(resolved))):
+        raise unusable(missing[0], f"has to be given: {missing[0]}=...")
+    config = reader.read(Config, resolved, "")
+    hidden = masked_tree(resolved)
+    return Composed(config, hidden, _compared(_flat(hidden), choices, given), sweep)
+
+
+def load(overrides: Sequence[str] = ()) -> Composed:
+    """Compose a configuration without a command line: for scripts, benchmarks and tests."""
+    raw = composed_raw(overrides)
+    ours = OmegaConf.masked_copy(raw, [str(key) for key in raw if key != "hydra"])
+    return composed(ours, raw.hydra.runtime.choices, given=overrides)
+
+
+def _identity(tree: Mapping[str, Any]) -> dict[str, Any]:
+    flat = _flat(tree)
+    parts = (*_IDENTITY, "drill.") if flat.get("drill.fault") or flat.get("drill.faults") else _IDENTITY
+    return {key: value for key, value in flat.items() if key.startswith(parts)}
+
+
+def _settings(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in _flat(tree).items() if key not in _PLACE}
+
+
+def _flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= _flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
+    return found
+
+
+def _compared(settings: Mapping[str, Any], choices: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Choose from `settings`, the leaves of a configuration. What a command line or a sweep gave is always included."""
+    chosen = {name: choices[name] for name in _GROUPS if choices.get(name) is not None}
+    given = [f"{key}." for key in values_of(overrides) if "." in key]
+    found = {}
+    for key, value in sorted(settings.items()):
+        is_given = not key.startswith(_NEVER) and f"{key}.".startswith(tuple(given))
+        if is_given or (key.startswith(_ALWAYS) and not key.endswith("._target_")):  # which the option implies
+            found[key] = value
+    return chosen | found

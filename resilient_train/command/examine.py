@@ -1,0 +1,95 @@
+"""`resilient-train examine RUN_DIR [overrides]`: one batch of a run under the microscope, at its newest verified state.
+
+Model, data and objective are those of the command line, as nothing that a run directory names is ever built.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from resilient_train.command import no_run, parser_of
+from resilient_train.durable.endings import CONFIG, SUMMARY, is_run, read_ending
+from resilient_train.durable.journal import plain
+from resilient_train.ground.errors import ConfigError, TrainError
+from resilient_train.ground.reader import find_in_working_directory
+from resilient_train.ground.wording import say
+
+_HELP = """\
+Runs forward and backward of one batch under the microscope, and changes nothing: what every layer puts out and which
+gradients arrive there, the first operation that makes a value that is not finite, inputs that are out of scale. It
+takes the final weights of a run that finished, else those of the newest verified checkpoint, and the run's mixed
+precision. Give the overrides of the run: no model or data is built from its directory."""
+_EXIT_CODES = "0 if loss and gradients are finite, 1 if not, 2 if RUN_DIR or the overrides do not fit"
+
+
+def main(words: list[str]) -> int:
+    parser = parser_of("examine", _HELP, _EXIT_CODES)
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="the overrides of the run's own command")
+    parser.add_argument("--rows", help="rows of the data set, such as 3,77; default: the first data.batch_size rows")
+    given = parser.parse_intermixed_args(words)
+    if not is_run(given.run_dir):
+        return no_run(given.run_dir)
+    find_in_working_directory()
+    try:
+        found = _examined(given)
+    except TrainError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if given.json:
+        in_words = plain(asdict(found))
+        if found.diagnosis is not None:
+            in_words["diagnosis"]["advice"] = say(found.diagnosis.advice)
+        print(json.dumps(in_words))
+    else:
+        print(found)
+    return 0 if found.is_healthy else 1
+
+
+def _examined(given: argparse.Namespace) -> Any:
+    # Here, as it imports torch, which takes seconds.
+    import torch
+
+    from resilient_train.command import build
+    from resilient_train.command.config import compose
+    from resilient_train.core.randomness import Purpose, mix, seed_all
+    from resilient_train.durable.store import VERIFIED, WEIGHTS, Store
+    from resilient_train.extensions import best_weights as weights
+    from resilient_train.extensions.diagnosis.examine import examine
+
+    run_dir: Path = given.run_dir
+    written = run_dir / CONFIG
+    if not written.is_file():
+        why = "has no config.yaml, as the run of a loop: use resilient_train.examine(model, objective, batch)"
+        raise ConfigError("RUN_DIR", run_dir, why)
+    composed = compose.load(given.overrides)
+    if changes := compose.other_run(composed.changes(written)):
+        why = f"is a run of another configuration ({'; '.join(changes[:3])}): give the overrides of its command"
+        raise ConfigError("RUN_DIR", run_dir, why)
+    config = composed.config
+    seed_all(mix(Purpose.INITIAL_WEIGHTS, config.run.seed), torch.device("cpu"))
+    objective = build.objective_of(config, torch.device("cpu"))
+    rows = compose.build("data.train", config.data.train)
+    model = build.model_of(config)
+    kept = (one.path for one in Store(run_dir).entries() if one.kind == VERIFIED)
+    done = (read_ending(run_dir, SUMMARY) or {}).get("status") == "completed"  # else its weights are of an earlier end
+    weights.load_into(model, run_dir if done and (run_dir / WEIGHTS).exists() else next(kept, run_dir), "RUN_DIR")
+    if given.rows:
+        try:
+            chosen = [rows[int(row)] for row in given.rows.split(",")]
+        except (IndexError, KeyError, ValueError, TypeError) as error:
+            raise ConfigError("--rows", given.rows, f"expected rows of the data set, such as 3,77 ({error})") from error
+    elif hasattr(rows, "__getitem__"):
+        chosen = [rows[row] for row in range(min(config.data.batch_size, len(rows)))]
+    else:
+        chosen = list(islice(rows, config.data.batch_size))
+    model.train()
+    batch = build.collate_of(config)(chosen)
+    mixed = config.accelerate.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no"
+    return examine(model, objective, batch, mixed_precision=mixed)

@@ -1,0 +1,497 @@
+"""One run, from its directory to its summary: everything around the loop."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import socket
+import subprocess
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from resilient_train import __version__
+from resilient_train.command.build import Run, assemble, train
+from resilient_train.command.config.compose import FIXED, Composed, describe_changes, other_run
+from resilient_train.command.terminal import Terminal
+from resilient_train.durable import endings, progress
+from resilient_train.durable.endings import CONFIG, SUMMARY, RunFacts, Summary, read_ending, status_of
+from resilient_train.durable.incident_log import IncidentLog
+from resilient_train.durable.journal import JOURNAL
+from resilient_train.durable.lock import LOCK, DirectoryLock
+from resilient_train.durable.progress import position_of
+from resilient_train.durable.resume import Resume
+from resilient_train.durable.run_history import history_of
+from resilient_train.durable.store import WEIGHTS
+from resilient_train.durable.trees import state_sha256, weights_sha256
+from resilient_train.extensions import best_weights as weights
+from resilient_train.extensions.diagnosis.frames import called_by_us, is_users
+from resilient_train.ground.errors import (
+    ConfigError,
+    DirectoryInUse,
+    GaveUp,
+    PeerEnded,
+    RanksDiffer,
+    Stopped,
+    TrainError,
+    in_one_line,
+)
+from resilient_train.ground.files import commit_text, is_left_over, read_plain, siblings, sweep, sync_directory
+from resilient_train.ground.secrets import masked, masked_tree
+from resilient_train.ground.types import Action, Anomaly, Decision, Signal, by_signal, fact
+from resilient_train.ground.wording import GOOD, IN_FILE_ONLY, WARNING, counted, log, say
+from resilient_train.loop.reporter import Place, finish_uploads, note_error, print_review, write_summary
+from resilient_train.processes.process_exit import StopRequests, has_lost_sibling
+from resilient_train.processes.watchdog import Hang, Phase, Watchdog
+from resilient_train.processes.world import World, is_lost_peer
+from resilient_train.report import tracker as tracking
+from resilient_train.report.connection import left_in
+from resilient_train.report.story import again, command, completed
+from resilient_train.report.tracker import Tracker
+
+_HOME = Path("runs")  # of MLflow's database, if no other store is configured
+_BEHIND_WATCHDOG_S = 60.0  # the watchdog reports a hang better than a collective that fails
+_ALERTS = {"gave_up": "gave_up", "failed": "error"}  # the events of notify.command, by the verdict
+_ALERTS |= dict.fromkeys(("unrecovered", "no_progress", "above_best"), "not_recovered")
+# Of a summary, if a resume fails.
+_KEPT = ("steps", "ticks", "steps_lost", "trial_updates", "first_loss", "final_loss", "eval")
+_ALERT_S = 30.0
+_LOADER = "torch/utils/data/dataloader.py"
+_FOR_OTHERS_S = 1.2  # seconds in which the watchdogs of other ranks look at their clocks, too
+
+Ending = tuple[int, float | None]  # exit code; loss of the evaluation if there was one, else of the training
+
+
+def run(composed: Composed) -> Ending:
+    """Train as configured, in a run directory. An error becomes one line, a summary and an exit code."""
+    config = composed.config
+    limits = (config.run.start_timeout, config.run.step_timeout, config.run.save_timeout)
+    limit = max(limits) + _BEHIND_WATCHDOG_S if all(limits) else 0.0
+    world = World.joined(config.accelerate, start_timeout=config.run.start_timeout, limit=limit)
+    terminal = Terminal(is_main=world.is_main)
+    locks: list[DirectoryLock] = []
+    try:
+        directory = world.on_main(lambda: claim(composed, locks))
+        if directory.finished is not None:
+            ending = _already_finished(directory, directory.finished, world)
+        else:
+            terminal.log_to(directory.log(world.rank))
+            _set_deterministic(config.run.deterministic)
+            session, error = _Session(composed, world, directory), None
+            with StopRequests(config.run.max_hours, is_in_loop=False) as requests:
+                try:
+                    session.train(requests)
+                except BaseException as caught:  # a SystemExit of user code does not end the run either
+                    error = caught
+                requests.is_in_loop = True  # the rest is short, and is finished in any case
+                ending = session.end(error, requests)
+        if ending[0] == 0:
+            world.leave()
+        return ending
+    finally:
+        terminal.close()
+        for lock in locks:
+            lock.release()
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    path: Path
+    resumes: bool = False  # a run that began there
+    finished: dict[str, Any] | None = None  # the summary of a run that is complete already, or gave up
+    changes: dict[str, str] = field(default_factory=dict)  # of the configuration since that run began, by key
+
+    @property
+    def config(self) -> Path:
+        return self.path / CONFIG
+
+    def log(self, rank: int) -> Path:
+        return self.path / ("train.log" if rank == 0 else f"train.rank{rank}.log")
+
+
+def claim(composed: Composed, locks: list[DirectoryLock]) -> RunDirectory:
+    """Lock the directory of a run, or the next sibling that is free if nothing is to be resumed; `locks` gets the lock.
+
+    A directory without any update is reused; if nothing is to be resumed, only if its start was refused. The restart of
+    a launch takes the directory of its first start.
+    """
+    path = Path(composed.config.run.dir).absolute()
+    resumes = composed.config.run.resume != "never"
+    for candidate in siblings(path):
+        try:
+            is_new, lock = _locked(candidate)
+        except DirectoryInUse:
+            if resumes:
+                raise
+            continue
+        summary = read_ending(candidate, SUMMARY) or {}
+        has_no_update = summary.get("ticks") == 0 and not (candidate / endings.CHECKPOINTS).exists()
+        was_refused = summary.get("status") == "failed" and summary.get("exit_code") == 2
+        is_free = is_new or (has_no_update and (was_refused or resumes))
+        if resumes or is_free or _was_launched_by_this(candidate):
+            locks.append(lock)
+            return _opened(composed, candidate, None if is_free else summary)
+        lock.release()
+    raise AssertionError("there is always another name")
+
+
+def _opened(composed: Composed, path: Path, summary: dict[str, Any] | None) -> RunDirectory:
+    """Open a directory that is locked, with the summary of the run there; None if there is none.
+
+    One that holds the complete run is returned with its summary, and so is one that gave up with the same
+    configuration: it would give up again. Any other run resumes.
+    """
+    settings, found = composed.config.run, RunDirectory(path)
+    if summary is not None:
+        changes, status = composed.changes(found.config), summary.get("status")
+        done, resume = summary.get("steps"), settings.resume
+        is_complete = isinstance(done, int) and done >= settings.steps and status == "completed"
+        is_finished = is_complete or (status == "gave_up" and not changes)
+        if is_finished and (resume == "auto" or (resume != "never" and masked(resume) in history_of(path).sources)):
+            if others := other_run(changes):
+                raise _refused(path, f"holds a finished run of another configuration ({'; '.join(others)})")
+            endings.begin(path, is_finished=True)
+            return RunDirectory(path, finished=summary, changes=changes)
+        found = RunDirectory(path, resumes=True, changes=changes)
+    if (launch := _launch()) is not None:  # so that its restarts are recognized, and can be waited for
+        commit_text(path / endings.LAUNCH, launch + "\n")
+    if not found.resumes:
+        commit_text(found.config, composed.yaml(path))
+        endings.begin(path, is_finished=False)
+    elif fixed := [f"{key}: {how}" for key, how in found.changes.items() if key.startswith(FIXED)]:
+        raise _refused(path, f"holds a run that cannot resume with another {'; '.join(fixed)}")
+    return found
+
+
+def _refused(path: Path, why: str) -> ConfigError:
+    return ConfigError("run.dir", path, f"{why}: choose another run.name")
+
+
+def _locked(path: Path) -> tuple[bool, DirectoryLock]:
+    """Lock a directory, which is made if needed; return whether it had no run, and the lock."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with suppress(OSError):  # so that a power cut does not lose the directory itself
+            sync_directory(path.parent)
+        is_new = not (path / CONFIG).exists()
+        names = sorted(one.name for one in path.iterdir()) if is_new else []
+        if unexpected := [name for name in names if name != LOCK and not is_left_over(name)]:
+            why = f"holds files that are not a run ({', '.join(unexpected[:3])}): choose another directory"
+            if JOURNAL in unexpected:
+                why = f"holds a run whose {CONFIG} is missing: put it back, or choose another directory"
+            raise ConfigError("run.dir", path, why)
+        lock = DirectoryLock(path)
+        sweep(path.resolve())
+        return is_new, lock
+    except OSError as error:
+        raise ConfigError("run.dir", path, f"cannot be written: {error.strerror or error}") from error
+
+
+def _launch() -> str | None:
+    """Name what all restarts of one launch share; None if nothing restarts this process."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        parent = os.getppid()
+        return f"agent {os.environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {parent}.{_began(parent)}"
+    return f"slurm {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else None
+
+
+def _began(process: int) -> str:
+    """Return when a process began, in ticks since the boot, as its number may be in use again; "" if it is gone."""
+    try:
+        return read_plain(Path("/proc", str(process), "stat")).rpartition(b")")[2].split()[19].decode()
+    except (OSError, IndexError):
+        return ""
+
+
+def _was_launched_by_this(run_dir: Path) -> bool:
+    """Say whether this process is a restart by the launcher that started the run there."""
+    restarts = [os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")]
+    if restarts == ["0", "0"]:
+        return False
+    try:
+        return read_plain(run_dir / endings.LAUNCH).decode(errors="replace").strip() == _launch()
+    except OSError:
+        return False
+
+
+@dataclass(eq=False)
+class _Session:
+    """A run from its start to its end: `end` reports what `train` has built until then."""
+
+    composed: Composed
+    world: World
+    directory: RunDirectory
+    tracker: Tracker = field(default_factory=Tracker)
+    incident_log: IncidentLog = field(default_factory=lambda: IncidentLog(None))
+    run: Run | None = None  # once it is resumed
+    started: float = field(default_factory=time.monotonic)
+
+    def train(self, requests: StopRequests) -> None:
+        composed, world, directory = self.composed, self.world, self.directory
+        config, settings = composed.config, composed.config.run
+        if world.is_main:
+            shown = composed.params, composed.sweep
+            self.tracker = tracking.build(config.tracking, directory.path, _HOME.absolute(), *shown)
+        log.info("resilient_train %s in %s", __version__, directory.path)
+        log.info("%s", world)
+        self.incident_log = IncidentLog(directory.path, writes=world.is_main)
+        resume = Resume(
+            None if settings.resume in ("auto", "never") else Path(settings.resume),
+            tuple(directory.changes),
+            fresh="run.resume=never",
+        )
+        watchdog = Watchdog(  # from before the first line of user code
+            {Phase.START: settings.start_timeout, Phase.STEP: settings.step_timeout, Phase.SAVE: settings.save_timeout},
+            *(requests, settings.grace),
+            lambda: self.run.guard.saving_since if self.run else None,
+            self._end_hung,
+        )
+        with watchdog:
+            home = Place(self.incident_log, tracker=self.tracker)
+            run = assemble(config, world, home, resume, requests.asked, watchdog.beat)
+            log.info("%s", run)
+            self._resume(run)
+            requests.is_in_loop = True
+            try:
+                train(run)
+                watchdog.beat(Phase.SAVE)
+                step, left = run.guard.clock.step, run.guard.leave()
+                if run.guard.stopped and left is None:  # the newest verified state may be on disk already
+                    step, left = world.on_main(run.guard.leave_newest)
+            finally:
+                run.close()
+            if run.guard.stopped:
+                stopped = f"stopped at step {run.guard.clock.step:,}, asked by {requests.by or 'another'}"
+                if left is None:
+                    raise TrainError(f"{stopped}: no state could be written, the run begins again at step {step:,}")
+                raise Stopped(f"{stopped}: the state is in {left}")
+            tensors = weights.gathered(run.bare_model, keep=world.is_main)
+            if world.is_main:
+                path = directory.path / WEIGHTS
+                try:
+                    weights.save(tensors, path)
+                except OSError as error:
+                    why = "free some space; the same command resumes from the newest checkpoint, if there is one"
+                    raise TrainError(f"{path} cannot be written ({error.strerror or error}): {why}") from error
+
+    def _resume(self, run: Run) -> None:
+        """Resume the run of the directory. A changed configuration is written only now."""
+        directory, is_main = self.directory, self.world.is_main
+        for line in describe_changes(directory.changes):
+            log.info("changed: %s", line)
+        resumed = run.guard.resume()
+        self.run = run  # before the files of the previous process are replaced, as that may fail
+        if resumed:
+            log.info("resumes from step %d", run.guard.clock.step)
+        elif directory.resumes and is_main and not self.incident_log.run_history.has_saved:
+            log.info("the run there had no checkpoint yet: it begins at step 0 again")
+        if directory.resumes and is_main:
+            endings.begin(directory.path, is_finished=False)
+            if directory.changes:
+                commit_text(directory.config, self.composed.yaml(directory.path))
+
+    def _end_hung(self, hang: Hang) -> int:
+        """Log where the run hangs, save what can be saved, and return the exit code. The watchdog's thread calls it."""
+        world, directory, run = self.world, self.directory, self.run
+        place, is_theirs = _place_of(hang)
+        evidence = fact("hangs", phase=str(hang.phase), seconds=hang.seconds, where=place, asked=hang.stop_asked)
+        # Rank 0 reports for the ranks that only wait for another; a rank that hangs in user code reports itself.
+        level = logging.ERROR if world.is_main or is_theirs else logging.INFO
+        log.log(level, "%s: the process ends; all stacks are in %s", say(evidence), directory.log(world.rank))
+        log.info("%s", hang.stacks, extra=IN_FILE_ONLY)
+        code = 1
+        if not hang.stop_asked:
+            mine = progress.Hung(world.rank, evidence, is_theirs)
+            if world.size > 1 and world.is_main:
+                noted = progress.gather_hung(directory.path, mine, world.size, _FOR_OTHERS_S)
+                if (found := progress.who_hung(noted, world.size)) != evidence:
+                    log.error("%s", say(found, "; "))
+                evidence = found
+            elif world.size > 1:
+                with suppress(OSError):  # this host may not have the directory
+                    progress.leave(directory.path, mine)
+                time.sleep(_FOR_OTHERS_S)  # rank 0 would only see that this process ended
+            if run is not None:
+                run.guard.hung(evidence, in_update=hang.phase is Phase.STEP)
+            else:  # it hangs before it has resumed: the file `progress` still is the previous process's
+                last = position_of(directory.path)
+                anomaly = Anomaly(Signal.HANG, last.step + 1, last.tick, last.step, evidence)
+                self.incident_log.report(anomaly, by_signal(anomaly), Decision((Action("end"),)))
+        else:
+            why = self._failure_elsewhere(Stopped())  # reads files, so not before the stacks are logged
+            if why:
+                log.error("error: %s", why)
+                evidence = fact("text", text=why)
+            code = 75 if self._save_newest() and why is None else 1  # 75: the same command resumes
+            if run is not None and why != "":
+                run.guard.ended()
+        if world.is_main:
+            message = say(evidence, "; ")
+            summary = self._summary(Stopped(message) if code == Stopped.exit_code else TrainError(message))
+            write_summary(summary, directory.path)
+            if code != 75:
+                self._alert("hang", summary)
+        return code
+
+    def _save_newest(self) -> bool:
+        """Let rank 0 write the newest verified state without waiting for the loop; False if that failed."""
+        if not self.world.is_main:
+            time.sleep(_FOR_OTHERS_S)  # rank 0 would fail when it loses this one
+        if self.run is None or not self.world.is_main or not self.run.guard.clock.step:
+            return True
+        step, path = self.run.guard.leave_newest()
+        if path is None:
+            log.error("no newer state could be written: the run begins again at step %s", f"{step:,}")
+        else:
+            onward = again(self.directory.path)
+            log.info("the state of step %s is in %s: %s from there", f"{step:,}", path, onward)
+        return path is not None
+
+    def end(self, error: BaseException | None, requests: StopRequests) -> Ending:
+        directory, run, is_main = self.directory, self.run, self.world.is_main
+        why = self._failure_elsewhere(error)
+        if why is not None:
+            ended = PeerEnded(why or "another process of this run ended; its error is in its train.rank*.log")
+            ended.__cause__, error = error, ended
+        elif not is_main and error is not None:
+            note_error(directory.path, self.world.rank, error, in_training=run is not None)
+        if run is not None and why != "":  # else the journal still is the previous process's
+            run.guard.ended()
+        self.incident_log.close_files()
+        summary = self._summary(error)
+        if summary.weights_sha256 is not None:  # each rank logs its own
+            log.info("weights_sha256 %s", summary.weights_sha256, extra=IN_FILE_ONLY)
+        if error is None:
+            log.info("%s", completed(summary), extra=GOOD)
+        else:
+            _print_error(error, directory, self.world)
+        if is_main:
+            if run is not None or not (directory.resumes and isinstance(error, ConfigError)):
+                write_summary(summary, directory.path)  # before the uploads, which take time
+            elif "WORLD_SIZE" in os.environ:  # the run is unchanged, but a launcher hides the exit code
+                endings.note_refusal(directory.path, error.exit_code, str(error))
+            if (event := _ALERTS.get(summary.verdict or "")) and not isinstance(error, ConfigError):
+                self._alert(event, summary)
+            has_ticks = run is not None and summary.ticks > 0
+            # A start that fails is shown like any other end; a wrong configuration, and what a person ended, is not.
+            if has_ticks or (error is not None and not isinstance(error, ConfigError | KeyboardInterrupt | Stopped)):
+                if has_ticks:
+                    print_review(directory.path, self.incident_log.run_history)
+                requests.may_interrupt = True
+                try:
+                    finish_uploads(self.tracker, summary, directory.path)
+                finally:
+                    requests.may_interrupt = False
+        if isinstance(error, KeyboardInterrupt):
+            raise error
+        return _ending_of(asdict(summary))
+
+    def _alert(self, event: str, summary: Summary) -> None:
+        """Run the user's command, if there is one, with a line of JSON on its input. A failure is only a warning."""
+        if not (words := self.composed.config.notify.command):
+            return
+        message = summary.why or f"completed, with the verdict {summary.verdict}"
+        about = {"event": event, "message": message, "run_dir": str(self.directory.path), "host": platform.node()}
+        for name in ("status", "exit_code", "steps", "final_loss", "incidents", "mlflow"):
+            about[name] = getattr(summary, name)
+        line = f"{json.dumps(masked_tree(about))}\n"
+        try:
+            done = subprocess.run(
+                words, input=line, text=True, errors="replace", capture_output=True, timeout=_ALERT_S, check=False
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            log.warning("notify.command could not be run: %s", in_one_line(error))
+            return
+        if done.returncode:
+            said = (done.stderr.strip() or done.stdout.strip()).splitlines()
+            log.warning("notify.command exited with %d%s", done.returncode, f": {said[-1]}" if said else "")
+
+    def _summary(self, error: BaseException | None) -> Summary:
+        seconds = time.monotonic() - self.started
+        if self.run is None:  # no update was made: the counts are those of the previous process
+            last, before = position_of(self.directory.path), read_ending(self.directory.path, SUMMARY)
+            counts: dict[str, Any] = {"steps": last.step, "ticks": last.tick}
+            counts |= {name: value for name, value in (before or {}).items() if name in _KEPT}
+            counts |= status_of(RunFacts(error=error)).written()
+            return Summary(incidents=self.incident_log.tally(), seconds=round(seconds, 3), **counts)
+        state = self.run.guard.state
+        digests = (weights_sha256(state), state_sha256(state)) if error is None else None
+        return self.run.guard.reporter.summary(RunFacts(error=error, is_closed=True), seconds, digests)
+
+    def _failure_elsewhere(self, error: BaseException | None) -> str | None:
+        """Return why another rank failed, which ends this one, or "" if it did not say; None if none has."""
+        failure = endings.failure(self.directory.path)
+        if isinstance(error, Stopped):  # by a launcher since another failed, or by a person or a scheduler
+            has_agreed = self.run is not None and self.run.guard.stopped
+            has_failed = not has_agreed and bool(failure or has_lost_sibling())
+        else:
+            has_failed = error is not None and is_lost_peer(error)
+        return failure if has_failed and self.world.size > 1 else None
+
+
+def _place_of(hang: Hang) -> tuple[str, bool]:
+    """Return the line where the main thread hangs, and whether it is in the user's code."""
+    for frame in reversed(called_by_us(hang.frames)):
+        if is_users(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}", True
+    for frame in hang.frames:  # user code may run in a worker of the data loader
+        if frame.f_code.co_filename.endswith(_LOADER) and getattr(frame.f_locals.get("self"), "_workers", None):
+            return "no line of yours: it waits for a batch from the workers of the data loader", False
+    return "no line of yours", False
+
+
+def _already_finished(directory: RunDirectory, summary: dict[str, Any], world: World) -> Ending:
+    if summary["status"] == "gave_up":
+        level = logging.ERROR if world.is_main else logging.INFO
+        log.log(level, "%s gave up: the end of its train.log says why", directory.path)
+    else:
+        log.info("%s is complete: %s", directory.path, counted(summary["steps"], "step"))
+    for line in describe_changes(directory.changes):
+        log.info("differs from this command: %s", line)
+    if world.is_main:
+        print_review(directory.path)
+        if left := left_in(directory.path):
+            how = command("sync", directory.path)
+            log.warning("MLflow lacks %s of it; to upload them:\n  %s", counted(left, "entry"), how)
+    return _ending_of(summary)
+
+
+def _ending_of(summary: Mapping[str, Any]) -> Ending:
+    evaluated = summary.get("eval") or {}
+    return summary["exit_code"], None if summary["exit_code"] else evaluated.get("loss", summary.get("final_loss"))
+
+
+def _print_error(error: BaseException, directory: RunDirectory, world: World) -> None:
+    """Print one line on the terminal; a traceback goes to the log file."""
+    if isinstance(error, GaveUp):  # the guard has printed it
+        return
+    if isinstance(error, Stopped):
+        log.info("%s; %s", error, again(directory.path), extra=WARNING)
+    elif isinstance(error, TrainError):
+        # Every rank finds the same mistake in a configuration, and the same differences; rank 0 reports for all.
+        is_of_all = isinstance(error, ConfigError | RanksDiffer | PeerEnded)
+        level = logging.ERROR if world.is_main or not is_of_all else logging.INFO
+        log.log(level, "error: %s", error, exc_info=error.__cause__)
+    elif isinstance(error, KeyboardInterrupt):
+        log.error("interrupted: %s from the newest checkpoint", again(directory.path))
+    else:
+        where = f" on rank {world.rank}" if world.size > 1 else ""
+        file = directory.log(world.rank)
+        log.error("error%s: %s; the traceback is in %s", where, in_one_line(error), file, exc_info=error)
+
+
+def _set_deterministic(enabled: bool) -> None:
+    """Make torch use deterministic operations; it warns of each operation that has no deterministic form."""
+    import torch
+
+    if torch.are_deterministic_algorithms_enabled() != enabled:  # the call imports torch's compiler: a second
+        torch.use_deterministic_algorithms(enabled, warn_only=True)
+    torch.backends.cudnn.deterministic = enabled
+    if enabled:
+        torch.backends.cudnn.benchmark = False
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, at the first matrix product

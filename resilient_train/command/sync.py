@@ -1,0 +1,140 @@
+"""`resilient-train sync RUN_DIR`: upload to MLflow what it lacks. A tracked run starts such a process itself."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from functools import cache
+from pathlib import Path
+from select import select
+from urllib.parse import urlsplit
+
+from resilient_train.command import no_run, parser_of
+from resilient_train.durable.endings import at_work, is_run
+from resilient_train.durable.journal import OUTBOX
+from resilient_train.ground.errors import TrainError
+from resilient_train.ground.secrets import masked
+from resilient_train.report.connection import UploadCursor, database_of, lacking, locate, root_cause
+from resilient_train.report.tracker import EXPERIMENT
+from resilient_train.report.uploader import Uploader
+
+_HELP = """\
+Uploads to MLflow what could not be uploaded during the run. Nothing is uploaded twice.
+The address that was used last is used unless another is given. If it holds a token or a password, which is not
+written down, give it again by --uri or MLFLOW_TRACKING_URI, or use MLflow's own variables for them. Those, and
+~/.mlflow/credentials, are sent to no address that only the directory names: give it by --uri."""
+
+_EVERY_S = 1.5  # between uploads while a run lasts
+_RETRY_AT_MOST_S = 30.0
+_MOST_FAILURES = 3  # in a row, at the end
+
+
+def main(words: list[str]) -> int:
+    parser = parser_of("sync", _HELP, "0 if MLflow has everything, 1 if not, 2 if the store is unknown", json="")
+    parser.add_argument("--uri", "--tracking-uri", help="another tracking store: sqlite:///file.db, http://host:5000")
+    parser.add_argument("--experiment", help="another experiment for the run")
+    parser.add_argument("--follow", action="store_true", help="continue to upload until the run has ended")
+    parser.add_argument("--attached", action="store_true", help=argparse.SUPPRESS)  # to a run that started it
+    given = parser.parse_args(words)
+    run_dir, parent = given.run_dir.absolute(), os.getppid()
+
+    @cache  # each line once
+    def say(line: str) -> None:
+        with suppress(OSError):  # the run that reads it was killed
+            print(line, file=sys.stdout if given.attached else sys.stderr, flush=True)
+
+    if not ((run_dir / OUTBOX).exists() or is_run(run_dir)):
+        return no_run(given.run_dir)
+    cursor = UploadCursor(run_dir)
+    try:
+        # A run passes the address with its secrets, which it may mask in other ways than this process.
+        uri = os.environ["MLFLOW_TRACKING_URI"] if given.attached else _address(run_dir, given.uri, cursor)
+    except TrainError as error:
+        say(f"{given.run_dir}: {error}")
+        return 2
+
+    def has_ended(pause_s: float) -> bool:
+        if given.attached:  # a line on the standard input says that the run has ended
+            return bool(select([sys.stdin], [], [], pause_s)[0]) or os.getppid() != parent
+        time.sleep(pause_s)
+        return not given.follow or at_work(run_dir) is None
+
+    if given.attached:
+        # Requests to stop go to all processes of a run, which still has something to upload then.
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+    with closing(Uploader(run_dir, uri, given.experiment or cursor.get("experiment") or EXPERIMENT, say)) as uploader:
+        trouble = _upload(uploader, has_ended, say)
+    if given.attached and trouble is not None:
+        say(trouble)
+    elif trouble is not None:
+        say(f"{run_dir}: MLflow did not get everything: {lacking(run_dir)}:\n{trouble}")
+    elif not given.attached:
+        print(f"{run_dir}: MLflow at {masked(uri)} has everything")
+    return int(trouble is not None)
+
+
+def _address(run_dir: Path, given: str | None, cursor: UploadCursor) -> str:
+    """Return the address of the store that the run had last, unless another is given.
+
+    Refuse one that only the directory names, which may come from anywhere, if it is unsafe or not here.
+    """
+    if not (run_dir / OUTBOX).exists():
+        raise TrainError(f"there is no {OUTBOX} to upload, as of a run that was not tracked")
+    environment, noted = os.environ.get("MLFLOW_TRACKING_URI"), cursor.get("tracking_uri")
+    if given is None and environment and noted in (None, masked(environment)):
+        given = environment  # the same place, with its secret
+    if not (uri := given or noted):
+        raise TrainError("it is not known where the run was uploaded to: give the address by --uri")
+    if "***" in uri:
+        raise TrainError(f"the secret in {uri} is not written down: give the address by --uri or MLFLOW_TRACKING_URI")
+    uri = locate(uri, run_dir.parent)
+    if given is not None:
+        return uri
+    if (database := database_of(uri)) is not None:
+        if not database.parent.is_dir():
+            raise TrainError(f"{database} cannot be here, as {database.parent} is missing: give --uri")
+    elif names := _credentials(uri):
+        why = f"only the directory names {masked(uri)}, and {' and '.join(names)} would be sent there"
+        what = f"add --uri {shlex.quote(masked(uri))}, or set MLFLOW_TRACKING_URI to it"
+        raise TrainError(f"{why}: if that is your server, {what}")
+    return uri
+
+
+def _credentials(uri: str) -> list[str]:
+    """Return which credentials would be sent to an address. This host is no exception: others may run the server."""
+    if urlsplit(uri).scheme.startswith(("postgresql", "mysql")):
+        return [name for name in ("PGPASSWORD", "MYSQL_PWD") if os.environ.get(name)]
+    names = ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_AUTH", "MLFLOW_TRACKING_AWS_SIGV4")
+    file = Path("~/.mlflow/credentials").expanduser()
+    return [*(name for name in names if os.environ.get(name)), *([str(file)] if file.exists() else [])]
+
+
+def _upload(uploader: Uploader, has_ended: Callable[[float], bool], say: Callable[[str], None]) -> str | None:
+    """Upload what the run writes until it has ended; say what prevents that, and return what prevented it at last."""
+    pause, failures, is_last = 0.0, 0, False
+    while True:
+        if is_last:
+            time.sleep(pause)
+        elif has_ended(pause):
+            is_last, failures = True, 0
+        try:
+            uploader.upload(is_last=is_last)
+        except Exception as error:  # of the server, the disk, the network
+            trouble = root_cause(error)
+            failures += 1
+            if is_last and failures >= _MOST_FAILURES:
+                return trouble
+            if failures > 1:  # the first may be an idle connection that was closed
+                say(trouble)
+            pause = min(2 * pause + 1, _RETRY_AT_MOST_S)
+        else:
+            if is_last:
+                return None
+            pause, failures = _EVERY_S, 0

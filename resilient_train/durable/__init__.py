@@ -1,0 +1,1 @@
+"""The disk: the event log, checkpoints, resume, the lock, files."""

@@ -1,0 +1,275 @@
+"""How a run ended: loop.json, summary.json, refused.json, failed.rank*.
+
+All but loop.json are about the newest process. A process that begins removes those of the previous one, so a run
+without them and without a live process was killed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from resilient_train.durable.journal import commit_json
+from resilient_train.durable.lock import holder_of
+from resilient_train.durable.progress import PROGRESS, Failed, clear, found, leave
+from resilient_train.ground import files
+from resilient_train.ground.errors import GaveUp, Stopped, TrainError, short_message
+from resilient_train.ground.files import read_json, read_yaml
+from resilient_train.ground.types import Incident, Outcome
+
+CONFIG, LOOP = "config.yaml", "loop.json"  # of a run of the command, and of a loop that the caller wrote
+SUMMARY, REFUSED = "summary.json", "refused.json"
+CHECKPOINTS = "checkpoints"
+LAUNCH = ".launch"  # names what may restart the newest process of a run
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    steps: int | None = None  # planned
+    resumes: bool = False  # the same program resumes; otherwise it starts a new run in the next directory
+    given: Mapping[str, Any] = field(default_factory=dict)  # to the guard; for a person to read
+    is_trainers: bool = False  # which writes checkpoints of its own
+
+    def write(self, run_dir: Path) -> None:
+        commit_json(run_dir / LOOP, asdict(self))
+
+
+def loop_of(run_dir: Path) -> Loop | None:
+    """Read loop.json; None if there is none, or if it is damaged."""
+    try:
+        return Loop(**read_json(run_dir / LOOP))
+    except TypeError:
+        return None
+
+
+def settings_of(run_dir: Path) -> Mapping[str, Any]:
+    """Read the settings of a run of the command, the node `run` of its configuration; none if that is damaged."""
+    match read_yaml(run_dir / CONFIG):
+        case {"run": dict(settings)}:
+            return settings
+    return {}
+
+
+def resumes(run_dir: Path) -> bool:
+    """Say whether the same command, or program, resumes the run; otherwise it starts a new one in a sibling."""
+    loop = loop_of(run_dir)
+    return settings_of(run_dir).get("resume") != "never" if loop is None else loop.resumes
+
+
+def is_run(run_dir: Path) -> bool:
+    return (run_dir / CONFIG).is_file() or (run_dir / LOOP).is_file()
+
+
+@dataclass
+class Summary:
+    """summary.json, whose fields scripts rely on. Units are in the names."""
+
+    status: str  # completed, gave_up, preempted, failed; of a loop that the caller wrote also closed, ended (left)
+    exit_code: int
+    steps: int = 0
+    ticks: int = 0
+    steps_lost: int = 0
+    final_loss: float | None = None
+    eval: dict[str, float] | None = None
+    incidents: dict[str, Any] = field(default_factory=lambda: {"total": 0, "recovered": 0, "by_cause": {}})
+    seconds: float = 0.0
+    step_ms: float | None = None
+    weights_sha256: str | None = None
+    state_sha256: str | None = None
+    mlflow: dict[str, Any] | None = None
+    first_loss: float | None = None  # the level of the first 8, to compare the final one with
+    # the steps in which the loss was far lower than at the end, and their level; null if it was not
+    best_level: dict[str, Any] | None = None
+    # well, recovered, observed, unrecovered, no_progress, above_best; the status if the run did not complete
+    verdict: str | None = None
+    trial_updates: int = 0  # made to try remedies: neither steps nor ticks
+    why: str | None = None  # it did not complete, in one line
+
+    def write(self, path: Path) -> None:
+        commit_json(path, asdict(self))
+
+
+def begin(run_dir: Path, *, is_finished: bool) -> None:
+    """Remove what earlier processes wrote about their end. A finished run keeps its summary: nothing begins there."""
+    clear(run_dir, Failed)
+    for name in [REFUSED] if is_finished else [REFUSED, SUMMARY]:
+        with suppress(OSError):
+            files.disk.unlink(run_dir / name)
+
+
+def note_refusal(run_dir: Path, exit_code: int, why: str) -> None:
+    """Note in the directory of a run that a start was refused: a launcher hides the exit code."""
+    if (run_dir / CONFIG).is_file():
+        with suppress(OSError):
+            commit_json(run_dir / REFUSED, {"exit_code": exit_code, "why": why})
+
+
+def note_failure(run_dir: Path, rank: int, why: str, *, in_training: bool) -> None:
+    """Note the error of a rank other than 0. Without, the end of its process counts as a kill by its samples."""
+    if is_run(run_dir):
+        with suppress(OSError):
+            leave(run_dir, Failed(rank, why, in_training))
+
+
+def failure(run_dir: Path | None, *, in_training: bool = False) -> str:
+    """Return the error of the first rank other than 0 that noted one, in one line; empty if none did."""
+    noted = [one for one in found(run_dir, Failed) if one.in_training or not in_training]
+    return f"rank {noted[0].rank}: {' '.join(noted[0].why.split())}" if noted else ""
+
+
+def read_ending(run_dir: Path, name: str) -> dict[str, Any] | None:
+    """Read SUMMARY or REFUSED; None if it is not there or is damaged."""
+    node = read_json(run_dir / name)
+    return node if isinstance(node, dict) and type(node.get("exit_code")) is int else None
+
+
+def at_work(run_dir: Path) -> str | None:
+    """Name the process that holds the lock on a run directory."""
+    if (run_dir / LOOP).is_file() and read_ending(run_dir, SUMMARY) is not None:
+        return None  # the process of the caller's loop may be busy with something else
+    return holder_of(run_dir)
+
+
+def facts_of(run_dir: Path) -> RunFacts:
+    """Read what a directory says of its run besides the journal."""
+    return RunFacts(
+        process=at_work(run_dir),  # first: a process that ends now has written its summary
+        summary=read_ending(run_dir, SUMMARY) or {},
+        failure=failure(run_dir),
+        refusal=read_ending(run_dir, REFUSED) or {},
+        is_run=is_run(run_dir),
+    )
+
+
+def last_sign_ms(run_dir: Path) -> int | None:
+    """Return when a run that is over last wrote how it stands, in ms since 1970."""
+    for name in (SUMMARY, PROGRESS):
+        with suppress(OSError):
+            return (run_dir / name).stat().st_mtime_ns // 1_000_000
+    return None
+
+
+_QUIET = 50  # updates without what came back, after which it is over
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What its own process knows at its end, or what others find in its directory."""
+
+    incidents: Sequence[Incident] = ()
+    step: int = 0  # accepted updates
+
+    error: BaseException | None = None  # that ends the process
+    is_closed: bool | None = None  # by the command or `guard.close`; False: the loop was left
+    planned: int = 0  # updates
+    is_stalled: bool = False  # its loss did not fall
+    is_above_best: bool = False  # its loss ended far above its best level
+
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    failure: str = ""  # the error that a rank other than 0 noted
+    refusal: Mapping[str, Any] = field(default_factory=dict)  # of the last start
+    process: str | None = None  # that is at work
+    is_run: bool = True
+
+
+@dataclass(frozen=True)
+class Status:
+    state: str  # the status in summary.json; without one running, none, failed, killed
+    status: str  # how the training fares
+    exit_code: int
+    why: str = ""  # it failed, gave up or stopped
+    refused: str = ""  # why the last start was refused, whose exit code this is then
+    process: str | None = None  # that is at work: it has not begun yet, or is about to end, if there is a summary
+    summary: Mapping[str, Any] = field(default_factory=dict)
+
+    def written(self) -> dict[str, Any]:
+        """Return its fields of summary.json."""
+        fared = "well" if self.status == "clean" else self.status
+        verdict = fared if self.state == "completed" else self.state
+        return {"status": self.state, "exit_code": self.exit_code, "verdict": verdict, "why": self.why or None}
+
+    @property
+    def in_mlflow(self) -> str:
+        """MLflow's word. A run that is not back at its level has not succeeded."""
+        return "FAILED" if self.status in ("gave_up", "unrecovered") else _IN_MLFLOW.get(self.state, "FAILED")
+
+
+_VERDICTS = {"well", "recovered", "observed", "unrecovered", "no_progress", "above_best"}
+_EXIT_CODES = {"completed": 0, "closed": 0, "running": 0, "none": 2}  # others: 1; an error has its own
+_IN_MLFLOW = {"completed": "FINISHED", "closed": "FINISHED"} | dict.fromkeys(("ended", "preempted", "killed"), "KILLED")
+
+
+def status_of(run: RunFacts) -> Status:
+    """Say how a run stands or ended. What its own process has written goes before what others can tell."""
+    state, error, summary = _state(run), run.error, run.summary
+    exit_code = error.exit_code if isinstance(error, TrainError | Stopped) else _EXIT_CODES.get(state, 1)
+    exit_code = summary.get("exit_code", exit_code)
+    why = summary.get("why") or run.failure or (short_message(error) if error is not None else "")
+    known = Status(state, _status(run, state), exit_code, str(why) if exit_code else "", summary=summary)
+    if run.process is not None:
+        return replace(known, exit_code=0, process=run.process)
+    if run.refusal:
+        return replace(known, exit_code=run.refusal["exit_code"], refused=str(run.refusal.get("why")))
+    return known
+
+
+def _state(run: RunFacts) -> str:
+    if run.summary:
+        return str(run.summary.get("status"))
+    if isinstance(run.error, GaveUp):
+        return "gave_up"
+    if isinstance(run.error, Stopped):
+        return "preempted"
+    if run.error is not None:
+        return "failed"
+    if run.is_closed:
+        return "completed" if run.step >= run.planned else "closed"
+    if run.is_closed is False:
+        return "ended"
+    if run.process is not None:
+        return "running"
+    if not run.is_run:
+        return "none"
+    return "failed" if run.failure else "killed"
+
+
+def _status(run: RunFacts, state: str) -> str:
+    is_complete, verdict, incidents = state == "completed", run.summary.get("verdict"), run.incidents
+    if state == "killed":
+        return "failed"
+    if state in ("failed", "gave_up", "preempted"):
+        return state
+    if is_complete and verdict in _VERDICTS:
+        return "clean" if verdict == "well" else str(verdict)
+    is_clean = all(one.is_accepted for one in incidents)
+    if not is_clean:
+        if incidents[-1].outcome is Outcome.GAVE_UP and not is_complete:
+            return "gave_up"
+        if unrecovered(incidents, run.step) is not None:
+            return "unrecovered"
+        if any(one.is_observed for one in incidents):
+            return "observed"
+    if is_complete and run.is_above_best:
+        return "above_best"
+    if is_complete and run.is_stalled:
+        return "no_progress"
+    if is_clean:
+        return "clean"
+    is_open = any(one.outcome is None for one in incidents)
+    return "recovering" if is_open and not is_complete else "recovered"
+
+
+def unrecovered(incidents: Sequence[Incident], step: int) -> Incident | None:
+    """Return one that is unrecovered, or that came back, with none of its kind later that was over.
+
+    What was before the run gave up does not count: it was started with other settings since. Nor does what came back
+    up to an earlier end of the run, and not since it was extended.
+    """
+    given_up = max((place for place, one in enumerate(incidents) if one.decision.gave_up is not None), default=-1)
+    since = incidents[given_up + 1 :]
+    newest = {one.kind: one for one in since}.values()
+    left = (one for one in newest if one.outcome is Outcome.RECURRED and step < one.last_step + _QUIET)
+    return next((one for one in since if one.outcome is Outcome.UNRECOVERED), next(left, None))

@@ -1,0 +1,273 @@
+"""The incidents of a run, from opening to outcome: the one list of them.
+
+Each change is written to the journal as it happens; incidents.jsonl has a line for each once its outcome is known.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from resilient_train.durable.journal import JOURNAL, Journal, WriteAttempts
+from resilient_train.durable.run_history import AGAIN, CLOSED, OPENED, TREATED, RunHistory, in_words
+from resilient_train.ground.files import commit_text, open_to_append, read_plain
+from resilient_train.ground.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, kind_of
+from resilient_train.ground.wording import describe, log
+
+INCIDENTS = "incidents.jsonl"  # its name in a run directory
+_Effects = Mapping[str, Any] | None  # of remedies: those that have changed
+_AGAIN = 64  # updates that one incident counts, as each reading of it and each of its lines has them all
+
+
+class IncidentLog:
+    """Keeps the incidents. Ranks that do not write to the run directory keep them in memory only."""
+
+    def __init__(self, run_dir: Path | None, *, writes: bool = True) -> None:
+        """One rank writes to the run directory, which the others may not have."""
+        directory = run_dir if writes else None
+        self.run_dir, self.directory = run_dir, directory
+        self._file = None if directory is None else directory / INCIDENTS
+        self._journal = None if directory is None else Journal(directory / JOURNAL)
+        self.run_history = RunHistory(self._journal.entries if self._journal else (), self._journal)
+        self.ongoing: set[int] = set()  # incidents that healthy updates do not close
+        self._observed = 0  # the incident that further anomalies count into
+        self._anomalous_step = 0  # the newest of them
+        for why in self.run_history.unreadable:
+            log.warning("%s", why)
+        # The process ended before it did what was decided.
+        undone = [one for one in self.open_incidents if self.run_history.chapters[one.id].treated_ms is None]
+        self.run_history.adopt(replace(one, decision=replace(one.decision, actions=())) for one in undone)
+        self._attempts = WriteAttempts(self._file, "it will be rewritten from the journal later")
+        there: bytes | None = None
+        with suppress(OSError):
+            there = None if self._file is None else read_plain(self._file)
+        # As it is, somebody may follow it, or it has what this version cannot read.
+        if there != self._lines().encode() and not self.run_history.unreadable:
+            self._write_lines()
+
+    @property
+    def incidents(self) -> list[Incident]:
+        return self.run_history.incidents
+
+    @property
+    def of_training(self) -> list[Incident]:
+        return [one for one in self.incidents if one.diagnosis.cause is not Cause.PROCESS]
+
+    @property
+    def open_incidents(self) -> list[Incident]:
+        return list(self.run_history.open.values())
+
+    @property
+    def next_id(self) -> int:
+        return next(reversed(self.run_history.chapters), 0) + 1
+
+    def tally(self) -> dict[str, Any]:
+        by_cause = Counter(str(one.diagnosis.cause) for one in self.incidents)
+        recovered = sum(one.outcome is Outcome.RECOVERED for one in self.incidents)
+        return {"total": len(self.incidents), "recovered": recovered, "by_cause": dict(by_cause)}
+
+    # From opening to outcome.
+
+    def open(
+        self,
+        anomaly: Anomaly,
+        diagnosis: Diagnosis,
+        decision: Decision,
+        *,
+        is_off: bool = False,
+        effects: _Effects = None,
+    ) -> Incident:
+        """Add an incident before anything is done about it; open incidents of the same kind have recurred.
+
+        If the decision is to give up, all have failed; those that left damage are unrecovered if the loss `is_off`.
+        """
+        number = self._number(kind_of(anomaly.signal, diagnosis), anomaly.step, decision, is_off=is_off)
+        incident = Incident(number, anomaly, diagnosis, decision)
+        if decision.gave_up is not None:
+            incident = replace(incident, outcome=_failed(incident, is_off=False))
+        self.add(incident, effects)
+        return incident
+
+    def report(
+        self,
+        anomaly: Anomaly,
+        diagnosis: Diagnosis,
+        decision: Decision,
+        *,
+        effects: _Effects = None,
+        ongoing: bool = False,
+        **done: Any,
+    ) -> Incident:
+        """Add an incident about which something was done already: `done` are its fields that say what."""
+        number = self._number(kind_of(anomaly.signal, diagnosis), anomaly.step, decision)
+        incident = Incident(number, anomaly, diagnosis, decision, **done)
+        self.record_treatment(incident, effects=effects, ongoing=ongoing)
+        return incident
+
+    def _number(self, kind: tuple[object, ...], step: int, decision: Decision, *, is_off: bool = False) -> int:
+        """Return the number of a new incident of a kind, and close those that have recurred or failed with it."""
+        number = self.next_id
+        for one in self.open_incidents:
+            is_same_kind = one.kind == kind
+            if is_same_kind and one.is_interrupted and step == one.anomaly.step:
+                number = one.id  # here it is again
+            elif is_same_kind:
+                self.close(one, Outcome.RECURRED)
+            elif decision.gave_up is not None:
+                self.close(one, _failed(one, is_off=is_off))
+        return number
+
+    def add(self, incident: Incident, effects: _Effects = None) -> None:
+        self.run_history.note(OPENED, incident=incident, effects=effects)
+
+    def record_treatment(self, incident: Incident, *, effects: _Effects = None, ongoing: bool = False) -> None:
+        """Record what was done about an incident, which may be an `ongoing` one."""
+        self.run_history.note(TREATED, incident=incident, effects=effects)
+        if ongoing:
+            self.ongoing.add(incident.id)
+        log.warning("%s", describe(incident))
+
+    def update(self, incident: Incident) -> None:
+        self.run_history.note(TREATED, incident=incident)
+
+    def close(self, incident: Incident, outcome: Outcome | None = None, *, healthy_steps: int | None = None) -> None:
+        """Record the outcome of an incident, by default the one it has, and list it."""
+        outcome = Outcome.OBSERVED if incident.is_observed else outcome
+        incident = replace(incident, outcome=outcome or incident.outcome)
+        assert incident.outcome is not None, f"incident {incident.id} has no outcome yet"
+        self.run_history.note(CLOSED, incident=incident)
+        self._write_lines(_line(incident))
+        # One that recurred is reported by the incident that came after it.
+        if incident.outcome in (Outcome.RECOVERED, Outcome.OBSERVED):
+            log.info("%s", describe(incident, "outcome", healthy=healthy_steps))
+
+    def note_effects(self, *, effects: Mapping[str, Any]) -> None:
+        """Note which effects have changed, where no incident is noted with them."""
+        self.run_history.note("effects_changed", effects=effects)
+
+    def update_accepted(self, step: int, recovered_after: int, *, loss_is_off: bool) -> None:
+        """Close what has recovered; while `loss_is_off` its reference, incidents that left damage stay open."""
+        if self.is_observing and step >= self._anomalous_step + recovered_after:
+            self.end_observed()
+        for one in self.open_incidents:
+            reached = one.last_step - (not one.anomaly.landed)
+            is_over = step >= reached + recovered_after and one.id not in self.ongoing
+            if is_over and not (loss_is_off and one.left_damage):
+                self.close(one, Outcome.RECOVERED, healthy_steps=recovered_after)
+
+    # An incident that is only observed counts the anomalous updates that follow, as NaN makes only one.
+
+    @property
+    def is_observing(self) -> bool:
+        return self._observed > 0
+
+    def observe(self, incident: Incident, step: int) -> None:
+        self._observed, self._anomalous_step = incident.id, step
+        self.record_treatment(incident, ongoing=True)
+
+    def resume_observed(self, step: int) -> None:
+        """Continue with an incident that the process before has only observed."""
+        for one in self.open_incidents:
+            if one.is_observed:
+                self._observed, self._anomalous_step = one.id, step
+                self.ongoing.add(one.id)
+
+    def counts_on(self, step: int) -> bool:
+        """Count an anomalous update into the incident, and write down each doubling; False if there is none."""
+        if self.is_observing and step > self._anomalous_step:
+            self._anomalous_step, incident = step, self.run_history.open[self._observed]
+            incident = replace(incident, further=incident.further + 1)
+            self.run_history.adopt([incident])
+            if _log_doubling(incident, step):
+                self.update(incident)
+        return self.is_observing
+
+    def end_observed(self) -> None:
+        self.ongoing.discard(self._observed)
+        self._observed = 0
+
+    def continued(self, signal: Signal, diagnosis: Diagnosis, decision: Decision) -> Incident | None:
+        """Return the newest incident if it is open, and the same happened again and is only skipped again.
+
+        The same operation broke, or nothing is known of either update but the same signal. Other ranks decide alike:
+        incidents of a process, which they may not know of, do not come between.
+        """
+        is_unknown = diagnosis.cause is Cause.UNKNOWN and not diagnosis.rows and signal is not Signal.EXCEPTION
+        is_same_kind = diagnosis.culprit is not None or is_unknown
+        is_skip = decision.actions == (Action("skip"),) and is_same_kind
+        if not is_skip or not (earlier := self.of_training):
+            return None
+        last = earlier[-1]
+        is_same = last.decision == decision and last.kind == kind_of(signal, diagnosis)
+        return last if is_same and last.outcome is None and len(last.again) < _AGAIN else None
+
+    def count_again(self, incident: Incident, anomaly: Anomaly, *, effects: _Effects = None) -> None:
+        """Count an update into the incident that it continues: strikes and budgets count it, also after a restart."""
+        self.run_history.note(AGAIN, number=incident.id, at_update=[anomaly.tick, anomaly.step], effects=effects)
+        _log_doubling(self.run_history.open[incident.id], anomaly.step)
+
+    def close_all(self, outcome: Outcome, *, healthy_since: int | None = None) -> None:
+        """Close open incidents as the training ends: as recovered, or with `outcome` if they left damage.
+
+        One that was skipped again has recurred, unless all of that was up to step `healthy_since`.
+        """
+        before = {one.kind: one.outcome for one in self.of_training if one.outcome}
+        for one in self.open_incidents:
+            reached = one.last_step - (not one.anomaly.landed)
+            is_skip = one.decision.actions == (Action("skip"),)
+            was = before.get(one.kind)
+            is_again = bool(one.again) or (is_skip and was is Outcome.RECURRED)
+            has_recurred = is_again and healthy_since is not None and reached > healthy_since
+            if one.id not in self.ongoing:
+                over = Outcome.RECURRED if has_recurred else Outcome.RECOVERED
+                self.close(one, outcome if one.left_damage else over)
+
+    def close_ongoing(self, number: int) -> None:
+        """Close an incident as the run ends, if it is open: as unrecovered if it is ongoing."""
+        if (incident := self.run_history.open.get(number)) is not None:
+            self.close(incident, Outcome.UNRECOVERED if number in self.ongoing else Outcome.RECOVERED)
+        self.ongoing.discard(number)
+
+    # The files.
+
+    def close_files(self) -> None:
+        if self._attempts.has_failed:
+            self._write_lines()
+        if self._journal is not None:
+            self._journal.close()
+
+    def _lines(self) -> str:
+        return "".join(map(_line, self.run_history.closed.values()))
+
+    def _write_lines(self, new: str = "") -> None:
+        """Append a line to incidents.jsonl. Without one, or if the file lacks earlier ones, rewrite it."""
+        if self._file is None:
+            return
+        with self._attempts.attempt():
+            if new and not self._attempts.has_failed:
+                with open(open_to_append(self._file), "a", encoding="utf-8") as file:
+                    file.write(new)
+            else:
+                commit_text(self._file, self._lines())
+
+
+def _line(incident: Incident) -> str:
+    return json.dumps(in_words(incident)) + "\n"
+
+
+def _log_doubling(incident: Incident, step: int) -> bool:
+    """Log how many updates have followed if that is a power of two, and say whether it is."""
+    is_doubled = incident.further & (incident.further - 1) == 0
+    if is_doubled:
+        log.info("%s", describe(incident, "further", now=step))
+    return is_doubled
+
+
+def _failed(incident: Incident, *, is_off: bool) -> Outcome:
+    is_off = is_off or incident.anomaly.signal is Signal.NOT_RECOVERED
+    return Outcome.UNRECOVERED if is_off and incident.left_damage else Outcome.GAVE_UP

@@ -1,0 +1,404 @@
+"""Saves the verified states of a run to disk while it trains and when it ends, and puts it back to a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from resilient_train import __version__
+from resilient_train.core.ring import Snapshot
+from resilient_train.core.tree import put_together, taken_apart
+from resilient_train.durable.incident_log import IncidentLog
+from resilient_train.durable.progress import Progress
+from resilient_train.durable.resume import Resume, ResumePlan, Resumption, explain_mismatch, incidents_of_damage
+from resilient_train.durable.store import CANDIDATE, VERIFIED, Damaged, Entry, Manifest, Store
+from resilient_train.durable.tree_files import SerializedTree, gathered
+from resilient_train.durable.trees import sha256
+from resilient_train.durable.writer import Job, Writer
+from resilient_train.extensions import best_weights as weights
+from resilient_train.extensions.best_weights import Best
+from resilient_train.extensions.run_parts import RunParts
+from resilient_train.ground.errors import in_one_line, unusable
+from resilient_train.ground.files import at_disk
+from resilient_train.ground.reader import DiskConfig
+from resilient_train.ground.types import Action, Anomaly, Decision, ProcessIncident, Signal, by_signal, fact
+from resilient_train.ground.wording import IN_FILE_ONLY, log
+
+
+class CheckpointKeeper:
+    def __init__(self, config: DiskConfig, parts: RunParts, incidents: IncidentLog, how: Resume) -> None:
+        directory, history = incidents.directory, incidents.run_history
+        self._config, self._parts, self.incident_log = config, parts, incidents
+        self.progress = Progress(directory)
+        self._commits = directory is not None  # this rank writes checkpoints
+        self._best = Best(directory) if directory is not None else None
+        # Once, as a user's hooks may take their time.
+        self._persistent_names = frozenset(parts.state.model.state_dict(keep_vars=True))
+        self._is_sharded = parts.state.is_sharded  # all ranks gather what a checkpoint holds, at the same update
+        common = parts.world.on_main(lambda: directory) if self._is_sharded else directory
+        self._writes, self._store = common is not None, Store(common or Path(os.devnull))
+        self._writer = Writer(self._store, keep=config.keep, keep_every=config.keep_every, reference=self._reference)
+        self.resumption = Resumption(parts, history, self.progress, self._store, directory, how)
+        self.previous_samples_per_update = 0  # as in ResumePlan
+        # The steps of checkpoints that can be trusted, the newest last: of each the step itself, or an earlier one that
+        # the run was rewound to since. If they are sharded, all ranks have the same.
+        self._trusted: list[int] = []
+        self._highest_saved = 0  # the highest step that was written, rewound or not
+        self.is_verified = True  # the state that the run was resumed from
+        self._has_verified = True  # that state, or one that this process has written since
+        self._is_failing = False
+        self._has_read_back = False  # a checkpoint of this process, in full
+        self._saving_incident: int | None = None  # number of the newest one about checkpoints that cannot be saved
+        if self._commits and history.began_with is None:
+            history.note("began", processes=parts.world.size, samples=parts.samples.slicing.samples)
+
+    def _reference(self) -> int | None:
+        reference = self._parts.checks.episode.reference
+        return reference.step if reference is not None else None
+
+    def check(self) -> None:
+        """Raise ConfigError on all ranks, each of which calls this, if something could never be saved."""
+        parts = self._parts.state.live()
+        parts |= {f"remembered.{name}": item.state_dict() for name, item in self.resumption.remembered.items()}
+        mine: dict[str, str] = {}
+        for name, part in parts.items() if self._writes else ():
+            try:
+                SerializedTree(put_together(*taken_apart(part), lambda local, sharding: local))
+            except Exception as error:
+                called = f"keep({name.removeprefix('kept.')}=...)" if name.startswith("kept.") else name
+                mine[called] = f"its state cannot be saved: {in_one_line(error)}"
+        for found in self._parts.world.all_of(mine):
+            for name, why in found.items():
+                if self._config.every:
+                    raise unusable(name, why)
+                log.warning("%s: %s", name, why)
+
+    @property
+    def saving_since(self) -> float | None:
+        """When the checkpoint that is being written was begun, on the monotonic clock."""
+        return self._writer.began
+
+    def verified(self) -> None:
+        """After each healthy update, write the newest verified state if a checkpoint is due. All ranks of a sharded run
+        gather it at the same update, once rank 0 can write it. Training waits for that.
+        """
+        writer, ring = self._writer, self._parts.ring
+        self._read_outcomes()
+        if not self._writes or (snapshot := ring.newest_verified()) is None:
+            return
+        # At once if all were demoted, or the run was resumed from a candidate: the run has to have a verified one.
+        is_safe = self._trusted and self._has_verified
+        every = self._config.every if is_safe or not self._highest_saved else 1
+        is_due = self._config.every and snapshot.step - self._last_saved >= every
+        if self._is_sharded and is_due:
+            if self._parts.world.on_main(lambda: writer.is_free):
+                # Even if that fails: the ranks would try again at different times.
+                self._note_saved(snapshot.step, snapshot.step)
+                self._offer(snapshot)
+        elif not self._commits or not writer.is_free:
+            return
+        elif self._best is not None and self._best.is_ripe(snapshot.step):
+            writer.offer(Job(snapshot.step, self._best.write))
+        elif is_due:
+            self._offer(snapshot)
+
+    def distrust(self, since: int) -> None:
+        """Demote every checkpoint after `since`, the newest step that can be trusted. Waits for the one being written
+        if it is newer, or if older ones are demoted, which the writer may be removing.
+        """
+        writing = self._writer.writing
+        self._read_outcomes()
+        written = self._highest_saved, self._best.step if self._best is not None else 0
+        if writing is not None and max(writing.step, *written) > since:
+            self.wait()
+        if self._best is not None:
+            self._best.distrust(since)
+        self._trusted = [step for step in self._trusted if step <= since]
+        if not self._commits or since >= self._highest_saved:
+            return
+        try:
+            self._store.demote(since)
+        except OSError as error:  # the next checkpoint that is written tries again
+            log.error("checkpoints that may contain damage could not be demoted: %s", error.strerror)
+
+    def rewound(self, step: int) -> None:
+        writing = self._writer.writing
+        self._read_outcomes()
+        self._trusted = [min(one, step) for one in self._trusted]
+        if writing is not None:
+            writing.counts_as = min(writing.counts_as, step)
+
+    def evaluated(self, metrics: Mapping[str, float]) -> None:
+        """Keep the present weights if this evaluation of them is the best so far. All ranks call this."""
+        if "loss" not in metrics:
+            return
+        best = self._best
+        is_better = best is not None and best.is_better(metrics)
+        if self._is_sharded:
+            is_better = self._parts.world.on_main(lambda: is_better)
+        if is_better:
+            tensors = weights.gathered(self._parts.state.model, keep=best is not None)
+            if best is not None:
+                best.take(self._parts.clock.step, metrics, tensors)
+
+    def note_incident(
+        self, seen: ProcessIncident, *, effects: Mapping[str, Any] | None = None, ongoing: bool = False
+    ) -> int:
+        """Write down an incident of the process, not of the training, about which something was done already."""
+        tick = self._parts.clock.tick
+        anomaly = Anomaly(seen.signal, seen.step, tick, seen.since, seen.evidence, ranks=seen.ranks)
+        known = by_signal(anomaly)
+        diagnosis = replace(known, advice=seen.advice or known.advice, rows=seen.rows)
+        return self.incident_log.report(
+            anomaly,
+            diagnosis,
+            Decision((Action(seen.remedy),)),
+            effects=effects,
+            rewound_to=seen.rewound_to,
+            steps_lost=seen.steps_lost,
+            ongoing=ongoing,
+        ).id
+
+    def run_completed(self) -> None:
+        """Close the incident about checkpoints that cannot be saved: otherwise a success does."""
+        if self._saving_incident is not None:
+            self.incident_log.close_ongoing(self._saving_incident)
+
+    # When a run ends. The newest verified snapshot is written unless a checkpoint as new is there.
+
+    def save(self, snapshot: Snapshot) -> Path | None:
+        """Write a verified snapshot; None if that failed. All ranks wait: a launcher ends them soon after the first."""
+        self.wait()
+        with at_disk():
+            found = self._parts.world.on_main(lambda: self._saved(snapshot))
+            return found or self._on_all(lambda: self._save_now(snapshot))
+
+    def save_alone(self, snapshot: Snapshot) -> Path | None:
+        """As `save`, but only this process calls it; None if the state is sharded, as that takes all ranks."""
+        if not self._commits or self._is_sharded:
+            return None
+        self.wait()
+        return self._saved(snapshot) or self._save_now(snapshot)
+
+    def save_newest(self) -> tuple[int, Path | None]:
+        """As `save_alone`, from another thread, of the newest verified snapshot. Returns the step to resume from and
+        its checkpoint; None if that is not the newest verified state.
+        """
+        snapshot = self._unsaved()
+        try:
+            is_saved = snapshot is None or self.save_alone(snapshot) is not None
+            usable = self._store.usable() if self._commits else []
+        except OSError as error:
+            log.error("checkpoints cannot be listed: %s", error.strerror or error)
+            return self._last_saved, None
+        return (usable[0].step, usable[0].path if is_saved else None) if usable else (0, None)
+
+    def rescue(self) -> tuple[int, Callable[[], object]]:
+        """From another thread, while the loop hangs: the steps that are lost, and a function that saves the others."""
+        step, snapshot = self._parts.clock.step, self._unsaved()
+        if snapshot is None or self._is_sharded or not (self._writes and self._writer.is_free):
+            return max(0, step - self._last_saved), lambda: None
+        return max(0, step - snapshot.step), lambda: self._save_now(snapshot)
+
+    def finish(self, effects: Mapping[str, Any], *, healthy: bool, damaged: bool = False) -> Path | None:
+        """Write the present state: verified at a healthy end without damage, else a candidate. All ranks call this."""
+        parts = self._parts
+        self.wait()
+
+        def write() -> Path | None:
+            if not self._writes or (healthy and not self._config.every):
+                return None
+            verified, (plain, tensors) = self._unsaved(), taken_apart(parts.state.live())
+            present = Snapshot(parts.clock.step, plain, tensors, {}, parts.checks_state(), effects)
+            present.verified = healthy and not damaged
+            path = self._save_now(present)
+            if not present.verified and verified is not None and verified.step < present.step:
+                self._save_now(verified)  # to go back to, should the candidate be bad
+            return path
+
+        def written_before() -> Path | None:
+            """Write the best weights; return the checkpoint of this state, if a completed run was started again."""
+            best = self._best
+            while best is not None and best.is_ripe(parts.clock.step):
+                if self._write_now(Job(parts.clock.step, best.write)).error is not None:
+                    break
+            present = VERIFIED, parts.clock.step, parts.clock.tick, json.loads(json.dumps(effects))
+            for one in self._store.usable()[:1]:
+                if (new := one.manifest) and (new.kind, new.step, new.tick, new.effects) == present:
+                    return one.path
+            return None
+
+        with at_disk():
+            before = parts.world.on_main(written_before) if healthy and not damaged else None
+            return before or self._on_all(write)
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until nothing is being written; False if it still is after so many seconds."""
+        is_over = self._writer.wait(seconds)
+        self._read_outcomes()
+        return is_over
+
+    def begin(self, plan: ResumePlan) -> None:
+        """Load the checkpoint that the run resumes from. All ranks call this."""
+        self.previous_samples_per_update = plan.previous_samples_per_update
+        if plan.path is not None:
+            self._load(Entry.of(plan.path), resuming=True)
+
+    def restore(self, since: int) -> Path | None:
+        """Load the newest verified checkpoint not after `since`; return its path. All ranks call this."""
+        self.wait()
+        damaged: list[tuple[Entry, str]] = []
+        with at_disk():
+            newest = self.resumption.newest_readable
+            entry = self._parts.world.on_main(lambda: newest(self._verified_until(since), damaged))
+        for one, why in damaged:
+            log.error("the checkpoint %s cannot be restored: it %s", one.path.name, why)
+        if entry is not None:
+            self._load(entry, resuming=False)
+            for found in incidents_of_damage(damaged, entry.step):
+                self.note_incident(found)
+        return entry.path if entry is not None else None
+
+    def has_verified(self, since: int) -> bool:
+        """Say whether there is a checkpoint for `restore`, as far as manifests say. All ranks call this."""
+        self.wait()
+        with at_disk():
+            return self._parts.world.on_main(lambda: bool(self._verified_until(since)))
+
+    def _verified_until(self, since: int) -> list[Entry]:
+        return [one for one in self._store.usable() if one.kind == VERIFIED and one.step <= since]
+
+    def _load(self, entry: Entry, *, resuming: bool) -> None:
+        self.resumption.load(entry, resuming=resuming)
+        is_own = entry.path.parent == self._store.path
+        # On ranks that write nothing, too: all take the same snapshots.
+        self.is_verified = self._has_verified = entry.kind != CANDIDATE
+        self._trusted = [self._parts.clock.step] if is_own else []
+        if is_own:  # all ranks: any step above 0 says that there were checkpoints
+            steps = [one.step for one in self._store.entries()] if self._commits else self._trusted
+            self._highest_saved = max([self._highest_saved, *steps])
+
+    @property
+    def _last_saved(self) -> int:
+        return self._trusted[-1] if self._trusted else 0
+
+    def _note_saved(self, step: int, counts_as: int) -> None:
+        self._highest_saved, self._has_verified = max(self._highest_saved, step), True
+        newest = max(self._last_saved, counts_as)
+        self._trusted = [*self._trusted, newest][-self._config.keep :]  # older ones are pruned
+
+    def _unsaved(self) -> Snapshot | None:
+        snapshot = self._parts.ring.newest_verified()
+        return snapshot if snapshot is not None and snapshot.step > self._last_saved else None
+
+    def _saved(self, snapshot: Snapshot) -> Path | None:
+        found = [one for one in self._store.usable() if one.kind == VERIFIED and one.step >= snapshot.step]
+        return found[0].path if found else None
+
+    def _on_all(self, write: Callable[[], Path | None]) -> Path | None:
+        """Let rank 0 write, or call `write` on all ranks if they have to gather; all wait and return the path."""
+        world = self._parts.world
+        path = write() if self._is_sharded else world.on_main(write)
+        return world.on_main(lambda: path)
+
+    def _write_now(self, job: Job) -> Job:
+        self._writer.write_now(job)
+        self._read_outcomes()
+        return job
+
+    def _save_now(self, snapshot: Snapshot) -> Path | None:
+        if self._is_sharded:
+            self._note_saved(snapshot.step, snapshot.step)
+        job = self._job(snapshot) if self._writes else None
+        entry = self._write_now(job).entry if job is not None else None
+        return entry.path if entry is not None else None
+
+    def _offer(self, snapshot: Snapshot) -> None:
+        if (job := self._job(snapshot)) is not None:
+            self._writer.offer(job)
+
+    def _job(self, snapshot: Snapshot) -> Job | None:
+        """Make a job that writes a snapshot, on rank 0 alone. All ranks gather a sharded state for it."""
+        parts, store, updates = self._parts, self._store, self._parts.updates.copy()
+        snapshot.is_being_written = self._commits  # first: in another thread the loop may drop it meanwhile
+        parts.ring.copier.wait()
+        content = gathered(snapshot.parts, keep=self._commits) if self._is_sharded else snapshot.parts
+        if not self._commits:
+            return None
+        step, tick = snapshot.step, int(snapshot.effects["tick"])
+        persistent = {
+            "statistics": snapshot.checks_state,
+            "panel": parts.checks.persistent_state(),
+            "remembered": {name: item.state_dict() for name, item in self.resumption.remembered.items()},
+        }
+
+        def write() -> Entry:
+            with suppress(OSError):
+                store.demote()  # what the disk did not take before
+            persistent["passed"] = updates.state_dict(step)
+            manifest = Manifest(
+                kind=VERIFIED if snapshot.verified else CANDIDATE,
+                step=step,
+                tick=tick,
+                position=int(content["position"]["position"]),
+                world=parts.world.size,
+                samples=parts.samples.slicing.samples,
+                each=self.resumption.samples_per_process,
+                made_by=f"resilient_train {__version__}, torch {torch.__version__}",
+                at=time.time_ns() // 1_000_000,
+                effects=dict(snapshot.effects),
+                groups=self.resumption.configured,
+                files={},
+            )
+            lasting = {name: one for name, one in content["buffers"].items() if name in self._persistent_names}
+            exported = {**content["weights"], **{name: one for name, one in lasting.items() if one is not None}}
+            entry = store.write(manifest, content, exported, persistent, partial(self._examine, content))
+            self._has_read_back = True
+            self.incident_log.run_history.note("checkpoint_saved", step=step, tick=tick)
+            return entry
+
+        return Job(step, write, snapshot)
+
+    def _examine(self, content: Mapping[str, Any], written: Entry) -> None:
+        """Raise Damaged if the first checkpoint of a process does not fit the run: read in full, as a resume does."""
+        if self._has_read_back:
+            return
+        state, weights = self._parts.state, content["weights"]
+        saved = Store.load(written, self._parts.world.device, weights, with_digests=False).parts
+        if why := explain_mismatch(content, saved, state.model, state.optimizers):
+            raise Damaged(f"does not fit this run when it is read back: {why}")
+        for name in state.kept:
+            if sha256(saved[name]) != sha256(content[name]):
+                raise Damaged(f"does not give back {name} as it was written")
+
+    def _read_outcomes(self) -> None:
+        while self._writer.finished:
+            self._note_outcome(self._writer.finished.popleft())
+
+    def _note_outcome(self, job: Job) -> None:
+        step = job.step
+        if job.error is None:
+            if job.entry is not None and not self._is_sharded:  # else that was noted on all ranks
+                self._note_saved(step, job.counts_as)
+            if self._is_failing:
+                log.info("checkpoints are saved again: step %d", step)
+                self._is_failing = False
+                if self._saving_incident is not None:
+                    self.incident_log.ongoing.discard(self._saving_incident)
+        elif not self._is_failing:
+            self._is_failing = True
+            evidence = fact("not_written", step=step, why=job.trouble)
+            signal = Signal.DISK_FULL if job.is_disk_full else Signal.CHECKPOINT_FAILED
+            found = ProcessIncident(signal, step, step, evidence, "try_again")
+            self._saving_incident = self.note_incident(found, ongoing=True)
+            if not job.is_disk_full:
+                log.info("the writer of checkpoints failed", exc_info=job.error, extra=IN_FILE_ONLY)

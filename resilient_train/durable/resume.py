@@ -1,0 +1,318 @@
+"""Finds the checkpoint that a run resumes from, loads it, and explains how the previous process ended."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from resilient_train.core.copies import Stateful
+from resilient_train.core.state import LR_OF_GUARD, RunState, weights_of
+from resilient_train.core.tree import Tree
+from resilient_train.durable import endings, progress
+from resilient_train.durable.progress import Doing, Hung, Progress
+from resilient_train.durable.run_history import RunHistory
+from resilient_train.durable.store import Damaged, Entry, Manifest, Saved, Store
+from resilient_train.durable.tree_files import reshard
+from resilient_train.extensions.run_parts import RunParts
+from resilient_train.ground.errors import ConfigError, TrainError, in_one_line, unusable
+from resilient_train.ground.secrets import masked
+from resilient_train.ground.types import Facts, Incident, ProcessIncident, Signal, fact
+from resilient_train.ground.wording import log
+
+_SHAPES = ("model", "optimizer", "data.batch_size", "accelerate")  # keys that decide whether a state fits
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    source: Path | None = None  # a run or checkpoint that the user named, instead of the run's newest checkpoint
+    changed: tuple[str, ...] = ()  # keys of the configuration with another value than before
+    fresh: str = "resume=False, or another run_dir,"  # what starts a new run
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePlan:
+    """What rank 0 found out, for all ranks."""
+
+    path: Path | None  # of the checkpoint
+    tick: int
+    effects: Mapping[str, Any]  # of remedies: those of the checkpoint, or of the journal if they are newer
+    found: tuple[ProcessIncident, ...]  # to be written to the journal
+    incidents: tuple[Incident, ...]  # of earlier processes: every rank needs them to decide alike
+    skipped: tuple[int, int] | None  # samples at which the process ended repeatedly
+    previous_samples_per_update: int  # to be kept, as the number of processes has changed; 0: nothing to keep
+
+
+@dataclass
+class Resumption:
+    parts: RunParts
+    history: RunHistory
+    progress: Progress
+    store: Store
+    directory: Path | None
+    how: Resume
+    remembered: dict[str, Stateful] = field(default_factory=dict)  # by name, what does not rewind
+    already_read: dict[Path, Saved] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        groups = [  # the settings of each parameter group, as configured
+            [{key: one for key, one in group.items() if key not in ("params", LR_OF_GUARD)} for group in groups]
+            for groups in (optimizer.param_groups for optimizer in self.parts.updater.optimizers)
+        ]
+        self.configured: list[list[dict[str, Any]]] = json.loads(json.dumps(groups, default=str))
+        slicing = self.parts.samples.slicing  # as configured: it may change later
+        self.samples_per_process = slicing.batch_size * slicing.accumulation
+
+    def plan(self, incidents: Sequence[Incident], crashes: int) -> ResumePlan:
+        """Find the checkpoint to resume from; skip samples at which `crashes` processes in a row ended unexplained."""
+        history, last = self.history, self.progress.last
+        hung: Facts = ()
+        if noted := progress.found(self.directory, Hung):  # by ranks that could not report it to rank 0
+            progress.clear(self.directory, Hung)
+            hung = progress.who_hung(noted, max(self.parts.world.size, noted[-1].rank + 1))
+        damaged: list[tuple[Entry, str]] = []
+        self.store.sweep()
+        entries = self.store.entries()
+        left = [one for one in entries if one.is_usable or one.manifest is None]
+        are_demoted = bool(entries) and not left
+        entry = self._named(again=are_demoted)
+        if entry is None:
+            entry = self.newest_readable(left, damaged)
+        if entry is None and are_demoted:
+            why = f"every checkpoint in {self.store.path} was demoted, as it may contain damage"
+            if others := [one for one in history.sources if not self._is_own(Path(one))]:
+                raise TrainError(f"{why}, and this run began from {others[0]}: run.resume={others[0]} returns there")
+            log.warning("%s: the run begins at step 0 again", why)
+        elif entry is None and (history.has_saved or damaged):
+            why = "; ".join(f"{one.path.name} {reason}" for one, reason in damaged) or "they are gone"
+            what = f"no usable checkpoint in {self.store.path}: {why}"
+            raise TrainError(f"cannot resume: {what}. {self.how.fresh} starts a new run")
+        manifest = entry.manifest if entry is not None else None
+        step = entry.step if entry else self.parts.clock.step  # 0, or what a trainer has made by its own checkpoint
+        found = incidents_of_damage(damaged, step)
+        skipped, span = None, last.stop - last.start
+        is_updating = last.doing in (Doing.UPDATING, Doing.FIRST)
+        is_explained = self.directory is not None and endings.failure(self.directory, in_training=True)
+        if not is_explained and (is_updating or last.doing is Doing.HUNG) and span > 0:
+            times = history.note_process_end(last.tick, last.start, last.stop, in_first=last.doing is Doing.FIRST)
+            skipped = (last.start, last.stop) if times >= crashes else None
+        if last.tick and not is_explained and (skipped or is_updating or last.doing is Doing.BETWEEN):
+            tick = manifest.tick if manifest else 0
+            # Attempts without a verdict are lost, too; what was refused or undone before is in those incidents.
+            counted = sum(one.steps_lost for one in incidents if one.anomaly.tick > tick)
+            lost = last.tick - tick - counted if tick or not step else last.step - step
+            found.append(self._crash(step, max(0, lost), skipped, hung, incidents))
+        return ResumePlan(
+            path=entry.path if entry else None,
+            tick=last.tick,
+            effects=history.effects_with(manifest.effects if manifest else {}),
+            found=tuple(found),
+            incidents=tuple(incidents),
+            skipped=skipped,
+            previous_samples_per_update=self._samples_to_keep(manifest),
+        )
+
+    def _samples_to_keep(self, manifest: Manifest | None) -> int:
+        """The samples of an update in earlier processes, if only the number of processes has changed since; else 0."""
+        slicing = self.parts.samples.slicing
+        if manifest is not None:
+            samples, per_process = manifest.samples, manifest.each
+        else:
+            processes, samples = self.history.began_with or (self.parts.world.size, slicing.samples)
+            per_process = samples // processes
+        return samples if samples != slicing.samples and per_process == self.samples_per_process else 0
+
+    def newest_readable(self, entries: Iterable[Entry], damaged: list[tuple[Entry, str]]) -> Entry | None:
+        """The first checkpoint that verifies and fits this run; those before it are added to `damaged`."""
+        for entry in entries:
+            try:
+                self.already_read[entry.path] = self._read(entry)
+            except Damaged as why:
+                damaged.append((entry, str(why)))
+            else:
+                return entry
+        return None
+
+    def _read(self, entry: Entry) -> Saved:
+        """Read a checkpoint, and check whether it belongs to this run. Raises Damaged."""
+        if entry.path in self.already_read:
+            return self.already_read.pop(entry.path)
+        parts, manifest = self.parts, entry.manifest
+        if manifest is None:
+            raise Damaged(entry.damage)
+        live = parts.state.live()
+        # All ranks have the same files: rank 0 compares the digests for all.
+        saved = Store.load(entry, parts.world.device, live["weights"], with_digests=parts.world.is_main)
+        why = explain_mismatch(live, saved.parts, parts.state.model, parts.state.optimizers)
+        changed = [key for key in _SHAPES if any(one.startswith(key) for one in self.how.changed)]
+        each = self.samples_per_process
+        is_resized = manifest.each == each and not manifest.samples % each  # other number of processes
+        if not why and manifest.samples != parts.samples.slicing.samples and not is_resized:
+            why = f"an update had {manifest.samples} samples, and now has {parts.samples.slicing.samples}"
+            if not changed:
+                raise TrainError(f"cannot resume from {entry.path}: {why}")
+        if why and changed:
+            raise unusable(changed[0], f"{entry.path} does not fit it as it is now: {why}")
+        if why:
+            raise Damaged(f"does not fit this run: {why}")
+        return saved
+
+    def load(self, entry: Entry, *, resuming: bool) -> None:
+        """Load a checkpoint into the run; if `resuming`, also what does not rewind."""
+        run, manifest, saved = self.parts, entry.manifest, self._read(entry)
+        assert manifest is not None
+        made, parts = f"{entry.path}, written by {manifest.made_by}", _resharded(run.state, saved.parts)
+        if resuming and any(key.startswith(("optimizer.", "schedule.")) for key in self.how.changed):
+            fresh = run.state.live()  # schedules as they are configured now
+            parts |= {name: fresh[name] for name in parts if name.startswith("schedule.")}
+        optimizers = run.updater.optimizers
+        now = [[dict(group) for group in optimizer.param_groups] for optimizer in optimizers]
+        try:
+            run.state.restore(parts)
+            run.restore_checks_state(saved.memory["statistics"])
+            if resuming:
+                run.checks.load_persistent_state(saved.memory["panel"])
+                run.updates.load_state_dict(saved.memory["passed"])
+                for name, item in self.remembered.items():
+                    item.load_state_dict(saved.memory["remembered"][name])
+            for optimizer, *settings in zip(optimizers, self.configured, manifest.groups, now, strict=True):
+                for group, new, old, current in zip(optimizer.param_groups, *settings, strict=False):
+                    group.update({key: current[key] for key in new if new[key] != old.get(key)})  # changed since
+                    group.pop(LR_OF_GUARD, None)
+        except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError, OverflowError) as error:
+            what = f"lacks {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+            raise TrainError(f"{made}, does not have the state that this version expects: {what}") from error
+        run.updater.accept(run.clock.step)
+        run.clock.tick = max(run.clock.tick, manifest.tick)
+
+    def _is_own(self, source: Path) -> bool:
+        return self.store.path.parent.absolute() in (source.absolute(), *source.absolute().parents)
+
+    def _named(self, *, again: bool) -> Entry | None:
+        """The checkpoint that the user named. None after the first start: a restart resumes from the newest one.
+        `again`: there is none, and the run begins where it began, unless that was a checkpoint of its own.
+        """
+        source, history, store = self.how.source, self.history, self.store
+        is_known = source is not None and masked(str(source)) in history.sources and history.has_saved
+        if source is None or (is_known and (not again or self._is_own(source))):
+            return None
+        if not source.is_dir():
+            why = "no such directory; expected auto, never, or the directory of a checkpoint or of a run"
+            raise ConfigError("run.resume", str(source), why)
+        damaged: list[tuple[Entry, str]] = []
+        entries = Store(source).usable() if Store(source).path.is_dir() else [Entry.of(source)]
+        entry = self.newest_readable(entries, damaged)
+        if entry is None:
+            why = damaged[-1][1] if damaged else "there is no checkpoint"
+            raise TrainError(f"run.resume={source}: no usable checkpoint there: {why}")
+        if entry.path.absolute().parent == store.path.absolute():
+            store.demote(entry.step)
+        elif store.usable():
+            why = f"{store.path.parent} has checkpoints of its own: choose another run.name"
+            raise ConfigError("run.resume", entry.path, why)
+        history.note("taken_up_from", source=masked(str(source)))
+        return entry
+
+    def _crash(
+        self, step: int, lost: int, skipped: tuple[int, int] | None, hung: Facts, incidents: Sequence[Incident]
+    ) -> ProcessIncident:
+        last = self.progress.last
+        is_known = last.doing is Doing.HUNG
+        at = {"step": last.step} if last.doing is Doing.BETWEEN else {"update": last.step + 1}
+        why = {"hung": () if is_known else hung, "silent": not (is_known or hung)}
+        evidence = fact("died", **at, **why, skipped=bool(skipped))
+        rows: Sequence[int] = ()
+        if skipped:
+            rows = self.parts.samples.rows_at(*skipped)
+            # Each epoch combines other rows to an update: those that were there at every crash are to blame.
+            earlier = [one for one in incidents if one.anomaly.signal in (Signal.CRASH, Signal.HANG)]
+            common = [sorted({*rows} & {*one.diagnosis.rows}) for one in earlier]
+            rows = min([one for one in common if one], key=len, default=rows)
+        advice = fact("died_twice", rows=[*rows]) if rows else ()
+        signal = Signal.HANG if last.doing is Doing.HUNG or hung else Signal.CRASH
+        remedy = "skip" if skipped else "go_on"
+        return ProcessIncident(signal, last.step + 1, step, evidence, remedy, advice, tuple(rows), step, lost)
+
+
+def incidents_of_damage(damaged: Iterable[tuple[Entry, str]], step: int) -> list[ProcessIncident]:
+    signal = Signal.CHECKPOINT_DAMAGED
+    return [
+        ProcessIncident(
+            signal, step + 1, step, fact("damaged", name=one.path.name, why=why), "fall_back", rewound_to=step
+        )
+        for one, why in damaged
+    ]
+
+
+def explain_mismatch(
+    live: Mapping[str, Tree], saved: Mapping[str, Tree], model: nn.Module, optimizers: Sequence[Optimizer]
+) -> str:
+    """Say in one line why a loaded state does not fit the parts of the run; empty if it does."""
+    try:
+        return next(_mismatches(live, saved, model, optimizers), "")
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        return f"it does not have the structure of a state: {in_one_line(error)}"
+
+
+def _mismatches(
+    live: Mapping[str, Tree], saved: Mapping[str, Tree], model: nn.Module, optimizers: Sequence[Optimizer]
+) -> Iterator[str]:
+    """Yield a line for each mismatch. Only the first is used: every check relies on those before it having passed."""
+    for odd in sorted(live.keys() ^ saved.keys(), key=str):
+        yield f"only one of the two has {odd!s:.80}"
+    for odd in sorted(live["weights"].keys() ^ saved["weights"].keys(), key=str):
+        yield f"only one of the two has the weight {odd!r:.80}"
+    for name, weight in live["weights"].items():
+        yield from _in_tensor(name, weight, saved["weights"][name])
+    modules = dict(model.named_modules())  # a `state_dict` would reshard weights that another thread computes with
+    for name, buffer in saved["buffers"].items():
+        path, _, own = name.rpartition(".")
+        if path not in modules:
+            yield f"it has a buffer {name!r:.80}, which the model does not have"
+        is_cache = own in modules[path]._non_persistent_buffers_set
+        if buffer is not None and live["buffers"].get(name) is not None and not is_cache:
+            yield from _in_tensor(name, live["buffers"][name], buffer)
+    for number, optimizer in enumerate(optimizers):
+        for why in _in_optimizer(live[f"optimizer.{number}"], saved[f"optimizer.{number}"], optimizer):
+            yield f"{type(optimizer).__name__}: {why}"
+    if "random.numpy" in saved and not 0 <= saved["random.numpy"]["state"]["pos"] <= 624:  # numpy reads beyond
+        yield "the state of numpy's generator is not valid"
+    for name in live.keys() - {"weights", "buffers", "clock"}:
+        here, there = live[name], saved[name]
+        is_missing = here is None and name.startswith("kept.")
+        if not (name.startswith(("optimizer.", "random.")) or is_missing or isinstance(here, type(there))):
+            yield f"{name} is a {type(there).__name__} there and a {type(here).__name__} here"
+
+
+def _in_tensor(name: str, live: torch.Tensor, saved: torch.Tensor) -> Iterator[str]:
+    if saved.shape != live.shape or saved.dtype is not live.dtype:
+        yield f"{name} is {saved.dtype} {list(saved.shape)} there and {live.dtype} {list(live.shape)} here"
+
+
+def _in_optimizer(live: Tree, saved: Tree, optimizer: Optimizer) -> Iterator[str]:
+    if saved.keys() != live.keys():
+        yield "it has the state of another optimizer"
+    groups = saved["groups"]
+    if len(groups) > len(live["groups"]):
+        count, how = len(live["groups"]), "add those that the loop had added, before the guard is made"
+        yield f"it has {len(groups)} parameter groups there and {count} here: {how}"
+    for here, there in zip(live["groups"], groups, strict=False):  # the loop may have added some since
+        if here.keys() - there.keys() - {LR_OF_GUARD, "initial_lr"}:
+            yield "a parameter group lacks settings"
+    weights = [weight for group in optimizer.param_groups[: len(groups)] for weight in group["params"]]
+    if any(place >= len(weights) for place in saved["moments"]):
+        yield "it has moments of a weight that the optimizer does not have"
+
+
+def _resharded(state: RunState, parts: Mapping[str, Tree]) -> dict[str, Tree]:
+    """Shard a loaded state, which fits, over the ranks of this run; moments are sharded like their weights."""
+    like = state.live()
+    for number, optimizer in enumerate(state.optimizers):
+        like[f"optimizer.{number}"] = {"moments": dict(enumerate(weights_of(optimizer)))}
+    return reshard(dict(parts), like)  # type: ignore[no-any-return]

@@ -1,0 +1,1 @@
+"""Capabilities: each can be deleted, and others can add one."""

@@ -1,0 +1,1 @@
+"""Patches for single operations in code that users wrote: what breaks is repaired where it breaks."""

@@ -1,0 +1,1 @@
+"""Further checks of the losses and of the learning rate."""

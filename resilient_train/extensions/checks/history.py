@@ -1,0 +1,178 @@
+"""The latest updates of a run, and what they show of its learning rate and its losses."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from math import inf, isfinite, sqrt
+from statistics import fmean, median, stdev
+from typing import NamedTuple
+
+from resilient_train.core.checks import IN_CHECKPOINT, REMEMBERED
+from resilient_train.extensions.checks.best import Rise
+from resilient_train.ground.types import Vitals
+
+_TREND = 32  # accepted updates that show a trend of losses and gradient norms
+_RECENT_STEPS = 64  # a rise of the learning rate within these may be the cause of trouble
+_FIRST_PACES = 8  # updates whose rate is the usual one where the run has no older ones
+_LEAP_AFTER = 2  # updates: the second update of a warm-up has twice the rate of the first
+_LEAP = 2.0  # times the highest rate before, at once or within the recent steps: far above what it was
+_RISE_BEGINS = 1.1  # times the usual rate: where a slow rise began
+_WARM_UP_STAGE = 10.0  # times that: too much for a stage of a warm-up, even below the configured rate
+_LEAST_PACE = 1e-12  # with a smaller share of the configured rate nothing is learned
+_FIRST_LOSSES = 8  # accepted losses whose mean is the loss at the beginning of the run
+_NOISY = 0.1  # standard error of the first loss, as a share of it
+_THROWN = 2.0  # times the size of the loss: a rise by that is no noise
+_LAST_LOSSES = 50  # accepted losses whose median is the final loss of the run
+WILD = 5.0  # ratio of the 90th to the 10th percentile of gradient norms from which norms differ wildly
+_ALONE = 100.0  # times the median: a single gradient norm so far above the others is wild as well
+_GROWN = 2.0  # times as large: gradient norms that grow with a loss
+FEW = 5  # updates that a diagnosis replays or inspects
+
+
+class PastUpdate(NamedTuple):
+    step: int
+    start: int
+    stop: int
+    accepted: bool
+    loss: float
+    norm: float
+    lr_ratio: float = 0.0  # its learning rate as a multiple of the configured one
+
+
+class Leap(NamedTuple):
+    step: int  # the first update that was made with it
+    factor: float
+    usual: float  # the highest rate before, as a multiple of the configured one
+    is_sudden: bool
+    jump: float = 0.0  # times the rate of the update before, if it is sudden
+
+
+class UpdateHistory:
+    """Keeps the latest updates on the run's present course: a rewind removes those after its step."""
+
+    def __init__(self) -> None:
+        self._passed: deque[PastUpdate] = deque(maxlen=REMEMBERED)
+        self._first: dict[int, PastUpdate] = {}  # the first accepted updates of the run, by step
+        self.rewinds = 0
+        self.has_turns = False  # several losses were stepped in turn: the loss is their sum
+
+    def add(self, vitals: Vitals) -> None:
+        step, measured = vitals.step + (not vitals.accepted), (vitals.loss, vitals.grad_norm, vitals.lr_ratio)
+        self._append(PastUpdate(step, vitals.start, vitals.stop, vitals.accepted, *measured))
+
+    def _append(self, update: PastUpdate) -> None:
+        self._passed.append(update)
+        if update.accepted and update.step <= _FIRST_LOSSES:
+            self._first[update.step] = update
+
+    def rewound(self, step: int) -> None:
+        self.rewinds += 1
+        while self._passed and self._passed[-1].step > step:
+            self._passed.pop()
+
+    def first_to_blame(self, since: int | None, start: int) -> int:
+        """Return the first sample that may be the cause: of damage that landed, the first after step `since`."""
+        starts = [one.start for one in self._passed if one.step > since] if since is not None else []
+        return min([*starts, start])
+
+    @property
+    def _known(self) -> list[PastUpdate]:  # whose samples are known
+        return [one for one in self._passed if one.stop > one.start]
+
+    def around(self, since: int) -> tuple[list[PastUpdate], list[PastUpdate]]:
+        """Return the latest updates after step `since`, and the latest accepted ones up to it, a few of each."""
+        after = [one for one in self._known if one.step > since]
+        before = [one for one in self._known if one.step <= since and one.accepted]
+        return after[-FEW:], before[-FEW:]
+
+    def next_after(self, step: int) -> PastUpdate | None:
+        return next((one for one in self._known if one.step == step + 1 and one.accepted), None)
+
+    def recent(self) -> list[PastUpdate]:
+        return self._known[-_RECENT_STEPS:]
+
+    def wildest(self) -> tuple[list[PastUpdate], list[PastUpdate]]:
+        """Return the updates with the largest gradients, or none if gradients differ little; and all accepted ones."""
+        known = sorted((one for one in self._known if one.accepted), key=lambda one: one.norm)
+        norms = [one.norm for one in known] or [0.0]
+        is_wild = norms[9 * len(norms) // 10] > WILD * norms[len(norms) // 10]
+        return (known[-FEW:] if is_wild or norms[-1] > _ALONE * norms[len(norms) // 2] > 0 else []), known
+
+    def recent_measurements(self) -> tuple[list[float], list[float]]:
+        """Return losses and gradient norms of the last accepted updates, followed by those of the newest update."""
+        recent = [*[one for one in self._passed if one.accepted][-_TREND:], self._passed[-1]]
+        return [one.loss for one in recent], [one.norm for one in recent]
+
+    def leap(self, since: int | None = None) -> Leap | None:
+        """Find a rise of the learning rate: sudden; or slow and beyond the configured rate, maybe from `since` on."""
+        known = [one for one in self._passed if one.lr_ratio > _LEAST_PACE]
+        if len(known) <= _LEAP_AFTER:
+            return None
+        first_recent, highest = known[-1].step - _RECENT_STEPS + 1, 0.0
+        for place, one in enumerate(known):
+            is_candidate = one.step >= first_recent and place >= _LEAP_AFTER
+            if is_candidate and one.lr_ratio >= (_LEAP if one.lr_ratio > 1.0 else _WARM_UP_STAGE) * highest:
+                farthest = max(other.lr_ratio for other in known[place:])
+                return Leap(one.step, farthest / highest, highest, True, one.lr_ratio / known[place - 1].lr_ratio)
+            highest = max(highest, one.lr_ratio)
+        first_recent = first_recent if since is None else min(first_recent, since + 1)
+        older = [one.lr_ratio for one in known if one.step < first_recent]
+        usual = max(older or [one.lr_ratio for one in known[:_FIRST_PACES]])
+        risen = (one.step for one in known if one.step >= first_recent and one.lr_ratio > usual * _RISE_BEGINS)
+        first = next(risen, None)
+        if first is None or highest < _LEAP * usual or highest <= 1.0:  # up to the configured rate it is a warm-up
+            return None
+        return Leap(first, highest / usual, usual, False)
+
+    def rise(self, since: int, level: float) -> Rise | None:
+        """Return how the loss rose from its `level` after step `since`; None if the newest losses are not above it."""
+        after = [one for one in self._passed if one.step > since]
+        height = median(one.loss for one in after[-FEW:]) - level if after else 0.0
+        if not 0 < height < inf:
+            return None
+        high = [one for one in after if one.loss - level > height / 2]
+        norms = [one.norm for one in high]
+        half = len(norms) // 2
+        grows = half > 0 and median(norms[half:]) > _GROWN * median(norms[:half])
+        return Rise(high[0].step, high[0].start, height, grows)
+
+    @property
+    def first_loss(self) -> float | None:
+        """The mean of the first accepted losses, or of the first few if those after them threw it far up."""
+        losses = [self._first[step].loss for step in sorted(self._first)]
+        if not losses:
+            return None
+        means = [fmean(losses[:count]) for count in range(1, len(losses) + 1)]
+        lowest, mean = min(means), means[-1]
+        return lowest if mean - lowest > _THROWN * abs(lowest) else mean
+
+    @property
+    def first_at_most(self) -> float | None:
+        """The first loss; where losses are noisy it may be low by chance, and two standard errors are added."""
+        first, losses = self.first_loss, [one.loss for one in self._first.values() if isfinite(one.loss)]
+        error = stdev(losses) / sqrt(len(losses)) if len(losses) > 1 else 0.0
+        return first if first is None or error <= _NOISY * abs(first) else first + 2 * error
+
+    @property
+    def recent_loss(self) -> float | None:
+        """The median of the last accepted losses, earlier processes included."""
+        losses = list(islice((one.loss for one in reversed(self._passed) if one.accepted), _LAST_LOSSES))
+        return median(losses) if losses else None
+
+    def copy(self) -> UpdateHistory:
+        """Return a copy for another thread to read."""
+        copied = UpdateHistory()
+        copied._passed, copied._first = self._passed.copy(), self._first.copy()
+        return copied
+
+    def state_dict(self, step: int) -> list[list[float]]:
+        latest = [one for one in self._passed if one.step <= step][-IN_CHECKPOINT:]
+        first = [one for one in self._first.values() if one.step <= step and one not in latest]
+        return [list(map(float, one)) for one in (*first, *latest)]
+
+    def load_state_dict(self, state: Iterable[Sequence[float]]) -> None:
+        self._passed.clear()
+        for step, start, stop, accepted, *measured in state:
+            self._append(PastUpdate(int(step), int(start), int(stop), bool(accepted), *map(float, measured)))

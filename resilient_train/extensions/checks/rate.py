@@ -1,0 +1,288 @@
+"""Further checks of the loss: high since the rate rose, standing, climbing slowly; and of the loss scale."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from math import inf, sqrt
+from statistics import fmean, median, median_high, pstdev
+from typing import ClassVar
+
+from resilient_train.core.checks import Check, Checks, References
+from resilient_train.core.episode import Reference, Standing, falls, line
+from resilient_train.core.loss import FEW, Alarm, Level, deviation, without_top
+from resilient_train.extensions.checks.best import BestLevel, Experiment
+from resilient_train.extensions.checks.config import (
+    ChecksConfig,
+    CreepConfig,
+    NoProgressConfig,
+    RateConfig,
+    ScaleConfig,
+)
+from resilient_train.ground.types import Facts, Vitals, fact
+
+_MAD_TO_SIGMA = 1.4826  # standard deviation / median absolute deviation, of normal noise
+_MOST_PER_BLOCK = 8.0  # spreads that one block counts for at most, so that an alarm takes two blocks or more
+_NORMAL_BLOCK = 1.0  # spreads above the median up to which a block shows no climb
+_STUCK = 20  # overflows in a row of a scaler that does not lower its scale
+_COMPARED = 16  # losses before a rate rose that those since are compared with
+_NOISY = 0.3  # of the mean of losses: their standard deviation
+_CLEAR_SIGMAS = 3.0  # of a sum of ranks
+
+
+class RateRise(Check):
+    """The learning rate rose far above what it was, and the loss is above where it was before.
+
+    A rate that rises, as in a warm-up, is no trouble. The loss is compared more closely: no jump is waited for.
+    """
+
+    saved = ("_paces", "_usual", "reference", "_since", "_losses", "_seen", "_base", "_lately", "_before")
+    records: ClassVar = {"reference": lambda plain: Reference(**plain)}
+
+    def __init__(self, config: RateConfig) -> None:
+        self.config = config
+        self._paces: deque[float] = deque(maxlen=config.lately)  # recent rates, as multiples of the configured one
+        self._usual = 0.0  # the highest rate before those
+        self.reference: Reference | None = None  # the losses before the rate rose; None if it did not
+        self._since = 0  # the step before the rate rose
+        self._losses: deque[float] = deque(maxlen=2 * config.look)
+        self._seen = 0  # losses since the rate rose
+        self._base = 1.0  # the rate that it rose from
+        self._lately: deque[float] = deque(maxlen=_COMPARED)  # the newest losses
+        self._before: list[float] = []  # those before it rose
+
+    def landed(self, step: int, vitals: Vitals, reference: References, *, is_learned: bool) -> Alarm | None:
+        config, loss, ratio = self.config, vitals.loss, vitals.lr_ratio
+        if not config.every or not ratio > 0:
+            return None
+        alarm = None
+        if self.reference is not None:
+            self._losses.append(loss)
+            self._seen += 1
+            if self._seen >= config.window:  # no harm in all that time: the rate is usual now
+                self._usual = max([self._usual, *self._paces])
+                self.reference = None
+            elif self._seen == config.first or not self._seen % config.look:
+                alarm = self._compare(step)
+        if len(self._paces) == self._paces.maxlen:
+            self._usual = max(self._usual, self._paces[0])
+        elif len(self._paces) < config.earlier:
+            self._usual = max(self._usual, ratio)
+        before = self._paces[-1] if self._paces else ratio
+        self._paces.append(ratio)
+        # A warm-up climbs to 1 in small steps.
+        is_high = ratio >= config.times * self._usual and (ratio > 1.0 or ratio >= config.times * before)
+        if self.reference is None and is_high and step > config.earlier:
+            self.reference, self._since = reference(step), step - 1
+            self._base = max(min(before, self._usual), 1e-12)
+            self._before = as_of_now([*self._lately, loss])
+            self._losses.clear()
+            self._seen = 0
+        self._lately.append(loss)
+        return alarm
+
+    def _compare(self, step: int) -> Alarm | None:
+        assert self.reference is not None
+        losses = list(self._losses)
+        losses = [median(losses)] * len(losses) if len(losses) < FEW else losses  # of few the highest are not left out
+        standing = self.reference.standing(step, losses, sigmas=self.config.sigmas, share=self.config.share)
+        if standing is not Standing.OFF or (is_noisy(self._before) and not are_higher(self._losses, self._before)):
+            return None
+        times, level = max(self._paces) / self._base, self.reference.expected(step)
+        mean = fmean(without_top(losses))
+        evidence = fact("off_since_rate", count=len(losses), mean=mean, level=level, times=times)
+        self.reference = None
+        return Alarm(self._since, evidence)
+
+    def forget(self, limit: float = inf) -> None:
+        self.reference = None
+        self._losses.clear()
+
+
+def is_noisy(losses: Sequence[float]) -> bool:
+    """Whether a mean of such losses may be anything: they differ much, or are too few to know."""
+    return len(losses) < FEW or pstdev(losses) > _NOISY * abs(fmean(losses))
+
+
+def as_of_now(losses: Sequence[float]) -> list[float]:
+    """Return losses as if they had not fallen: each as far from the line through them, at its end."""
+    if len(losses) < FEW:
+        return list(losses)
+    slope = min(0.0, line(losses)[0])
+    return [loss + slope * (len(losses) - 1 - place) for place, loss in enumerate(losses)]
+
+
+def are_higher(losses: Collection[float], before: Collection[float]) -> bool:
+    """Whether losses are above those before by more than chance, whatever their distribution: by their ranks."""
+    above = sum(loss > other for loss in losses for other in before)
+    pairs = len(losses) * len(before)
+    return above - pairs / 2 >= _CLEAR_SIGMAS * sqrt(pairs * (len(losses) + len(before) + 1) / 12) and pairs > 0
+
+
+_FIRST_LOSSES = 8  # that show the level at which the run began
+_NEVER = 2**53  # steps
+_THROWN = 0.2  # of that: by so much the first updates have raised the loss
+
+
+class NoProgress(Check):
+    """The losses have not fallen since a quarter of the run, and are still near those that it began with.
+
+    Or they fall only since the first updates threw them up; or they stand, or fall slowly at later looks, while the
+    weights still change by much of their norm. No alarm, as many healthy losses stand: it asks for a trial of rates.
+    """
+
+    saved = ("_losses", "first", "_mean", "_seen")
+    persistent = ("next_look",)
+
+    def __init__(self, config: NoProgressConfig) -> None:
+        self.config = config
+        self.next_look = config.every  # the step
+        self.first = self._mean = 0.0  # where it began; the mean of the first losses
+        self.evidence: Facts = ()
+        self._losses: deque[float] = deque(maxlen=config.window)
+        self._seen = 0
+
+    def landed(self, step: int, vitals: Vitals, reference: References, *, is_learned: bool) -> Alarm | None:
+        loss = vitals.loss
+        self._seen += 1
+        if self._seen <= _FIRST_LOSSES:  # the very first one was measured before any update: others may be far above
+            self._mean += (loss - self._mean) / self._seen
+            self.first = self._mean if self._seen == 1 else min(self.first, self._mean)
+        self._losses.append(loss)
+        return None
+
+    def asks(self, step: int, travelled: Callable[[], float]) -> bool:
+        """Say whether to try lower learning rates.
+
+        `travelled`, called at few steps and by all ranks: how far the weights moved lately, relative to their norm.
+        """
+        if not self.config.every or step < self.next_look:
+            return False
+        newer = list(self._losses)[-(3 * self._seen // 4) :]
+        level = fmean(without_top(newer)) if newer else 0.0
+        is_thrown = self._mean - self.first > _THROWN * abs(self.first)
+        still_fall = falls(newer) and not is_thrown
+        how = "thrown" if is_thrown else "falls" if still_fall else "stands"
+        seen = {"count": len(newer), "mean": level, how: True, "first": self.first}
+        self.evidence = fact("plateau", **seen)
+        # In the first updates the weights of a loss that falls may change by any amount.
+        if self._seen >= self.config.every * (2 if still_fall else 1):
+            if not still_fall and self.first - level < self.config.share * abs(self.first):
+                return True
+            if (travel := travelled()) >= self.config.travel:
+                self.evidence = fact("plateau", **seen, travel=travel)
+                return True
+        self.next_look = step + max(self.config.every, step // 4)
+        return False
+
+    def tried(self, step: int, *, is_tried: bool) -> None:
+        """Note what became of a trial: where none could be made, it asks again before long."""
+        if self.next_look < _NEVER:
+            self.next_look = 2 * step if is_tried else step + self.config.every
+
+    def stop(self) -> None:
+        self.next_look = _NEVER
+
+    def more_is_trained(self) -> None:
+        self.stop()  # the beginning is no measure any more
+
+    def forget(self, limit: float = inf) -> None:
+        self._losses.clear()
+        self._seen, self.first, self._mean = 0, 0.0, 0.0
+
+
+class Creep(Check):
+    """The loss climbs from block to block, though no single step is a jump."""
+
+    saved = ("_block", "_means", "_sum", "_since")
+    yields_to_jump = True
+
+    def __init__(self, config: CreepConfig, level: Level) -> None:
+        self.config, self.level = config, level
+        self._block: list[float] = []
+        self._means: deque[float] = deque(maxlen=config.blocks + config.lag)  # of the blocks before
+        self._sum = 0.0  # sum of the spreads by which blocks were too high
+        self._since = 0  # the newest step at which no climb showed
+
+    def landed(self, step: int, vitals: Vitals, reference: References, *, is_learned: bool) -> Alarm | None:
+        config, loss = self.config, vitals.loss
+        if not config.every or not is_learned:
+            return None
+        self._block.append(loss)
+        if len(self._block) < config.every:
+            return None
+        mean = fmean(without_top(self._block))
+        self._block.clear()
+        if len(self._means) == self._means.maxlen:
+            usual = list(self._means)[: config.blocks]
+            middle = median_high(usual)
+            spread = max(
+                _MAD_TO_SIGMA * deviation(usual, middle),
+                (max(usual) - middle) / 2,  # skewed losses have skewed blocks
+                config.share * self.level.scale,
+            )
+            z = (mean - middle) / spread if spread else 0.0  # the spread of a loss that is always 0 is 0
+            z = max(-_MOST_PER_BLOCK, min(_MOST_PER_BLOCK, z))
+            if z <= _NORMAL_BLOCK:
+                self._since = step - 2 * config.every  # the climb may have begun within this block
+            self._sum = max(0.0, self._sum + z - config.slack)
+        self._means.append(mean)
+        if self._sum <= config.alarm:
+            return None
+        self.forget()
+        since = max(0, self._since)
+        return Alarm(since, fact("loss_climbs", loss=loss, since=since, **self.level.usual_range))
+
+    def forget(self, limit: float = inf) -> None:
+        self._block.clear()
+        self._means.clear()
+        self._sum = 0.0
+
+
+class ScaleCollapse(Check):
+    """The loss scale keeps falling, or is not lowered: no update lands, or only with a scale too small to help. From
+    its start, 2**16, ten overflows in a row, each of which halves it, are ordinary.
+    """
+
+    def __init__(self, config: ScaleConfig) -> None:
+        self.config = config
+        self._scale, self._tick, self._times = 0.0, 0, 0  # the scale, and how often it overflowed in a row
+
+    def overflowed(self, vitals: Vitals) -> Facts | None:
+        if not self.config.every:
+            return None
+        scale = vitals.loss_scale
+        if scale is None:
+            return None
+        is_stuck = scale == self._scale and vitals.tick == self._tick + 1
+        self._scale, self._tick, self._times = scale, vitals.tick, self._times + 1 if is_stuck else 1
+        if self._times >= _STUCK:
+            return fact("scale_stays", scale=scale, times=self._times)
+        return fact("scale_fell", scale=scale) if scale < self.config.lowest else None
+
+
+@dataclass(frozen=True)
+class Panel:
+    """The checks, and those of them that others ask as well."""
+
+    checks: Checks
+    best: BestLevel
+    no_progress: NoProgress
+    experiment: Experiment
+
+    @classmethod
+    def of(cls, config: ChecksConfig) -> Panel:
+        level, best = Level(config.jump), BestLevel(config.jump)
+        no_progress, experiment = NoProgress(config.no_progress), Experiment(config.limit)
+        checks = Checks(
+            config,
+            level,
+            best=best,
+            experiment=experiment,
+            no_progress=no_progress,
+            rate=RateRise(config.rate),
+            creep=Creep(config.creep, level),
+            scale=ScaleCollapse(config.scale),
+        )
+        return cls(checks, best, no_progress, experiment)

@@ -1,0 +1,134 @@
+"""Replays one update as it was: the same weights and random numbers, with given batches. Training does not notice."""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from resilient_train.core import randomness
+from resilient_train.core.mark import Marks
+from resilient_train.core.randomness import Seeds
+from resilient_train.core.tree import is_sharded, local_part
+from resilient_train.durable.trees import rebuilt
+from resilient_train.extensions.diagnosis.frames import Layers
+from resilient_train.extensions.diagnosis.microscope import Microscope, Origin
+from resilient_train.extensions.scans.modes import Attributes, Saved
+from resilient_train.ground.errors import in_one_line
+from resilient_train.ground.types import Facts
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What a replay measured on this rank alone."""
+
+    loss: float
+    norm: float  # in doubles, so that it is finite wherever the gradient is
+    by_layer: dict[str, float]  # the norm of each weight's gradient
+    origin: Origin | None = None  # under the microscope: the operation that broke first
+    raised: str = ""  # the exception that ended it, in one line; then loss and norm are NaN
+    failure: Facts = ()  # why nothing could be measured; then the loss is NaN
+
+
+@dataclass
+class Replay:
+    """Runs forward and backward of given batches at the current weights.
+
+    No rank waits, as DistributedDataParallel is left out. If `is_sharded`, all replay together; gradients are of all.
+    """
+
+    model: nn.Module  # as training calls it, without the wrappers of other processes
+    measure: Callable[[nn.Module, Any], Tensor]  # returns the loss of a batch
+    backward: Callable[[Tensor], None]
+    marks: Marks
+    attributes: Attributes
+    drop_gradients: Callable[[], None]
+    trained: Sequence[Tensor]  # the weights whose gradients the gate looks at
+    over_ranks: Callable[[list[Tensor]], Tensor]  # the norm of sharded gradients, which every rank calls
+    seeds: Seeds
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self._bare: nn.Module = getattr(self.model, "_orig_mod", self.model)
+        self.is_sharded = any(map(is_sharded, self._bare.parameters()))
+        # A forward may update frozen weights (a teacher). Only those that have changed are backed up: all are many.
+        frozen = [weight for weight in self._bare.parameters() if not weight.requires_grad]
+        self._versions = [(weight, weight._version) for weight in frozen]
+
+    def of(
+        self,
+        batches: Sequence[Any],
+        start: int,
+        attributes: Saved = (),
+        watching: Microscope | Layers | None = None,
+    ) -> Replayed:
+        """Replay the update at position `start` with these batches, beginning with `attributes` of the modules."""
+        gradients = [(weight, weight.grad) for weight in self._bare.parameters()]
+        moving = [(weight, weight.detach().clone()) for weight, version in self._versions if weight._version != version]
+        for weight, _ in gradients:
+            weight.grad = None
+        may_be_compiled = hasattr(self.model, "_orig_mod") or "torch._dynamo" in sys.modules
+        # The microscope cannot look into a fused kernel.
+        in_eager = torch.compiler.set_stance("force_eager") if may_be_compiled else nullcontext()
+        # Unscaled: what is not finite then is no overflow that a lower scale prevents.
+        with self.marks.preserved(), self.attributes.preserved(attributes), randomness.preserved(self.device), in_eager:
+            try:
+                with watching or nullcontext():
+                    return self._measured([_copied(batch) for batch in batches], start, watching)
+            except (torch.OutOfMemoryError, MemoryError):
+                raise
+            except Exception as error:
+                return Replayed(math.nan, math.nan, {}, raised=in_one_line(error))
+            finally:
+                self.drop_gradients()
+                for weight, gradient in gradients:
+                    weight.grad = gradient
+                with torch.no_grad():
+                    for weight, value in moving:
+                        weight.copy_(value)
+
+    def under_microscope(self, batches: Sequence[Any], start: int, attributes: Saved = ()) -> Replayed:
+        """Replay under the microscope, and again to look at the inputs of the call whose backward is to blame."""
+        look_at, origin = None, None
+        for _ in range(2):  # every rank replays as often
+            microscope = Microscope(self._bare, look_at=look_at)
+            measured = self.of(batches, start, attributes, microscope)
+            # Where the loss is not finite no gradient can be, and backward says nothing about the cause.
+            at_loss = microscope.of_error or microscope.of_loss
+            origin = microscope.backward if math.isfinite(measured.loss) else at_loss
+            look_at = microscope.backward.call if microscope.backward is not None else None
+        if origin is not None:
+            origin = replace(origin, inputs=origin.inputs or microscope.inputs)
+        return replace(measured, origin=origin)
+
+    def _measured(self, batches: Sequence[Any], start: int, watching: Microscope | Layers | None) -> Replayed:
+        self.seeds.for_update(start)
+        losses = []
+        for batch in batches:
+            if isinstance(watching, Microscope):
+                watching.knows(batch)
+            loss = self.measure(self.model, batch)
+            if isinstance(watching, Microscope):
+                watching.judge(loss)
+            self.backward(loss)
+            losses.append(loss.detach().float().reshape(()))
+        trained = set(map(id, self.trained))
+        named = [(name, weight.grad) for name, weight in self._bare.named_parameters() if id(weight) in trained]
+        grads = {name: grad.coalesce().values() if grad.is_sparse else grad for name, grad in named if grad is not None}
+        by_layer = {name: float(torch.linalg.vector_norm(local_part(grad).double())) for name, grad in grads.items()}
+        total = math.sqrt(sum(norm**2 for norm in by_layer.values()))
+        if self.is_sharded and grads:
+            total = float(self.over_ranks([*grads.values()]))
+        return Replayed(float(torch.stack(losses).mean()), total, by_layer)
+
+
+def _copied(batch: Any) -> Any:
+    """The same tensors in other containers: an objective may remove entries."""
+    return rebuilt(batch, lambda leaf: leaf if isinstance(leaf, Tensor) else copy.copy(leaf))

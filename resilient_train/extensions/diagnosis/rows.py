@@ -1,0 +1,196 @@
+"""Which rows of a batch did it: by trying parts of it with other rows in place of the rest, and by their values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import SequenceKey, tree_flatten_with_path
+
+from resilient_train.core.tree import leaves, with_dicts
+from resilient_train.ground.types import Facts, fact
+
+MOST_TRIALS = 200  # of a search; a batch of 1,024 with three guilty rows takes 60
+OTHERS = 128  # rows that a row is compared with
+ENOUGH = 16  # other rows, with fewer of which nothing is said of a small number
+_FAR_BELOW = 1e3  # times: what divides by so small a number, or takes its logarithm, is far out
+_WIDTHS = 4.0  # of the range in which nearly all others are: what is as far from it is no tail
+_NARROW = 2.0  # the ends of that range, one by the other
+_COLUMNS = 1_000  # of a field that is searched column by column
+_OUT_OF_SCALE = 1e3  # times the median of the columns
+_LARGE = 30.0  # the size of half of the columns: first weights are made for inputs of about 1
+_FEW_COLUMNS = 10_000  # of pictures no number is given
+_MANY = 0.5  # of a batch: where as many rows are guilty it is not the rows
+
+
+def guilty(count: int) -> Generator[Sequence[int], bool, tuple[int, ...]]:
+    """Find the places of a batch of `count` rows each of which breaks a batch that is healthy otherwise.
+
+    It asks for trials: yields places, and is sent whether a batch breaks that keeps the rows there and has others in
+    all other places. Nothing is returned where no part of the batch does it alone, or where most of it does.
+    """
+    if count == 1:
+        return (0,) if (yield [0]) else ()
+    found: list[int] = []
+    waiting = [list(range(count))]
+    trials = 0
+    while waiting:
+        places = waiting.pop()
+        if len(places) == 1:
+            found.append(places[0])
+            continue
+        middle, parts = len(places) // 2, []
+        for part in (places[:middle], places[middle:]):
+            if (yield part):
+                parts.append(part)
+        trials += 2
+        if trials > MOST_TRIALS or len(found) > _MANY * count:
+            return ()
+        waiting += reversed(parts)
+    return tuple(sorted(found)) if len(found) <= max(1, _MANY * count) else ()
+
+
+def nonfinite_fields(row: Any) -> Facts:
+    """Name the fields of a row that hold values that are not finite, and where: `element 0 at [3, 17] is NaN`."""
+    found: Facts = ()
+    for name, values in _fields(row):
+        for place in (bad := (~values.isfinite()).nonzero().tolist())[:1]:
+            value = f"{_at(place, values):g}".replace("nan", "NaN")
+            found += fact("row_not_finite", field=name, at=place, value=value, more=len(bad) - 1)
+    return found
+
+
+def outlying_fields(row: Any, others: Sequence[Any], far: float) -> Facts:
+    """Name fields of a row that lie `far` times beyond those of others, far nearer to 0, or out of a narrow range."""
+    theirs = [dict(_fields(other)) for other in others]
+    found: Facts = ()
+    compared = [(field, mine, [one[field] for one in theirs if field in one]) for field, mine in _fields(row)]
+    for field, mine, same in compared:
+        found += _far_out(field, mine, same, far)
+    for field, mine, same in compared if not found else ():
+        found += _out_of_narrow(field, mine, same, far)
+    return found
+
+
+def _far_out(field: str, mine: Tensor, same: Sequence[Tensor], far: float) -> Facts:
+    size, sizes = _size(mine), sorted(filter(math.isfinite, map(_size, same)))
+    if not sizes or not math.isfinite(size):  # nonfinite_fields names what is not finite
+        return ()
+    # Where the others are all 0 it may be a rare class, marked with 1, or a count: that it is not 0 says nothing.
+    if size > far * (max(sizes[-1], 2 * sizes[len(sizes) // 2]) or 1.0):
+        return fact("row_far", **_largest_of(field, mine), others=len(sizes), usual=sizes[-1])
+    # A single number that is always positive, such as a chance or a deviation: losses divide by those.
+    numbers = sorted(filter(math.isfinite, map(_number, same)))
+    lowest = numbers[len(numbers) // 16] if len(numbers) >= ENOUGH and numbers[0] > 0 else 0.0
+    if 0 < _number(mine) * max(far, _FAR_BELOW) < lowest:
+        return fact("row_near_zero", **_largest_of(field, mine), others=len(numbers), usual=lowest)
+    return ()
+
+
+def _out_of_narrow(field: str, mine: Tensor, others: Sequence[Tensor], far: float) -> Facts:
+    """Name a number, or a column, that is far out of a range that is narrow for numbers so far from 0.
+
+    Not below `far` times the largest: prices grow now and then. Not 0: the line that cannot take it is to blame.
+    """
+    same = [one for one in others if one.shape == mine.shape]
+    if len(same) < ENOUGH or mine.dim() > 1 or mine.numel() > _COLUMNS or mine.is_complex():
+        return ()
+    by_size, value = torch.stack(same).double().reshape(len(same), -1).sort(0).values, mine.double().flatten()
+    low, high = by_size[len(same) // 16], by_size[-1 - len(same) // 16]
+    least, largest = torch.stack([low.abs(), high.abs()]).sort(0).values
+    is_narrow = (low * high > 0) & (largest <= _NARROW * least) & (high > low)
+    is_tail = (value * high > 0) & (value.abs() > largest) & (value.abs() <= far * largest)
+    is_far = torch.maximum(low - value, value - high) > _WIDTHS * (high - low)
+    odd = (is_narrow & is_far & ~is_tail & value.isfinite() & (value != 0)).nonzero().flatten().tolist()
+    if not odd:
+        return ()
+    of_value, low_end, high_end = (float(one[odd[0]]) for one in (value, low, high))
+    at = odd[:1] if mine.dim() else []
+    return fact("row_out_of_range", field=field, at=at, value=of_value, others=len(same), low=low_end, high=high_end)
+
+
+def usual_sizes(rows: Sequence[Any]) -> dict[str, float]:
+    """What three of four rows do not exceed, field by field; no fields that are mostly zero."""
+    sizes: dict[str, list[float]] = {}
+    for field, values in (one for row in rows for one in _fields(row)):
+        sizes.setdefault(field, []).append(_size(values))
+    known = {field: sorted(filter(math.isfinite, some)) for field, some in sizes.items()}
+    quartiles = {field: some[3 * len(some) // 4] for field, some in known.items() if 2 * len(some) > len(rows)}
+    return {field: size for field, size in quartiles.items() if size > 0}
+
+
+def far_above(row: Any, usual: dict[str, float], times: float) -> Facts:
+    """Say which field of a row is so many times its usual size; empty where none is."""
+    for field, values in _fields(row):
+        if _size(values) > times * usual.get(field, math.inf):
+            return fact("row_above_most", **_largest_of(field, values), usual=usual[field])
+    return ()
+
+
+def _largest_of(field: str, values: Tensor) -> dict[str, Any]:
+    place = [int(one) for one in torch.unravel_index(values.abs().argmax(), values.shape)]
+    return {"field": field, "at": place, "value": _at(place, values)}
+
+
+def _at(place: Sequence[int], values: Tensor) -> float:
+    value = values[tuple(place)]
+    return float(value.abs() if value.is_complex() else value)
+
+
+def out_of_scale(batch: Any) -> Facts:
+    """Advise to normalise inputs some of whose columns are far larger than others, or all are large; else empty."""
+    large: Facts = ()
+    for name, values in _fields(batch):
+        if values.dim() < 2:
+            continue
+        columns = values.flatten(1).abs().nan_to_num(0.0, 0.0, 0.0).double().mean(0)
+        sizes = columns[columns > 0]
+        if len(sizes) < 2:
+            continue
+        size, usual = float(sizes.max()), float(sizes.median())
+        if size > _OUT_OF_SCALE * usual:
+            where = {"column": int(columns.argmax()), "columns": len(columns), "many": len(columns) > _FEW_COLUMNS}
+            return fact("inputs_out_of_scale", field=name, size=size, usual=usual, **where)
+        if usual > _LARGE and 2 * len(sizes) > len(columns):
+            large = large or fact("inputs_large", field=name, usual=usual, columns=len(sizes))
+    return large
+
+
+def largest(batches: Sequence[Any]) -> Tensor:
+    """The largest absolute value of each field, over batches of one shape; nothing waits for the device."""
+    sizes = [
+        torch.stack([one.detach().abs().amax().float() for one in some]).amax()
+        for some in zip(*map(leaves, batches), strict=False)
+        if all(isinstance(one, Tensor) and one.is_floating_point() and one.numel() for one in some)
+    ]
+    return torch.stack(sizes) if sizes else torch.empty(0)
+
+
+def _number(values: Tensor) -> float:
+    return float(values) if values.numel() == 1 and not values.is_complex() else math.nan
+
+
+def _size(values: Tensor) -> float:
+    return float(values.abs().max())
+
+
+def _fields(row: Any) -> Iterator[tuple[str, Tensor]]:
+    """The fields of a row that hold numbers with a fraction, by their place in it."""
+    for path, leaf in tree_flatten_with_path(with_dicts(row))[0]:
+        if isinstance(leaf, float):
+            leaf = torch.tensor(leaf, dtype=torch.float64)
+        elif hasattr(leaf, "__array__") and not isinstance(leaf, Tensor):
+            try:
+                leaf = torch.as_tensor(leaf)
+            except (TypeError, ValueError):
+                continue
+        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()) and leaf.numel():
+            match path:
+                case [SequenceKey(idx=number)]:
+                    name = f"element {number}"
+                case _:
+                    name = "".join(map(str, path)) or "its value"
+            yield name, leaf.detach()

@@ -1,0 +1,1 @@
+"""Scans of the state: measured on the device, judged an update later."""

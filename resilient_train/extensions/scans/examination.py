@@ -1,0 +1,177 @@
+"""Looks at the state of a run: by scans when they are due, and by all of them at once after trouble."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from resilient_train.core.checks import Checks
+from resilient_train.core.copies import Stateful
+from resilient_train.core.mark import Mark, Marks
+from resilient_train.core.state import Clock
+from resilient_train.core.transaction import Transaction
+from resilient_train.core.tree import Tree, leaves
+from resilient_train.core.vitals import Sent
+from resilient_train.extensions.scans.layout import nonfinite
+from resilient_train.extensions.scans.scans import Scans
+from resilient_train.ground.types import Anomaly, Facts, Signal, fact
+from resilient_train.processes.world import World, odd_ones
+
+_APART = 1e-5  # relative difference between replicas: far above rounding, far below what a scan reports
+_LARGEST = torch.finfo(torch.float32).max
+
+
+class _Launched(NamedTuple):
+    step: int
+    tick: int
+    mine: torch.Tensor  # of this rank
+    sent: Sent  # the largest over all ranks
+
+
+class Examination:
+    def __init__(
+        self,
+        world: World,
+        clock: Clock,
+        checks: Checks,
+        scans: Scans,
+        marks: Marks,
+        kept: Mapping[str, Stateful],
+        *,
+        observes: bool = False,
+    ) -> None:
+        self._world, self._clock, self._checks, self._scans = world, clock, checks, scans
+        self._marks, self._kept, self._observes = marks, kept, observes  # by policy: all updates land
+        self._scan: _Launched | None = None
+        self._comparison: _Launched | None = None  # of replicas
+
+    def launch(self, before: Mark) -> None:
+        """Measure what is due, with the buffers of `before`: the newest forward may be part of a bad update."""
+        if self._scans.replicas.is_due(self._clock.step):
+            self._comparison = self._compare_replicas()
+        if self._scans.is_due(self._clock.step):
+            with self._marks.buffers_of(before) as kept:
+                self._scan = self._measure(kept)
+
+    def verdict(self) -> Anomaly | None:
+        scan, comparison = self._scan, self._comparison
+        self._scan = self._comparison = None
+        found = None if scan is None else self._judge_scan(scan)
+        differing = None if comparison is None else self._judge_replicas(comparison)
+        if found is None or differing is None:
+            return found or differing
+        return dataclasses.replace(found, since=min(found.since, differing.since), ranks=found.ranks or differing.ranks)
+
+    def examine_now(self) -> Anomaly | None:
+        """Measure everything, and wait for it."""
+        kept = {name: item.state_dict() for name, item in self._kept.items()}
+        self._scan = self._measure(kept, everything=True)
+        if self._scans.replicas.every:
+            self._comparison = self._compare_replicas()
+        return self.verdict()
+
+    def _compare_replicas(self) -> _Launched:
+        mine = self._scans.replicas.measure(self._scans.layout)
+        return _Launched(self._clock.step, self._clock.tick, mine, Sent(self._world.max(mine)))
+
+    def _measure(self, kept: Mapping[str, Tree], *, everything: bool = False) -> _Launched:
+        """Measure, and reduce to the largest of each number over all ranks, followed by the negated smallest."""
+        mine = self._scans.measure(kept, everything=everything)
+        if any(shares := self._scans.are_shares()):
+            is_share = torch.tensor(shares, device=mine.device)
+            mine = torch.where(is_share, self._world.sum(torch.where(is_share, mine, 0.0)), mine)
+        both = mine if self._world.size == 1 else self._world.max(torch.cat([mine, -mine]))
+        return _Launched(self._clock.step, self._clock.tick, mine, Sent(both))
+
+    def _judge_scan(self, scan: _Launched) -> Anomaly | None:
+        """Judge the largest numbers of all ranks; if replicas differ, each rank's: the largest hide zeroed moments."""
+        numbers = scan.sent.read()
+        if self._world.size == 1:
+            return self._scans.judge(scan.step, scan.tick, numbers)
+        count = len(numbers) // 2
+        most, least = numbers[:count], [-number for number in numbers[count:]]
+        copies = self._scans.are_copies()
+        if most == least or not any(map(_are_apart, most, least, copies)):
+            return self._scans.judge(scan.step, scan.tick, most)
+        ranks = [  # every rank comes here, as they have read the same
+            [own if is_copy else largest for own, largest, is_copy in zip(row, most, copies, strict=True)]
+            for row in self._world.all_of(scan.mine.tolist())
+        ]
+        return self._scans.judge_each(scan.step, scan.tick, ranks)
+
+    def _judge_replicas(self, compared: _Launched) -> Anomaly | None:
+        replicas = self._scans.replicas
+        if replicas.judge(compared.step, list(map(int, compared.sent.read()))):
+            return None
+        digests = self._world.all_of(int(compared.mine[0]))
+        odd = odd_ones(digests)
+        names, mine = replicas.each(self._scans.layout)
+        most, least = self._world.max(torch.cat([mine, ~mine])).view(2, -1)
+        apart = [name for name, differs in zip(names, (most != ~least).tolist(), strict=True) if differs]
+        where = {"name": apart[0], "apart": len(apart), "count": len(names)} if apart else {}
+        evidence = fact("replicas_differ", **where, ranks=[*odd], size=len(digests))
+        place = compared.step, compared.tick, replicas.clean_step
+        return Anomaly(Signal.RANK_MISMATCH, *place, evidence, ranks=odd)
+
+    def learn_usual_batches(self, batches: Sequence[Any]) -> None:
+        """Learn from the first healthy update of a process whether NaN in a batch is usual."""
+        self._checks.nan_is_usual |= bool(self._ranks_where(not _all_finite(batches)))
+
+    def refined(self, anomaly: Anomaly, update: Transaction, *, is_scanned: bool) -> Anomaly:
+        """Say more precisely what is wrong with a bad update, or with the state that a scan has seen. Every rank comes.
+
+        In this order: rows that could not be fetched, which make the loss NaN; bad weights, which explain all else;
+        exceptions; a bad batch, unless its NaN is usual. Where all updates land, weights that are not finite follow.
+        """
+        batches = update.inputs
+        if is_scanned and anomaly.signal is not Signal.NONFINITE_WEIGHTS:
+            return anomaly
+        of_rows = [fact("row_failed", row=one.row, error=one.error) for one in update.update.failed]
+        of_errors = [fact("text", text=one) for one in update.raised]
+        everywhere, of_code = zip(*self._world.all_of((of_rows, of_errors)), strict=True)
+        is_alone = self._world.size == 1
+        if not any(everywhere):
+            if not self._observes and (found := self.examine_now()) is not None:
+                # The loop may have put what the batch holds into the weights, as two passes of SAM do.
+                is_of_batch = found.signal is Signal.NONFINITE_WEIGHTS
+                return dataclasses.replace(found, **self._bad_batch(batches, found.evidence)) if is_of_batch else found
+            everywhere = of_code
+        if any(everywhere):
+            evidence = next(some[0] for some in everywhere if some)
+            ranks = tuple(rank for rank, some in enumerate(everywhere) if some and not is_alone)
+            return dataclasses.replace(anomaly, signal=Signal.EXCEPTION, evidence=evidence, ranks=ranks)
+        if anomaly.signal is Signal.LOSS_SPIKE and not is_alone:
+            ranks = self._ranks_where(not float(update.attempt.loss) <= update.limits[0])
+            return dataclasses.replace(anomaly, ranks=ranks if len(ranks) < self._world.size else ())
+        if anomaly.signal not in (Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD):
+            return anomaly
+        evidence = anomaly.evidence + nonfinite(update.attempt.norms())
+        return dataclasses.replace(anomaly, **{"evidence": evidence, **self._bad_batch(batches, evidence)})
+
+    def _bad_batch(self, batches: Sequence[Any], evidence: Facts) -> dict[str, Any]:
+        """Return what an anomaly is if its batch is bad on any rank, and that is not usual."""
+        ranks = () if self._checks.nan_is_usual else self._ranks_where(not _all_finite(batches))
+        if not ranks:
+            return {}
+        of_batch = {"signal": Signal.NONFINITE_BATCH, "evidence": fact("bad_batch") + evidence}
+        return {**of_batch, "ranks": () if self._world.size == 1 else ranks}
+
+    def _ranks_where(self, is_so: bool) -> tuple[int, ...]:
+        flags = torch.zeros(self._world.size, device=self._world.device)
+        flags[self._world.rank] = is_so
+        return tuple(rank for rank, flag in enumerate(self._world.sum(flags).tolist()) if flag)
+
+
+def _are_apart(most: float, least: float, is_copy: bool) -> bool:
+    """Whether replicas differ in a number. `most` is inf where all of them are infinite, and `least` then finite."""
+    most = min(most, _LARGEST)
+    return is_copy and most - least > _APART * max(abs(most), abs(least))
+
+
+def _all_finite(batches: Iterable[Any]) -> bool:
+    """Whether batches of any shape hold no NaN or infinity. Waits for the device."""
+    tensors = [leaf for leaf in leaves(list(batches)) if isinstance(leaf, torch.Tensor)]
+    return all(bool(one.isfinite().all()) for one in tensors if one.is_floating_point() or one.is_complex())

@@ -1,0 +1,444 @@
+"""Trials: several remedies are tried from the same state on the same samples, and those that work best are applied.
+
+Whatever a trial changes is put back: the state, bit for bit, and the knobs. It writes nothing, and its updates are no
+ticks. Every rank makes the same updates, and judges them by losses that are averaged over the ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from resilient_train.core.mark import Mark
+from resilient_train.core.policy import Policy
+from resilient_train.core.protocols import Hook, Store
+from resilient_train.core.recovery import Recovery
+from resilient_train.core.remedies import remedy
+from resilient_train.core.ring import Ring, Snapshot
+from resilient_train.core.transaction import Transaction
+from resilient_train.core.tree import local_part
+from resilient_train.core.vitals import mean, scalar
+from resilient_train.extensions.computation import BatchErrors, Computation
+from resilient_train.extensions.remedies import (
+    JUDGED,
+    Arm,
+    best_arm,
+    cost_of,
+    fastest,
+    holds,
+    is_ahead,
+    learns,
+    may_win,
+    on_its_way,
+    table,
+)
+from resilient_train.extensions.run_parts import RunParts
+from resilient_train.ground.errors import StorageFailed, TrainError, in_one_line
+from resilient_train.ground.types import (
+    NO_LIMIT,
+    OUTSIDE,
+    Action,
+    Anomaly,
+    Cause,
+    Decision,
+    Diagnosis,
+    Signal,
+    Tried,
+    by_signal,
+    fact,
+)
+from resilient_train.ground.wording import counted, log, say
+from resilient_train.processes.world import is_out_of_memory
+
+_FAILED, _ENDS = 1, 2  # what ranks tell each other: this arm failed, or the trial has to end
+_LONGEST_RACE = 48  # updates of an arm in a short run
+_USUAL_INTERVAL = 25  # updates between two snapshots
+_STRONG_DECAY = 0.25  # which may take the weights away before they learn: with usual ones they learn faster
+_VANISHED = 0.5  # of the norm of the weights: in healthy runs it grows
+
+
+class TrialStopped(Exception):
+    """A trial cannot take place, or not be completed: then nothing has happened."""
+
+
+class Faster(NamedTuple):
+    """A lower rate that overtook the run, or a lower decay where the weights vanish."""
+
+    since: int  # the step from which it did
+    cut: Action
+    tried: tuple[Tried, ...] = ()
+    left: float = 1.0  # of the norm of the weights
+
+
+class Trials:
+    """Tries remedies in a run whose updates can be made without its loop. All arms are judged on the same later
+    samples, on which none of them was trained.
+    """
+
+    def __init__(
+        self,
+        parts: RunParts,
+        computation: Computation,
+        batch_errors: BatchErrors,
+        policy: Policy,
+        planned: Callable[[], int | None],
+        stop: Callable[[], bool],
+    ) -> None:
+        """`planned` returns the steps that the run plans, if that is known; `stop` whether it was asked to stop."""
+        self._parts, self._computation, self._batch_errors = parts, computation, batch_errors
+        self._policy, self._planned, self._stop = policy, planned, stop
+        self.updates = 0  # made in trials since the beginning of the run
+        self.raced_in_vain = False  # no lower rate did better where the loss stood
+        # Not where updates cannot be made without the loop, or their samples not be found again.
+        self._is_possible = computation.objective is not None and parts.samples.rows > 0 and not parts.samples.is_fed
+        self.tries_rates = self._is_possible and bool(policy.rates) and not policy.observe
+
+    def left(self, *, in_vain: bool = False) -> int:
+        """Return how many updates trials may still make; 0 where none can be made."""
+        steps = max(self._planned() or 0, self._parts.clock.step)
+        most = self._policy.budget.trial_updates(steps, in_vain=in_vain) if self._is_possible else 0
+        return max(0, most - self.updates)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"updates": self.updates, "in_vain": self.raced_in_vain}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.updates, self.raced_in_vain = int(state["updates"]), bool(state["in_vain"])
+
+    def best_of(
+        self, arms: Sequence[Sequence[Action]], steps: int, run: Any, passed: int
+    ) -> tuple[Sequence[Action], tuple[Tried, ...]]:
+        """Make `steps` updates with each arm, judged on what follows the next `passed` samples; return the best, and
+        how all went. Without a trial that is the first.
+        """
+        with suppress(TrialStopped), self._trial(run):
+            self._fetch_judged(passed)
+            before, again = self._run((), 0), self._run((), 0)
+            if not before.equals(again):
+                log.debug("nothing is tried: the losses of later updates cannot be reproduced")
+                raise TrialStopped
+            results = [self._run(arm, steps).risen_from(before) for arm in arms]
+            best = best_arm(results)
+            return arms[best], table(results, best)
+        return arms[0], ()
+
+    def race(self, run: Any) -> Faster | None:
+        """Try lower rates from the oldest verified state: does one overtake the run, with half its updates or fewer?
+
+        Cut at the present state, a rate looks better for a while even where it was right; in this comparison it looks
+        worse. The winner also has to beat the present rate from that state: some losses grow with training, whatever
+        the rate. If it does not by more than age explains, it is made as old as the run, and has to be far below it.
+        """
+        parts, step, first = self._parts, self._parts.clock.step, self._parts.panel.no_progress.first
+        left, verified = self.left(in_vain=self.raced_in_vain), parts.ring.verified_until(step)
+        steps = min(step // 2, max(_LONGEST_RACE, left // 6))  # in a long run all rates may be tried for longer
+        if not verified or verified[-1].step > step // 4 or left < 2 * cost_of(steps, JUDGED) + cost_of(1, JUDGED):
+            return None
+        since, made = verified[-1], parts.updates.next_after(verified[-1].step)
+        decays = [float(group.get("weight_decay") or 0.0) for group in parts.updater.groups()]
+        left_of_weights = shrunk_since(parts.ring, since, parts.world.least) if max(decays) >= _STRONG_DECAY else 1.0
+        if left_of_weights < _VANISHED:
+            return Faster(since.step, Action("lower_decay", {"factor": 0.0}), left=left_of_weights)
+        recorded = made.loss if made is not None else parts.checks.loss_at(since.step + 1)  # of an earlier process
+        if recorded is None:
+            return None
+        with suppress(TrialStopped), self._trial(run, lifts_limits=True):
+            if not self._reproduces(recorded, since):
+                log.debug(
+                    "no lower rates are tried: the loss of update %d cannot be reproduced: the data or the program "
+                    "changes with each call (does __getitem__ change rows in place?)",
+                    since.step + 1,
+                )
+                parts.panel.no_progress.stop()
+                return None
+            self._fetch_judged()
+
+            def is_left(updates: int, arms: int = 1) -> bool:
+                return left - self._cost >= arms * cost_of(updates, JUDGED)
+
+            arms = [now := self._run((), 0)]
+            rates = [Action("lower_lr", {"factor": rate, "lasting": True}) for rate in self._policy.rates]
+            while rates and not fastest(arms) and is_left(steps, 2) and may_win(arms, first):
+                arms.append(self._run((rates.pop(0),), steps, since))
+            slow, longer = on_its_way(arms, first), min(step // 2, 2 * steps)
+            if not fastest(arms) and slow and longer > steps and is_left(longer, 2):
+                steps = longer
+                arms[slow] = self._run(arms[slow].actions, steps, since)
+            if not (best := fastest(arms)):
+                # Arms that were as short as the run is young have not shown all: look again later.
+                if steps >= _LONGEST_RACE or (learns(now, first) and not slow):
+                    self._end_in_vain(arms)
+                return None
+            control_arm = self._run((), steps, since)
+            if is_held := holds(arms[best], control_arm, now, first):
+                while rates and is_left(steps):
+                    arms.append(self._run((rates.pop(0),), steps, since))
+                refined = fastest(arms)
+                best = refined if holds(arms[refined], control_arm, now, first) else best
+            elif is_left(age := step - since.step):
+                # The run has risen since it was as old as that: does the lower rate, when it is as old as the run?
+                arms[best] = self._run(arms[best].actions, age, since)
+                is_held = is_ahead(arms[best], now, first)
+            if not is_held:
+                self._end_in_vain(arms)
+                return None
+            arms.append(replace(control_arm, actions=(Action("rewind"),)))
+            return Faster(since.step, arms[best].actions[0], table(arms, best))
+        return None  # it was stopped
+
+    def _end_in_vain(self, arms: Sequence[Arm]) -> None:
+        """Note that no lower rate did better; the first of the arms is the run as it is."""
+        self.raced_in_vain = True
+        lowest = min(arms[1:], key=lambda arm: arm.loss)
+        log.debug(
+            "%s; lower rates were tried, and the current one is fine: x%.3g came to %.4g, where the run is at %.4g; "
+            "that took %s, not part of the run's",
+            *(say(self._parts.panel.no_progress.evidence), lowest.cut, lowest.loss, arms[0].loss),
+            counted(self._cost, "update"),
+        )
+
+    @contextmanager
+    def _trial(self, run: Any, *, lifts_limits: bool = False) -> Iterator[None]:
+        """Prepare a trial and take it back. `lifts_limits`: those of the gate were learned on the way it leaves."""
+        parts, ring, attributes = self._parts, self._parts.ring, self._computation.attributes
+        self._attributes = attributes.now()
+        self._control = run
+        self._made = self._forwards = 0  # updates made so far, and forwards of updates that are judged
+        if (state := ring.aside()) is None:
+            log.debug("no trial: a further copy of the state exceeds the memory that snapshots may take")
+            raise TrialStopped
+        self._state = state
+        rates = [group["lr"] for group in parts.updater.groups()]  # no state restores those of the loop or optimizer
+        parts.updater.gate.limit(*((NO_LIMIT, NO_LIMIT) if lifts_limits else parts.checks.limits))
+        try:
+            yield
+        finally:
+            self.updates += self._cost
+            attributes.set(self._attributes)
+            self._go_back()
+            for group, rate in zip(parts.updater.groups(), rates, strict=True):
+                group["lr"] = rate
+
+    def _go_back(self, snapshot: Snapshot | None = None) -> None:
+        """Go back to where the trial began, or to a snapshot."""
+        self._parts.ring.load(self._state if snapshot is None else snapshot.parts)
+
+    @property
+    def _cost(self) -> int:
+        return cost_of(self._made, self._forwards)
+
+    def _reproduces(self, loss: float, since: Snapshot) -> bool:
+        """Say whether the update after a snapshot has its `loss` again: else the program keeps state of its own."""
+        parts = self._parts
+        self._go_back(since)
+        try:
+            again = self._computed(self._computation.marks.take())
+        except Exception as error:
+            if isinstance(error, TrainError) or parts.world.size > 1:
+                raise
+            return False
+        finally:
+            parts.updater.drop_gradients()
+            self._made += 1
+            self._go_back()
+        if parts.world.size == 1:
+            return float(again) == loss
+        return math.isclose(float(parts.world.mean(again)), loss, rel_tol=1e-6)  # summed up in another order
+
+    def _run(self, actions: Sequence[Action], steps: int, since: Snapshot | None = None) -> Arm:
+        """Make `steps` updates with some remedies, from the state at hand, or from that of a snapshot."""
+        parts = self._parts
+        self._go_back(since)
+        self._computation.attributes.set(self._attributes)
+        before = self._control.effects.state_dict()
+        try:
+            for action in actions:
+                remedy(action).apply(self._control)
+            anomalies = sum(not self._update() for _ in range(steps))
+            losses = self._losses()
+        except Exception as error:  # of the program, which a remedy or the weights it led to may cause
+            is_fetch = isinstance(error, StorageFailed)
+            if (isinstance(error, TrialStopped | TrainError) and not is_fetch) or parts.world.size > 1:
+                raise
+            log.debug("an arm of a trial failed: %s", in_one_line(error))
+            if is_fetch or is_out_of_memory(error):  # no arm could be made
+                raise TrialStopped from error
+            anomalies, losses = steps, (math.inf,) * len(self._judged)
+        finally:
+            self._control.effects.undo_to(before)
+        return Arm(tuple(actions), anomalies, losses)
+
+    def _fetch_judged(self, passed: int = 0) -> None:
+        """Fetch the samples that judge all arms, after all that train any; leave out updates that cannot be fetched."""
+        samples = self._parts.samples
+        each = samples.slicing.samples
+        after = max(samples.next_start, samples.position) + passed + each
+        starts = samples.starts(after, (JUDGED + 1) * each)[:JUDGED]
+        fetched: dict[int, list[Any]] = {}
+        for start in starts:
+            with suppress(Exception):
+                fetched[start] = [samples.collated(keys) for keys in samples.keys_at(start)]
+        by_rank = self._parts.world.all_of([*fetched])
+        self._judged = {start: fetched[start] for start in starts if all(start in one for one in by_rank)}
+        if len(self._judged) < JUDGED // 2:
+            log.debug("no trial: too many of the later rows that would judge it cannot be fetched")
+            raise TrialStopped
+
+    def _computed(self, mark: Mark) -> torch.Tensor:
+        """Run forward and backward of the next update as in training; return the loss, NaN if something raised."""
+        parts, errors, losses = self._parts, self._batch_errors, []
+        update = parts.samples.next_update()
+        begun = Transaction(update, parts.clock.tick + 1, parts.clock.step + 1, mark)
+        self._computation.seeds.for_update(update.start)
+        for batch in update.batches:
+            begun.inputs.append(batch)
+            with errors.around_compute(begun):
+                try:
+                    loss, _ = self._computation.compute(parts.world.on_device(batch))
+                except Exception as error:
+                    may_stand_in = parts.world.size > 1 and not is_out_of_memory(error)
+                    if not may_stand_in or (instead := errors.loss_instead(error, [begun])) is None:
+                        raise
+                    loss, _ = instead
+            losses.append(scalar(loss))
+        loss = losses[0] if len(losses) < 2 else mean(losses)
+        return torch.full_like(loss, math.nan) if update.failed or begun.raised else loss
+
+    def _update(self) -> bool:
+        parts, marks, run = self._parts, self._computation.marks, self._control
+        updater, world = parts.updater, parts.world
+        if self._stop():
+            updater.agreement.ask_to_stop()
+        mark = marks.take()
+        loss = self._computed(mark)
+        parts.ring.copier.before_change()
+        attempt = updater.apply(parts.clock.step, loss)
+        reduced, norm, *rest = attempt.numbers or attempt.measured.tolist()
+        is_asked = self._stop() if world.size == 1 else rest[int(updater.scaler is not None)] > 0
+        if is_asked:
+            raise TrialStopped
+        if is_landed := updater.gate.admits(reduced, norm):
+            parts.clock.step += 1
+            updater.accept(parts.clock.step)
+            run.advance(was_limited=attempt.is_limited)
+        else:
+            marks.undo(mark, keeps_scale=True)
+        marks.release(mark)
+        self._made += 1
+        parts.beat()
+        # A loss scale that is too high is found out by an overflow.
+        return is_landed or (updater.scaler is not None and math.isfinite(reduced))
+
+    def _losses(self) -> tuple[float, ...]:
+        """Measure the losses of the later updates, averaged over the ranks. Each micro-batch frees its graph."""
+        parts, made_by, losses = self._parts, self._computation, []
+        is_sharded = parts.state.is_sharded  # before a forward, which may leave no weight sharded
+        assert made_by.objective is not None
+        for start, batches in self._judged.items():
+            made, trouble = [], 0
+            try:
+                made_by.seeds.for_update(start)
+                for batch in batches:
+                    loss, _ = made_by.objective(made_by.bare, parts.world.on_device(batch))
+                    if is_sharded:  # only a backward makes every rank drop the weights of the others again
+                        made_by.anomaly_mode.backward(loss)
+                        parts.updater.drop_gradients()
+                    made.append(loss.detach().float())
+                    del loss
+            except Exception as error:
+                if parts.world.size == 1 or is_sharded:  # there other ranks are inside of this forward
+                    raise
+                trouble = _ENDS if is_out_of_memory(error) else _FAILED
+                log.debug("an arm of a trial failed: %s", in_one_line(error))
+            self._forwards += 1
+            parts.beat()
+            if (agreed := -parts.world.least(-float(_ENDS if self._stop() else trouble))) >= _ENDS:
+                raise TrialStopped
+            losses.append(torch.full((), math.inf, device=parts.world.device) if agreed else mean(made))
+        return tuple(parts.world.mean(torch.stack(losses)).tolist())
+
+
+class RateSearch(Hook):
+    def __init__(
+        self,
+        parts: RunParts,
+        recovery: Recovery,
+        run: Any,
+        trials: Trials,
+        store: Store,
+        settle: Callable[[], bool],
+    ) -> None:
+        self._parts, self._recovery, self._run, self._trials, self._store = parts, recovery, run, trials, store
+        self._settle = settle
+
+    def before_update(self) -> None:
+        """Look where the loss stands; not while an incident is open, nor around a declared change."""
+        step, checks, panel = self._parts.clock.step, self._parts.checks, self._parts.panel
+        if checks.episode.is_open or step in checks.declared:
+            return
+        if panel.no_progress.asks(step, self._travelled) and self._settle():
+            self.search()
+
+    def _travelled(self) -> float:
+        return travelled(self._parts.ring, self._parts.world.least)
+
+    def search(self) -> None:
+        recovery, parts, trials, controls = self._recovery, self._parts, self._trials, self._recovery.controls
+        check, log = parts.panel.no_progress, recovery.incident_log
+        step, started, before = parts.clock.step, time.perf_counter(), trials.updates
+        found = trials.race(self._run)
+        was_tried = trials.updates > before
+        check.tried(step, is_tried=was_tried or found is not None)
+        if found is None:
+            if was_tried:
+                controls.note()
+            return
+        parts.checks.require_recovery(step, step)
+        if parts.checks.episode.is_open:
+            parts.ring.keep_reference(step)
+        fell = fact("weights_fell", share=found.left) if found.left < 1 else ()
+        anomaly = Anomaly(Signal.NO_PROGRESS, step, parts.clock.tick, found.since, check.evidence + fell)
+        self._store.distrust(found.since)
+        decision = Decision((Action("rewind"), found.cut), rung=OUTSIDE)
+        diagnosis = by_signal(anomaly) if found.left == 1 else Diagnosis(Cause.OPTIMIZER, fact("decays_fast"))
+        incident = replace(log.open(anomaly, diagnosis, decision), tried=found.tried)
+        recovery.carry_out(incident, (0, 0), started)
+
+
+def _square(weight: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(weight)) ** 2
+
+
+def travelled(ring: Ring, agree: Callable[[float], float]) -> float:
+    """Return how far the weights moved between the two newest snapshots, relative to their norm; 0 without two. Scaled
+    to 25 updates, as in a random walk; the least of all ranks. The host waits; a collective.
+    """
+    if len(ring.snapshots) < 2:
+        return 0.0
+    ring.copier.wait()
+    older, newer = (one.parts["weights"] for one in ring.snapshots[-2:])
+    moved = norm = 0.0
+    for name in newer.keys() - ring.snapshots[-1].shared.keys() & older.keys():
+        now = local_part(newer[name])
+        moved += _square(now - local_part(older[name]))
+        norm += _square(now)
+    share = _USUAL_INTERVAL / (ring.snapshots[-1].step - ring.snapshots[-2].step)
+    return agree((share * moved / norm) ** 0.5 if norm else math.inf)  # a rank may hold no part of a weight
+
+
+def shrunk_since(ring: Ring, since: Snapshot, agree: Callable[[float], float]) -> float:
+    """Return the norm of the matrices as a share of that in an older snapshot: the most of all ranks."""
+    ring.copier.wait()
+    older, now, was = since.parts["weights"], 0.0, 0.0
+    for name, weight in ring.snapshots[-1].parts["weights"].items():
+        is_matrix = len(weight.shape) > 1 and weight.dtype.is_floating_point  # those of norms begin at 1
+        if name in older and is_matrix:
+            now += _square(local_part(weight))
+            was += _square(local_part(older[name]))
+    return -agree(-((now / was) ** 0.5) if was else 0.0) or 1.0  # 0: no part of any

@@ -1,0 +1,1 @@
+"""What every module may use: errors, files, settings, records, sentences, secrets."""

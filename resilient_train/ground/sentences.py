@@ -1,0 +1,451 @@
+"""What is said of a run and its incidents, by the kind of the fact. `wording` fills the sentences in.
+
+`{name}` is a value of the fact and `{name:spec}` its format: one of numbers, as in `{loss:.4g}`; `times` of a factor;
+`rows`, `ranks`, `names` of a list; `place` of a line of code; `say`, `list`, `lines`, `sentences` of facts inside of a
+fact; the kind of another sentence, which is filled in with the value; any other word is a unit, as in `{count:update}`.
+A part in `<...>` is left out if one of its values is missing, empty, false or 0. One in `<name?...>` is shown if that
+value is there, one in `<!name?...>` if it is not, one in `<name=word?...>` if it is that word.
+"""
+
+from __future__ import annotations
+
+from resilient_train.ground.types import ACCEPTED, OBSERVE, TRIAL, Outcome, Signal
+
+# An incident. Its values are those of `wording.about`.
+_NOTICED = "{signal:signal}< on {ranks:ranks}>"
+_REACHED = "<reached=now?, in the weights already><reached=earlier?, in the weights since step {first} at the earliest>"
+_SIGN = f"step {{step}}: {_NOTICED} ({{signal}})<reached=not?, refused before it reached the weights>{_REACHED}"
+_CAUSE = "cause {cause}< ({blamed:say})>"
+_DONE = (
+    "<gave_up?gave up: {why:say}><!gave_up?{remedies:list}><took?, in {seconds:,.2f} s><!gave_up?; {lost:step} lost>"
+)
+_HANDLED = f"{_CAUSE}; {_DONE}<!gave_up?; {{outcome:outcome}}>"
+_OUTCOME = "{outcome:outcome}<; the same fault {further:more time}><outcome=recovered?; {healthy:healthy step} since><outcome=unrecovered?; {not_over:say}><gave_up?; {why:say}>"
+_BODY = f"""\
+  {{evidence:say}}
+  {_CAUSE}; {_DONE}
+  {{arms:lines}}
+<  advice: {{advice:sentences}}>"""
+_INCIDENT = f"incident {{id}} ({_NOTICED}, step {{step}}<, and {{further:more time}}>)"
+
+INCIDENT = {
+    "printed": f"! incident {{id}}, {_SIGN}\n{_BODY}",
+    "block": f"""\
+incident {{id}}, {_SIGN}
+  at {{opened:time}}, tick {{tick}}
+{_BODY}
+<  what failed of it: {{symptom:culprit}}>
+  {{inputs:lines}}
+  outcome: {_OUTCOME}""",
+    "final": f"""\
+gave up at {_SIGN}
+<meant?  if step {{first}} changes something on purpose, run again with expect=[{{first:id}}]>
+  {{evidence:say}}
+  {_CAUSE}
+  why: {{why:say}}
+  last good weights: <{{last_good}}><!last_good?none were written>
+<  what to try next: {{advice:sentences}}>""",
+    "outcome": f"incident {{id}}: {_OUTCOME}",
+    "further": "step {now}: incident {id}; the same fault {further:more time}",
+    "sign": f"{_SIGN}<; {{evidence:say}}>",
+    "handled": _HANDLED,
+    "tag": f"{_SIGN}; {_HANDLED}",
+}
+
+# A row of the table in MLflow.
+ROW = {
+    "#": "{id}",
+    "when": "{opened:day}",
+    "step": "{step}",
+    "what": f"{_NOTICED}<reached=not?, refused>{_REACHED}",
+    "cause": "{cause}<: {where:list}>",
+    "remedy": "<gave_up?gave up: {why:say}><!gave_up?{remedies:list}>",
+    "outcome": "{outcome:outcome}",
+    "cost": "{lost:step} lost<, {seconds:,.2f} s>",
+}
+
+PARTS = {
+    "culprit": "{op}< in {module}>, {file}:{line:id}<, {phase}>",
+    "blamed_rows": "{rows:few}",
+    "got": "{op} got {values:pairs}",
+    "arm": "  {remedies:list}: later loss {loss:.4g}, {anomalies:update} refused<won?, chosen>",
+    "nothing_done": "nothing was done",
+    "being_handled": "being handled",
+    "as_it_is": "as it is<rewound?, from step {step}>",
+    "not_saved": "no state could be saved from then on",
+    "recurred_to_the_end": "it recurred until the end, and no remedy was enough",
+    "loss_not_back": "the loss did not return to where it was",
+    "this_incident": _INCIDENT,
+    "never_over": f"after {_INCIDENT} {{not_over:say}}.",
+    "given_up": f"{_NOTICED}; {{why:say}}",
+}
+
+# A run: is it all right? Values: `review.about`.
+_WHERE = "<state=completed?{step:step}><state=ended?left without guard.close() ><state=closed?closed ><!state=completed?at step {at}><!state=completed? of {steps}><returned?, returned to step {step}>"
+_TOTAL = "<total?{total:incident} ({causes:counts})><, {others:counts}><, {more:more update} skipped for the same reason><quiet?, no repeat since>.< {undone} of {tick:update} refused or undone.>"
+_COSTS = f"<!total?no incidents>{_TOTAL}"
+_IN_ALL = f"<!total?No incidents><total?In all, >{_TOTAL}"
+_SO_FAR = "<!state=completed? so far>"
+_ODD = "The evaluation is not finite ({odd:pairs})"
+_RESULTS = "<state=completed? Recent loss {final_loss:.4g}.><state=completed? Evaluation: {eval:pairs}.>"
+_WELL = f"{_WHERE}; {_COSTS}< {{accepted:change}} taken as on purpose.>{_RESULTS}"
+HEADLINES = {
+    "clean": f"<odd?{_ODD}><!odd?All is well>{_SO_FAR}",
+    "recovered": f"<odd?{_ODD}><!odd?Recovered>{_SO_FAR}",
+    "recovering": "Recovering",
+    "observed": "Observed only",
+    "unrecovered": "Not recovered, needs attention",
+    "no_progress": "The loss <fell?hardly fell><!fell?did not fall> (it began at {first_loss:.4g} and ended at {final_loss:.4g})",
+    "above_best": "Ended above the level of steps {from:id} to {to:id} ({loss:.4g}, now {final_loss:.4g})",
+    "gave_up": "Gave up, needs attention",
+    "preempted": "Stopped on request",
+    "killed": "Killed (no exit message)",
+    "failed": "Failed",
+}
+DETAILS = {
+    "clean": _WELL,
+    "recovered": _WELL,
+    "recovering": f"{_WHERE}; {{last:this_incident}} is open until the run has stayed healthy. {_IN_ALL}",
+    "observed": f"{_WHERE}; {_COSTS} The last was {{last:this_incident}}.",
+    "unrecovered": f"{_WHERE};< {{last:never_over}}> {_IN_ALL}",
+    "no_progress": f"{_WHERE}; {_COSTS}",
+    "above_best": f"{_WHERE}; {_COSTS}",
+    "gave_up": f"{_WHERE}<: {{last:given_up}}>. {_IN_ALL}",
+    "preempted": f"{_WHERE}; {_COSTS}",
+    "killed": f"{_WHERE}. {_IN_ALL}",
+    "failed": f"{_WHERE}<: {{why}}>. {_IN_ALL}",
+}
+AGAIN = "came back earlier"  # in place of the outcome, once all is over
+
+# What to do about a run that is not all right, where the advice of its incidents does not say so.
+_POLICY = "read in the report what was tried, then try another policy or a lower learning rate"
+TO_DO = {
+    "unrecovered": _POLICY,
+    "gave_up": _POLICY,
+    "no_progress": "check the learning rate, the data and the objective",
+    "above_best": "look at what changed after these steps: the learning rate, the data or the objective",
+    "failed": "fix the error that ended it, and start it again",
+    "killed": "start it again",
+}
+
+# What still differs from the configuration, by the name of the knob or the remedy.
+ACTIVE = {
+    "lr": "learning rate x{lr:.3g}",
+    "clip": "gradient clip x{clip:.3g}",
+    "eps": "epsilon x{eps:.3g}",
+    "decay": "weight decay x{decay:.3g}",
+    "ceiling": "learning rate capped at {ceiling:rate}",
+    "share": "updates of at most {share:.3g} of the weights",
+    "norm": "gradients clipped to a norm of {norm:.3g}",
+    "mends_eps": "epsilon raised where it rounds to 0 in its dtype",
+    "quarantined": "{quarantined:few} in quarantine",
+    "micro_batch": "micro-batches of {micro_batch:row}",
+}
+PATCHED = "patched: `{op}`, `{file}:{line:id}`"
+# What is left of a run: label and words.
+LEFT = {
+    "drills": ("drills", "{drills}; faults on purpose need no change"),
+    "active": ("still active<over? at the end>", "{active}"),
+    "skipped": ("skipped", "{skipped:sample}"),
+    "weights": ("weights", "{weights}"),
+    "best": ("best evaluation", "{best:checkpoint}"),
+    "last_good": ("last good checkpoint", "{last_good:checkpoint}"),
+    "newest": ("newest checkpoint", "{newest:checkpoint}"),
+    "none": ("newest checkpoint", "none"),
+}
+
+RUN = {
+    "start_refused": "The last start was refused",
+    "before_that": "{refused}. Before that, ",
+    "checkpoint": "{path} (step {step}<, {metrics:pairs}><kind=candidate?, not yet verified>)",
+    "asked": "{advice:sentences}<several? ({incident:incident})>",
+    "fired": "{name}< at tick {tick}>",
+    "to_do": "to do: {what}",
+    "to_change": "to change: {what}",
+    "more_to_change": "to change: {count} more",
+    "more": "{count} more",
+    "nothing_written": "nothing of this is written: with run_dir there is a report, and a way to resume",
+    "completed": "completed {steps:step}; this process took {seconds:duration}",
+    "running": " Running, {process}.",
+    "lines_left_out": "{file}: {count:line} damaged and left out",
+    "older": "{count:incident} before these",
+    "then": "< {things:thing} to change.>< Running, {process}.>< The same command {next:say}.>",
+    # What the same command does.
+    "resumes": "the same command< with {how}> resumes",
+    "the_command": "the same command {next:say}",
+    "trainer_resumes": "starts again; the trainer resumes by `resume_from_checkpoint=True`, Lightning's by `ckpt_path`",
+    "resumes_from": "resumes from step {step}",
+    "starts_over": "begins at step 0 again",
+    "trains_longer": "trains longer if `run.steps` is raised",
+    "starts_new": "starts a new run in the next free directory<; with {how} this one {onward:say}>",
+    "resumes_if_longer": "resumes if more steps or epochs are planned",
+    "is_refused": "is refused while this run is at work; if its process is gone, it {onward:say}",
+    "exits": "exits with 0; raise `run.steps` to train longer",
+    "gives_up_again": "says so again at once and ends with 3; with a changed configuration it {onward:say}",
+    "to_see": "to see it, start (it answers after half a minute)\n  {command}",
+    "open": "<served?and><!served?to see it,> open\n  {url}",
+    "and_more": "And {count} more.",
+    "left": "- **{label:Sentence}**: {what}\n",
+}
+
+# The description in MLflow.
+NOTE = """\
+**{headline}.**< **Do:** {things:closed}><calm? Nothing to change.> {details:Sentence}
+
+<titles?**What went wrong, and what was done**, the newest first
+
+| {titles} |
+{rule}|
+{rows:raw}
+
+><And {older} before them, in `{report}`.
+
+>{left:raw}- **The same command** {next}.
+<titles?- **Full report**: `{report}` among the artifacts. Numbers link to traces.
+>- **The Step axis** of the charts is the tick: attempted updates, lost ones included.
+"""
+
+
+SIGNALS = {
+    Signal.NONFINITE_BATCH: "the batch is not finite",
+    Signal.NONFINITE_LOSS: "the loss is not finite",
+    Signal.NONFINITE_GRAD: "a gradient is not finite",
+    Signal.NONFINITE_WEIGHTS: "a weight is not finite",
+    Signal.NONFINITE_OPTIMIZER: "the optimizer's state is not finite",
+    Signal.LOSS_SPIKE: "the loss jumped",
+    Signal.GRAD_SPIKE: "the gradient norm jumped",
+    Signal.DIVERGENCE: "the loss is worse than it was",
+    Signal.WEIGHTS_JUMP: "the weights jumped",
+    Signal.OPTIMIZER_RANGE: "the optimizer's state is out of its range",
+    Signal.SCALE_COLLAPSE: "the loss scale collapsed",
+    Signal.EXCEPTION: "an exception was raised",
+    Signal.OUT_OF_MEMORY: "the device ran out of memory",
+    Signal.HANG: "the step hung",
+    Signal.CRASH: "the process died",
+    Signal.DISK_FULL: "the disk is full",
+    Signal.CHECKPOINT_FAILED: "a checkpoint could not be written",
+    Signal.CHECKPOINT_DAMAGED: "a checkpoint is damaged",
+    Signal.RANK_MISMATCH: "the ranks differ",
+    Signal.NOT_RECOVERED: "the loss is not back where it was",
+    Signal.NO_PROGRESS: "the loss has plateaued; a lower learning rate may help",
+}
+
+OUTCOMES = {
+    None: "open",
+    Outcome.RECOVERED: "recovered",
+    Outcome.RECURRED: "came back",
+    Outcome.UNRECOVERED: "not recovered",
+    Outcome.GAVE_UP: "gave up",
+    Outcome.OBSERVED: "observed only",
+}
+
+# What was noticed, in numbers. Several facts are joined by semicolons.
+EVIDENCE = {
+    "text": "{text}",  # of an exception, the system or the user
+    "measured": "loss {loss:.4g}, gradient norm {norm:.4g}",
+    "refused_again": "refused {times} times",
+    "loss_outside": "loss {loss:.4g} where {low:.4g} to {high:.4g} was usual<stays?, and it stays>",
+    "loss_climbs": "loss {loss:.4g}, climbing since step {since}; {low:.4g} to {high:.4g} was usual",
+    "refused_often": "{count:update} were refused within a few steps",
+    "norm_outside": "gradient norm {norm:.4g} where at most {largest:.4g} was usual",
+    "off_level": "the last losses ({count}) average {mean:.4g} where {level:.4g} was usual at step {step}",
+    "off_since_rate": "the last losses ({count}) average {mean:.4g} where {level:.4g} was usual before the learning rate rose x{times:.3g}",
+    "plateau": "the last losses ({count}) average {mean:.4g} <falls?and fall><thrown?after the first updates had thrown it up><stands?and do not fall>, where it began with {first:.4g}<, and the weights still change by {travel:.2g} of their norm in 25 updates>",
+    "weights_fell": "the weights fell to {share:.2g} of their norm",
+    "worse_norms_with_rows": "gradient norms of {norm:.3g} with some rows, of {usual:.3g} without them",
+    "worse_losses_with_rows": "losses of {loss:.4g} with some rows, of {usual:.4g} without them",
+    "scale_stays": "the loss scale stays at {scale:.3g}, at which {times} updates in a row overflowed",
+    "scale_fell": "the loss scale fell to {scale:.3g}",
+    "not_finite": "not finite: {name} holds {value:g}< and {more} more>, of {count:tensor}",
+    "weight_jumped": "weights jumped: {name} {what} {before:.4g} -> {now:.4g} where {updates:update} can reach {bound:.4g}",
+    "weight_huge": "weights jumped: {name} max |w| {before:.4g} -> {now:.4g}, the model's largest was {largest:.4g}",
+    "moment_negative": "a second moment is negative: {name} holds {value:.4g}, the root of which is taken",
+    "moments_shrank": "second moments shrank: {name} sums to {before:.4g} -> {now:.4g} where {updates} updates leave {least:.4g} at least",
+    "statistics_out": "the running statistics of `{name}` are {value:.3g} times out of the range of its batches; {usual:.3g} was usual",
+    "replicas_differ": "replicas differ< in `{name}`, {apart} of {count:tensor}>: {ranks:ranks} of {size}",
+    "decided_differently": "{ranks:ranks} decided differently",
+    "settings_differ": "{ranks:ranks} have different settings",
+    "row_failed": "row {row:id} cannot be fetched: {error}",
+    "bad_batch": "the batch holds values that are not finite",
+    "no_gradient_finite": "no gradient is finite",
+    "gradients_not_finite": "gradients that are not finite: {names:names} ({bad} of {count:weight}<, from `{began}` on backward>)",
+    "hangs": "<asked?it was asked to stop, and >no {phase} was finished for {seconds:.0f} s; it hangs in {where}",
+    "hangs_on": "rank {rank:id}: {why:say}",
+    "silent": "{ranks:ranks} did not respond, and the others waited: {why:say}",
+    "died": "the previous process died <during update {update}><!update?after step {step}><: {hung:say}><silent? without logging anything><skipped?, and the one before that at the same samples: they are skipped>",
+    "damaged": "{name} {why}",
+    "not_written": "the checkpoint of step {step} could not be written: {why}",
+    "smaller_batch": "{why}; micro-batches of {rows:row} from now on",
+    "lost_gpu": "{error}: this process cannot use the GPU any more<; on the host {why}, with {rows:rows} alone><; samples at which {times} processes in a row end are skipped>",
+}
+
+# What is wrong with a row.
+ROWS = {
+    "row_not_finite": "{field}< at {at:id}> is {value:g}<, and {more} more>",
+    "row_far": "{field}< at {at:id}> is {value:.3g}, where {others} other rows stay within ±{usual:.3g}",
+    "row_near_zero": "{field}< at {at:id}> is {value:.3g}, where nearly all of {others} other rows have {usual:.3g} or more",
+    "row_out_of_range": "{field}< at {at:id}> is {value:.3g}, where nearly all of {others} other rows have {low:.4g} to {high:.4g}",
+    "row_above_most": "{field}< at {at:id}> is {value:.3g}, where three of four other rows stay within ±{usual:.3g}",
+    "row_raises": "{where:place} raises {error}, and for hardly any of {others} others",
+    "row_breaks": "{where:place} breaks on such values, and on hardly any of {others} others",
+    "rows_without_names": "rows of such data cannot be named",
+    "other_rank_failed": "another rank could not make its batches",
+    "no_loss": "no finite loss in {where:place} for such targets",
+}
+
+_WRITES = "if it returns, suspect the hardware, or code that writes to"
+_BY_NO_UPDATE = f"which no update can have done: expect=[{{step:id}}] declares it if it is meant; {_WRITES} weights between updates."
+_CALMER = "lower the learning rate, warm up longer, or clip tighter"
+_NORMALISE = "normalise each column (subtract its mean, divide by its deviation)."
+
+# What a person can do about it: sentences, one after the other.
+ADVICE = {
+    # What a signal suggests by itself.
+    Signal.NONFINITE_BATCH: "The batch holds NaN or infinite values: look at what makes its rows.",
+    Signal.NONFINITE_LOSS: "The batch is finite and its loss is not: look for a logarithm, division, root or power that meets 0 or less.",
+    Signal.NONFINITE_GRAD: "The loss is finite and its gradient is not: look for an infinite slope, such as that of sqrt or norm at 0.",
+    Signal.LOSS_SPIKE: "One loss was far above anything recent: look at the rows of that batch; if many follow, lower the rate.",
+    Signal.GRAD_SPIKE: "One gradient was far above anything recent: look for outliers; if many follow, lower the learning rate.",
+    Signal.EXCEPTION: "This batch raises and others do not: handle that case, or fix the rows.",
+    Signal.NONFINITE_WEIGHTS: f"Weights became NaN or infinite although every update was finite: {_WRITES} weights between updates.",
+    Signal.WEIGHTS_JUMP: f"Weights moved farther than the optimizer can move them: {_WRITES} weights between updates.",
+    Signal.RANK_MISMATCH: f"The ranks hold different weights: {_WRITES} weights on some ranks; if they should, turn off replicas.",
+    Signal.NONFINITE_OPTIMIZER: "The optimizer's moments are not finite: if it returns, raise its eps, or keep its state in float32.",
+    Signal.OPTIMIZER_RANGE: (f"The optimizer's second moments do not follow from its gradients: {_WRITES} its state."),
+    Signal.DIVERGENCE: f"The loss climbs and does not return: {_CALMER}.",
+    Signal.NOT_RECOVERED: f"The loss is stable, but not back where it was: {_CALMER}; declare a deliberate change with expect=[STEP].",
+    Signal.NO_PROGRESS: "The learning rate is too high from the start: lower it by the factor that the trial found, or warm up longer.",
+    Signal.SCALE_COLLAPSE: "Gradients overflow half precision at every loss scale: use bf16, or keep the layer that does in float32.",
+    Signal.OUT_OF_MEMORY: "Use a smaller batch with more accumulation, or activation checkpointing.",
+    Signal.HANG: "train.log says where each rank was: often one of them waits for data or for a collective.",
+    Signal.CRASH: "See the last lines of the process that died, on its terminal or in its log (train.log, if it was the command).",
+    Signal.DISK_FULL: "Make room on the disk of the run directory, or keep fewer checkpoints.",
+    Signal.CHECKPOINT_FAILED: "Find what kept the state from being written: the log has a traceback.",
+    Signal.CHECKPOINT_DAMAGED: "Check the disk: a file differs from what was written.",
+    # More that is known.
+    "spike_landed": f"The loss jumped and stayed there: {_CALMER}; declare a deliberate change with expect=[STEP].",
+    "decays_fast": "Weights decay faster than they learn: lower weight_decay.",
+    "rate_rose": "The learning rate <is_sudden?jumped><!is_sudden?rose> x{times:times} <is_sudden?from step {before} to><!is_sudden?since step> {step}: look at the schedule, and at what else sets it there; the samples are not to blame.",
+    "passed_on_replay": "The batch passed on replay. If this recurs, suspect the hardware, or code outside of the model.",
+    "not_replayed": "The update could not be replayed: {why:say}.",
+    "climbed": "Gradients or losses climbed to {times:.3g} times their usual before it broke: lower the learning rate.< It broke first in {where:place}.>",
+    "every_batch_breaks": "Every batch breaks at the weights that the last updates have made: lower the learning rate. It broke first in {where:place}.",
+    "batch_not_finite": "The batch holds values that are not finite: <{failure:say}><!failure?none of its rows was seen to hold them when fetched again>.",
+    "gradient_too_large": "With {rows:rows} the gradient is {size:.3g}, which no update can use: clamp or scale what is computed of {rows:it}, or remove {rows:it}.",
+    "rows_fail": "Every batch with {rows:rows} fails; the operation could not be identified: look at {rows:it}, or remove {rows:it}.",
+    "reproducible": "Reproducible with this batch, but <{failure:say}><!failure?no operation of the forward or backward was seen to make it>.",
+    "singular": "{where:place} {family:wrong}<, reached by {zeros:element} equal to 0><, reached by values as small as {smallest:.3g}><, reached by values down to {lowest:.3g}>: {family:fix}.",
+    "makes_nonfinite": "{where:place} makes values that are not finite of <{zeros:element} equal to 0><values as small as {smallest:.3g}><values down to {lowest:.3g}><plain?what it is given>: mask them before it.",
+    "is_given": "{where:place} is given values that are not finite by the program itself, as a constant or from code outside of torch, and they reach the loss: mask those elements before, or give them another value.",
+    "overflows": "{where:place} makes more< of values up to {largest:.3g}> than <{dtype}><!dtype?its type> can hold: scale or clamp its input, or compute it in a wider type.",
+    "follows_patch": "{where:place} fails on values from {patched:place}, which is already patched; fix that line first.",
+    "seen_with": "Seen with {rows:rows}.",
+    "then_raised": "What follows from it raised {error}",
+    "raised": "{where:place} raised {error}: keep what it is given within its domain, or catch it there.",
+    "raised_now": "{where:place} raised {error} with {rows:rows}, which passed it in an earlier epoch: keep what it is given in its domain, or catch it.",
+    "rows_raised": "With {rows:rows} an update raised {error}: fix or remove such rows, or fix the line.",
+    "batches_raise": "<everywhere?Every batch raises><only_some?Only some batches raise><!is_compared?The batch raises> {error}: handle that in your code.",
+    "bad_rows": "{rows:Rows}: {why:say}; fix or remove {rows:it}.",
+    "or_fix_line": "Or fix the line<: {how:say}><!how?.>",
+    "bad_labels": "The loss of these updates' samples is {loss:.4g} at weights at which that of earlier ones is {usual:.4g}: look for wrong labels or targets there.",
+    "loss_changed": "At weights at which the loss was {was:.4g} it is {now:.4g}: look for wrong labels, or for what changed in the data or the objective; a change on purpose is declared with expect=[STEP].",
+    "rows_again": "{rows:Rows}: the batch is ordinary without {rows:it}; the same happened with {rows:it} in earlier updates.",
+    "ordinary_rows": "Look at {rows:rows}: the batch is ordinary without {rows:it}.",
+    "this_batch_only": "Only this batch does it, and no row of it alone: if many follow, lower the learning rate.",
+    "other_batches_too": "Other batches do the same: if the task was changed, declare it with expect=[STEP]; else lower the rate.",
+    "not_compared": "Reproducible with this batch; no other rows could be tried.",
+    "inputs_out_of_scale": f"The inputs are out of scale: <many?a part><!many?column {{column:id}}> of {{field}} is about {{size:.3g}}, where half of its {{columns}} columns are below {{usual:.3g}}: {_NORMALISE}",
+    "inputs_large": f"The values of {{field}} are large: half of its {{columns}} columns that are not zero are {{usual:.3g}} or more: {_NORMALISE}",
+    "eps_lost": "eps={eps:g} of {optimizer} is 0 in {dtype}: raise it, or keep weights and moments in float32.",
+    "weight_not_finite": f"`{{name}}` is {{value:g}}< at {{at:id}}><more? ({{bad}} of {{count:weight}} are not finite: {{names:names}})>, {_BY_NO_UPDATE}",
+    "weight_moved": f"`{{name}}` went from {{before:.3g}} to {{now:.3g}}< at {{at:id}}>, {_BY_NO_UPDATE}",
+    "kept_not_finite": ("Weights and buffers are finite, and something kept is not: look at the code that updates it."),
+    "again_after_rewind": "It happened again at the same place after a rewind.",
+    "died_twice": "Look at {rows:rows}: the process ended there twice.",
+    "rows_raise_on_host": "Fix or remove {rows:rows}: {why}.",
+    "ranks_decide": "The ranks decided differently: look for code, data or settings that differ between ranks, such as another version of a file on another host, or a state that only some ranks change.",
+    "on_purpose": "{what:say}: taken as a change on purpose; to declare it: expect=[{step:id}]",
+    # Several incidents together.
+    "all_bad_rows": "Fix or remove {rows:rows}: their incidents say why. The last:",
+    "all_ordinary_rows": "Look at {rows:rows}: the batches are ordinary without them.",
+}
+
+# Operations that are singular somewhere: where, and what to do about it.
+_BEFORE = "mask those elements before it (after it their gradient stays NaN)"
+_EPSILON = f"{_BEFORE}, or add an epsilon inside that is not tiny next to usual values (else values or slopes are huge)"
+SINGULAR = {
+    "log": ("is infinite at 0 and NaN below", f"{_BEFORE}, clamp its input from below, or work with logits"),
+    "div": (
+        "is not finite where its denominator is 0",
+        f"{_BEFORE}, or keep the denominator above a size that is usual for it (a tiny epsilon makes huge quotients)",
+    ),
+    "sqrt": ("has an infinite slope at 0 and is NaN below", _EPSILON),
+    "rsqrt": ("is infinite at 0", _EPSILON),
+    "pow": (
+        "is NaN for a negative base with a fractional exponent, and infinite, or steep, at 0 for exponents below 1",
+        f"{_BEFORE}, or clamp the base from below",
+    ),
+    "norm": ("has no slope at 0", "add an epsilon inside, or mask rows of zeros before it (their slope is NaN later)"),
+    "std": ("has an infinite slope where all values are equal", "add an epsilon to the variance and take its root"),
+    "atan2": ("has no slope at the origin", "move both arguments away from 0 together"),
+    "acos": ("has an infinite slope at -1 and 1 and is NaN beyond", "clamp its input to just inside of -1 and 1"),
+    "atanh": ("is infinite at -1 and 1", "clamp its input to just inside of -1 and 1"),
+    "softmax": ("is NaN where all of a row is -inf", "leave one place of each row unmasked, or mask the result"),
+    "normalize": ("has no slope at 0", "give it a larger eps"),
+    "binary_cross_entropy": ("is infinite, or steep, at chances of 0 and 1", "use binary_cross_entropy_with_logits"),
+    "mean": ("is 0 / 0 over no elements", "leave out what is empty"),
+    "layer_norm": ("has no slope where all values are equal and eps is 0", "give it a larger eps"),
+    "linalg": ("is ill-conditioned here", "add a small multiple of the identity, or use a form that needs no inverse"),
+    "loss": ("is not finite for these targets", "look at targets that are empty, too long, or all ignored"),
+    "lgamma": ("is infinite at 0 and at negative whole numbers", "clamp its input from below"),
+}
+
+# Why a run gave up.
+GAVE_UP = {
+    "no_remedy": "the policy has no remedy for the cause {cause}",
+    "in_a_row": "{count:consecutive update} were refused (limit {limit})",
+    "ladder_exhausted": "the ladder for {cause} has no rung left, {count:rung} did not help",
+    "none_applies": "none of the remedies for {cause} can be applied here",
+    "refused_in_window": "the budget of {count:refused update} within {window:update} is used up",
+    "incidents_in_window": "the budget of {count:incident} within {window:update} is used up",
+    "incidents_in_run": "the budget of {count:incident} in a run is used up",
+    "nothing_left": "the policy has nothing left",
+    "data_broken": "the data set is broken: {bad} of its {rows:row} are bad, and the budget allows for {allowed}",
+}
+
+# Changes that were taken as on purpose, or after which earlier losses are no measure.
+CHANGES = {
+    "risen_at_verified": "the loss rose from {was:.4g} to {now:.4g} with <is_of_later?all later><!is_of_later?any> samples, at verified weights too",
+    "just_learned": "losses of {was:.4g} up to step {step} are of rows that had just been learned; at the same weights others have {others:.4g}",
+    "fell": "the loss fell from {was:.4g} to {now:.4g} as the loop wrote to the weights",
+    "rose_again": "the loss rose from {was:.4g} to {now:.4g} at step {step}, after a rewind as before it, with other samples and a tenth of the rate",
+}
+
+# Remedies. Settings that their sentence does not name follow in brackets.
+REMEDIES = {
+    "rewind": "<rewound?rewound to step {rewound_to} (verified)><!rewound?not rewound: no verified snapshot><older?><steps?>",
+    "skip": "skipped<!updates? the suspect samples>< {updates:update} of data>",
+    "quarantine": "quarantined< {rows:rows}>",
+    "repeat": "retried the update",
+    "report": "reported only",
+    "reset_moments": "reset the optimizer's moments",
+    "lower_lr": "learning rate<!factor? lowered>< x{factor}>< with {rewarm:step} of warm-up><by_loss?><lasting?>",
+    "limit_lr": "learning rate capped< at {to:rate}><leapt_to? and falling with the schedule>",
+    "tighten_clip": "<!to?gradient clip><!to? x{factor}><gradients clipped to a norm of {to}>",
+    "limit_update": "updates limited< to {share} of the weights' norm>",
+    "lower_decay": "weight decay<!factor? x0>< x{factor}>",
+    "raise_eps": "epsilon<!factor? raised>< x{factor}>",
+    "mend_eps": "epsilon raised: it rounds to 0 in its dtype",
+    "armor": "patched<!symptom? that line>< {symptom:culprit}, too>",
+    "lower_loss_scale": "loss scale<!factor? lowered>< x{factor}>",
+    TRIAL: "tried< {of} remedies>< for {steps:step}>",
+    OBSERVE: "only observed",
+    "go_on": "<!restarted?the run was resumed>< from step {rewound_to}><restarted?no checkpoint: restarted at step 0>",
+    "fall_back": "fell back to the previous one",
+    "try_again": "training continues, and saving is retried",
+    "smaller_batch": "smaller micro-batches, more of them to an update",
+    "end": "the process was ended",
+    ACCEPTED: "taken as a change on purpose",
+}
+
+SENTENCES: dict[str, str] = {**EVIDENCE, **ROWS, **ADVICE, **GAVE_UP, **CHANGES, **PARTS, **RUN}

@@ -1,0 +1,426 @@
+"""The arguments of a guard, checked and converted to what the engine takes."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import DistributedType, patch_environment
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import LBFGS, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DataLoader, default_collate
+from yaml import YAMLError
+
+from resilient_train.core.policy import Policy, parse
+from resilient_train.core.tree import is_sharded
+from resilient_train.core.updater import Schedule
+from resilient_train.data import build
+from resilient_train.data.rows import Collate, change, fingerprint
+from resilient_train.data.samples import Samples, Slicing
+from resilient_train.data.sequential import IterableSamples, LoaderSamples
+from resilient_train.durable.incident_log import IncidentLog
+from resilient_train.extensions import remedies as remedies  # which makes them known
+from resilient_train.extensions.checks.config import ChecksConfig
+from resilient_train.extensions.checks.config import named as named_checks
+from resilient_train.extensions.computation import Measured
+from resilient_train.extensions.drills import Drill
+from resilient_train.extensions.quarantine import Quarantine, Quarantined
+from resilient_train.ground.errors import ConfigError, TrainError, named_type, unusable
+from resilient_train.ground.files import load_yaml
+from resilient_train.ground.reader import (
+    ClipConfig,
+    DataConfig,
+    DiskConfig,
+    MemoryConfig,
+    checked,
+    is_list,
+    merged,
+    option,
+    read,
+)
+from resilient_train.ground.wording import log
+from resilient_train.loop import rows_of_loader
+from resilient_train.loop.schedule import (
+    Curve,
+    CurveSchedule,
+    LoopSchedule,
+    PlateauSchedule,
+    ShadowSchedule,
+)
+from resilient_train.processes.world import World
+
+_FSDP1 = (
+    "FullyShardedDataParallel keeps weights and gradients in flat pieces that cannot be guarded; FSDP2 is supported: "
+    "call torch.distributed.fsdp.fully_shard on the blocks of the model and on the model, and give it without prepare"
+)
+_ITSELF = "makes its updates itself, so that none can be refused, and is not supported yet: use DDP or FSDP2 instead"
+_ENGINES = {"DEEPSPEED": f"DeepSpeed {_ITSELF}", "MEGATRON_LM": f"Megatron-LM {_ITSELF}"}
+_ENGINES |= {"XLA": "TPUs are not supported yet: use GPUs or CPUs"}
+TRAINERS = (
+    "a Hugging Face Trainer is guarded by resilient_train.hf.guard(trainer), Lightning's by "
+    "callbacks=[resilient_train.lightning.Guarded()]"
+)
+_WRAPPERS = {"torch.distributed.fsdp.fully_sharded_data_parallel": _FSDP1, "deepspeed.": _ENGINES["DEEPSPEED"]}
+
+_NUMBERS: dict[str, tuple[Any, dict[str, int]]] = {
+    "accumulate": (int, {"at_least": 1}),
+    "batch_size": (int | None, {"at_least": 1}),
+    "clip": (float | None, {"above": 0}),
+    **{name: (int, {"at_least": 0}) for name in ("num_workers", "seed", "verify_after")},
+    "steps": (int | None, {"at_least": 0}),
+}
+
+
+def check_settings(**given: Any) -> None:
+    """Raise if a setting has a wrong type or is out of its limits; `given` has them by the names of the arguments."""
+    for name, kind in (("memory", MemoryConfig), ("drill", Drill), ("scaler", torch.amp.GradScaler)):
+        if not isinstance(given.get(name), kind | None):
+            raise TypeError(f"{name}: expected a {kind.__name__}, got {named_type(given[name])}")
+    for name, value in given.items():
+        if isinstance(value, ClipConfig | DiskConfig | MemoryConfig | ChecksConfig):
+            read(type(value), asdict(value), name)
+        elif name in _NUMBERS:
+            kind, limits = _NUMBERS[name]
+            checked(name, value, kind, {**limits, "as_is": True})
+
+
+def accelerator(given: Any, model: Any, accumulate: int = 1, scaler: Any = None) -> Any:
+    """None is a loop of plain PyTorch, on the device of its model."""
+    if not isinstance(given, Accelerator | None):
+        expected = "expected an accelerate.Accelerator, or None for a loop of plain PyTorch"
+        raise TypeError(f"accelerator: {expected}, got {named_type(given)}; {TRAINERS}")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {named_type(model)}; {TRAINERS}")
+    if given is not None:
+        if accumulate > 1 or scaler is not None:
+            name = "accumulate" if accumulate > 1 else "scaler"
+            raise unusable(name, "is for a loop of plain PyTorch: the Accelerator has its own")
+        return given
+    weights = sorted(model.parameters(), key=lambda one: not one.requires_grad)  # frozen ones may be on another device
+    made = PlacedAccelerator(weights[0].device if weights else torch.device("cpu"), accumulate)
+    made.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+    return made
+
+
+class PlacedAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no types
+    """An Accelerator on the device of a model, in the processes of torch's group, which no launcher may have made."""
+
+    def __init__(self, device: torch.device, accumulate: int) -> None:
+        self._placed, group = device, dict[str, Any]()
+        if distributed.is_initialized() and distributed.get_world_size() > 1:
+            rank, size = distributed.get_rank(), distributed.get_world_size()
+            group = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+            group |= {"LOCAL_RANK": os.environ.get("LOCAL_RANK", rank), "OMP_NUM_THREADS": torch.get_num_threads()}
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # where NCCL's collectives of objects put them
+        # Accelerate would take the device whose number is the local rank. What it takes first is kept in the process.
+        with patch_environment(ACCELERATE_TORCH_DEVICE=device, **group):
+            is_cpu = device.type == "cpu" and not PartialState._shared_state
+            super().__init__(cpu=is_cpu, gradient_accumulation_steps=accumulate)
+
+    @property
+    def device(self) -> torch.device:
+        return self._placed
+
+
+def world(accelerator: Any) -> World:
+    if (engine := str(accelerator.distributed_type.value)) in _ENGINES:
+        raise ValueError(f"accelerator: {_ENGINES[engine]}")
+    if engine == "FSDP" and getattr(accelerator.state.fsdp_plugin, "fsdp_version", 1) == 1:
+        raise ValueError(f"accelerator: {_FSDP1}")
+    known, joined = accelerator.num_processes, distributed.get_world_size() if distributed.is_initialized() else 1
+    if known < joined:
+        what = f"torch.distributed has {joined} processes, and Accelerate knows {known}"
+        how = "give None for it, and make no Accelerator and no guard before init_process_group"
+        raise ValueError(f"accelerator: {what}, as no launcher such as torchrun has started them: {how}")
+    return World(accelerator)
+
+
+def unwrapped(model: nn.Module, world: World) -> nn.Module:
+    """Unwrap a model from what replicates it over processes, but not from torch.compile."""
+    for kind in {base for one in model.modules() for base in type(one).__mro__}:
+        for package, why in _WRAPPERS.items():
+            if kind.__module__.startswith(package):
+                raise ValueError(f"model: {why}")
+    inner = getattr(model, "_orig_mod", model)
+    synchronized = {id(weight) for _, one in _replicated(inner) for weight in one.parameters()}
+    is_replicated = any(map(is_sharded, model.parameters())) or (
+        bool(synchronized) and all(id(one) in synchronized for one in model.parameters() if one.requires_grad)
+    )
+    if world.size > 1 and str(world.accelerator.distributed_type.value).startswith("MULTI_") and not is_replicated:
+        how = "give accelerator.prepare(model) or DistributedDataParallel(model)"
+        raise ValueError(f"model: it is not prepared for {world.size} processes, each would train its own: {how}")
+    # unwrap_model on a compiled DDP model would also strip DDP from the caller's model.
+    bare: nn.Module = world.accelerator.unwrap_model(inner, keep_fp32_wrapper=True)
+    if bare is not inner:
+        return bare
+    if not synchronized:
+        return model
+    # Networks that were prepared one by one: their weights have the names that they have in one process.
+    bare = copy.copy(inner)
+    bare._modules = inner._modules.copy()
+    for name, one in inner.named_children():
+        bare._modules[name] = world.accelerator.unwrap_model(getattr(one, "_orig_mod", one), keep_fp32_wrapper=True)
+    return bare
+
+
+def _replicated(model: nn.Module) -> list[tuple[str, DistributedDataParallel]]:
+    """Return what DDP replicates, the model or networks in it, each with the beginning of the names of its weights."""
+    several = [("", model), *((f"{name}.", one) for name, one in model.named_children())]
+    several = [(name, getattr(one, "_orig_mod", one)) for name, one in several]
+    return [(name, one) for name, one in several if isinstance(one, DistributedDataParallel)]
+
+
+def own_weights(model: nn.Module) -> frozenset[str] | None:
+    """Return the weights that DDP does not synchronize; None for a model that is not replicated."""
+    replicated = _replicated(getattr(model, "_orig_mod", model))
+    if not replicated:
+        return None
+    return frozenset(f"{name}{ignored}" for name, one in replicated for ignored in one.parameters_to_ignore)
+
+
+def objective(given: Any) -> Measured | None:
+    if given is None or isinstance(given, Measured):
+        return given
+    if not callable(given):
+        raise TypeError(f"objective: expected a callable (model, batch) -> loss, got {named_type(given)}")
+    return Measured(given, getattr(given, "__qualname__", type(given).__name__), key="objective")
+
+
+def optimizers(given: Any, model: nn.Module) -> list[Optimizer]:
+    """Unwrap one optimizer or several from Accelerate's wrappers, which would silently bypass the gate."""
+    several = list(given) if isinstance(given, list | tuple) else [given]
+    if not several:
+        raise ValueError("optimizer: the list is empty")
+    unwrapped = [one.optimizer if isinstance(one, AcceleratedOptimizer) else one for one in several]
+    known = {id(weight) for weight in model.parameters()}
+    for one in unwrapped:
+        name = type(one).__name__
+        if not isinstance(one, Optimizer):
+            expected = "expected a torch.optim.Optimizer or a list of them"
+            raise TypeError(f"optimizer: {expected}, got {named_type(one)}; {TRAINERS}")
+        if isinstance(one, LBFGS):
+            why = "its step computes the loss again, several times an update, which no gate can refuse"
+            raise TypeError(f"optimizer: {name} is not supported: {why}")
+        if unknown := sum(id(weight) not in known for group in one.param_groups for weight in group["params"]):
+            what = f"{unknown} of the weights that {name} trains are not the model's, so they would not rewind"
+            raise ValueError(f"optimizer: {what}: put all trained modules into one nn.Module, and give it as the model")
+    return unwrapped
+
+
+def settings(optimizer: Optimizer, **more: Any) -> dict[str, Any]:
+    """Return the plain ones of a loop's settings, which a person compares loops by."""
+    group = optimizer.param_groups[0]
+    rate = group.get("initial_lr", group["lr"])
+    every = {"optimizer": type(optimizer).__name__, "lr": None if rate is None else float(rate), **more}
+    every |= {name: str(one) for name, one in every.items() if isinstance(one, Path)}
+    return {name: one for name, one in every.items() if isinstance(one, str | int | float)}
+
+
+def batch_size(given: int | None, data: Any, world: World) -> int:
+    own = None
+    if is_loader(data):
+        over_all = getattr(data, "total_batch_size", None)  # of a loader that Accelerate has prepared
+        own = over_all // world.size if isinstance(over_all, int) else getattr(data, "batch_size", None)
+        own = own if isinstance(own, int) and own > 0 else None
+        given = given or own or 1
+    if given is None:
+        raise TypeError("batch_size: missing: rows per process and micro-batch")
+    if own is not None and given != own:
+        raise ConfigError("batch_size", given, f"the loader makes batches of {own} rows itself: leave batch_size out")
+    return given
+
+
+def is_loader(data: Any) -> bool:
+    if hasattr(data, "next_update"):
+        return False
+    return isinstance(data, DataLoader) or not (hasattr(data, "__getitem__") or hasattr(data, "state_dict"))
+
+
+def samples(
+    given: Any, slicing: Slicing, world: World, seed: int, shuffle: bool, num_workers: int, collate: Collate | None
+) -> Samples:
+    if hasattr(given, "next_update"):
+        return given  # type: ignore[no-any-return]
+    is_iterable = isinstance(given, Iterable) or inspect.isgeneratorfunction(given) or not is_loader(given)
+    is_function = not is_iterable and callable(given) and not isinstance(given, type)
+    if not (is_iterable or is_function) or isinstance(given, str | bytes):
+        raise TypeError(f"data: expected a data set, a loader or a function, got {named_type(given)}")
+    if is_function or is_loader(given):
+        loader = functools.partial(_drawn, given) if is_function else given
+        return rows_of_loader.samples_of(loader, world.least, slicing, seed, world.device)
+    name, collate = type(given).__name__, collate or default_collate
+    config = DataConfig({"_target_": name}, slicing.batch_size, None, shuffle, num_workers)
+    try:
+        return build.samples(given, config, slicing, world, seed=seed, collate=collate)
+    except ConfigError as error:  # it has the keys of a configuration
+        is_workers = error.key.endswith("num_workers")
+        key, value = ("num_workers", error.value) if is_workers else ("data", name)
+        raise ConfigError(key, value, error.why) from None
+
+
+def _drawn(function: Callable[[], Any]) -> Iterator[Any]:
+    while True:
+        batch = function()
+        if isinstance(batch, Iterator):
+            raise unusable("data", "the function gives an iterator: call it (data=batches()), or return one batch")
+        yield batch
+
+
+def steps_per_epoch(samples: Samples) -> int:
+    counts_batches = isinstance(samples, LoaderSamples) and not isinstance(samples, IterableSamples)
+    counted: Any = getattr(samples, "loader", getattr(samples, "dataset", ()))
+    try:
+        count = len(counted) if counts_batches else samples.rows or len(counted)
+    except TypeError:
+        why = "this data has no len(), so the length of an epoch is unknown: use guard.batches(n)"
+        raise TrainError(f"epochs: {why}") from None
+    slicing = samples.slicing
+    return -(-count // (slicing.accumulation if counts_batches else slicing.samples)) or 1
+
+
+def schedules(given: Any, optimizers: list[Optimizer]) -> list[Schedule]:
+    """`given` is one for all or a list: None, a function `step -> factor`, or a torch scheduler."""
+    several = list(given) if isinstance(given, list | tuple) else [given] * len(optimizers)
+    if len(several) != len(optimizers):
+        raise ValueError(f"schedule: {len(several)} schedules for {len(optimizers)} optimizers")
+    return [_schedule(one, optimizer) for one, optimizer in zip(several, optimizers, strict=True)]
+
+
+def _schedule(given: Any, optimizer: Optimizer) -> Schedule:
+    stride = 1
+    if isinstance(given, AcceleratedScheduler):
+        is_alone = given.split_batches or not given.step_with_optimizer
+        given, stride = given.scheduler, 1 if is_alone else int(PartialState().num_processes)
+    if isinstance(given, LRScheduler):
+        its_own = getattr(given, "optimizer", None)
+        if getattr(its_own, "optimizer", its_own) is not optimizer:  # Accelerate wraps it
+            several = "give a list with a schedule for each optimizer, in their order, None for a constant rate"
+            raise ValueError(f"schedule: this {type(given).__name__} was made for another optimizer; {several}")
+        if isinstance(given, ReduceLROnPlateau):
+            return PlateauSchedule.of(given, optimizer)
+        return ShadowSchedule.of(given, optimizer, stride)
+    if isinstance(given, Schedule):
+        return given
+    if given is None:
+        return LoopSchedule(optimizer)
+    curve: Curve = given
+    try:
+        first = curve(0)
+    except TypeError:
+        first = math.nan
+    if not (isinstance(first, int | float) and math.isfinite(first)):
+        expected = "expected a torch scheduler or a callable (step) -> factor of the configured rate"
+        raise TypeError(f"schedule: {expected}, got {given!r:.80}")
+    return CurveSchedule([group["lr"] for group in optimizer.param_groups], curve, 0)
+
+
+def disk(given: DiskConfig | int | None, *, resumes: bool) -> DiskConfig:
+    """A run that resumes has to say how often its state is written: a kill would begin it again at step 0."""
+    if given is None and resumes:
+        raise unusable("resume", "needs disk=, such as disk=200: a checkpoint every 200 updates (0: only at the end)")
+    made = given if isinstance(given, DiskConfig) else DiskConfig(every=given or 0)
+    check_settings(disk=made)
+    return made
+
+
+def quarantine(
+    data_changed: str, samples: Samples, incident_log: IncidentLog, world: World, is_own_loop: bool
+) -> Quarantine:
+    """Leave out the rows in quarantine. Raises ConfigError if the data set changed."""
+    key = "data_changed" if is_own_loop else "run.data_changed"
+    if data_changed not in ("refuse", "accept"):
+        raise ConfigError(key, data_changed, "is not refuse or accept")
+    listed = Quarantine(None, dict)
+    if not samples.rows:
+        return listed
+    history, dataset = incident_log.run_history, samples.dataset  # type: ignore[attr-defined]
+
+    def read() -> tuple[str, dict[int, Quarantined]]:
+        nonlocal listed
+        how = change(history.data_sample, dataset) if history.data_sample is not None else ""
+        if how and history.has_saved and data_changed == "refuse":
+            choice = f"give the run its own data, or begin another run; {key}=accept resumes with the data as it is"
+            raise unusable("data", f"the data set changed since the run began: {how}: {choice}")
+        may_differ = bool(how) or data_changed == "accept"
+        listed = Quarantine(incident_log.directory, lambda: fingerprint(dataset), data_may_differ=may_differ)
+        return how, dict(listed.rows)
+
+    how, rows = world.on_main(read)  # which raises an error of rank 0 on all ranks
+    if how:
+        log.warning("data: the data set changed since the run began, and is used as it is: %s", how)
+        history.data_sample = None  # it is sampled again
+    listed.add(rows)
+    samples.quarantine(rows)
+    return listed
+
+
+def policy(given: Policy | Mapping[str, Any] | str | Path) -> Policy:
+    if isinstance(given, Policy):
+        return given
+    return parse(given if isinstance(given, Mapping) else _policy_named(str(given)))
+
+
+def _policy_named(name: str) -> Any:
+    path = Path(name)
+    if path.suffix not in (".yaml", ".yml"):
+        return option("recovery", name, "a custom policy is named by the path of its YAML file")
+    try:
+        tree = load_yaml(path)
+    except OSError as error:
+        raise ConfigError("recovery", name, f"cannot be read: {error.strerror}") from error
+    except (YAMLError, ValueError, TypeError, RecursionError) as error:
+        raise ConfigError("recovery", name, f"is not YAML: {' '.join(str(error).split())}") from error
+    if (path.parent / "journal.jsonl").exists() and (custom := next(_dotted_names(tree), None)) is not None:
+        why = f"is in a run directory, from which nothing is imported, and names {custom}: copy it to another place"
+        raise ConfigError("recovery", name, why)
+    return tree
+
+
+def _dotted_names(tree: Any) -> Iterator[str]:
+    if isinstance(tree, Mapping):
+        tree = [*tree.keys(), *tree.values()]
+    if is_list(tree):
+        for one in tree:
+            yield from _dotted_names(one)
+    elif isinstance(tree, str) and "." in tree:
+        yield tree
+
+
+def checks(given: ChecksConfig | Mapping[str, Any] | str, expect: Sequence[int] = ()) -> ChecksConfig:
+    """Convert the name of a set in the package, or settings over those of the default set; add steps to `expect`."""
+    if not isinstance(given, ChecksConfig | Mapping | str):
+        raise TypeError(f"checks: expected the name of a set of checks, got {named_type(given)}")
+    if not is_list(expect):
+        raise TypeError(f"expect: expected steps, such as [400, 5000], got {named_type(expect)}")
+    if isinstance(given, Mapping):
+        given = read(ChecksConfig, merged(option("checks", "default"), given), "checks")
+    config = named_checks(given) if isinstance(given, str) else given
+    steps = [checked(f"expect[{place}]", step, int, {"at_least": 1}) for place, step in enumerate(expect)]
+    return replace(config, expect=[*config.expect, *steps])
+
+
+def backward(accelerator: Any) -> Callable[[torch.Tensor], None]:
+    """Return the backward of the Accelerator: it divides the loss by the micro-batches of an update, which may be 1."""
+    own, is_plain = accelerator.backward, accelerator.distributed_type == DistributedType.NO and not accelerator.scaler
+
+    def run(loss: torch.Tensor) -> None:
+        if is_plain and accelerator.gradient_accumulation_steps == 1:
+            loss.backward()  # type: ignore[no-untyped-call]
+        else:
+            own(loss)
+
+    return run

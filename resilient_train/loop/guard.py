@@ -1,0 +1,531 @@
+"""The guard for a loop with Accelerate: converts what the loop has, and builds the engine around it."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from resilient_train.core.clip import Clipper
+from resilient_train.core.copies import Stateful
+from resilient_train.core.gate import synchronous
+from resilient_train.core.knobs import Knobs
+from resilient_train.core.mark import Marks
+from resilient_train.core.protocols import Hook
+from resilient_train.core.randomness import Seeds
+from resilient_train.core.recovery import Recovery
+from resilient_train.core.ring import Ring
+from resilient_train.core.state import Clock, RunState
+from resilient_train.core.update import EngineGuard
+from resilient_train.core.updater import Updater
+from resilient_train.data.rows import Collate
+from resilient_train.data.samples import Samples, Slicing
+from resilient_train.data.sequential import LoaderSamples
+from resilient_train.durable.endings import RunFacts
+from resilient_train.durable.keeper import CheckpointKeeper
+from resilient_train.durable.progress import Doing
+from resilient_train.durable.resume import Resume
+from resilient_train.durable.trees import state_sha256, weights_sha256
+from resilient_train.extensions.checks.config import ChecksConfig
+from resilient_train.extensions.checks.history import UpdateHistory
+from resilient_train.extensions.checks.rate import Panel
+from resilient_train.extensions.computation import BatchErrors, Computation, MicroBatchSizer, Objective
+from resilient_train.extensions.diagnosis.explain import Explainer
+from resilient_train.extensions.diagnosis.replay import Replay
+from resilient_train.extensions.diagnosis.search import Search
+from resilient_train.extensions.drills import Drill, DrillHook
+from resilient_train.extensions.lasting import LastingRemedies
+from resilient_train.extensions.lost_device import LostDevice
+from resilient_train.extensions.on_purpose import Intended
+from resilient_train.extensions.remedial import AllControls
+from resilient_train.extensions.run_parts import RunParts
+from resilient_train.extensions.scans.examination import Examination
+from resilient_train.extensions.scans.modes import AnomalyMode, Attributes, BufferWatch
+from resilient_train.extensions.scans.scans import Scans
+from resilient_train.extensions.trials import RateSearch, Trials
+from resilient_train.ground.errors import RanksDiffer, Stopped, TrainError, own_error
+from resilient_train.ground.reader import ClipConfig, DiskConfig, MemoryConfig
+from resilient_train.ground.types import Facts, Incident, Signal, UpdateResult
+from resilient_train.ground.wording import counted, log, say
+from resilient_train.loop import arguments
+from resilient_train.loop.hooks import (
+    DirectStepCheck,
+    HealthyUpdates,
+    Metrics,
+    NotePlace,
+    RecordedStates,
+    TrainersClipper,
+)
+from resilient_train.loop.reporter import REPORT_EVERY, Place, RunReporter, holders, log_to_stderr, place
+from resilient_train.loop.run_process import RunProcess
+from resilient_train.processes.world import World
+
+_NO_TOTAL = "this yields the rest of a planned total: give one with Guard(steps=...), or ask for n more updates"
+_RECOVERED_AFTER = 50  # accepted updates at least, until an incident counts as recovered
+_FROM_THE_START = (
+    "make or load the same model on every rank before it is prepared, and change no weights after that; "
+    "if the ranks are meant to differ, turn the check replicas off"
+)
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """An epoch, or the rest of one: iterate over it for its micro-batches."""
+
+    number: int  # from 0
+    batches: Callable[[], Iterator[Any]]
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.batches()
+
+
+class Guard(EngineGuard):
+    """Gate, checks, rewinds, remedies and journal around a training loop."""
+
+    world: World
+    samples: Samples
+    _parts: RunParts
+    _controls: AllControls
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None,
+        model: nn.Module,
+        optimizer: Any,
+        *,
+        data: Any,
+        batch_size: int | None = None,
+        steps: int | None = None,
+        schedule: Any = None,
+        objective: Objective | None = None,
+        recovery: Any = "balanced",
+        checks: ChecksConfig | str = "default",
+        expect: Sequence[int] = (),
+        run_dir: str | Path | None = None,
+        clip: ClipConfig | float | None = None,
+        accumulate: int = 1,
+        scaler: torch.amp.GradScaler | None = None,
+        memory: MemoryConfig | None = None,
+        verify_after: int = 20,
+        seed: int = 0,
+        shuffle: bool = True,
+        num_workers: int = 0,
+        collate: Collate | None = None,
+        data_changed: str = "refuse",
+        disk: DiskConfig | int | None = None,
+        drill: Drill | None = None,
+        home: Place | None = None,
+        resume: Resume | bool = False,
+        stop: Callable[[], bool] = lambda: False,
+        tracking: str | bool | None = None,
+        beat: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Guard a loop: its model as prepared, the optimizer or several, a data set, a loader or a function.
+
+        A loop of plain PyTorch gives None for the Accelerator, and says how many micro-batches it accumulates and which
+        `scaler` scales its loss. A function draws a micro-batch with the global generators.
+        `steps` is the planned total: a run is complete after so many accepted updates, over all its processes.
+        `objective` is `(model, batch) -> loss`; without one the loop computes the loss and passes it to `update`.
+        `expect` are steps at which the loss, the model or the data changes on purpose: there is no alarm around them.
+        `data_changed` is "refuse" or "accept": whether to resume if the data set changed. `disk` is the number of
+        updates between two checkpoints in the run directory; with `resume` a run resumes from the newest one there.
+        `stop` is called before every update. `tracking` is the address of the MLflow that shows the run, or True for
+        the one that MLFLOW_TRACKING_URI names, else for a database next to the run directory.
+
+        `home` is of a caller that reports the end itself; `beat` is called when something slow advances.
+        """
+        arguments.check_settings(batch_size=batch_size, steps=steps, clip=clip, accumulate=accumulate, scaler=scaler)
+        arguments.check_settings(memory=memory, verify_after=verify_after, seed=seed, num_workers=num_workers)
+        arguments.check_settings(checks=checks, drill=drill)
+        accelerator = arguments.accelerator(accelerator, model, accumulate, scaler)
+        world, clock = arguments.world(accelerator), Clock()
+        is_own_loop = home is None  # False: the command's, which reports its end itself
+        if is_own_loop:
+            log_to_stderr(world)
+        measured, self.steps, device, scaler = arguments.objective(objective), steps, world.device, accelerator.scaler
+        batch_size = arguments.batch_size(batch_size, data, world)
+        slicing = Slicing(batch_size, accelerator.gradient_accumulation_steps, world.rank, world.size)
+        if device.type == "cpu":
+            # glibc adapts its thresholds to the largest block that was ever freed, up to this size. Else it returns
+            # memory after each backward and requests it again: 4 ms of a step of 110 ms.
+            torch.empty(32 * 2**20 - 2**16, dtype=torch.uint8)
+        unwrapped = arguments.unwrapped(model, world)
+        bare = getattr(unwrapped, "_orig_mod", unwrapped)  # without torch.compile's prefix in the names of weights
+        optimizers = arguments.optimizers(optimizer, bare)
+        rates = arguments.schedules(schedule, optimizers)
+        samples = arguments.samples(data, slicing, world, seed, shuffle, num_workers, collate)
+        samples.beat = beat  # a resume may have to read an epoch
+        seeds = RecordedStates(device) if samples.is_fed else Seeds(seed, world.rank, device)
+        more = {"recovery": recovery, "checks": checks, "clip": clip, "batch_size": batch_size, "seed": seed}
+        self._settings = arguments.settings(optimizers[0], **more)
+        disk = arguments.disk(disk, resumes=run_dir is not None and resume is True and not samples.is_fed)
+        checks, policy = arguments.checks(checks, expect), arguments.policy(recovery)
+        state = RunState(bare, optimizers, rates, samples, clock, device=device, scaler=scaler)
+        attributes, anomaly_mode = Attributes(bare), AnomalyMode(arguments.backward(accelerator))
+        marks = Marks(bare, scaler, state.kept, attributes.undone)
+        direct_steps = DirectStepCheck(optimizers)
+        clipper = (TrainersClipper if samples.is_fed else Clipper)(
+            clip if isinstance(clip, ClipConfig) else ClipConfig(clip, None),
+            world.norm if state.is_sharded else None,
+            names={id(weight): name for name, weight in unwrapped.named_parameters()},
+        )
+        lasting = LastingRemedies(clipper.over_ranks)
+        updater = Updater(
+            *(optimizers, rates, clipper, world.gather if world.size > 1 else None),
+            device=device,
+            knobs=Knobs(policy.relax_after),
+            lasting=lasting,
+            scaler=scaler,
+            observes=policy.observe,
+            stepping=direct_steps,
+        )
+        search, buffers = None, BufferWatch(bare)
+        if measured is not None:
+            measured.buffers = buffers
+            replay = Replay(
+                *(unwrapped, lambda model, batch: measured.for_training(model, batch)[0], anomaly_mode.backward),
+                *(marks, attributes, updater.drop_gradients),
+                trained=updater.weights,
+                over_ranks=world.norm,
+                seeds=seeds,
+                device=device,
+            )
+            search = Search(replay, samples, world, beat)
+        own_weights = arguments.own_weights(model) if world.size > 1 else None
+        panel = Panel.of(checks)
+        parts = RunParts(
+            world=world,
+            clock=clock,
+            samples=samples,
+            state=state,
+            updater=updater,
+            ring=Ring(state, memory or MemoryConfig(every=25, keep=5, max_gib=None), world.least),
+            checks=panel.checks,
+            panel=panel,
+            scans=Scans(checks, unwrapped, optimizers, own_weights),
+            buffers=buffers,
+            updates=UpdateHistory(),
+            search=search,
+            beat=beat,
+        )
+        home = home or place(run_dir, world, bool(resume), tracking, disk)
+        incidents = home.incident_log
+        try:
+            quarantined = arguments.quarantine(data_changed, samples, incidents, world, is_own_loop)
+            how = resume if isinstance(resume, Resume) else Resume()
+            keeper = CheckpointKeeper(disk, parts, incidents, how)
+            computation = Computation(model, unwrapped, measured, anomaly_mode, marks, attributes, seeds)
+            batch_errors = BatchErrors(parts, computation, policy)
+            trials = Trials(parts, computation, batch_errors, policy, lambda: self.steps, stop)
+            self._sizer = MicroBatchSizer(parts, policy, keeper, lambda write: controls.note(write))
+            controls = AllControls(parts, policy, quarantined, keeper, trials, lasting, self._sizer.effect())
+            self.reporter = RunReporter(clock, parts.updates, parts.panel, home, keeper.progress)
+            explainer = Explainer(
+                world, samples, state, parts.ring, optimizers, parts.updates, parts.checks, search, beat
+            )
+            intended = Intended(parts, explainer, incidents, controls)
+            self._process = RunProcess(parts, policy, controls, intended, keeper, self.reporter.fail)
+            examination = Examination(
+                world, clock, parts.checks, parts.scans, marks, state.kept, observes=policy.observe
+            )
+            treating = Recovery(
+                *(parts, policy, controls, intended, examination, keeper, incidents),
+                report=self.reporter.fail,
+                agree=self._process.require_agreement,
+                recovered_after=max(verify_after, _RECOVERED_AFTER),
+            )
+            self._direct_steps, self._anomaly_mode = direct_steps, anomaly_mode
+            self._keeper = keeper
+            self._lost_device = LostDevice(parts, policy, controls, keeper, measured)
+            hooks: list[Hook] = [NotePlace(parts, keeper.progress), self._lost_device]
+            hooks += [batch_errors] * batch_errors.counts_forwards + [HealthyUpdates(parts, keeper, examination)]
+            hooks += [attributes] * (measured is not None)
+            if trials.tries_rates:
+                hooks.insert(0, RateSearch(parts, treating, controls, trials, keeper, self.settle))
+            if drill is not None:
+                drilling = DrillHook(drill, state, parts.ring, world.rank, self.settle)
+                hooks.insert(0, drilling)
+                clipper.changes.append(drilling.on_gradients)
+                if measured is not None:
+                    measured.changes.append(drilling.on_loss)
+            super().__init__(
+                *(parts, treating, computation, marks, examination, keeper, seeds),
+                fetch=self._process.next_update,
+                verify_after=verify_after,
+                stop=stop,
+                hooks=hooks,
+                on_error=[self._sizer, batch_errors],
+            )
+            self._owes_resume = bool(resume)
+            self._left: Path | None = None  # the state at the end of the loop
+            self.is_looping = False  # a loop of the caller iterates over this now
+            self._handled = sys.exc_info()[1]  # an error that the caller handles with this loop
+            if isinstance(samples, LoaderSamples) and not samples.rows:
+                log.info("data: bad rows have no names here: the update that has them is skipped")
+            if device.type != "cpu" and (waiting := " and ".join(synchronous(updater.optimizers))):
+                log.info("%s: not fused, so each step waits for the device; use fused=True if it is available", waiting)
+            if measured is None:
+                log.info("lines of code cannot be named without objective=: what guard.update takes cannot be replayed")
+        except BaseException:
+            if home.lock is not None:
+                home.lock.release()  # a notebook keeps the error, and with it the lock, when its cell is run again
+            raise
+        if home.directory is not None:
+            holders[home.directory] = self.reporter, weakref.ref(self)
+
+    def keep(self, **items: Stateful) -> None:
+        """Let objects with state_dict and load_state_dict rewind with the run, such as an average of the weights."""
+        for name, item in items.items():
+            if lacks := [verb for verb in ("state_dict", "load_state_dict") if not callable(getattr(item, verb, None))]:
+                missing = " and no ".join(lacks)
+                raise TypeError(f"keep({name}=...): a {type(item).__name__} has no {missing}, so it cannot rewind")
+            if self._has_begun:
+                raise TrainError(f"keep({name}=...): the run has begun, and its first state lacks this: call it before")
+            if isinstance(item, nn.Module) and any(hasattr(one, "_update_count") for one in item.modules()):
+                self.state.keep(name, Metrics(item))
+            else:
+                self.state.keep(name, item)
+
+    def remember(self, name: str, item: Stateful) -> None:
+        """Save an object that does not rewind, and restore it when the run resumes."""
+        self._keeper.resumption.remembered[name] = item
+
+    def resume(self) -> bool:
+        """Resume the run of the run directory, if there is one: after `keep`. Otherwise `batches` does it."""
+        self._owes_resume = False
+        resumed = self._process.resume()
+        if self._recovery.observes:
+            self.reporter.place.incident_log.resume_observed(self.clock.step)
+        self._sizer.as_before(self._keeper.previous_samples_per_update)
+        self._checks.episode.resumed(self.clock.step)
+        self.seeds.between(self.samples.position)
+        return resumed
+
+    def epochs(self, count: int) -> Iterator[Epoch]:
+        """Yield the epochs that remain of `count`; the first may be the rest of one. An epoch is as many updates as it
+        takes to see all the data once. Without `steps` this plans the total.
+        """
+        length = arguments.steps_per_epoch(self.samples)
+        self._start()
+        self.steps = count * length if self.steps is None else self.steps
+        numbers = range(self.attempted_step // length, min(count, -(-self.steps // length)))
+        if not numbers:  # log why, and complete the run if this was its last epoch
+            yield from self.batches_until(min(count * length, self.steps))
+        for number in numbers:
+            if not self.stopped:
+                yield Epoch(number, partial(self.batches_until, min((number + 1) * length, self.steps)))
+
+    def batches(self, steps: int | None = None) -> Iterator[Any]:
+        """Yield micro-batches, on the device, until `steps` more updates are accepted; by default the rest of the plan.
+        The last update is verified before this ends. It ends earlier if the loop is `stopped`.
+        """
+        arguments.check_settings(steps=steps)
+        self._start()
+        if steps is None and self.steps is None:
+            raise TrainError(_NO_TOTAL)
+        limits = [self.steps, None if steps is None else self.attempted_step + steps]
+        yield from self.batches_until(min(limit for limit in limits if limit is not None))
+
+    def updates(self, steps: int | None = None) -> Iterator[Iterator[Any]]:
+        """Yield the micro-batches of each update, for a loop that accumulates in a loop of its own; as `batches`."""
+        batches = self.batches(steps)
+
+        def of_one(first: Any) -> Iterator[Any]:
+            yield first
+            while self._current is not None and not self._turn.has_stepped:
+                yield next(batches)
+
+        yield from map(of_one, batches)
+
+    def step(self, batch: Any) -> UpdateResult:
+        """Forward, backward, gate, update. Says what became of it: false while gradients accumulate, or if refused."""
+        with self._lost_device:
+            return super().step(batch)
+
+    def step_in_turn(self, loss: torch.Tensor, optimizer: Any) -> UpdateResult:
+        with self._lost_device:
+            return super().step_in_turn(loss, optimizer)
+
+    def update(self, loss: torch.Tensor, *, optimizer: Any = None) -> UpdateResult:
+        """Continue after the loop's own forward and backward; with `optimizer` the loss is its own, and it steps."""
+        if optimizer is None:
+            with self._lost_device:
+                return super().update(loss)
+        if self.samples.slicing.accumulation > 1:
+            raise TrainError("losses in turn cannot accumulate gradients: set gradient_accumulation_steps to 1")
+        if self.objective is not None:
+            raise TrainError("losses in turn have no objective, which is one loss for all: leave out objective=")
+        result = self.step_in_turn(loss, optimizer)
+        self._updater.drop_gradients(in_turn=True)
+        return result
+
+    def settle(self) -> bool:
+        """Wait for the verdict on the last update; a turn ends with it. False: an anomaly, and it has been treated."""
+        self._keeper.progress.turned_to(Doing.BETWEEN)
+        with self._lost_device:
+            return super().settle()
+
+    def leave(self) -> Path | None:
+        """Write the state when `batches` has ended, so that the run can resume from it; return its path."""
+        self._left = self._left or self._finish_saving(healthy=not self.stopped)
+        self.reporter.left_state(self._left)
+        return self._left
+
+    def close(self) -> None:
+        """End a run, at its last step or before: check the last update, close recovered incidents, end workers."""
+        self._put_back_batch()
+        error, gave_up, self._handled = own_error(self._handled), None, None
+        all_close = self.world.size == 1 or error is None or isinstance(error, TrainError)  # else some are in the model
+        try:
+            if all_close and ((self.settle() and self._examination.examine_now() is None) or self._recovery.observes):
+                is_off = error is None and self._recovery.is_unrecovered()
+                if is_off and not (self.stopped and self._left):
+                    gave_up = self._recovery.end_unrecovered()
+                else:
+                    if error is None and not is_off:  # else incidents stay open, for the process that resumes
+                        self._recovery.finish()
+                        if self.steps is None and not self.stopped and self._left is None:
+                            self._complete()
+                    self._keeper.run_completed()
+            if all_close:  # else the reporter knows whether another process was killed
+                self._process.ends()
+        except BaseException as raised:  # the last update may be one too many for the policy
+            error = raised
+            raise
+        finally:
+            try:
+                self.let_go()  # first: what is being written ends before the directory is another process's
+            except BaseException as raised:
+                error = error or raised
+                raise
+            finally:
+                self.reporter.closed(gave_up or error, self.steps, is_writing=not self._keeper.wait(0))
+        if gave_up is not None:
+            raise gave_up
+
+    def evaluated(self, metrics: Mapping[str, float]) -> None:
+        """Note an evaluation: once verified, the weights with the lowest loss are kept in `best`."""
+        self._keeper.evaluated(metrics)
+        self.reporter.note_evaluation(metrics)
+
+    @property
+    def incidents(self) -> list[Incident]:
+        return self._recovery.incident_log.incidents
+
+    @property
+    def recent_loss(self) -> float | None:
+        """The median of the last 50 accepted losses."""
+        return self._parts.updates.recent_loss
+
+    # For the command.
+
+    def stop_now(self) -> None:
+        self.stopped = True
+
+    def let_go(self) -> None:
+        """Undo what affects the whole process: worker processes and patched code."""
+        self._controls.patches.remove()
+        self._direct_steps.is_over = True
+        self.samples.close()
+        self._keeper.wait()
+        self._keeper.progress.close()
+
+    def report(self) -> dict[str, float] | None:
+        """Return the numbers of the newest update; None if they were reported. All ranks call it, and wait."""
+        factors = {name: getattr(self._controls.knobs.values, name) for name in ("lr", "clip", "eps")}
+        read = partial(self.world.mean_metrics, self.metrics)
+        return self.reporter.report(self.newest, read, self.samples.slicing.samples, factors)
+
+    @property
+    def saving_since(self) -> float | None:
+        return self._keeper.saving_since
+
+    def ended(self) -> None:
+        """Note that the process ends by itself, and not because another process of the run was killed."""
+        self._process.ends()
+
+    def leave_newest(self) -> tuple[int, Path | None]:
+        """Write the newest verified state, from another thread; a path of None: the step is that of an older one."""
+        return self._keeper.save_newest()
+
+    def hung(self, evidence: Facts, *, in_update: bool) -> None:
+        """Record that the loop hangs, and write the newest verified state if possible, from another thread."""
+        self._process.hung(evidence, in_update=in_update)
+
+    def batches_until(self, last: int, planned: int | None = None) -> Iterator[Any]:
+        try:
+            self.is_looping = True
+            self._start()
+            self._left = None
+            if planned is None and last < sys.maxsize:
+                planned = last if self.steps is None else self.steps
+            settings = self._settings if planned is None else {"steps": planned, **self._settings}
+            self.reporter.begin(planned, settings, is_trainers=self.samples.is_fed)
+            if self.attempted_step >= last and not self.stopped:
+                what = "of the plan" if planned is None or last >= planned else "that the loop asks for"
+                log.info("no batches: nothing is left of the %s %s", counted(last, "step"), what)
+            with self._anomaly_mode.without_nan_check():
+                for batch in self.updates_until(last, plan=self.steps):
+                    self._direct_steps.running = "loop"
+                    try:
+                        yield batch
+                    finally:
+                        self._direct_steps.running = None
+            if self.stopped:
+                self.reporter.end(RunFacts(error=Stopped()))
+            elif last == self.steps:
+                self._recovery.finish()
+                self._complete()
+        finally:
+            self.is_looping = False
+
+    def _start(self) -> None:
+        self._handled = sys.exc_info()[1]
+        if self._owes_resume and self.resume():
+            log.info("resumed from step %d", self.clock.step)
+        if not self._has_begun:
+            self._keeper.check()
+            self._waits = self.world.least(-len(self.state.kept)) < 0 and not self.samples.is_fed  # on every rank
+        self._has_begun = True
+        self._put_back_batch()
+        if self._turn.has_stepped:
+            self.settle()
+        self.seeds.between(self.samples.position)
+        if not self._ring.snapshots and self._pending is None:
+            self._process.require_agreement("settings_differ")
+            found = self._examination.examine_now() if self.clock.step == 0 else None  # later ones compare with it
+            if found is not None and found.signal is Signal.RANK_MISMATCH:
+                raise RanksDiffer(f"{say(found.evidence)}, before the first update: {_FROM_THE_START}")
+            if self._keeper.is_verified or self._ring.is_due(self.clock.step):  # else no snapshot is taken at this step
+                self._controls.snapshot(self.clock.step, verified=self._keeper.is_verified)
+            if self._checks.episode.is_open:  # since before the process ended
+                self._ring.keep_reference(self.clock.step)
+
+    def _complete(self) -> None:
+        """Write the end state of the caller's loop. Every rank comes here: weights may be sharded."""
+        # An evaluation, or more steps, may follow: `leave`, `close` or the exit of the process conclude the report.
+        writes = self.reporter.place.directory is not None
+        self._left = self._finish_saving(healthy=True) if writes else self._left
+        digests = (weights_sha256(self.state), state_sha256(self.state)) if writes else None
+        self.reporter.end(RunFacts(is_closed=True), digests)
+
+    def _finish_saving(self, *, healthy: bool) -> Path | None:
+        effects, is_damaged = self._controls.effects.state_dict(), self._recovery.is_damaged
+        left = self._keeper.finish(effects, healthy=healthy, damaged=is_damaged)
+        if healthy:
+            self._keeper.run_completed()
+        self._process.ends()
+        return left
+
+    def _on_accepted(self) -> None:
+        home = self.reporter.place
+        if home.directory is not None and self.clock.step % REPORT_EVERY == 0:
+            self.reporter.show(self.report() if home.tracking is not None else None)

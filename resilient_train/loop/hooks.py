@@ -1,0 +1,205 @@
+"""What the guard does with each update besides its story, and what takes the place of its parts in a trainer."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from resilient_train.core.clip import Clipper, clip, gradients, scale
+from resilient_train.core.protocols import Hook
+from resilient_train.core.randomness import Seeds, capture, restore
+from resilient_train.core.ring import Ring
+from resilient_train.core.state import RunState
+from resilient_train.core.transaction import Transaction
+from resilient_train.data.rows import fingerprint
+from resilient_train.durable.keeper import CheckpointKeeper
+from resilient_train.durable.progress import Progress
+from resilient_train.durable.trees import nbytes
+from resilient_train.extensions.run_parts import RunParts
+from resilient_train.extensions.scans.examination import Examination
+from resilient_train.ground.errors import TrainError
+from resilient_train.ground.wording import counted, log
+
+_MOST_STATES = 2_000  # of generators, 8 KiB each: updates that are older draw other numbers when they are repeated
+
+
+class NotePlace(Hook):
+    """Notes which samples are in use: if the process dies, they may be to blame."""
+
+    def __init__(self, parts: RunParts, progress: Progress) -> None:
+        self._clock, self._samples, self._progress = parts.clock, parts.samples, progress
+        self._noted = 0, 0
+
+    def before_update(self) -> None:
+        start = self._samples.next_start  # before they are fetched: a data set may hang
+        self._note(start, start + self._samples.slicing.samples)
+
+    @contextmanager
+    def around_compute(self, update: Transaction) -> Iterator[None]:
+        start, stop = update.update.start, update.update.stop
+        if (start, stop) != self._noted:  # samples before them are left out
+            self._note(start, stop)
+        yield
+
+    def _note(self, start: int, stop: int) -> None:
+        self._noted = start, stop
+        self._progress.updating(self._clock.tick + 1, self._clock.step, start, stop)
+
+
+class HealthyUpdates(Hook):
+    """Looks at healthy updates. In the first one of a process optimizers create their state."""
+
+    def __init__(self, parts: RunParts, keeper: CheckpointKeeper, examination: Examination) -> None:
+        self._parts, self._keeper, self._examination = parts, keeper, examination
+        self._is_over = False
+
+    def accepted(self, update: Transaction) -> None:
+        parts = self._parts
+        parts.ring.best_step = parts.panel.best.step  # whose state is kept
+        self._note_rows(update)
+        if self._is_over:
+            return
+        self._is_over, is_first_step = True, parts.clock.step == 1
+        self._keeper.check()
+        if is_first_step or not parts.checks.knows_usual_batches:
+            self._examination.learn_usual_batches(update.inputs)
+        if is_first_step:
+            # Its size is known now that the optimizer has its moments.
+            log.info("%s", snapshots_in_words(parts.ring, parts.state))
+
+    def _note_rows(self, update: Transaction) -> None:
+        """Note once what the data set looks like, so that a resume notices when it has changed."""
+        log, keys = self._keeper.incident_log, update.update.keys
+        if log.directory is not None and log.run_history.data_sample is None and keys:
+            rows = [key.row for some in keys for key in some]
+            sample = fingerprint(self._parts.samples.dataset, rows)  # type: ignore[attr-defined]
+            log.run_history.note("data_seen", sample=sample)
+
+
+def snapshots_in_words(ring: Ring, state: RunState) -> str:
+    if not ring.every:
+        return "no snapshots in memory (memory.every=0): this run cannot rewind"
+    size, allowed = ring.settle_slots(nbytes(state.live()))
+    why = "half of what was available" if ring.config.max_gib is None else "memory.max_gib"
+    limit = f", of {_readable(allowed)} allowed: {why}" if ring.slots < ring.config.keep else ""
+    if not ring.slots:
+        return f"no snapshots in memory: this run cannot rewind; two take {_readable(2 * size)}{limit}"
+    often = f"every {counted(ring.every, 'step')}"
+    return f"keeps {ring.slots} snapshots to rewind to, {often} ({_readable(ring.slots * size)}{limit})"
+
+
+def _readable(size: float) -> str:
+    power = min(3, max(0, int(math.log2(max(size, 1)) // 10)))
+    return f"{size / 2 ** (10 * power):.3g} {('bytes', 'KiB', 'MiB', 'GiB')[power]}"
+
+
+class DirectStepCheck:
+    """Notices optimizer steps outside of the guard: an error while the loop has a batch, else one warning."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.running: Literal["loop", "guard"] | None = None
+        self._before: Literal["loop", "guard"] | None = None
+        self.is_over = False  # the guard is closed: steps after it are on purpose; or one was warned of
+        for optimizer in optimizers:
+            optimizer.step = self._watched(optimizer, optimizer.step)  # type: ignore[method-assign]
+
+    def __enter__(self) -> None:
+        self._before, self.running = self.running, "guard"
+
+    def __exit__(self, *_: object) -> None:
+        self.running = self._before
+
+    def _watched(self, optimizer: Any, step: Any) -> Any:
+        plain = getattr(step, "plain", step)  # without the wrapper of an earlier guard
+
+        @functools.wraps(plain)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if self.running == "loop":
+                raise TrainError(
+                    "the loop stepped an optimizer itself, past the gate: remove optimizer.step(), "
+                    "guard.step and guard.update do it"
+                )
+            if self.running is None and not self.is_over:
+                self.is_over = True
+                log.warning(
+                    "optimizer.step() was called outside of guard.batches(): such updates are not protected, and a "
+                    "rewind does not know of them; a trainer is guarded by resilient_train.hf.guard(trainer), or "
+                    "callbacks=[resilient_train.lightning.Guarded()]"
+                )
+            optimizer._opt_called = True
+            return plain(*args, **kwargs)
+
+        watched.plain = plain  # type: ignore[attr-defined]
+        # A scheduler of torch's that is made later would wrap a step of its class, to set that mark, and fails on this.
+        watched._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        return watched
+
+
+class Metrics:
+    """Metrics of torchmetrics, or a module that has some: their `state_dict` leaves out what they have counted."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._metrics = {path: one for path, one in module.named_modules() if hasattr(one, "_update_count")}
+
+    def state_dict(self) -> dict[str, Any]:
+        counted = {
+            path: {name: getattr(one, name) for name in (*one._defaults, "_update_count", "_computed")}
+            for path, one in self._metrics.items()
+        }
+        return {"module": self._module.state_dict(), "counted": counted}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._module.load_state_dict(state["module"])
+        for path, values in state["counted"].items():
+            vars(self._metrics[path]).update(values)
+
+
+class TrainersClipper(Clipper):
+    """Takes the norm that a trainer has measured, which has clipped the gradients already."""
+
+    norm: torch.Tensor | None = None  # of the newest gradients, before they were clipped; None if it was not measured
+    may_change = False  # the gradients, by the trainer's callbacks, after it was measured
+    has_own_limits = False  # user code asks the trainer to clip, to a norm that is not known here
+
+    def _clipped(self, weights: Sequence[torch.Tensor], max_norm: float | None, factor: float) -> torch.Tensor:
+        if (norm := self.norm) is None:
+            norm = clip(weights, over_ranks=self.over_ranks)
+        elif self.has_own_limits:
+            self.is_by_norm = False
+        elif self.may_change:
+            after = clip(weights, over_ranks=self.over_ranks)
+            norm = torch.where(after.isfinite(), norm, after)
+        clipped_to = self.config.max_norm
+        if max_norm is not None and max_norm != clipped_to:  # a remedy clips further
+            clipped = norm if clipped_to is None else norm.clamp(max=clipped_to)
+            scale(gradients(weights), (max_norm / (clipped + 1e-6)).clamp_(max=1.0))
+        return norm
+
+
+class RecordedStates(Seeds):
+    """Leaves the generators to a trainer, and restores the states that it had before an update if that is repeated."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(0, 0, device)
+        self._states: dict[int, dict[str, Any]] = {}  # by the position of an update
+        self.start = self.times = 0  # of the newest update, and how many were prepared
+
+    def for_update(self, start: int) -> None:
+        self.start, self.times = start, self.times + 1
+        if start in self._states:
+            restore(self._states[start], self._device)
+        else:
+            self._states[start] = capture(self._device)
+            if len(self._states) > _MOST_STATES:
+                del self._states[next(iter(self._states))]
+
+    def between(self, position: int) -> None:
+        pass

@@ -1,0 +1,56 @@
+"""Reads what the launcher says about the run in the environment, and refuses what is not supported."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from resilient_train.ground.errors import ConfigError, unusable
+
+_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")  # Accelerate reads these
+
+_ITS_OWN_UPDATES = "{} is not supported yet: it makes its updates itself, where none can be refused. {}"
+_INSTEAD = "For a model that does not fit on one device take accelerate.fsdp=true"
+
+# Variables that Accelerate's launcher sets for engines around a model: why each is refused, and what to use instead.
+_ENGINES = {
+    "ACCELERATE_USE_DEEPSPEED": _ITS_OWN_UPDATES.format("DeepSpeed", _INSTEAD),
+    "ACCELERATE_USE_MEGATRON_LM": _ITS_OWN_UPDATES.format("Megatron-LM", _INSTEAD),
+    "ACCELERATE_USE_FSDP": (
+        "sharding is not taken from accelerate launch --use_fsdp: leave that out and set accelerate.fsdp=true, "
+        "which shards by FSDP2 (accelerate launch --multi_gpu, or torchrun)"
+    ),
+    "ACCELERATE_USE_PARALLELISM_CONFIG": (
+        "tensor, context and pipeline parallelism are not supported yet: DDP and accelerate.fsdp=true are"
+    ),
+}
+
+
+def refuse_what_is_not_supported(environment: Mapping[str, str] = os.environ) -> None:
+    """Raise ConfigError where the run would silently differ from what the launcher was asked for."""
+    for name, why in _ENGINES.items():
+        if environment.get(name, "").lower() in ("true", "1", "yes"):
+            raise ConfigError(name, environment[name], why)
+    is_single = "ACCELERATE_USE_CPU" in environment and not any(name in environment for name in _SIZES)
+    if is_single and environment.keys() >= {"MASTER_ADDR", "MASTER_PORT"}:  # which it sets for several processes only
+        why = "several processes were asked for, and on CPUs it starts one. Use torchrun --nproc_per_node N "
+        why += "-m resilient_train accelerate.cpu=true; for one process, unset MASTER_ADDR and MASTER_PORT"
+        raise unusable("accelerate launch", why)
+
+
+def refuse_devices(*, has_device: bool, gpus: int) -> None:
+    """Raise ConfigError if launched processes would not become one run, or would share a GPU, which NCCL cannot."""
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched > 1 and not has_device:
+        why = f"there is no GPU here, and without it each of the {launched} processes would be a separate run: "
+        raise ConfigError("accelerate.cpu", False, why + "accelerate.cpu=true trains on CPUs, as one run")
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if gpus and here > gpus:
+        why = f"{here} processes to a host were launched, and there are {gpus} GPUs: one process to a GPU"
+        raise unusable("--nproc_per_node", why)
+
+
+def launched_rank() -> int:
+    """Return this process's rank as its launcher set it, before the group is joined."""
+    rank, size = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
+    return int(rank) if rank.isdecimal() and size.isdecimal() and int(rank) < int(size) else 0

@@ -1,0 +1,389 @@
+"""The processes of a run: joined through Accelerate, seen as one."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import os
+import re
+import time
+import traceback
+import uuid
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from datetime import timedelta
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    InitProcessGroupKwargs,
+    broadcast_object_list,
+    gather_object,
+    parse_flag_from_env,
+    send_to_device,
+)
+from torch import nn
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.utils.checkpoint import checkpoint
+
+from resilient_train.core.tree import is_sharded, local_part, sharding_of
+from resilient_train.ground.errors import ConfigError, TrainError, in_one_line, is_plumbing, text_of, unusable
+from resilient_train.ground.reader import AccelerateConfig
+from resilient_train.ground.wording import counted
+from resilient_train.processes import launch
+
+T = TypeVar("T")
+
+_ROWS = (nn.ModuleList, nn.Sequential)
+
+
+def shard(model: nn.Module, names: Sequence[str] | None, device: torch.device, world: int) -> str:
+    """Shard the weights block by block, by torch itself: Accelerate does nothing on a CPU. Returns what was done."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    if scalars := [name for name, weight in model.named_parameters() if not weight.dim()]:
+        why = f"cannot spread {scalars[0]}, which is a single number: make it a vector of one, torch.zeros(1)"
+        raise ConfigError("accelerate.fsdp", True, why)
+    mesh = init_device_mesh(device.type, (world,))
+    found = blocks(model, names)
+    counts = _counts(found)  # before their classes are replaced
+    for block in [*found, model]:
+        fully_shard(block, mesh=mesh)
+    return f"FSDP2 over {world} processes ({counts or 'as one block'})"
+
+
+def recompute(model: nn.Module, names: Sequence[str] | None) -> str:
+    """Let the backward recompute the activations of each block instead of keeping them. Returns what was done."""
+    enable = getattr(model, "gradient_checkpointing_enable", None)
+    if names is None and callable(enable):  # a model of transformers knows best how
+        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return "activations are recomputed in the backward, as the model itself does it"
+    found = blocks(model, names)
+    if not found:
+        why = "finds no blocks in this model: name their classes in accelerate.blocks"
+        raise ConfigError("accelerate.activation_checkpointing", True, why)
+    for block in found:
+        block.forward = _checkpointed(block.forward)
+    return f"activations of {_counts(found)} are recomputed in the backward"
+
+
+def blocks(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
+    """Return the parts that a model repeats, none within another. Without `names`: those that a model of transformers
+    names, else layers of several modules, whose class occurs at least twice.
+    """
+    named = set(names if names is not None else getattr(model, "_no_split_modules", None) or ())
+    kinds = {type(one).__name__ for one in model.modules()}
+    if names is not None and (unknown := sorted(named - kinds)):
+        raise ConfigError("accelerate.blocks", list(names), f"{unknown[0]} is no class of a module of this model")
+    classes = named & kinds
+    if not classes:
+        layers = [layer for one in model.modules() if isinstance(one, _ROWS) for layer in one]
+        composed = [one for one in layers if not isinstance(one, _ROWS) and len([*one.children()]) > 1]
+        counts = Counter(type(one).__name__ for one in composed if any(True for _ in one.parameters()))
+        classes = {name for name, count in counts.items() if count > 1}
+    found: dict[nn.Module, None] = {}  # a set in order
+
+    def look(module: nn.Module) -> None:
+        for child in module.children():
+            if type(child).__name__ in classes:
+                found[child] = None
+            else:
+                look(child)
+
+    look(model)
+    return list(found)
+
+
+def _checkpointed(forward: Any) -> Any:
+    @wraps(forward)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False)
+
+    return recomputed
+
+
+def _counts(found: Sequence[nn.Module]) -> str:
+    kinds = Counter(type(one).__name__ for one in found)
+    return " and ".join(f"{count} x {name}" for name, count in kinds.items())
+
+
+_GONE = re.compile(  # gloo, NCCL and the store
+    r"closed by peer|reset by peer|Broken pipe|Socket closed|Connection refused|Connection timed out|got 0 bytes"
+    r"|Timed out waiting|remote process exit|ncclRemoteError|ncclSystemError|communicator was aborted|Watchdog caught"
+)
+_DONE, _WAIT_FOR_MAIN_S = "resilient_train/main_is_done", 120.0  # a key of the group's store
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Say whether an error only shows that another process has ended. User code may use such words, too."""
+    if not isinstance(error, torch.distributed.DistError | RuntimeError) or not _GONE.search(text_of(error)):
+        return False
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and is_plumbing(frames[-1].filename)
+
+
+def is_lost_device(error: BaseException | None) -> bool:
+    """Say whether it is an error of CUDA after which this process can compute nothing there any more."""
+    if not isinstance(error, RuntimeError) or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return False
+    try:
+        torch.zeros(1, device="cuda")
+    except RuntimeError as again:
+        return not isinstance(again, torch.OutOfMemoryError)
+    return False
+
+
+_ON_THE_HOST = ("can't allocate memory", "not enough memory", "std::bad_alloc")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in text_of(error) for words in _ON_THE_HOST)
+
+
+class World:
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        self.rank, self.size = accelerator.process_index, accelerator.num_processes
+        self.is_main = self.rank == 0
+        self.device: torch.device = accelerator.device
+
+    @staticmethod
+    def is_of_group(error: BaseException) -> bool:
+        """Say whether an error came out of a collective: the others may be gone, or wait for this rank in vain."""
+        if isinstance(error, torch.distributed.DistError) or is_lost_peer(error):
+            return True
+        raised_in = [frame.filename for frame in traceback.extract_tb(error.__traceback__)][-1:]
+        return bool(raised_in) and Path(raised_in[0]).is_relative_to(Path(torch.distributed.__file__).parent)
+
+    @classmethod
+    def joined(cls, config: AccelerateConfig, *, start_timeout: float = 0.0, limit: float = 0.0) -> World:
+        """Join the group that the launcher made; without one, be a group of one. `limit` is the timeout of any
+        collective in seconds, `start_timeout` that of waiting for the others; 0: torch's.
+        """
+        launch.refuse_what_is_not_supported()
+        if "WORLD_SIZE" not in os.environ:  # a sweep runs its jobs one after the other in this process
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
+        try:
+            ddp = DistributedDataParallelKwargs(**config.ddp)
+        except TypeError as error:
+            why = str(error).removeprefix("DistributedDataParallelKwargs.")
+            raise ConfigError("accelerate.ddp", config.ddp, why) from error
+        cpu = config.cpu or parse_flag_from_env("ACCELERATE_USE_CPU")
+        if not cpu:  # on a Mac processes cannot share the one device
+            has_device = torch.accelerator.is_available() and not torch.backends.mps.is_available()
+            launch.refuse_devices(has_device=has_device, gpus=torch.cuda.device_count())
+        limit_of_collectives = timedelta(seconds=limit) if limit else None
+        try:
+            join(cpu=cpu, patience=timedelta(seconds=start_timeout or _PATIENCE_S), limit=limit_of_collectives)
+            accelerator = Accelerator(
+                cpu=config.cpu,
+                mixed_precision=config.mixed_precision,
+                gradient_accumulation_steps=config.gradient_accumulation_steps,
+                kwargs_handlers=[ddp, InitProcessGroupKwargs(timeout=limit_of_collectives)],
+            )
+        except Exception as error:  # a rendezvous that fails, a device that is not there
+            raise TrainError(f"the processes of the run cannot be joined: {in_one_line(error)}") from error
+        if accelerator.num_processes != (launched := int(os.environ.get("WORLD_SIZE", "1"))):
+            why = f"{launched} processes were launched, but the run has {accelerator.num_processes}"
+            raise unusable("WORLD_SIZE", f"{why}: start them with torchrun")
+        # `accelerate launch` sets its own number in the environment, which would silently take precedence.
+        accelerator.gradient_accumulation_steps = config.gradient_accumulation_steps
+        if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
+            why = "needs a GPU: half precision has no loss scaling on a CPU; bf16 works there"
+            raise ConfigError("accelerate.mixed_precision", "fp16", why)
+        return cls(accelerator)
+
+    def without_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+        return self.accelerator.no_sync(model)  # type: ignore[no-any-return]
+
+    def on_device(self, batch: Any) -> Any:
+        return batch if self.device.type == "cpu" else send_to_device(batch, self.device, non_blocking=True)
+
+    def mean(self, vector: torch.Tensor) -> torch.Tensor:
+        return self.accelerator.reduce(vector, "mean") if self.size > 1 else vector
+
+    def mean_metrics(self, metrics: Mapping[str, torch.Tensor | float]) -> dict[str, float]:
+        """Average metrics over the ranks that have them. Waits for the device, with one read and one exchange."""
+        values = [torch.as_tensor(value, dtype=torch.float32, device=self.device) for value in metrics.values()]
+        ranks = self.all_of(dict(zip(metrics, torch.stack(values).tolist() if values else [], strict=True)))
+        found = {name: [row[name] for row in ranks if name in row] for name in sorted(set().union(*ranks))}
+        return {name: sum(row) / len(row) for name, row in found.items()}  # nan of inf and -inf, where fmean raises
+
+    def sum(self, vector: torch.Tensor) -> torch.Tensor:
+        return self.accelerator.reduce(vector, "sum") if self.size > 1 else vector
+
+    def norm(self, grads: list[torch.Tensor]) -> torch.Tensor:
+        """Return the norm of sharded gradients: each rank sends one number, and no gradient is gathered."""
+        first = grads[0]
+        wide = torch.float64 if first.device.type != "mps" else None
+        squares = torch.zeros((), dtype=wide, device=first.device)
+        for grad in grads:
+            if not (share := local_part(grad)).numel():
+                continue
+            holders = self.size
+            if is_sharded(grad):
+                spread = sharding_of(grad)
+                pairs = zip(spread.mesh.shape, spread.placements, strict=True)
+                holders = math.prod(size for size, placement in pairs if placement.is_replicate())
+            squares += torch.linalg.vector_norm(share, dtype=wide).square() / holders
+        norm = self.sum(squares).sqrt()
+        return norm.float() if first.dtype in (torch.float16, torch.bfloat16) else norm.to(first.dtype)
+
+    def gather(self, vector: torch.Tensor) -> torch.Tensor:
+        """Collect a vector from every rank, one row each, where there are several."""
+        table = torch.zeros((self.size, vector.numel()), dtype=vector.dtype, device=vector.device)
+        table[self.rank] = vector
+        torch.distributed.all_reduce(table)  # every torch and backend has it, and 0 + NaN is NaN
+        return table
+
+    def max(self, vector: torch.Tensor) -> torch.Tensor:
+        """Take the largest of each element over the ranks; a NaN anywhere counts as infinite."""
+        if self.size == 1:
+            return vector
+        largest = torch.nan_to_num(vector, nan=float("inf"), posinf=float("inf"))
+        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
+        return largest
+
+    def least(self, number: float) -> float:
+        if self.size == 1:
+            return number
+        vector = torch.tensor(number, dtype=torch.float64, device=self.device)
+        torch.distributed.all_reduce(vector, torch.distributed.ReduceOp.MIN)
+        return float(vector)
+
+    def all_of(self, mine: T) -> list[T]:
+        """Return what every rank has. It pickles, so pass small objects, and not in every update."""
+        return gather_object([mine]) if self.size > 1 else [mine]
+
+    def on_main(self, decide: Callable[[], T]) -> T:
+        """Decide on rank 0 and broadcast the result; an error there is raised everywhere, so that no rank waits."""
+        if self.size == 1:
+            return decide()
+        result: list[Any] = [None, None]
+        if self.is_main:
+            try:
+                result[0] = decide()
+            except Exception as error:
+                result[1] = error if isinstance(error, TrainError) else TrainError(in_one_line(error))
+        broadcast_object_list(result)
+        if result[1] is not None:
+            raise result[1]
+        return result[0]  # type: ignore[no-any-return]
+
+    def main_before_others(self, do: Callable[[], None]) -> None:
+        """Do something on rank 0 while the others wait, without a collective: the ranks may not agree on what to do."""
+        if self.size == 1:
+            return do()
+        store = torch.distributed.distributed_c10d._get_default_store()
+        if not self.is_main:
+            with contextlib.suppress(torch.distributed.DistError, RuntimeError):
+                store.wait([_DONE], timedelta(seconds=_WAIT_FOR_MAIN_S))
+            return None
+        try:
+            do()
+        finally:
+            store.set(_DONE, "1")
+
+    def leave(self) -> None:
+        """Leave the group, all together. Nothing may keep it alive: gloo's threads would abort who exits first."""
+        if self.size > 1:
+            self.accelerator.free_memory()
+            gc.collect()
+            torch.distributed.barrier()
+            torch.distributed.destroy_process_group()
+
+    def __str__(self) -> str:
+        kind = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
+        if self.device.type == "cpu":
+            kind += f", {counted(torch.get_num_threads(), 'thread')}"
+        processes = f"{self.size} processes, each" if self.size > 1 else "1 process"
+        return f"{processes} on {kind}, {self.accelerator.mixed_precision or 'no'} mixed precision"
+
+
+# Joining. An elastic agent keeps one store over all restarts, and in it what earlier processes left, such as their
+# addresses: later processes would connect to those, and fail or wait. Restart counts do not tell attempts apart: each
+# agent has its own count, and hosts that come and go are not counted. So rank 0 chooses a name for the attempt, and
+# answers each rank that asks with a word of its own; no earlier process can have answered that word. An agent ends all
+# its processes before it takes part in another attempt, so whoever answers belongs to this one.
+
+_PREFIX = "resilient_train"  # of our keys in the agent's store
+_CONNECT = timedelta(seconds=300)  # the agent's store is there before any of its processes
+_PAUSE_S = 0.05
+_PATIENCE_S = 1800.0
+_NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def join(*, cpu: bool = False, patience: timedelta = timedelta(minutes=30), limit: timedelta | None = None) -> None:
+    """Make the process group like Accelerate, but with a store for this attempt, unless that is left to Accelerate.
+
+    A training loop calls it before it makes its Accelerator, so that the processes of an agent's restart find each
+    other. `cpu` is that of the Accelerator; `patience` limits the wait for the others, `limit` every later collective.
+    """
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and all(one in os.environ for one in _NEEDED)
+    if not has_agent or torch.distributed.is_initialized():
+        return
+    on_gpu = not cpu and torch.cuda.is_available()
+    if not (on_gpu or cpu) or (cpu and torch.distributed.is_mpi_available()):
+        return  # another kind of device or backend, which Accelerate knows to choose
+    rank, local, size, port = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"))
+    device = torch.device("cuda", local % torch.cuda.device_count()) if on_gpu else None
+    if device is not None:
+        torch.cuda.set_device(device)
+    agents = TCPStore(os.environ["MASTER_ADDR"], port, is_master=False, wait_for_workers=False, timeout=_CONNECT)
+    agents.set_timeout(patience)
+    store = PrefixStore(f"{_PREFIX}/{attempt_name(agents, rank, size, patience)}", agents)
+    by = "gloo" if device is None else "nccl"
+    torch.distributed.init_process_group(by, store=store, rank=rank, world_size=size, timeout=limit, device_id=device)
+
+
+def attempt_name(agents: Store, rank: int, size: int, patience: timedelta) -> str:
+    """Agree on a name that no earlier attempt had, through a store that all attempts share; wait until all ranks have,
+    by looking again and again: a wait in C, as for a key, would hear no request to stop.
+    """
+    deadline = time.monotonic() + patience.total_seconds()
+    answered: dict[int, bytes] = {}
+
+    def pause(missing: int) -> None:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{missing} of {size} processes have not come within {patience.total_seconds():.0f} s")
+        time.sleep(_PAUSE_S)
+
+    if rank == 0:
+        name = uuid.uuid4().hex
+    else:
+        word = uuid.uuid4().hex
+        agents.set(f"{_PREFIX}/asks/{rank}", word)
+        while not agents.check([f"{_PREFIX}/answer/{word}"]):
+            pause(missing=1)
+        name = agents.get(f"{_PREFIX}/answer/{word}").decode()
+        agents.add(f"{_PREFIX}/joined/{name}", 1)
+    while (joined := agents.add(f"{_PREFIX}/joined/{name}", 0)) < size - 1:
+        for other in range(1, size) if rank == 0 else ():
+            if not agents.check([f"{_PREFIX}/asks/{other}"]):
+                continue
+            word_of_other = agents.get(f"{_PREFIX}/asks/{other}")
+            if word_of_other != answered.get(other):  # if it is an earlier process's, this rank will ask again
+                answered[other] = word_of_other
+                agents.set(f"{_PREFIX}/answer/{word_of_other.decode()}", name)
+        pause(missing=size - 1 - joined)
+    return name
+
+
+def odd_ones(said: Sequence[Hashable]) -> tuple[int, ...]:
+    """Return the ranks that differ from most; all of them if no two agree, or two groups are the same size."""
+    (most, count), *others = Counter(said).most_common(2) if said else [(None, 0)]
+    if others and (count == 1 or others[0][1] == count):
+        return tuple(range(len(said)))
+    return tuple(rank for rank, one in enumerate(said) if one != most)

@@ -1,1 +1,0 @@
-"""The ground for many processes: who is who, one reduced vector, one decision, the lock on a run directory."""

@@ -1,1 +1,0 @@
-"""The run's story: for the terminal, for files, and for MLflow."""

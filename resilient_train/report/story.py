@@ -1,0 +1,408 @@
+"""A run as data, read from its directory without changing it, and in sentences, for the terminal, MLflow and verbs.
+
+The sentences say whether it is all right, what to change, what is left of it, and which commands to type next.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from math import isfinite
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from resilient_train.durable import endings
+from resilient_train.durable.endings import Status, Summary, resumes, status_of
+from resilient_train.durable.journal import JOURNAL, read
+from resilient_train.durable.progress import position_of
+from resilient_train.durable.run_history import Chapter, RunHistory
+from resilient_train.ground import wording
+from resilient_train.ground.files import read_json
+from resilient_train.ground.sentences import ACTIVE, AGAIN, DETAILS, HEADLINES, LEFT, PATCHED, TO_DO
+from resilient_train.ground.types import Cause, Facts, Incident, Outcome, fact
+from resilient_train.ground.wording import fill, lines_of, say
+from resilient_train.report.connection import SCHEMELESS
+
+_CHECKPOINT = re.compile(r"step-\d{8,18}(\.\d+)?")
+_REPEATS = (Cause.EXPLOSION, Cause.RATE, Cause.OVERFLOW)  # the next run of this configuration meets it, too
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    step: int
+    path: Path  # absolute
+    kind: str  # verified; candidate: not yet verified; best: verified weights with the least evaluation loss
+    tick: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    remedies: Mapping[str, Any] = field(default_factory=dict)  # active when it was written
+
+
+@dataclass(frozen=True, kw_only=True)
+class Story(Status):
+    directory: Path | None  # absolute; None if the run writes nothing
+    chapters: tuple[Chapter, ...]  # in the order they were met
+    step: int = 0  # accepted updates
+    tick: int = 0  # attempted ones
+    steps: int | None = None  # planned
+    last_good: Checkpoint | None = None  # the newest verified one
+    newest: Checkpoint | None = None  # that a resume would load: the same, or a later candidate
+    best: Checkpoint | None = None  # weights alone
+    remedies: Mapping[str, Any] = field(default_factory=dict)  # active, as they were last written down
+    drills: Sequence[Facts] = ()  # that have fired
+    loop: endings.Loop | None = None  # of the caller; None for a run of the command
+    resumes: bool = True  # by the same command, which otherwise starts a new run
+
+    @property
+    def incidents(self) -> tuple[Incident, ...]:
+        return tuple(chapter.incident for chapter in self.chapters)
+
+    @property
+    def advice(self) -> list[Advice]:
+        """What to change, the most important first."""
+        return open_advice(self.incidents)
+
+    @property
+    def is_complete(self) -> bool:
+        return self.state == "completed"
+
+
+def read_story(run_dir: Path, history: RunHistory | None = None) -> Story:
+    """Read the story of the run in a directory up to now, of which its own process knows the `history`.
+
+    Raises OSError if its journal cannot be read.
+    """
+    run_dir = run_dir.absolute()
+    facts = endings.facts_of(run_dir)  # first: then the journal has what the run wrote before its end
+    history = history or RunHistory(read(run_dir / JOURNAL))
+    found = tuple(history.chapters.values())
+    checkpoints, loop, position = checkpoints_of(run_dir), endings.loop_of(run_dir), position_of(run_dir)
+    step, tick = facts.summary.get("steps", position.step), facts.summary.get("ticks", position.tick)
+    planned = endings.settings_of(run_dir).get("steps") if loop is None else loop.steps
+    status = status_of(replace(facts, incidents=[one.incident for one in found], step=step))
+    return Story(
+        **vars(status),
+        directory=run_dir,
+        chapters=found,
+        step=step,
+        tick=max(tick, step),
+        steps=planned if type(planned) is int else None,
+        last_good=next((one for one in checkpoints if one.kind == "verified"), None),
+        newest=next(iter(checkpoints), None),
+        best=_best_of(run_dir),
+        remedies=history.effects_with(checkpoints[0].remedies if checkpoints else {}),
+        drills=tuple(history.drills.values()),
+        loop=loop,
+        resumes=resumes(run_dir),
+    )
+
+
+def story_of(summary: Summary, history: RunHistory) -> Story:
+    """Return the story of a run that writes nothing, from what its process knows at its end."""
+    status = status_of(endings.RunFacts(incidents=history.incidents, step=summary.steps, summary=asdict(summary)))
+    return Story(
+        **vars(status),
+        directory=None,
+        chapters=tuple(history.chapters.values()),
+        step=summary.steps,
+        tick=summary.ticks,
+        remedies=history.effects,
+    )
+
+
+def checkpoints_of(run_dir: Path) -> list[Checkpoint]:
+    """List what a resume may load, the latest first. Checksums are not verified."""
+    paths = [path for path in (run_dir / endings.CHECKPOINTS).glob("step-*") if _CHECKPOINT.fullmatch(path.name)]
+    found = [one for path in paths if (one := _checkpoint(path.absolute())) is not None]
+    return sorted(found, key=lambda one: (one.tick, one.step, one.path.name), reverse=True)
+
+
+def _best_of(run_dir: Path) -> Checkpoint | None:
+    path = run_dir / "best"
+    match read_json(path / "best.json"):
+        case {"step": int(step), **metrics} if (path / "weights.safetensors").is_file():
+            numbers = {str(name): one for name, one in metrics.items() if isinstance(one, int | float)}
+            return Checkpoint(step, path, "best", metrics={name: one for name, one in numbers.items() if isfinite(one)})
+    return None
+
+
+def _checkpoint(path: Path) -> Checkpoint | None:
+    """Read a manifest; None if the checkpoint is demoted or damaged, or a file is missing or has another size."""
+    match read_json(path / "manifest.json"):
+        case {
+            "kind": "verified" | "candidate" as kind,
+            "step": int(step),
+            "tick": int(tick),
+            "files": dict(files),
+            "effects": dict(remedies),
+        } if min(step, tick) >= 0 and files and all(_is_there(path / name, one) for name, one in files.items()):
+            return Checkpoint(step, path, kind, tick, remedies=remedies)
+    return None
+
+
+def _is_there(file: Path, written: Any) -> bool:
+    try:
+        return isinstance(written, dict) and file.lstat().st_size == written.get("bytes")
+    except (OSError, ValueError):
+        return False
+
+
+class Advice(NamedTuple):
+    facts: Facts
+    incidents: list[int]  # the numbers of those that ask for it
+
+
+def open_advice(incidents: Sequence[Incident]) -> list[Advice]:
+    """Return what a person should change, the most important first: each line, all rows and each setting only once.
+
+    What happened once, was over and did not return needs no change.
+    """
+    groups: dict[object, list[Incident]] = {}
+    for one in incidents:
+        if one.diagnosis.advice:
+            groups.setdefault(_asks_about(one), []).append(one)
+    urgent = [group for group in groups.values() if _urgency(group) < _NOT_URGENT]
+    urgent.sort(key=lambda group: (_urgency(group), -len(group)))
+    return [Advice(_facts(group), [one.id for one in group]) for group in urgent]
+
+
+def _asks_about(incident: Incident) -> object:
+    diagnosis = incident.diagnosis
+    if (culprit := diagnosis.culprit) is not None:
+        return culprit.file, culprit.line, culprit.op
+    if diagnosis.suspects:
+        return "rows to look at"
+    return "bad rows" if diagnosis.rows else (diagnosis.cause, *(one["fact"] for one in diagnosis.advice))
+
+
+_NOT_URGENT = 7
+
+
+def _urgency(group: Sequence[Incident]) -> int:
+    """Return the place in the order of what some incidents ask for; the last one if they ask for nothing."""
+    last, outcomes = group[-1], {one.outcome for one in group}
+    reasons = [
+        Outcome.GAVE_UP in outcomes,
+        Outcome.UNRECOVERED in outcomes or last.outcome is Outcome.RECURRED,
+        bool(outcomes & {None, Outcome.OBSERVED}),
+        last.diagnosis.culprit is not None,
+        bool(last.diagnosis.rows),
+        last.diagnosis.cause in _REPEATS,
+        len(group) > 1 or last.further > 0 or last.is_accepted,
+        True,
+    ]
+    return reasons.index(True)
+
+
+def _facts(group: Sequence[Incident]) -> Facts:
+    """Name all rows, or take the advice of the newest incident, if possible not of one that another line caused."""
+    newest = max(group, key=lambda one: (one.diagnosis.symptom is None, one.id)).diagnosis
+    are_bad = newest.culprit is None
+    rows = {row for one in group for row in one.diagnosis.rows}
+    if are_bad and len(rows) > 1 and len(group) > 1:
+        return fact("all_bad_rows", rows=sorted(rows)) + newest.advice
+    if len(rows := {row for one in group for row in one.diagnosis.suspects}) > 1:
+        return fact("all_ordinary_rows", rows=sorted(rows))
+    return newest.advice
+
+
+Show = Callable[[Path], str]  # names a path
+
+WEIGHTS = "weights.safetensors"  # of a run that finished
+
+_MOST_ADVICE, _MOST_LEFT, _MOST_DRILLS = 5, 4, 7
+_NOT_OVER = (Outcome.UNRECOVERED, Outcome.GAVE_UP, Outcome.OBSERVED, None, Outcome.RECURRED)
+_FACTORS = ("lr", "clip", "eps", "decay")  # knobs that are 1 as configured; the others are 0
+
+
+def near(path: Path) -> str:
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) and path != here else str(path)
+
+
+def review(story: Story, show: Show = near) -> list[str]:
+    """Sum up a run in some twenty lines at most; `show` names a path."""
+    end = fact("nothing_written") if story.directory is None else fact("the_command", next=next_start(story))
+    kind = "to_do" if story.status in TO_DO and not story.advice else "to_change"
+    changes = shortened([say(fact(kind, what=one)) for one in things_to_do(story)], _MOST_ADVICE, "more_to_change")
+    return [": ".join(verdict(story)), *changes, *map(": ".join, left(story, show)), say(end)]
+
+
+def completed(summary: Summary) -> str:
+    return say(fact("completed", steps=summary.steps, seconds=summary.seconds))
+
+
+def verdict(story: Story) -> tuple[str, str]:
+    """Say whether a run is all right: in two or three words, and in sentences that explain them."""
+    kind, values = "killed" if story.state == "killed" else story.status, about(story)
+    details = fill(DETAILS[kind], values)
+    if story.refused:
+        return say(fact("start_refused")), say(fact("before_that", **values)) + details
+    return fill(HEADLINES[kind], values), details
+
+
+def about(story: Story) -> dict[str, Any]:
+    """Return the values that sentences about a run may name."""
+    incidents, summary = story.incidents, story.summary
+    outcomes = Counter(one.outcome for one in incidents)
+    others: dict[str | None, int] = {one: outcomes[one] for one in _NOT_OVER if outcomes[one]}
+    if story.status in ("recovered", "above_best") and Outcome.RECURRED in others:
+        others[AGAIN] = others.pop(Outcome.RECURRED)
+    more = 0 if others else sum(one.further for one in incidents)
+    evaluation = summary.get("eval") or {}
+    last = _last(story)
+    at = last.anomaly.step if last is not None and story.status == "gave_up" else story.step
+    lost = sum(one.steps_lost for one in incidents)  # while it runs, of its newest updates the verdict is pending
+    return {
+        **summary,
+        **(summary.get("best_level") or {}),
+        **vars(story),
+        "at": at,
+        "returned": at > story.step + 1,
+        "accepted": len({str(one.diagnosis.advice) for one in incidents if one.is_accepted}),
+        "total": len(incidents),
+        "causes": dict(Counter(str(one.diagnosis.cause) for one in incidents).most_common()),
+        "others": others,
+        "more": more,
+        "quiet": not (others or more) and bool(incidents),
+        "undone": (story.tick - story.step if summary else lost) if incidents else 0,
+        "odd": {name: value for name, value in evaluation.items() if str(value) in ("nan", "inf", "-inf")},
+        "eval": {name: value for name, value in evaluation.items() if value is not None} or None,
+        "fell": story.status == "no_progress" and float(summary["final_loss"]) < float(summary["first_loss"]),
+        "last": last and wording.about(last),
+    }
+
+
+def _last(story: Story) -> Incident | None:
+    """Return the incident that the verdict names."""
+    if story.status == "unrecovered":
+        return endings.unrecovered(story.incidents, story.step)
+    if story.status == "gave_up":
+        decided = [one for one in story.incidents if one.decision.gave_up is not None] or story.incidents
+        return decided[-1] if decided else None
+    named = [one for one in story.incidents if one.is_observed or one.outcome is None]
+    return named[-1] if named else None
+
+
+def block(chapter: Chapter) -> list[str]:
+    """Describe an incident in lines: as it was printed when it was met, with its times; the last one is its outcome."""
+    return lines_of(chapter.incident, "block", opened=chapter.opened_ms, **meanwhile(chapter))
+
+
+def meanwhile(chapter: Chapter) -> dict[str, Any]:
+    """What is said of remedies that are not applied yet."""
+    is_open = chapter.treated_ms is None and chapter.incident.outcome is None
+    return {"remedies": fact("being_handled")} if is_open else {}
+
+
+def things_to_do(story: Story) -> list[str]:
+    """Return what to do, the most important first, each with the number of incidents that ask for it."""
+    asked = [say(fact("asked", advice=one, several=len(of) > 1, incident=of)) for one, of in story.advice]
+    is_said = bool(asked) and story.status in ("unrecovered", "gave_up")
+    what = TO_DO.get("killed" if story.state == "killed" else story.status)
+    return asked if is_said or what is None else [what, *asked]
+
+
+def shortened(lines: Sequence[str], most: int, rest: str) -> list[str]:
+    """Cut a list, and say how many are missing: never a single one, which would take as much room."""
+    if len(lines) <= most + 1:
+        return list(lines)
+    return [*lines[:most], say(fact(rest, count=len(lines) - most))]
+
+
+def left(story: Story, show: Show) -> list[tuple[str, str]]:
+    """Name fired drills, what differs from the configuration, and weights, each with a label; `show` names a path."""
+
+    def described(one: Checkpoint | None) -> Mapping[str, Any]:
+        return {**asdict(one), "path": show(one.path)} if one else {}
+
+    weights = story.directory / WEIGHTS if story.directory is not None else None
+    values = {
+        "over": story.summary,
+        "drills": ", ".join(shortened([*map(say, story.drills)], _MOST_DRILLS, "more")),
+        "active": "; ".join(shortened(active_remedies(story.remedies), _MOST_LEFT, "more")),
+        "skipped": samples_skipped(story.remedies),
+        "weights": show(weights) if story.is_complete and weights is not None and weights.is_file() else None,
+        "best": described(story.best),
+        "last_good": described(story.last_good) if story.last_good != story.newest else None,
+        "newest": described(story.newest),
+        "none": story.directory is not None and not (story.newest or story.is_complete or is_trainers(story)),
+    }
+    return [(fill(label, values), fill(words, values)) for kind, (label, words) in LEFT.items() if values[kind]]
+
+
+def active_remedies(remedies: Mapping[str, Any]) -> list[str]:
+    knobs = {
+        **remedies,
+        **remedies.get("knobs", {}),
+        **remedies.get("lasting", {}),
+        "quarantined": sorted({row for row, *_ in remedies.get("quarantined", [])}),
+    }
+    turned = [name for name in ACTIVE if (knobs.get(name, 1) != 1 if name in _FACTORS else knobs.get(name))]
+    return [fill(ACTIVE[name], knobs) for name in turned] + [fill(PATCHED, one) for one in remedies.get("armor", [])]
+
+
+def samples_skipped(remedies: Mapping[str, Any]) -> int:
+    """Count the samples that remedies skipped; their spans may overlap."""
+    skipped, end = 0, 0
+    for start, stop in sorted(remedies.get("skipped", [])):
+        skipped, end = skipped + max(0, stop - max(start, end)), max(stop, end)
+    return skipped
+
+
+def is_trainers(story: Story) -> bool:
+    return story.loop is not None and story.loop.is_trainers
+
+
+def next_start(story: Story) -> Facts:
+    """Return what happens if the same command or program is started again."""
+    if is_trainers(story):
+        return fact("trainer_resumes")
+    onward = fact("starts_over") if story.newest is None else fact("resumes_from", step=story.newest.step)
+    if not story.resumes and story.directory is not None:
+        if story.loop is not None:
+            return fact("starts_new")
+        onward = fact("trains_longer") if story.is_complete else onward
+        return fact("starts_new", how=_resuming(story.directory), onward=onward)
+    if story.loop is not None and story.summary:
+        return fact("resumes_if_longer") if story.is_complete else onward
+    if story.state == "running":
+        return fact("is_refused", onward=onward)
+    if story.is_complete:
+        return fact("exits")
+    return fact("gives_up_again", onward=onward) if story.status == "gave_up" else onward
+
+
+def again(run_dir: Path) -> str:
+    return say(fact("resumes", how="" if resumes(run_dir) else _resuming(run_dir)))
+
+
+def _resuming(run_dir: Path) -> str:
+    return f"`run.resume=auto run.dir={shlex.quote(near(run_dir))}`"
+
+
+def command(verb: str, directory: Path) -> str:
+    return f"{program()} {verb} {shlex.quote(near(directory))}"
+
+
+def program(name: str = "resilient-train", module: str = "resilient_train") -> str:
+    """Return how to call a program of this environment, which may not be activated."""
+    is_found = shutil.which(name) == str(Path(sys.executable).with_name(name))
+    return name if is_found else f"{shlex.quote(sys.executable)} -m {module}"
+
+
+def ui_command(tracking_uri: str) -> str:
+    """Return the shell command that shows a database, from any directory; empty for a server, which shows itself."""
+    if tracking_uri.startswith(("http://", "https://", *SCHEMELESS)):
+        return ""
+    return f"{program('mlflow', 'mlflow')} ui --backend-store-uri {shlex.quote(tracking_uri)}"
+
+
+def where_to_look(command_line: str, url: str | None) -> list[str]:
+    """Say how to see a run in MLflow: the command that serves its database, if it is one, and the address."""
+    lines = [say(fact("to_see", command=command_line))] if command_line else []
+    return [*lines, say(fact("open", url=url, served=command_line))] if url else lines

@@ -1,0 +1,183 @@
+"""The run as an experiment tracker shows it, at no cost to the training thread.
+
+What there is to show goes into the outbox, a file. Another process, `resilient-train sync --follow`, reads it and
+talks to MLflow: neither MLflow's import nor a slow or dead server can hold up a step.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from resilient_train.durable.journal import BEGAN, METRICS, OUTBOX, Outbox
+from resilient_train.ground.secrets import masked
+from resilient_train.ground.wording import log
+from resilient_train.report.connection import UploadCursor, lacking, locate
+from resilient_train.report.story import command
+
+EXPERIMENT = "resilient_train"  # of the caller's own loop; conf/tracking names the same one for the command
+
+_EXPLAIN_AFTER_S = 1.0
+_RESTART_AFTER_S = 30.0
+_MOST_BYTES = 10_000  # of what the process says at once
+
+
+@dataclass
+class TrackingConfig:
+    kind: str = field(metadata={"one_of": ("mlflow", "none")})
+    uri: str | None
+    experiment: str
+    drain_s: float = field(metadata={"at_least": 0})
+
+
+class Tracker:
+    """Takes what is worth showing; only `finish` may wait, and no call raises. This one shows nothing."""
+
+    def begin(self) -> object:
+        """Say that the first update has landed: from now on tracking may use the CPU."""
+
+    def metrics(self, tick: int, values: Mapping[str, float]) -> None:
+        """Note what was measured at `tick`."""
+
+    def finish(self) -> dict[str, Any] | None:
+        """Upload the rest within the time configured, once summary.json is written; return the run in MLflow."""
+        return None
+
+
+class OutboxTracker(Tracker):
+    def __init__(self, config: TrackingConfig, directory: Path, uri: str, about: Mapping[str, Any]) -> None:
+        self._config, self._directory, self._uri, self._about = config, directory, uri, about
+        cursor = UploadCursor(directory)
+        cursor.settle()
+        cursor.aim(masked(uri), config.experiment)
+        self.uploader: subprocess.Popen[bytes] | None = None
+        self._has_begun = False
+        self._starts_at = 0.0  # when the next process is started, if this one dies
+        self._logged = set[str]()
+        self._trouble = ""  # the newest
+        self._outbox = Outbox(directory / OUTBOX, self._look_after_uploader)  # now: at an exit no thread can be started
+
+    def begin(self) -> Outbox:
+        if not self._has_begun:
+            self._has_begun = True
+            self._outbox.put(BEGAN, key=uuid4().hex, **self._about)
+        return self._outbox
+
+    def metrics(self, tick: int, values: Mapping[str, float]) -> None:
+        self.begin().put(METRICS, tick=tick, values=dict(values))
+
+    def finish(self) -> dict[str, Any] | None:
+        outbox = self.begin()
+        try:
+            outbox.close()
+            trouble = self._finish_uploads()
+        except subprocess.TimeoutExpired as error:
+            self._report(error.output or b"")
+            trouble = self._trouble or "it took too long"
+        except KeyboardInterrupt:
+            trouble = "interrupted"
+        finally:
+            self._end_uploader()
+        if trouble is not None:
+            what = "MLflow at %s did not get everything: %s (%s)"
+            log.warning(what, self._uri, lacking(self._directory), trouble)
+            log.warning(
+                "to upload the rest, from any machine that has the directory:\n  %s", command("sync", self._directory)
+            )
+        return UploadCursor(self._directory).run  # from the file that the uploader keeps there
+
+    def _finish_uploads(self) -> str | None:
+        """Return what prevents it. Raises TimeoutExpired."""
+        if self.uploader is None or self.uploader.poll() is not None:
+            self._start_uploader()  # once more
+        if self.uploader is None:
+            return self._trouble
+        drain_s = self._config.drain_s
+        try:
+            # A line, and not only the end of the pipe: children that the run has forked hold that open, too.
+            output, _ = self.uploader.communicate(b"\n", min(drain_s, _EXPLAIN_AFTER_S))
+        except subprocess.TimeoutExpired:
+            why = "uploading to MLflow, for up to %g s; Ctrl-C leaves the rest to %s"
+            log.info(why, drain_s, command("sync", self._directory))
+            output, _ = self.uploader.communicate(timeout=drain_s - _EXPLAIN_AFTER_S)
+        self._report(output)
+        return self._trouble if self.uploader.returncode else None
+
+    # -- in the thread of the outbox -----------------------------------------------------------------------------------
+
+    def _look_after_uploader(self) -> None:
+        """Start the process, log what it says, and replace it if it dies."""
+        if not self._has_begun:
+            return
+        if self.uploader is not None and self.uploader.stdout is not None:
+            os.set_blocking(self.uploader.stdout.fileno(), False)
+            code = self.uploader.poll()
+            with suppress(BlockingIOError):  # nothing new
+                self._report(os.read(self.uploader.stdout.fileno(), _MOST_BYTES))
+            if code is None:
+                return
+            self._report(b"its process ended with %d" % code)
+        if time.monotonic() > self._starts_at:
+            self._start_uploader()
+
+    def _start_uploader(self) -> None:
+        """Start `resilient-train sync --follow`, which writes what prevents an upload, a line for each trouble."""
+        self._starts_at = time.monotonic() + _RESTART_AFTER_S
+        self._end_uploader()
+        # -P: else a mlflow.py in the working directory would be imported.
+        start = [sys.executable, "-P", "-m", "resilient_train", "sync", str(self._directory.absolute())]
+        # The address may hold a password, so it is no argument: those are public. Modules are found where ours are.
+        environment = {
+            **os.environ,
+            "MLFLOW_TRACKING_URI": self._uri,
+            "PYTHONPATH": os.pathsep.join(map(str, sys.path)),
+        }
+        environment |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        try:
+            self.uploader = subprocess.Popen(
+                [*start, "--attached", f"--experiment={self._config.experiment}"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,  # a Ctrl-C is not meant for it
+            )
+        except (OSError, RuntimeError) as error:  # RuntimeError: at the exit of the interpreter
+            self._report(f"no process can be started: {error}".encode())
+
+    def _end_uploader(self) -> None:
+        if self.uploader is not None:
+            self.uploader.kill()
+            with suppress(BrokenPipeError), self.uploader:  # it closes the pipes
+                pass
+            self.uploader = None
+
+    def _report(self, output: bytes) -> None:
+        """Log what prevents an upload, each line once."""
+        for line in masked(output.decode("utf-8", "replace")).splitlines():
+            self._trouble = line
+            if line not in self._logged:
+                self._logged.add(line)
+                log.warning("MLflow at %s: %s. Training is not affected.", self._uri, line)
+
+
+def build(
+    config: TrackingConfig,
+    directory: Path,
+    home: Path,
+    params: Mapping[str, Any] | None = None,
+    sweep: str | None = None,
+) -> Tracker:
+    """`home` holds the database if no other store is named; runs are compared by `params`; `sweep` is a name."""
+    if config.kind == "none":
+        return Tracker()
+    about = {"params": {key: masked(str(value)) for key, value in (params or {}).items()}, "sweep": sweep}
+    return OutboxTracker(config, directory, locate(config.uri, home), about)

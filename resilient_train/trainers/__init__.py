@@ -1,0 +1,1 @@
+"""Trainers of other libraries."""

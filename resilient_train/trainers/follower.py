@@ -1,0 +1,336 @@
+"""Takes the loop of somebody else's trainer through the engine.
+
+The trainer fetches batches, runs forward and backward, and calls its optimizer, whose `step` is replaced by
+`Follower.land`: it lands the update or treats it, and then retries what a rewind undid. So when it returns, the
+state is that after the newest batch, and the trainer's counters and its place in the data never go back.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from resilient_train.core.mark import Mark
+from resilient_train.core.updater import Schedule
+from resilient_train.data.fed import Fed, FedSamples
+from resilient_train.data.samples import Slicing
+from resilient_train.ground.wording import log
+from resilient_train.loop import arguments
+from resilient_train.loop.guard import Guard
+from resilient_train.loop.hooks import RecordedStates, TrainersClipper
+from resilient_train.loop.rows_of_loader import number_rows
+
+OLDEST = {"transformers": "5.22", "lightning": "2.5"}  # the versions that are tested, with the newest ones
+_ABSENT = object()
+_SCHEDULED = ("lr", "momentum", "betas", "weight_decay")  # what a trainer's schedule may set in a parameter group
+
+OPTIONS = {  # of Guard, where a trainer has the rest
+    "recovery",
+    "checks",
+    "expect",
+    "memory",
+    "verify_after",
+    "data_changed",
+    "tracking",
+    "drill",
+    "seed",
+}
+
+
+def refuse_bad_options(who: str, options: Mapping[str, Any]) -> None:
+    if unknown := options.keys() - OPTIONS:
+        raise TypeError(f"{who} got an unknown option {min(unknown)!r}; there are {', '.join(sorted(OPTIONS))}")
+    arguments.policy(options.get("recovery", "balanced"))
+    arguments.checks(options.get("checks", "default"), options.get("expect", ()))
+    arguments.check_settings(**options)
+
+
+class TrainersSettings(Schedule):
+    """The settings of an optimizer's groups that the trainer's schedule made for the update at hand."""
+
+    is_loops = True
+    now: Sequence[dict[str, Any]] = ()
+
+    def settings(self, step: int) -> Sequence[dict[str, Any]]:
+        return self.now
+
+
+class Follower(ABC):
+    """One loop of a trainer, from its first batch to its end; how the trainer runs a batch is in a subclass."""
+
+    guard: Guard  # from `follow` on
+    samples: FedSamples
+    fed: Fed  # the newest update; its `before` has a place for each micro-batch
+    _before: Mark  # of the run before it, if it is left out
+
+    def __init__(self) -> None:
+        self.is_following = False  # from `follow` to `close`
+        self.taken = 0  # of the batches of the newest update
+        self.is_left_out = False  # an earlier process skipped the newest update
+        self.norm: torch.Tensor | None = None  # of its gradients, before they were clipped
+        self.number = 0  # of the micro-batch that is run or replayed, in its update
+        self._replay = 0  # which replay it is
+        self._is_open = False  # the trainer has fetched the newest update, and made no step yet
+        self._loss: torch.Tensor | None = None  # of the newest micro-batch, until the next one begins
+        self._saved: list[tuple[int, Path]] = []  # accepted updates, and checkpoints of the trainer after them
+        self._replaced: list[tuple[Any, str, Any]] = []  # what there was in each instance
+        self._dataset: Any = None  # whose rows have an index, and how a batch is made of them
+        self._collate: Callable[[list[Any]], Any] | None = None
+
+    def number_rows(self, loader: Any) -> None:
+        if (numbered := number_rows(loader)) is not None:
+            self._dataset, self._collate = numbered
+            base = getattr(loader, "base_dataloader", loader)
+            self._replaced += [(base, "dataset", self._dataset), (base, "collate_fn", self._collate)]
+
+    def _replace(self, owner: Any, name: str, method: Callable[..., Any], *, always: bool = False) -> None:
+        """Let `method` take the place of one of an instance, which it gets as its first argument. Unless `always`, only
+        while this follows: what is run before stays, such as a search of the learning rate.
+        """
+        plain = getattr(owner, name)
+
+        def replaced(*given: Any, **more: Any) -> Any:  # no method: a copy of the owner must not copy what is here
+            return method(plain, *given, **more) if always or self.is_following else plain(*given, **more)
+
+        self._replaced.append((owner, name, vars(owner).get(name, _ABSENT)))
+        vars(owner)[name] = replaced
+
+    def end(self) -> None:
+        while self._replaced:
+            owner, name, before = self._replaced.pop()
+            if before is _ABSENT:
+                vars(owner).pop(name, None)
+            else:
+                vars(owner)[name] = before
+        self.close()
+
+    def follow(
+        self,
+        accelerator: Any,
+        model: Any,
+        optimizers: Sequence[Any],
+        *,
+        batch_size: int,
+        accumulation: int,
+        made: int,
+        planned: float,
+        keeps_places: bool,
+        is_saver: bool,
+        **options: Any,
+    ) -> None:
+        """Make the guard: everything is prepared. `options` are those of `Guard`.
+
+        Other processes `made` so many of the `planned` updates (-1 or very large: no end). It `keeps_places` if a
+        resume finds its place in the data. Damaged checkpoints are renamed by `is_saver`, which has written them.
+        """
+        world = arguments.world(accelerator)
+        self.samples = FedSamples(
+            Slicing(batch_size, accumulation, world.rank, world.size),
+            dataset=self._dataset,
+            collate=self._collate,
+            updates=made,
+            keeps_places=keeps_places,
+            least=world.least,
+        )
+        self.guard = guard = Guard(
+            *(accelerator, model, optimizers),
+            data=self.samples,
+            batch_size=batch_size,
+            schedule=[TrainersSettings() for _ in optimizers],
+            **options,
+        )
+        guard.clock.step = guard.clock.tick = made
+        self._is_saver, self._updater = is_saver, guard._updater
+        assert isinstance(self._updater.clipper, TrainersClipper)
+        self._clipper = self._updater.clipper
+        assert isinstance(guard.seeds, RecordedStates)
+        self._seeds = guard.seeds
+        steps = int(planned) if 0 < planned < sys.maxsize else None
+        self._batches: Iterator[Any] = guard.batches_until(sys.maxsize, steps)
+        self._seen = len(guard.incidents)
+        self.is_following = True
+
+    @abstractmethod
+    def _place(self) -> Any:
+        """Return what a loss may read, and what a forward counts, besides weights."""
+
+    @abstractmethod
+    def _return_to(self, place: Any) -> None: ...
+
+    @abstractmethod
+    def _retry(self, batch: Any, number: int, fed: Fed) -> torch.Tensor:
+        """Run forward and backward of a micro-batch that a rewind has undone."""
+
+    @abstractmethod
+    def _loss_of(self, model: Any, batch: Any, fed: Fed) -> torch.Tensor:
+        """Run the forward of a micro-batch for a replay."""
+
+    @abstractmethod
+    def _measure_norm(self) -> torch.Tensor | None:
+        """Clip the gradients as the trainer does, and return their norm before."""
+
+    # What the trainer's calls become.
+
+    def feed(self, batches: list[Any], rows: Sequence[Sequence[int]] = ()) -> Fed:
+        """Take the micro-batches of the next update, or more of one for which the trainer has made no step yet."""
+        if self._is_open:
+            self.samples.cut(self.fed, self.taken)  # a callback may have ended the epoch
+            for number, batch in enumerate(batches):
+                self.samples.feed_more(self.fed, batch, rows[number] if rows else ())
+            return self.fed
+        if self.guard._owes_resume:  # first, as an earlier process may have skipped this update
+            self.guard.resume()
+        self.fed, self.taken, self._loss = self.samples.feed(batches, rows), 0, None
+        self._is_open, self.is_left_out = True, self.samples.skips_newest
+        if self.is_left_out:
+            self._before = self.guard._marks.take()
+        return self.fed
+
+    def next_batch(self) -> Any:
+        self.taken += 1
+        if self.is_left_out:
+            return (self.fed.batches or [])[self.taken - 1]
+        if self._loss is not None:
+            self.guard.update(self._loss)
+        return next(self._batches)
+
+    def note(self, loss: torch.Tensor) -> None:
+        """Take the loss of a micro-batch after its backward; that of the update is the mean of them."""
+        self._loss = loss.detach()
+
+    def land(self) -> torch.Tensor | None:
+        """Land the newest update. Returns its loss if it was retried; NaN if it was left out at last."""
+        try:
+            loss = self._land()
+        finally:  # also where the policy gives up
+            self._rename_damaged()
+        self._is_open = False
+        return loss
+
+    def _land(self) -> torch.Tensor | None:
+        fed = self.fed
+        if self.is_left_out:
+            self._updater.drop_gradients()
+            self.guard._marks.undo(self._before)
+            self.guard._marks.release(self._before)
+            return torch.full((), torch.nan)
+        fed.settings = self._scheduled()
+        assert self._loss is not None, "no forward and backward before the step"
+        loss = None if self._landed(fed, self._loss) else self.catch_up()
+        self._put_back(fed.settings)
+        return loss
+
+    @property
+    def at_hand(self) -> Fed:
+        return self.fed if self.is_left_out else self.samples.at(self._seeds.start)
+
+    def _measured(self, model: Any, batch: Any) -> torch.Tensor:
+        """Return the loss of a batch for a replay, which leaves what the trainer counts as it is."""
+        self.number = self.number + 1 if self._replay == self._seeds.times else 0
+        self._replay, fed, place = self._seeds.times, self.at_hand, self._place()
+        if fed.before and not self.samples.sees_now:
+            self._return_to(fed.before[min(self.number, len(fed.before) - 1)])
+        try:
+            return self._loss_of(model, batch, fed)
+        finally:
+            self._return_to(place)
+
+    def catch_up(self) -> torch.Tensor:
+        """Make again what was undone, until the newest update has landed or is left out; return its loss, or NaN."""
+        result = torch.full((), torch.nan)
+        while self.samples.is_behind:
+            first = next(self._batches)
+            fed, losses = self.samples.at(self._seeds.start), list[torch.Tensor]()
+            for number in range(len(fed.batches or ())):
+                if losses:
+                    self.guard.update(losses[-1])
+                batch = next(self._batches) if number else first
+                losses.append(self._retry(batch, number, fed).detach())
+            self.norm = self._measure_norm()
+            if self._landed(fed, losses[-1]) and fed is self.fed:
+                result = torch.stack([loss.float().reshape(()) for loss in losses]).mean()
+        return result
+
+    def leave_out(self) -> None:
+        """Leave out the newest update: its buffers stay if they are finite, for which the host waits for the device."""
+        self._is_open = False
+        with self.guard._marks.finite_buffers():
+            self.guard._put_back_batch()
+        self.samples.skip(self.fed.start, self.fed.stop)
+
+    def examine(self, *, is_end: bool = False) -> None:
+        """Scan the whole state before the trainer evaluates or saves it, or ends, and repeat what a rewind undoes."""
+        settings, place = self._scheduled(), self._place()  # of the next update, if the schedule has advanced
+        while not self.guard.examine(is_end=is_end):
+            self.catch_up()
+            self._put_back(settings)
+        self._rename_damaged()
+        self._return_to(place)
+
+    def close(self) -> None:
+        if not self.is_following:
+            return
+        self.is_following = False
+        try:
+            self.guard.close()
+        finally:
+            self._batches = iter(())
+
+    def saved(self, path: Path) -> None:
+        self._saved.append((self.guard.clock.step, path))
+
+    def _rename_damaged(self) -> int | None:
+        """Rename checkpoints from after new damage, so that nothing resumes from them; return the last step before."""
+        incidents = self.guard.incidents
+        since = min((one.anomaly.since for one in incidents[self._seen :] if one.reached_weights), default=None)
+        self._seen = len(incidents)
+        if since is not None:
+            damaged = [path for step, path in self._saved if step > since]
+            self._saved = [one for one in self._saved if one[0] <= since]
+            for path in damaged:
+                if self._is_saver and path.exists():
+                    _rename(path)
+        return since
+
+    def _landed(self, fed: Fed, loss: torch.Tensor) -> bool:
+        self._set(fed.settings)
+        self.guard.update(loss)
+        return self.guard.settle()
+
+    def _set(self, settings: Sequence[list[dict[str, Any]]]) -> None:
+        """Let the next step have the settings of the trainer's schedule, and the norm that the trainer has measured."""
+        for schedule, groups, now in zip(self._updater.schedules, settings, self._scheduled(), strict=True):
+            assert isinstance(schedule, TrainersSettings)
+            schedule.now = [*groups, *now[len(groups) :]]  # the trainer may have added groups since
+        self._clipper.norm = self.norm
+
+    def _scheduled(self) -> list[list[dict[str, Any]]]:
+        every = [one.param_groups for one in self._updater.optimizers]
+        return [[{key: group[key] for key in _SCHEDULED if key in group} for group in groups] for groups in every]
+
+    def _put_back(self, settings: Sequence[list[dict[str, Any]]]) -> None:
+        """Give the groups the settings of the trainer's schedule again: some schedules multiply what they find."""
+        for optimizer, some in zip(self._updater.optimizers, settings, strict=True):
+            for group, setting in zip(optimizer.param_groups, some, strict=False):
+                group.update(setting)
+
+
+def run_dir_of(usual: Path, name: str) -> Path:
+    """Return the run directory that a checkpoint of the trainer's names: a second run has its own."""
+    return usual.with_name(Path(name.strip()).name or usual.name)
+
+
+def _rename(path: Path) -> None:
+    names = (f"unverified{number}-{path.name}" for number in ("", *(f"-{one}" for one in range(2, 100))))
+    to = next((path.with_name(name) for name in names if not path.with_name(name).exists()), path)
+    try:
+        path.rename(to)
+    except OSError as error:
+        log.error("%s holds a state from after the damage began, and cannot be renamed: %s", path, error)
+    else:
+        log.warning("%s holds a state from after the damage began: it is %s now", path, to.name)

@@ -1,0 +1,294 @@
+"""Guards a Trainer of transformers, or of any class derived from it, such as those of TRL.
+
+    trainer = resilient_train.hf.guard(SFTTrainer(...), recovery="balanced")
+    trainer.train()
+
+Until `train` ends, the methods are replaced in which it fetches batches, makes a step, clips and saves. What a rewind
+undoes is retried inside of the optimizer's step, so `global_step` and the place in the data never go back.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from accelerate.utils import send_to_device
+
+from resilient_train.core import randomness
+from resilient_train.data.fed import Fed
+from resilient_train.extensions.computation import Measured
+from resilient_train.ground.errors import TrainError, named_type
+from resilient_train.loop import arguments
+from resilient_train.loop.rows_of_loader import NumberedBatch
+from resilient_train.trainers.follower import OLDEST, Follower, refuse_bad_options, run_dir_of
+
+T = TypeVar("T")
+
+_NOTE = "resilient_train.txt"  # in a checkpoint: the name of the run directory
+_NOTED = (  # what TRL's trainers count in a forward, and the control of an entropy bonus
+    *("_metrics", "_stored_metrics", "_total_train_tokens", "_logs", "_pending_metrics", "_pending_extra_logs"),
+    *("entropy_coef", "_last_world_entropy", "_entropy_window_stats"),
+)
+
+
+def guard(trainer: T, *, run_dir: str | Path | None = None, **options: Any) -> T:
+    """Guard a trainer: from now on its `train` refuses, diagnoses, rewinds and cures. Incidents are in `run_dir`, by
+    default in the trainer's `output_dir`, with `push_to_hub` next to it. `options`: those of `Guard` in `OPTIONS`.
+    """
+    is_known = hasattr(trainer, "get_batch_samples") and hasattr(trainer, "_finalize_training")
+    if isinstance(trainer, type) or not is_known:
+        what = f"got {named_type(trainer)} of {type(trainer).__module__.partition('.')[0]}; {arguments.TRAINERS}"
+        raise TypeError(f"trainer: expected a transformers.Trainer, {OLDEST['transformers']} or newer, {what}")
+    refuse_bad_options("guard", options)
+    given: Any = trainer
+    if hasattr(given, "_resilient"):
+        raise TrainError("this trainer is guarded already")
+    arguments.world(given.accelerator)  # which refuses what cannot be guarded
+    if given.args.n_gpu > 1:
+        raise ValueError("trainer: DataParallel keeps copies that cannot be guarded: start it with torchrun")
+    given.args.logging_nan_inf_filter = False  # it hides NaN, and waits for the device at every micro-batch
+    # What lies in `output_dir` is uploaded with push_to_hub, and a journal does not belong there.
+    output = Path(given.args.output_dir)
+    usual = output.with_name(f"{output.name}_incidents") if given.args.push_to_hub else output / "resilient_train"
+    options["run_dir"] = usual if run_dir is None else run_dir
+    plain, given._resilient = given._inner_training_loop, options
+
+    def guarded(*args: Any, **more: Any) -> Any:
+        here = Guarding(given, options, more.get("resume_from_checkpoint", args[2] if len(args) > 2 else None))
+        try:
+            return plain(*args, **more)
+        finally:
+            here.end()
+
+    given._inner_training_loop = guarded
+    return trainer
+
+
+class _Place(NamedTuple):
+    step: int
+    epoch: float | None
+    batches: int | None  # GRPO's count
+    noted: dict[str, Any]
+
+
+class Guarding(Follower):
+    def __init__(self, trainer: Any, options: dict[str, Any], resumes_from: Any) -> None:
+        super().__init__()
+        self.trainer, self.options = trainer, options
+        self.rows: list[Any] = []  # of the batches that are being fetched
+        self.loss_before: torch.Tensor | None = None  # the trainer's sum of losses before the newest update
+        self._resumes_from = Path(resumes_from) if resumes_from else None  # a checkpoint of the trainer
+        self._plain_step = trainer.training_step
+        self._replayed: list[torch.Tensor] | None = None  # in a replay, the loss whose backward it makes itself
+        self._logged: tuple[Any, Any] = 0.0, None  # the loss and the norm of the newest update that was made
+        self.evaluated = dict[int | None, int]()  # by the trainer's steps: the accepted updates at each evaluation
+        self._replace(trainer, "get_train_dataloader", self._get_train_dataloader, always=True)
+        self._replace(trainer, "get_batch_samples", self._get_batch_samples, always=True)
+        self._replace(trainer, "training_step", self._training_step)
+        for name in ("_prepare_inputs", "_get_grad_norm", "_evaluate", "_save_checkpoint", "_finalize_training"):
+            self._replace(trainer, name, getattr(self, name))
+
+    def begin(self) -> None:
+        trainer, args, accelerator = self.trainer, self.trainer.args, self.trainer.accelerator
+        options = {"seed": args.seed, **self.options}
+        if self._resumes_from is not None and (note := self._resumes_from / _NOTE).exists():
+            options["run_dir"] = run_dir_of(Path(options["run_dir"]), note.read_text())
+        self.follow(
+            accelerator,
+            trainer.model_wrapped,
+            [trainer.optimizer],
+            batch_size=args.per_device_train_batch_size,
+            accumulation=args.gradient_accumulation_steps,
+            made=trainer.state.global_step,
+            planned=trainer.state.max_steps,
+            keeps_places=not args.ignore_data_skip,
+            is_saver=args.should_save,
+            objective=Measured(self._measured, "the trainer's loss", key="trainer"),
+            clip=args.max_grad_norm if args.max_grad_norm > 0 else None,
+            resume=self._resumes_from is not None,
+            **options,
+        )
+        kinds = {kind for one in trainer.callback_handler.callbacks for kind in type(one).__mro__}
+        with_hook = [kind for kind in kinds if "on_pre_optimizer_step" in vars(kind)]  # one of them is the base class
+        self._clipper.may_change = len(with_hook) > 1
+        self._replace(accelerator, "backward", self._backward)
+        self._replace(trainer.optimizer, "step", self._step)
+        # Without these marks, torch's schedulers warn that no step was made.
+        trainer.optimizer.step._wrapped_by_lr_sched = trainer.optimizer._opt_called = True
+
+    @property
+    def generates(self) -> bool:
+        """Whether the trainer makes its inputs from prompts now and then, and keeps them, as GRPO does."""
+        return hasattr(self.trainer, "_buffered_inputs")
+
+    def healthy(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches of an epoch, without rows that are in quarantine, and note the indices of their rows."""
+        for batch in batches:
+            if not isinstance(batch, NumberedBatch):
+                self.rows.append(())
+            else:
+                healthy, rows = self.samples.healthy(batch.own, batch.rows)
+                self.rows.append(rows)
+                batch = healthy if rows is batch.rows else send_to_device(healthy, self.trainer.args.device)
+            yield batch
+
+    def _step(self, plain: Any, closure: Any = None) -> None:
+        place, norm = self._place(), self.norm
+        if (loss := self.land()) is not None:
+            is_made = bool(loss.isfinite())
+            self._return_to(place._replace(noted=self._noted() if is_made else self.fed.before[0].noted))
+        self._log_as_made(loss, norm)
+        newest = self.guard.newest  # after an overflow in fp16 the trainer's schedule waits
+        self.trainer.optimizer._is_overflow = newest is not None and newest.overflowed
+
+    def _log_as_made(self, retried: torch.Tensor | None, norm: torch.Tensor | None) -> None:
+        """Let the trainer log an update as it was retried, or the one before where it was left out."""
+        trainer, before = self.trainer, self.loss_before
+        assert before is not None
+        if retried is None:
+            self._logged = trainer._tr_loss - before, self.norm
+            return
+        if retried.isfinite():
+            self._logged = retried.to(before.device), self.norm
+        loss_of_made, norm_of_made = self._logged
+        trainer._tr_loss.copy_(before + loss_of_made)
+        if norm is not None and norm_of_made is not None:
+            norm.copy_(norm_of_made)
+
+    def _retry(self, batch: Any, number: int, fed: Fed) -> torch.Tensor:
+        trainer, model, batches, self.number = self.trainer, self.trainer.model_wrapped, fed.batches or [], number
+        is_last, all_alike = number == len(batches) - 1, [len(batches)] * len(batches)
+        if number == 0:
+            self._return_to(fed.before[0])
+            if fed.more.setdefault("shares", all_alike) == all_alike:
+                # Some of its rows may be others now, perhaps on another rank only: all ranks count again together.
+                fed.more["items"] = [trainer._get_num_items_in_batch(batches, trainer.args.device)] * len(batches)
+        trainer.current_gradient_accumulation_steps = share = fed.more["shares"][number]
+        trainer.accelerator.gradient_state._set_sync_gradients(is_last)
+        with nullcontext() if is_last else trainer.accelerator.no_sync(model=model):
+            loss: torch.Tensor = self._plain_step(model, batch, fed.more["items"][number]) * share
+        return loss
+
+    def _measure_norm(self) -> torch.Tensor | None:
+        trainer = self.trainer
+        norm = trainer._clip_grad_norm(trainer.model_wrapped) if trainer.args.max_grad_norm > 0 else None
+        trainer._get_grad_norm(trainer.model_wrapped, grad_norm=norm)
+        return self.norm
+
+    def _loss_of(self, model: Any, batch: Any, fed: Fed) -> torch.Tensor:
+        self._replayed = replayed = list[torch.Tensor]()
+        items = fed.more.get("items") or [None]
+        try:
+            loss: torch.Tensor = self._plain_step(model, batch, items[min(self.number, len(items) - 1)])
+        finally:
+            self._replayed = None
+        return replayed[-1] if replayed else loss
+
+    def _backward(self, plain: Any, loss: torch.Tensor, **more: Any) -> None:
+        if self._replayed is None:
+            plain(loss, **more)
+        else:
+            self._replayed.append(loss)
+
+    def _noted(self) -> dict[str, Any]:
+        return {name: _copied(vars(self.trainer)[name]) for name in _NOTED if name in vars(self.trainer)}
+
+    def _place(self) -> _Place:
+        state = self.trainer.state
+        return _Place(state.global_step, state.epoch, getattr(self.trainer, "_step", None), self._noted())
+
+    def _return_to(self, place: _Place) -> None:
+        self.trainer.state.global_step, self.trainer.state.epoch = place.step, place.epoch
+        vars(self.trainer).update(_copied(place.noted))
+        if place.batches is not None:
+            self.trainer._step = place.batches
+
+    def _rename_damaged(self) -> int | None:
+        state, since = self.trainer.state, super()._rename_damaged()
+        if since is not None and self.evaluated.get(state.best_global_step, 0) > since:  # the next evaluations decide
+            state.best_metric = state.best_global_step = state.best_model_checkpoint = None
+        return since
+
+    # What the trainer's methods become.
+
+    def _get_train_dataloader(self, plain: Any) -> Any:
+        """Let the batches carry the indices of their rows, unless these are only prompts."""
+        loader = plain()
+        if not self.generates:
+            self.number_rows(loader)
+        return loader
+
+    def _get_batch_samples(self, plain: Any, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        """Take what the trainer fetches for one update; its losses are divided by the number of `items`."""
+        if not self.is_following:
+            self.begin()
+        self.rows = []
+        batches, items = plain(self.healthy(epoch_iterator), num_batches, device)
+        if batches:
+            fed = self.feed(batches, self.rows)
+            fed.before = [fed.before[0] if fed.before else self._place()] * len(fed.batches or ())
+            fed.more = fed.more or {"items": [], "shares": []}
+            fed.more["items"] += [items] * len(batches)
+            fed.more["shares"] += [len(batches)] * len(batches)
+        return batches, items
+
+    def _training_step(self, plain: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        if not self.taken:
+            self.loss_before = self.trainer._tr_loss.clone()
+        self.number = self.taken
+        loss: torch.Tensor = plain(model, self.next_batch(), num_items_in_batch)
+        self.note(loss * self.trainer.current_gradient_accumulation_steps)  # of which it is a share
+        return loss
+
+    def _prepare_inputs(self, plain: Any, inputs: Any) -> Any:
+        """Prepare inputs, but generate them only once: what is repeated gets what was generated for it."""
+        if not (self.generates and self.trainer.model.training):
+            return plain(inputs)
+        fed, device = self.at_hand, self.trainer.args.device
+        if self.number >= len(fed.prepared):
+            fed.prepared.append((plain(inputs), randomness.capture(device)))
+            self.samples.keep(fed, fed.prepared[-1][0])
+        made, after = fed.prepared[self.number]
+        randomness.restore(after, device)  # generation has drawn from it
+        return dict(made)
+
+    def _get_grad_norm(self, plain: Any, model: Any, grad_norm: Any = None) -> Any:
+        norm = plain(model, grad_norm=grad_norm)
+        full = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        self.norm = torch.as_tensor(full, dtype=torch.float32)
+        return self.norm if isinstance(norm, torch.Tensor) else norm
+
+    def _evaluate(self, plain: Any, *args: Any, **more: Any) -> Any:
+        self.examine()
+        self.evaluated[self.trainer.state.global_step] = self.guard.clock.step
+        found = plain(*args, **more)
+        if isinstance(loss := found.get("eval_loss"), float):
+            self.guard.reporter.note_evaluation({"loss": loss})
+        return found
+
+    def _save_checkpoint(self, plain: Any, model: Any, trial: Any) -> None:
+        self.examine()
+        plain(model, trial)
+        folder = Path(self.trainer._get_output_dir(trial)) / f"checkpoint-{self.trainer.state.global_step}"
+        self.saved(folder)
+        if self.trainer.args.should_save:
+            (folder / _NOTE).write_text(self.guard.reporter.directory.name)
+
+    def _finalize_training(self, plain: Any, *args: Any, **more: Any) -> Any:
+        self.examine(is_end=True)
+        self.end()  # first: the trainer may load its best weights
+        return plain(*args, **more)
+
+
+def _copied(noted: Any) -> Any:
+    """Copy containers, but not the numbers and texts in them, of which there may be many."""
+    if not isinstance(noted, dict):
+        return copy.copy(noted) if isinstance(noted, list | deque) else noted
+    result = copy.copy(noted)  # of its kind, such as a defaultdict
+    result.update({name: _copied(one) for name, one in noted.items()})
+    return result

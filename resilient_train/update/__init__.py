@@ -1,1 +1,0 @@
-"""The one place that changes weights: unscale, clip, derive the learning rate, step."""
