@@ -21,10 +21,10 @@ from statistics import mean, median
 import numpy as np
 from detection_curves import FAMILIES, Curve, recorded, risen
 from detection_rivals import ALARM, REFUSED, Arc, Detector, MeanSigma, MedianMad, Ours
+from panels import Panel
 
-from resilient_train.extensions.checks.config import named
-from resilient_train.extensions.checks.rate import Panel
 from resilient_train.ground.types import Vitals
+from resilient_train.loop.settings import named
 
 SCANS_SEE = ("w1e", "lay", "v", "mx")  # faults of weights and moments, which the scans look for besides
 BY_CONSTRUCTION = "stuck"  # a batch that repeats: our stream cannot
@@ -179,7 +179,7 @@ def cost(steps: int = 50_000) -> None:
     ]
     rows = []
     for name in ("default", "light", "paranoid", "off"):
-        checks, times = Panel.of(named(name)).checks, []
+        checks, times = Panel(named(name)).checks, []
         for first in range(0, steps, 5000):
             began = time.process_time()
             for one in vitals[first : first + 5000]:

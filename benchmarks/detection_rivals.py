@@ -8,8 +8,9 @@ from math import isfinite, sqrt
 from statistics import median
 from typing import Any, Protocol
 
-from resilient_train.extensions.checks.config import ChecksConfig
-from resilient_train.extensions.checks.rate import Panel
+from panels import Panel
+
+from resilient_train.core.checks import ChecksConfig
 from resilient_train.ground.types import Signal, Vitals
 
 ALARM, REFUSED = "alarm", "refused"
@@ -24,7 +25,7 @@ class Ours:
     """Our checks behind a gate that does as it is told."""
 
     def __init__(self, config: ChecksConfig) -> None:
-        self.checks = Panel.of(config).checks
+        self.checks = Panel(config).checks
         self.tick = self.step = 0
         self.since: int | None = None
 

@@ -36,8 +36,8 @@ def ways(size: str) -> tuple[dict[str, Callable[[], Any]], int]:
     from resilient_train.command.config.compose import load
     from resilient_train.core.ring import Ring
     from resilient_train.core.tree import taken_apart
+    from resilient_train.data.trees import nbytes
     from resilient_train.durable.incident_log import IncidentLog
-    from resilient_train.durable.trees import nbytes
     from resilient_train.ground.reader import MemoryConfig
     from resilient_train.loop.reporter import Place
     from resilient_train.processes.world import World

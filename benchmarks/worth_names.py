@@ -2,8 +2,8 @@
 
 A decision is an `if`, a function that may return nothing, or a rule of a table: `resilient_train.core.loss.Creep.see`
 or `resilient_train.extensions.diagnosis.verdict.NOT_FINITE.climbed`. It acted if the test was true, the function
-returned something, or the rule answered. Switched off, the test is false, the function returns at once (None, or False), and the
-table is without the rule.
+returned something, or the rule answered. Switched off, the test is false, the function returns at once (None, or
+False), and the table is without the rule.
 
 `install()` has to come before the first import of the library; no file of it is changed.
 """

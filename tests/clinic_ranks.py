@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import Dataset
 
-from resilient_train.durable.trees import weights_sha256
+from resilient_train.data.trees import weights_sha256
 from resilient_train.loop.guard import Guard
 
 BAD_ROW, RAISING, ZERO, SLOPE = 37, 21, 50, 71

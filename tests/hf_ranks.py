@@ -9,7 +9,7 @@ import hf_programs as programs
 from fork_server import Forked, torchrun
 
 import resilient_train
-from resilient_train.durable.trees import sha256
+from resilient_train.data.trees import sha256
 
 LIMIT_S = 300.0
 

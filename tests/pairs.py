@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from resilient_train.durable.trees import sha256
+from resilient_train.data.trees import sha256
 from resilient_train.loop.guard import Guard
 
 ROWS, BATCH_SIZE = 256, 8

@@ -25,7 +25,6 @@ from resilient_train.data.rows import Collate
 from resilient_train.data.samples import Slicing
 from resilient_train.durable.resume import Resume
 from resilient_train.extensions import best_weights as weights
-from resilient_train.extensions.computation import Measured
 from resilient_train.extensions.drills import Drill, parse
 from resilient_train.ground.errors import ConfigError, in_one_line
 from resilient_train.ground.reader import checked, find
@@ -33,6 +32,7 @@ from resilient_train.ground.wording import PROGRESS, counted, duration, log
 from resilient_train.loop.guard import Guard
 from resilient_train.loop.reporter import Place
 from resilient_train.loop.schedule import CurveSchedule, ShadowSchedule
+from resilient_train.parts.computation import Measured
 from resilient_train.processes.world import World, recompute, shard
 
 

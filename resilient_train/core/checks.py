@@ -26,7 +26,7 @@ References = Callable[[int], Reference | None]  # the losses up to a step, to co
 
 
 @dataclass
-class CoreChecksConfig:
+class ChecksConfig:
     """The settings of the checks; further ones are added to them."""
 
     limit: LimitConfig
@@ -85,7 +85,7 @@ class Checks:
     persistent = ("is_changed", "nan_is_usual", "declared")
     records: ClassVar = dict[str, Any]()
 
-    def __init__(self, config: CoreChecksConfig, level: Level | None = None, **more: Check) -> None:
+    def __init__(self, config: ChecksConfig, level: Level | None = None, **more: Check) -> None:
         """`more` are further checks by their names in checkpoints, which judge in this order."""
         self.config = config
         self.level = level or Level(config.jump)
@@ -94,7 +94,7 @@ class Checks:
         self.episode = Episode(config.probation)
         self.refusals = Refusals(config.limit)
         own = {name: one for name, one in vars(self).items() if isinstance(one, PlainState)}
-        self._more, self._checks = list(more.values()), {**own, **more}
+        self.more, self._more, self._checks = more, list(more.values()), {**own, **more}
         self._lasting = {name: one for name, one in self._checks.items() if one.persistent and one != self.episode}
         # Loss and gradient norm of accepted updates, by step. Of a dict, the first entry is slow to find and remove.
         self._accepted = OrderedDict[int, tuple[float, float]]()

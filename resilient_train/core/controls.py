@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
-from resilient_train.core.policy import Policy
-from resilient_train.core.protocols import Log, Parts, Store
+import torch
+
+from resilient_train.core.protocols import Data, Effect, Log, Parts, Store
 from resilient_train.core.remedies import Case, RunControl, is_mild, remedy
 from resilient_train.core.ring import Snapshot
 from resilient_train.core.state import Clock
 from resilient_train.ground.errors import TrainError, in_one_line, unusable
-from resilient_train.ground.types import Action, Diagnosis, Incident
+from resilient_train.ground.types import Action, Anomaly, Diagnosis, Incident
+
+_EARLY_STEPS = 16  # a failure within so many accepted updates counts as one from the start
+E = TypeVar("E")
 
 
 class Controls(RunControl):
-    case_type: ClassVar[type[Case]] = Case
-    _incident: Incident  # the one that is being treated, and what was done so far
-    _suspects: tuple[int, int]  # the samples that it may come from
+    incident: Incident  # the one that is being treated, and what was done so far
+    suspects: tuple[int, int]  # the samples that it may come from
 
-    def __init__(self, parts: Parts, policy: Policy, store: Store, log: Log, more: Sequence[Effect] = ()) -> None:
-        """`more` are effects of remedies that this class does not know."""
-        self._parts, self._policy, self._store, self._log = parts, policy, store, log
+    def __init__(self, parts: Parts, store: Store, log: Log) -> None:
+        self._parts, self._store, self._log = parts, store, log
         updater, episode = parts.updater, parts.checks.episode
         self.knobs = knobs = updater.knobs
 
@@ -34,7 +36,8 @@ class Controls(RunControl):
             parts.clock,
             [
                 Effect("knobs", knobs.state_dict, knobs.load_state_dict, undo=knobs.load_state_dict),
-                *more,
+                _skipped_samples(parts.samples),
+                *parts.effects,
                 Effect("usual_norm", lambda: updater.usual_norm, set_usual_norm),
                 Effect("reference", episode.persistent_state, episode.load_persistent_state),
             ],
@@ -43,17 +46,18 @@ class Controls(RunControl):
     def advance(self, *, was_limited: bool, may_relax: bool = True) -> None:
         """Count a healthy update, for what lasts so many."""
         self.knobs.advance(was_limited=was_limited, may_relax=may_relax)
-        self._parts.updater.lasting.advance()
+        for one in self._parts.updater.lasting:
+            one.advance()
 
     def apply(self, incident: Incident, suspects: tuple[int, int], started: float, *, was_refused: bool) -> Incident:
         """Apply the remedies; [start, stop) are suspect samples. The caller notes result and effects in one entry."""
         checks, clock, actions = self._parts.checks, self._parts.clock, incident.decision.actions
         step_before, is_mildly_treated = clock.step, is_mild(actions)
-        self._incident, self._suspects = replace(incident, rewound_to=None), suspects
+        self.incident, self.suspects = replace(incident, rewound_to=None), suspects
         if not is_mildly_treated:
             self.knobs.trouble()
-        self._apply(actions)
-        treated = self._incident
+        self.apply_each(actions)
+        treated = self.incident
         if treated.rewound_to is not None:
             self._store.rewound(treated.rewound_to)
             checks.rewound(treated.rewound_to, incident.anomaly.since, self.knobs.lr)
@@ -62,14 +66,17 @@ class Controls(RunControl):
         seconds = time.perf_counter() - started
         return replace(treated, steps_lost=step_before - clock.step + was_refused, seconds=seconds)
 
-    def _apply(self, actions: Iterable[Action]) -> None:
+    def apply_each(self, actions: Iterable[Action]) -> None:
         for action in actions:
             remedy(action).apply(self)
 
     # The methods that remedies call; see `RunControl`.
 
+    def extension(self, kind: type[E]) -> E:
+        return next(one for one in self._parts.extensions if isinstance(one, kind))
+
     def rewind(self, older: int = 0, steps: int = 0) -> None:
-        parts, anomaly = self._parts, self._incident.anomaly
+        parts, anomaly = self._parts, self.incident.anomaly
         with parts.buffers.across_rewind():
             if verified := parts.ring.verified_until(anomaly.since):
                 far_enough = [one for one in verified if one.step <= anomaly.step - steps] or verified[-1:]
@@ -82,20 +89,36 @@ class Controls(RunControl):
             else:
                 raise TrainError(f"no verified state from before step {anomaly.since + 1} can still be read")
         step = parts.clock.step
-        self._incident = replace(self._incident, rewound_to=step)
+        self.incident = replace(self.incident, rewound_to=step)
         parts.updates.rewound(step)
 
     def skip(self, updates: int | None = None) -> None:
-        samples, (start, stop) = self._parts.samples, self._suspects
+        samples, (start, stop) = self._parts.samples, self.suspects
         if updates is not None:
-            start = start if self._incident.rewound_to is None else samples.position
+            start = start if self.incident.rewound_to is None else samples.position
             stop = max(stop, start + updates * samples.slicing.samples)
         samples.skip(start, stop)
 
-    def known(self, diagnosis: Diagnosis, since: int, has_landed: bool) -> dict[str, Any]:
-        """Return what decides which remedies apply, by the fields of a case. All ranks call it together."""
-        snapshots = len(self._parts.ring.verified_until(since)) or int(self._store.has_verified(since))
-        return {"snapshots": snapshots, "loss_excess": self._parts.checks.loss_excess()}
+    def case(self, anomaly: Anomaly, diagnosis: Diagnosis) -> Case:
+        """Return what decides which remedies apply. All ranks call it together."""
+        parts, since = self._parts, anomaly.since
+        verified, reference = parts.ring.verified_until(since), parts.checks.episode.reference
+        is_early = max(since, reference.step if reference else 0) < _EARLY_STEPS
+        known: dict[str, Any] = {
+            "snapshots": len(verified) or int(self._store.has_verified(since)),
+            "loss_excess": parts.checks.loss_excess(),
+            "began": self._store.began,
+            "at_start": is_early and [snapshot.step for snapshot in verified] == [0],
+            "rows": parts.samples.rows,
+            "quarantined": parts.samples.quarantined,
+            "own_rates": any(group["lr"] is None for group in parts.updater.groups()),
+            "sgd": all(isinstance(one, torch.optim.SGD) for one in parts.updater.optimizers),
+        }
+        facts: dict[str, Any] = {}
+        for one in parts.extensions:
+            facts |= one.facts(diagnosis, since, anomaly.landed)
+        known |= {name: facts[name] for name in known.keys() & facts.keys()}  # an extension may know better
+        return Case(anomaly, diagnosis, facts, **known)
 
     def snapshot(self, step: int, *, verified: bool = False) -> Snapshot | None:
         snapshot = self._parts.ring.take(step, verified=verified)
@@ -106,21 +129,21 @@ class Controls(RunControl):
     def note(self, write: Callable[..., object] | None = None) -> None:
         """Write into the journal which effects have changed: in one entry with an incident, if `write` writes that."""
         (write or self._log.note_effects)(effects=self.effects.changes())
+        for one in self._parts.effects:
+            one.noted()
 
 
-def _stays(state: Any) -> None:
-    """An effect that is not undone: it has a reason of its own."""
+def _skipped_samples(samples: Data) -> Effect:
+    def restore(state: Any) -> None:
+        for start, stop in state if samples.keeps_places else ():
+            samples.skip(int(start), int(stop))
 
+    def undo(state: Any) -> None:
+        if samples.rows and state != samples.skipped.added:
+            samples.skip_only(state)
 
-@dataclass(frozen=True)
-class Effect:
-    """One of them. Of a state that is a list the journal notes what was added, so it may have thousands of entries."""
-
-    name: str
-    state: Callable[[], Any]  # plain data without secrets: it goes into files
-    restore: Callable[[Any], None]  # the state of an earlier process; raises if it is damaged
-    undo: Callable[[Any], None] = _stays  # goes back to an earlier state of this process
-    agreed: Callable[[], Any] = lambda: None  # what has to be the same on all ranks
+    skipped = samples.skipped
+    return Effect("skipped", lambda: list(skipped.added), restore, undo, lambda: skipped.spans)
 
 
 class Effects:
@@ -128,6 +151,7 @@ class Effects:
         self._clock, self._effects = clock, effects
         self._noted: dict[str, list[Any]] = {}  # the lists that the journal has from this process
         self.noted: Mapping[str, Any] = {}  # all that the journal has
+        self.has_dropped = False  # some of what was in effect
 
     def state_dict(self) -> dict[str, Any]:
         return {"tick": self._clock.tick, **{effect.name: effect.state() for effect in self._effects}}
@@ -142,7 +166,7 @@ class Effects:
         try:
             for effect in self._effects:
                 if effect.name in state:  # else its entry of the journal was damaged
-                    effect.restore(state[effect.name])
+                    self.has_dropped |= bool(effect.restore(state[effect.name]))
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ValueError(f"the remedies in effect cannot be read: {in_one_line(error)}") from error
 

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
-from resilient_train.core.checks import Checks
+from resilient_train.core.checks import Check, Checks, Finding
+from resilient_train.core.loss import Level
 from resilient_train.core.mark import Mark
+from resilient_train.core.policy import Policy
+from resilient_train.core.remedies import Remedy
 from resilient_train.core.ring import Ring, Snapshot
 from resilient_train.core.state import Clock, RunState
 from resilient_train.core.transaction import Transaction, Update
 from resilient_train.core.updater import Updater
 from resilient_train.core.vitals import Metrics
-from resilient_train.ground.types import Anomaly, Decision, Diagnosis, Facts, Incident, Outcome, Signal, Vitals
+from resilient_train.ground.types import (
+    Anomaly,
+    Decision,
+    Diagnosis,
+    Facts,
+    Incident,
+    Outcome,
+    Signal,
+    Vitals,
+    by_signal,
+)
 
 T = TypeVar("T")
 Computed = tuple[torch.Tensor, Metrics]  # a loss whose backward was made, and what the objective reports
@@ -45,49 +59,69 @@ class Hook:
         """Called after an update was accepted."""
 
 
-class OnError(Protocol):
-    """Knows what to do about an exception that forward or backward raised."""
+class OnError(Hook):
+    """Knows what to do about an exception."""
 
     def loss_instead(self, error: Exception, open_updates: Sequence[Transaction]) -> Computed | Retry | None:
         """Return what takes the place of the loss, or that the update is to be retried; None: another may know.
 
         The newest of the open updates raised it. If it is noted in `raised` there, the update will not land.
         """
+        return None
+
+    def escaped(self, error: BaseException) -> None:
+        """Called when an exception leaves the guard."""
 
 
 class NewRegime(Exception):
     """No loss from before can be compared with one of now: the samples had a low one as they had just been learned."""
 
-    def __init__(self, what: Facts, limit: float = inf) -> None:
-        """A run whose loss does not come below the `limit` afterwards has not learned what is new."""
+    def __init__(self, what: Facts, limit: float = inf, *, is_on_purpose: bool = False) -> None:
+        """A run whose loss does not come below the `limit` afterwards has not learned what is new. `is_on_purpose`: the
+        loss, the model, the data or the weights were changed on purpose.
+        """
         super().__init__(what)
-        self.what, self.limit = what, limit
+        self.what, self.limit, self.is_on_purpose = what, limit, is_on_purpose
 
 
-class Diagnoser(Protocol):
-    """Finds the cause of an anomaly, and whether something was changed on purpose. Every rank makes each call."""
+class Diagnoser:
+    """Finds the cause of an anomaly, and whether something was changed on purpose. Every rank makes each call. This
+    one knows nothing but the signal.
+    """
 
-    def reviewed(self, vitals: Vitals, finding: Any) -> Any:
+    def resume(self) -> None:
+        """Continue with the incidents of the previous process. It is a collective."""
+
+    def reviewed(self, vitals: Vitals, finding: Finding) -> Finding:
         """Return what the checks have found, unless weights that were just written on purpose explain it."""
+        return finding
 
     def noticed(self, update: Transaction, vitals: Vitals) -> Anomaly | None:
         """Return what no check has noticed in an update."""
+        return None
 
     def trusted(self, signal: Signal, since: int, has_landed: bool) -> int:
         """Return the newest step that can still be trusted: `since`, or one before it."""
+        return since
 
     def explain(
         self, anomaly: Anomaly, update: Update, refused: Transaction | None, history: Sequence[Incident]
     ) -> Diagnosis:
         """Return the cause; raises NewRegime."""
+        return by_signal(anomaly)
 
-    def learn_again(self, anomaly: Anomaly, why: NewRegime) -> None: ...
+    def learn_again(self, anomaly: Anomaly, why: NewRegime) -> None:
+        """Learn what is usual in a new regime."""
 
     def is_on_purpose(self, anomaly: Anomaly, diagnosis: Diagnosis) -> bool:
         """Say whether a rise of the loss that has landed has proved to be on purpose: the run has accepted it then."""
+        return False
 
-    def before_treatment(self, step: int, tick: int) -> None: ...
-    def treated(self, incident: Incident) -> None: ...
+    def before_treatment(self, step: int, tick: int) -> None:
+        """Called before remedies are applied."""
+
+    def treated(self, incident: Incident) -> None:
+        """Called after remedies were applied."""
 
 
 class Ranks(Protocol):
@@ -106,8 +140,13 @@ class Ranks(Protocol):
 class Data(Protocol):
     position: int
     rows: int  # that have an index; 0: none has
+    skipped: Any  # spans of positions: those that were `added`, and all `spans`
     is_fed: bool  # a trainer fetches them, and makes its updates itself
     keeps_places: bool  # after a resume the same samples are at a position
+
+    @property
+    def quarantined(self) -> int:
+        """The number of rows that are left out for the rest of the run."""
 
     @property
     def slicing(self) -> Any:
@@ -115,6 +154,7 @@ class Data(Protocol):
 
     def go_back(self, update: Update) -> None: ...
     def skip(self, start: int, stop: int) -> None: ...
+    def skip_only(self, spans: Any) -> None: ...
     def forget_before(self, position: int) -> None: ...
 
 
@@ -135,35 +175,60 @@ class Backend(Protocol):
     def why_no_gradient(self, loss: torch.Tensor, weights: Sequence[torch.Tensor]) -> str: ...
 
 
-class Examiner(Protocol):
-    """Scans of the state: measured when they are due, judged an update later."""
+class Examiner:
+    """Scans of the state: measured when they are due, judged an update later. This one has none."""
 
-    def launch(self, before: Mark) -> None: ...
-    def verdict(self) -> Anomaly | None: ...
-    def examine_now(self) -> Anomaly | None: ...
+    def launch(self, before: Mark) -> None:
+        """Measure what is due, with the buffers of `before`."""
+
+    def verdict(self) -> Anomaly | None:
+        """Judge what was launched."""
+        return None
+
+    def examine_now(self) -> Anomaly | None:
+        """Measure everything, and wait for it."""
+        return None
+
     def refined(self, anomaly: Anomaly, update: Transaction, *, is_scanned: bool) -> Anomaly:
         """Say more precisely what is wrong with a bad update. Every rank comes."""
+        return anomaly
 
 
-class Scans(Protocol):
-    """What scans know of the updates."""
+class Scans:
+    """What scans know of the updates. These have none."""
+
+    accepted: Any = None  # what was newly taken for intended
 
     @property
     def clean_step(self) -> int:
         """The newest step that every scan has seen and found clean."""
+        return sys.maxsize
 
-    def arm(self, step: int) -> None: ...
-    def landed(self, step: int, groups: Any, clipped_norm: float | None, times: int = 1) -> None: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def arm(self, step: int) -> None:
+        """Prepare for what the update after a step will show."""
+
+    def landed(self, step: int, groups: Any, clipped_norm: float | None, times: int = 1) -> None:
+        """Note the settings of an update that landed."""
+
+    def rebase(self) -> None:
+        """Take the state as it is for intended."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what they knew."""
 
 
-class Buffers(Protocol):
-    """What was lost in buffers, and a rewind had to restore."""
+class Buffers:
+    """What was lost in buffers, and a rewind had to restore. These are not watched."""
 
-    def across_rewind(self) -> AbstractContextManager[None]: ...
+    def across_rewind(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def spoil(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss as it is, or NaN if it is lost again."""
+        return loss
 
 
 class History(Protocol):
@@ -178,6 +243,10 @@ class History(Protocol):
 
 class Store(Protocol):
     """Checkpoints: the verified states of the run on disk."""
+
+    @property
+    def began(self) -> int:
+        """The first tick of this process: updates of the previous one may be retried."""
 
     def verified(self) -> None:
         """Write the newest verified state if a checkpoint is due."""
@@ -216,9 +285,23 @@ class Log(Protocol):
     def close_all(self, outcome: Outcome, *, healthy_since: int | None = None) -> None: ...
 
 
-@dataclass(frozen=True)
+class Sink:
+    """Gets what happens in a run, as data."""
+
+    def write(self, event: Mapping[str, Any]) -> None:
+        """Take an event: `kind` says what it is, such as "metrics", "incident" or "end". Called on rank 0 only."""
+
+    def close(self) -> None:
+        """The run has ended."""
+
+
+def _no_row(rows: Sequence[int], reason: Facts, incident: int) -> bool:
+    return False
+
+
+@dataclass
 class Parts:
-    """None of them knows a policy, an incident or a file."""
+    """What a run consists of. Extensions replace the second half, and add to the lists, before it begins."""
 
     world: Ranks
     clock: Clock
@@ -227,9 +310,19 @@ class Parts:
     updater: Updater
     ring: Ring
     checks: Checks
-    scans: Scans
     updates: History
-    buffers: Buffers
+    policy: Policy
+    scans: Scans = field(default_factory=Scans)
+    examiner: Examiner = field(default_factory=Examiner)
+    diagnoser: Diagnoser = field(default_factory=Diagnoser)
+    buffers: Buffers = field(default_factory=Buffers)
+    # Leaves rows out for the rest of the run, with the reason and the number of the incident; says whether it could.
+    leave_out: Callable[[Sequence[int], Facts, int], bool] = _no_row
+    hooks: list[Hook] = field(default_factory=list)
+    on_error: list[OnError] = field(default_factory=list)
+    effects: list[Effect] = field(default_factory=list)
+    sinks: list[Sink] = field(default_factory=list)
+    extensions: list[Extension] = field(default_factory=list)
 
     def checks_state(self) -> dict[str, Any]:
         return {"panel": self.checks.state_dict(), "scans": self.scans.state_dict()}
@@ -237,3 +330,42 @@ class Parts:
     def restore_checks_state(self, state: Mapping[str, Any]) -> None:
         self.checks.load_state_dict(state["panel"])
         self.scans.load_state_dict(state["scans"])
+
+
+def _stays(state: Any) -> None:
+    """An effect that is not undone: it has a reason of its own."""
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a remedy has changed, and lasts. Of a state that is a list the journal notes what was added, so it may have
+    thousands of entries.
+    """
+
+    name: str
+    state: Callable[[], Any]  # plain data without secrets: it goes into files
+    restore: Callable[[Any], object]  # an earlier process's state; raises if it is damaged; true if some was dropped
+    undo: Callable[[Any], None] = _stays  # goes back to an earlier state of this process
+    agreed: Callable[[], Any] = lambda: None  # what has to be the same on all ranks
+    noted: Callable[[], None] = lambda: None  # called when the journal has what was changed
+
+
+class Extension:
+    """A capability of a run, made for each guard. Whatever a class leaves out, it does not add."""
+
+    remedies: ClassVar[Mapping[str, type[Remedy]]] = {}  # by the names that policies use
+    settings: ClassVar[Mapping[str, type]] = {}  # of its checks: dataclasses, by their names under `checks`
+
+    def checks(self, settings: Any, level: Level) -> Mapping[str, Check]:
+        """Return its checks by their names in checkpoints; `settings` has those of all checks by name."""
+        return {}
+
+    def build(self, run: Any) -> None:
+        """Add to a run, an `extensions.run.Run`, which is put together: hooks, effects, sinks."""
+
+    def facts(self, diagnosis: Diagnosis, since: int, has_landed: bool) -> Mapping[str, Any]:
+        """Return what its remedies need to know of a case. All ranks call it together."""
+        return {}
+
+    def close(self) -> None:
+        """Undo what affects the whole process, at the end of the run."""

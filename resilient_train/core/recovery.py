@@ -11,8 +11,7 @@ from typing import NoReturn
 
 from resilient_train.core.controls import Controls
 from resilient_train.core.decide import decide, recent
-from resilient_train.core.policy import Policy
-from resilient_train.core.protocols import Diagnoser, Examiner, Log, NewRegime, Parts, Store
+from resilient_train.core.protocols import Log, NewRegime, Parts, Store
 from resilient_train.core.remedies import is_mild
 from resilient_train.core.transaction import Transaction, Update
 from resilient_train.ground.errors import GaveUp, TrainError
@@ -24,10 +23,7 @@ class Recovery:
     def __init__(
         self,
         parts: Parts,
-        policy: Policy,
         controls: Controls,
-        diagnoser: Diagnoser,
-        examination: Examiner,
         store: Store,
         log: Log,
         *,
@@ -36,11 +32,11 @@ class Recovery:
         recovered_after: int,
     ) -> None:
         """`report` gets what ends the run; `agree` ends it on all ranks if they hold other settings or remedies."""
-        self.parts, self.policy, self.controls, self.diagnoser = parts, policy, controls, diagnoser
+        self.parts, self.policy, self.controls, self.diagnoser = parts, parts.policy, controls, parts.diagnoser
         self.incident_log, self._store, self._report, self._agree = log, store, report, agree
-        self._examination = examination
+        self._examination = parts.examiner
         self._recovered_after = recovered_after
-        self.observes = policy.observe  # incidents are reported, and every update lands
+        self.observes = self.policy.observe  # incidents are reported, and every update lands
         self._ended_damaged = False  # the loop ended before it was healthy again
 
     def update_accepted(self, *, was_limited: bool) -> None:
@@ -92,7 +88,7 @@ class Recovery:
             checks.require_recovery(anomaly.since, reached)
         if anomaly.landed and self.diagnoser.is_on_purpose(anomaly, diagnosis):
             return
-        case = controls.case_type(anomaly, diagnosis, **controls.known(diagnosis, anomaly.since, anomaly.landed))
+        case = controls.case(anomaly, diagnosis)
         decision = parts.world.on_main(lambda: decide(self.policy, case, history))
         self._set_reference(anomaly.since, reached if reached_weights else None, diagnosis.cause, decision)
         before = self.incident_log.continued(anomaly.signal, diagnosis, decision)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, is_dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass, replace
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from resilient_train.core.knobs import Knobs
 from resilient_train.ground.errors import ConfigError
 from resilient_train.ground.reader import find
 from resilient_train.ground.reader import limited as limited  # custom remedies import it from here
-from resilient_train.ground.types import OBSERVE, Action, Anomaly, Diagnosis
+from resilient_train.ground.types import OBSERVE, Action, Anomaly, Diagnosis, Incident
 
 _MIN_CUT = 0.01  # the least that one remedy multiplies the learning rate by
 
@@ -21,6 +21,7 @@ class Case:
 
     anomaly: Anomaly
     diagnosis: Diagnosis
+    facts: Mapping[str, Any] = field(default_factory=dict)  # what remedies of extensions need to know, by name
     rewinds: bool = False  # another remedy of the same rung rewinds to a verified state
     snapshots: int = 1  # verified states that can be restored and are not newer than the anomaly's `since`
     rows: int = 0  # rows of the data set that have an index; 0: none has one
@@ -32,10 +33,17 @@ class Case:
     began: int = 0  # the first tick of this process: those of the one before may have been retried
 
 
+E = TypeVar("E")
+
+
 class RunControl(Protocol):
     """What remedies may do to a run. Unless samples are skipped, a refused update is retried with the same ones."""
 
     knobs: Knobs  # the factors that the run trains with
+    incident: Incident  # the one that is being treated
+
+    def extension(self, kind: type[E]) -> E:
+        """Return an extension of this run."""
 
     # Rewind to the newest verified state not after `since`, `older` before it, at least `steps` back; or the oldest.
     def rewind(self, older: int = 0, steps: int = 0) -> None: ...
@@ -46,15 +54,18 @@ class RunControl(Protocol):
 class Remedy:
     """An action against an incident. Write custom remedies as frozen dataclasses that inherit from this class."""
 
-    def applies(self, case: Any) -> bool:  # a `Case`, with what further remedies need to know
+    order: ClassVar[int] = 100  # the lower, the earlier it is applied among those of a rung
+    is_mild: ClassVar[bool] = False  # it changes neither weights nor knobs
+
+    def applies(self, case: Case) -> bool:
         """Say whether it makes sense here; otherwise it is left out and costs no strike."""
         return True
 
-    def settings_for(self, case: Any) -> dict[str, Any]:
+    def settings_for(self, case: Case) -> dict[str, Any]:
         """Return the settings that follow from the case, which replace those of the policy."""
         return {}
 
-    def apply(self, run: Any) -> None:  # a `RunControl`, with what further remedies do
+    def apply(self, run: RunControl) -> None:
         """Change the run."""
 
 
@@ -62,6 +73,7 @@ class Remedy:
 class Rewind(Remedy):
     """Rewind to the last verified state, or to an older one. Knobs, history and tick stay."""
 
+    order = 0
     older: int = limited(0, at_least=0)  # so many verified states before the last one
     steps: int = limited(0, at_least=0)  # at least so many steps back
 
@@ -76,6 +88,7 @@ class Rewind(Remedy):
 class Skip(Remedy):
     """Skip the suspect samples, or a window of updates; they come again in the next epoch."""
 
+    order = 10
     updates: int | None = limited(None, at_least=1)  # the window; null: the suspect samples
 
     def applies(self, case: Case) -> bool:
@@ -92,6 +105,8 @@ class Skip(Remedy):
 class Repeat(Remedy):
     """Retry the refused update with the same samples: for faults that come and go."""
 
+    order, is_mild = 30, True
+
     def applies(self, case: Case) -> bool:
         return not case.anomaly.landed
 
@@ -99,6 +114,8 @@ class Repeat(Remedy):
 @dataclass(frozen=True)
 class Report(Remedy):
     """Report what reached the weights, and continue. A refused update that is only reported would recur forever."""
+
+    order, is_mild = 40, True
 
     def applies(self, case: Case) -> bool:
         return case.anomaly.landed
@@ -108,6 +125,7 @@ class Report(Remedy):
 class LowerLr(Remedy):
     """Multiply the learning rate, and let it climb there from zero; it relaxes by itself. With 1 it only warms up."""
 
+    order = 60
     factor: float = limited(0.5, above=0, at_most=1)
     rewarm: int = limited(0, at_least=0)  # steps of the climb
     lasting: bool = False  # relax as late as possible: the configured rate never worked
@@ -136,6 +154,7 @@ def cut(mildest: float, loss_excess: float) -> float:
 class TightenClip(Remedy):
     """Multiply the limits of the gradient clip; they relax by themselves. Or clip to a norm, and let that stay."""
 
+    order = 80
     factor: float = limited(0.5, above=0, at_most=1)
     to: float = limited(0.0, at_least=0)  # this norm instead
 
@@ -147,6 +166,7 @@ class TightenClip(Remedy):
 class RaiseEps(Remedy):
     """Multiply the optimizer's epsilon; it relaxes by itself."""
 
+    order = 110
     factor: float = limited(100.0, at_least=1)
 
     def applies(self, case: Case) -> bool:
@@ -156,7 +176,7 @@ class RaiseEps(Remedy):
         run.knobs.turn_eps(self.factor)
 
 
-# By name, in the order in which the remedies of a rung are applied; custom ones come last.
+# By name. Extensions add theirs.
 KNOWN: dict[str, type[Remedy]] = {
     "rewind": Rewind,
     "skip": Skip,
@@ -194,5 +214,6 @@ def remedy_class(name: str, key: str) -> type[Remedy]:
 
 def is_mild(actions: Iterable[Action]) -> bool:
     """Say whether actions change neither weights nor knobs, and skip or replace no more than the suspect samples."""
-    mild = ("quarantine", "repeat", "report", OBSERVE)
+    kinds = {one.remedy: KNOWN[one.remedy] for one in actions if one.remedy in KNOWN}
+    mild = {OBSERVE, *(name for name, kind in kinds.items() if kind.is_mild)}
     return all(one.remedy in mild or (one.remedy == "skip" and not one.settings) for one in actions)

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 
 from resilient_train.core.mark import Mark, Marks
-from resilient_train.core.protocols import Backend, Computed, Examiner, Hook, OnError, Parts, Retry, Store
+from resilient_train.core.protocols import Backend, Computed, Parts, Retry, Store
 from resilient_train.core.randomness import Seeds
 from resilient_train.core.recovery import Recovery
 from resilient_train.core.state import weights_of
@@ -40,15 +40,12 @@ class EngineGuard:
         recovery: Recovery,
         backend: Backend,
         marks: Marks,
-        examination: Examiner,
         store: Store,
         seeds: Seeds,
         *,
         fetch: Callable[[], Update],
         verify_after: int,
         stop: Callable[[], bool],
-        hooks: Sequence[Hook] = (),
-        on_error: Sequence[OnError] = (),
     ) -> None:
         """`fetch` returns the next update's samples, `stop` whether to stop."""
         self.model, self.objective, self.seeds = backend.model, backend.objective, seeds
@@ -58,10 +55,10 @@ class EngineGuard:
         self.metrics: Metrics = {}  # of that update
         self._parts, self._recovery = parts, recovery
         self._controls, self._diagnoser = recovery.controls, recovery.diagnoser
-        self._backend, self._marks, self._examination, self._store = backend, marks, examination, store
+        self._backend, self._marks, self._examination, self._store = backend, marks, parts.examiner, store
         self._updater, self._ring, self._checks, self._scans = parts.updater, parts.ring, parts.checks, parts.scans
         self._turn, self._verify_after = parts.updater.turn, verify_after
-        self._fetch, self._stop, self._on_error, self._hooks = fetch, stop, on_error, hooks
+        self._fetch, self._stop, self._on_error, self._hooks = fetch, stop, parts.on_error, parts.hooks
         self._current: Transaction | None = None  # it is being computed
         self._pending: Transaction | None = None  # its verdict is
         self._newest: Transaction | None = None  # the newest that was begun

@@ -97,7 +97,6 @@ class Updater:
         *,
         device: torch.device,
         knobs: Knobs | None = None,
-        lasting: Lasting | None = None,
         scaler: torch.amp.GradScaler | None = None,
         observes: bool = False,
         stepping: AbstractContextManager[object] | None = None,
@@ -106,7 +105,8 @@ class Updater:
         self._stepping = stepping or nullcontext()
         self.optimizers, self.schedules = list(optimizers), list(schedules)
         self.clipper, self.scaler, self.device = clipper, scaler, device
-        self.knobs, self.lasting = knobs or Knobs(), lasting or Lasting()
+        self.knobs = knobs or Knobs()
+        self.lasting: list[Lasting] = []  # of extensions
         self.agreement = Agreement(gather, device)
         self.usual_norm: float | None = None  # of recent gradients, for a tightened clip where none is configured
         gates = {one: gate_of([one], device) for one in optimizers}
@@ -197,7 +197,8 @@ class Updater:
         norm = self.clipper.clip(weights, max_norm, knobs.clip)
         factor = rates[0] * rates[1]
         settings, ratio, asked_ratio = self._set(step, knobs.lr * factor, knobs)
-        is_known = not self.lasting.limits(optimizers, ratio or knobs.lr) and self.clipper.is_by_norm  # 0: of a tensor
+        has_limited = [one.limits(optimizers, ratio or knobs.lr) for one in self.lasting]  # 0: of a tensor
+        is_known = self.clipper.is_by_norm and not any(has_limited)
         known = {
             "settings": settings,
             "lr_ratio": ratio / rates[0],
@@ -266,7 +267,8 @@ class Updater:
                 setting["lr"] = rate * allowed if allowed < asked else lr * factor
             if isinstance(eps, int | float):  # Adafactor's is a pair, for which a factor makes no sense
                 setting["eps"] = eps * knobs.eps
-            self.lasting.shape(group, setting, usual)
+            for one in self.lasting:
+                one.shape(group, setting, usual)
             group.update(setting)
             settings.append(setting)
             ratio, asked_ratio = max(ratio, allowed), max(asked_ratio, asked)

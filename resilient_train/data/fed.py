@@ -18,7 +18,7 @@ from resilient_train.core.tree import leaves
 from resilient_train.data.rows import Collate, RepeatableBatches
 from resilient_train.data.samples import Samples, Slicing
 from resilient_train.data.stream import Key, Stream
-from resilient_train.durable.trees import rebuilt
+from resilient_train.data.trees import rebuilt
 from resilient_train.ground.errors import TrainError
 from resilient_train.ground.wording import log
 

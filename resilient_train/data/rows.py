@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset, default_collate
 
 from resilient_train.core.randomness import Purpose, mix, preserved, seed_host
 from resilient_train.data.stream import Key, Stream
-from resilient_train.durable.trees import sha256
+from resilient_train.data.trees import sha256
 from resilient_train.ground.errors import StorageFailed, in_one_line
 from resilient_train.ground.wording import counted, log
 

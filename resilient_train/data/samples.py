@@ -89,6 +89,10 @@ class Samples(ABC):
     def next_start(self) -> int:
         return self.skipped.end_at(self.position)
 
+    @property
+    def quarantined(self) -> int:
+        return len(self.stream.quarantined) if self.rows else 0
+
     @abstractmethod
     def next_update(self) -> Update:
         """Fetch the next update's samples and move past them."""

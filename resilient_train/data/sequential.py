@@ -18,7 +18,7 @@ from resilient_train.core.transaction import Update
 from resilient_train.data.fed import Fed, FedSamples
 from resilient_train.data.rows import Collate, Retries, SeededRows, no_watchdog
 from resilient_train.data.samples import Slicing
-from resilient_train.durable.trees import rebuilt, sha256
+from resilient_train.data.trees import rebuilt, sha256
 from resilient_train.ground.errors import StorageFailed, TrainError, in_one_line
 from resilient_train.ground.wording import log
 

@@ -17,16 +17,16 @@ import torch
 from resilient_train import __version__
 from resilient_train.core.ring import Snapshot
 from resilient_train.core.tree import put_together, taken_apart
+from resilient_train.data.run_parts import RunParts
+from resilient_train.data.trees import sha256
 from resilient_train.durable.incident_log import IncidentLog
 from resilient_train.durable.progress import Progress
 from resilient_train.durable.resume import Resume, ResumePlan, Resumption, explain_mismatch, incidents_of_damage
 from resilient_train.durable.store import CANDIDATE, VERIFIED, Damaged, Entry, Manifest, Store
 from resilient_train.durable.tree_files import SerializedTree, gathered
-from resilient_train.durable.trees import sha256
 from resilient_train.durable.writer import Job, Writer
 from resilient_train.extensions import best_weights as weights
 from resilient_train.extensions.best_weights import Best
-from resilient_train.extensions.run_parts import RunParts
 from resilient_train.ground.errors import in_one_line, unusable
 from resilient_train.ground.files import at_disk
 from resilient_train.ground.reader import DiskConfig
@@ -60,6 +60,10 @@ class CheckpointKeeper:
         self._saving_incident: int | None = None  # number of the newest one about checkpoints that cannot be saved
         if self._commits and history.began_with is None:
             history.note("began", processes=parts.world.size, samples=parts.samples.slicing.samples)
+
+    @property
+    def began(self) -> int:
+        return self.progress.first or 0
 
     def _reference(self) -> int | None:
         reference = self._parts.checks.episode.reference

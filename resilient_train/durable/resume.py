@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 from resilient_train.core.copies import Stateful
 from resilient_train.core.state import LR_OF_GUARD, RunState, weights_of
 from resilient_train.core.tree import Tree
+from resilient_train.data.run_parts import RunParts
 from resilient_train.durable import endings, progress
 from resilient_train.durable.progress import Doing, Hung, Progress
 from resilient_train.durable.run_history import RunHistory
 from resilient_train.durable.store import Damaged, Entry, Manifest, Saved, Store
 from resilient_train.durable.tree_files import reshard
-from resilient_train.extensions.run_parts import RunParts
 from resilient_train.ground.errors import ConfigError, TrainError, in_one_line, unusable
 from resilient_train.ground.secrets import masked
 from resilient_train.ground.types import Facts, Incident, ProcessIncident, Signal, fact

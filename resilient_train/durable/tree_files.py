@@ -33,7 +33,7 @@ from resilient_train.core.tree import (
     taken_apart,
     with_home,
 )
-from resilient_train.durable.trees import as_bytes, box_of
+from resilient_train.data.trees import as_bytes, box_of
 from resilient_train.ground.files import Written, write_file
 
 TENSORS, TREE = "tensors.safetensors", "tree.json"

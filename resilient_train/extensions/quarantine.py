@@ -5,17 +5,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from resilient_train.core.protocols import Effect, Extension
+from resilient_train.core.remedies import Case, Remedy, RunControl
+from resilient_train.data.rows import fingerprint
 from resilient_train.durable.journal import WriteAttempts
 from resilient_train.ground.errors import unusable
 from resilient_train.ground.files import commit_text, digest_of, read_plain
 from resilient_train.ground.secrets import masked_tree
 from resilient_train.ground.types import Facts, fact
 from resilient_train.ground.wording import log, say
+from resilient_train.parts.run import Run
 
 QUARANTINE = "quarantine.json"  # its name in a run directory
 
@@ -114,3 +120,69 @@ def _compare(listed: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     for row, now in here["digests"].items():
         if now and (known := listed["digests"].get(row)) and known != now:
             raise Foreign(f"lists rows of other data: row {row} of {ours} has changed")
+
+
+@dataclass(frozen=True)
+class QuarantineRows(Remedy):
+    """Replace the bad rows for the rest of the run, and retry the update with the replacements."""
+
+    order, is_mild = 20, True
+
+    def applies(self, case: Case) -> bool:
+        """Rows must be known by an index; updates with them that landed must be undone as well."""
+        return bool(case.diagnosis.rows) and case.rows > 0 and (not case.anomaly.landed or case.rewinds)
+
+    def apply(self, run: RunControl) -> None:
+        incident, diagnosis = run.incident, run.incident.diagnosis
+        reasons = {row: diagnosis.reasons.get(row, diagnosis.advice) for row in diagnosis.rows}
+        run.extension(RowsLeftOut).add(reasons, incident.anomaly.step, incident.id)
+
+
+class RowsLeftOut(Extension):
+    """Rows that others stand in for, each with why, at which step and by which incident."""
+
+    remedies = MappingProxyType({"quarantine": QuarantineRows})
+
+    def build(self, run: Run) -> None:
+        """Leave out the rows that the list of the run directory has. Raises ConfigError if it is of other data."""
+        self._run, self._list = run, Quarantine(None, dict)
+        run.leave_out = self.leave_out
+        if run.samples.rows:
+            rows = run.world.on_main(self._read)
+            self._list.add(rows)
+            run.samples.quarantine(rows)
+
+        def state() -> list[list[Any]]:
+            return [[row, [*why.reason], why.step, why.incident] for row, why in self._list.rows.items()]
+
+        agreed = partial(sorted, self._list.rows)
+        run.effects.append(Effect("quarantined", state, self._restore, agreed=agreed, noted=self._list.write))
+
+    def _read(self) -> dict[int, Quarantined]:
+        run, dataset = self._run, self._run.samples.dataset  # type: ignore[attr-defined]
+        directory = run.incident_log.directory
+        self._list = Quarantine(directory, lambda: fingerprint(dataset), data_may_differ=run.data_may_differ)
+        return dict(self._list.rows)
+
+    def add(self, reasons: Mapping[int, Facts], step: int, incident: int) -> None:
+        """Take rows out of the data. They are listed in quarantine.json once the journal has them."""
+        self._run.samples.quarantine(reasons)
+        masked = {row: tuple(masked_tree([*why])) for row, why in reasons.items()}
+        self._list.add({row: Quarantined(why, step, incident) for row, why in masked.items()})
+
+    def leave_out(self, rows: Sequence[int], reason: Facts, incident: int) -> bool:
+        """Leave out rows common to the updates in which the process died, if the budget allows."""
+        count, listed = self._run.samples.rows, {*rows} | self._list.rows.keys()
+        is_allowed = len(listed) <= min(self._run.policy.budget.rows_of(count), count - 1)
+        if is_allowed:
+            self.add(dict.fromkeys(rows, reason), self._run.clock.step, incident)
+        return is_allowed
+
+    def _restore(self, state: Any) -> None:
+        """Rows that quarantine.json lost are listed there again; of the others it has the reasons in words only."""
+        there = range(self._run.samples.rows)  # the data set may be smaller now
+        for row, reason, step, incident in state:
+            if (listed := int(row)) in there:
+                self.add({listed: tuple(reason)}, int(step), int(incident))
+                self._list.rows[listed] = Quarantined(tuple(reason), int(step), int(incident))
+        self._list.write()

@@ -80,6 +80,7 @@ OBSERVE = "observe"  # the action of a policy that only observes
 ACCEPTED = "accepted"  # the action that ends an incident whose cause was a change on purpose
 TRIAL = "trial"
 SPIKES = (Signal.LOSS_SPIKE, Signal.GRAD_SPIKE)  # updates that a limit refused
+OF_THE_LOSS = (Signal.LOSS_SPIKE, Signal.DIVERGENCE, Signal.NOT_RECOVERED)
 
 
 class Cause(StrEnum):

@@ -24,22 +24,18 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, default_collate
 from yaml import YAMLError
 
-from resilient_train.core.policy import Policy, parse
+from resilient_train.core.checks import ChecksConfig
+from resilient_train.core.policy import Policy, parse, without_absent
 from resilient_train.core.tree import is_sharded
 from resilient_train.core.updater import Schedule
 from resilient_train.data import build
-from resilient_train.data.rows import Collate, change, fingerprint
+from resilient_train.data.rows import Collate, change
 from resilient_train.data.samples import Samples, Slicing
 from resilient_train.data.sequential import IterableSamples, LoaderSamples
 from resilient_train.durable.incident_log import IncidentLog
-from resilient_train.extensions import remedies as remedies  # which makes them known
-from resilient_train.extensions.checks.config import ChecksConfig
-from resilient_train.extensions.checks.config import named as named_checks
-from resilient_train.extensions.computation import Measured
-from resilient_train.extensions.drills import Drill
-from resilient_train.extensions.quarantine import Quarantine, Quarantined
+from resilient_train.extensions import load
 from resilient_train.ground.errors import ConfigError, TrainError, named_type, unusable
-from resilient_train.ground.files import load_yaml
+from resilient_train.ground.files import conf, load_yaml
 from resilient_train.ground.reader import (
     ClipConfig,
     DataConfig,
@@ -60,6 +56,9 @@ from resilient_train.loop.schedule import (
     PlateauSchedule,
     ShadowSchedule,
 )
+from resilient_train.loop.settings import named as named_checks
+from resilient_train.loop.settings import read_checks
+from resilient_train.parts.computation import Measured
 from resilient_train.processes.world import World
 
 _FSDP1 = (
@@ -86,7 +85,7 @@ _NUMBERS: dict[str, tuple[Any, dict[str, int]]] = {
 
 def check_settings(**given: Any) -> None:
     """Raise if a setting has a wrong type or is out of its limits; `given` has them by the names of the arguments."""
-    for name, kind in (("memory", MemoryConfig), ("drill", Drill), ("scaler", torch.amp.GradScaler)):
+    for name, kind in (("memory", MemoryConfig), ("scaler", torch.amp.GradScaler)):
         if not isinstance(given.get(name), kind | None):
             raise TypeError(f"{name}: expected a {kind.__name__}, got {named_type(given[name])}")
     for name, value in given.items():
@@ -337,41 +336,43 @@ def disk(given: DiskConfig | int | None, *, resumes: bool) -> DiskConfig:
     return made
 
 
-def quarantine(
+def data_may_differ(
     data_changed: str, samples: Samples, incident_log: IncidentLog, world: World, is_own_loop: bool
-) -> Quarantine:
-    """Leave out the rows in quarantine. Raises ConfigError if the data set changed."""
+) -> bool:
+    """Say whether the data set may be another one than at the beginning. Raises ConfigError if it changed."""
     key = "data_changed" if is_own_loop else "run.data_changed"
     if data_changed not in ("refuse", "accept"):
         raise ConfigError(key, data_changed, "is not refuse or accept")
-    listed = Quarantine(None, dict)
     if not samples.rows:
-        return listed
+        return False
     history, dataset = incident_log.run_history, samples.dataset  # type: ignore[attr-defined]
 
-    def read() -> tuple[str, dict[int, Quarantined]]:
-        nonlocal listed
+    def read() -> str:
         how = change(history.data_sample, dataset) if history.data_sample is not None else ""
         if how and history.has_saved and data_changed == "refuse":
             choice = f"give the run its own data, or begin another run; {key}=accept resumes with the data as it is"
             raise unusable("data", f"the data set changed since the run began: {how}: {choice}")
-        may_differ = bool(how) or data_changed == "accept"
-        listed = Quarantine(incident_log.directory, lambda: fingerprint(dataset), data_may_differ=may_differ)
-        return how, dict(listed.rows)
+        return how
 
-    how, rows = world.on_main(read)  # which raises an error of rank 0 on all ranks
+    how = world.on_main(read)  # which raises an error of rank 0 on all ranks
     if how:
         log.warning("data: the data set changed since the run began, and is used as it is: %s", how)
         history.data_sample = None  # it is sampled again
-    listed.add(rows)
-    samples.quarantine(rows)
-    return listed
+    return bool(how) or data_changed == "accept"
 
 
 def policy(given: Policy | Mapping[str, Any] | str | Path) -> Policy:
     if isinstance(given, Policy):
         return given
-    return parse(given if isinstance(given, Mapping) else _policy_named(str(given)))
+    load()  # the remedies of extensions are known then
+    tree = given if isinstance(given, Mapping) else _policy_named(str(given))
+    shipped = (conf() / "recovery").glob("*.yaml")
+    if any(tree == option("recovery", file.stem) for file in shipped):
+        absent: set[str] = set()
+        tree = without_absent(tree, absent)
+        if absent:
+            log.info("recovery: no extension for %s: left out", ", ".join(sorted(absent)))
+    return parse(tree)
 
 
 def _policy_named(name: str) -> Any:
@@ -400,15 +401,15 @@ def _dotted_names(tree: Any) -> Iterator[str]:
         yield tree
 
 
-def checks(given: ChecksConfig | Mapping[str, Any] | str, expect: Sequence[int] = ()) -> ChecksConfig:
+def checks(given: ChecksConfig | Mapping[str, Any] | str, expect: Sequence[int] = ()) -> Any:
     """Convert the name of a set in the package, or settings over those of the default set; add steps to `expect`."""
     if not isinstance(given, ChecksConfig | Mapping | str):
         raise TypeError(f"checks: expected the name of a set of checks, got {named_type(given)}")
     if not is_list(expect):
         raise TypeError(f"expect: expected steps, such as [400, 5000], got {named_type(expect)}")
     if isinstance(given, Mapping):
-        given = read(ChecksConfig, merged(option("checks", "default"), given), "checks")
-    config = named_checks(given) if isinstance(given, str) else given
+        given = read_checks(merged(option("checks", "default"), given))
+    config: Any = named_checks(given) if isinstance(given, str) else given
     steps = [checked(f"expect[{place}]", step, int, {"at_least": 1}) for place, step in enumerate(expect)]
     return replace(config, expect=[*config.expect, *steps])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,11 +16,12 @@ from accelerate import Accelerator
 from torch import nn
 
 from resilient_train.core.clip import Clipper
+from resilient_train.core.controls import Controls
 from resilient_train.core.copies import Stateful
 from resilient_train.core.gate import synchronous
 from resilient_train.core.knobs import Knobs
 from resilient_train.core.mark import Marks
-from resilient_train.core.protocols import Hook
+from resilient_train.core.protocols import Extension
 from resilient_train.core.randomness import Seeds
 from resilient_train.core.recovery import Recovery
 from resilient_train.core.ring import Ring
@@ -29,28 +31,12 @@ from resilient_train.core.updater import Updater
 from resilient_train.data.rows import Collate
 from resilient_train.data.samples import Samples, Slicing
 from resilient_train.data.sequential import LoaderSamples
+from resilient_train.data.trees import state_sha256, weights_sha256
 from resilient_train.durable.endings import RunFacts
 from resilient_train.durable.keeper import CheckpointKeeper
 from resilient_train.durable.progress import Doing
 from resilient_train.durable.resume import Resume
-from resilient_train.durable.trees import state_sha256, weights_sha256
-from resilient_train.extensions.checks.config import ChecksConfig
-from resilient_train.extensions.checks.history import UpdateHistory
-from resilient_train.extensions.checks.rate import Panel
-from resilient_train.extensions.computation import BatchErrors, Computation, MicroBatchSizer, Objective
-from resilient_train.extensions.diagnosis.explain import Explainer
-from resilient_train.extensions.diagnosis.replay import Replay
-from resilient_train.extensions.diagnosis.search import Search
-from resilient_train.extensions.drills import Drill, DrillHook
-from resilient_train.extensions.lasting import LastingRemedies
-from resilient_train.extensions.lost_device import LostDevice
-from resilient_train.extensions.on_purpose import Intended
-from resilient_train.extensions.remedial import AllControls
-from resilient_train.extensions.run_parts import RunParts
-from resilient_train.extensions.scans.examination import Examination
-from resilient_train.extensions.scans.modes import AnomalyMode, Attributes, BufferWatch
-from resilient_train.extensions.scans.scans import Scans
-from resilient_train.extensions.trials import RateSearch, Trials
+from resilient_train.extensions import load
 from resilient_train.ground.errors import RanksDiffer, Stopped, TrainError, own_error
 from resilient_train.ground.reader import ClipConfig, DiskConfig, MemoryConfig
 from resilient_train.ground.types import Facts, Incident, Signal, UpdateResult
@@ -66,6 +52,10 @@ from resilient_train.loop.hooks import (
 )
 from resilient_train.loop.reporter import REPORT_EVERY, Place, RunReporter, holders, log_to_stderr, place
 from resilient_train.loop.run_process import RunProcess
+from resilient_train.loop.settings import all_checks
+from resilient_train.parts.computation import Computation, Objective
+from resilient_train.parts.modes import AnomalyMode, Attributes, BufferWatch
+from resilient_train.parts.run import Run
 from resilient_train.processes.world import World
 
 _NO_TOTAL = "this yields the rest of a planned total: give one with Guard(steps=...), or ask for n more updates"
@@ -92,8 +82,7 @@ class Guard(EngineGuard):
 
     world: World
     samples: Samples
-    _parts: RunParts
-    _controls: AllControls
+    _parts: Run
 
     def __init__(
         self,
@@ -107,7 +96,7 @@ class Guard(EngineGuard):
         schedule: Any = None,
         objective: Objective | None = None,
         recovery: Any = "balanced",
-        checks: ChecksConfig | str = "default",
+        checks: Any = "default",
         expect: Sequence[int] = (),
         run_dir: str | Path | None = None,
         clip: ClipConfig | float | None = None,
@@ -121,7 +110,8 @@ class Guard(EngineGuard):
         collate: Collate | None = None,
         data_changed: str = "refuse",
         disk: DiskConfig | int | None = None,
-        drill: Drill | None = None,
+        drill: Extension | None = None,
+        extensions: Sequence[Extension] = (),
         home: Place | None = None,
         resume: Resume | bool = False,
         stop: Callable[[], bool] = lambda: False,
@@ -144,7 +134,7 @@ class Guard(EngineGuard):
         """
         arguments.check_settings(batch_size=batch_size, steps=steps, clip=clip, accumulate=accumulate, scaler=scaler)
         arguments.check_settings(memory=memory, verify_after=verify_after, seed=seed, num_workers=num_workers)
-        arguments.check_settings(checks=checks, drill=drill)
+        arguments.check_settings(checks=checks)
         accelerator = arguments.accelerator(accelerator, model, accumulate, scaler)
         world, clock = arguments.world(accelerator), Clock()
         is_own_loop = home is None  # False: the command's, which reports its end itself
@@ -167,7 +157,7 @@ class Guard(EngineGuard):
         more = {"recovery": recovery, "checks": checks, "clip": clip, "batch_size": batch_size, "seed": seed}
         self._settings = arguments.settings(optimizers[0], **more)
         disk = arguments.disk(disk, resumes=run_dir is not None and resume is True and not samples.is_fed)
-        checks, policy = arguments.checks(checks, expect), arguments.policy(recovery)
+        config, policy = arguments.checks(checks, expect), arguments.policy(recovery)
         state = RunState(bare, optimizers, rates, samples, clock, device=device, scaler=scaler)
         attributes, anomaly_mode = Attributes(bare), AnomalyMode(arguments.backward(accelerator))
         marks = Marks(bare, scaler, state.kept, attributes.undone)
@@ -177,92 +167,70 @@ class Guard(EngineGuard):
             world.norm if state.is_sharded else None,
             names={id(weight): name for name, weight in unwrapped.named_parameters()},
         )
-        lasting = LastingRemedies(clipper.over_ranks)
         updater = Updater(
             *(optimizers, rates, clipper, world.gather if world.size > 1 else None),
             device=device,
             knobs=Knobs(policy.relax_after),
-            lasting=lasting,
             scaler=scaler,
             observes=policy.observe,
             stepping=direct_steps,
         )
-        search, buffers = None, BufferWatch(bare)
-        if measured is not None:
-            measured.buffers = buffers
-            replay = Replay(
-                *(unwrapped, lambda model, batch: measured.for_training(model, batch)[0], anomaly_mode.backward),
-                *(marks, attributes, updater.drop_gradients),
-                trained=updater.weights,
-                over_ranks=world.norm,
-                seeds=seeds,
-                device=device,
-            )
-            search = Search(replay, samples, world, beat)
-        own_weights = arguments.own_weights(model) if world.size > 1 else None
-        panel = Panel.of(checks)
-        parts = RunParts(
-            world=world,
-            clock=clock,
-            samples=samples,
-            state=state,
-            updater=updater,
-            ring=Ring(state, memory or MemoryConfig(every=25, keep=5, max_gib=None), world.least),
-            checks=panel.checks,
-            panel=panel,
-            scans=Scans(checks, unwrapped, optimizers, own_weights),
-            buffers=buffers,
-            updates=UpdateHistory(),
-            search=search,
-            beat=beat,
-        )
+        several = [kind() for kind in load()] + [one for one in (*extensions, drill) if one is not None]
+        checks, best = all_checks(config, several)
         home = home or place(run_dir, world, bool(resume), tracking, disk)
         incidents = home.incident_log
         try:
-            quarantined = arguments.quarantine(data_changed, samples, incidents, world, is_own_loop)
-            how = resume if isinstance(resume, Resume) else Resume()
-            keeper = CheckpointKeeper(disk, parts, incidents, how)
-            computation = Computation(model, unwrapped, measured, anomaly_mode, marks, attributes, seeds)
-            batch_errors = BatchErrors(parts, computation, policy)
-            trials = Trials(parts, computation, batch_errors, policy, lambda: self.steps, stop)
-            self._sizer = MicroBatchSizer(parts, policy, keeper, lambda write: controls.note(write))
-            controls = AllControls(parts, policy, quarantined, keeper, trials, lasting, self._sizer.effect())
-            self.reporter = RunReporter(clock, parts.updates, parts.panel, home, keeper.progress)
-            explainer = Explainer(
-                world, samples, state, parts.ring, optimizers, parts.updates, parts.checks, search, beat
+            backend = Computation(model, unwrapped, measured, anomaly_mode, attributes)
+            may_differ = arguments.data_may_differ(data_changed, samples, incidents, world, is_own_loop)
+            run = Run(
+                world=world,
+                clock=clock,
+                samples=samples,
+                state=state,
+                updater=updater,
+                ring=Ring(state, memory or MemoryConfig(every=25, keep=5, max_gib=None), world.least),
+                checks=checks,
+                buffers=BufferWatch(bare),
+                policy=policy,
+                settings=config,
+                best=best,
+                own_weights=arguments.own_weights(model) if world.size > 1 else None,
+                backend=backend,
+                marks=marks,
+                seeds=seeds,
+                beat=beat,
+                incident_log=incidents,
+                planned=lambda: self.steps,
+                stop=stop,
+                settle=self.settle,
+                data_may_differ=may_differ,
+                extensions=several,
             )
-            intended = Intended(parts, explainer, incidents, controls)
-            self._process = RunProcess(parts, policy, controls, intended, keeper, self.reporter.fail)
-            examination = Examination(
-                world, clock, parts.checks, parts.scans, marks, state.kept, observes=policy.observe
+            if measured is not None:
+                measured.buffers = run.buffers
+            keeper = run.keeper = CheckpointKeeper(
+                disk, run, incidents, resume if isinstance(resume, Resume) else Resume()
             )
-            treating = Recovery(
-                *(parts, policy, controls, intended, examination, keeper, incidents),
+            run.hooks += [NotePlace(run, keeper.progress)]
+            for one in several:
+                one.build(run)
+            run.hooks += [HealthyUpdates(run, keeper)] + [attributes] * (measured is not None)
+            controls = run.controls = Controls(run, keeper, incidents)
+            self.reporter = RunReporter(clock, run.updates, best, run.checks, home, keeper.progress)
+            self._process = RunProcess(run, self.reporter.fail)
+            run.recovery = Recovery(
+                *(run, controls, keeper, incidents),
                 report=self.reporter.fail,
                 agree=self._process.require_agreement,
                 recovered_after=max(verify_after, _RECOVERED_AFTER),
             )
             self._direct_steps, self._anomaly_mode = direct_steps, anomaly_mode
-            self._keeper = keeper
-            self._lost_device = LostDevice(parts, policy, controls, keeper, measured)
-            hooks: list[Hook] = [NotePlace(parts, keeper.progress), self._lost_device]
-            hooks += [batch_errors] * batch_errors.counts_forwards + [HealthyUpdates(parts, keeper, examination)]
-            hooks += [attributes] * (measured is not None)
-            if trials.tries_rates:
-                hooks.insert(0, RateSearch(parts, treating, controls, trials, keeper, self.settle))
-            if drill is not None:
-                drilling = DrillHook(drill, state, parts.ring, world.rank, self.settle)
-                hooks.insert(0, drilling)
-                clipper.changes.append(drilling.on_gradients)
-                if measured is not None:
-                    measured.changes.append(drilling.on_loss)
+            self._run, self._keeper = run, keeper
             super().__init__(
-                *(parts, treating, computation, marks, examination, keeper, seeds),
+                *(run, run.recovery, backend, marks, keeper, seeds),
                 fetch=self._process.next_update,
                 verify_after=verify_after,
                 stop=stop,
-                hooks=hooks,
-                on_error=[self._sizer, batch_errors],
             )
             self._owes_resume = bool(resume)
             self._left: Path | None = None  # the state at the end of the loop
@@ -304,7 +272,7 @@ class Guard(EngineGuard):
         resumed = self._process.resume()
         if self._recovery.observes:
             self.reporter.place.incident_log.resume_observed(self.clock.step)
-        self._sizer.as_before(self._keeper.previous_samples_per_update)
+        self._process.keep_samples_per_update()
         self._checks.episode.resumed(self.clock.step)
         self.seeds.between(self.samples.position)
         return resumed
@@ -347,17 +315,17 @@ class Guard(EngineGuard):
 
     def step(self, batch: Any) -> UpdateResult:
         """Forward, backward, gate, update. Says what became of it: false while gradients accumulate, or if refused."""
-        with self._lost_device:
+        with self._watched():
             return super().step(batch)
 
     def step_in_turn(self, loss: torch.Tensor, optimizer: Any) -> UpdateResult:
-        with self._lost_device:
+        with self._watched():
             return super().step_in_turn(loss, optimizer)
 
     def update(self, loss: torch.Tensor, *, optimizer: Any = None) -> UpdateResult:
         """Continue after the loop's own forward and backward; with `optimizer` the loss is its own, and it steps."""
         if optimizer is None:
-            with self._lost_device:
+            with self._watched():
                 return super().update(loss)
         if self.samples.slicing.accumulation > 1:
             raise TrainError("losses in turn cannot accumulate gradients: set gradient_accumulation_steps to 1")
@@ -370,7 +338,7 @@ class Guard(EngineGuard):
     def settle(self) -> bool:
         """Wait for the verdict on the last update; a turn ends with it. False: an anomaly, and it has been treated."""
         self._keeper.progress.turned_to(Doing.BETWEEN)
-        with self._lost_device:
+        with self._watched():
             return super().settle()
 
     def leave(self) -> Path | None:
@@ -425,6 +393,16 @@ class Guard(EngineGuard):
         """The median of the last 50 accepted losses."""
         return self._parts.updates.recent_loss
 
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Let those who know about exceptions see one that leaves the guard."""
+        try:
+            yield
+        except BaseException as error:
+            for one in self._run.on_error:
+                one.escaped(error)
+            raise
+
     # For the command.
 
     def stop_now(self) -> None:
@@ -432,7 +410,8 @@ class Guard(EngineGuard):
 
     def let_go(self) -> None:
         """Undo what affects the whole process: worker processes and patched code."""
-        self._controls.patches.remove()
+        for one in self._run.extensions:
+            one.close()
         self._direct_steps.is_over = True
         self.samples.close()
         self._keeper.wait()

@@ -19,13 +19,12 @@ from resilient_train.core.ring import Ring
 from resilient_train.core.state import RunState
 from resilient_train.core.transaction import Transaction
 from resilient_train.data.rows import fingerprint
+from resilient_train.data.trees import nbytes
 from resilient_train.durable.keeper import CheckpointKeeper
 from resilient_train.durable.progress import Progress
-from resilient_train.durable.trees import nbytes
-from resilient_train.extensions.run_parts import RunParts
-from resilient_train.extensions.scans.examination import Examination
 from resilient_train.ground.errors import TrainError
 from resilient_train.ground.wording import counted, log
+from resilient_train.parts.run import Run
 
 _MOST_STATES = 2_000  # of generators, 8 KiB each: updates that are older draw other numbers when they are repeated
 
@@ -33,7 +32,7 @@ _MOST_STATES = 2_000  # of generators, 8 KiB each: updates that are older draw o
 class NotePlace(Hook):
     """Notes which samples are in use: if the process dies, they may be to blame."""
 
-    def __init__(self, parts: RunParts, progress: Progress) -> None:
+    def __init__(self, parts: Run, progress: Progress) -> None:
         self._clock, self._samples, self._progress = parts.clock, parts.samples, progress
         self._noted = 0, 0
 
@@ -56,23 +55,21 @@ class NotePlace(Hook):
 class HealthyUpdates(Hook):
     """Looks at healthy updates. In the first one of a process optimizers create their state."""
 
-    def __init__(self, parts: RunParts, keeper: CheckpointKeeper, examination: Examination) -> None:
-        self._parts, self._keeper, self._examination = parts, keeper, examination
+    def __init__(self, run: Run, keeper: CheckpointKeeper) -> None:
+        self._parts, self._keeper = run, keeper
         self._is_over = False
 
     def accepted(self, update: Transaction) -> None:
-        parts = self._parts
-        parts.ring.best_step = parts.panel.best.step  # whose state is kept
+        run = self._parts
+        run.ring.best_step = run.best.step  # whose state is kept
         self._note_rows(update)
         if self._is_over:
             return
-        self._is_over, is_first_step = True, parts.clock.step == 1
+        self._is_over = True
         self._keeper.check()
-        if is_first_step or not parts.checks.knows_usual_batches:
-            self._examination.learn_usual_batches(update.inputs)
-        if is_first_step:
+        if run.clock.step == 1:
             # Its size is known now that the optimizer has its moments.
-            log.info("%s", snapshots_in_words(parts.ring, parts.state))
+            log.info("%s", snapshots_in_words(run.ring, run.state))
 
     def _note_rows(self, update: Transaction) -> None:
         """Note once what the data set looks like, so that a resume notices when it has changed."""

@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from resilient_train.core.checks import Checks
 from resilient_train.core.state import Clock
 from resilient_train.durable import endings
 from resilient_train.durable.endings import SUMMARY, Loop, RunFacts, Summary, status_of
@@ -30,7 +31,6 @@ from resilient_train.durable.lock import DirectoryLock
 from resilient_train.durable.progress import Doing, Progress
 from resilient_train.durable.run_history import RunHistory
 from resilient_train.extensions.checks.history import UpdateHistory
-from resilient_train.extensions.checks.rate import Panel
 from resilient_train.ground.errors import (
     ConfigError,
     DirectoryInUse,
@@ -46,6 +46,7 @@ from resilient_train.ground.files import siblings
 from resilient_train.ground.reader import DiskConfig
 from resilient_train.ground.types import Vitals
 from resilient_train.ground.wording import log
+from resilient_train.parts.best import BestLevel
 from resilient_train.processes.world import World, is_lost_device, is_lost_peer
 from resilient_train.report import tracker as tracking
 from resilient_train.report.connection import locate
@@ -195,7 +196,8 @@ class RunReporter:
 
     clock: Clock
     updates: UpdateHistory
-    panel: Panel
+    best: BestLevel
+    checks: Checks
     place: Place  # with a lock only on rank 0 of the caller's loop
     progress: Progress
     evaluated: dict[str, float] | None = None  # perhaps by the previous process
@@ -275,7 +277,7 @@ class RunReporter:
         incident_log, (weights, state) = self.place.incident_log, digests or (None, None)
         best = None
         if not self.updates.has_turns:
-            best = self.panel.best.left(had_incidents=bool(incident_log.of_training))
+            best = self.best.left(had_incidents=bool(incident_log.of_training))
         facts = replace(
             ended,
             incidents=incident_log.incidents,
@@ -303,7 +305,7 @@ class RunReporter:
     def _is_stalled(self) -> bool:
         """Say whether the loss did not fall. The sum of opposed losses need not, nor a reward's, nor another one."""
         first, final = self.updates.first_at_most, self.updates.recent_loss
-        if self.updates.has_turns or self.panel.checks.is_changed or self.panel.best.has_negative:
+        if self.updates.has_turns or self.checks.is_changed or self.best.has_negative:
             return False
         if first is None or final is None or self.clock.step < _JUDGED_AFTER:
             return False

@@ -9,13 +9,8 @@ from struct import pack
 from typing import Any, NoReturn
 from zlib import crc32
 
-from resilient_train.core.policy import Policy
 from resilient_train.core.transaction import Update
-from resilient_train.durable.keeper import CheckpointKeeper
 from resilient_train.durable.progress import Doing
-from resilient_train.extensions.on_purpose import Intended
-from resilient_train.extensions.remedial import AllControls
-from resilient_train.extensions.run_parts import RunParts
 from resilient_train.ground.errors import RanksDiffer, StorageFailed, TrainError
 from resilient_train.ground.types import (
     Action,
@@ -29,40 +24,32 @@ from resilient_train.ground.types import (
     Signal,
     fact,
 )
-from resilient_train.ground.wording import say
+from resilient_train.ground.wording import log, say
+from resilient_train.parts.run import Run
 from resilient_train.processes.world import odd_ones
 
 
 class RunProcess:
-    def __init__(
-        self,
-        parts: RunParts,
-        policy: Policy,
-        controls: AllControls,
-        intended: Intended,
-        keeper: CheckpointKeeper,
-        report: Callable[[TrainError], None],
-    ) -> None:
-        self._parts, self._policy, self._controls, self._intended = parts, policy, controls, intended
-        self._keeper, self._incident_log, self._report = keeper, keeper.incident_log, report
+    def __init__(self, run: Run, report: Callable[[TrainError], None]) -> None:
+        self._run, self._keeper, self._incident_log, self._report = run, run.keeper, run.incident_log, report
 
     def next_update(self) -> Update:
         """Fetch the samples of the next update. If the storage fails for good, save the newest verified state first."""
         try:
-            return self._parts.samples.next_update()
+            return self._run.samples.next_update()
         except StorageFailed as error:
-            if (snapshot := self._parts.ring.newest_verified()) is not None:
+            if (snapshot := self._run.ring.newest_verified()) is not None:
                 self._keeper.save_alone(snapshot)  # another rank may have its data
             self.ends()
             self._end(error)
 
     def ends(self) -> None:
         """Record an orderly exit, perhaps with an error, so that a resume does not blame the current samples."""
-        self._keeper.progress.turned_to(Doing.ENDED, self._parts.clock.tick)
+        self._keeper.progress.turned_to(Doing.ENDED, self._run.clock.tick)
 
     def hung(self, evidence: Facts, *, in_update: bool) -> None:
         """From another thread: write down that the run hangs, and save what can be saved."""
-        progress, step = self._keeper.progress, self._parts.clock.step
+        progress, step = self._keeper.progress, self._run.clock.step
         progress.turned_to(Doing.HUNG if in_update and progress.is_updating else Doing.ENDED)
         lost, write = self._keeper.rescue()
         self._keeper.note_incident(ProcessIncident(Signal.HANG, step + 1, step, evidence, "end", steps_lost=lost))
@@ -70,8 +57,8 @@ class RunProcess:
 
     def resume(self) -> bool:
         """Resume from the newest checkpoint that verifies; False if there is none."""
-        parts, controls, incident_log = self._parts, self._controls, self._incident_log
-        make_plan = partial(self._keeper.resumption.plan, incident_log.incidents, self._policy.crashes)
+        parts, controls, incident_log = self._run, self._run.controls, self._incident_log
+        make_plan = partial(self._keeper.resumption.plan, incident_log.incidents, parts.policy.crashes)
         plan = parts.world.on_main(make_plan)
         if not parts.world.is_main:
             incident_log.run_history.adopt(plan.incidents)
@@ -81,36 +68,48 @@ class RunProcess:
         except ValueError as error:
             raise TrainError(f"{plan.path or incident_log.directory}: {error}") from error
         parts.clock.tick = max(parts.clock.tick, plan.tick)
-        self._intended.resume()
+        parts.diagnoser.resume()
         for found in plan.found:
             if plan.skipped is not None and found.remedy == "skip":
                 parts.samples.skip(*plan.skipped)
                 if 0 < len(found.rows) < parts.samples.slicing.samples // 2:
                     # Few rows were in both updates that ended the process.
-                    controls.quarantine_after_crash(found.rows, found.advice, incident_log.next_id)
+                    parts.leave_out(found.rows, found.advice, incident_log.next_id)
             controls.note(partial(self._keeper.note_incident, found))
-        if controls.patches.has_dropped:
+        if controls.effects.has_dropped:
             controls.note()
         if parts.clock.tick:  # so that the same samples are not blamed twice for one end of the process
             self._keeper.progress.turned_to(Doing.BETWEEN)
         return plan.path is not None
 
+    def keep_samples_per_update(self) -> None:
+        """Make updates of as many samples as the previous processes did."""
+        if not (samples := self._keeper.previous_samples_per_update):
+            return
+        now, size = self._run.samples.slicing, self._run.world.size
+        sliced = now.for_samples(samples)
+        if sliced is None or (sliced != now and not self._run.slice_as(sliced)):
+            why = f"{samples} samples per update do not divide over {size} processes"
+            raise TrainError(f"{why}: resume with a number that divides them, and with data that has an index")
+        shape = sliced.batch_size, sliced.accumulation, size
+        log.info("an update stays %d samples: %d rows x %d micro-batches x %d processes", samples, *shape)
+
     def require_agreement(self, differ: str = "decided_differently") -> None:
         """End the run on all ranks if they hold other settings or remedies. It is a collective."""
-        digests = self._parts.world.all_of(self._digest()) if self._parts.world.size > 1 else ()
+        digests = self._run.world.all_of(self._digest()) if self._run.world.size > 1 else ()
         if odd := odd_ones(digests):
             self._ranks_differ(odd, fact(differ, ranks=[*odd]))
 
     def _digest(self) -> int:
         """Digest what ranks have to agree on. Knobs as float32, as their last digit may differ between machines."""
-        parts, knobs = self._parts, self._controls.knobs.values
+        parts, knobs = self._run, self._run.controls.knobs.values
         place = parts.clock.step, parts.clock.tick, parts.samples.position, parts.samples.slicing.samples
         rates = [group["lr"] for group in parts.updater.groups()]
-        more = self._controls.effects.agreed(), to_a_hundredth(rates)
+        more = self._run.controls.effects.agreed(), to_a_hundredth(rates)
         return crc32(repr(more).encode(), crc32(pack(f"<4q{len(knobs)}f", *place, *knobs)))
 
     def _ranks_differ(self, odd: tuple[int, ...], evidence: Facts) -> NoReturn:
-        parts, since = self._parts, self._parts.clock.step
+        parts, since = self._run, self._run.clock.step
         anomaly = Anomaly(Signal.RANK_MISMATCH, since + 1, parts.clock.tick, since, evidence, ranks=odd)
         diagnosis = Diagnosis(Cause.PROCESS, fact("ranks_decide"))
         incident = self._incident_log.open(anomaly, diagnosis, Decision((Action("end"),)))

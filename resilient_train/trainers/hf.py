@@ -21,10 +21,10 @@ from accelerate.utils import send_to_device
 
 from resilient_train.core import randomness
 from resilient_train.data.fed import Fed
-from resilient_train.extensions.computation import Measured
 from resilient_train.ground.errors import TrainError, named_type
 from resilient_train.loop import arguments
 from resilient_train.loop.rows_of_loader import NumberedBatch
+from resilient_train.parts.computation import Measured
 from resilient_train.trainers.follower import OLDEST, Follower, refuse_bad_options, run_dir_of
 
 T = TypeVar("T")

@@ -18,9 +18,9 @@ from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 from torchmetrics import Metric
 
 from resilient_train.data.fed import Fed
-from resilient_train.extensions.computation import Measured
 from resilient_train.loop.arguments import PlacedAccelerator
 from resilient_train.loop.rows_of_loader import NumberedBatch
+from resilient_train.parts.computation import Measured
 from resilient_train.trainers.follower import Follower
 
 

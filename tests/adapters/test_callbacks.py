@@ -23,7 +23,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import resilient_train
 from resilient_train import Guard
-from resilient_train.durable.trees import sha256
+from resilient_train.data.trees import sha256
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),

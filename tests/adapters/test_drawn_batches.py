@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from resilient_train import Guard
 from resilient_train.core.randomness import Seeds
-from resilient_train.durable.trees import sha256
+from resilient_train.data.trees import sha256
 from resilient_train.ground.errors import ConfigError, TrainError
 
 STEPS, MICRO_BATCHES, ROWS, NEVER = 60, 2, 8, -1

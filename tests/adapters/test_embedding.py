@@ -35,7 +35,7 @@ from user_programs import Counting, mse
 
 from resilient_train import GaveUp, Guard
 from resilient_train.data.samples import Slicing
-from resilient_train.durable.trees import state_sha256, weights_sha256
+from resilient_train.data.trees import state_sha256, weights_sha256
 from resilient_train.ground.errors import ConfigError, TrainError
 from resilient_train.ground.reader import ClipConfig
 from resilient_train.loop.rows_of_loader import samples_of

@@ -19,7 +19,7 @@ from kills import die_with_checkpoint, incidents, summary
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from resilient_train.durable.trees import weights_sha256
+from resilient_train.data.trees import weights_sha256
 from resilient_train.extensions.drills import NanGrad
 from resilient_train.extensions.quarantine import QUARANTINE
 from resilient_train.ground.reader import DiskConfig

@@ -23,7 +23,7 @@ from kills import incidents as listed
 
 import resilient_train
 from resilient_train import GaveUp, Guard
-from resilient_train.durable.trees import sha256
+from resilient_train.data.trees import sha256
 from resilient_train.trainers.follower import OLDEST
 
 

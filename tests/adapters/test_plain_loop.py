@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from resilient_train import Guard
-from resilient_train.durable.trees import sha256
+from resilient_train.data.trees import sha256
 from resilient_train.loop import arguments
 
 STEPS = 40

@@ -17,7 +17,7 @@ from tables import table
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from resilient_train.durable.trees import weights_sha256
+from resilient_train.data.trees import weights_sha256
 from resilient_train.ground.errors import ConfigError, TrainError
 from resilient_train.loop.guard import Guard
 from resilient_train.report.story import read_story

@@ -15,8 +15,8 @@ from test_state import Bench
 from torch import nn
 
 from resilient_train.core.tree import put_together, taken_apart
+from resilient_train.data.trees import sha256, state_sha256
 from resilient_train.durable.tree_files import TENSORS, TREE, SerializedTree, load_tree
-from resilient_train.durable.trees import sha256, state_sha256
 
 
 def there_and_back(directory: Path, tree: Any) -> Any:

@@ -19,7 +19,7 @@ from kills import die_with_checkpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from resilient_train.durable.trees import weights_sha256
+from resilient_train.data.trees import weights_sha256
 from resilient_train.ground.reader import DiskConfig
 
 DATA = torch.randn(512, 6, generator=torch.Generator().manual_seed(3))

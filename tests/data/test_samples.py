@@ -28,7 +28,7 @@ from resilient_train.data.build import IterableEvaluation, MapEvaluation
 from resilient_train.data.samples import MapSamples, Samples, Slicing
 from resilient_train.data.sequential import IterableSamples
 from resilient_train.data.stream import Stream
-from resilient_train.durable.trees import sha256
+from resilient_train.data.trees import sha256
 from resilient_train.zoo.hf import hf_dataset
 
 BATCH = 3

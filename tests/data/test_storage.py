@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from resilient_train import Guard
 from resilient_train.data.samples import Slicing
 from resilient_train.data.sequential import RowStream
-from resilient_train.durable.trees import weights_sha256
+from resilient_train.data.trees import weights_sha256
 from resilient_train.ground.errors import TrainError
 from resilient_train.ground.reader import DiskConfig
 from resilient_train.ground.wording import say

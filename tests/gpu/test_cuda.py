@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from resilient_train import Guard
 from resilient_train.core.tree import original_device
-from resilient_train.durable.trees import sha256
+from resilient_train.data.trees import sha256
 from resilient_train.ground.reader import MemoryConfig
 
 pytestmark = [

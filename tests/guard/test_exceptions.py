@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from resilient_train.durable.trees import weights_sha256
+from resilient_train.data.trees import weights_sha256
 from resilient_train.ground.types import Cause, Signal
 from resilient_train.loop.guard import Guard
 

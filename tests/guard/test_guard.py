@@ -12,12 +12,13 @@ from guarded import SKIP, At, Net, Poison, adamw, guarded, handed_over, is_finit
 from torch.utils.data import DataLoader
 
 from resilient_train.core.ring import snapshot_to_drop
-from resilient_train.extensions.checks.config import named
 from resilient_train.extensions.diagnosis.verdict import TRANSIENT
+from resilient_train.extensions.quarantine import RowsLeftOut
 from resilient_train.ground.errors import GaveUp
 from resilient_train.ground.reader import MemoryConfig
 from resilient_train.ground.types import fact
 from resilient_train.loop.guard import Guard
+from resilient_train.loop.settings import named
 
 
 def signals(guard: Guard) -> list[str]:
@@ -71,7 +72,7 @@ def test_rows_that_end_the_process_are_put_away_within_the_budget() -> None:
     guard = guarded(adamw, At("none"), recovery={**SKIP, "budget": {"rows": 1}})
     for row in (5, 6):
         guard._controls.quarantine_after_crash([row], fact("died_twice", rows=[row]), row)
-    assert sorted(guard._controls.quarantined.rows) == [5]
+    assert sorted(guard._controls.extension(RowsLeftOut)._list.rows) == [5]
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from group import alone, together
 from guarded import often, sums, trained
+from resilient_train.extensions.computation import MicroBatchSizer, memory_evidence
 from torch import Tensor, nn
 
-from resilient_train.durable.trees import weights_sha256
-from resilient_train.extensions.computation import MicroBatchSizer, memory_evidence
+from resilient_train.data.trees import weights_sha256
 from resilient_train.ground.errors import TrainError
 from resilient_train.ground.reader import DiskConfig
 from resilient_train.ground.types import Incident

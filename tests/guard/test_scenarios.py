@@ -27,7 +27,8 @@ from torch.utils.data import TensorDataset
 
 from resilient_train.core.clip import clip
 from resilient_train.core.randomness import Seeds
-from resilient_train.durable.trees import sha256
+from resilient_train.data.trees import sha256
+from resilient_train.extensions.trials import Trials
 from resilient_train.ground.reader import MemoryConfig
 from resilient_train.loop.guard import Guard
 
@@ -421,7 +422,7 @@ def guarded(row: Scenario, rank: int) -> dict[str, Any]:
     told = program.ended(guard.state.live()["weights"], guard.samples.position // each(program, row.ranks))
     told["signals"] = [str(one.anomaly.signal) for one in guard.incidents]
     told["ranks"] = [one.anomaly.ranks for one in guard.incidents]
-    told["has tried"] = guard._controls.trials.updates > 0
+    told["has tried"] = guard._controls.extension(Trials).updates > 0
     if row.ranks > 1:
         guard.world.leave()
     return told

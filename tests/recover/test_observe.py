@@ -17,7 +17,7 @@ from tables import table
 from resilient_train.command import incidents
 from resilient_train.core.clip import clip
 from resilient_train.core.randomness import Seeds
-from resilient_train.durable.trees import sha256
+from resilient_train.data.trees import sha256
 from resilient_train.extensions.drills import BitFlip, HotLr, LossSpike, NanBatch, NanGrad, UpdatePlace
 from resilient_train.ground.types import Outcome, fact
 from resilient_train.loop.guard import Guard

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from resilient_train.core.policy import Budget
-from resilient_train.durable.trees import state_sha256
+from resilient_train.data.trees import state_sha256
+from resilient_train.extensions.trials import Trials
 from resilient_train.loop.guard import Guard
 
 
@@ -50,10 +51,10 @@ def test_a_trial_that_finds_nothing_leaves_no_trace(caplog: pytest.LogCaptureFix
 
     with_trial, without = regression(WITH, objective=counting), regression(WITHOUT, objective=noisy)
     assert drawn(with_trial) == drawn(without)
-    assert with_trial._controls.trials.updates > 0
+    assert with_trial._controls.extension(Trials).updates > 0
     assert state_sha256(with_trial.state) == state_sha256(without.state)
     assert len(calls) > with_trial.clock.tick  # docs/policies.md says so
-    assert (without._controls.trials.updates, with_trial.incidents) == (0, [])
+    assert (without._controls.extension(Trials).updates, with_trial.incidents) == (0, [])
     cost = r".*; lower rates were tried, and the current one is fine: .*; that took [\d,]+ updates, .*"
     (noted,) = (one for one in caplog.records if re.fullmatch(cost, one.getMessage()))
     assert noted.levelno == logging.DEBUG
@@ -77,7 +78,7 @@ def test_a_program_with_state_outside_of_the_run_has_no_race(caplog: pytest.LogC
     caplog.set_level(logging.DEBUG, "resilient_train")
     guard = train(regression(WITH, objective=queue()))
     assert "no lower rates are tried: the loss of update 1 cannot be reproduced: the data or" in caplog.text
-    assert guard._controls.trials.updates == 1
+    assert guard._controls.extension(Trials).updates == 1
     assert not guard.incidents
 
 
@@ -92,7 +93,7 @@ def test_trials_after_one_in_vain_keep_to_the_share(steps: int, in_vain: bool, m
 def test_a_short_run_that_learns_nothing_looks_for_a_lower_rate_twice() -> None:
     """It costs 44 updates at step 65, too early to tell, and 60 at step 129. Then no more; a resume knows that."""
     guard = train(regression(WITH))
-    assert guard._controls.trials.updates == 44 + 60
+    assert guard._controls.extension(Trials).updates == 44 + 60
     resumed = regression(WITH)
     resumed._controls.effects.load_state_dict(guard._controls.effects.state_dict())
-    assert resumed._controls.trials.raced_in_vain
+    assert resumed._controls.extension(Trials).raced_in_vain

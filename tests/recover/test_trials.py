@@ -18,21 +18,23 @@ from accelerate import Accelerator
 from group import agreed, alone
 from guarded import trained as train
 from kills import incidents, summary
+from panels import Panel
 from stories import incident as any_incident
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from resilient_train.data.trees import weights_sha256
 from resilient_train.durable.run_history import as_line, from_line
-from resilient_train.durable.trees import weights_sha256
 from resilient_train.extensions.checks.config import NoProgressConfig
-from resilient_train.extensions.checks.config import named as checks_named
-from resilient_train.extensions.checks.rate import NoProgress, Panel
-from resilient_train.extensions.remedies import Arm, best_arm, fastest, holds, is_ahead, may_win, on_its_way
+from resilient_train.extensions.checks.rate import NoProgress
+from resilient_train.extensions.trials import Trials
+from resilient_train.extensions.trials.arithmetic import Arm, best_arm, fastest, holds, is_ahead, may_win, on_its_way
 from resilient_train.ground.reader import DiskConfig
 from resilient_train.ground.types import Action, Signal, Tried, Vitals
 from resilient_train.ground.wording import describe
 from resilient_train.loop.guard import Guard
+from resilient_train.loop.settings import named as checks_named
 
 WIDTH, LETTERS, CONTEXT = 6, 16, 4
 
@@ -151,7 +153,7 @@ def test_the_check_asks_where_the_loss_stands_near_its_beginning() -> None:
     falling = [4.8 - 0.003 * step + one for step, one in enumerate(wave)]
     assert looks(falling, travelled=0.5) == [128, 256, 512]  # and settles nowhere: at 64 that is ordinary
     assert looks(falling, travelled=0.3) == []
-    panel = Panel.of(checks_named("default"))
+    panel = Panel(checks_named("default"))
     for step in range(1, 201):
         panel.checks.judge(Vitals(step, step, True, 3.0, 1.0, 1e-3))
     assert panel.no_progress.asks(200, lambda: 0.0)
@@ -304,9 +306,9 @@ def test_rows_that_cannot_be_fetched_do_not_end_a_run_in_a_trial(first: int, eac
         guard.step(batch)
         if guard.clock.step == 66:
             break
-    assert (guard._controls.trials.updates > 30) is takes_place
+    assert (guard._controls.extension(Trials).updates > 30) is takes_place
     assert not guard.incidents
-    with guard._controls.trials._trial(guard._controls):
+    with guard._controls.extension(Trials)._trial(guard._controls):
         guard._updater.groups()[0]["lr"] = 0.5  # as an optimizer may in its step
     assert guard._updater.groups()[0]["lr"] == 1e-3
 
@@ -319,15 +321,15 @@ def test_a_race_begins_with_what_followed_a_rewind(caplog: pytest.LogCaptureFixt
     optimizer = torch.optim.SGD(model.parameters(), lr=8.0)
     guard = train(Guard(None, model, optimizer, data=noise(512), batch_size=16, objective=squares, steps=150))
     assert guard.incidents[0].rewound_to == 0
-    assert guard._controls.trials.updates > 30
+    assert guard._controls.extension(Trials).updates > 30
     assert "cannot be reproduced" not in caplog.text
 
 
 def test_a_run_whose_loop_makes_the_updates_has_no_trials() -> None:
     """A loss that is handed over cannot be computed again."""
     guard = language(1.0, objective=None)
-    assert not guard._controls.trials.tries_rates
-    assert guard._controls.trials.left() == 0
+    assert not guard._controls.extension(Trials).tries_rates
+    assert guard._controls.extension(Trials).left() == 0
 
 
 # ------------------------------------------------------------------------------------------------- ranks, and a kill
@@ -338,7 +340,7 @@ def on_a_rank() -> dict[str, Any]:
     told = {
         "factors": [one.settings.get("factor") for incident in guard.incidents for one in incident.decision.actions],
         "weights": weights_sha256(guard.state),
-        "trial": guard._controls.trials.updates,
+        "trial": guard._controls.extension(Trials).updates,
     }
     guard.close()
     if guard.world.size > 1:

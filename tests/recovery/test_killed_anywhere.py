@@ -19,9 +19,9 @@ from test_changes import Run, fitted, other_loss
 from torch import Tensor, nn
 
 from resilient_train import Guard
+from resilient_train.data.trees import weights_sha256
 from resilient_train.durable.journal import JOURNAL, Journal, read
 from resilient_train.durable.run_history import as_line
-from resilient_train.durable.trees import weights_sha256
 from resilient_train.durable.writer import Writer
 from resilient_train.ground import files
 from resilient_train.ground.reader import MemoryConfig

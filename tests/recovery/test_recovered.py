@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
-from resilient_train.durable.trees import weights_sha256
+from resilient_train.data.trees import weights_sha256
 from resilient_train.ground.errors import GaveUp
 from resilient_train.ground.reader import MemoryConfig
 from resilient_train.ground.wording import say

@@ -12,8 +12,8 @@ from guarded import trained as run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from resilient_train.extensions.scans.modes import Attributes, BufferWatch
 from resilient_train.loop.guard import Guard
+from resilient_train.parts.modes import Attributes, BufferWatch
 
 ROWS, CLASSES = 512, 4
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from resilient_train.command.build import assemble, train
 from resilient_train.command.config.compose import load
 from resilient_train.core.state import RunState
+from resilient_train.data.trees import sha256, state_sha256
 from resilient_train.durable.incident_log import IncidentLog
-from resilient_train.durable.trees import sha256, state_sha256
 from resilient_train.loop.reporter import Place
 from resilient_train.processes.world import World
 

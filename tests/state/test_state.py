@@ -16,7 +16,7 @@ from resilient_train.core.ring import Ring
 from resilient_train.core.state import Clock, RunState
 from resilient_train.core.tree import leaves, put_together, taken_apart
 from resilient_train.core.vitals import versions
-from resilient_train.durable.trees import nbytes, sha256, state_sha256
+from resilient_train.data.trees import nbytes, sha256, state_sha256
 from resilient_train.extensions.scans.examination import _all_finite
 from resilient_train.extensions.trials import travelled
 from resilient_train.ground.reader import MemoryConfig

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 from kills import summary
+from panels import Panel
 from tables import table
 from torch.nn.functional import cross_entropy
 
 from resilient_train import Guard
 from resilient_train.core.loss import Jump, Level
-from resilient_train.extensions.checks.best import BLOCK, BestLevel, Probe, Rise
-from resilient_train.extensions.checks.config import named
-from resilient_train.extensions.checks.rate import Panel
 from resilient_train.ground.types import NO_LIMIT, Vitals
+from resilient_train.loop.settings import named
+from resilient_train.parts.best import BLOCK, BestLevel, Probe, Rise
 
 JUMP = named("default").jump
 
@@ -158,7 +158,7 @@ def test_a_rise_that_comes_again(again: Rise, was_low: bool, confirms: bool) -> 
 
 
 def test_a_rise_that_was_undone_outlives_the_process_as_plain_data() -> None:
-    panel, resumed = Panel.of(named("default")), Panel.of(named("default"))
+    panel, resumed = Panel(named("default")), Panel(named("default"))
     panel.experiment.probe = Probe.of(RISE, 164, 125, is_jump=True)
     state = panel.checks.persistent_state()
     assert json.loads(json.dumps(state)) == state, "a record within a record is no plain data"
@@ -167,7 +167,7 @@ def test_a_rise_that_was_undone_outlives_the_process_as_plain_data() -> None:
 
 
 def test_the_limits_are_lifted_only_where_it_may_come_again() -> None:
-    panel = Panel.of(named("default"))
+    panel = Panel(named("default"))
     checks = panel.checks
     for step in range(1, 100):
         checks.judge(Vitals(step, step, True, 1.0 + 0.001 * (step % 7), 1.0, 1e-3, step, step + 1))

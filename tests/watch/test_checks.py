@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from panels import Panel
 from tables import table
 
-from resilient_train.core.checks import Finding
-from resilient_train.extensions.checks.config import ChecksConfig, named
+from resilient_train.core.checks import ChecksConfig, Finding
 from resilient_train.extensions.checks.history import UpdateHistory
-from resilient_train.extensions.checks.rate import Panel
 from resilient_train.ground.types import NO_LIMIT, Anomaly, Signal, Vitals
+from resilient_train.loop.settings import named
 
 Curve = Iterable[tuple[float, float]]
 
@@ -31,7 +31,7 @@ class Run:
 
     def __init__(self, config: ChecksConfig | None = None) -> None:
         self.config = config or named("default")
-        self.panel = Panel.of(self.config)
+        self.panel = Panel(self.config)
         self.checks = self.panel.checks
         self.tick = self.step = self.position = 0
 
@@ -152,7 +152,7 @@ def only(check: str) -> ChecksConfig:
 def test_what_is_not_finite_is_an_anomaly_at_once(checks: str, signal: Signal) -> None:
     """Nothing landed, so the present state stays trusted; with all checks off, too, and in the first update."""
     vitals = Vitals(7, 3, False, nan, nan, 1e-3, refused=signal, ranks=(1,))
-    anomaly: Any = Panel.of(named(checks)).checks.judge(vitals).anomaly
+    anomaly: Any = Panel(named(checks)).checks.judge(vitals).anomaly
     assert (anomaly.signal, anomaly.step, anomaly.tick, anomaly.since) == (signal, 4, 7, 3)
     assert (anomaly.landed, anomaly.ranks) == (False, (1,))
 
@@ -461,7 +461,7 @@ def test_statistics_rewind(
     kept, place = json.loads(json.dumps(state)), (run.step, run.position)
     expected = [_without_ticks(finding) for finding in run.play(after)]
     assert state == kept
-    for checks in (run.checks, Panel.of(config).checks):
+    for checks in (run.checks, Panel(config).checks):
         run.checks = checks
         run.checks.load_state_dict(state)
         list(run.play(undone))
@@ -577,7 +577,7 @@ def test_a_deep_rewind_that_has_not_helped(back_to: int, seed: int) -> None:
 
 def resume(run: Run) -> None:
     """Continue with the checks of a process that has loaded all their state."""
-    run.panel, before = Panel.of(run.config), run.checks
+    run.panel, before = Panel(run.config), run.checks
     run.checks = resumed = run.panel.checks
     resumed.load_state_dict(json.loads(json.dumps(before.state_dict())))
     resumed.load_persistent_state(json.loads(json.dumps(before.persistent_state())))

@@ -20,11 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from resilient_train import Guard
 from resilient_train.core.loss import Every
-from resilient_train.extensions.checks.config import NormsConfig, ScanConfig, named
+from resilient_train.extensions.checks.config import NormsConfig, ScanConfig
 from resilient_train.extensions.scans.modes import NormStatistics
 from resilient_train.extensions.scans.scans import Scans
 from resilient_train.extensions.scans.weights import Path
 from resilient_train.ground.types import Anomaly, Signal, fact
+from resilient_train.loop.settings import named
 
 EVERY = 5
 NAN, INF = float("nan"), float("inf")

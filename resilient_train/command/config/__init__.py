@@ -6,7 +6,6 @@ import shlex
 from dataclasses import dataclass, field
 from typing import Any
 
-from resilient_train.extensions.checks.config import ChecksConfig
 from resilient_train.ground.errors import ConfigError
 from resilient_train.ground.files import conf
 from resilient_train.ground.reader import (
@@ -57,6 +56,12 @@ def _words(key: str, value: Any) -> list[str]:
         raise ConfigError(key, value, f"cannot be split into words: {error}") from error
 
 
+def _checks(key: str, value: Any) -> Any:
+    from resilient_train.loop.settings import read_checks  # takes seconds, as extensions import torch
+
+    return read_checks(value, key)
+
+
 @dataclass
 class NotifyConfig:
     command: list[str] = field(metadata={"read": _words})  # empty: none
@@ -74,7 +79,7 @@ class Config:
     schedule: dict[str, Any]
     clip: ClipConfig
     accelerate: AccelerateConfig
-    checks: ChecksConfig
+    checks: Any = field(metadata={"read": _checks})
     recovery: dict[str, Any]
     checkpoint: CheckpointConfig
     tracking: TrackingConfig

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from resilient_train.core.checks import CoreChecksConfig
 from resilient_train.core.episode import ReferenceConfig
 from resilient_train.core.loss import Every
-from resilient_train.ground.reader import limited, option, read
+from resilient_train.ground.reader import limited
 
 
 @dataclass
@@ -48,19 +47,3 @@ class ScanConfig(Every):
 @dataclass
 class NormsConfig(Every):
     factor: float = limited(above=1)
-
-
-@dataclass
-class ChecksConfig(CoreChecksConfig):
-    creep: CreepConfig
-    rate: RateConfig
-    no_progress: NoProgressConfig
-    scale: ScaleConfig
-    weights: ScanConfig
-    optimizer: ScanConfig
-    replicas: Every
-    norms: NormsConfig
-
-
-def named(name: str) -> ChecksConfig:
-    return read(ChecksConfig, option("checks", name), "checks")

@@ -10,8 +10,8 @@ from statistics import fmean, median, stdev
 from typing import NamedTuple
 
 from resilient_train.core.checks import IN_CHECKPOINT, REMEMBERED
-from resilient_train.extensions.checks.best import Rise
 from resilient_train.ground.types import Vitals
+from resilient_train.parts.best import Rise
 
 _TREND = 32  # accepted updates that show a trend of losses and gradient norms
 _RECENT_STEPS = 64  # a rise of the learning rate within these may be the cause of trouble

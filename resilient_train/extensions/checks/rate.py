@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from math import inf, sqrt
 from statistics import fmean, median, median_high, pstdev
 from typing import ClassVar
 
-from resilient_train.core.checks import Check, Checks, References
+from resilient_train.core.checks import Check, References
 from resilient_train.core.episode import Reference, Standing, falls, line
 from resilient_train.core.loss import FEW, Alarm, Level, deviation, without_top
-from resilient_train.extensions.checks.best import BestLevel, Experiment
 from resilient_train.extensions.checks.config import (
-    ChecksConfig,
     CreepConfig,
     NoProgressConfig,
     RateConfig,
@@ -260,29 +257,3 @@ class ScaleCollapse(Check):
         if self._times >= _STUCK:
             return fact("scale_stays", scale=scale, times=self._times)
         return fact("scale_fell", scale=scale) if scale < self.config.lowest else None
-
-
-@dataclass(frozen=True)
-class Panel:
-    """The checks, and those of them that others ask as well."""
-
-    checks: Checks
-    best: BestLevel
-    no_progress: NoProgress
-    experiment: Experiment
-
-    @classmethod
-    def of(cls, config: ChecksConfig) -> Panel:
-        level, best = Level(config.jump), BestLevel(config.jump)
-        no_progress, experiment = NoProgress(config.no_progress), Experiment(config.limit)
-        checks = Checks(
-            config,
-            level,
-            best=best,
-            experiment=experiment,
-            no_progress=no_progress,
-            rate=RateRise(config.rate),
-            creep=Creep(config.creep, level),
-            scale=ScaleCollapse(config.scale),
-        )
-        return cls(checks, best, no_progress, experiment)

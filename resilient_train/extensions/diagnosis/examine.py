@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from resilient_train.core.mark import Marks
 from resilient_train.core.randomness import Seeds
 from resilient_train.core.tree import leaves
-from resilient_train.durable.trees import rebuilt
+from resilient_train.data.trees import rebuilt
 from resilient_train.extensions.diagnosis import rows, verdict
 from resilient_train.extensions.diagnosis.frames import Layers, Output, floating, statistics
 from resilient_train.extensions.diagnosis.replay import Replay
 from resilient_train.extensions.diagnosis.verdict import Observations
 from resilient_train.extensions.scans.layout import nonfinite
-from resilient_train.extensions.scans.modes import Attributes
 from resilient_train.ground.errors import ConfigError
 from resilient_train.ground.types import Diagnosis
 from resilient_train.ground.wording import blamed, say
+from resilient_train.parts.modes import Attributes
 
 _DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _TITLES = ("layer", "class", "output", "from", "to", "not finite", "gradient there")

@@ -19,19 +19,19 @@ from torch.optim import Optimizer
 from resilient_train.core import randomness
 from resilient_train.core.checks import Checks
 from resilient_train.core.episode import Reference
-from resilient_train.core.protocols import NewRegime
+from resilient_train.core.protocols import Diagnoser, NewRegime
 from resilient_train.core.ring import Ring, Snapshot
 from resilient_train.core.state import RunState, copy_pairs, is_pair
 from resilient_train.core.transaction import Transaction, Update
 from resilient_train.core.tree import Share, is_sharded, local_part
 from resilient_train.data.samples import Samples
 from resilient_train.data.stream import Key
-from resilient_train.extensions.checks.best import LEARNED
 from resilient_train.extensions.checks.history import FEW, WILD, Leap, PastUpdate, UpdateHistory
 from resilient_train.extensions.diagnosis import rows as by_rows
 from resilient_train.extensions.diagnosis import verdict
 from resilient_train.extensions.diagnosis.search import NONFINITE, Search
 from resilient_train.ground.types import (
+    OF_THE_LOSS,
     SPIKES,
     Anomaly,
     Cause,
@@ -43,9 +43,9 @@ from resilient_train.ground.types import (
     by_signal,
     fact,
 )
+from resilient_train.parts.best import LEARNED
 from resilient_train.processes.world import World
 
-OF_THE_LOSS = (Signal.LOSS_SPIKE, Signal.DIVERGENCE, Signal.NOT_RECOVERED)
 _OF_THE_RATE = (
     *OF_THE_LOSS,
     Signal.GRAD_SPIKE,
@@ -67,12 +67,8 @@ _NORM, _LOSS = attrgetter("norm"), attrgetter("loss")
 _FAR_ABOVE = 100.0  # times what three of four rows do not exceed, or times the least of the first updates
 
 
-class ChangedOnPurpose(NewRegime):
-    """The loss, the model, the data or the weights were changed on purpose."""
-
-
 @dataclass
-class Explainer:
+class Explainer(Diagnoser):
     """Finds the cause of an anomaly, trying the cheapest way first. Every rank makes each of these calls."""
 
     world: World
@@ -159,7 +155,7 @@ class Explainer:
         return verdict.on_bad_rows(*by_rank) if any(by_rank) else None
 
     def _damage(self, anomaly: Anomaly, history: Sequence[Incident]) -> Diagnosis:
-        """What is wrong with weights or moments: the worst that any rank has found. Raises ChangedOnPurpose."""
+        """What is wrong with weights or moments: the worst that any rank has found. Raises NewRegime."""
         if anomaly.signal is Signal.WEIGHTS_JUMP and not anomaly.ranks:
             self._require_worse_weights(anomaly)
         verified = self.ring.verified_until(anomaly.since)
@@ -180,11 +176,11 @@ class Explainer:
             return Diagnosis(Cause.OPTIMIZER, fact("again_after_rewind") + found.advice)
         return found
 
-    def check_first_updates(self, vitals: Vitals, inputs: Sequence[Any]) -> Anomaly | None:
+    def noticed(self, update: Transaction, vitals: Vitals) -> Anomaly | None:
         """Look for bad rows, once, where the first updates differ wildly: clipping or normalization hides such rows."""
         if vitals.step > _FIRST_UPDATES or not vitals.accepted or not self.samples.rows:
             return None
-        self._first_sizes[vitals.start] = by_rows.largest(inputs)  # it stays on the device
+        self._first_sizes[vitals.start] = by_rows.largest(update.inputs)  # it stays on the device
         if vitals.step < _FIRST_UPDATES:
             return None
         wildest, known = self.updates.wildest()
@@ -304,7 +300,7 @@ class Explainer:
                 is_new = bool(later) and min(later) - usual > _MIN_SHARE_OF_UPDATE * rise
         if is_new:  # the data is like that from here on
             what = fact("risen_at_verified", was=usual, now=median(bad), is_of_later=True)
-            raise ChangedOnPurpose(what, usual + LEARNED * (median(bad) - usual))
+            raise NewRegime(what, usual + LEARNED * (median(bad) - usual), is_on_purpose=True)
         return Diagnosis(Cause.DATA, fact("bad_labels", usual=usual, loss=median(bad)))
 
     @contextmanager
@@ -323,15 +319,15 @@ class Explainer:
                 copy_pairs(now)
 
     def _require_same_losses(self, trusted: Sequence[PastUpdate], was: float, rise: float) -> None:
-        """Raise ChangedOnPurpose if samples have lost the loss of these weights: no update or rate can do that."""
+        """Raise NewRegime if samples have lost the loss of these weights: no update or rate can do that."""
         assert self.search is not None
         with self.samples.as_of_now():
             risen = [self.search.loss_at(one.start) - one.loss for one in trusted]
         if median(risen) > _MIN_SHARE_OF_UPDATE * rise:
-            raise ChangedOnPurpose(fact("risen_at_verified", was=was, now=was + rise))
+            raise NewRegime(fact("risen_at_verified", was=was, now=was + rise), is_on_purpose=True)
 
     def _require_old_losses(self, refused: Anomaly) -> None:
-        """Raise ChangedOnPurpose if at verified weights a refused update has company: samples from before it."""
+        """Raise NewRegime if at verified weights a refused update has company: samples from before it."""
         verified = self.ring.verified_until(refused.since)
         trusted = self.updates.around(verified[0].step)[1] if verified else []
         if self.search is None or not self.samples.rows or not trusted:
@@ -342,14 +338,14 @@ class Explainer:
                 self._require_same_losses(trusted, was, now - was)
 
     def _require_worse_weights(self, jump: Anomaly) -> None:
-        """Raise ChangedOnPurpose if the loss fell far from one update to the next, as it does by no damage."""
+        """Raise NewRegime if the loss fell far from one update to the next, as it does by no damage."""
         newest, before = self.updates.around(jump.since)
         losses = [*map(_LOSS, (*before, *newest))]
         for place in range(2, len(losses) - 1):
             earlier, later = losses[:place], losses[place:]
             if 0 <= _FAR_LOWER * max(later) < min(earlier):
                 was = median(earlier)
-                raise ChangedOnPurpose(fact("fell", was=was, now=median(later)), was)
+                raise NewRegime(fact("fell", was=was, now=median(later)), was, is_on_purpose=True)
 
 
 def of_state(

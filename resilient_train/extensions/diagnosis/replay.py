@@ -17,12 +17,12 @@ from resilient_train.core import randomness
 from resilient_train.core.mark import Marks
 from resilient_train.core.randomness import Seeds
 from resilient_train.core.tree import is_sharded, local_part
-from resilient_train.durable.trees import rebuilt
+from resilient_train.data.trees import rebuilt
 from resilient_train.extensions.diagnosis.frames import Layers
 from resilient_train.extensions.diagnosis.microscope import Microscope, Origin
-from resilient_train.extensions.scans.modes import Attributes, Saved
 from resilient_train.ground.errors import in_one_line
 from resilient_train.ground.types import Facts
+from resilient_train.parts.modes import Attributes, Saved
 
 
 @dataclass(frozen=True, slots=True)

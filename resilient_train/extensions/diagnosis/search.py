@@ -48,9 +48,9 @@ class Search:
     samples: Samples
     world: World
     beat: Callable[[], None]  # called after every replay: a search takes longer than the watchdog allows an update
+    tried: set[tuple[str, int, str]]  # operations that were patched, or cannot be
 
     def __post_init__(self) -> None:
-        self.tried: set[tuple[str, int, str]] = set()  # operations that were patched, or cannot be
         self._spiked: dict[int, set[int]] = {}  # rows that made the loss or the gradient jump: starts of those updates
 
     def diagnose(self, anomaly: Anomaly, refused: Transaction, history: History) -> Diagnosis | None:

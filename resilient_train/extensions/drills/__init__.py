@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from resilient_train.core.protocols import Hook
-from resilient_train.core.ring import Ring
-from resilient_train.core.state import RunState
+from resilient_train.core.protocols import Extension, Hook
 from resilient_train.core.transaction import Transaction
 from resilient_train.extensions.drills.faults import (
     BadMoments,
@@ -32,6 +30,7 @@ from resilient_train.extensions.drills.faults import (
 )
 from resilient_train.ground.errors import ConfigError
 from resilient_train.ground.wording import log
+from resilient_train.parts.run import Run
 
 # fmt: off
 __all__ = [
@@ -50,7 +49,7 @@ class UpdatePlace:
     rank: int
 
 
-class Drill:
+class Drill(Extension):
     """Injects faults into a run: `Drill([NanBatch(at=[100], rank=1)], ...)`. All ranks journal a firing at the same
     point, before it acts: so `fired` may wait for the other ranks.
     """
@@ -67,6 +66,13 @@ class Drill:
         self._has_fired, self._fired = has_fired, fired
         self._struck: dict[int, int] = {}  # the tick at which each fault struck last
         self._checked: set[str] = set()  # kinds of things that were checked for something to spoil
+
+    def build(self, run: Run) -> None:
+        hook = DrillHook(self, run)
+        run.hooks.insert(0, hook)
+        run.updater.clipper.changes.append(hook.on_gradients)
+        if run.backend.objective is not None:
+            run.backend.objective.changes.append(hook.on_loss)
 
     def wrapped(self, dataset: Any) -> Any:
         """Return the data set with its bad rows; the data set itself if the drill has none."""
@@ -151,21 +157,21 @@ class Drill:
 
 
 class DrillHook(Hook):
-    def __init__(self, drill: Drill, state: RunState, ring: Ring, rank: int, settle: Callable[[], bool]) -> None:
-        self._drill, self._state, self._ring, self._rank, self._settle = drill, state, ring, rank, settle
-        self._place = UpdatePlace(0, 0, rank)  # of the newest update
+    def __init__(self, drill: Drill, run: Run) -> None:
+        self._drill, self._run = drill, run
+        self._place = UpdatePlace(0, 0, run.world.rank)  # of the newest update
 
     def before_update(self) -> None:
-        if self._drill.strikes_at(self._state.clock.tick + 1):
-            self._settle()  # a fault strikes once: what the last update holds could drop the next one
+        if self._drill.strikes_at(self._run.state.clock.tick + 1):
+            self._run.settle()  # a fault strikes once: what the last update holds could drop the next one
 
     @contextmanager
     def around_compute(self, update: Transaction) -> Iterator[None]:
-        self._place = UpdatePlace(update.tick, update.step, self._rank)
+        self._place = UpdatePlace(update.tick, update.step, self._run.world.rank)
         if len(update.inputs) == 1:
             if self._drill.strikes_at(update.tick):
-                self._ring.copier.before_change()  # a device may still be copying what it spoils
-            self._drill.between_updates(self._place, self._state.model, self._state.optimizers)
+                self._run.ring.copier.before_change()  # a device may still be copying what it spoils
+            self._drill.between_updates(self._place, self._run.state.model, self._run.state.optimizers)
         update.inputs[-1] = self._drill.on_batch(self._place, update.inputs[-1])
         yield
 
@@ -182,4 +188,4 @@ class DrillHook(Hook):
     @property
     def _is_computing(self) -> bool:
         """Whether the newest update is being computed. Later its faults do not strike replays and trials."""
-        return self._place.tick == self._state.clock.tick + 1
+        return self._place.tick == self._run.state.clock.tick + 1

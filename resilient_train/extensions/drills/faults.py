@@ -22,7 +22,7 @@ from torch.utils.data import IterableDataset
 
 from resilient_train.core.randomness import preserved
 from resilient_train.core.tree import local_part
-from resilient_train.durable.trees import rebuilt
+from resilient_train.data.trees import rebuilt
 from resilient_train.ground.errors import ConfigError, unusable
 from resilient_train.ground.reader import check, is_list, limited, mapping, no_such, read
 from resilient_train.ground.wording import counted

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
 from resilient_train.core.checks import Checks
 from resilient_train.core.copies import Stateful
+from resilient_train.core.loss import Every
 from resilient_train.core.mark import Mark, Marks
+from resilient_train.core.protocols import Examiner, Extension, Hook
 from resilient_train.core.state import Clock
 from resilient_train.core.transaction import Transaction
 from resilient_train.core.tree import Tree, leaves
 from resilient_train.core.vitals import Sent
+from resilient_train.extensions.checks.config import NormsConfig, ScanConfig
 from resilient_train.extensions.scans.layout import nonfinite
 from resilient_train.extensions.scans.scans import Scans
 from resilient_train.ground.types import Anomaly, Facts, Signal, fact
+from resilient_train.parts.run import Run
 from resilient_train.processes.world import World, odd_ones
 
 _APART = 1e-5  # relative difference between replicas: far above rounding, far below what a scan reports
@@ -31,7 +36,7 @@ class _Launched(NamedTuple):
     sent: Sent  # the largest over all ranks
 
 
-class Examination:
+class Examination(Examiner):
     def __init__(
         self,
         world: World,
@@ -175,3 +180,26 @@ def _all_finite(batches: Iterable[Any]) -> bool:
     """Whether batches of any shape hold no NaN or infinity. Waits for the device."""
     tensors = [leaf for leaf in leaves(list(batches)) if isinstance(leaf, torch.Tensor)]
     return all(bool(one.isfinite().all()) for one in tensors if one.is_floating_point() or one.is_complex())
+
+
+class StateScans(Extension, Hook):
+    """Scans of weights, moments, replicas and running statistics."""
+
+    settings = MappingProxyType(
+        {"weights": ScanConfig, "optimizer": ScanConfig, "replicas": Every, "norms": NormsConfig}
+    )
+
+    def build(self, run: Run) -> None:
+        self._run, optimizers = run, run.updater.optimizers
+        scans = run.scans = Scans(run.settings, run.backend.bare, optimizers, run.own_weights)
+        observes, kept = run.policy.observe, run.state.kept
+        self._examination = Examination(run.world, run.clock, run.checks, scans, run.marks, kept, observes=observes)
+        run.examiner = self._examination
+        run.hooks.append(self)
+        self._is_over = False
+
+    def accepted(self, update: Transaction) -> None:
+        """Learn from the first healthy update of a process what is usual in its batches."""
+        if not self._is_over and (self._run.clock.step == 1 or not self._run.checks.knows_usual_batches):
+            self._examination.learn_usual_batches(update.inputs)
+        self._is_over = True

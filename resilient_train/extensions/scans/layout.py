@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from resilient_train.core.tree import Tree, is_sharded, local_part, sharding_of
-from resilient_train.durable.trees import sorted_leaves
+from resilient_train.data.trees import sorted_leaves
 from resilient_train.extensions.scans.weights import Moment, Weight
 from resilient_train.ground.types import Facts, fact
 

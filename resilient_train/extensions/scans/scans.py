@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from resilient_train.core import protocols
 from resilient_train.core.loss import Every
 from resilient_train.core.tree import Tree
-from resilient_train.extensions.checks.config import ChecksConfig
 from resilient_train.extensions.scans.layout import Layout, digest
 from resilient_train.extensions.scans.modes import NormStatistics
 from resilient_train.extensions.scans.weights import KEPT, Found, Moments, Scan, Weights
@@ -44,7 +44,7 @@ class _Row(NamedTuple):
 _NOTHING: tuple[int, list[_Row]] = (-1, [])
 
 
-class Scans:
+class Scans(protocols.Scans):
     """Looks at weights, buffers, optimizer state and the statistics of normalization layers, at their own intervals.
 
     `measure` launches a few kernels and waits for nothing; `judge` gets the numbers later and is plain arithmetic.
@@ -53,7 +53,7 @@ class Scans:
 
     def __init__(
         self,
-        config: ChecksConfig,
+        config: Any,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         unreplicated: Collection[str] | None = None,

@@ -9,23 +9,26 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
+from resilient_train.core.checks import Check
+from resilient_train.core.loss import Level
 from resilient_train.core.mark import Mark
-from resilient_train.core.policy import Policy
-from resilient_train.core.protocols import Hook, Store
-from resilient_train.core.recovery import Recovery
-from resilient_train.core.remedies import remedy
+from resilient_train.core.policy import actions_of, each_of
+from resilient_train.core.protocols import Effect, Extension, Hook
+from resilient_train.core.remedies import Case, Remedy, RunControl, applicable, limited, remedy
 from resilient_train.core.ring import Ring, Snapshot
 from resilient_train.core.transaction import Transaction
 from resilient_train.core.tree import local_part
 from resilient_train.core.vitals import mean, scalar
-from resilient_train.extensions.computation import BatchErrors, Computation
-from resilient_train.extensions.remedies import (
+from resilient_train.extensions.checks.config import NoProgressConfig
+from resilient_train.extensions.checks.rate import NoProgress
+from resilient_train.extensions.trials.arithmetic import (
     JUDGED,
     Arm,
     best_arm,
@@ -38,8 +41,7 @@ from resilient_train.extensions.remedies import (
     on_its_way,
     table,
 )
-from resilient_train.extensions.run_parts import RunParts
-from resilient_train.ground.errors import StorageFailed, TrainError, in_one_line
+from resilient_train.ground.errors import StorageFailed, TrainError, in_one_line, unusable
 from resilient_train.ground.types import (
     NO_LIMIT,
     OUTSIDE,
@@ -54,8 +56,10 @@ from resilient_train.ground.types import (
     fact,
 )
 from resilient_train.ground.wording import counted, log, say
+from resilient_train.parts.run import Run
 from resilient_train.processes.world import is_out_of_memory
 
+_TRIABLE = ("tighten_clip", "limit_update", "raise_eps")  # not lower_lr, which nearly always looks better for a while
 _FAILED, _ENDS = 1, 2  # what ranks tell each other: this arm failed, or the trial has to end
 _LONGEST_RACE = 48  # updates of an arm in a short run
 _USUAL_INTERVAL = 25  # updates between two snapshots
@@ -76,33 +80,77 @@ class Faster(NamedTuple):
     left: float = 1.0  # of the norm of the weights
 
 
-class Trials:
+def _arms(key: str, nodes: Any) -> tuple[tuple[Action, ...], ...]:
+    return each_of(_arm, key, nodes, "must be a list of at least two arms, such as [[tighten_clip], [raise_eps]]", 2)
+
+
+def _arm(key: str, nodes: Any) -> tuple[Action, ...]:
+    actions = actions_of(key, nodes)
+    if odd := sorted({action.remedy for action in actions} - {*_TRIABLE}):
+        raise unusable(key, f"{odd[0]} cannot be tried: what can is {', '.join(_TRIABLE)}")
+    return actions
+
+
+@dataclass(frozen=True)
+class Trial(Remedy):
+    """Try several remedies from the same state on the same samples, and apply those of the best arm."""
+
+    order = 150
+    of: tuple[tuple[Action, ...], ...] = field(metadata={"read": _arms})  # the mildest first
+    steps: int = limited(30, at_least=1)  # updates of each arm
+
+    def settings_for(self, case: Case) -> dict[str, Any]:
+        """Leave out what makes no sense here: remedies of an arm, and arms of which nothing is left."""
+        return {"of": tuple(arm for arm in (applicable(arm, case) for arm in self.of) if arm)}
+
+    def applies(self, case: Case) -> bool:
+        arms = self.settings_for(case)["of"]
+        cost = cost_of(len(arms) * self.steps, (len(arms) + 2) * JUDGED)  # twice before the arms
+        return len(arms) > 1 and cost <= case.facts["trial_updates"]
+
+    def apply(self, run: RunControl) -> None:
+        run.extension(Trials).apply_best(self.of, self.steps)
+
+
+class Trials(Extension):
     """Tries remedies in a run whose updates can be made without its loop. All arms are judged on the same later
     samples, on which none of them was trained.
     """
 
-    def __init__(
-        self,
-        parts: RunParts,
-        computation: Computation,
-        batch_errors: BatchErrors,
-        policy: Policy,
-        planned: Callable[[], int | None],
-        stop: Callable[[], bool],
-    ) -> None:
-        """`planned` returns the steps that the run plans, if that is known; `stop` whether it was asked to stop."""
-        self._parts, self._computation, self._batch_errors = parts, computation, batch_errors
-        self._policy, self._planned, self._stop = policy, planned, stop
+    remedies = MappingProxyType({"trial": Trial})
+    settings = MappingProxyType({"no_progress": NoProgressConfig})
+
+    def checks(self, settings: Any, level: Level) -> Mapping[str, Check]:
+        self.no_progress = NoProgress(settings.no_progress)
+        return {"no_progress": self.no_progress}
+
+    def build(self, run: Run) -> None:
+        self._parts = run
         self.updates = 0  # made in trials since the beginning of the run
         self.raced_in_vain = False  # no lower rate did better where the loss stood
         # Not where updates cannot be made without the loop, or their samples not be found again.
-        self._is_possible = computation.objective is not None and parts.samples.rows > 0 and not parts.samples.is_fed
-        self.tries_rates = self._is_possible and bool(policy.rates) and not policy.observe
+        self._is_possible = run.backend.objective is not None and run.samples.rows > 0 and not run.samples.is_fed
+        run.effects.append(Effect("trials", self.state_dict, self.load_state_dict))
+        if self._is_possible and run.policy.rates and not run.policy.observe:
+            run.hooks.insert(0, RateSearch(run, self, self.no_progress))
+
+    def facts(self, diagnosis: Diagnosis, since: int, has_landed: bool) -> Mapping[str, Any]:
+        return {"trial_updates": self.left()}
+
+    def apply_best(self, arms: Sequence[Sequence[Action]], steps: int) -> None:
+        """Make `steps` updates with each of several remedies, on the same samples, and apply those that did best."""
+        controls, each = self._parts.controls, self._parts.samples.slicing.samples
+        start, stop = controls.suspects
+        best, tried = self.best_of(arms, steps, max(stop - start, 0) + steps * each)
+        incident = controls.incident
+        decision = replace(incident.decision, actions=(*incident.decision.actions, *best))
+        controls.incident = replace(incident, decision=decision, tried=tried or incident.tried)
+        controls.apply_each(best)
 
     def left(self, *, in_vain: bool = False) -> int:
         """Return how many updates trials may still make; 0 where none can be made."""
-        steps = max(self._planned() or 0, self._parts.clock.step)
-        most = self._policy.budget.trial_updates(steps, in_vain=in_vain) if self._is_possible else 0
+        steps = max(self._parts.planned() or 0, self._parts.clock.step)
+        most = self._parts.policy.budget.trial_updates(steps, in_vain=in_vain) if self._is_possible else 0
         return max(0, most - self.updates)
 
     def state_dict(self) -> dict[str, Any]:
@@ -112,12 +160,12 @@ class Trials:
         self.updates, self.raced_in_vain = int(state["updates"]), bool(state["in_vain"])
 
     def best_of(
-        self, arms: Sequence[Sequence[Action]], steps: int, run: Any, passed: int
+        self, arms: Sequence[Sequence[Action]], steps: int, passed: int
     ) -> tuple[Sequence[Action], tuple[Tried, ...]]:
         """Make `steps` updates with each arm, judged on what follows the next `passed` samples; return the best, and
         how all went. Without a trial that is the first.
         """
-        with suppress(TrialStopped), self._trial(run):
+        with suppress(TrialStopped), self._trial():
             self._fetch_judged(passed)
             before, again = self._run((), 0), self._run((), 0)
             if not before.equals(again):
@@ -128,14 +176,14 @@ class Trials:
             return arms[best], table(results, best)
         return arms[0], ()
 
-    def race(self, run: Any) -> Faster | None:
+    def race(self) -> Faster | None:
         """Try lower rates from the oldest verified state: does one overtake the run, with half its updates or fewer?
 
         Cut at the present state, a rate looks better for a while even where it was right; in this comparison it looks
         worse. The winner also has to beat the present rate from that state: some losses grow with training, whatever
         the rate. If it does not by more than age explains, it is made as old as the run, and has to be far below it.
         """
-        parts, step, first = self._parts, self._parts.clock.step, self._parts.panel.no_progress.first
+        parts, step, first = self._parts, self._parts.clock.step, self.no_progress.first
         left, verified = self.left(in_vain=self.raced_in_vain), parts.ring.verified_until(step)
         steps = min(step // 2, max(_LONGEST_RACE, left // 6))  # in a long run all rates may be tried for longer
         if not verified or verified[-1].step > step // 4 or left < 2 * cost_of(steps, JUDGED) + cost_of(1, JUDGED):
@@ -148,14 +196,14 @@ class Trials:
         recorded = made.loss if made is not None else parts.checks.loss_at(since.step + 1)  # of an earlier process
         if recorded is None:
             return None
-        with suppress(TrialStopped), self._trial(run, lifts_limits=True):
+        with suppress(TrialStopped), self._trial(lifts_limits=True):
             if not self._reproduces(recorded, since):
                 log.debug(
                     "no lower rates are tried: the loss of update %d cannot be reproduced: the data or the program "
                     "changes with each call (does __getitem__ change rows in place?)",
                     since.step + 1,
                 )
-                parts.panel.no_progress.stop()
+                self.no_progress.stop()
                 return None
             self._fetch_judged()
 
@@ -163,7 +211,7 @@ class Trials:
                 return left - self._cost >= arms * cost_of(updates, JUDGED)
 
             arms = [now := self._run((), 0)]
-            rates = [Action("lower_lr", {"factor": rate, "lasting": True}) for rate in self._policy.rates]
+            rates = [Action("lower_lr", {"factor": rate, "lasting": True}) for rate in self._parts.policy.rates]
             while rates and not fastest(arms) and is_left(steps, 2) and may_win(arms, first):
                 arms.append(self._run((rates.pop(0),), steps, since))
             slow, longer = on_its_way(arms, first), min(step // 2, 2 * steps)
@@ -199,16 +247,15 @@ class Trials:
         log.debug(
             "%s; lower rates were tried, and the current one is fine: x%.3g came to %.4g, where the run is at %.4g; "
             "that took %s, not part of the run's",
-            *(say(self._parts.panel.no_progress.evidence), lowest.cut, lowest.loss, arms[0].loss),
+            *(say(self.no_progress.evidence), lowest.cut, lowest.loss, arms[0].loss),
             counted(self._cost, "update"),
         )
 
     @contextmanager
-    def _trial(self, run: Any, *, lifts_limits: bool = False) -> Iterator[None]:
+    def _trial(self, *, lifts_limits: bool = False) -> Iterator[None]:
         """Prepare a trial and take it back. `lifts_limits`: those of the gate were learned on the way it leaves."""
-        parts, ring, attributes = self._parts, self._parts.ring, self._computation.attributes
+        parts, ring, attributes = self._parts, self._parts.ring, self._parts.backend.attributes
         self._attributes = attributes.now()
-        self._control = run
         self._made = self._forwards = 0  # updates made so far, and forwards of updates that are judged
         if (state := ring.aside()) is None:
             log.debug("no trial: a further copy of the state exceeds the memory that snapshots may take")
@@ -238,7 +285,7 @@ class Trials:
         parts = self._parts
         self._go_back(since)
         try:
-            again = self._computed(self._computation.marks.take())
+            again = self._computed(self._parts.marks.take())
         except Exception as error:
             if isinstance(error, TrainError) or parts.world.size > 1:
                 raise
@@ -255,11 +302,11 @@ class Trials:
         """Make `steps` updates with some remedies, from the state at hand, or from that of a snapshot."""
         parts = self._parts
         self._go_back(since)
-        self._computation.attributes.set(self._attributes)
-        before = self._control.effects.state_dict()
+        self._parts.backend.attributes.set(self._attributes)
+        before = self._parts.controls.effects.state_dict()
         try:
             for action in actions:
-                remedy(action).apply(self._control)
+                remedy(action).apply(self._parts.controls)
             anomalies = sum(not self._update() for _ in range(steps))
             losses = self._losses()
         except Exception as error:  # of the program, which a remedy or the weights it led to may cause
@@ -271,7 +318,7 @@ class Trials:
                 raise TrialStopped from error
             anomalies, losses = steps, (math.inf,) * len(self._judged)
         finally:
-            self._control.effects.undo_to(before)
+            self._parts.controls.effects.undo_to(before)
         return Arm(tuple(actions), anomalies, losses)
 
     def _fetch_judged(self, passed: int = 0) -> None:
@@ -292,18 +339,22 @@ class Trials:
 
     def _computed(self, mark: Mark) -> torch.Tensor:
         """Run forward and backward of the next update as in training; return the loss, NaN if something raised."""
-        parts, errors, losses = self._parts, self._batch_errors, []
-        update = parts.samples.next_update()
-        begun = Transaction(update, parts.clock.tick + 1, parts.clock.step + 1, mark)
-        self._computation.seeds.for_update(update.start)
+        run, losses = self._parts, []
+        update = run.samples.next_update()
+        begun = Transaction(update, run.clock.tick + 1, run.clock.step + 1, mark)
+        run.seeds.for_update(update.start)
         for batch in update.batches:
             begun.inputs.append(batch)
-            with errors.around_compute(begun):
+            with ExitStack() as stack:
+                for one in run.on_error:
+                    stack.enter_context(one.around_compute(begun))
                 try:
-                    loss, _ = self._computation.compute(parts.world.on_device(batch))
+                    loss, _ = run.backend.compute(run.world.on_device(batch))
                 except Exception as error:
-                    may_stand_in = parts.world.size > 1 and not is_out_of_memory(error)
-                    if not may_stand_in or (instead := errors.loss_instead(error, [begun])) is None:
+                    if run.world.size == 1 or is_out_of_memory(error):
+                        raise
+                    instead = next(filter(None, (one.loss_instead(error, [begun]) for one in run.on_error)), None)
+                    if not isinstance(instead, tuple):
                         raise
                     loss, _ = instead
             losses.append(scalar(loss))
@@ -311,22 +362,22 @@ class Trials:
         return torch.full_like(loss, math.nan) if update.failed or begun.raised else loss
 
     def _update(self) -> bool:
-        parts, marks, run = self._parts, self._computation.marks, self._control
+        parts, marks, controls = self._parts, self._parts.marks, self._parts.controls
         updater, world = parts.updater, parts.world
-        if self._stop():
+        if self._parts.stop():
             updater.agreement.ask_to_stop()
         mark = marks.take()
         loss = self._computed(mark)
         parts.ring.copier.before_change()
         attempt = updater.apply(parts.clock.step, loss)
         reduced, norm, *rest = attempt.numbers or attempt.measured.tolist()
-        is_asked = self._stop() if world.size == 1 else rest[int(updater.scaler is not None)] > 0
+        is_asked = self._parts.stop() if world.size == 1 else rest[int(updater.scaler is not None)] > 0
         if is_asked:
             raise TrialStopped
         if is_landed := updater.gate.admits(reduced, norm):
             parts.clock.step += 1
             updater.accept(parts.clock.step)
-            run.advance(was_limited=attempt.is_limited)
+            controls.advance(was_limited=attempt.is_limited)
         else:
             marks.undo(mark, keeps_scale=True)
         marks.release(mark)
@@ -337,13 +388,13 @@ class Trials:
 
     def _losses(self) -> tuple[float, ...]:
         """Measure the losses of the later updates, averaged over the ranks. Each micro-batch frees its graph."""
-        parts, made_by, losses = self._parts, self._computation, []
+        parts, made_by, losses = self._parts, self._parts.backend, []
         is_sharded = parts.state.is_sharded  # before a forward, which may leave no weight sharded
         assert made_by.objective is not None
         for start, batches in self._judged.items():
             made, trouble = [], 0
             try:
-                made_by.seeds.for_update(start)
+                parts.seeds.for_update(start)
                 for batch in batches:
                     loss, _ = made_by.objective(made_by.bare, parts.world.on_device(batch))
                     if is_sharded:  # only a backward makes every rank drop the weights of the others again
@@ -358,57 +409,47 @@ class Trials:
                 log.debug("an arm of a trial failed: %s", in_one_line(error))
             self._forwards += 1
             parts.beat()
-            if (agreed := -parts.world.least(-float(_ENDS if self._stop() else trouble))) >= _ENDS:
+            if (agreed := -parts.world.least(-float(_ENDS if self._parts.stop() else trouble))) >= _ENDS:
                 raise TrialStopped
             losses.append(torch.full((), math.inf, device=parts.world.device) if agreed else mean(made))
         return tuple(parts.world.mean(torch.stack(losses)).tolist())
 
 
 class RateSearch(Hook):
-    def __init__(
-        self,
-        parts: RunParts,
-        recovery: Recovery,
-        run: Any,
-        trials: Trials,
-        store: Store,
-        settle: Callable[[], bool],
-    ) -> None:
-        self._parts, self._recovery, self._run, self._trials, self._store = parts, recovery, run, trials, store
-        self._settle = settle
+    def __init__(self, run: Run, trials: Trials, check: NoProgress) -> None:
+        self._run, self._trials, self._check = run, trials, check
 
     def before_update(self) -> None:
         """Look where the loss stands; not while an incident is open, nor around a declared change."""
-        step, checks, panel = self._parts.clock.step, self._parts.checks, self._parts.panel
+        step, checks = self._run.clock.step, self._run.checks
         if checks.episode.is_open or step in checks.declared:
             return
-        if panel.no_progress.asks(step, self._travelled) and self._settle():
+        if self._check.asks(step, self._travelled) and self._run.settle():
             self.search()
 
     def _travelled(self) -> float:
-        return travelled(self._parts.ring, self._parts.world.least)
+        return travelled(self._run.ring, self._run.world.least)
 
     def search(self) -> None:
-        recovery, parts, trials, controls = self._recovery, self._parts, self._trials, self._recovery.controls
-        check, log = parts.panel.no_progress, recovery.incident_log
-        step, started, before = parts.clock.step, time.perf_counter(), trials.updates
-        found = trials.race(self._run)
+        run, trials, check, log = self._run, self._trials, self._check, self._run.incident_log
+        step, started, before = run.clock.step, time.perf_counter(), trials.updates
+        found = trials.race()
         was_tried = trials.updates > before
         check.tried(step, is_tried=was_tried or found is not None)
         if found is None:
             if was_tried:
-                controls.note()
+                run.controls.note()
             return
-        parts.checks.require_recovery(step, step)
-        if parts.checks.episode.is_open:
-            parts.ring.keep_reference(step)
+        run.checks.require_recovery(step, step)
+        if run.checks.episode.is_open:
+            run.ring.keep_reference(step)
         fell = fact("weights_fell", share=found.left) if found.left < 1 else ()
-        anomaly = Anomaly(Signal.NO_PROGRESS, step, parts.clock.tick, found.since, check.evidence + fell)
-        self._store.distrust(found.since)
+        anomaly = Anomaly(Signal.NO_PROGRESS, step, run.clock.tick, found.since, check.evidence + fell)
+        run.keeper.distrust(found.since)
         decision = Decision((Action("rewind"), found.cut), rung=OUTSIDE)
         diagnosis = by_signal(anomaly) if found.left == 1 else Diagnosis(Cause.OPTIMIZER, fact("decays_fast"))
         incident = replace(log.open(anomaly, diagnosis, decision), tried=found.tried)
-        recovery.carry_out(incident, (0, 0), started)
+        run.recovery.carry_out(incident, (0, 0), started)
 
 
 def _square(weight: torch.Tensor) -> float:

@@ -1,0 +1,219 @@
+"""Further remedies of the optimizer, and what those that last make of every update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import torch
+from torch.optim import Optimizer
+
+from resilient_train.core.clip import OverRanks, gradients, norm_of, scale
+from resilient_train.core.knobs import Numbers
+from resilient_train.core.protocols import Effect, Extension
+from resilient_train.core.remedies import Case, Remedy, RunControl, limited
+from resilient_train.core.updater import Lasting
+from resilient_train.ground.types import Diagnosis
+from resilient_train.parts.run import Run
+
+_FALLS = 50  # healthy updates until a limit of updates is 0.7 of what it was
+_LEAST_SHARE = 0.1  # of it: no less, or it would slow down healthy training late in a long run
+_SMALL_WEIGHT, _MOST_MOMENTUM = 0.02, 0.999
+
+
+@dataclass
+class LastingRemedies(Numbers, Lasting):
+    own: ClassVar = "over_ranks"
+    over_ranks: OverRanks | None = None  # where weights are sharded
+    share: float = 0.0  # of the norm of the weights, by which SGD may change them at first; 0: no limit
+    limited: int = 0  # healthy updates since it was set
+    decay: float = 1.0  # factor of the configured weight decay
+    mends_eps: bool = False  # an epsilon that rounds to 0 in the type of its weights is raised
+
+    @property
+    def share_now(self) -> float:
+        """It falls with the updates. Where all of them are as long as they may be, no loss comes to rest."""
+        return self.share * max(_LEAST_SHARE, math.sqrt(_FALLS / (_FALLS + self.limited)))
+
+    def advance(self) -> None:
+        self.limited += self.share > 0
+
+    def shape(self, group: Mapping[str, Any], setting: dict[str, Any], usual: Mapping[str, Any]) -> None:
+        if self.mends_eps and isinstance(setting.get("eps"), int | float):
+            # The least keeps an update small where a second moment has underflowed to zero.
+            kinds = [torch.finfo(weight.dtype) for weight in group["params"] if weight.is_floating_point()]
+            setting["eps"] = max([setting["eps"], *(math.sqrt(kind.smallest_normal * kind.eps) for kind in kinds)])
+        decay = usual.get("weight_decay")
+        if self.decay < 1 and isinstance(decay, int | float):
+            setting["weight_decay"] = decay * self.decay
+
+    def limits(self, optimizers: Sequence[Optimizer], rate: float) -> bool:
+        if self.share:  # at a lower rate, by a remedy or by the schedule, updates are shorter, too
+            groups = [group for one in optimizers for group in one.param_groups]
+            clip_to_share(groups, self.share_now * min(1.0, rate), self.over_ranks)
+        return self.share > 0
+
+
+@torch.no_grad()
+def clip_to_share(groups: Sequence[Mapping[str, Any]], share: float, over_ranks: OverRanks | None = None) -> None:
+    """Clip gradients of SGD, after all other clipping: they change the weights by a share of their norm at most.
+
+    With momentum, one gradient enters many updates. Weights near zero may grow as if they were of the size that weights
+    usually begin with.
+    """
+    trained = [group for group in groups if any(weight.grad is not None for weight in group["params"])]
+    weights = [weight for group in trained for weight in group["params"] if weight.grad is not None]
+    if not weights:
+        return
+    grads = gradients(weights)
+    norm, of_weights = norm_of(grads, over_ranks), norm_of([weight.detach() for weight in weights], over_ranks)
+    of_weights = of_weights.float().clamp(min=_SMALL_WEIGHT * math.sqrt(sum(one.numel() for one in weights)))
+    pace = max(group["lr"] / (1 - min(group.get("momentum", 0.0), _MOST_MOMENTUM)) for group in trained)
+    scale(grads, (share * of_weights / (pace * norm.float() + 1e-30)).clamp(max=1.0))
+
+
+def forget_moments(built: Mapping[Optimizer, Mapping[torch.Tensor, Mapping[str, Any]]]) -> None:
+    """Give optimizers the state that they had before their first step; most had none, Adagrad has its sums."""
+    for optimizer, states in built.items():
+        optimizer.state.clear()
+        for weight, state in states.items():
+            own = {name: one.clone(memory_format=torch.contiguous_format) for name, one in state.items()}
+            optimizer.state[weight] = own
+
+
+def built_state(optimizer: Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
+    """Return the state of an optimizer that has made none of its steps, as copies that take no memory."""
+    built: dict[torch.Tensor, dict[str, Any]] = {}
+    for weight, state in optimizer.state.items():
+        for name, one in state.items():
+            if not isinstance(one, torch.Tensor) or not one.numel() or bool((one != one.flatten()[0]).any()):
+                return {}  # it has made some
+            built.setdefault(weight, {})[name] = one.flatten()[:1].clone().expand(one.shape or (1,)).reshape(one.shape)
+    return built
+
+
+@dataclass(frozen=True)
+class ResetMoments(Remedy):
+    """Reset the optimizer's moments. Best with some re-warming: the first estimates are rough."""
+
+    order = 50
+
+    def apply(self, run: RunControl) -> None:
+        run.extension(FurtherRemedies).reset_moments()
+
+
+@dataclass(frozen=True)
+class LimitLr(Remedy):
+    """Keep the learning rate at the highest before it rose. The last one before would be lower than the schedule's."""
+
+    order = 70
+    to: float = limited(0.0, at_least=0)  # a multiple of the configured rate; 0: the highest that it had
+    leapt_to: float = limited(0.0, at_least=0)  # what the rate rose to in one step; as that falls, so does the limit
+
+    def settings_for(self, case: Case) -> dict[str, float]:
+        return {} if self.to else {"to": case.diagnosis.usual_rate, "leapt_to": case.diagnosis.leapt_to}
+
+    def applies(self, case: Case) -> bool:
+        return self.to > 0 or case.diagnosis.usual_rate > 0
+
+    def apply(self, run: RunControl) -> None:
+        run.knobs.limit_lr(self.to, self.leapt_to)
+
+
+@dataclass(frozen=True)
+class LimitUpdate(Remedy):
+    """Clip the gradient so that an update of SGD changes the weights by at most a share of their norm, which falls."""
+
+    order = 90
+    share: float = limited(0.1, above=0, at_most=1)
+
+    def settings_for(self, case: Case) -> dict[str, float]:
+        """Where updates are limited already, begin with a third of what is left of that."""
+        return {"share": min(self.share, float(f"{case.facts['share'] / 3:.2g}"))} if case.facts["share"] else {}
+
+    def applies(self, case: Case) -> bool:
+        return case.sgd
+
+    def apply(self, run: RunControl) -> None:
+        lasting = run.extension(FurtherRemedies).lasting
+        lasting.share, lasting.limited = self.share, 0
+
+
+@dataclass(frozen=True)
+class LowerDecay(Remedy):
+    """Multiply the weight decay, for the rest of the run."""
+
+    order = 95
+    factor: float = limited(0.0, at_least=0, at_most=1)
+
+    def apply(self, run: RunControl) -> None:
+        run.extension(FurtherRemedies).lasting.decay *= self.factor
+
+
+@dataclass(frozen=True)
+class MendEps(Remedy):
+    """Raise an optimizer's epsilon that its type rounds to 0, as half precision does with 1e-8."""
+
+    order = 120
+
+    def applies(self, case: Case) -> bool:
+        return any("eps_lost" in one for one in case.diagnosis.advice) and not case.facts["mends_eps"]
+
+    def apply(self, run: RunControl) -> None:
+        run.extension(FurtherRemedies).lasting.mends_eps = True
+
+
+@dataclass(frozen=True)
+class LowerLossScale(Remedy):
+    """Multiply the loss scale of half precision at once; the scaler alone lowers it update by update."""
+
+    order = 140
+    factor: float = limited(0.0625, above=0, at_most=1)
+
+    def applies(self, case: Case) -> bool:
+        return bool(case.facts["loss_scaler"])
+
+    def apply(self, run: RunControl) -> None:
+        run.extension(FurtherRemedies).lower_loss_scale(self.factor)
+
+
+class FurtherRemedies(Extension):
+    """Remedies of the optimizer that most runs never need."""
+
+    remedies = MappingProxyType(
+        {
+            "reset_moments": ResetMoments,
+            "limit_lr": LimitLr,
+            "limit_update": LimitUpdate,
+            "lower_decay": LowerDecay,
+            "mend_eps": MendEps,
+            "lower_loss_scale": LowerLossScale,
+        }
+    )
+
+    def build(self, run: Run) -> None:
+        self._run, updater = run, run.updater
+        self.lasting = lasting = LastingRemedies(updater.clipper.over_ranks)
+        self._built = {optimizer: built_state(optimizer) for optimizer in updater.optimizers}
+        updater.lasting.append(lasting)
+        restore = lasting.load_state_dict
+        run.effects.append(Effect("lasting", lasting.state_dict, restore, restore, lasting.state_dict))
+
+    def facts(self, diagnosis: Diagnosis, since: int, has_landed: bool) -> Mapping[str, Any]:
+        updater = self._run.updater
+        return {
+            "loss_scaler": updater.scaler is not None,
+            "share": self.lasting.share_now,
+            "mends_eps": self.lasting.mends_eps,
+        }
+
+    def reset_moments(self) -> None:
+        forget_moments(self._built)
+        self._run.scans.rebase()
+
+    def lower_loss_scale(self, factor: float) -> None:
+        if (scaler := self._run.updater.scaler) is not None:
+            scaler.update(scaler.get_scale() * factor)

@@ -1,0 +1,118 @@
+"""The arithmetic of trials: which arm did best, and whether a lower rate is better for good."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import ceil, inf, isclose, isfinite, sqrt
+from statistics import fmean, stdev
+
+from resilient_train.ground.types import Action, Tried
+
+JUDGED = 16  # later updates whose losses are compared
+_NOISE = 2.0  # standard errors of a mean difference
+_NEARLY_ALL, _ENOUGH = 15 / 16, 8  # of the losses that are compared, and so many at least
+_BEHIND = 0.1  # of the way that the run has come
+_SLOWER = 0.4  # the same, of an arm that is tried for longer: it had half of the updates or fewer
+_RISEN = 0.2  # of the loss
+_FAR = 0.4  # of the loss: at the same age, noise and a falling rate explain less
+_LEARNED = 0.1  # of the first loss
+_LEAST_GAIN = 0.01  # of the loss: less is no reason to change anything
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    actions: tuple[Action, ...]
+    anomalies: int  # updates that did not land
+    losses: tuple[float, ...]  # of the later updates that all arms are judged on, after it
+
+    @property
+    def loss(self) -> float:
+        return fmean(self.losses) if self.losses and all(map(isfinite, self.losses)) else inf
+
+    @property
+    def cut(self) -> float:
+        return float(self.actions[0].settings["factor"]) if self.actions else 1.0
+
+    def equals(self, other: Arm) -> bool:
+        """Whether it has the losses of another. If not after the same updates, the program keeps state of its own."""
+        pairs = zip(self.losses, other.losses, strict=True)
+        return all(isclose(one, two, rel_tol=1e-6) or (one != one and two != two) for one, two in pairs)
+
+    def risen_from(self, before: Arm) -> Arm:
+        """Count one anomaly more if its loss has risen: then something is broken, though every update landed."""
+        return replace(self, anomalies=self.anomalies + is_lower(before, self, _RISEN))
+
+
+def table(arms: Sequence[Arm], won: int) -> tuple[Tried, ...]:
+    return tuple(Tried(one.actions, one.anomalies, one.loss, place == won) for place, one in enumerate(arms))
+
+
+def best_arm(arms: Sequence[Arm]) -> int:
+    """Return the place of the arm with the fewest anomalies, then the lowest loss; of equals the first, the mildest."""
+    least = min(one.anomalies for one in arms)
+    left = [place for place, one in enumerate(arms) if one.anomalies == least]
+    return next((one for one in left if not any(is_lower(arms[place], arms[one]) for place in left)), left[0])
+
+
+def fastest(arms: Sequence[Arm]) -> int:
+    """Return the place of the lowest loss, of equals the highest rate; 0, the arm left as it is, if none is ahead."""
+    least = min(one.anomalies for one in arms)
+    ahead = [place for place, one in enumerate(arms) if one.anomalies == least and is_lower(one, arms[0])]
+    best = min(ahead, key=lambda place: arms[place].loss, default=0)
+    close = [place for place in ahead if not is_lower(arms[best], arms[place])]
+    return max(close, key=lambda place: arms[place].cut, default=0)
+
+
+def holds(arm: Arm, control: Arm, now: Arm, first: float) -> bool:
+    """Say whether a lower rate also beats the present one, which made as many updates from the same state: `control`.
+
+    Where a loss grows with training, younger states look better than `now`: it has to gain more, unless none learned.
+    """
+    if arm.anomalies > control.anomalies or not is_lower(arm, control) or not learns(arm, first):
+        return False
+    if not learns(control, first):
+        return True
+    by_age = now.loss - control.loss if isfinite(now.loss) else 0.0
+    return control.loss - arm.loss > by_age
+
+
+def is_ahead(arm: Arm, now: Arm, first: float) -> bool:
+    """Say whether an arm that is as old as the run has a far lower loss, or has learned where the run has not."""
+    has_learned = learns(arm, first) and not learns(now, first)
+    return arm.anomalies == 0 and is_lower(arm, now, _LEAST_GAIN if has_learned else _FAR)
+
+
+def learns(arm: Arm, first: float) -> bool:
+    """Say whether an arm is well below the `first` loss, which that of a GAN only stays near, at a low rate."""
+    return first - arm.loss > _LEARNED * abs(first)
+
+
+def cost_of(updates: int, forwards: int) -> int:
+    """Return what a trial costs, in updates: a forward costs about a third of one."""
+    return updates + ceil(forwards / 3)
+
+
+def may_win(arms: Sequence[Arm], first: float) -> bool:
+    """Say whether to try more where none is ahead: the first rate nearly is, or the loss is far above the `first`."""
+    now = arms[0].loss
+    is_thrown = now - first > 2 * abs(first)  # then any rate that is low enough does better
+    if len(arms) < 2 or is_thrown:
+        return True
+    return len(arms) == 2 and arms[1].loss <= now + _BEHIND * max(0.0, first - now)
+
+
+def on_its_way(arms: Sequence[Arm], first: float) -> int:
+    """Return the place of the best of the lower rates if it came most of the way from the `first` loss; else 0."""
+    best = min(range(1, len(arms)), key=lambda place: arms[place].loss, default=0)
+    return best if best and arms[best].loss <= arms[0].loss + _SLOWER * max(0.0, first - arms[0].loss) else 0
+
+
+def is_lower(arm: Arm, other: Arm, share: float = _LEAST_GAIN) -> bool:
+    """Say whether losses are lower by a share of the other's, and by more than noise: the mean, or nearly all."""
+    if not (isfinite(arm.loss) and isfinite(other.loss)):
+        return isfinite(arm.loss)
+    gains = [theirs - mine for mine, theirs in zip(arm.losses, other.losses, strict=True)]
+    noise = _NOISE * stdev(gains) / sqrt(len(gains)) if len(gains) > 1 else inf
+    is_sure = fmean(gains) > noise or sum(gain > 0 for gain in gains) >= max(_NEARLY_ALL * len(gains), _ENOUGH)
+    return is_sure and fmean(gains) > share * abs(other.loss)

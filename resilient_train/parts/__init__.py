@@ -1,0 +1,1 @@
+"""What a run is made of, as what it is: extensions build on these."""

@@ -1,0 +1,175 @@
+"""What else an update may change, and a mode of torch that user code may set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from resilient_train.core.mark import Mark
+from resilient_train.core.protocols import Buffers, Hook
+from resilient_train.core.transaction import Transaction
+from resilient_train.ground.wording import log
+
+_SET_MODE = torch.set_anomaly_enabled
+_ABSENT = object()
+_LOOKS = 5  # calls of `Attributes.now` in which those that change are looked for
+
+Saved = Sequence[tuple[dict[str, Any], str, Any]]  # attributes of modules: where, name, value
+
+
+class AnomalyMode:
+    """Turns off the NaN check of autograd: it would end a run at a NaN that the gate refuses and a replay explains."""
+
+    _open: ClassVar[int] = 0  # blocks of this process; they need not end in the order in which they began
+    _wanted: ClassVar[bool] = False  # the check, by user code
+
+    def __init__(self, backward: Callable[[Tensor], None]) -> None:
+        self._backward, self._has_warned = backward, False
+
+    @contextmanager
+    def without_nan_check(self) -> Iterator[None]:
+        """Turn the check off, also if user code turns the mode on in here, for a backward or for good."""
+        shared = AnomalyMode
+        shared._wanted |= not shared._open and torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+        if shared._wanted and torch.is_anomaly_enabled():
+            self._set_without_check(True)
+        shared._open += 1
+        torch.set_anomaly_enabled = self._set_without_check
+        try:
+            yield
+        finally:
+            shared._open -= 1
+            if not shared._open:
+                torch.set_anomaly_enabled = _SET_MODE
+                if torch.is_anomaly_enabled() and shared._wanted:  # as user code has left it
+                    _SET_MODE(True, True)
+                shared._wanted = False
+
+    def _set_without_check(self, enabled: bool, check_nan: bool = True) -> None:
+        if enabled and check_nan:
+            AnomalyMode._wanted = True
+            if not self._has_warned:
+                log.warning(_COSTLY)
+            self._has_warned = True
+        _SET_MODE(enabled, False)
+
+    def backward(self, loss: Tensor) -> None:
+        """Run backward. The objective may have set the mode itself, so it is checked again here."""
+        with self.without_nan_check():
+            self._backward(loss)
+
+
+_COSTLY = (
+    "torch.autograd anomaly mode is on: it makes each step 2 to 5 times as slow and is not needed here, because a "
+    "replay finds the line that breaks; its check for NaN is off inside the loop, since it would end the run"
+)
+
+
+class BufferWatch(Buffers):
+    """Makes the loss NaN as soon as a watched buffer is not finite. It watches those that a rewind had to restore."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._owned = [module._buffers for module in model.modules() if module._buffers]
+        self._watched: set[tuple[int, str]] = set()  # the number of the module, and the name
+
+    @contextmanager
+    def across_rewind(self) -> Iterator[None]:
+        """Watch the buffers that are not finite before a rewind and are after it. Waits for the device."""
+        broken = {place for place, buffer in self._named() if not buffer.isfinite().all()}
+        yield
+        self._watched |= {place for place, buffer in self._named() if place in broken and buffer.isfinite().all()}
+
+    def spoil(self, loss: Tensor) -> Tensor:
+        """Return the loss as it is, or NaN if a watched buffer is not finite now; the microscope sees why."""
+        for number, name in self._watched:
+            if (buffer := self._owned[number].get(name)) is not None:
+                loss = loss + (0 * buffer.detach()).sum().abs().to(loss)
+        return loss
+
+    def _named(self) -> Iterator[tuple[tuple[int, str], Tensor]]:
+        """The buffers of a type that can be not finite; those of one byte cannot be computed with."""
+        for number, own in enumerate(self._owned):
+            for name, buffer in own.items():
+                if buffer is None or buffer.layout is not torch.strided or buffer.element_size() == 1:
+                    continue
+                if buffer.is_floating_point() or buffer.is_complex():
+                    yield (number, name), buffer
+
+
+class Attributes(Hook):
+    """A model may also count its forwards, or carry a hidden state along, in plain attributes of its modules.
+
+    Those that change in the first updates are known, numbers and tensors without a graph: a replay begins with them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tables = [vars(module) for module in model.modules()]
+        self._changing: dict[tuple[int, str], dict[str, Any]] = {}  # by id of the table and name
+        self._first: dict[tuple[int, str], Any] = {}
+        self._looks = 0
+        self._noted: list[tuple[Mark, Saved]] = []  # as they were before each of the newest two updates
+        self._begun: Mark | None = None  # of the newest update, until its first forward
+
+    def around_compute(self, update: Transaction) -> AbstractContextManager[None]:
+        self._begun = update.mark if not update.losses else None
+        return nullcontext()
+
+    def forward_begins(self) -> None:
+        """Note them: the loop may have set some since it was given the batch."""
+        if self._begun is not None:
+            self._noted, self._begun = [*self._noted[-1:], (self._begun, self.now())], None
+
+    def undone(self, mark: Mark) -> None:
+        """Set back what the update that began with a mark has left not finite, for which the host waits."""
+        self.set(self.before(mark), only_lost=True)
+
+    def before(self, mark: Mark) -> Saved:
+        return next((saved for one, saved in self._noted if one is mark), ())
+
+    def now(self) -> Saved:
+        """Return those that change with the updates, as they are; tensors are not copied."""
+        if self._looks < _LOOKS:
+            self._looks += 1
+            self._look()
+        now = [(own, name, own.get(name, _ABSENT)) for (_, name), own in self._changing.items()]
+        return [one for one in now if one[2] is _ABSENT or _is_state(one[2])]
+
+    def set(self, saved: Saved, *, only_lost: bool = False) -> None:
+        for own, name, value in saved:
+            now = own.get(name)
+            if only_lost and (value is _ABSENT or not _is_state(now) or torch.as_tensor(now).isfinite().all()):
+                continue
+            if value is _ABSENT:
+                own.pop(name, None)
+            else:
+                own[name] = value
+
+    @contextmanager
+    def preserved(self, saved: Saved = ()) -> Iterator[None]:
+        """Begin with `saved`; at the end they are as they were before."""
+        own = self.now()
+        self.set(saved)
+        try:
+            yield
+        finally:
+            self.set(own)
+
+    def _look(self) -> None:
+        now = {(id(own), name): (own, one) for own in self._tables for name, one in own.items() if _is_state(one)}
+        if self._looks == 1:
+            self._first = {place: one for place, (_, one) in now.items()}
+            return
+        for place, (own, one) in now.items():
+            if self._first.get(place, _ABSENT) is not one:
+                self._changing[place] = own
+        if self._looks == _LOOKS:
+            self._first.clear()
+
+
+def _is_state(value: Any) -> bool:
+    """Say whether an attribute of a module may be a part of its state. A tensor with a graph would keep that alive."""
+    return type(value) in (int, float) or (isinstance(value, Tensor) and not value.requires_grad)
