@@ -118,7 +118,7 @@ class Controls(RunControl):
         for one in parts.extensions:
             facts |= one.facts(diagnosis, since, anomaly.landed)
         known |= {name: facts[name] for name in known.keys() & facts.keys()}  # an extension may know better
-        return Case(anomaly, diagnosis, facts, **known)
+        return Case(anomaly, diagnosis, facts=facts, **known)
 
     def snapshot(self, step: int, *, verified: bool = False) -> Snapshot | None:
         snapshot = self._parts.ring.take(step, verified=verified)

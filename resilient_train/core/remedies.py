@@ -21,7 +21,6 @@ class Case:
 
     anomaly: Anomaly
     diagnosis: Diagnosis
-    facts: Mapping[str, Any] = field(default_factory=dict)  # what remedies of extensions need to know, by name
     rewinds: bool = False  # another remedy of the same rung rewinds to a verified state
     snapshots: int = 1  # verified states that can be restored and are not newer than the anomaly's `since`
     rows: int = 0  # rows of the data set that have an index; 0: none has one
@@ -31,6 +30,7 @@ class Case:
     sgd: bool = False  # every optimizer is torch's SGD, whose updates are as large as the gradients
     loss_excess: float = 0.0  # how far the loss is above its earlier level, relative to that: 1 is twice as high
     began: int = 0  # the first tick of this process: those of the one before may have been retried
+    facts: Mapping[str, Any] = field(default_factory=dict)  # what remedies of extensions need to know
 
 
 E = TypeVar("E")

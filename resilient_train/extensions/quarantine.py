@@ -19,7 +19,7 @@ from resilient_train.durable.journal import WriteAttempts
 from resilient_train.ground.errors import unusable
 from resilient_train.ground.files import commit_text, digest_of, read_plain
 from resilient_train.ground.secrets import masked_tree
-from resilient_train.ground.types import Facts, fact
+from resilient_train.ground.types import Facts, Incident, fact
 from resilient_train.ground.wording import log, say
 from resilient_train.parts.run import Run
 
@@ -133,9 +133,7 @@ class QuarantineRows(Remedy):
         return bool(case.diagnosis.rows) and case.rows > 0 and (not case.anomaly.landed or case.rewinds)
 
     def apply(self, run: RunControl) -> None:
-        incident, diagnosis = run.incident, run.incident.diagnosis
-        reasons = {row: diagnosis.reasons.get(row, diagnosis.advice) for row in diagnosis.rows}
-        run.extension(RowsLeftOut).add(reasons, incident.anomaly.step, incident.id)
+        run.extension(RowsLeftOut).quarantine(run.incident)
 
 
 class RowsLeftOut(Extension):
@@ -163,6 +161,11 @@ class RowsLeftOut(Extension):
         directory = run.incident_log.directory
         self._list = Quarantine(directory, lambda: fingerprint(dataset), data_may_differ=run.data_may_differ)
         return dict(self._list.rows)
+
+    def quarantine(self, incident: Incident) -> None:
+        diagnosis = incident.diagnosis
+        reasons = {row: diagnosis.reasons.get(row, diagnosis.advice) for row in diagnosis.rows}
+        self.add(reasons, incident.anomaly.step, incident.id)
 
     def add(self, reasons: Mapping[int, Facts], step: int, incident: int) -> None:
         """Take rows out of the data. They are listed in quarantine.json once the journal has them."""

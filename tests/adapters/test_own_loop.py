@@ -285,7 +285,7 @@ def test_a_guard_that_could_not_be_made_leaves_its_directory_unlocked(
 ) -> None:
     """Whatever raised: a notebook has no guard to close, and its cell is run again."""
     more: dict[str, Any] = {"disk": 0, "resume": True}
-    for culprit in ("guard.AllControls", "guard.EngineGuard.__init__", "reporter.IncidentLog"):
+    for culprit in ("guard.Controls", "guard.EngineGuard.__init__", "reporter.IncidentLog"):
         with monkeypatch.context() as patched:
             patched.setattr(f"resilient_train.loop.{culprit}", lambda *_, **__: 1 // 0)
             with pytest.raises(ZeroDivisionError):

@@ -21,10 +21,10 @@ from tables import table
 from resilient_train.core.decide import decide, recent
 from resilient_train.core.knobs import MAX_EPS, MIN_CLIP, MIN_LR, Knobs, KnobValues
 from resilient_train.core.policy import Policy, parse
-from resilient_train.core.remedies import KNOWN, is_mild, remedy
+from resilient_train.core.remedies import KNOWN, Case, is_mild, remedy
 from resilient_train.durable.incident_log import IncidentLog
-from resilient_train.extensions.lasting import LastingRemedies
-from resilient_train.extensions.remedies import FullCase, Trial
+from resilient_train.extensions.optimizer_remedies import LastingRemedies
+from resilient_train.extensions.trials import Trial
 from resilient_train.ground.errors import ConfigError
 from resilient_train.ground.files import conf
 from resilient_train.ground.types import (
@@ -62,10 +62,11 @@ def unknown(anomaly: Anomaly) -> Diagnosis:
     return Diagnosis(Cause.UNKNOWN)
 
 
-ANY = FullCase(refused(9), unknown(refused(9)), snapshots=4, loss_scaler=True, rows=10_000)
+FACTS = {"loss_scaler": True, "armor": False, "share": 0.0, "mends_eps": False, "trial_updates": 0}
+ANY = Case(refused(9), unknown(refused(9)), snapshots=4, rows=10_000, facts=FACTS)
 
 
-def case_of(anomaly: Anomaly, diagnosis: Diagnosis, like: FullCase = ANY) -> FullCase:
+def case_of(anomaly: Anomaly, diagnosis: Diagnosis, like: Case = ANY) -> Case:
     return replace(like, anomaly=anomaly, diagnosis=diagnosis)
 
 
@@ -76,7 +77,7 @@ def guilty(*rows: int) -> Callable[[Anomaly], Diagnosis]:
 def met(
     policy: Policy,
     anomalies: Iterable[Anomaly],
-    can: FullCase = ANY,
+    can: Case = ANY,
     diagnose: Callable[[Anomaly], Diagnosis] = unknown,
 ) -> list[Incident]:
     """What becomes of a series, until it is given up."""
@@ -228,7 +229,7 @@ def test_a_rung_for_the_start_of_a_run(steps: list[int], expected: list[int]) ->
         (["repeat"], refused(9), [], {}, ["repeat"]),
         (["repeat"], landed(9), [], {}, []),
         (["skip", "lower_loss_scale"], refused(9), [], {}, ["skip", "lower_loss_scale"]),
-        (["skip", "lower_loss_scale"], refused(9), [], {"loss_scaler": False}, ["skip"]),
+        (["skip", "lower_loss_scale"], refused(9), [], {"facts": {**FACTS, "loss_scaler": False}}, ["skip"]),
         (["rewind", "limit_update"], landed(9), [], {"sgd": True}, ["rewind", "limit_update"]),
         (["rewind", "limit_update"], landed(9), [], {}, []),
         (
@@ -390,7 +391,9 @@ def test_shipped_policies(name: str) -> None:
 def test_a_trial_beyond_its_budget_is_passed_over(left: int, rung: int) -> None:
     """Two arms of 20 updates, and the forwards that judge them."""
     trial = {"trial": {"of": [["tighten_clip"], ["raise_eps"]], "steps": 20}}
-    (made,) = decisions(parse(default([trial], ["skip"])), [refused(1)], replace(ANY, trial_updates=left))
+    (made,) = decisions(
+        parse(default([trial], ["skip"])), [refused(1)], replace(ANY, facts={**FACTS, "trial_updates": left})
+    )
     assert made.rung == rung
 
 
@@ -525,6 +528,9 @@ class Run:
     def skip(self, updates: int | None = None) -> None:
         self.position += 1 if updates is None else updates
         self.done.append("skip")
+
+    def extension(self, kind: Any) -> Any:
+        return self
 
     def __getattr__(self, name: str) -> Any:
         return lambda *given: self.done.append(name)
@@ -678,17 +684,17 @@ def with_a_row(anomaly: Anomaly) -> Diagnosis:
 
 counts = st.integers(0, 200)
 applicables = st.builds(
-    FullCase,
+    Case,
     *(st.just(ANY.anomaly), st.just(ANY.diagnosis), st.just(False)),
     *(st.integers(0, 4), counts, counts),
-    loss_scaler=st.booleans(),
+    facts=st.booleans().map(lambda has_scaler: {**FACTS, "loss_scaler": has_scaler}),
     loss_excess=st.floats(0, float("inf")),
 )
 
 
 @settings(max_examples=80, deadline=None)
 @given(name=st.sampled_from(POLICIES), anomalies=series(), can=applicables)
-def test_decisions_are_total_and_the_same_everywhere(name: str, anomalies: list[Anomaly], can: FullCase) -> None:
+def test_decisions_are_total_and_the_same_everywhere(name: str, anomalies: list[Anomaly], can: Case) -> None:
     """Whatever happens, a policy prescribes something that applies or gives up, and every rank comes to the same."""
     made = decisions(policy_named(name), anomalies, can, with_a_row)
     assert made == decisions(policy_named(name), anomalies, can, with_a_row)
@@ -754,7 +760,7 @@ def test_a_limit_of_updates_falls_with_their_root() -> None:
     for _ in range(9001):
         shares.append(lasting.share_now)
         lasting.advance()
-    resumed.effect().restore(json.loads(json.dumps(lasting.effect().state())))
+    resumed.load_state_dict(json.loads(json.dumps(lasting.state_dict())))
     assert resumed == lasting
     assert [shares[150], shares[-1]] == pytest.approx([0.05, 0.01])
     assert shares == sorted(shares, reverse=True)
@@ -763,7 +769,7 @@ def test_a_limit_of_updates_falls_with_their_root() -> None:
 @pytest.mark.parametrize(("left", "share"), [(0.0, 0.1), (0.06, 0.02), (0.9, 0.1)])
 def test_updates_that_are_limited_already_are_limited_further(left: float, share: float) -> None:
     """The incident says by how much; never to more than the policy says."""
-    can = replace(ANY, sgd=True, share=left)
+    can = replace(ANY, sgd=True, facts={**FACTS, "share": left})
     policy = parse(default(["rewind", "limit_update"]))
     found = decide(policy, case_of(landed(9), unknown(landed(9)), can), ())
     assert [dict(one.settings) for one in found.actions if one.remedy == "limit_update"] == [{"share": share}]

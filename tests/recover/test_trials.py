@@ -308,7 +308,7 @@ def test_rows_that_cannot_be_fetched_do_not_end_a_run_in_a_trial(first: int, eac
             break
     assert (guard._controls.extension(Trials).updates > 30) is takes_place
     assert not guard.incidents
-    with guard._controls.extension(Trials)._trial(guard._controls):
+    with guard._controls.extension(Trials)._trial():
         guard._updater.groups()[0]["lr"] = 0.5  # as an optimizer may in its step
     assert guard._updater.groups()[0]["lr"] == 1e-3
 
@@ -328,7 +328,6 @@ def test_a_race_begins_with_what_followed_a_rewind(caplog: pytest.LogCaptureFixt
 def test_a_run_whose_loop_makes_the_updates_has_no_trials() -> None:
     """A loss that is handed over cannot be computed again."""
     guard = language(1.0, objective=None)
-    assert not guard._controls.extension(Trials).tries_rates
     assert guard._controls.extension(Trials).left() == 0
 
 

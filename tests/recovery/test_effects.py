@@ -12,13 +12,15 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from resilient_train import Guard
+from resilient_train.core.controls import Controls
 from resilient_train.durable.run_history import RunHistory
-from resilient_train.extensions.remedial import AllControls
+from resilient_train.extensions.optimizer_remedies import FurtherRemedies
+from resilient_train.extensions.quarantine import RowsLeftOut
 from resilient_train.ground.errors import ConfigError
 from resilient_train.ground.types import fact
 
 
-def controls() -> AllControls:
+def controls() -> Controls:
     model, data = nn.Linear(2, 1), TensorDataset(torch.zeros(64, 2), torch.zeros(64, 1))
     guard = Guard(None, model, torch.optim.SGD(model.parameters(), lr=0.1), data=data, batch_size=4, steps=16)
     return guard._controls
@@ -31,10 +33,10 @@ def plain(state: Any) -> Any:
 def test_entries_of_the_journal_add_up_to_the_whole() -> None:
     """Lists are noted by what was added, and whole after something was undone; rows stay in quarantine."""
     mine, history = controls(), RunHistory()
-    samples, before = mine._run.samples, mine.effects.state_dict()
+    samples, before = mine._parts.samples, mine.effects.state_dict()
     made: list[tuple[Callable[[], None], bool]] = [
         (lambda: samples.skip(8, 16), False),  # the first entry of a process has all
-        (lambda: mine._rows.add(dict.fromkeys((3, 9), fact("text", text="x is NaN")), 4, 1), True),
+        (lambda: mine.extension(RowsLeftOut).add(dict.fromkeys((3, 9), fact("text", text="x is NaN")), 4, 1), True),
         (lambda: samples.skip(40, 48), True),
         (lambda: mine.knobs.turn_lr(0.5), False),
         (lambda: mine.effects.undo_to(before), False),
@@ -46,7 +48,11 @@ def test_entries_of_the_journal_add_up_to_the_whole() -> None:
         history.recall({"kind": "effects_changed", "effects": changes})
         assert history.effects == plain(mine.effects.state_dict())
         assert any(changes["added"].get(name) for name in ("skipped", "quarantined")) == has_added
-    assert (mine.knobs.lr, samples.skipped.spans, [*mine.quarantined.rows]) == (1.0, [(12, 20)], [3, 9])
+    assert (mine.knobs.lr, samples.skipped.spans, [*mine.extension(RowsLeftOut)._list.rows]) == (
+        1.0,
+        [(12, 20)],
+        [3, 9],
+    )
     again = controls()
     again.effects.load_state_dict(history.effects)
     assert plain(again.effects.state_dict()) == history.effects
@@ -81,9 +87,10 @@ def test_what_was_turned_is_undone() -> None:
     before = mine.effects.state_dict()
     mine.knobs.turn_clip(0.5)
     mine.knobs.limit_lr(0.1)
-    mine.lasting.decay = 0.0
+    lasting = mine.extension(FurtherRemedies).lasting
+    lasting.decay = 0.0
     mine.effects.undo_to(before)
-    assert (mine.knobs.values, mine.lasting.decay) == (controls().knobs.values, 1.0)
+    assert (mine.knobs.values, lasting.decay) == (controls().knobs.values, 1.0)
 
 
 @pytest.mark.parametrize(

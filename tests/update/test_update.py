@@ -18,7 +18,7 @@ from resilient_train.core.clip import Clipper, clip, norm_limit
 from resilient_train.core.mark import Marks
 from resilient_train.core.state import optimizer_tree, restore_optimizer
 from resilient_train.core.updater import Attempt, Updater
-from resilient_train.extensions.lasting import built_state, clip_to_share, forget_moments
+from resilient_train.extensions.optimizer_remedies import built_state, clip_to_share, forget_moments
 from resilient_train.ground.errors import TrainError
 from resilient_train.ground.reader import ClipConfig
 from resilient_train.loop.hooks import TrainersClipper

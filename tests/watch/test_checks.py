@@ -142,7 +142,7 @@ def test_healthy_losses_raise_no_alarm(family: str, seed: int) -> None:
 
 
 def only(check: str) -> ChecksConfig:
-    config = named("off")
+    config: ChecksConfig = named("off")
     setattr(config, check, getattr(named("default"), check))
     return config
 
@@ -393,9 +393,9 @@ PAIRS = st.lists(st.tuples(NUMBERS, NUMBERS), max_size=150)
 QUICK = settings(max_examples=30, deadline=None)
 
 
-def eager() -> ChecksConfig:
+def eager() -> Any:
     """Checks that judge after a few updates."""
-    config = named("paranoid")
+    config: Any = named("paranoid")
     config.jump.warmup, config.limit.warmup, config.jump.window, config.limit.window = 8, 2, 16, 8
     config.creep.every, config.creep.blocks, config.creep.lag = 2, 4, 2
     return config

@@ -18,7 +18,7 @@ from resilient_train.extensions.armor.domains import has_value
 from resilient_train.extensions.diagnosis.frames import Line, line_of
 from resilient_train.ground.errors import in_one_line
 from resilient_train.ground.secrets import masked_tree
-from resilient_train.ground.types import Culprit, Diagnosis
+from resilient_train.ground.types import Culprit, Diagnosis, Incident
 from resilient_train.ground.wording import log
 from resilient_train.parts.run import Run
 
@@ -33,10 +33,7 @@ class PatchOperation(Remedy):
         return bool(case.facts["armor"])
 
     def apply(self, run: RunControl) -> None:
-        culprit = run.incident.diagnosis.broken
-        assert culprit is not None
-        patches = run.extension(PatchedLines).patches
-        patches.add(*patches.target(culprit))
+        run.extension(PatchedLines).patch(run.incident)
 
 
 class Patches(Armor):
@@ -104,6 +101,11 @@ class PatchedLines(Extension, OnError):
         can_patch = not has_landed and all(self._run.world.all_of(self._can_patch(diagnosis)))
         # After a line was patched an early failure does not indicate a wrong learning rate.
         return {"armor": can_patch, **({"at_start": False} if self.patches.lines else {})}
+
+    def patch(self, incident: Incident) -> None:
+        culprit = incident.diagnosis.broken
+        assert culprit is not None
+        self.patches.add(*self.patches.target(culprit))
 
     def _can_patch(self, diagnosis: Diagnosis) -> bool:
         """Say whether the line can be patched and was not; looked up only if a rung of the cause would."""
