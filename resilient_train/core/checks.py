@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from resilient_train.core.episode import Episode, Reference, ReferenceConfig, Standing
 from resilient_train.core.limit import GradLimit, LimitConfig, Refusals, loss_limit
 from resilient_train.core.loss import Alarm, Jump, JumpConfig, Level, PlainState, load, plain
+from resilient_train.ground.errors import in_one_line
 from resilient_train.ground.types import NO_LIMIT, SPIKES, Anomaly, Facts, Signal, Vitals, fact
 from resilient_train.ground.wording import log
 
@@ -103,6 +104,7 @@ class Checks:
         self.knows_usual_batches = False  # the process before has learned that
         self.declared: set[int] = set()  # steps without alarms
         self._repeats = 0  # of the newest update
+        self._unowned: dict[str, Any] = {}  # lasting state of checks that are not there any more
         self._latest: deque[float] = deque(maxlen=_LATEST)  # losses of attempted updates
         self._step = 0  # of the newest update
         for step in config.expect:
@@ -218,8 +220,13 @@ class Checks:
         if is_learned:
             self.grad_limit.learn(vitals.grad_norm)
         first, last = None, None
-        for one in self._more:
-            alarm = one.landed(step, vitals, self._reference, is_learned=is_learned)
+        for one in [*self._more]:
+            try:
+                alarm = one.landed(step, vitals, self._reference, is_learned=is_learned)
+            except Exception as error:  # a bug in a check is no reason to end a run; all ranks meet it
+                self._more.remove(one)
+                log.error("the check %s failed, and is off from here: %s", type(one).__name__, in_one_line(error))
+                continue
             if one.yields_to_jump:
                 last = last or alarm
             else:
@@ -292,21 +299,26 @@ class Checks:
     def persistent_state(self) -> dict[str, Any]:
         path = [[step, *measured] for step, measured in [*self._accepted.items()][-IN_CHECKPOINT:]]
         parts = {name: one.persistent_state() for name, one in self._lasting.items()}
-        return {**plain(self, self.persistent), "path": path, **parts}
+        return {**self._unowned, **plain(self, self.persistent), "path": path, **parts}
 
     def load_persistent_state(self, state: Mapping[str, Any]) -> None:
         load(self, self.persistent, state)
         self.knows_usual_batches = True
         self._accepted = OrderedDict((step, (loss, norm)) for step, loss, norm in state["path"])
         for name, one in self._lasting.items():
-            one.load_persistent_state(state[name])
+            if name in state:  # else it was added since
+                one.load_persistent_state(state[name])
+        self._unowned = {name: one for name, one in state.items() if name not in self.persistent_state()}
+        if self._unowned:
+            log.info("no check here knows the state of %s: it is kept as it is", ", ".join(self._unowned))
 
     def state_dict(self) -> dict[str, Any]:
         return {name: one.state_dict() for name, one in self._checks.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name, one in self._checks.items():
-            one.load_state_dict(state[name])
+            if name in state:
+                one.load_state_dict(state[name])
 
 
 def _landed(vitals: Vitals, signal: Signal, evidence: Facts, since: int) -> Anomaly:

@@ -123,6 +123,7 @@ class Vitals(NamedTuple):
     ranks: tuple[int, ...] = ()  # where it began, if only on some ranks
     stop_asked: bool = False  # on any rank: all stop together
     lr_ratio: float = 0.0  # its learning rate as a multiple of the configured one; 0: unknown
+    clipped: bool = False  # the gradient was shortened by a norm
 
 
 @dataclass(frozen=True, slots=True)

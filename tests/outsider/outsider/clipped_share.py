@@ -1,0 +1,42 @@
+"""Warns where most updates of late were clipped: the configured learning rate is not the one that is used."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from resilient_train.core.checks import Check
+from resilient_train.core.protocols import Extension
+from resilient_train.ground.reader import limited
+from resilient_train.ground.wording import log
+
+
+@dataclass
+class Settings:
+    window: int = limited(200, at_least=10)  # accepted updates
+    share: float = limited(0.9, above=0, at_most=1)
+
+
+@dataclass
+class ClippedShare(Check):
+    saved = ("lately",)  # rewinds with the run, and is in checkpoints
+
+    settings: Settings
+    lately: deque = field(default_factory=deque)
+    has_warned: bool = False
+
+    def landed(self, step, vitals, reference, *, is_learned):
+        self.lately.append(vitals.clipped)
+        if len(self.lately) < self.settings.window:
+            return
+        share = sum(self.lately) / len(self.lately)
+        self.lately.popleft()
+        if share >= self.settings.share and not self.has_warned:
+            self.has_warned = True
+            log.warning("step %d: %.0f %% of the last updates were clipped", step, 100 * share)
+        return  # an Alarm(since, evidence) would be an incident
+
+
+class ClippedShares(Extension):
+    settings = {"clipped_share": Settings}
+
+    def checks(self, settings, level):
+        return {"clipped_share": ClippedShare(settings.clipped_share)}

@@ -1,0 +1,41 @@
+"""A remedy that freezes the layers whose name begins with a word, for a number of accepted updates."""
+
+from dataclasses import dataclass
+
+from resilient_train.core.protocols import Effect, Extension, Hook
+from resilient_train.core.remedies import Remedy, limited
+
+
+@dataclass(frozen=True)
+class FreezeLayer(Remedy):
+    layer: str = ""  # as in model.named_parameters()
+    steps: int = limited(100, at_least=1)
+
+    def applies(self, case):
+        return case.rewinds or not case.anomaly.landed
+
+    def apply(self, run):
+        run.extension(FrozenLayers).freeze(self.layer, self.steps)
+
+
+class FrozenLayers(Extension, Hook):
+    remedies = {"freeze_layer": FreezeLayer}
+
+    def build(self, run):
+        self.model, self.left = run.state.model, {}  # updates for which a layer is still frozen
+        run.hooks.append(self)
+        run.effects.append(Effect("frozen_layers", lambda: dict(self.left), self.restore, self.restore))
+
+    def freeze(self, layer, steps):
+        self.restore({**self.left, layer: steps})
+
+    def restore(self, left):  # of an earlier process, or before a trial
+        for layer in {*self.left, *left}:
+            for name, weight in self.model.named_parameters():
+                if name.startswith(layer):
+                    weight.requires_grad_(layer not in left)
+        self.left = dict(left)
+
+    def accepted(self, update):
+        if self.left:
+            self.restore({layer: steps - 1 for layer, steps in self.left.items() if steps > 1})
