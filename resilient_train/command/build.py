@@ -25,8 +25,8 @@ from resilient_train.data.rows import Collate
 from resilient_train.data.samples import Slicing
 from resilient_train.durable.resume import Resume
 from resilient_train.extensions import best_weights as weights
-from resilient_train.extensions.drills import Drill, parse
-from resilient_train.ground.errors import ConfigError, in_one_line
+from resilient_train.extensions import load
+from resilient_train.ground.errors import ConfigError, in_one_line, unusable
 from resilient_train.ground.reader import checked, find
 from resilient_train.ground.wording import PROGRESS, counted, duration, log
 from resilient_train.loop.guard import Guard
@@ -86,9 +86,13 @@ def assemble(
     slicing = Slicing(config.data.batch_size, config.accelerate.gradient_accumulation_steps, world.rank, world.size)
     collate = collate_of(config)
     rows = compose.build("data.train", config.data.train)
-    faults, history = parse(config.drill, steps=config.run.steps), home.incident_log.run_history
-    drill = Drill(faults, has_fired=history.drills.__contains__, fired=history.note_drill_fired)
-    rows = drill.wrapped(rows)
+    configured = [kind for kind in load() if kind.node]
+    if config.drill.get("faults") and not any(kind.node == "drill" for kind in configured):
+        raise unusable("drill", "no extension for drills is installed")
+    history, steps = home.incident_log.run_history, config.run.steps
+    extensions = [kind.configured(getattr(config, kind.node), steps, history) for kind in configured]
+    for one in extensions:
+        rows = one.wrapped(rows)
     samples = data.samples(rows, config.data, slicing, world, seed=seed, collate=collate)
     evaluation = None
     if config.data.eval and config.data.eval.get("_target_"):
@@ -127,7 +131,7 @@ def assemble(
         seed=seed,
         data_changed=config.run.data_changed,
         disk=config.checkpoint.disk,
-        drill=drill,
+        extensions=extensions,
         home=home,
         resume=resume,
         stop=stop,

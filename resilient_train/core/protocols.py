@@ -355,6 +355,16 @@ class Extension:
 
     remedies: ClassVar[Mapping[str, type[Remedy]]] = {}  # by the names that policies use
     settings: ClassVar[Mapping[str, type]] = {}  # of its checks: dataclasses, by their names under `checks`
+    node: ClassVar[str] = ""  # of the configuration, which `configured` reads
+
+    @classmethod
+    def configured(cls, node: Any, steps: int, history: Any) -> Extension:
+        """Make it for a run of the command: `node` is its configuration, `history` a `RunHistory`."""
+        return cls()
+
+    def wrapped(self, dataset: Any) -> Any:
+        """Return what the command trains on in place of a data set."""
+        return dataset
 
     def checks(self, settings: Any, level: Level) -> Mapping[str, Check]:
         """Return its checks by their names in checkpoints; `settings` has those of all checks by name."""

@@ -28,6 +28,7 @@ DEFAULT = (
     "armor.extension:PatchedLines",
     "trials:Trials",
     "lost_device:LostDevice",
+    "drills:Drill",
 )
 
 

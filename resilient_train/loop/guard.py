@@ -175,7 +175,8 @@ class Guard(EngineGuard):
             observes=policy.observe,
             stepping=direct_steps,
         )
-        several = [kind() for kind in load()] + [one for one in (*extensions, drill) if one is not None]
+        given = [one for one in (*extensions, drill) if one is not None]
+        several = [kind() for kind in load() if not any(type(one) is kind for one in given)] + given
         checks, best = all_checks(config, several)
         home = home or place(run_dir, world, bool(resume), tracking, disk)
         incidents = home.incident_log

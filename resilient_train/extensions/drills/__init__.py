@@ -54,9 +54,11 @@ class Drill(Extension):
     point, before it acts: so `fired` may wait for the other ranks.
     """
 
+    node = "drill"
+
     def __init__(
         self,
-        faults: Sequence[Fault],
+        faults: Sequence[Fault] = (),
         *,
         has_fired: Callable[[int], bool] = lambda number: False,
         fired: Callable[[int, str, int], None] = lambda number, name, tick: None,
@@ -67,7 +69,14 @@ class Drill(Extension):
         self._struck: dict[int, int] = {}  # the tick at which each fault struck last
         self._checked: set[str] = set()  # kinds of things that were checked for something to spoil
 
+    @classmethod
+    def configured(cls, node: Any, steps: int, history: Any) -> Drill:
+        faults = parse(node, steps=steps)
+        return cls(faults, has_fired=history.drills.__contains__, fired=history.note_drill_fired)
+
     def build(self, run: Run) -> None:
+        if not self._faults:
+            return
         hook = DrillHook(self, run)
         run.hooks.insert(0, hook)
         run.updater.clipper.changes.append(hook.on_gradients)
