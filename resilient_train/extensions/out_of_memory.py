@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
+
 from resilient_train.core.protocols import Effect, Extension, OnError, Retry
 from resilient_train.core.transaction import Transaction
 from resilient_train.ground.errors import TrainError, text_of
@@ -46,6 +48,9 @@ class SmallerBatches(Extension, OnError):
         return partial(self.note_smaller, step, evidence)
 
     def note_smaller(self, step: int, reason: str) -> None:
+        """Called once nothing refers to what the forward held any more."""
+        if self._run.world.device.type == "cuda":
+            torch.cuda.empty_cache()
         self._rows = rows = self._run.samples.slicing.batch_size
         evidence = fact("smaller_batch", why=reason, rows=rows)
         found = ProcessIncident(Signal.OUT_OF_MEMORY, step, step - 1, evidence, "smaller_batch")

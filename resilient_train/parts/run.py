@@ -6,8 +6,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from resilient_train.core.controls import Controls
 from resilient_train.core.mark import Marks
 from resilient_train.core.randomness import Seeds
@@ -44,6 +42,4 @@ class Run(RunParts):
         if not self.samples.slice_as(slicing):
             return False
         self.world.accelerator.gradient_accumulation_steps = self.samples.slicing.accumulation
-        if self.world.device.type == "cuda":
-            torch.cuda.empty_cache()
         return True

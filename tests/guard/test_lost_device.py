@@ -15,7 +15,7 @@ from guarded import trained as train
 from torch import nn
 from torch.nn import functional as F
 
-from resilient_train.extensions import computation, lost_device
+from resilient_train.extensions import lost_device
 from resilient_train.loop import reporter
 from resilient_train.loop.guard import Guard
 
@@ -90,7 +90,7 @@ def lost(monkeypatch: pytest.MonkeyPatch) -> None:
     def is_lost(error: BaseException | None) -> bool:
         return isinstance(error, torch.AcceleratorError)
 
-    for room in (lost_device, computation, reporter):
+    for room in (lost_device, exceptions, reporter):
         monkeypatch.setattr(room, "is_lost_device", is_lost)
 
 

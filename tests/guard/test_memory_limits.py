@@ -17,13 +17,12 @@ from guarded import often, sums, trained
 from torch import Tensor, nn
 
 from resilient_train.data.trees import weights_sha256
-from resilient_train.extensions.out_of_memory import memory_evidence
+from resilient_train.extensions.out_of_memory import SmallerBatches, memory_evidence
 from resilient_train.ground.errors import TrainError
 from resilient_train.ground.reader import DiskConfig
 from resilient_train.ground.types import Incident
 from resilient_train.loop.arguments import policy as named
 from resilient_train.loop.guard import Guard
-from resilient_train.parts.run import Run
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -123,7 +122,7 @@ def test_what_the_forward_held_is_free_before_the_cache_is_emptied(monkeypatch: 
         return nn.functional.mse_loss(hidden, batch[1])
 
     guard = guarded(objective)
-    monkeypatch.setattr(Run, "slice_as", lambda *_: found.append(bool(held) and held[0]() is None))
+    monkeypatch.setattr(SmallerBatches, "note_smaller", lambda *_: found.append(bool(held) and held[0]() is None))
     trained(guard, 2)
     assert found == [True]
 

@@ -23,6 +23,7 @@ from resilient_train.core.knobs import MAX_EPS, MIN_CLIP, MIN_LR, Knobs, KnobVal
 from resilient_train.core.policy import Policy, parse
 from resilient_train.core.remedies import KNOWN, Case, is_mild, remedy
 from resilient_train.durable.incident_log import IncidentLog
+from resilient_train.extensions import load
 from resilient_train.extensions.optimizer_remedies import LastingRemedies
 from resilient_train.extensions.trials import Trial
 from resilient_train.ground.errors import ConfigError
@@ -62,6 +63,7 @@ def unknown(anomaly: Anomaly) -> Diagnosis:
     return Diagnosis(Cause.UNKNOWN)
 
 
+load()
 FACTS = {"loss_scaler": True, "armor": False, "share": 0.0, "mends_eps": False, "trial_updates": 0}
 ANY = Case(refused(9), unknown(refused(9)), snapshots=4, rows=10_000, facts=FACTS)
 
