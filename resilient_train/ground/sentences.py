@@ -19,7 +19,6 @@ _CAUSE = "cause {cause}< ({blamed:say})>"
 _DONE = (
     "<gave_up?gave up: {why:say}><!gave_up?{remedies:list}><took?, in {seconds:,.2f} s><!gave_up?; {lost:step} lost>"
 )
-_HANDLED = f"{_CAUSE}; {_DONE}<!gave_up?; {{outcome:outcome}}>"
 _OUTCOME = "{outcome:outcome}<; the same fault {further:more time}><outcome=recovered?; {healthy:healthy step} since><outcome=unrecovered?; {not_over:say}><gave_up?; {why:say}>"
 _BODY = f"""\
   {{evidence:say}}
@@ -47,21 +46,7 @@ gave up at {_SIGN}
 <  what to try next: {{advice:sentences}}>""",
     "outcome": f"incident {{id}}: {_OUTCOME}",
     "further": "step {now}: incident {id}; the same fault {further:more time}",
-    "sign": f"{_SIGN}<; {{evidence:say}}>",
-    "handled": _HANDLED,
-    "tag": f"{_SIGN}; {_HANDLED}",
-}
-
-# A row of the table in MLflow.
-ROW = {
-    "#": "{id}",
-    "when": "{opened:day}",
-    "step": "{step}",
-    "what": f"{_NOTICED}<reached=not?, refused>{_REACHED}",
-    "cause": "{cause}<: {where:list}>",
-    "remedy": "<gave_up?gave up: {why:say}><!gave_up?{remedies:list}>",
-    "outcome": "{outcome:outcome}",
-    "cost": "{lost:step} lost<, {seconds:,.2f} s>",
+    "line": f"incident {{id}}<, {{opened:day}}>, {_SIGN}; {_CAUSE}; {_DONE}<!gave_up?; {{outcome:outcome}}>",
 }
 
 PARTS = {
@@ -95,7 +80,7 @@ HEADLINES = {
     "recovering": "Recovering",
     "observed": "Observed only",
     "unrecovered": "Not recovered, needs attention",
-    "no_progress": "The loss <fell?hardly fell><!fell?did not fall> (it began at {first_loss:.4g} and ended at {final_loss:.4g})",
+    "no_progress": "The loss made no progress (it began at {first_loss:.4g} and ended at {final_loss:.4g})",
     "above_best": "Ended above the level of steps {from:id} to {to:id} ({loss:.4g}, now {final_loss:.4g})",
     "gave_up": "Gave up, needs attention",
     "preempted": "Stopped on request",
@@ -115,7 +100,6 @@ DETAILS = {
     "killed": f"{_WHERE}. {_IN_ALL}",
     "failed": f"{_WHERE}<: {{why}}>. {_IN_ALL}",
 }
-AGAIN = "came back earlier"  # in place of the outcome, once all is over
 
 # What to do about a run that is not all right, where the advice of its incidents does not say so.
 _POLICY = "read in the report what was tried, then try another policy or a lower learning rate"
@@ -142,16 +126,18 @@ ACTIVE = {
     "micro_batch": "micro-batches of {micro_batch:row}",
 }
 PATCHED = "patched: `{op}`, `{file}:{line:id}`"
-# What is left of a run: label and words.
+# What is left of a run, in order.
 LEFT = {
-    "drills": ("drills", "{drills}; faults on purpose need no change"),
-    "active": ("still active<over? at the end>", "{active}"),
-    "skipped": ("skipped", "{skipped:sample}"),
-    "weights": ("weights", "{weights}"),
-    "best": ("best evaluation", "{best:checkpoint}"),
-    "last_good": ("last good checkpoint", "{last_good:checkpoint}"),
-    "newest": ("newest checkpoint", "{newest:checkpoint}"),
-    "none": ("newest checkpoint", "none"),
+    "drills": "drills: {drills}; faults on purpose need no change",
+    "active": "still active<over? at the end>: {active}",
+    "skipped": "skipped: {skipped:sample}",
+    "weights": "weights: {weights}",
+    "best": "best evaluation: {best:checkpoint}",
+    "last_good": "last good checkpoint: {last_good:checkpoint}",
+    "newest": "newest checkpoint: {newest:checkpoint}",
+    "none": "newest checkpoint: none",
+    "next": "the same command {next:say}",
+    "unwritten": "nothing of this is written: with run_dir there is a report, and a way to resume",
 }
 
 RUN = {
@@ -164,7 +150,6 @@ RUN = {
     "to_change": "to change: {what}",
     "more_to_change": "to change: {count} more",
     "more": "{count} more",
-    "nothing_written": "nothing of this is written: with run_dir there is a report, and a way to resume",
     "completed": "completed {steps:step}; this process took {seconds:duration}",
     "running": " Running, {process}.",
     "lines_left_out": "{file}: {count:line} damaged and left out",
@@ -185,24 +170,14 @@ RUN = {
     "to_see": "to see it, start (it answers after half a minute)\n  {command}",
     "open": "<served?and><!served?to see it,> open\n  {url}",
     "and_more": "And {count} more.",
-    "left": "- **{label:Sentence}**: {what}\n",
 }
 
 # The description in MLflow.
 NOTE = """\
 **{headline}.**< **Do:** {things:closed}><calm? Nothing to change.> {details:Sentence}
 
-<titles?**What went wrong, and what was done**, the newest first
-
-| {titles} |
-{rule}|
-{rows:raw}
-
-><And {older} before them, in `{report}`.
-
->{left:raw}- **The same command** {next}.
-<titles?- **Full report**: `{report}` among the artifacts. Numbers link to traces.
->- **The Step axis** of the charts is the tick: attempted updates, lost ones included.
+{lines:raw}
+- the axis Step of the charts is the tick: attempted updates, lost ones included
 """
 
 

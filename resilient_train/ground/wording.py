@@ -244,6 +244,6 @@ def tags(incidents: Sequence[Incident], status: str) -> dict[str, str]:
     """Return the tags that MLflow's list of runs is filtered by; a run without incidents has only the first two."""
     found = {"resilience.status": status, "resilience.incidents": str(len(incidents))}
     if incidents:
-        found["resilience.last_incident"] = describe(incidents[-1], "tag")
+        found["resilience.last_incident"] = describe(incidents[-1], "line")
         found["resilience.cause"] = ", ".join(dict.fromkeys(one.diagnosis.cause for one in incidents))
     return found

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from importlib.metadata import entry_points
 from pathlib import Path
-from socket import gethostname
 from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import urlsplit
@@ -55,14 +54,12 @@ class UploadCursor(dict[str, Any]):
             self.note(**destination)
 
     def settle(self) -> None:
-        """Note where a run trains. In a copy of another directory, not in a moved one, it is a run of its own."""
-        here = self._directory.absolute()
-        facts = here.stat()
-        place = {"path": str(here), "host": gethostname(), "device": facts.st_dev, "inode": facts.st_ino}
-        if _is_copy(self.get("place", place), place):
+        """Note where a run trains. In a copy of a directory that is still there, it is a run of its own."""
+        here, was = str(self._directory.absolute()), self.get("place")
+        if isinstance(was, str) and was != here and Path(was, OUTBOX).exists() and not self._directory.samefile(was):
             self._forget_run()
             self["copy"] = uuid4().hex
-        self.note(place=place)
+        self.note(place=here)
 
     def note(self, **facts: Any) -> None:
         """Write down more; whatever gets lost is looked up in MLflow, or uploaded a second time to the same place."""
@@ -71,7 +68,7 @@ class UploadCursor(dict[str, Any]):
             commit_text(self._directory / MLFLOW_JSON, json.dumps(self, indent=2) + "\n")
 
     def _forget_run(self) -> None:
-        for name in ("run_id", "url", "delivered", "traced"):
+        for name in ("run_id", "url", "delivered"):
             self.pop(name, None)
 
 
@@ -81,19 +78,6 @@ def left_in(directory: Path) -> int:
         return sum(1 for _ in entries(directory / OUTBOX, UploadCursor(directory).get("delivered", 0)))
     except OSError:
         return 0
-
-
-def _is_copy(was: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
-    if was["path"] == here["path"]:
-        return False
-    with suppress(OSError):
-        there = os.stat(was["path"])
-        if there.st_ino == was["inode"] and (there.st_dev, there.st_ino) != (here["device"], here["inode"]):
-            return True  # both are there
-    if was["inode"] == here["inode"]:
-        return False
-    # A move to another disk leaves nothing behind. Devices of another host have other numbers.
-    return bool(was["host"] != here["host"] or was["device"] == here["device"])
 
 
 def lacking(directory: Path) -> str:
@@ -130,13 +114,8 @@ def url(tracking_uri: str, experiment_id: str, run_id: str) -> str | None:
     is_server = tracking_uri.startswith(("http://", "https://"))
     # A link with *** for a password opens nothing.
     root = re.sub("://[^/?#]*@", "://", tracking_uri).rstrip("/") if is_server else DEFAULT_UI
-    return f"{root}/{run_page(experiment_id, run_id)}"
-
-
-def run_page(experiment_id: str, run_id: str, page: str = "") -> str:
-    """Return the link to a page of a run (the overview, /traces, /artifacts/PATH) from others of the same server."""
     # Without the type of workflow the page comes up among the tools for language-model applications.
-    return f"#/experiments/{experiment_id}/runs/{run_id}{page}?workflowType=machine_learning"
+    return f"{root}/#/experiments/{experiment_id}/runs/{run_id}?workflowType=machine_learning"
 
 
 # Set where the user has not, in the process that uploads.
@@ -168,12 +147,11 @@ class MlflowRun:
         os.environ.update(ENVIRONMENT | os.environ)
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
-        from mlflow.tracing.client import TracingClient
 
         database = database_of(uri)
         if database is not None and not database.exists():
             _create(database)
-        self.client, self.tracing, self._say = MlflowClient(uri), TracingClient(uri), say
+        self.client, self._say = MlflowClient(uri), say
         home = run_dir.parent if database is None else database.parent
         # MLflow's own default is ./mlruns, another place for each working directory. A server has its own.
         artifacts = home.joinpath("mlartifacts").as_uri() if uri.startswith(DATABASES) else None
@@ -199,7 +177,7 @@ class MlflowRun:
             runs = [self.client.create_run(self.experiment_id, began_ms, tags, run_dir.name).info.run_id]
         if self.cursor.get("run_id") not in runs:  # a person may have deleted it
             run_id = runs[0]
-            self.cursor.note(run_id=run_id, url=url(masked(uri), self.experiment_id, run_id), delivered=0, traced=[])
+            self.cursor.note(run_id=run_id, url=url(masked(uri), self.experiment_id, run_id), delivered=0)
         self.run_id: str = self.cursor["run_id"]
 
     def send(self, call: Callable[..., object], *what: Any, **named: Any) -> None:

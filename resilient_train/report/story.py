@@ -10,7 +10,7 @@ import shlex
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import isfinite
 from pathlib import Path
@@ -23,7 +23,7 @@ from resilient_train.durable.progress import position_of
 from resilient_train.durable.run_history import Chapter, RunHistory
 from resilient_train.ground import wording
 from resilient_train.ground.files import read_json
-from resilient_train.ground.sentences import ACTIVE, AGAIN, DETAILS, HEADLINES, LEFT, PATCHED, TO_DO
+from resilient_train.ground.sentences import ACTIVE, DETAILS, HEADLINES, LEFT, PATCHED, TO_DO
 from resilient_train.ground.types import Cause, Facts, Incident, Outcome, fact
 from resilient_train.ground.wording import fill, lines_of, say
 from resilient_train.report.connection import SCHEMELESS
@@ -210,8 +210,6 @@ def _facts(group: Sequence[Incident]) -> Facts:
     return newest.advice
 
 
-Show = Callable[[Path], str]  # names a path
-
 WEIGHTS = "weights.safetensors"  # of a run that finished
 
 _MOST_ADVICE, _MOST_LEFT, _MOST_DRILLS = 5, 4, 7
@@ -224,12 +222,11 @@ def near(path: Path) -> str:
     return str(path.relative_to(here)) if path.is_relative_to(here) and path != here else str(path)
 
 
-def review(story: Story, show: Show = near) -> list[str]:
-    """Sum up a run in some twenty lines at most; `show` names a path."""
-    end = fact("nothing_written") if story.directory is None else fact("the_command", next=next_start(story))
+def review(story: Story) -> list[str]:
+    """Sum up a run in some twenty lines at most."""
     kind = "to_do" if story.status in TO_DO and not story.advice else "to_change"
     changes = shortened([say(fact(kind, what=one)) for one in things_to_do(story)], _MOST_ADVICE, "more_to_change")
-    return [": ".join(verdict(story)), *changes, *map(": ".join, left(story, show)), say(end)]
+    return [": ".join(verdict(story)), *changes, *left(story)]
 
 
 def completed(summary: Summary) -> str:
@@ -249,9 +246,7 @@ def about(story: Story) -> dict[str, Any]:
     """Return the values that sentences about a run may name."""
     incidents, summary = story.incidents, story.summary
     outcomes = Counter(one.outcome for one in incidents)
-    others: dict[str | None, int] = {one: outcomes[one] for one in _NOT_OVER if outcomes[one]}
-    if story.status in ("recovered", "above_best") and Outcome.RECURRED in others:
-        others[AGAIN] = others.pop(Outcome.RECURRED)
+    others = {one: outcomes[one] for one in _NOT_OVER if outcomes[one]}
     more = 0 if others else sum(one.further for one in incidents)
     evaluation = summary.get("eval") or {}
     last = _last(story)
@@ -272,7 +267,6 @@ def about(story: Story) -> dict[str, Any]:
         "undone": (story.tick - story.step if summary else lost) if incidents else 0,
         "odd": {name: value for name, value in evaluation.items() if str(value) in ("nan", "inf", "-inf")},
         "eval": {name: value for name, value in evaluation.items() if value is not None} or None,
-        "fell": story.status == "no_progress" and float(summary["final_loss"]) < float(summary["first_loss"]),
         "last": last and wording.about(last),
     }
 
@@ -288,15 +282,11 @@ def _last(story: Story) -> Incident | None:
     return named[-1] if named else None
 
 
-def block(chapter: Chapter) -> list[str]:
+def block(chapter: Chapter, how: str = "block") -> list[str]:
     """Describe an incident in lines: as it was printed when it was met, with its times; the last one is its outcome."""
-    return lines_of(chapter.incident, "block", opened=chapter.opened_ms, **meanwhile(chapter))
-
-
-def meanwhile(chapter: Chapter) -> dict[str, Any]:
-    """What is said of remedies that are not applied yet."""
     is_open = chapter.treated_ms is None and chapter.incident.outcome is None
-    return {"remedies": fact("being_handled")} if is_open else {}
+    handled = {"remedies": fact("being_handled")} if is_open else {}
+    return lines_of(chapter.incident, how, opened=chapter.opened_ms, **handled)
 
 
 def things_to_do(story: Story) -> list[str]:
@@ -314,25 +304,23 @@ def shortened(lines: Sequence[str], most: int, rest: str) -> list[str]:
     return [*lines[:most], say(fact(rest, count=len(lines) - most))]
 
 
-def left(story: Story, show: Show) -> list[tuple[str, str]]:
-    """Name fired drills, what differs from the configuration, and weights, each with a label; `show` names a path."""
-
-    def described(one: Checkpoint | None) -> Mapping[str, Any]:
-        return {**asdict(one), "path": show(one.path)} if one else {}
-
-    weights = story.directory / WEIGHTS if story.directory is not None else None
+def left(story: Story) -> list[str]:
+    """Name fired drills, what differs from the configuration, weights, and what the same command does, in lines."""
+    weights = story.directory / WEIGHTS if story.is_complete and story.directory is not None else None
     values = {
         "over": story.summary,
         "drills": ", ".join(shortened([*map(say, story.drills)], _MOST_DRILLS, "more")),
         "active": "; ".join(shortened(active_remedies(story.remedies), _MOST_LEFT, "more")),
         "skipped": samples_skipped(story.remedies),
-        "weights": show(weights) if story.is_complete and weights is not None and weights.is_file() else None,
-        "best": described(story.best),
-        "last_good": described(story.last_good) if story.last_good != story.newest else None,
-        "newest": described(story.newest),
+        "weights": weights if weights is not None and weights.is_file() else None,
+        "best": story.best and asdict(story.best),
+        "last_good": asdict(story.last_good) if story.last_good and story.last_good != story.newest else None,
+        "newest": story.newest and asdict(story.newest),
         "none": story.directory is not None and not (story.newest or story.is_complete or is_trainers(story)),
+        "next": story.directory is not None and next_start(story),
+        "unwritten": story.directory is None,
     }
-    return [(fill(label, values), fill(words, values)) for kind, (label, words) in LEFT.items() if values[kind]]
+    return [fill(words, values) for kind, words in LEFT.items() if values[kind]]
 
 
 def active_remedies(remedies: Mapping[str, Any]) -> list[str]:
