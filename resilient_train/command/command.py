@@ -57,15 +57,15 @@ def main() -> None:
     learn(values_of(words))
     _codes.clear()
     code = 0
-    with survive_hangup():
-        try:
-            _answer(parse(words))
-        except Exception as error:
-            code = _complain(error, words)
-        except Stopped as error:  # before there was a run
-            code = error.exit_code
-        except KeyboardInterrupt:  # the run has reported its end; the remaining jobs of a sweep are dropped
-            code = 1
+    survive_hangup()
+    try:
+        _answer(parse(words))
+    except Exception as error:
+        code = _complain(error, words)
+    except Stopped as error:  # before there was a run
+        code = error.exit_code
+    except KeyboardInterrupt:  # the run has reported its end; the remaining jobs of a sweep are dropped
+        code = 1
     worst = max([code, *_codes])
     if worst and "WORLD_SIZE" in os.environ:  # ends at once: gloo's threads would abort this process in a normal exit
         sys.stdout.flush()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import io
 import os
 import pty
 import select
@@ -22,7 +20,7 @@ from stories import incident
 
 from resilient_train.__main__ import main
 from resilient_train.command import VERBS
-from resilient_train.command.terminal import Terminal, fail_safe, survive_hangup
+from resilient_train.command.terminal import Terminal
 from resilient_train.durable.incident_log import IncidentLog
 from resilient_train.ground.wording import PROGRESS, log
 
@@ -121,40 +119,6 @@ def test_a_broken_pipe_is_left_to_the_users_code(monkeypatch: pytest.MonkeyPatch
 
 
 # ------------------------------------------------------------------------------------------------------------- streams
-
-
-class Dead(io.StringIO):
-    """A stream that has lost whoever read it; as a terminal."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.number = number
-
-    def isatty(self) -> bool:
-        return True
-
-    def write(self, text: str) -> int:
-        raise OSError(self.number, os.strerror(self.number))
-
-    def flush(self) -> None:
-        raise OSError(self.number, os.strerror(self.number))
-
-
-@pytest.mark.parametrize("number", [errno.EPIPE, errno.EIO, errno.ENOSPC], ids=errno.errorcode.get)
-def test_whatever_is_shown_on_a_terminal_that_is_gone(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    dead = Dead(number)
-    monkeypatch.setattr(sys, "stdout", dead)
-    monkeypatch.setattr(sys, "stderr", dead)
-    terminal = Terminal(is_main=True)
-    log.info("said")
-    log.error("said")
-    terminal.close()
-    with survive_hangup():
-        print("said", flush=True)
-        sys.stderr.writelines(["said"])
-        assert sys.stdout.isatty()
-    assert sys.stdout is dead
-    assert fail_safe(None) is None
 
 
 def test_a_terminal_shows_progress_now_and_then_and_the_log_file_all_of_it(
