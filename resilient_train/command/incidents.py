@@ -15,17 +15,10 @@ from resilient_train.durable.run_history import in_words
 from resilient_train.ground.errors import TrainError
 from resilient_train.ground.types import Outcome, fact
 from resilient_train.ground.wording import describe, say
-from resilient_train.report.story import Story, block, read_story, review, verdict
+from resilient_train.report.story import Story, block, read_story, review
 
 _LOOK_EVERY_S = 1.0
 _RESTARTS_WITHIN_S = 120.0  # by a launcher, which cannot be seen from here
-
-# Of a status and of an outcome.
-_COLOURS = {"clean": "green", "recovered": "green", "gave_up": "red", "failed": "red", "unrecovered": "red"}
-
-
-def _colour(word: str | None) -> str:
-    return _COLOURS.get(word or "", "yellow")
 
 
 def main(words: list[str]) -> int:
@@ -85,12 +78,10 @@ class _Shown:
     def summary(self, story: Story, damaged: int = 0) -> None:
         if self.as_json:
             return
-        words, sentences = verdict(story)
+        first, *lines = review(story)
         running = say(fact("running", process=story.process)) if story.process else ""
-        print_line((f"{words}: ", f"bold {_colour(story.status)}"), sentences + running)
-        if damaged:
-            print_line((say(fact("lines_left_out", file=JOURNAL, count=damaged)), "yellow"))
-        for line in review(story)[1:]:
+        left_out = [say(fact("lines_left_out", file=JOURNAL, count=damaged))] if damaged else []
+        for line in [first + running, *left_out, *lines]:
             print_line(line)
 
     def news(self, story: Story, last: int | None = None) -> None:
@@ -109,11 +100,7 @@ class _Shown:
             if self.as_json:
                 print(json.dumps(in_words(incident)), flush=True)
             elif is_known:
-                print_line((describe(incident, "outcome"), _colour(incident.outcome)))
+                print_line(describe(incident, "outcome"))
             else:
-                first, *lines, outcome = block(chapter)
-                print_line()
-                print_line((first, "bold"))
-                for line in lines:
+                for line in ["", *block(chapter)]:
                     print_line(line)
-                print_line((outcome, _colour(incident.outcome)))

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import platform
 import socket
-import subprocess
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -42,9 +39,9 @@ from resilient_train.ground.errors import (
     in_one_line,
 )
 from resilient_train.ground.files import commit_text, is_left_over, read_plain, siblings, sweep, sync_directory
-from resilient_train.ground.secrets import masked, masked_tree
+from resilient_train.ground.secrets import masked
 from resilient_train.ground.types import Action, Anomaly, Decision, Signal, by_signal, fact
-from resilient_train.ground.wording import GOOD, IN_FILE_ONLY, WARNING, counted, log, say
+from resilient_train.ground.wording import IN_FILE_ONLY, counted, log, say
 from resilient_train.loop.reporter import Place, finish_uploads, note_error, print_review, write_summary
 from resilient_train.processes.process_exit import StopRequests, has_lost_sibling
 from resilient_train.processes.watchdog import Hang, Phase, Watchdog
@@ -56,11 +53,8 @@ from resilient_train.report.tracker import Tracker
 
 _HOME = Path("runs")  # of MLflow's database, if no other store is configured
 _BEHIND_WATCHDOG_S = 60.0  # the watchdog reports a hang better than a collective that fails
-_ALERTS = {"gave_up": "gave_up", "failed": "error"}  # the events of notify.command, by the verdict
-_ALERTS |= dict.fromkeys(("unrecovered", "no_progress", "above_best"), "not_recovered")
 # Of a summary, if a resume fails.
 _KEPT = ("steps", "ticks", "steps_lost", "trial_updates", "first_loss", "final_loss", "eval")
-_ALERT_S = 30.0
 _LOADER = "torch/utils/data/dataloader.py"
 _FOR_OTHERS_S = 1.2  # seconds in which the watchdogs of other ranks look at their clocks, too
 
@@ -334,8 +328,6 @@ class _Session:
             message = say(evidence, "; ")
             summary = self._summary(Stopped(message) if code == Stopped.exit_code else TrainError(message))
             write_summary(summary, directory.path)
-            if code != 75:
-                self._alert("hang", summary)
         return code
 
     def _save_newest(self) -> bool:
@@ -367,7 +359,7 @@ class _Session:
         if summary.weights_sha256 is not None:  # each rank logs its own
             log.info("weights_sha256 %s", summary.weights_sha256, extra=IN_FILE_ONLY)
         if error is None:
-            log.info("%s", completed(summary), extra=GOOD)
+            log.info("%s", completed(summary))
         else:
             _print_error(error, directory, self.world)
         if is_main:
@@ -375,8 +367,6 @@ class _Session:
                 write_summary(summary, directory.path)  # before the uploads, which take time
             elif "WORLD_SIZE" in os.environ:  # the run is unchanged, but a launcher hides the exit code
                 endings.note_refusal(directory.path, error.exit_code, str(error))
-            if (event := _ALERTS.get(summary.verdict or "")) and not isinstance(error, ConfigError):
-                self._alert(event, summary)
             has_ticks = run is not None and summary.ticks > 0
             # A start that fails is shown like any other end; a wrong configuration, and what a person ended, is not.
             if has_ticks or (error is not None and not isinstance(error, ConfigError | KeyboardInterrupt | Stopped)):
@@ -390,26 +380,6 @@ class _Session:
         if isinstance(error, KeyboardInterrupt):
             raise error
         return _ending_of(asdict(summary))
-
-    def _alert(self, event: str, summary: Summary) -> None:
-        """Run the user's command, if there is one, with a line of JSON on its input. A failure is only a warning."""
-        if not (words := self.composed.config.notify.command):
-            return
-        message = summary.why or f"completed, with the verdict {summary.verdict}"
-        about = {"event": event, "message": message, "run_dir": str(self.directory.path), "host": platform.node()}
-        for name in ("status", "exit_code", "steps", "final_loss", "incidents", "mlflow"):
-            about[name] = getattr(summary, name)
-        line = f"{json.dumps(masked_tree(about))}\n"
-        try:
-            done = subprocess.run(
-                words, input=line, text=True, errors="replace", capture_output=True, timeout=_ALERT_S, check=False
-            )
-        except (OSError, subprocess.SubprocessError) as error:
-            log.warning("notify.command could not be run: %s", in_one_line(error))
-            return
-        if done.returncode:
-            said = (done.stderr.strip() or done.stdout.strip()).splitlines()
-            log.warning("notify.command exited with %d%s", done.returncode, f": {said[-1]}" if said else "")
 
     def _summary(self, error: BaseException | None) -> Summary:
         seconds = time.monotonic() - self.started
@@ -471,7 +441,7 @@ def _print_error(error: BaseException, directory: RunDirectory, world: World) ->
     if isinstance(error, GaveUp):  # the guard has printed it
         return
     if isinstance(error, Stopped):
-        log.info("%s; %s", error, again(directory.path), extra=WARNING)
+        log.info("%s; %s", error, again(directory.path))
     elif isinstance(error, TrainError):
         # Every rank finds the same mistake in a configuration, and the same differences; rank 0 reports for all.
         is_of_all = isinstance(error, ConfigError | RanksDiffer | PeerEnded)

@@ -11,32 +11,15 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from resilient_train.ground.files import open_to_append
 from resilient_train.ground.secrets import masked
 from resilient_train.ground.wording import log, printable
 
-_CODES = {"bold": "1", "red": "31", "green": "32", "yellow": "33"}
 
-Words = str | tuple[str, str]  # plain, or with a style: names of _CODES, separated by blanks
-
-
-def is_terminal(stream: IO[str] | None) -> bool:
-    """Say whether somebody reads along, or it was asked to print as if."""
-    return bool(os.environ.get("FORCE_COLOR")) or (stream is not None and not stream.closed and stream.isatty())
-
-
-def styled(text: str, style: str, stream: IO[str] | None) -> str:
-    codes = ";".join(_CODES[name] for name in style.split())
-    is_shown = codes and text and is_terminal(stream) and not os.environ.get("NO_COLOR")
-    return f"\x1b[{codes}m{text}\x1b[0m" if is_shown else text
-
-
-def print_line(*words: Words) -> None:
-    pairs = [(one, "") if isinstance(one, str) else one for one in words]
-    line = "".join(styled(printable(masked(part)), style, sys.stdout) for part, style in pairs)
-    print(line.rstrip(), flush=True)
+def print_line(line: str = "") -> None:
+    print(printable(masked(line)).rstrip(), flush=True)
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:
@@ -114,14 +97,12 @@ class _ToTerminal(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if getattr(record, "in_file_only", False):
             return
-        if getattr(record, "progress", False) and is_terminal(sys.stdout):
+        if getattr(record, "progress", False) and sys.stdout.isatty():
             if record.created < self._next_progress:
                 return
             self._next_progress = record.created + _PROGRESS_EVERY_S
-        is_error = record.levelno >= logging.ERROR
-        usual = "red" if is_error else "yellow" if record.levelno >= logging.WARNING else ""
-        stream = sys.stderr if is_error else sys.stdout
-        print(styled(record.getMessage(), getattr(record, "style", usual), stream), file=stream, flush=True)
+        stream = sys.stderr if record.levelno >= logging.ERROR else sys.stdout
+        print(record.getMessage(), file=stream, flush=True)
 
 
 class _ToFile(logging.FileHandler):

@@ -16,7 +16,6 @@ from resilient_train.ground.types import Action, Cause, Diagnosis, Facts, Incide
 
 log = logging.getLogger("resilient_train")
 IN_FILE_ONLY = {"in_file_only": True}  # too long for a terminal
-GOOD, WARNING = {"style": "bold green"}, {"style": "bold yellow"}  # how a run ended
 PROGRESS = {"progress": True}  # a terminal shows such lines every few seconds
 
 _MAY_BE_MEANT = {Signal.LOSS_SPIKE, Signal.DIVERGENCE, Signal.NOT_RECOVERED, Signal.WEIGHTS_JUMP}

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from resilient_train.extensions.checks.config import ChecksConfig
-from resilient_train.ground.errors import ConfigError
 from resilient_train.ground.files import conf
 from resilient_train.ground.reader import (
     AccelerateConfig,
@@ -15,7 +13,6 @@ from resilient_train.ground.reader import (
     DataConfig,
     DiskConfig,
     MemoryConfig,
-    checked,
     limited,
 )
 from resilient_train.report.tracker import TrackingConfig
@@ -49,19 +46,6 @@ class CheckpointConfig:
     verify_after: int = limited(at_least=1)
 
 
-def _words(key: str, value: Any) -> list[str]:
-    text = checked(key, value, str | None, {}) or ""
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise ConfigError(key, value, f"cannot be split into words: {error}") from error
-
-
-@dataclass
-class NotifyConfig:
-    command: list[str] = field(metadata={"read": _words})  # empty: none
-
-
 @dataclass
 class Config:
     """A whole run. Nodes with a `_target_` stay plain: their keys are whatever their target takes."""
@@ -78,6 +62,5 @@ class Config:
     recovery: dict[str, Any]
     checkpoint: CheckpointConfig
     tracking: TrackingConfig
-    notify: NotifyConfig
     drill: dict[str, Any]
     experiment: str | None = None

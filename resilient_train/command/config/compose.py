@@ -45,18 +45,13 @@ class _Parser(argparse.ArgumentParser):
                 action.version = f"resilient_train {__version__}, torch {version('torch')}"  # without importing torch
 
     def error(self, message: str) -> NoReturn:
-        key, _, why = message.removeprefix("argument ").partition(": ")
-        raise unusable(key, why)
+        raise unusable("command line", f"{message}; a setting has no dashes: key=value, --help shows every key")
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parse a command line. `words` of the result are as Hydra's main function accepts them: options come first."""
     parser = _Parser()
-    given, unknown = parser.parse_known_intermixed_args(words)
-    if unknown:
-        word = unknown[0].partition("=")[0]
-        hint = similar(word, [one for action in parser._actions for one in action.option_strings]) or "."
-        raise unusable(word, f"no such option{hint} A setting has no dashes: key=value; --help shows every key")
+    given = parser.parse_intermixed_args(words)
     options = []
     for action in parser._actions:
         value = getattr(given, action.dest, None)
@@ -177,24 +172,11 @@ def build(key: str, node: Node, *given: Any) -> Any:
         built = instantiate(OmegaConf.create(dict(node)), *given, _convert_="all")
     except Exception as error:
         cause = error.__cause__ or error
-        # torch repeats the value that it refuses: `Invalid learning rate: -0.001`.
-        words = [word.strip("()[],.") for word in str(cause).split()] if isinstance(cause, ValueError) else []
-        blamed = [name for name, value in node.items() if _is_said(value, words)]
-        if len(blamed) == 1:
-            why = f"{node['_target_']} failed with {in_one_line(cause)}"
-            raise ConfigError(f"{key}.{blamed[0]}", node[blamed[0]], why) from cause
         raise ConfigError(f"{key}._target_", node["_target_"], f"failed with {in_one_line(cause)}") from cause
     if node.get("_partial_") and isinstance(built, partial):
         # Hydra's own partial checks a policy at every call: 0.2 ms, twice a step, for the objective and the schedule.
         return partial(built.func, *built.args, **built.keywords)
     return built
-
-
-def _is_said(value: Any, words: Sequence[str]) -> bool:
-    """Say whether a number, or one in a list, is among the words."""
-    if isinstance(value, list):
-        return any(_is_said(one, words) for one in value)
-    return type(value) in (int, float) and str(value) in words  # True is an int as well
 
 
 def wrong_kind(key: str, node: Node, thing: Any, expected: str) -> ConfigError:
@@ -209,7 +191,7 @@ FIXED = ("model._target_", "data.train.", "data.shuffle", "optimizer._target_", 
 _PLACE = ("run.name", "run.dir", "run.resume")  # where the run is
 _FEW = 3  # changes of a policy that are listed
 
-# Parameters for a tracker: what people compare runs by.
+# Parameters for a tracker, with what was given: what people compare runs by.
 _GROUPS = ("model", "data", "objective", "optimizer", "schedule", "recovery", "checks", "drill", "experiment")
 _ALWAYS = (
     *("run.steps", "run.seed", "data.batch_size", "clip.max_norm", "model.", "optimizer.", "schedule."),
@@ -325,10 +307,6 @@ def _flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 def _compared(settings: Mapping[str, Any], choices: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """Choose from `settings`, the leaves of a configuration. What a command line or a sweep gave is always included."""
     chosen = {name: choices[name] for name in _GROUPS if choices.get(name) is not None}
-    given = [f"{key}." for key in values_of(overrides) if "." in key]
-    found = {}
-    for key, value in sorted(settings.items()):
-        is_given = not key.startswith(_NEVER) and f"{key}.".startswith(tuple(given))
-        if is_given or (key.startswith(_ALWAYS) and not key.endswith("._target_")):  # which the option implies
-            found[key] = value
+    compared = (*_ALWAYS, *(key for key in values_of(overrides) if "." in key))
+    found = {key: settings[key] for key in sorted(settings) if key.startswith(compared) and not key.startswith(_NEVER)}
     return chosen | found
