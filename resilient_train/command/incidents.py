@@ -33,7 +33,7 @@ def main(words: list[str]) -> int:
     given = parser.parse_args(words)
     run_dir: Path = given.run_dir
     try:
-        story = _read(run_dir)
+        story = read_story(run_dir)
         if story.state == "none" and not (run_dir / JOURNAL).exists():
             return no_run(run_dir)
         shown = _Shown(as_json=given.json, follows=given.follow)
@@ -45,13 +45,6 @@ def main(words: list[str]) -> int:
         return 1
 
 
-def _read(run_dir: Path) -> Story:
-    try:
-        return read_story(run_dir)
-    except OSError as error:
-        raise TrainError(f"{run_dir / JOURNAL} cannot be read: {error.strerror or error}") from error
-
-
 def _follow(run_dir: Path, shown: _Shown, story: Story) -> int:
     """Show new incidents until the run has ended and nothing could restart it any more; return its exit code."""
     first, running_at = story, time.monotonic()
@@ -61,7 +54,7 @@ def _follow(run_dir: Path, shown: _Shown, story: Story) -> int:
         if story.process:
             running_at = time.monotonic()
         time.sleep(_LOOK_EVERY_S)
-        story = _read(run_dir)
+        story = read_story(run_dir)
         shown.news(story)
     if story != first:
         shown.summary(story)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 
 from resilient_train.command import no_run, parser_of
 from resilient_train.command.terminal import print_line
-from resilient_train.durable.endings import Status, facts_of, status_of
-from resilient_train.durable.journal import JOURNAL
+from resilient_train.ground.errors import TrainError
 from resilient_train.ground.secrets import masked_tree
 from resilient_train.ground.types import fact
 from resilient_train.ground.wording import say
@@ -19,20 +19,18 @@ def main(words: list[str]) -> int:
     codes += "2 refused, or no run there; 3 gave up; 75 stopped on request"
     parser = parser_of("status", "Print the status of a run in one line, and end with its exit code.", codes)
     given = parser.parse_args(words)
-    run: Status
     try:
-        run = story = read_story(given.run_dir)
-        known, line = known_of(story), line_of(story)
-    except OSError as error:
-        run, why = status_of(facts_of(given.run_dir)), f"{JOURNAL} cannot be read: {error.strerror or error}"
-        known, line = {"state": _state_of(run), "exit_code": run.exit_code, "why": why}, f"{run.state}; {why}"
+        story = read_story(given.run_dir)
+    except TrainError as error:
+        print(error, file=sys.stderr)
+        return 1
     if given.json:
-        print(json.dumps(masked_tree({"run_dir": str(given.run_dir), **known})))
-    elif run.state == "none":
+        print(json.dumps(masked_tree({"run_dir": str(given.run_dir), **known_of(story)})))
+    elif story.state == "none":
         return no_run(given.run_dir)
     else:
-        print_line(f"{given.run_dir}: {line}")
-    return run.exit_code
+        print_line(f"{given.run_dir}: {line_of(story)}")
+    return story.exit_code
 
 
 def line_of(story: Story) -> str:
@@ -42,7 +40,7 @@ def line_of(story: Story) -> str:
 
 def known_of(story: Story) -> dict[str, object]:
     return {
-        "state": _state_of(story),
+        "state": "refused" if story.refused else "running" if story.process else story.state,
         "status": story.status,
         "exit_code": story.exit_code,
         "step": story.step,
@@ -53,7 +51,3 @@ def known_of(story: Story) -> dict[str, object]:
         "incidents": len(story.incidents),
         "to_change": [say(one.facts) for one in story.advice],
     }
-
-
-def _state_of(found: Status) -> str:
-    return "refused" if found.refused else "running" if found.process else found.state

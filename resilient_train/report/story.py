@@ -22,6 +22,7 @@ from resilient_train.durable.journal import JOURNAL, read
 from resilient_train.durable.progress import position_of
 from resilient_train.durable.run_history import Chapter, RunHistory
 from resilient_train.ground import wording
+from resilient_train.ground.errors import TrainError
 from resilient_train.ground.files import read_json
 from resilient_train.ground.sentences import ACTIVE, DETAILS, HEADLINES, LEFT, PATCHED, TO_DO
 from resilient_train.ground.types import Cause, Facts, Incident, Outcome, fact
@@ -74,11 +75,14 @@ class Story(Status):
 def read_story(run_dir: Path, history: RunHistory | None = None) -> Story:
     """Read the story of the run in a directory up to now, of which its own process knows the `history`.
 
-    Raises OSError if its journal cannot be read.
+    Raises TrainError if its journal cannot be read.
     """
     run_dir = run_dir.absolute()
     facts = endings.facts_of(run_dir)  # first: then the journal has what the run wrote before its end
-    history = history or RunHistory(read(run_dir / JOURNAL))
+    try:
+        history = history or RunHistory(read(run_dir / JOURNAL))
+    except OSError as error:
+        raise TrainError(f"{run_dir / JOURNAL} cannot be read: {error.strerror or error}") from error
     found = tuple(history.chapters.values())
     checkpoints, loop, position = checkpoints_of(run_dir), endings.loop_of(run_dir), position_of(run_dir)
     step, tick = facts.summary.get("steps", position.step), facts.summary.get("ticks", position.tick)

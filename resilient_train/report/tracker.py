@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from resilient_train.durable.journal import BEGAN, METRICS, OUTBOX, Outbox
+from resilient_train.durable.journal import BEGAN, ENDED, METRICS, OUTBOX, Outbox
 from resilient_train.ground.secrets import masked
 from resilient_train.ground.wording import log
 from resilient_train.report.connection import UploadCursor, lacking, locate
@@ -76,6 +76,7 @@ class OutboxTracker(Tracker):
 
     def finish(self) -> dict[str, Any] | None:
         outbox = self.begin()
+        outbox.put(ENDED)
         try:
             outbox.close()
             trouble = self._finish_uploads()
@@ -102,14 +103,15 @@ class OutboxTracker(Tracker):
             return self._trouble
         drain_s = self._config.drain_s
         try:
-            # A line, and not only the end of the pipe: children that the run has forked hold that open, too.
-            output, _ = self.uploader.communicate(b"\n", min(drain_s, _EXPLAIN_AFTER_S))
+            output, _ = self.uploader.communicate(timeout=min(drain_s, _EXPLAIN_AFTER_S))
         except subprocess.TimeoutExpired:
             why = "uploading to MLflow, for up to %g s; Ctrl-C leaves the rest to %s"
             log.info(why, drain_s, command("sync", self._directory))
             output, _ = self.uploader.communicate(timeout=drain_s - _EXPLAIN_AFTER_S)
-        self._report(output)
-        return self._trouble if self.uploader.returncode else None
+        if self.uploader.returncode:
+            self._report(output)
+            return self._trouble
+        return None
 
     # -- in the thread of the outbox -----------------------------------------------------------------------------------
 
@@ -124,7 +126,8 @@ class OutboxTracker(Tracker):
                 self._report(os.read(self.uploader.stdout.fileno(), _MOST_BYTES))
             if code is None:
                 return
-            self._report(b"its process ended with %d" % code)
+            if code:
+                self._report(b"its process ended with %d" % code)
         if time.monotonic() > self._starts_at:
             self._start_uploader()
 
@@ -143,8 +146,8 @@ class OutboxTracker(Tracker):
         environment |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         try:
             self.uploader = subprocess.Popen(
-                [*start, "--attached", f"--experiment={self._config.experiment}"],
-                stdin=subprocess.PIPE,
+                [*start, "--follow", f"--experiment={self._config.experiment}"],
+                stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 env=environment,
@@ -156,7 +159,7 @@ class OutboxTracker(Tracker):
     def _end_uploader(self) -> None:
         if self.uploader is not None:
             self.uploader.kill()
-            with suppress(BrokenPipeError), self.uploader:  # it closes the pipes
+            with self.uploader:  # it closes the pipe
                 pass
             self.uploader = None
 

@@ -307,6 +307,9 @@ def _flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 def _compared(settings: Mapping[str, Any], choices: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """Choose from `settings`, the leaves of a configuration. What a command line or a sweep gave is always included."""
     chosen = {name: choices[name] for name in _GROUPS if choices.get(name) is not None}
-    compared = (*_ALWAYS, *(key for key in values_of(overrides) if "." in key))
-    found = {key: settings[key] for key in sorted(settings) if key.startswith(compared) and not key.startswith(_NEVER)}
-    return chosen | found
+    given = tuple(f"{key}." for key in values_of(overrides) if "." in key)
+    for key in sorted(settings):
+        is_usual = key.startswith(_ALWAYS) and not key.endswith("._target_")  # which the option implies
+        if is_usual or (f"{key}.".startswith(given) and not key.startswith(_NEVER)):
+            chosen[key] = settings[key]
+    return chosen
