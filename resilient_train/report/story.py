@@ -30,6 +30,7 @@ from resilient_train.ground.wording import fill, lines_of, say
 from resilient_train.report.connection import SCHEMELESS
 
 _CHECKPOINT = re.compile(r"step-\d{8,18}(\.\d+)?")
+_OVER = (Outcome.RECOVERED, Outcome.RECURRED)
 _REPEATS = (Cause.EXPLOSION, Cause.RATE, Cause.OVERFLOW)  # the next run of this configuration meets it, too
 
 
@@ -129,8 +130,8 @@ def _best_of(run_dir: Path) -> Checkpoint | None:
     path = run_dir / "best"
     match read_json(path / "best.json"):
         case {"step": int(step), **metrics} if (path / "weights.safetensors").is_file():
-            numbers = {str(name): one for name, one in metrics.items() if isinstance(one, int | float)}
-            return Checkpoint(step, path, "best", metrics={name: one for name, one in numbers.items() if isfinite(one)})
+            numbers = {str(name): one for name, one in metrics.items() if isinstance(one, float) and isfinite(one)}
+            return Checkpoint(step, path, "best", metrics=numbers)
     return None
 
 
@@ -169,8 +170,7 @@ def open_advice(incidents: Sequence[Incident]) -> list[Advice]:
     for one in incidents:
         if one.diagnosis.advice:
             groups.setdefault(_asks_about(one), []).append(one)
-    urgent = [group for group in groups.values() if _urgency(group) < _NOT_URGENT]
-    urgent.sort(key=lambda group: (_urgency(group), -len(group)))
+    urgent = sorted(filter(_urgency, groups.values()), key=lambda group: (-_urgency(group), -len(group)))
     return [Advice(_facts(group), [one.id for one in group]) for group in urgent]
 
 
@@ -183,23 +183,16 @@ def _asks_about(incident: Incident) -> object:
     return "bad rows" if diagnosis.rows else (diagnosis.cause, *(one["fact"] for one in diagnosis.advice))
 
 
-_NOT_URGENT = 7
-
-
 def _urgency(group: Sequence[Incident]) -> int:
-    """Return the place in the order of what some incidents ask for; the last one if they ask for nothing."""
-    last, outcomes = group[-1], {one.outcome for one in group}
-    reasons = [
-        Outcome.GAVE_UP in outcomes,
-        Outcome.UNRECOVERED in outcomes or last.outcome is Outcome.RECURRED,
-        bool(outcomes & {None, Outcome.OBSERVED}),
-        last.diagnosis.culprit is not None,
-        bool(last.diagnosis.rows),
-        last.diagnosis.cause in _REPEATS,
-        len(group) > 1 or last.further > 0 or last.is_accepted,
-        True,
-    ]
-    return reasons.index(True)
+    """Return the place in the order of what some incidents ask for; 0 if they ask for nothing, as it is over."""
+    last = group[-1]
+    if any(one.outcome not in _OVER for one in group) or last.outcome is Outcome.RECURRED:
+        return 4
+    if last.diagnosis.culprit is not None:
+        return 3
+    if last.diagnosis.rows:
+        return 2
+    return int(last.diagnosis.cause in _REPEATS or len(group) > 1 or last.further > 0 or last.is_accepted)
 
 
 def _facts(group: Sequence[Incident]) -> Facts:
@@ -355,18 +348,14 @@ def next_start(story: Story) -> Facts:
     if is_trainers(story):
         return fact("trainer_resumes")
     onward = fact("starts_over") if story.newest is None else fact("resumes_from", step=story.newest.step)
-    if not story.resumes and story.directory is not None:
-        if story.loop is not None:
-            return fact("starts_new")
-        onward = fact("trains_longer") if story.is_complete else onward
-        return fact("starts_new", how=_resuming(story.directory), onward=onward)
-    if story.loop is not None and story.summary:
-        return fact("resumes_if_longer") if story.is_complete else onward
+    if not story.resumes:
+        how = _resuming(story.directory) if story.loop is None and story.directory is not None else None
+        return fact("starts_new", how=how, onward=onward)
     if story.state == "running":
         return fact("is_refused", onward=onward)
     if story.is_complete:
-        return fact("exits")
-    return fact("gives_up_again", onward=onward) if story.status == "gave_up" else onward
+        return fact("exits" if story.loop is None else "resumes_if_longer")
+    return fact("gives_up_again", onward=onward) if story.status == "gave_up" and story.loop is None else onward
 
 
 def again(run_dir: Path) -> str:

@@ -107,19 +107,17 @@ def values_of(overrides: Sequence[str]) -> dict[str, str]:
 def _unknown_key(key: str, overrides: Sequence[str]) -> ConfigError:
     """Suggest what a misspelt key may mean, among the keys of the options that the command line chooses."""
     chosen = [one for one in overrides if (CONF / one.partition("=")[0]).is_dir() and one.partition("=")[0] != key]
-    node, parent, value = DictConfig({}), "", values_of(overrides).get(key, ...)
-    with suppress(TrainError):  # without them only a hint is missing
-        node = composed_raw(chosen)
-    for name in key.split("."):
-        known, below = [str(one) for one in node if one != "hydra"], node.get(name)
-        if not parent:  # groups that have no node unless one of their options is chosen, such as experiment
-            known += sorted(one.name for one in CONF.iterdir() if one.is_dir() and one.name not in known)
-        if not isinstance(below, DictConfig):
-            break
-        node, parent = below, f"{parent}{name}."
-    if name in known:
-        return ConfigError(key, value, f"no such key; {parent}{name} has no keys of its own")
-    hint = f"+{key}=... adds an argument of its _target_" if parent and "_target_" in known else ""
+    parent, _, name = key.rpartition(".")
+    value, node = values_of(overrides).get(key, ...), DictConfig({})
+    with suppress(TrainError, OmegaConfBaseException):  # without them only a hint is missing
+        root = composed_raw(chosen)
+        node = OmegaConf.select(root, parent) if parent else root
+    if not isinstance(node, DictConfig):
+        return ConfigError(key, value, f"no such key; {parent} has no keys of its own")
+    known = [str(one) for one in node if one != "hydra"]
+    if not parent:  # groups that have no node unless one of their options is chosen, such as experiment
+        known += sorted(one.name for one in CONF.iterdir() if one.is_dir() and one.name not in known)
+    hint = f"+{key}=... adds an argument of its _target_" if "_target_" in known else ""
     return no_such("key", name, known, at=key, value=value, hint=hint)
 
 
