@@ -53,14 +53,11 @@ def _list(run_dir: Path) -> int:
     print_table([_row(*one) for one in found])
     if resume is not None:
         print_line(f"a resume would load {resume}{', and finish verifying it' if kind == CANDIDATE else ''}")
-    elif are_demoted:
-        print_line("a resume would begin at step 0 again: the trouble began before each of them")
     elif is_stuck:
         what = "none of them" if found else "none: those that were written are gone"
         print_line(f"a resume would load {what}; run.resume=never starts a new run in a sibling directory")
     else:
-        how = "checkpoint.disk.every, or disk= of a guard, sets how often they are written"
-        print_line(f"no checkpoints in {run_dir}: {how}")
+        print_line("a resume would begin at step 0: no checkpoint is to be trusted, or none was written")
     return 1 if is_stuck else 0
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from resilient_train import __version__
 from resilient_train.command.build import Run, assemble, train
-from resilient_train.command.config.compose import FIXED, Composed, describe_changes, other_run
+from resilient_train.command.config.compose import FIXED, Composed, other_run
 from resilient_train.command.terminal import Terminal
 from resilient_train.durable import endings, progress
 from resilient_train.durable.endings import CONFIG, SUMMARY, RunFacts, Summary, read_ending, status_of
@@ -47,8 +47,7 @@ from resilient_train.processes.process_exit import StopRequests, has_lost_siblin
 from resilient_train.processes.watchdog import Hang, Phase, Watchdog
 from resilient_train.processes.world import World, is_lost_peer
 from resilient_train.report import tracker as tracking
-from resilient_train.report.connection import left_in
-from resilient_train.report.story import again, command, completed
+from resilient_train.report.story import again, completed
 from resilient_train.report.tracker import Tracker
 
 _HOME = Path("runs")  # of MLflow's database, if no other store is configured
@@ -229,8 +228,7 @@ class _Session:
         composed, world, directory = self.composed, self.world, self.directory
         config, settings = composed.config, composed.config.run
         if world.is_main:
-            shown = composed.params, composed.sweep
-            self.tracker = tracking.build(config.tracking, directory.path, _HOME.absolute(), *shown)
+            self.tracker = tracking.build(config.tracking, directory.path, _HOME.absolute(), composed.params)
         log.info("resilient_train %s in %s", __version__, directory.path)
         log.info("%s", world)
         self.incident_log = IncidentLog(directory.path, writes=world.is_main)
@@ -266,18 +264,13 @@ class _Session:
                 raise Stopped(f"{stopped}: the state is in {left}")
             tensors = weights.gathered(run.bare_model, keep=world.is_main)
             if world.is_main:
-                path = directory.path / WEIGHTS
-                try:
-                    weights.save(tensors, path)
-                except OSError as error:
-                    why = "free some space; the same command resumes from the newest checkpoint, if there is one"
-                    raise TrainError(f"{path} cannot be written ({error.strerror or error}): {why}") from error
+                weights.save(tensors, directory.path / WEIGHTS)
 
     def _resume(self, run: Run) -> None:
         """Resume the run of the directory. A changed configuration is written only now."""
         directory, is_main = self.directory, self.world.is_main
-        for line in describe_changes(directory.changes):
-            log.info("changed: %s", line)
+        for key, how in directory.changes.items():
+            log.info("changed: %s: %s", key, how)
         resumed = run.guard.resume()
         self.run = run  # before the files of the previous process are replaced, as that may fail
         if resumed:
@@ -421,13 +414,10 @@ def _already_finished(directory: RunDirectory, summary: dict[str, Any], world: W
         log.log(level, "%s gave up: the end of its train.log says why", directory.path)
     else:
         log.info("%s is complete: %s", directory.path, counted(summary["steps"], "step"))
-    for line in describe_changes(directory.changes):
-        log.info("differs from this command: %s", line)
+    for key, how in directory.changes.items():
+        log.info("differs from this command: %s: %s", key, how)
     if world.is_main:
         print_review(directory.path)
-        if left := left_in(directory.path):
-            how = command("sync", directory.path)
-            log.warning("MLflow lacks %s of it; to upload them:\n  %s", counted(left, "entry"), how)
     return _ending_of(summary)
 
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from functools import cache
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from resilient_train.command import no_run, parser_of
 from resilient_train.durable.endings import at_work, is_run
@@ -105,7 +104,7 @@ def _address(run_dir: Path, given: str | None, cursor: UploadCursor) -> str:
 
 def _credentials(uri: str) -> list[str]:
     """Return which credentials would be sent to an address. This host is no exception: others may run the server."""
-    if urlsplit(uri).scheme.startswith(("postgresql", "mysql")):
+    if uri.startswith(("postgresql", "mysql")):
         return [name for name in ("PGPASSWORD", "MYSQL_PWD") if os.environ.get(name)]
     names = ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_AUTH", "MLFLOW_TRACKING_AWS_SIGV4")
     file = Path("~/.mlflow/credentials").expanduser()

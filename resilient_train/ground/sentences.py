@@ -102,7 +102,7 @@ DETAILS = {
 }
 
 # What to do about a run that is not all right, where the advice of its incidents does not say so.
-_POLICY = "read in the report what was tried, then try another policy or a lower learning rate"
+_POLICY = "read what was tried, then try another policy or a lower learning rate"
 TO_DO = {
     "unrecovered": _POLICY,
     "gave_up": _POLICY,
@@ -133,9 +133,7 @@ LEFT = {
     "skipped": "skipped: {skipped:sample}",
     "weights": "weights: {weights}",
     "best": "best evaluation: {best:checkpoint}",
-    "last_good": "last good checkpoint: {last_good:checkpoint}",
     "newest": "newest checkpoint: {newest:checkpoint}",
-    "none": "newest checkpoint: none",
     "next": "the same command {next:say}",
     "unwritten": "nothing of this is written: with run_dir there is a report, and a way to resume",
 }

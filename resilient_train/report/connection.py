@@ -9,11 +9,9 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from importlib.metadata import entry_points
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-from urllib.parse import urlsplit
 from uuid import uuid4
 
 import psutil
@@ -72,16 +70,9 @@ class UploadCursor(dict[str, Any]):
             self.pop(name, None)
 
 
-def left_in(directory: Path) -> int:
-    """Count the entries of the outbox that MLflow does not have, as far as the run directory knows."""
-    try:
-        return sum(1 for _ in entries(directory / OUTBOX, UploadCursor(directory).get("delivered", 0)))
-    except OSError:
-        return 0
-
-
 def lacking(directory: Path) -> str:
-    left = left_in(directory)
+    """Say how many entries of the outbox MLflow does not have, as far as the run directory knows."""
+    left = sum(1 for _ in entries(directory / OUTBOX, UploadCursor(directory).get("delivered", 0)))
     return f"it lacks {counted(left, 'entry')} of {OUTBOX}" if left else "what it shows is not complete"
 
 
@@ -89,12 +80,8 @@ def locate(uri: str | None, home: Path) -> str:
     """Return the address of the store: as configured, else MLFLOW_TRACKING_URI, else a SQLite file in `home`."""
     key = "tracking.uri" if uri else "MLFLOW_TRACKING_URI"
     uri = uri or os.environ.get(key) or f"sqlite:///{home.absolute() / 'mlflow.db'}"
-    try:
-        kind = urlsplit(uri).scheme.partition("+")[0]
-    except ValueError:  # a bracket that is left open
-        kind = ""
-    plugins = (one.name for one in entry_points(group="mlflow.tracking_store"))
-    if uri not in SCHEMELESS and kind not in ("http", "https", *SCHEMELESS, *DATABASES, *plugins):
+    kind = uri.partition(":")[0].partition("+")[0].lower()
+    if kind not in ("http", "https", *SCHEMELESS, *DATABASES):
         why = "MLflow takes no such address, nor a plain directory: give http://host:5000, sqlite:///file.db, ..."
         raise ConfigError(key, uri, why)
     file = _SQLITE_FILE.fullmatch(uri)  # of a relative path, the process that uploads may have another place

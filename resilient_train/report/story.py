@@ -51,8 +51,7 @@ class Story(Status):
     step: int = 0  # accepted updates
     tick: int = 0  # attempted ones
     steps: int | None = None  # planned
-    last_good: Checkpoint | None = None  # the newest verified one
-    newest: Checkpoint | None = None  # that a resume would load: the same, or a later candidate
+    newest: Checkpoint | None = None  # that a resume would load: verified, or a candidate
     best: Checkpoint | None = None  # weights alone
     remedies: Mapping[str, Any] = field(default_factory=dict)  # active, as they were last written down
     drills: Sequence[Facts] = ()  # that have fired
@@ -96,7 +95,6 @@ def read_story(run_dir: Path, history: RunHistory | None = None) -> Story:
         step=step,
         tick=max(tick, step),
         steps=planned if type(planned) is int else None,
-        last_good=next((one for one in checkpoints if one.kind == "verified"), None),
         newest=next(iter(checkpoints), None),
         best=_best_of(run_dir),
         remedies=history.effects_with(checkpoints[0].remedies if checkpoints else {}),
@@ -272,11 +270,7 @@ def _last(story: Story) -> Incident | None:
     """Return the incident that the verdict names."""
     if story.status == "unrecovered":
         return endings.unrecovered(story.incidents, story.step)
-    if story.status == "gave_up":
-        decided = [one for one in story.incidents if one.decision.gave_up is not None] or story.incidents
-        return decided[-1] if decided else None
-    named = [one for one in story.incidents if one.is_observed or one.outcome is None]
-    return named[-1] if named else None
+    return next((one for one in reversed(story.incidents) if one.outcome not in _OVER), None)
 
 
 def block(chapter: Chapter, how: str = "block") -> list[str]:
@@ -311,9 +305,7 @@ def left(story: Story) -> list[str]:
         "skipped": samples_skipped(story.remedies),
         "weights": weights if weights is not None and weights.is_file() else None,
         "best": story.best and asdict(story.best),
-        "last_good": asdict(story.last_good) if story.last_good and story.last_good != story.newest else None,
         "newest": story.newest and asdict(story.newest),
-        "none": story.directory is not None and not (story.newest or story.is_complete or is_trainers(story)),
         "next": story.directory is not None and next_start(story),
         "unwritten": story.directory is None,
     }

@@ -53,8 +53,8 @@ class Tracker:
 
 
 class OutboxTracker(Tracker):
-    def __init__(self, config: TrackingConfig, directory: Path, uri: str, about: Mapping[str, Any]) -> None:
-        self._config, self._directory, self._uri, self._about = config, directory, uri, about
+    def __init__(self, config: TrackingConfig, directory: Path, uri: str, params: Mapping[str, str]) -> None:
+        self._config, self._directory, self._uri, self._params = config, directory, uri, params
         cursor = UploadCursor(directory)
         cursor.settle()
         cursor.aim(masked(uri), config.experiment)
@@ -68,7 +68,7 @@ class OutboxTracker(Tracker):
     def begin(self) -> Outbox:
         if not self._has_begun:
             self._has_begun = True
-            self._outbox.put(BEGAN, key=uuid4().hex, **self._about)
+            self._outbox.put(BEGAN, key=uuid4().hex, params=self._params)
         return self._outbox
 
     def metrics(self, tick: int, values: Mapping[str, float]) -> None:
@@ -172,15 +172,9 @@ class OutboxTracker(Tracker):
                 log.warning("MLflow at %s: %s. Training is not affected.", self._uri, line)
 
 
-def build(
-    config: TrackingConfig,
-    directory: Path,
-    home: Path,
-    params: Mapping[str, Any] | None = None,
-    sweep: str | None = None,
-) -> Tracker:
-    """`home` holds the database if no other store is named; runs are compared by `params`; `sweep` is a name."""
+def build(config: TrackingConfig, directory: Path, home: Path, params: Mapping[str, Any] | None = None) -> Tracker:
+    """`home` holds the database if no other store is named; runs are compared by `params`."""
     if config.kind == "none":
         return Tracker()
-    about = {"params": {key: masked(str(value)) for key, value in (params or {}).items()}, "sweep": sweep}
-    return OutboxTracker(config, directory, locate(config.uri, home), about)
+    shown = {key: masked(str(value)) for key, value in (params or {}).items()}
+    return OutboxTracker(config, directory, locate(config.uri, home), shown)

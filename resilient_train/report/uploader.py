@@ -1,6 +1,6 @@
 """Uploads what a run directory holds to MLflow: each entry of the outbox once, and the run as it is now.
 
-Of a run MLflow shows a description, tags and a report. All of it may be uploaded again, to the same place.
+Of a run MLflow shows a description, tags and files. All of it may be uploaded again, to the same place.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from resilient_train.durable.endings import CHECKPOINTS, CONFIG, LOOP, facts_of,
 from resilient_train.durable.incident_log import INCIDENTS
 from resilient_train.durable.journal import BEGAN, JOURNAL, METRICS, OUTBOX, entries
 from resilient_train.ground.files import MOST_BYTES
-from resilient_train.ground.secrets import masked
 from resilient_train.ground.sentences import NOTE
 from resilient_train.ground.types import fact
 from resilient_train.ground.wording import fill, printable, say, tags
 from resilient_train.report.connection import MlflowRun
-from resilient_train.report.story import Story, block, left, read_story, review, shortened, things_to_do, verdict
+from resilient_train.report.story import Story, block, left, read_story, shortened, things_to_do, verdict
 
 ENTRIES_AT_ONCE = 200
 
@@ -54,10 +53,10 @@ class Uploader:
         self._upload_entries(run, self._outbox)
         state, began = self._state(), time.monotonic()
         if is_last or (began > self._rests_until and state != self._seen):
-            story = self._describe(run, is_last=is_last)
+            self._describe(run, is_last=is_last)
             self._rests_until = time.monotonic() + _REST * (time.monotonic() - began)
-            if is_last:  # only then: uploads would grow with the square of the number of incidents
-                self._upload_files(run, story)
+            if is_last:
+                self._upload_files(run)
             self._seen = state
 
     def close(self) -> None:
@@ -72,8 +71,6 @@ class Uploader:
             for row in rows:
                 if row["kind"] == BEGAN:
                     run.add_params(row["params"])
-                    if sweep := row.get("sweep"):
-                        run.send(run.client.set_tag, "resilience.sweep", sweep)
             end = portion[-1][1]
             with suppress(OSError):  # else a power cut could take it, and other lines its place
                 os.fsync(outbox)
@@ -84,40 +81,26 @@ class Uploader:
         paths = [self.run_dir / name for name in (JOURNAL, CHECKPOINTS, "best")]
         return facts_of(self.run_dir), [path.stat().st_mtime_ns for path in paths if path.exists()]
 
-    def _describe(self, run: MlflowRun, *, is_last: bool) -> Story:
+    def _describe(self, run: MlflowRun, *, is_last: bool) -> None:
         story = read_story(self.run_dir)
         is_over = is_last and story.state not in ("running", "none")
         status = story.in_mlflow if is_over else "RUNNING"
         run.describe(status, last_sign_ms(self.run_dir), tags(story.incidents, story.status), note(story))
-        return story
 
-    def _upload_files(self, run: MlflowRun, story: Story) -> None:
+    def _upload_files(self, run: MlflowRun) -> None:
         for name in _AS_THEY_ARE:
             file = self.run_dir / name  # of a directory that somebody else made it may be anything
             if file.is_file() and not file.is_symlink() and file.stat().st_size <= MOST_BYTES:
                 run.send(run.client.log_artifact, str(file))
-        run.send(run.client.log_text, report(story), REPORT)
 
 
 _DOTS = "..."
 _MARKS = {one: f"\\{one}" for one in "*_[]~"} | {one: f"&#{ord(one)};" for one in "&<>|\\@$¨"} | {"`": ""}
 
-REPORT = "report.txt"  # its name among the artifacts
 LIMIT = 7_950  # characters of a note: MLflow cuts a tag at 8,000
 
 _MOST_TO_DO, _LONGEST = 3, 300  # things, and characters of each and of a line
-_MOST_INCIDENTS, _MOST_LINES = 200, 80  # incidents in the report, in a note
-
-
-def report(story: Story) -> str:
-    """Return the full report: the review of the run, and its newest incidents as the terminal shows them."""
-    lines = [str(story.directory), "", *review(story)]
-    newest = story.chapters[-_MOST_INCIDENTS:]
-    if older := len(story.chapters) - len(newest):
-        lines += ["", say(fact("older", count=older))]
-    for chapter in newest:
-        lines += ["", *block(chapter)]
-    return "\n".join(printable(masked(line)) for line in lines) + "\n"
+_MOST_LINES = 80  # about incidents
 
 
 def note(story: Story) -> str:
@@ -134,7 +117,7 @@ def note(story: Story) -> str:
     newest = [text(" ".join(block(chapter, "line")), _LONGEST) for chapter in story.chapters[:-_MOST_LINES:-1]]
     while True:
         older = len(story.chapters) - len(newest)
-        more = [f"{say(fact('older', count=older))}, in `{REPORT}`"] if older else []
+        more = [f"{say(fact('older', count=older))}, in `{INCIDENTS}`"] if older else []
         lines = "\n".join(f"- {line}" for line in [*newest, *more, *about])
         if len(whole := fill(NOTE, values | {"lines": lines})) <= LIMIT:
             return whole

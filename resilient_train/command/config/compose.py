@@ -187,15 +187,8 @@ _IDENTITY = ("model.", "data.", "objective.", "optimizer.", "schedule.", "run.se
 FIXED = ("model._target_", "data.train.", "data.shuffle", "optimizer._target_", "run.seed")
 
 _PLACE = ("run.name", "run.dir", "run.resume")  # where the run is
-_FEW = 3  # changes of a policy that are listed
 
-# Parameters for a tracker, with what was given: what people compare runs by.
-_GROUPS = ("model", "data", "objective", "optimizer", "schedule", "recovery", "checks", "drill", "experiment")
-_ALWAYS = (
-    *("run.steps", "run.seed", "data.batch_size", "clip.max_norm", "model.", "optimizer.", "schedule."),
-    *("accelerate.gradient_accumulation_steps", "accelerate.mixed_precision"),
-)
-_NEVER = ("hydra.", "tracking.", *_PLACE)  # and how it is shown
+_NEVER = ("hydra.", "tracking.", *_PLACE)  # no parameters in MLflow: where it is, and how it is shown
 
 
 def other_run(changes: Mapping[str, str]) -> list[str]:
@@ -205,16 +198,6 @@ def other_run(changes: Mapping[str, str]) -> list[str]:
     return [f"{key}: {how}" for key, how in changes.items() if key.startswith(parts) and key not in same]
 
 
-def describe_changes(changes: Mapping[str, str]) -> list[str]:
-    """Describe each change in a line; of a whole policy or set of checks, which has pages, only that it changed."""
-    lines = [f"{key}: {how}" for key, how in changes.items()]
-    for node, what in (("recovery", "another policy"), ("checks", "other checks")):
-        below = [line for line in lines if line.startswith(f"{node}.")]
-        if len(below) > _FEW:
-            lines = [line for line in lines if line not in below] + [f"{node}: {what}"]
-    return lines
-
-
 @dataclass(frozen=True)
 class Composed:
     """A checked configuration, and the same as it is written to config.yaml: without its secrets."""
@@ -222,7 +205,6 @@ class Composed:
     config: Config
     resolved: dict[str, Any]
     params: dict[str, Any]  # for a tracker
-    sweep: str | None = None  # that this is a job of
 
     def yaml(self, directory: Path) -> str:
         """Return the text of the config.yaml of `directory`, which may differ from the configured one."""
@@ -235,13 +217,8 @@ class Composed:
         if not isinstance(tree, dict):
             return {written.name: "cannot be read"}
         there, here = _settings(masked_tree(tree)), _settings(self.resolved)
-
-        def shown(settings: Mapping[str, Any], key: str) -> str:
-            value = settings.get(key, "absent")
-            return "null" if value is None else str(value)
-
         keys = sorted(key for key in there.keys() | here.keys() if there.get(key) != here.get(key))
-        return {key: f"{shown(there, key)} there, {shown(here, key)} here" for key in keys}
+        return {key: f"{there.get(key, 'absent')} there, {here.get(key, 'absent')} here" for key in keys}
 
 
 def composed(
@@ -275,7 +252,9 @@ def composed(
         raise unusable(missing[0], f"has to be given: {missing[0]}=...")
     config = reader.read(Config, resolved, "")
     hidden = masked_tree(resolved)
-    return Composed(config, hidden, _compared(_flat(hidden), choices, given), sweep)
+    chosen = {group: option for group, option in choices.items() if option is not None and "/" not in group}
+    params = {key: value for key, value in _flat(hidden).items() if not key.startswith(_NEVER)}
+    return Composed(config, hidden, chosen | params | ({"sweep": sweep} if sweep else {}))
 
 
 def load(overrides: Sequence[str] = ()) -> Composed:
@@ -300,14 +279,3 @@ def _flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     for key, value in tree.items():
         found |= _flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
     return found
-
-
-def _compared(settings: Mapping[str, Any], choices: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Choose from `settings`, the leaves of a configuration. What a command line or a sweep gave is always included."""
-    chosen = {name: choices[name] for name in _GROUPS if choices.get(name) is not None}
-    given = tuple(f"{key}." for key in values_of(overrides) if "." in key)
-    for key in sorted(settings):
-        is_usual = key.startswith(_ALWAYS) and not key.endswith("._target_")  # which the option implies
-        if is_usual or (f"{key}.".startswith(given) and not key.startswith(_NEVER)):
-            chosen[key] = settings[key]
-    return chosen
