@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from resilient_train.command import no_run, parser_of
-from resilient_train.command.terminal import print_line, print_table
+from resilient_train.command.terminal import print_line
 from resilient_train.durable.endings import CHECKPOINTS, is_run
 from resilient_train.durable.journal import JOURNAL
 from resilient_train.durable.run_history import history_of
@@ -26,7 +26,7 @@ of --weights: 1 if nothing was exported"""
 
 
 def main(words: list[str]) -> int:
-    parser = parser_of("checkpoints", _HELP, _EXIT_CODES, json="")
+    parser = parser_of("checkpoints", _HELP, _EXIT_CODES)
     file = "export the weights of the newest verified checkpoint to a new safetensors file"
     parser.add_argument("--weights", type=Path, metavar="FILE", help=file)
     given = parser.parse_args(words)
@@ -50,7 +50,8 @@ def _list(run_dir: Path) -> int:
     resume, kind = next(((one.path.name, kind) for one, kind, _ in found if kind in (VERIFIED, CANDIDATE)), (None, ""))
     are_demoted = bool(found) and all(kind == DEMOTED for _, kind, _ in found)
     is_stuck = resume is None and not are_demoted and (bool(found) or history_of(run_dir).has_saved)
-    print_table([_row(*one) for one in found])
+    for one in found:
+        print_line("  ".join(_row(*one)))
     if resume is not None:
         print_line(f"a resume would load {resume}{', and finish verifying it' if kind == CANDIDATE else ''}")
     elif is_stuck:
@@ -63,7 +64,7 @@ def _list(run_dir: Path) -> int:
 
 def _row(entry: Entry, kind: str, damage: str) -> list[str]:
     if (manifest := entry.manifest) is None:
-        return [entry.path.name, kind, "", "", "", damage]
+        return [entry.path.name, kind, damage]
     size = sum(one.size for one in manifest.files.values()) / 1e6
     age = f"{duration(max(0.0, time.time() - manifest.at / 1000))} old"
     return [entry.path.name, kind, f"step {manifest.step:,}", f"{size:,.2f} MB", age, damage]

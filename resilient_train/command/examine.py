@@ -26,7 +26,7 @@ _EXIT_CODES = "0 if loss and gradients are finite, 1 if not, 2 if RUN_DIR or the
 
 
 def main(words: list[str]) -> int:
-    parser = parser_of("examine", _HELP, _EXIT_CODES, json="")
+    parser = parser_of("examine", _HELP, _EXIT_CODES)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="the overrides of the run's own command")
     parser.add_argument("--rows", help="rows of the data set, such as 3,77; default: the first data.batch_size rows")
     given = parser.parse_intermixed_args(words)

@@ -10,7 +10,7 @@ from pathlib import Path
 from resilient_train.command import no_run, parser_of
 from resilient_train.command.terminal import print_line
 from resilient_train.durable.endings import LAUNCH
-from resilient_train.durable.journal import JOURNAL, damaged_lines
+from resilient_train.durable.journal import JOURNAL
 from resilient_train.durable.run_history import in_words
 from resilient_train.ground.errors import TrainError
 from resilient_train.ground.types import Outcome, fact
@@ -26,8 +26,8 @@ def main(words: list[str]) -> int:
         "incidents",
         "Print whether a run is all right, and its incidents, the oldest first.",
         "0 printed; 1 the journal cannot be read; 2 no run there. With --follow: the exit code of the run.",
-        json="one line of JSON for each, as in incidents.jsonl",
     )
+    parser.add_argument("--json", action="store_true", help="one line of JSON for each, as in incidents.jsonl")
     parser.add_argument("--follow", action="store_true", help="print new incidents until the run has ended")
     parser.add_argument("--last", type=int, metavar="N", help="only the last N")
     given = parser.parse_args(words)
@@ -37,7 +37,7 @@ def main(words: list[str]) -> int:
         if story.state == "none" and not (run_dir / JOURNAL).exists():
             return no_run(run_dir)
         shown = _Shown(as_json=given.json, follows=given.follow)
-        shown.summary(story, damaged_lines(run_dir / JOURNAL))
+        shown.summary(story)
         shown.news(story, given.last)
         return _follow(run_dir, shown, story) if given.follow else 0
     except TrainError as error:
@@ -68,13 +68,12 @@ class _Shown:
         self.as_json, self.follows = as_json, follows
         self.known: dict[int, Outcome | None] = {}  # the outcomes of incidents when they were shown
 
-    def summary(self, story: Story, damaged: int = 0) -> None:
+    def summary(self, story: Story) -> None:
         if self.as_json:
             return
         first, *lines = review(story)
         running = say(fact("running", process=story.process)) if story.process else ""
-        left_out = [say(fact("lines_left_out", file=JOURNAL, count=damaged))] if damaged else []
-        for line in [first + running, *left_out, *lines]:
+        for line in [first + running, *lines]:
             print_line(line)
 
     def news(self, story: Story, last: int | None = None) -> None:

@@ -15,7 +15,7 @@ from resilient_train.report.story import next_start, read_story, verdict
 def main(words: list[str]) -> int:
     codes = "0 finished, running, or closed by guard.close(); 1 failed, hung, killed, or left without guard.close();\n"
     codes += "2 refused, or no run there; 3 gave up; 75 stopped on request"
-    parser = parser_of("status", "Print the status of a run in one line, and end with its exit code.", codes, json="")
+    parser = parser_of("status", "Print the status of a run in one line, and end with its exit code.", codes)
     given = parser.parse_args(words)
     try:
         story = read_story(given.run_dir)

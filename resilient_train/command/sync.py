@@ -34,7 +34,7 @@ _MOST_FAILURES = 3  # in a row, at the end
 
 
 def main(words: list[str]) -> int:
-    parser = parser_of("sync", _HELP, "0 if MLflow has everything, 1 if not, 2 if the store is unknown", json="")
+    parser = parser_of("sync", _HELP, "0 if MLflow has everything, 1 if not, 2 if the store is unknown")
     parser.add_argument("--uri", "--tracking-uri", help="another tracking store: sqlite:///file.db, http://host:5000")
     parser.add_argument("--experiment", help="another experiment for the run")
     parser.add_argument("--follow", action="store_true", help="continue to upload until the run has ended")

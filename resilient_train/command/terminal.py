@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,6 @@ from resilient_train.ground.wording import log, printable
 
 def print_line(line: str = "") -> None:
     print(printable(masked(line)).rstrip(), flush=True)
-
-
-def print_table(rows: Sequence[Sequence[str]]) -> None:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print_line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)))
 
 
 _GONE = (errno.EPIPE, errno.EIO, errno.ENXIO, errno.ECONNRESET)  # a pipe, a terminal, a device, a socket

@@ -145,12 +145,9 @@ RUN = {
     "asked": "{advice:sentences}<several? ({incident:incident})>",
     "fired": "{name}< at tick {tick}>",
     "to_do": "to do: {what}",
-    "to_change": "to change: {what}",
-    "more_to_change": "to change: {count} more",
     "more": "{count} more",
     "completed": "completed {steps:step}; this process took {seconds:duration}",
     "running": " Running, {process}.",
-    "lines_left_out": "{file}: {count:line} damaged and left out",
     "older": "{count:incident} before these",
     "then": "< {things:thing} to change.>< Running, {process}.>< The same command {next:say}.>",
     # What the same command does.

@@ -215,9 +215,8 @@ def known_of(incident: Incident) -> dict[str, Any]:
     }
 
 
-def blamed(diagnosis: Diagnosis, **changed: Any) -> Facts:
-    """Return its line, with some values `changed`, and its rows."""
-    line = fact("culprit", **asdict(diagnosis.culprit) | changed) if diagnosis.culprit else ()
+def blamed(diagnosis: Diagnosis) -> Facts:
+    line = fact("culprit", **asdict(diagnosis.culprit)) if diagnosis.culprit else ()
     return line + (fact("blamed_rows", rows=diagnosis.rows) if diagnosis.rows else ())
 
 

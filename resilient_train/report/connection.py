@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -18,7 +17,7 @@ import psutil
 
 from resilient_train.durable.journal import OUTBOX, Entry, entries
 from resilient_train.ground.errors import ConfigError
-from resilient_train.ground.files import commit_text, read_json
+from resilient_train.ground.files import commit_text, digest_of, read_json
 from resilient_train.ground.secrets import masked
 from resilient_train.ground.wording import counted
 
@@ -72,8 +71,10 @@ class UploadCursor(dict[str, Any]):
 
 def lacking(directory: Path) -> str:
     """Say how many entries of the outbox MLflow does not have, as far as the run directory knows."""
-    left = sum(1 for _ in entries(directory / OUTBOX, UploadCursor(directory).get("delivered", 0)))
-    return f"it lacks {counted(left, 'entry')} of {OUTBOX}" if left else "what it shows is not complete"
+    with suppress(OSError):
+        if left := sum(1 for _ in entries(directory / OUTBOX, UploadCursor(directory).get("delivered", 0))):
+            return f"it lacks {counted(left, 'entry')} of {OUTBOX}"
+    return "what it shows is not complete"
 
 
 def locate(uri: str | None, home: Path) -> str:
@@ -150,18 +151,16 @@ class MlflowRun:
             self.experiment_id = str(found.experiment_id)
         self.cursor = UploadCursor(run_dir)
         self.cursor.aim(masked(uri), experiment)
-        # No other outbox has its first line, except those of copies of the directory.
-        with open(run_dir / OUTBOX, "rb") as file:
-            first = file.readline()
-        if not first.endswith(b"\n"):
+        # No other outbox begins with this entry, except those of copies of the directory.
+        first = next((one for one, _ in entries(run_dir / OUTBOX) if one is not None), None)
+        if first is None:
             raise EOFError(f"{OUTBOX} holds nothing yet")
-        self._key = hashlib.sha256(first + self.cursor.get("copy", "").encode()).hexdigest()[:32]
+        self._key = digest_of([first, self.cursor.get("copy")])[:32]
         runs = self._of_key()
         if not runs:
-            began_ms = next((one["at"] for one, _ in entries(run_dir / OUTBOX) if one is not None), None)
             # Without a source: its row would push the first line of the description off the screen of a laptop.
             tags = {"mlflow.user": psutil.Process().username(), _KEY: self._key}
-            runs = [self.client.create_run(self.experiment_id, began_ms, tags, run_dir.name).info.run_id]
+            runs = [self.client.create_run(self.experiment_id, first["at"], tags, run_dir.name).info.run_id]
         if self.cursor.get("run_id") not in runs:  # a person may have deleted it
             run_id = runs[0]
             self.cursor.note(run_id=run_id, url=url(masked(uri), self.experiment_id, run_id), delivered=0)
@@ -210,8 +209,8 @@ class MlflowRun:
             else:
                 self.send(self.client.set_terminated, status, ended_ms)
         tags, shown = {key: cut(value, _TAG_LENGTH) for key, value in tags.items()}, there.data.tags
-        if not (known := shown.get(_NOTE)) or _digest(known) == shown.get(_OURS):
-            tags |= {_NOTE: note, _OURS: _digest(note)}
+        if not (known := shown.get(_NOTE)) or digest_of(known) == shown.get(_OURS):
+            tags |= {_NOTE: note, _OURS: digest_of(note)}
         self._log("tags", [RunTag(key, value) for key, value in tags.items()])
 
     def _log(self, kind: str, items: list[Any], most: int = _MOST_PARAMS) -> None:
@@ -245,10 +244,6 @@ def _create(database: Path) -> None:
             pass  # another process was first
         except OSError:  # a file system without hard links
             new.rename(database)
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def root_cause(error: BaseException) -> str:

@@ -219,9 +219,8 @@ def near(path: Path) -> str:
 
 def review(story: Story) -> list[str]:
     """Sum up a run in some twenty lines at most."""
-    kind = "to_do" if story.status in TO_DO and not story.advice else "to_change"
-    changes = shortened([say(fact(kind, what=one)) for one in things_to_do(story)], _MOST_ADVICE, "more_to_change")
-    return [": ".join(verdict(story)), *changes, *left(story)]
+    things = [say(fact("to_do", what=one)) for one in shortened(things_to_do(story), _MOST_ADVICE, "more")]
+    return [": ".join(verdict(story)), *things, *left(story)]
 
 
 def completed(summary: Summary) -> str:
@@ -283,9 +282,8 @@ def block(chapter: Chapter, how: str = "block") -> list[str]:
 def things_to_do(story: Story) -> list[str]:
     """Return what to do, the most important first, each with the number of incidents that ask for it."""
     asked = [say(fact("asked", advice=one, several=len(of) > 1, incident=of)) for one, of in story.advice]
-    is_said = bool(asked) and story.status in ("unrecovered", "gave_up")
     what = TO_DO.get("killed" if story.state == "killed" else story.status)
-    return asked if is_said or what is None else [what, *asked]
+    return asked if what is None else [*asked, what]
 
 
 def shortened(lines: Sequence[str], most: int, rest: str) -> list[str]:

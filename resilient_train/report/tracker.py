@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -26,7 +25,6 @@ from resilient_train.report.story import command
 EXPERIMENT = "resilient_train"  # of the caller's own loop; conf/tracking names the same one for the command
 
 _EXPLAIN_AFTER_S = 1.0
-_RESTART_AFTER_S = 30.0
 _MOST_BYTES = 10_000  # of what the process says at once
 
 
@@ -60,7 +58,6 @@ class OutboxTracker(Tracker):
         cursor.aim(masked(uri), config.experiment)
         self.uploader: subprocess.Popen[bytes] | None = None
         self._has_begun = False
-        self._starts_at = 0.0  # when the next process is started, if this one dies
         self._logged = set[str]()
         self._trouble = ""  # the newest
         self._outbox = Outbox(directory / OUTBOX, self._look_after_uploader)  # now: at an exit no thread can be started
@@ -116,24 +113,20 @@ class OutboxTracker(Tracker):
     # -- in the thread of the outbox -----------------------------------------------------------------------------------
 
     def _look_after_uploader(self) -> None:
-        """Start the process, log what it says, and replace it if it dies."""
+        """Start the process, and log what it says. If it dies, `finish` or a person uploads the rest."""
         if not self._has_begun:
             return
-        if self.uploader is not None and self.uploader.stdout is not None:
+        if self.uploader is None:
+            self._start_uploader()
+        elif self.uploader.stdout is not None:
             os.set_blocking(self.uploader.stdout.fileno(), False)
-            code = self.uploader.poll()
             with suppress(BlockingIOError):  # nothing new
                 self._report(os.read(self.uploader.stdout.fileno(), _MOST_BYTES))
-            if code is None:
-                return
-            if code:
+            if code := self.uploader.poll():
                 self._report(b"its process ended with %d" % code)
-        if time.monotonic() > self._starts_at:
-            self._start_uploader()
 
     def _start_uploader(self) -> None:
         """Start `resilient-train sync --follow`, which writes what prevents an upload, a line for each trouble."""
-        self._starts_at = time.monotonic() + _RESTART_AFTER_S
         self._end_uploader()
         # -P: else a mlflow.py in the working directory would be imported.
         start = [sys.executable, "-P", "-m", "resilient_train", "sync", str(self._directory.absolute())]
