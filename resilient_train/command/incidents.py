@@ -29,7 +29,6 @@ def main(words: list[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="one line of JSON for each, as in incidents.jsonl")
     parser.add_argument("--follow", action="store_true", help="print new incidents until the run has ended")
-    parser.add_argument("--last", type=int, metavar="N", help="only the last N")
     given = parser.parse_args(words)
     run_dir: Path = given.run_dir
     try:
@@ -38,7 +37,7 @@ def main(words: list[str]) -> int:
             return no_run(run_dir)
         shown = _Shown(as_json=given.json, follows=given.follow)
         shown.summary(story)
-        shown.news(story, given.last)
+        shown.news(story)
         return _follow(run_dir, shown, story) if given.follow else 0
     except TrainError as error:
         print(error, file=sys.stderr)
@@ -76,12 +75,8 @@ class _Shown:
         for line in [first + running, *lines]:
             print_line(line)
 
-    def news(self, story: Story, last: int | None = None) -> None:
+    def news(self, story: Story) -> None:
         """Show each incident, with --follow once it was treated, and its outcome when that is known."""
-        before = 0 if last is None else max(0, len(story.chapters) - max(0, last))
-        if before and not self.as_json:
-            print_line(say(fact("older", count=before)))
-        self.known |= {one.incident.id: one.incident.outcome for one in story.chapters[:before]}
         for chapter in story.chapters:
             incident = chapter.incident
             is_known = incident.id in self.known

@@ -409,11 +409,8 @@ def _place_of(hang: Hang) -> tuple[str, bool]:
 
 
 def _already_finished(directory: RunDirectory, summary: dict[str, Any], world: World) -> Ending:
-    if summary["status"] == "gave_up":
-        level = logging.ERROR if world.is_main else logging.INFO
-        log.log(level, "%s gave up: the end of its train.log says why", directory.path)
-    else:
-        log.info("%s is complete: %s", directory.path, counted(summary["steps"], "step"))
+    done = "gave up" if summary["status"] == "gave_up" else f"is complete: {counted(summary['steps'], 'step')}"
+    log.info("%s %s", directory.path, done)
     for key, how in directory.changes.items():
         log.info("differs from this command: %s: %s", key, how)
     if world.is_main:

@@ -49,7 +49,7 @@ from resilient_train.ground.wording import log
 from resilient_train.processes.world import World, is_lost_device, is_lost_peer
 from resilient_train.report import tracker as tracking
 from resilient_train.report.connection import locate
-from resilient_train.report.story import command, completed, read_story, review, story_of, ui_command, where_to_look
+from resilient_train.report.story import command, completed, read_story, review, story_of, where_to_look
 from resilient_train.report.tracker import EXPERIMENT, Tracker, TrackingConfig
 
 REPORT_EVERY = 10  # accepted updates of the caller's loop
@@ -183,7 +183,7 @@ def print_review(run_dir: Path, history: RunHistory | None = None) -> None:
 def finish_uploads(tracker: Tracker, summary: Summary, run_dir: Path) -> None:
     """Upload the rest, print where MLflow shows the run, and note that in the summary."""
     if (run := tracker.finish()) is not None:
-        for line in where_to_look(ui_command(run["tracking_uri"]), run["url"]):
+        for line in where_to_look(run["tracking_uri"], run["url"]):
             log.info("%s", line)
         summary.mlflow = run
         write_summary(summary, run_dir)

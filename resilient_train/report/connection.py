@@ -217,12 +217,6 @@ class MlflowRun:
         for start in range(0, len(items), most):
             self.send(self.client.log_batch, **{kind: items[start : start + most]})
 
-    def forget_twins(self) -> None:
-        """Delete other runs of the same outbox: a server that hung may have created one and never answered."""
-        for run_id in self._of_key():
-            if run_id != self.run_id:
-                self.client.delete_run(run_id)
-
     def _of_key(self) -> list[str]:
         found = self.client.search_runs(
             [self.experiment_id], f"tags.`{_KEY}` = '{self._key}'", order_by=["attributes.start_time ASC"]

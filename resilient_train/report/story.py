@@ -134,24 +134,16 @@ def _best_of(run_dir: Path) -> Checkpoint | None:
 
 
 def _checkpoint(path: Path) -> Checkpoint | None:
-    """Read a manifest; None if the checkpoint is demoted or damaged, or a file is missing or has another size."""
+    """Read a manifest; None if it is demoted or damaged. Its files are verified by a resume, and by `checkpoints`."""
     match read_json(path / "manifest.json"):
         case {
             "kind": "verified" | "candidate" as kind,
             "step": int(step),
             "tick": int(tick),
-            "files": dict(files),
             "effects": dict(remedies),
-        } if min(step, tick) >= 0 and files and all(_is_there(path / name, one) for name, one in files.items()):
+        } if min(step, tick) >= 0:
             return Checkpoint(step, path, kind, tick, remedies=remedies)
     return None
-
-
-def _is_there(file: Path, written: Any) -> bool:
-    try:
-        return isinstance(written, dict) and file.lstat().st_size == written.get("bytes")
-    except (OSError, ValueError):
-        return False
 
 
 class Advice(NamedTuple):
@@ -366,14 +358,9 @@ def program(name: str = "resilient-train", module: str = "resilient_train") -> s
     return name if is_found else f"{shlex.quote(sys.executable)} -m {module}"
 
 
-def ui_command(tracking_uri: str) -> str:
-    """Return the shell command that shows a database, from any directory; empty for a server, which shows itself."""
-    if tracking_uri.startswith(("http://", "https://", *SCHEMELESS)):
-        return ""
-    return f"{program('mlflow', 'mlflow')} ui --backend-store-uri {shlex.quote(tracking_uri)}"
-
-
-def where_to_look(command_line: str, url: str | None) -> list[str]:
-    """Say how to see a run in MLflow: the command that serves its database, if it is one, and the address."""
-    lines = [say(fact("to_see", command=command_line))] if command_line else []
-    return [*lines, say(fact("open", url=url, served=command_line))] if url else lines
+def where_to_look(tracking_uri: str, url: str | None) -> list[str]:
+    """Say how to see a run in MLflow: the command that serves its database, unless it is a server, and the address."""
+    served = not tracking_uri.startswith(("http://", "https://", *SCHEMELESS))
+    serve = f"{program('mlflow', 'mlflow')} ui --backend-store-uri {shlex.quote(tracking_uri)}"
+    lines = [say(fact("to_see", command=serve))] if served else []
+    return [*lines, say(fact("open", url=url, served=served))] if url else lines

@@ -14,9 +14,9 @@ from functools import partial
 from itertools import accumulate, islice
 from pathlib import Path
 
-from resilient_train.durable.endings import CHECKPOINTS, CONFIG, LOOP, facts_of, last_sign_ms
+from resilient_train.durable.endings import CONFIG, LOOP, last_sign_ms
 from resilient_train.durable.incident_log import INCIDENTS
-from resilient_train.durable.journal import BEGAN, JOURNAL, METRICS, OUTBOX, entries
+from resilient_train.durable.journal import BEGAN, METRICS, OUTBOX, entries
 from resilient_train.ground.files import MOST_BYTES
 from resilient_train.ground.sentences import NOTE
 from resilient_train.ground.types import fact
@@ -27,7 +27,8 @@ from resilient_train.report.story import Story, block, left, read_story, shorten
 ENTRIES_AT_ONCE = 200
 
 _AS_THEY_ARE = (CONFIG, LOOP, INCIDENTS, "train.log")  # files of the run directory
-_REST = 10  # times as long as describing a run took: with many incidents it takes at most a tenth of the time
+# Seconds between two descriptions, and how many times as long as one took: with many incidents it takes a second.
+_REST_S, _REST = 10.0, 10
 
 
 class Uploader:
@@ -38,7 +39,6 @@ class Uploader:
         self.run_dir, self._connect = run_dir, partial(MlflowRun, uri, experiment, run_dir, say)
         self._outbox: int | None = None  # the file, locked: one process uploads at a time
         self._run: MlflowRun | None = None
-        self._seen: object = None  # the state of the run directory that MLflow shows
         self._rests_until = 0.0
 
     def upload(self, *, is_last: bool = False) -> None:
@@ -51,13 +51,12 @@ class Uploader:
             raise BlockingIOError("another process is uploading it") from None
         run = self._run = self._run or self._connect()
         self._upload_entries(run, self._outbox)
-        state, began = self._state(), time.monotonic()
-        if is_last or (began > self._rests_until and state != self._seen):
+        began = time.monotonic()
+        if is_last or began > self._rests_until:
             self._describe(run, is_last=is_last)
-            self._rests_until = time.monotonic() + _REST * (time.monotonic() - began)
+            self._rests_until = time.monotonic() + max(_REST_S, _REST * (time.monotonic() - began))
             if is_last:
                 self._upload_files(run)
-            self._seen = state
 
     def close(self) -> None:
         if self._outbox is not None:
@@ -75,11 +74,6 @@ class Uploader:
             with suppress(OSError):  # else a power cut could take it, and other lines its place
                 os.fsync(outbox)
             run.cursor.note(delivered=end)
-
-    def _state(self) -> object:
-        """Return what differs when something has changed, at the cost of a few looks at files."""
-        paths = [self.run_dir / name for name in (JOURNAL, CHECKPOINTS, "best")]
-        return facts_of(self.run_dir), [path.stat().st_mtime_ns for path in paths if path.exists()]
 
     def _describe(self, run: MlflowRun, *, is_last: bool) -> None:
         story = read_story(self.run_dir)
