@@ -72,10 +72,9 @@ def _answer(given: argparse.Namespace) -> None:
             _job()
         print(masked(printed.getvalue()), end="")
     else:
-        modes = [word for word in given.overrides if word.replace(" ", "").upper() == "HYDRA.MODE=MULTIRUN"]
-        if "WORLD_SIZE" in os.environ and (given.multirun or modes):
+        if "WORLD_SIZE" in os.environ and given.multirun:
             why = "a launcher's processes make one run; start the sweep, or each of its runs, without the launcher"
-            raise unusable(modes[0] if modes else "--multirun", why)
+            raise unusable("--multirun", why)
         _job()
 
 

@@ -30,64 +30,56 @@ def main(words: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="one line of JSON for each, as in incidents.jsonl")
     parser.add_argument("--follow", action="store_true", help="print new incidents until the run has ended")
     given = parser.parse_args(words)
-    run_dir: Path = given.run_dir
     try:
-        story = read_story(run_dir)
-        if story.state == "none" and not (run_dir / JOURNAL).exists():
-            return no_run(run_dir)
-        shown = _Shown(as_json=given.json, follows=given.follow)
-        shown.summary(story)
-        shown.news(story)
-        return _follow(run_dir, shown, story) if given.follow else 0
+        return _show(given.run_dir, as_json=given.json, follows=given.follow)
     except TrainError as error:
         print(error, file=sys.stderr)
         return 1
 
 
-def _follow(run_dir: Path, shown: _Shown, story: Story) -> int:
-    """Show new incidents until the run has ended and nothing could restart it any more; return its exit code."""
-    first, running_at = story, time.monotonic()
+def _show(run_dir: Path, *, as_json: bool, follows: bool) -> int:
+    """Show a run, and while it `follows` new incidents, until nothing could restart it any more."""
+    story = first = read_story(run_dir)
+    if story.state == "none" and not (run_dir / JOURNAL).exists():
+        return no_run(run_dir)
+    if not as_json:
+        _print_summary(story)
+    known: dict[int, Outcome | None] = {}  # the outcomes of incidents when they were shown
     # Between two processes of a run none is at work for a moment: a kill has to be seen twice.
     patience_s = _RESTARTS_WITHIN_S if (run_dir / LAUNCH).is_file() else 2 * _LOOK_EVERY_S
-    while story.process or (story.state in ("killed", "failed") and time.monotonic() - running_at < patience_s):
+    running_at = time.monotonic()
+    while True:
+        _print_news(story, known, as_json=as_json, follows=follows)
         if story.process:
             running_at = time.monotonic()
+        may_go_on = story.process or story.state in ("killed", "failed")
+        if not follows or not may_go_on or time.monotonic() - running_at > patience_s:
+            break
         time.sleep(_LOOK_EVERY_S)
         story = read_story(run_dir)
-        shown.news(story)
-    if story != first:
-        shown.summary(story)
-    return story.exit_code if story.state != "none" else 0  # of a loop without a run's files it is unknown
+    if story != first and not as_json:
+        _print_summary(story)
+    return story.exit_code if follows and story.state != "none" else 0  # of a loop without a run's files it is unknown
 
 
-class _Shown:
-    """What was shown of a run: blocks of lines for a person, or a line of JSON for each incident and each change."""
+def _print_summary(story: Story) -> None:
+    first, *lines = review(story)
+    running = say(fact("running", process=story.process)) if story.process else ""
+    for line in [first + running, *lines]:
+        print_line(line)
 
-    def __init__(self, *, as_json: bool, follows: bool) -> None:
-        self.as_json, self.follows = as_json, follows
-        self.known: dict[int, Outcome | None] = {}  # the outcomes of incidents when they were shown
 
-    def summary(self, story: Story) -> None:
-        if self.as_json:
-            return
-        first, *lines = review(story)
-        running = say(fact("running", process=story.process)) if story.process else ""
-        for line in [first + running, *lines]:
-            print_line(line)
-
-    def news(self, story: Story) -> None:
-        """Show each incident, with --follow once it was treated, and its outcome when that is known."""
-        for chapter in story.chapters:
-            incident = chapter.incident
-            is_known = incident.id in self.known
-            is_being_treated = bool(story.process) and chapter.treated_ms is None and incident.outcome is None
-            if (is_being_treated and self.follows) or (is_known and self.known[incident.id] is incident.outcome):
-                continue
-            self.known[incident.id] = incident.outcome
-            if self.as_json:
-                print(json.dumps(in_words(incident)), flush=True)
-            elif is_known:
-                print_line(describe(incident, "outcome"))
-            else:
-                for line in ["", *block(chapter)]:
-                    print_line(line)
+def _print_news(story: Story, known: dict[int, Outcome | None], *, as_json: bool, follows: bool) -> None:
+    """Show each incident, to who follows once it was treated, and its outcome when that is known."""
+    for chapter in story.chapters:
+        incident = chapter.incident
+        is_known = incident.id in known
+        is_being_treated = bool(story.process) and chapter.treated_ms is None and incident.outcome is None
+        if (is_being_treated and follows) or (is_known and known[incident.id] is incident.outcome):
+            continue
+        known[incident.id] = incident.outcome
+        if as_json:
+            print(json.dumps(in_words(incident)), flush=True)
+        else:
+            for line in [describe(incident, "outcome")] if is_known else ["", *block(chapter)]:
+                print_line(line)

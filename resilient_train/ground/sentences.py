@@ -62,11 +62,11 @@ PARTS = {
     "loss_not_back": "the loss did not return to where it was",
     "this_incident": _INCIDENT,
     "never_over": f"after {_INCIDENT} {{not_over:say}}.",
-    "given_up": f"{_NOTICED}; {{why:say}}",
+    "given_up": f"{_NOTICED} at step {{step}}; {{why:say}}",
 }
 
 # A run: is it all right? Values: `review.about`.
-_WHERE = "<state=completed?{step:step}><state=ended?left without guard.close() ><state=closed?closed ><!state=completed?at step {at}><!state=completed? of {steps}><returned?, returned to step {step}>"
+_WHERE = "<state=completed?{step:step}><state=ended?left without guard.close() ><state=closed?closed ><!state=completed?at step {step}><!state=completed? of {steps}>"
 _TOTAL = "<total?{total:incident} ({causes:counts})><, {others:counts}><, {more:more update} skipped for the same reason><quiet?, no repeat since>.< {undone} of {tick:update} refused or undone.>"
 _COSTS = f"<!total?no incidents>{_TOTAL}"
 _IN_ALL = f"<!total?No incidents><total?In all, >{_TOTAL}"
@@ -130,12 +130,10 @@ PATCHED = "patched: `{op}`, `{file}:{line:id}`"
 LEFT = {
     "drills": "drills: {drills}; faults on purpose need no change",
     "active": "still active<over? at the end>: {active}",
-    "skipped": "skipped: {skipped:sample}",
     "weights": "weights: {weights}",
     "best": "best evaluation: {best:checkpoint}",
     "newest": "newest checkpoint: {newest:checkpoint}",
     "next": "the same command {next:say}",
-    "unwritten": "nothing of this is written: with run_dir there is a report, and a way to resume",
 }
 
 RUN = {
@@ -146,6 +144,7 @@ RUN = {
     "fired": "{name}< at tick {tick}>",
     "to_do": "to do: {what}",
     "more": "{count} more",
+    "unwritten": "{verdict}: {steps:step}, {total:incident}; with run_dir there is a review, and a way to resume",
     "completed": "completed {steps:step}; this process took {seconds:duration}",
     "running": " Running, {process}.",
     "older": "{count:incident} before these",

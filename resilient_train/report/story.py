@@ -5,7 +5,6 @@ The sentences say whether it is all right, what to change, what is left of it, a
 
 from __future__ import annotations
 
-import re
 import shlex
 import shutil
 import sys
@@ -29,7 +28,6 @@ from resilient_train.ground.types import Cause, Facts, Incident, Outcome, fact
 from resilient_train.ground.wording import fill, lines_of, say
 from resilient_train.report.connection import SCHEMELESS
 
-_CHECKPOINT = re.compile(r"step-\d{8,18}(\.\d+)?")
 _OVER = (Outcome.RECOVERED, Outcome.RECURRED)
 _REPEATS = (Cause.EXPLOSION, Cause.RATE, Cause.OVERFLOW)  # the next run of this configuration meets it, too
 
@@ -46,7 +44,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Story(Status):
-    directory: Path | None  # absolute; None if the run writes nothing
+    directory: Path  # absolute
     chapters: tuple[Chapter, ...]  # in the order they were met
     step: int = 0  # accepted updates
     tick: int = 0  # attempted ones
@@ -104,23 +102,9 @@ def read_story(run_dir: Path, history: RunHistory | None = None) -> Story:
     )
 
 
-def story_of(summary: Summary, history: RunHistory) -> Story:
-    """Return the story of a run that writes nothing, from what its process knows at its end."""
-    status = status_of(endings.RunFacts(incidents=history.incidents, step=summary.steps, summary=asdict(summary)))
-    return Story(
-        **vars(status),
-        directory=None,
-        chapters=tuple(history.chapters.values()),
-        step=summary.steps,
-        tick=summary.ticks,
-        remedies=history.effects,
-    )
-
-
 def checkpoints_of(run_dir: Path) -> list[Checkpoint]:
-    """List what a resume may load, the latest first. Checksums are not verified."""
-    paths = [path for path in (run_dir / endings.CHECKPOINTS).glob("step-*") if _CHECKPOINT.fullmatch(path.name)]
-    found = [one for path in paths if (one := _checkpoint(path.absolute())) is not None]
+    """List what a resume may load, the latest first. Only manifests are read."""
+    found = filter(None, map(_checkpoint, run_dir.absolute().glob(f"{endings.CHECKPOINTS}/step-*")))
     return sorted(found, key=lambda one: (one.tick, one.step, one.path.name), reverse=True)
 
 
@@ -236,21 +220,17 @@ def about(story: Story) -> dict[str, Any]:
     more = 0 if others else sum(one.further for one in incidents)
     evaluation = summary.get("eval") or {}
     last = _last(story)
-    at = last.anomaly.step if last is not None and story.status == "gave_up" else story.step
-    lost = sum(one.steps_lost for one in incidents)  # while it runs, of its newest updates the verdict is pending
     return {
         **summary,
         **(summary.get("best_level") or {}),
         **vars(story),
-        "at": at,
-        "returned": at > story.step + 1,
         "accepted": len({str(one.diagnosis.advice) for one in incidents if one.is_accepted}),
         "total": len(incidents),
         "causes": dict(Counter(str(one.diagnosis.cause) for one in incidents).most_common()),
         "others": others,
         "more": more,
         "quiet": not (others or more) and bool(incidents),
-        "undone": (story.tick - story.step if summary else lost) if incidents else 0,
+        "undone": sum(one.steps_lost for one in incidents),
         "odd": {name: value for name, value in evaluation.items() if str(value) in ("nan", "inf", "-inf")},
         "eval": {name: value for name, value in evaluation.items() if value is not None} or None,
         "last": last and wording.about(last),
@@ -287,17 +267,15 @@ def shortened(lines: Sequence[str], most: int, rest: str) -> list[str]:
 
 def left(story: Story) -> list[str]:
     """Name fired drills, what differs from the configuration, weights, and what the same command does, in lines."""
-    weights = story.directory / WEIGHTS if story.is_complete and story.directory is not None else None
+    weights = story.directory / WEIGHTS
     values = {
         "over": story.summary,
         "drills": ", ".join(shortened([*map(say, story.drills)], _MOST_DRILLS, "more")),
         "active": "; ".join(shortened(active_remedies(story.remedies), _MOST_LEFT, "more")),
-        "skipped": samples_skipped(story.remedies),
-        "weights": weights if weights is not None and weights.is_file() else None,
+        "weights": weights if story.is_complete and weights.is_file() else None,
         "best": story.best and asdict(story.best),
         "newest": story.newest and asdict(story.newest),
-        "next": story.directory is not None and next_start(story),
-        "unwritten": story.directory is None,
+        "next": next_start(story),
     }
     return [fill(words, values) for kind, words in LEFT.items() if values[kind]]
 
@@ -313,14 +291,6 @@ def active_remedies(remedies: Mapping[str, Any]) -> list[str]:
     return [fill(ACTIVE[name], knobs) for name in turned] + [fill(PATCHED, one) for one in remedies.get("armor", [])]
 
 
-def samples_skipped(remedies: Mapping[str, Any]) -> int:
-    """Count the samples that remedies skipped; their spans may overlap."""
-    skipped, end = 0, 0
-    for start, stop in sorted(remedies.get("skipped", [])):
-        skipped, end = skipped + max(0, stop - max(start, end)), max(stop, end)
-    return skipped
-
-
 def is_trainers(story: Story) -> bool:
     return story.loop is not None and story.loop.is_trainers
 
@@ -331,7 +301,7 @@ def next_start(story: Story) -> Facts:
         return fact("trainer_resumes")
     onward = fact("starts_over") if story.newest is None else fact("resumes_from", step=story.newest.step)
     if not story.resumes:
-        how = _resuming(story.directory) if story.loop is None and story.directory is not None else None
+        how = _resuming(story.directory) if story.loop is None else None
         return fact("starts_new", how=how, onward=onward)
     if story.state == "running":
         return fact("is_refused", onward=onward)

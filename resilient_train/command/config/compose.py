@@ -20,7 +20,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, OverrideParseException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
 from resilient_train import __version__
 from resilient_train.command import VERBS
@@ -82,13 +82,8 @@ def explained(error: Exception, overrides: Sequence[str] = ()) -> TrainError:
         return TrainError(in_one_line(error))
     text = text_of(error)
     if isinstance(error, OverrideParseException):
-        if error.override.isidentifier():
-            return unusable(error.override, f"neither a verb nor key=value{similar(error.override, VERBS)}")
-        why = f"cannot be read ({text.splitlines()[0]}); quote special characters: 'key=\"a[b]\"'"
-        return unusable(error.override, why)
-    if isinstance(error, InterpolationResolutionError):
-        key = str(error.full_key)
-        return ConfigError(key, values_of(overrides).get(key, ...), f"cannot be resolved: {text.splitlines()[0]}")
+        hint = similar(error.override, VERBS, "quote special characters: 'key=\"a[b]\"'")
+        return unusable(error.override, f"neither a verb nor key=value{hint}")
     no_option = r"Could not find '([^']+)'\s*(?:Available options in '[^']+':\s*(.*?))?(?:Config search path|$)"
     if missing := re.search(no_option, text, re.DOTALL):
         group, _, option = missing[1].rpartition("/")
