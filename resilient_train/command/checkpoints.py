@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 
 from resilient_train.command import no_run, parser_of
@@ -13,7 +12,6 @@ from resilient_train.durable.journal import JOURNAL
 from resilient_train.durable.run_history import history_of
 from resilient_train.durable.store import CANDIDATE, DEMOTED, VERIFIED, Damaged, Entry, Store, verify
 from resilient_train.extensions.best_weights import NotExportable, export_weights
-from resilient_train.ground.wording import duration
 
 _HELP = """\
 Lists the checkpoints of a run, the newest first, after reading all of each to verify it:
@@ -51,23 +49,21 @@ def _list(run_dir: Path) -> int:
     are_demoted = bool(found) and all(kind == DEMOTED for _, kind, _ in found)
     is_stuck = resume is None and not are_demoted and (bool(found) or history_of(run_dir).has_saved)
     for one in found:
-        print_line("  ".join(_row(*one)))
+        print_line(_line(*one))
     if resume is not None:
         print_line(f"a resume would load {resume}{', and finish verifying it' if kind == CANDIDATE else ''}")
     elif is_stuck:
-        what = "none of them" if found else "none: those that were written are gone"
-        print_line(f"a resume would load {what}; run.resume=never starts a new run in a sibling directory")
+        print_line("a resume would find none of those that were written; run.resume=never starts a new run")
     else:
         print_line("a resume would begin at step 0: no checkpoint is to be trusted, or none was written")
     return 1 if is_stuck else 0
 
 
-def _row(entry: Entry, kind: str, damage: str) -> list[str]:
+def _line(entry: Entry, kind: str, damage: str) -> str:
     if (manifest := entry.manifest) is None:
-        return [entry.path.name, kind, damage]
+        return f"{entry.path.name}  {kind}  {damage}"
     size = sum(one.size for one in manifest.files.values()) / 1e6
-    age = f"{duration(max(0.0, time.time() - manifest.at / 1000))} old"
-    return [entry.path.name, kind, f"step {manifest.step:,}", f"{size:,.2f} MB", age, damage]
+    return f"{entry.path.name}  {kind}  step {manifest.step:,}  {size:,.2f} MB  {damage}"
 
 
 def _export(run_dir: Path, to: Path) -> int:

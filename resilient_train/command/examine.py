@@ -54,9 +54,8 @@ def _examined(given: argparse.Namespace) -> Any:
     from resilient_train.extensions.diagnosis.examine import examine
 
     run_dir: Path = given.run_dir
-    written = run_dir / CONFIG
     composed = compose.load(given.overrides)
-    if changes := compose.other_run(composed.changes(written)):
+    if changes := compose.other_run(composed.changes(run_dir / CONFIG)):
         why = f"is a run of another configuration ({'; '.join(changes[:3])}): give the overrides of its command"
         raise ConfigError("RUN_DIR", run_dir, why)
     config = composed.config

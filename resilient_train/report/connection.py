@@ -172,8 +172,8 @@ class MlflowRun:
 
         try:
             call(self.run_id, *what, **named)
-        except (MlflowException, NotImplementedError) as error:
-            if isinstance(error, MlflowException) and error.error_code not in _REFUSALS:
+        except MlflowException as error:
+            if error.error_code not in _REFUSALS:
                 raise
             self._say(f"MLflow refused {root_cause(error)}")
 

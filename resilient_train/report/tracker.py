@@ -85,11 +85,8 @@ class OutboxTracker(Tracker):
         finally:
             self._end_uploader()
         if trouble is not None:
-            what = "MLflow at %s did not get everything: %s (%s)"
-            log.warning(what, self._uri, lacking(self._directory), trouble)
-            log.warning(
-                "to upload the rest, from any machine that has the directory:\n  %s", command("sync", self._directory)
-            )
+            what = "MLflow at %s did not get everything: %s (%s); to upload the rest, from any machine:\n  %s"
+            log.warning(what, self._uri, lacking(self._directory), trouble, command("sync", self._directory))
         return UploadCursor(self._directory).run  # from the file that the uploader keeps there
 
     def _finish_uploads(self) -> str | None:
