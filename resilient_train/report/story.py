@@ -144,7 +144,7 @@ def open_advice(incidents: Sequence[Incident]) -> list[Advice]:
     for one in incidents:
         if one.diagnosis.advice:
             groups.setdefault(_asks_about(one), []).append(one)
-    urgent = sorted(filter(_urgency, groups.values()), key=lambda group: (-_urgency(group), -len(group)))
+    urgent = sorted(filter(_urgency, groups.values()), key=lambda group: (-_urgency(group), -len(group), -group[-1].id))
     return [Advice(_facts(group), [one.id for one in group]) for group in urgent]
 
 
