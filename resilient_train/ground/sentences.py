@@ -102,14 +102,14 @@ DETAILS = {
 }
 
 # What to do about a run that is not all right, where the advice of its incidents does not say so.
-_POLICY = "read what was tried, then try another policy or a lower learning rate"
+_POLICY = "Read what was tried, then try another policy or a lower learning rate"
 TO_DO = {
     "unrecovered": _POLICY,
     "gave_up": _POLICY,
-    "no_progress": "check the learning rate, the data and the objective",
-    "above_best": "look at what changed after these steps: the learning rate, the data or the objective",
-    "failed": "fix the error that ended it, and start it again",
-    "killed": "start it again",
+    "no_progress": "Check the learning rate, the data and the objective",
+    "above_best": "Look at what changed after these steps: the learning rate, the data or the objective",
+    "failed": "Fix the error that ended it, and start it again",
+    "killed": "Start it again",
 }
 
 # What still differs from the configuration, by the name of the knob or the remedy.
@@ -169,9 +169,13 @@ RUN = {
 NOTE = """\
 **{headline}.**< **Do:** {things:closed}><calm? Nothing to change.> {details:Sentence}
 
-{lines:raw}
+{left:raw}
 - the axis Step of the charts is the tick: attempted updates, lost ones included
-"""
+<
+The incidents, the newest first:
+
+{incidents:raw}
+>"""
 
 
 SIGNALS = {

@@ -255,7 +255,7 @@ def things_to_do(story: Story) -> list[str]:
     """Return what to do, the most important first, each with the number of incidents that ask for it."""
     asked = [say(fact("asked", advice=one, several=len(of) > 1, incident=of)) for one, of in story.advice]
     what = TO_DO.get("killed" if story.state == "killed" else story.status)
-    return asked if what is None else [*asked, what]
+    return asked if asked or what is None else [what]
 
 
 def shortened(lines: Sequence[str], most: int, rest: str) -> list[str]:

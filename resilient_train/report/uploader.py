@@ -106,14 +106,14 @@ def note(story: Story) -> str:
         "things": things,
         "calm": story.chapters and not things,
         "details": text(details, 900),
+        "left": "\n".join(f"- {text(line, _LONGEST)}" for line in left(story)),
     }
-    about = [text(line, _LONGEST) for line in left(story)]
     newest = [text(" ".join(block(chapter, "line")), _LONGEST) for chapter in story.chapters[:-_MOST_LINES:-1]]
     while True:
         older = len(story.chapters) - len(newest)
         more = [f"{say(fact('older', count=older))}, in `{INCIDENTS}`"] if older else []
-        lines = "\n".join(f"- {line}" for line in [*newest, *more, *about])
-        if len(whole := fill(NOTE, values | {"lines": lines})) <= LIMIT:
+        incidents = "\n".join(f"- {line}" for line in [*newest, *more])
+        if len(whole := fill(NOTE, values | {"incidents": incidents})) <= LIMIT:
             return whole
         newest.pop()
 

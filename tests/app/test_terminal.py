@@ -253,7 +253,7 @@ def test_a_run_that_fails_ends_with_what_is_left(here: Path, run_command: comman
     assert error.startswith("error: RuntimeError: it has had enough")
     told = after(failed.stdout, "Failed: ")
     assert re.match(r"Failed: at step [34]\d of 60: RuntimeError: it has had enough", told[0])
-    assert told.pop(1) == "to do: fix the error that ended it, and start it again"
+    assert told.pop(1) == "to do: Fix the error that ended it, and start it again"
     newest = re.fullmatch(rf"newest checkpoint: {here}/runs/run/checkpoints/step-000000(\d+) \(step \1\)", told[1])
     assert newest, told
     assert told[2] == f"the same command resumes from step {newest[1]}"

@@ -252,4 +252,4 @@ def test_a_story_of_a_damaged_directory_is_told_all_the_same(content: str, tmp_p
         (tmp_path / folder / name).write_text(content)
     of: Story = read_story(tmp_path)
     assert (of.status, of.newest, of.best) == ("failed", None, None)
-    assert note(of).startswith("**Killed (no exit message).** **Do:** start it again. At step 0.")
+    assert note(of).startswith("**Killed (no exit message).** **Do:** Start it again. At step 0.")
