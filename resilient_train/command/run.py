@@ -188,17 +188,8 @@ def _locked(path: Path) -> tuple[bool, DirectoryLock]:
 def _launch() -> str | None:
     """Name what all restarts of one launch share; None if nothing restarts this process."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        parent = os.getppid()
-        return f"agent {os.environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {parent}.{_began(parent)}"
+        return f"agent {os.environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {os.getppid()}"
     return f"slurm {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else None
-
-
-def _began(process: int) -> str:
-    """Return when a process began, in ticks since the boot, as its number may be in use again; "" if it is gone."""
-    try:
-        return read_plain(Path("/proc", str(process), "stat")).rpartition(b")")[2].split()[19].decode()
-    except (OSError, IndexError):
-        return ""
 
 
 def _was_launched_by_this(run_dir: Path) -> bool:

@@ -132,6 +132,7 @@ LEFT = {
     "active": "still active<over? at the end>: {active}",
     "weights": "weights: {weights}",
     "best": "best evaluation: {best:checkpoint}",
+    "last_good": "last good checkpoint: {last_good:checkpoint}",
     "newest": "newest checkpoint: {newest:checkpoint}",
     "next": "the same command {next:say}",
 }
@@ -162,7 +163,6 @@ RUN = {
     "gives_up_again": "says so again at once and ends with 3; with a changed configuration it {onward:say}",
     "to_see": "to see it, start (it answers after half a minute)\n  {command}",
     "open": "<served?and><!served?to see it,> open\n  {url}",
-    "and_more": "And {count} more.",
 }
 
 # The description in MLflow.

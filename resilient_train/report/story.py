@@ -49,7 +49,8 @@ class Story(Status):
     step: int = 0  # accepted updates
     tick: int = 0  # attempted ones
     steps: int | None = None  # planned
-    newest: Checkpoint | None = None  # that a resume would load: verified, or a candidate
+    last_good: Checkpoint | None = None  # the newest verified one
+    newest: Checkpoint | None = None  # that a resume would load: the same, or a later candidate
     best: Checkpoint | None = None  # weights alone
     remedies: Mapping[str, Any] = field(default_factory=dict)  # active, as they were last written down
     drills: Sequence[Facts] = ()  # that have fired
@@ -93,6 +94,7 @@ def read_story(run_dir: Path, history: RunHistory | None = None) -> Story:
         step=step,
         tick=max(tick, step),
         steps=planned if type(planned) is int else None,
+        last_good=next((one for one in checkpoints if one.kind == "verified"), None),
         newest=next(iter(checkpoints), None),
         best=_best_of(run_dir),
         remedies=history.effects_with(checkpoints[0].remedies if checkpoints else {}),
@@ -183,7 +185,7 @@ def _facts(group: Sequence[Incident]) -> Facts:
 
 WEIGHTS = "weights.safetensors"  # of a run that finished
 
-_MOST_ADVICE, _MOST_LEFT, _MOST_DRILLS = 5, 4, 7
+_MOST_ADVICE, _MOST_LEFT = 5, 4
 _NOT_OVER = (Outcome.UNRECOVERED, Outcome.GAVE_UP, Outcome.OBSERVED, None, Outcome.RECURRED)
 _FACTORS = ("lr", "clip", "eps", "decay")  # knobs that are 1 as configured; the others are 0
 
@@ -195,7 +197,7 @@ def near(path: Path) -> str:
 
 def review(story: Story) -> list[str]:
     """Sum up a run in some twenty lines at most."""
-    things = [say(fact("to_do", what=one)) for one in shortened(things_to_do(story), _MOST_ADVICE, "more")]
+    things = [say(fact("to_do", what=one)) for one in shortened(things_to_do(story), _MOST_ADVICE)]
     return [": ".join(verdict(story)), *things, *left(story)]
 
 
@@ -220,6 +222,7 @@ def about(story: Story) -> dict[str, Any]:
     more = 0 if others else sum(one.further for one in incidents)
     evaluation = summary.get("eval") or {}
     last = _last(story)
+    lost = sum(one.steps_lost for one in incidents)  # while it runs, of its newest updates the verdict is pending
     return {
         **summary,
         **(summary.get("best_level") or {}),
@@ -230,7 +233,7 @@ def about(story: Story) -> dict[str, Any]:
         "others": others,
         "more": more,
         "quiet": not (others or more) and bool(incidents),
-        "undone": sum(one.steps_lost for one in incidents),
+        "undone": (story.tick - story.step if summary else lost) if incidents else 0,
         "odd": {name: value for name, value in evaluation.items() if str(value) in ("nan", "inf", "-inf")},
         "eval": {name: value for name, value in evaluation.items() if value is not None} or None,
         "last": last and wording.about(last),
@@ -258,11 +261,11 @@ def things_to_do(story: Story) -> list[str]:
     return asked if asked or what is None else [what]
 
 
-def shortened(lines: Sequence[str], most: int, rest: str) -> list[str]:
+def shortened(lines: Sequence[str], most: int) -> list[str]:
     """Cut a list, and say how many are missing: never a single one, which would take as much room."""
     if len(lines) <= most + 1:
         return list(lines)
-    return [*lines[:most], say(fact(rest, count=len(lines) - most))]
+    return [*lines[:most], say(fact("more", count=len(lines) - most))]
 
 
 def left(story: Story) -> list[str]:
@@ -270,10 +273,11 @@ def left(story: Story) -> list[str]:
     weights = story.directory / WEIGHTS
     values = {
         "over": story.summary,
-        "drills": ", ".join(shortened([*map(say, story.drills)], _MOST_DRILLS, "more")),
-        "active": "; ".join(shortened(active_remedies(story.remedies), _MOST_LEFT, "more")),
+        "drills": ", ".join(shortened([*map(say, story.drills)], _MOST_LEFT)),
+        "active": "; ".join(shortened(active_remedies(story.remedies), _MOST_LEFT)),
         "weights": weights if story.is_complete and weights.is_file() else None,
         "best": story.best and asdict(story.best),
+        "last_good": asdict(story.last_good) if story.last_good and story.last_good != story.newest else None,
         "newest": story.newest and asdict(story.newest),
         "next": next_start(story),
     }

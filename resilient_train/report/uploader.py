@@ -100,7 +100,7 @@ _MOST_LINES = 80  # about incidents
 def note(story: Story) -> str:
     """Return the description in MLflow, with as many of the newest incidents as fit below its limit."""
     headline, details = verdict(story)
-    things = [text(one, _LONGEST) for one in shortened(things_to_do(story), _MOST_TO_DO, "and_more")]
+    things = [text(one, _LONGEST) for one in shortened(things_to_do(story), _MOST_TO_DO)]
     values = {
         "headline": text(headline, _LONGEST),
         "things": things,

@@ -207,7 +207,7 @@ def test_each_fault_is_said_as_it_was(whole: Path) -> None:
         (r"\d+\.\d+(e[+-]\d+)?", "#"),
     ):
         said = re.sub(pattern, instead, said)
-    golden.check(f"{whole.name}.txt", said)
+    golden.check(f"{whole.name}.txt", f"{said}\n")
 
 
 @pytest.mark.timeout(1800)  # seventy processes
