@@ -101,7 +101,7 @@ def test_status_is_quick(tmp_path: Path) -> None:
     program = "import sys; from resilient_train.command.status import main; main(sys.argv[1:]); "
     start = [sys.executable, "-c", program + "sys.exit('torch' in sys.modules)", str(tmp_path)]
     said = subprocess.run(start, check=True, capture_output=True, text=True).stdout
-    assert said == f"{tmp_path}: All is well: 3 steps; no incidents\n"
+    assert said == f"{tmp_path}: All is well: 3 steps; no incidents.\n"
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints
