@@ -84,16 +84,9 @@ class Console:
         """Look at the run's overview, and read its description to the end."""
         self._open(f"{self._run}?{KIND}")
         self.page.get_by_text("Show more").first.click()
-        table = self.page.locator("table", has_text="outcome")
-        table.first.wait_for()
-        return table.first
-
-    def traces(self) -> Locator:
-        """Look at the list of traces; return the links of their requests."""
-        self._open(f"{self._run}/traces?{KIND}")
-        requests = self.page.get_by_text(re.compile(r"^step \d"))
-        requests.first.wait_for()
-        return requests
+        lines = self.page.locator("li", has_text=re.compile(r"^incident \d+"))
+        lines.first.wait_for()
+        return lines
 
     def charts(self, last: str) -> Locator:
         """Look at the charts, down to the one that is titled `last`."""

@@ -52,9 +52,6 @@ def in_mlflow(run_dir: Path, place: Path) -> None:
         person.overview()
         person.alone()
         person.picture(IMAGES / "overview.png")
-        person.traces().first.click()
-        person.page.get_by_text(re.compile(r"^incident \d+: ")).first.wait_for()
-        person.picture(IMAGES / "trace.png")
 
 
 def on_a_terminal(run_dir: Path) -> None:

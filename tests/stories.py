@@ -71,7 +71,7 @@ def chapter(told: Incident) -> Chapter:
 
 
 def story(*incidents: Incident, **changed: Any) -> Story:
-    last_good = Checkpoint(250, RUN / "checkpoints" / "step-00000250", "verified", 300)
+    newest = Checkpoint(250, RUN / "checkpoints" / "step-00000250", "verified", 300)
     summary = changed.get("summary", {})
     written = {"exit_code": 0, **summary} if summary else {}
     status = status_of(RunFacts(incidents=incidents, summary=written, process="process 7"))
@@ -84,8 +84,7 @@ def story(*incidents: Incident, **changed: Any) -> Story:
         step=260,
         tick=260 + sum(one.steps_lost for one in incidents),
         steps=300,
-        last_good=last_good,
-        newest=last_good,
+        newest=newest,
         best=Checkpoint(200, RUN / "best", "best", metrics={"loss": 2.261}),
     )
     return replace(made, **changed)

@@ -12,10 +12,8 @@ def no_run(run_dir: Path) -> int:
     return 2
 
 
-def parser_of(verb: str, description: str, exit_codes: str, json: str = "print a JSON object") -> ArgumentParser:
+def parser_of(verb: str, description: str, exit_codes: str) -> ArgumentParser:
     parser = ArgumentParser(f"resilient-train {verb}", description=description, epilog=f"exit code: {exit_codes}")
     parser.formatter_class = RawDescriptionHelpFormatter
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the directory of the run, such as runs/NAME")
-    if json:
-        parser.add_argument("--json", action="store_true", help=json)
     return parser

@@ -67,8 +67,7 @@ class Run:
     def __str__(self) -> str:
         count = sum(weight.numel() for weight in self.bare_model.parameters())
         rows = counted(self.guard.samples.slicing.samples, "row")
-        name = type(self.bare_model).__name__.removeprefix("FSDP")  # which `fully_shard` puts before it
-        return f"{name} with {count:,} weights, {rows} to an update"
+        return f"{type(self.bare_model).__name__} with {count:,} weights, {rows} to an update"
 
 
 def assemble(

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 
 from resilient_train.command import no_run, parser_of
-from resilient_train.command.terminal import print_line, print_table
+from resilient_train.command.terminal import print_line
 from resilient_train.durable.endings import CHECKPOINTS, is_run
 from resilient_train.durable.journal import JOURNAL
 from resilient_train.durable.run_history import history_of
 from resilient_train.durable.store import CANDIDATE, DEMOTED, VERIFIED, Damaged, Entry, Store, verify
 from resilient_train.extensions.best_weights import NotExportable, export_weights
-from resilient_train.ground.wording import duration
 
 _HELP = """\
 Lists the checkpoints of a run, the newest first, after reading all of each to verify it:
@@ -26,7 +24,7 @@ of --weights: 1 if nothing was exported"""
 
 
 def main(words: list[str]) -> int:
-    parser = parser_of("checkpoints", _HELP, _EXIT_CODES, json="")
+    parser = parser_of("checkpoints", _HELP, _EXIT_CODES)
     file = "export the weights of the newest verified checkpoint to a new safetensors file"
     parser.add_argument("--weights", type=Path, metavar="FILE", help=file)
     given = parser.parse_args(words)
@@ -50,26 +48,22 @@ def _list(run_dir: Path) -> int:
     resume, kind = next(((one.path.name, kind) for one, kind, _ in found if kind in (VERIFIED, CANDIDATE)), (None, ""))
     are_demoted = bool(found) and all(kind == DEMOTED for _, kind, _ in found)
     is_stuck = resume is None and not are_demoted and (bool(found) or history_of(run_dir).has_saved)
-    print_table([_row(*one) for one in found])
+    for one in found:
+        print_line(_line(*one))
     if resume is not None:
         print_line(f"a resume would load {resume}{', and finish verifying it' if kind == CANDIDATE else ''}")
-    elif are_demoted:
-        print_line("a resume would begin at step 0 again: the trouble began before each of them")
     elif is_stuck:
-        what = "none of them" if found else "none: those that were written are gone"
-        print_line(f"a resume would load {what}; run.resume=never starts a new run in a sibling directory")
+        print_line("a resume would find none of those that were written; run.resume=never starts a new run")
     else:
-        how = "checkpoint.disk.every, or disk= of a guard, sets how often they are written"
-        print_line(f"no checkpoints in {run_dir}: {how}")
+        print_line("a resume would begin at step 0: no checkpoint is to be trusted, or none was written")
     return 1 if is_stuck else 0
 
 
-def _row(entry: Entry, kind: str, damage: str) -> list[str]:
+def _line(entry: Entry, kind: str, damage: str) -> str:
     if (manifest := entry.manifest) is None:
-        return [entry.path.name, kind, "", "", "", damage]
+        return f"{entry.path.name}  {kind}  {damage}"
     size = sum(one.size for one in manifest.files.values()) / 1e6
-    age = f"{duration(max(0.0, time.time() - manifest.at / 1000))} old"
-    return [entry.path.name, kind, f"step {manifest.step:,}", f"{size:,.2f} MB", age, damage]
+    return f"{entry.path.name}  {kind}  step {manifest.step:,}  {size:,.2f} MB  {damage}"
 
 
 def _export(run_dir: Path, to: Path) -> int:

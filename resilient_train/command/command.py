@@ -36,17 +36,6 @@ _codes: list[int] = []  # of the runs of this process: Hydra does not return the
 _main_process: int | None = None  # a launcher of Hydra's may run jobs in other processes
 
 
-class _JobEnded(TrainError):
-    """A job of a sweep failed in a process of its own: Hydra only passes an exception back to the main process."""
-
-    def __init__(self, job: str, code: int) -> None:
-        super().__init__(job, code)  # what it is unpickled from
-        self.job, self.exit_code = job, code
-
-    def __str__(self) -> str:
-        return f"{self.job} of the sweep ended with {self.exit_code}: its own output says why"
-
-
 def main() -> None:
     """Train as the command line says; for a mistake that a person can correct, print one line and no traceback."""
     words = sys.argv[1:]
@@ -57,15 +46,15 @@ def main() -> None:
     learn(values_of(words))
     _codes.clear()
     code = 0
-    with survive_hangup():
-        try:
-            _answer(parse(words))
-        except Exception as error:
-            code = _complain(error, words)
-        except Stopped as error:  # before there was a run
-            code = error.exit_code
-        except KeyboardInterrupt:  # the run has reported its end; the remaining jobs of a sweep are dropped
-            code = 1
+    survive_hangup()
+    try:
+        _answer(parse(words))
+    except Exception as error:
+        code = _complain(error, words)
+    except Stopped as error:  # before there was a run
+        code = error.exit_code
+    except KeyboardInterrupt:  # the run has reported its end; the remaining jobs of a sweep are dropped
+        code = 1
     worst = max([code, *_codes])
     if worst and "WORLD_SIZE" in os.environ:  # ends at once: gloo's threads would abort this process in a normal exit
         sys.stdout.flush()
@@ -83,10 +72,9 @@ def _answer(given: argparse.Namespace) -> None:
             _job()
         print(masked(printed.getvalue()), end="")
     else:
-        modes = [word for word in given.overrides if word.replace(" ", "").upper() == "HYDRA.MODE=MULTIRUN"]
-        if "WORLD_SIZE" in os.environ and (given.multirun or modes):
+        if "WORLD_SIZE" in os.environ and given.multirun:
             why = "a launcher's processes make one run; start the sweep, or each of its runs, without the launcher"
-            raise unusable(modes[0] if modes else "--multirun", why)
+            raise unusable("--multirun", why)
         _job()
 
 
@@ -116,7 +104,7 @@ def _job(raw: DictConfig) -> float | None:
         code, loss = _complain(error, given), None
     _codes.append(code)
     if code and os.getpid() != _main_process:
-        raise _JobEnded(f"job {hydra_config.job.num}", code)
+        raise TrainError(f"job {hydra_config.job.num} of the sweep ended with {code}: its own output says why")
     if code == Stopped.exit_code and is_sweep:
         raise Stopped("a request to stop also ends the remaining jobs of a sweep")
     return loss  # what a sweeper minimises

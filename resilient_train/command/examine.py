@@ -6,20 +6,16 @@ Model, data and objective are those of the command line, as nothing that a run d
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
-from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from resilient_train.command import no_run, parser_of
 from resilient_train.durable.endings import CONFIG, SUMMARY, is_run, read_ending
-from resilient_train.durable.journal import plain
 from resilient_train.ground.errors import ConfigError, TrainError
 from resilient_train.ground.reader import find_in_working_directory
-from resilient_train.ground.wording import say
 
 _HELP = """\
 Runs forward and backward of one batch under the microscope, and changes nothing: what every layer puts out and which
@@ -42,13 +38,7 @@ def main(words: list[str]) -> int:
     except TrainError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if given.json:
-        in_words = plain(asdict(found))
-        if found.diagnosis is not None:
-            in_words["diagnosis"]["advice"] = say(found.diagnosis.advice)
-        print(json.dumps(in_words))
-    else:
-        print(found)
+    print(found)
     return 0 if found.is_healthy else 1
 
 
@@ -64,12 +54,8 @@ def _examined(given: argparse.Namespace) -> Any:
     from resilient_train.extensions.diagnosis.examine import examine
 
     run_dir: Path = given.run_dir
-    written = run_dir / CONFIG
-    if not written.is_file():
-        why = "has no config.yaml, as the run of a loop: use resilient_train.examine(model, objective, batch)"
-        raise ConfigError("RUN_DIR", run_dir, why)
     composed = compose.load(given.overrides)
-    if changes := compose.other_run(composed.changes(written)):
+    if changes := compose.other_run(composed.changes(run_dir / CONFIG)):
         why = f"is a run of another configuration ({'; '.join(changes[:3])}): give the overrides of its command"
         raise ConfigError("RUN_DIR", run_dir, why)
     config = composed.config

@@ -10,22 +10,15 @@ from pathlib import Path
 from resilient_train.command import no_run, parser_of
 from resilient_train.command.terminal import print_line
 from resilient_train.durable.endings import LAUNCH
-from resilient_train.durable.journal import JOURNAL, damaged_lines
+from resilient_train.durable.journal import JOURNAL
 from resilient_train.durable.run_history import in_words
 from resilient_train.ground.errors import TrainError
 from resilient_train.ground.types import Outcome, fact
 from resilient_train.ground.wording import describe, say
-from resilient_train.report.story import Story, block, read_story, review, verdict
+from resilient_train.report.story import Story, block, read_story, review
 
 _LOOK_EVERY_S = 1.0
 _RESTARTS_WITHIN_S = 120.0  # by a launcher, which cannot be seen from here
-
-# Of a status and of an outcome.
-_COLOURS = {"clean": "green", "recovered": "green", "gave_up": "red", "failed": "red", "unrecovered": "red"}
-
-
-def _colour(word: str | None) -> str:
-    return _COLOURS.get(word or "", "yellow")
 
 
 def main(words: list[str]) -> int:
@@ -33,87 +26,60 @@ def main(words: list[str]) -> int:
         "incidents",
         "Print whether a run is all right, and its incidents, the oldest first.",
         "0 printed; 1 the journal cannot be read; 2 no run there. With --follow: the exit code of the run.",
-        json="one line of JSON for each, as in incidents.jsonl",
     )
+    parser.add_argument("--json", action="store_true", help="one line of JSON for each, as in incidents.jsonl")
     parser.add_argument("--follow", action="store_true", help="print new incidents until the run has ended")
-    parser.add_argument("--last", type=int, metavar="N", help="only the last N")
     given = parser.parse_args(words)
-    run_dir: Path = given.run_dir
     try:
-        story = _read(run_dir)
-        if story.state == "none" and not (run_dir / JOURNAL).exists():
-            return no_run(run_dir)
-        shown = _Shown(as_json=given.json, follows=given.follow)
-        shown.summary(story, damaged_lines(run_dir / JOURNAL))
-        shown.news(story, given.last)
-        return _follow(run_dir, shown, story) if given.follow else 0
+        return _show(given.run_dir, as_json=given.json, follows=given.follow)
     except TrainError as error:
         print(error, file=sys.stderr)
         return 1
 
 
-def _read(run_dir: Path) -> Story:
-    try:
-        return read_story(run_dir)
-    except OSError as error:
-        raise TrainError(f"{run_dir / JOURNAL} cannot be read: {error.strerror or error}") from error
-
-
-def _follow(run_dir: Path, shown: _Shown, story: Story) -> int:
-    """Show new incidents until the run has ended and nothing could restart it any more; return its exit code."""
-    first, running_at = story, time.monotonic()
+def _show(run_dir: Path, *, as_json: bool, follows: bool) -> int:
+    """Show a run, and while it `follows` new incidents, until nothing could restart it any more."""
+    story = first = read_story(run_dir)
+    if story.state == "none" and not (run_dir / JOURNAL).exists():
+        return no_run(run_dir)
+    if not as_json:
+        _print_summary(story)
+    known: dict[int, Outcome | None] = {}  # the outcomes of incidents when they were shown
     # Between two processes of a run none is at work for a moment: a kill has to be seen twice.
     patience_s = _RESTARTS_WITHIN_S if (run_dir / LAUNCH).is_file() else 2 * _LOOK_EVERY_S
-    while story.process or (story.state in ("killed", "failed") and time.monotonic() - running_at < patience_s):
+    running_at = time.monotonic()
+    while True:
+        _print_news(story, known, as_json=as_json, follows=follows)
         if story.process:
             running_at = time.monotonic()
+        may_go_on = story.process or story.state in ("killed", "failed")
+        if not follows or not may_go_on or time.monotonic() - running_at > patience_s:
+            break
         time.sleep(_LOOK_EVERY_S)
-        story = _read(run_dir)
-        shown.news(story)
-    if story != first:
-        shown.summary(story)
-    return story.exit_code if story.state != "none" else 0  # of a loop without a run's files it is unknown
+        story = read_story(run_dir)
+    if story != first and not as_json:
+        _print_summary(story)
+    return story.exit_code if follows and story.state != "none" else 0  # of a loop without a run's files it is unknown
 
 
-class _Shown:
-    """What was shown of a run: blocks of lines for a person, or a line of JSON for each incident and each change."""
+def _print_summary(story: Story) -> None:
+    first, *lines = review(story)
+    running = say(fact("running", process=story.process)) if story.process else ""
+    for line in [first + running, *lines]:
+        print_line(line)
 
-    def __init__(self, *, as_json: bool, follows: bool) -> None:
-        self.as_json, self.follows = as_json, follows
-        self.known: dict[int, Outcome | None] = {}  # the outcomes of incidents when they were shown
 
-    def summary(self, story: Story, damaged: int = 0) -> None:
-        if self.as_json:
-            return
-        words, sentences = verdict(story)
-        running = say(fact("running", process=story.process)) if story.process else ""
-        print_line((f"{words}: ", f"bold {_colour(story.status)}"), sentences + running)
-        if damaged:
-            print_line((say(fact("lines_left_out", file=JOURNAL, count=damaged)), "yellow"))
-        for line in review(story)[1:]:
-            print_line(line)
-
-    def news(self, story: Story, last: int | None = None) -> None:
-        """Show each incident, with --follow once it was treated, and its outcome when that is known."""
-        before = 0 if last is None else max(0, len(story.chapters) - max(0, last))
-        if before and not self.as_json:
-            print_line(say(fact("older", count=before)))
-        self.known |= {one.incident.id: one.incident.outcome for one in story.chapters[:before]}
-        for chapter in story.chapters:
-            incident = chapter.incident
-            is_known = incident.id in self.known
-            is_being_treated = bool(story.process) and chapter.treated_ms is None and incident.outcome is None
-            if (is_being_treated and self.follows) or (is_known and self.known[incident.id] is incident.outcome):
-                continue
-            self.known[incident.id] = incident.outcome
-            if self.as_json:
-                print(json.dumps(in_words(incident)), flush=True)
-            elif is_known:
-                print_line((describe(incident, "outcome"), _colour(incident.outcome)))
-            else:
-                first, *lines, outcome = block(chapter)
-                print_line()
-                print_line((first, "bold"))
-                for line in lines:
-                    print_line(line)
-                print_line((outcome, _colour(incident.outcome)))
+def _print_news(story: Story, known: dict[int, Outcome | None], *, as_json: bool, follows: bool) -> None:
+    """Show each incident, to who follows once it was treated, and its outcome when that is known."""
+    for chapter in story.chapters:
+        incident = chapter.incident
+        is_known = incident.id in known
+        is_being_treated = bool(story.process) and chapter.treated_ms is None and incident.outcome is None
+        if (is_being_treated and follows) or (is_known and known[incident.id] is incident.outcome):
+            continue
+        known[incident.id] = incident.outcome
+        if as_json:
+            print(json.dumps(in_words(incident)), flush=True)
+        else:
+            for line in [describe(incident, "outcome")] if is_known else ["", *block(chapter)]:
+                print_line(line)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import platform
 import socket
-import subprocess
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -17,7 +14,7 @@ from typing import Any
 
 from resilient_train import __version__
 from resilient_train.command.build import Run, assemble, train
-from resilient_train.command.config.compose import FIXED, Composed, describe_changes, other_run
+from resilient_train.command.config.compose import FIXED, Composed, other_run
 from resilient_train.command.terminal import Terminal
 from resilient_train.data.trees import state_sha256, weights_sha256
 from resilient_train.durable import endings, progress
@@ -42,25 +39,21 @@ from resilient_train.ground.errors import (
     in_one_line,
 )
 from resilient_train.ground.files import commit_text, is_left_over, read_plain, siblings, sweep, sync_directory
-from resilient_train.ground.secrets import masked, masked_tree
+from resilient_train.ground.secrets import masked
 from resilient_train.ground.types import Action, Anomaly, Decision, Signal, by_signal, fact
-from resilient_train.ground.wording import GOOD, IN_FILE_ONLY, WARNING, counted, log, say
+from resilient_train.ground.wording import IN_FILE_ONLY, counted, log, say
 from resilient_train.loop.reporter import Place, finish_uploads, note_error, print_review, write_summary
 from resilient_train.processes.process_exit import StopRequests, has_lost_sibling
 from resilient_train.processes.watchdog import Hang, Phase, Watchdog
 from resilient_train.processes.world import World, is_lost_peer
 from resilient_train.report import tracker as tracking
-from resilient_train.report.connection import left_in
-from resilient_train.report.story import again, command, completed
+from resilient_train.report.story import again, completed
 from resilient_train.report.tracker import Tracker
 
 _HOME = Path("runs")  # of MLflow's database, if no other store is configured
 _BEHIND_WATCHDOG_S = 60.0  # the watchdog reports a hang better than a collective that fails
-_ALERTS = {"gave_up": "gave_up", "failed": "error"}  # the events of notify.command, by the verdict
-_ALERTS |= dict.fromkeys(("unrecovered", "no_progress", "above_best"), "not_recovered")
 # Of a summary, if a resume fails.
 _KEPT = ("steps", "ticks", "steps_lost", "trial_updates", "first_loss", "final_loss", "eval")
-_ALERT_S = 30.0
 _LOADER = "torch/utils/data/dataloader.py"
 _FOR_OTHERS_S = 1.2  # seconds in which the watchdogs of other ranks look at their clocks, too
 
@@ -195,17 +188,8 @@ def _locked(path: Path) -> tuple[bool, DirectoryLock]:
 def _launch() -> str | None:
     """Name what all restarts of one launch share; None if nothing restarts this process."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        parent = os.getppid()
-        return f"agent {os.environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {parent}.{_began(parent)}"
+        return f"agent {os.environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {os.getppid()}"
     return f"slurm {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else None
-
-
-def _began(process: int) -> str:
-    """Return when a process began, in ticks since the boot, as its number may be in use again; "" if it is gone."""
-    try:
-        return read_plain(Path("/proc", str(process), "stat")).rpartition(b")")[2].split()[19].decode()
-    except (OSError, IndexError):
-        return ""
 
 
 def _was_launched_by_this(run_dir: Path) -> bool:
@@ -235,8 +219,7 @@ class _Session:
         composed, world, directory = self.composed, self.world, self.directory
         config, settings = composed.config, composed.config.run
         if world.is_main:
-            shown = composed.params, composed.sweep
-            self.tracker = tracking.build(config.tracking, directory.path, _HOME.absolute(), *shown)
+            self.tracker = tracking.build(config.tracking, directory.path, _HOME.absolute(), composed.params)
         log.info("resilient_train %s in %s", __version__, directory.path)
         log.info("%s", world)
         self.incident_log = IncidentLog(directory.path, writes=world.is_main)
@@ -272,18 +255,13 @@ class _Session:
                 raise Stopped(f"{stopped}: the state is in {left}")
             tensors = weights.gathered(run.bare_model, keep=world.is_main)
             if world.is_main:
-                path = directory.path / WEIGHTS
-                try:
-                    weights.save(tensors, path)
-                except OSError as error:
-                    why = "free some space; the same command resumes from the newest checkpoint, if there is one"
-                    raise TrainError(f"{path} cannot be written ({error.strerror or error}): {why}") from error
+                weights.save(tensors, directory.path / WEIGHTS)
 
     def _resume(self, run: Run) -> None:
         """Resume the run of the directory. A changed configuration is written only now."""
         directory, is_main = self.directory, self.world.is_main
-        for line in describe_changes(directory.changes):
-            log.info("changed: %s", line)
+        for key, how in directory.changes.items():
+            log.info("changed: %s: %s", key, how)
         resumed = run.guard.resume()
         self.run = run  # before the files of the previous process are replaced, as that may fail
         if resumed:
@@ -334,8 +312,6 @@ class _Session:
             message = say(evidence, "; ")
             summary = self._summary(Stopped(message) if code == Stopped.exit_code else TrainError(message))
             write_summary(summary, directory.path)
-            if code != 75:
-                self._alert("hang", summary)
         return code
 
     def _save_newest(self) -> bool:
@@ -367,7 +343,7 @@ class _Session:
         if summary.weights_sha256 is not None:  # each rank logs its own
             log.info("weights_sha256 %s", summary.weights_sha256, extra=IN_FILE_ONLY)
         if error is None:
-            log.info("%s", completed(summary), extra=GOOD)
+            log.info("%s", completed(summary))
         else:
             _print_error(error, directory, self.world)
         if is_main:
@@ -375,8 +351,6 @@ class _Session:
                 write_summary(summary, directory.path)  # before the uploads, which take time
             elif "WORLD_SIZE" in os.environ:  # the run is unchanged, but a launcher hides the exit code
                 endings.note_refusal(directory.path, error.exit_code, str(error))
-            if (event := _ALERTS.get(summary.verdict or "")) and not isinstance(error, ConfigError):
-                self._alert(event, summary)
             has_ticks = run is not None and summary.ticks > 0
             # A start that fails is shown like any other end; a wrong configuration, and what a person ended, is not.
             if has_ticks or (error is not None and not isinstance(error, ConfigError | KeyboardInterrupt | Stopped)):
@@ -390,26 +364,6 @@ class _Session:
         if isinstance(error, KeyboardInterrupt):
             raise error
         return _ending_of(asdict(summary))
-
-    def _alert(self, event: str, summary: Summary) -> None:
-        """Run the user's command, if there is one, with a line of JSON on its input. A failure is only a warning."""
-        if not (words := self.composed.config.notify.command):
-            return
-        message = summary.why or f"completed, with the verdict {summary.verdict}"
-        about = {"event": event, "message": message, "run_dir": str(self.directory.path), "host": platform.node()}
-        for name in ("status", "exit_code", "steps", "final_loss", "incidents", "mlflow"):
-            about[name] = getattr(summary, name)
-        line = f"{json.dumps(masked_tree(about))}\n"
-        try:
-            done = subprocess.run(
-                words, input=line, text=True, errors="replace", capture_output=True, timeout=_ALERT_S, check=False
-            )
-        except (OSError, subprocess.SubprocessError) as error:
-            log.warning("notify.command could not be run: %s", in_one_line(error))
-            return
-        if done.returncode:
-            said = (done.stderr.strip() or done.stdout.strip()).splitlines()
-            log.warning("notify.command exited with %d%s", done.returncode, f": {said[-1]}" if said else "")
 
     def _summary(self, error: BaseException | None) -> Summary:
         seconds = time.monotonic() - self.started
@@ -446,18 +400,12 @@ def _place_of(hang: Hang) -> tuple[str, bool]:
 
 
 def _already_finished(directory: RunDirectory, summary: dict[str, Any], world: World) -> Ending:
-    if summary["status"] == "gave_up":
-        level = logging.ERROR if world.is_main else logging.INFO
-        log.log(level, "%s gave up: the end of its train.log says why", directory.path)
-    else:
-        log.info("%s is complete: %s", directory.path, counted(summary["steps"], "step"))
-    for line in describe_changes(directory.changes):
-        log.info("differs from this command: %s", line)
+    done = "gave up" if summary["status"] == "gave_up" else f"is complete: {counted(summary['steps'], 'step')}"
+    log.info("%s %s", directory.path, done)
+    for key, how in directory.changes.items():
+        log.info("differs from this command: %s: %s", key, how)
     if world.is_main:
         print_review(directory.path)
-        if left := left_in(directory.path):
-            how = command("sync", directory.path)
-            log.warning("MLflow lacks %s of it; to upload them:\n  %s", counted(left, "entry"), how)
     return _ending_of(summary)
 
 
@@ -471,7 +419,7 @@ def _print_error(error: BaseException, directory: RunDirectory, world: World) ->
     if isinstance(error, GaveUp):  # the guard has printed it
         return
     if isinstance(error, Stopped):
-        log.info("%s; %s", error, again(directory.path), extra=WARNING)
+        log.info("%s; %s", error, again(directory.path))
     elif isinstance(error, TrainError):
         # Every rank finds the same mistake in a configuration, and the same differences; rank 0 reports for all.
         is_of_all = isinstance(error, ConfigError | RanksDiffer | PeerEnded)

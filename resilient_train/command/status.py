@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import sys
 
 from resilient_train.command import no_run, parser_of
 from resilient_train.command.terminal import print_line
-from resilient_train.durable.endings import Status, facts_of, status_of
-from resilient_train.durable.journal import JOURNAL
-from resilient_train.ground.secrets import masked_tree
+from resilient_train.ground.errors import TrainError
 from resilient_train.ground.types import fact
 from resilient_train.ground.wording import say
-from resilient_train.report.story import Story, next_start, read_story, verdict
+from resilient_train.report.story import next_start, read_story, verdict
 
 
 def main(words: list[str]) -> int:
@@ -19,41 +17,14 @@ def main(words: list[str]) -> int:
     codes += "2 refused, or no run there; 3 gave up; 75 stopped on request"
     parser = parser_of("status", "Print the status of a run in one line, and end with its exit code.", codes)
     given = parser.parse_args(words)
-    run: Status
     try:
-        run = story = read_story(given.run_dir)
-        known, line = known_of(story), line_of(story)
-    except OSError as error:
-        run, why = status_of(facts_of(given.run_dir)), f"{JOURNAL} cannot be read: {error.strerror or error}"
-        known, line = {"state": _state_of(run), "exit_code": run.exit_code, "why": why}, f"{run.state}; {why}"
-    if given.json:
-        print(json.dumps(masked_tree({"run_dir": str(given.run_dir), **known})))
-    elif run.state == "none":
+        story = read_story(given.run_dir)
+    except TrainError as error:
+        print(error, file=sys.stderr)
+        return 1
+    if story.state == "none":
         return no_run(given.run_dir)
-    else:
-        print_line(f"{given.run_dir}: {line}")
-    return run.exit_code
-
-
-def line_of(story: Story) -> str:
     onward = () if story.process or story.is_complete else next_start(story)
-    return ": ".join(verdict(story)) + say(fact("then", things=len(story.advice), process=story.process, next=onward))
-
-
-def known_of(story: Story) -> dict[str, object]:
-    return {
-        "state": _state_of(story),
-        "status": story.status,
-        "exit_code": story.exit_code,
-        "step": story.step,
-        "steps": story.steps,
-        "process": story.process,
-        "why": story.refused or story.why or None,
-        "onward": say(fact("the_command", next=next_start(story))),
-        "incidents": len(story.incidents),
-        "to_change": [say(one.facts) for one in story.advice],
-    }
-
-
-def _state_of(found: Status) -> str:
-    return "refused" if found.refused else "running" if found.process else found.state
+    then = say(fact("then", things=len(story.advice), process=story.process, next=onward))
+    print_line(f"{given.run_dir}: {': '.join(verdict(story))}{then}")
+    return story.exit_code

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
-import signal
 import sys
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 from functools import cache
 from pathlib import Path
-from select import select
-from urllib.parse import urlsplit
 
 from resilient_train.command import no_run, parser_of
 from resilient_train.durable.endings import at_work, is_run
-from resilient_train.durable.journal import OUTBOX
+from resilient_train.durable.journal import ENDED, OUTBOX
 from resilient_train.ground.errors import TrainError
+from resilient_train.ground.files import read_plain
 from resilient_train.ground.secrets import masked
 from resilient_train.report.connection import UploadCursor, database_of, lacking, locate, root_cause
 from resilient_train.report.tracker import EXPERIMENT
@@ -30,54 +27,52 @@ The address that was used last is used unless another is given. If it holds a to
 written down, give it again by --uri or MLFLOW_TRACKING_URI, or use MLflow's own variables for them. Those, and
 ~/.mlflow/credentials, are sent to no address that only the directory names: give it by --uri."""
 
-_EVERY_S = 1.5  # between uploads while a run lasts
+_END = f'"kind": "{ENDED}"'.encode()
+_EVERY_S, _LOOK_EVERY_S = 1.5, 0.1  # between uploads while a run lasts, and between looks whether it has ended
 _RETRY_AT_MOST_S = 30.0
 _MOST_FAILURES = 3  # in a row, at the end
 
 
 def main(words: list[str]) -> int:
-    parser = parser_of("sync", _HELP, "0 if MLflow has everything, 1 if not, 2 if the store is unknown", json="")
+    parser = parser_of("sync", _HELP, "0 if MLflow has everything, 1 if not, 2 if the store is unknown")
     parser.add_argument("--uri", "--tracking-uri", help="another tracking store: sqlite:///file.db, http://host:5000")
     parser.add_argument("--experiment", help="another experiment for the run")
     parser.add_argument("--follow", action="store_true", help="continue to upload until the run has ended")
-    parser.add_argument("--attached", action="store_true", help=argparse.SUPPRESS)  # to a run that started it
     given = parser.parse_args(words)
-    run_dir, parent = given.run_dir.absolute(), os.getppid()
-
-    @cache  # each line once
-    def say(line: str) -> None:
-        with suppress(OSError):  # the run that reads it was killed
-            print(line, file=sys.stdout if given.attached else sys.stderr, flush=True)
-
+    run_dir = given.run_dir.absolute()
     if not ((run_dir / OUTBOX).exists() or is_run(run_dir)):
         return no_run(given.run_dir)
     cursor = UploadCursor(run_dir)
     try:
-        # A run passes the address with its secrets, which it may mask in other ways than this process.
-        uri = os.environ["MLFLOW_TRACKING_URI"] if given.attached else _address(run_dir, given.uri, cursor)
+        uri = _address(run_dir, given.uri, cursor)
     except TrainError as error:
-        say(f"{given.run_dir}: {error}")
+        print(f"{given.run_dir}: {error}", file=sys.stderr)
         return 2
 
-    def has_ended(pause_s: float) -> bool:
-        if given.attached:  # a line on the standard input says that the run has ended
-            return bool(select([sys.stdin], [], [], pause_s)[0]) or os.getppid() != parent
-        time.sleep(pause_s)
-        return not given.follow or at_work(run_dir) is None
+    @cache  # each line once
+    def say(line: str) -> None:
+        with suppress(OSError):  # the run that reads it was killed
+            print(line, flush=True)
 
-    if given.attached:
-        # Requests to stop go to all processes of a run, which still has something to upload then.
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
+    def has_ended(pause_s: float) -> bool:
+        until = time.monotonic() + pause_s
+        while not (is_over := not given.follow or _is_over(run_dir)) and time.monotonic() < until:
+            time.sleep(_LOOK_EVERY_S)
+        return is_over
+
     with closing(Uploader(run_dir, uri, given.experiment or cursor.get("experiment") or EXPERIMENT, say)) as uploader:
         trouble = _upload(uploader, has_ended, say)
-    if given.attached and trouble is not None:
-        say(trouble)
-    elif trouble is not None:
-        say(f"{run_dir}: MLflow did not get everything: {lacking(run_dir)}:\n{trouble}")
-    elif not given.attached:
-        print(f"{run_dir}: MLflow at {masked(uri)} has everything")
-    return int(trouble is not None)
+    if trouble is None:
+        say(f"{run_dir}: MLflow at {masked(uri)} has everything")
+        return 0
+    say(trouble)
+    print(f"{run_dir}: MLflow did not get everything: {lacking(run_dir)}", file=sys.stderr)
+    return 1
+
+
+def _is_over(run_dir: Path) -> bool:
+    """Say whether the run has noted its end in the outbox, or is at work no more."""
+    return _END in read_plain(run_dir / OUTBOX, last=100) or at_work(run_dir) is None
 
 
 def _address(run_dir: Path, given: str | None, cursor: UploadCursor) -> str:
@@ -109,7 +104,7 @@ def _address(run_dir: Path, given: str | None, cursor: UploadCursor) -> str:
 
 def _credentials(uri: str) -> list[str]:
     """Return which credentials would be sent to an address. This host is no exception: others may run the server."""
-    if urlsplit(uri).scheme.startswith(("postgresql", "mysql")):
+    if uri.startswith(("postgresql", "mysql")):
         return [name for name in ("PGPASSWORD", "MYSQL_PWD") if os.environ.get(name)]
     names = ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_AUTH", "MLFLOW_TRACKING_AWS_SIGV4")
     file = Path("~/.mlflow/credentials").expanduser()

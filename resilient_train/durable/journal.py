@@ -215,7 +215,7 @@ def unseal(line: bytes) -> Entry | None:
 
 
 OUTBOX = "outbox.jsonl"  # its name in a run directory
-BEGAN, METRICS = "began", "metrics"
+BEGAN, METRICS, ENDED = "began", "metrics", "ended"
 
 MOST_WAITING = 50_000  # entries that a full disk does not take, about 1 KB each: newer ones are dropped
 WRITE_EVERY_S, TRY_AGAIN_S = 0.25, 2.0

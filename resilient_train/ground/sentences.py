@@ -19,7 +19,6 @@ _CAUSE = "cause {cause}< ({blamed:say})>"
 _DONE = (
     "<gave_up?gave up: {why:say}><!gave_up?{remedies:list}><took?, in {seconds:,.2f} s><!gave_up?; {lost:step} lost>"
 )
-_HANDLED = f"{_CAUSE}; {_DONE}<!gave_up?; {{outcome:outcome}}>"
 _OUTCOME = "{outcome:outcome}<; the same fault {further:more time}><outcome=recovered?; {healthy:healthy step} since><outcome=unrecovered?; {not_over:say}><gave_up?; {why:say}>"
 _BODY = f"""\
   {{evidence:say}}
@@ -47,21 +46,7 @@ gave up at {_SIGN}
 <  what to try next: {{advice:sentences}}>""",
     "outcome": f"incident {{id}}: {_OUTCOME}",
     "further": "step {now}: incident {id}; the same fault {further:more time}",
-    "sign": f"{_SIGN}<; {{evidence:say}}>",
-    "handled": _HANDLED,
-    "tag": f"{_SIGN}; {_HANDLED}",
-}
-
-# A row of the table in MLflow.
-ROW = {
-    "#": "{id}",
-    "when": "{opened:day}",
-    "step": "{step}",
-    "what": f"{_NOTICED}<reached=not?, refused>{_REACHED}",
-    "cause": "{cause}<: {where:list}>",
-    "remedy": "<gave_up?gave up: {why:say}><!gave_up?{remedies:list}>",
-    "outcome": "{outcome:outcome}",
-    "cost": "{lost:step} lost<, {seconds:,.2f} s>",
+    "line": f"incident {{id}}<, {{opened:day}}>, {_SIGN}; {_CAUSE}; {_DONE}<!gave_up?; {{outcome:outcome}}>",
 }
 
 PARTS = {
@@ -77,11 +62,11 @@ PARTS = {
     "loss_not_back": "the loss did not return to where it was",
     "this_incident": _INCIDENT,
     "never_over": f"after {_INCIDENT} {{not_over:say}}.",
-    "given_up": f"{_NOTICED}; {{why:say}}",
+    "given_up": f"{_NOTICED} at step {{step}}; {{why:say}}",
 }
 
 # A run: is it all right? Values: `review.about`.
-_WHERE = "<state=completed?{step:step}><state=ended?left without guard.close() ><state=closed?closed ><!state=completed?at step {at}><!state=completed? of {steps}><returned?, returned to step {step}>"
+_WHERE = "<state=completed?{step:step}><state=ended?left without guard.close() ><state=closed?closed ><!state=completed?at step {step}><!state=completed? of {steps}>"
 _TOTAL = "<total?{total:incident} ({causes:counts})><, {others:counts}><, {more:more update} skipped for the same reason><quiet?, no repeat since>.< {undone} of {tick:update} refused or undone.>"
 _COSTS = f"<!total?no incidents>{_TOTAL}"
 _IN_ALL = f"<!total?No incidents><total?In all, >{_TOTAL}"
@@ -95,7 +80,7 @@ HEADLINES = {
     "recovering": "Recovering",
     "observed": "Observed only",
     "unrecovered": "Not recovered, needs attention",
-    "no_progress": "The loss <fell?hardly fell><!fell?did not fall> (it began at {first_loss:.4g} and ended at {final_loss:.4g})",
+    "no_progress": "The loss made no progress (it began at {first_loss:.4g} and ended at {final_loss:.4g})",
     "above_best": "Ended above the level of steps {from:id} to {to:id} ({loss:.4g}, now {final_loss:.4g})",
     "gave_up": "Gave up, needs attention",
     "preempted": "Stopped on request",
@@ -115,17 +100,16 @@ DETAILS = {
     "killed": f"{_WHERE}. {_IN_ALL}",
     "failed": f"{_WHERE}<: {{why}}>. {_IN_ALL}",
 }
-AGAIN = "came back earlier"  # in place of the outcome, once all is over
 
 # What to do about a run that is not all right, where the advice of its incidents does not say so.
-_POLICY = "read in the report what was tried, then try another policy or a lower learning rate"
+_POLICY = "Read what was tried, then try another policy or a lower learning rate"
 TO_DO = {
     "unrecovered": _POLICY,
     "gave_up": _POLICY,
-    "no_progress": "check the learning rate, the data and the objective",
-    "above_best": "look at what changed after these steps: the learning rate, the data or the objective",
-    "failed": "fix the error that ended it, and start it again",
-    "killed": "start it again",
+    "no_progress": "Check the learning rate, the data and the objective",
+    "above_best": "Look at what changed after these steps: the learning rate, the data or the objective",
+    "failed": "Fix the error that ended it, and start it again",
+    "killed": "Start it again",
 }
 
 # What still differs from the configuration, by the name of the knob or the remedy.
@@ -142,16 +126,15 @@ ACTIVE = {
     "micro_batch": "micro-batches of {micro_batch:row}",
 }
 PATCHED = "patched: `{op}`, `{file}:{line:id}`"
-# What is left of a run: label and words.
+# What is left of a run, in order.
 LEFT = {
-    "drills": ("drills", "{drills}; faults on purpose need no change"),
-    "active": ("still active<over? at the end>", "{active}"),
-    "skipped": ("skipped", "{skipped:sample}"),
-    "weights": ("weights", "{weights}"),
-    "best": ("best evaluation", "{best:checkpoint}"),
-    "last_good": ("last good checkpoint", "{last_good:checkpoint}"),
-    "newest": ("newest checkpoint", "{newest:checkpoint}"),
-    "none": ("newest checkpoint", "none"),
+    "drills": "drills: {drills}; faults on purpose need no change",
+    "active": "still active<over? at the end>: {active}",
+    "weights": "weights: {weights}",
+    "best": "best evaluation: {best:checkpoint}",
+    "last_good": "last good checkpoint: {last_good:checkpoint}",
+    "newest": "newest checkpoint: {newest:checkpoint}",
+    "next": "the same command {next:say}",
 }
 
 RUN = {
@@ -161,13 +144,10 @@ RUN = {
     "asked": "{advice:sentences}<several? ({incident:incident})>",
     "fired": "{name}< at tick {tick}>",
     "to_do": "to do: {what}",
-    "to_change": "to change: {what}",
-    "more_to_change": "to change: {count} more",
     "more": "{count} more",
-    "nothing_written": "nothing of this is written: with run_dir there is a report, and a way to resume",
+    "unwritten": "{verdict}: {steps:step}, {total:incident}; with run_dir there is a review, and a way to resume",
     "completed": "completed {steps:step}; this process took {seconds:duration}",
     "running": " Running, {process}.",
-    "lines_left_out": "{file}: {count:line} damaged and left out",
     "older": "{count:incident} before these",
     "then": "< {things:thing} to change.>< Running, {process}.>< The same command {next:say}.>",
     # What the same command does.
@@ -176,34 +156,26 @@ RUN = {
     "trainer_resumes": "starts again; the trainer resumes by `resume_from_checkpoint=True`, Lightning's by `ckpt_path`",
     "resumes_from": "resumes from step {step}",
     "starts_over": "begins at step 0 again",
-    "trains_longer": "trains longer if `run.steps` is raised",
-    "starts_new": "starts a new run in the next free directory<; with {how} this one {onward:say}>",
+    "starts_new": "starts a new run in the next free directory<how?; with {how} this one {onward:say}>",
     "resumes_if_longer": "resumes if more steps or epochs are planned",
     "is_refused": "is refused while this run is at work; if its process is gone, it {onward:say}",
     "exits": "exits with 0; raise `run.steps` to train longer",
     "gives_up_again": "says so again at once and ends with 3; with a changed configuration it {onward:say}",
     "to_see": "to see it, start (it answers after half a minute)\n  {command}",
     "open": "<served?and><!served?to see it,> open\n  {url}",
-    "and_more": "And {count} more.",
-    "left": "- **{label:Sentence}**: {what}\n",
 }
 
 # The description in MLflow.
 NOTE = """\
 **{headline}.**< **Do:** {things:closed}><calm? Nothing to change.> {details:Sentence}
 
-<titles?**What went wrong, and what was done**, the newest first
+{left:raw}
+- the axis Step of the charts is the tick: attempted updates, lost ones included
+<
+The incidents, the newest first:
 
-| {titles} |
-{rule}|
-{rows:raw}
-
-><And {older} before them, in `{report}`.
-
->{left:raw}- **The same command** {next}.
-<titles?- **Full report**: `{report}` among the artifacts. Numbers link to traces.
->- **The Step axis** of the charts is the tick: attempted updates, lost ones included.
-"""
+{incidents:raw}
+>"""
 
 
 SIGNALS = {

@@ -16,7 +16,6 @@ from resilient_train.ground.types import Action, Cause, Diagnosis, Facts, Incide
 
 log = logging.getLogger("resilient_train")
 IN_FILE_ONLY = {"in_file_only": True}  # too long for a terminal
-GOOD, WARNING = {"style": "bold green"}, {"style": "bold yellow"}  # how a run ended
 PROGRESS = {"progress": True}  # a terminal shows such lines every few seconds
 
 _MAY_BE_MEANT = {Signal.LOSS_SPIKE, Signal.DIVERGENCE, Signal.NOT_RECOVERED, Signal.WEIGHTS_JUMP}
@@ -216,9 +215,8 @@ def known_of(incident: Incident) -> dict[str, Any]:
     }
 
 
-def blamed(diagnosis: Diagnosis, **changed: Any) -> Facts:
-    """Return its line, with some values `changed`, and its rows."""
-    line = fact("culprit", **asdict(diagnosis.culprit) | changed) if diagnosis.culprit else ()
+def blamed(diagnosis: Diagnosis) -> Facts:
+    line = fact("culprit", **asdict(diagnosis.culprit)) if diagnosis.culprit else ()
     return line + (fact("blamed_rows", rows=diagnosis.rows) if diagnosis.rows else ())
 
 
@@ -244,6 +242,6 @@ def tags(incidents: Sequence[Incident], status: str) -> dict[str, str]:
     """Return the tags that MLflow's list of runs is filtered by; a run without incidents has only the first two."""
     found = {"resilience.status": status, "resilience.incidents": str(len(incidents))}
     if incidents:
-        found["resilience.last_incident"] = describe(incidents[-1], "tag")
+        found["resilience.last_incident"] = describe(incidents[-1], "line")
         found["resilience.cause"] = ", ".join(dict.fromkeys(one.diagnosis.cause for one in incidents))
     return found

@@ -44,13 +44,13 @@ from resilient_train.ground.errors import (
 )
 from resilient_train.ground.files import siblings
 from resilient_train.ground.reader import DiskConfig
-from resilient_train.ground.types import Vitals
-from resilient_train.ground.wording import log
+from resilient_train.ground.types import Vitals, fact
+from resilient_train.ground.wording import log, say
 from resilient_train.parts.best import BestLevel
 from resilient_train.processes.world import World, is_lost_device, is_lost_peer
 from resilient_train.report import tracker as tracking
 from resilient_train.report.connection import locate
-from resilient_train.report.story import command, completed, read_story, review, story_of, ui_command, where_to_look
+from resilient_train.report.story import command, completed, read_story, review, where_to_look
 from resilient_train.report.tracker import EXPERIMENT, Tracker, TrackingConfig
 
 REPORT_EVERY = 10  # accepted updates of the caller's loop
@@ -184,7 +184,7 @@ def print_review(run_dir: Path, history: RunHistory | None = None) -> None:
 def finish_uploads(tracker: Tracker, summary: Summary, run_dir: Path) -> None:
     """Upload the rest, print where MLflow shows the run, and note that in the summary."""
     if (run := tracker.finish()) is not None:
-        for line in where_to_look(ui_command(run["tracking_uri"]), run["url"]):
+        for line in where_to_look(run["tracking_uri"], run["url"]):
             log.info("%s", line)
         summary.mlflow = run
         write_summary(summary, run_dir)
@@ -324,9 +324,8 @@ class RunReporter:
             ended = replace(ended, failure=endings.failure(place.directory))
         self._ending = ending = self.summary(ended, time.monotonic() - self._began, digests)
         if is_only_told:
-            story = story_of(ending, place.incident_log.run_history)
-            for line in [completed(ending)] * (ending.status == "completed") + review(story):
-                log.info("%s", line)
+            total = ending.incidents["total"]
+            log.info("%s", say(fact("unwritten", verdict=ending.verdict, steps=ending.steps, total=total)))
             return
         # Of a loss without an explanation, the progress stays as if this process was killed.
         if ended.failure or not (is_lost or is_lost_device(error)):

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from importlib.metadata import entry_points
 from pathlib import Path
-from socket import gethostname
 from tempfile import TemporaryDirectory
 from typing import Any
-from urllib.parse import urlsplit
 from uuid import uuid4
 
 import psutil
 
 from resilient_train.durable.journal import OUTBOX, Entry, entries
 from resilient_train.ground.errors import ConfigError
-from resilient_train.ground.files import commit_text, read_json
+from resilient_train.ground.files import commit_text, digest_of, read_json
 from resilient_train.ground.secrets import masked
 from resilient_train.ground.wording import counted
 
@@ -55,14 +51,12 @@ class UploadCursor(dict[str, Any]):
             self.note(**destination)
 
     def settle(self) -> None:
-        """Note where a run trains. In a copy of another directory, not in a moved one, it is a run of its own."""
-        here = self._directory.absolute()
-        facts = here.stat()
-        place = {"path": str(here), "host": gethostname(), "device": facts.st_dev, "inode": facts.st_ino}
-        if _is_copy(self.get("place", place), place):
+        """Note where a run trains. In a copy of a directory that is still there, it is a run of its own."""
+        here, was = str(self._directory.absolute()), self.get("place")
+        if isinstance(was, str) and was != here and Path(was, OUTBOX).exists() and not self._directory.samefile(was):
             self._forget_run()
             self["copy"] = uuid4().hex
-        self.note(place=place)
+        self.note(place=here)
 
     def note(self, **facts: Any) -> None:
         """Write down more; whatever gets lost is looked up in MLflow, or uploaded a second time to the same place."""
@@ -71,46 +65,24 @@ class UploadCursor(dict[str, Any]):
             commit_text(self._directory / MLFLOW_JSON, json.dumps(self, indent=2) + "\n")
 
     def _forget_run(self) -> None:
-        for name in ("run_id", "url", "delivered", "traced"):
+        for name in ("run_id", "url", "delivered"):
             self.pop(name, None)
 
 
-def left_in(directory: Path) -> int:
-    """Count the entries of the outbox that MLflow does not have, as far as the run directory knows."""
-    try:
-        return sum(1 for _ in entries(directory / OUTBOX, UploadCursor(directory).get("delivered", 0)))
-    except OSError:
-        return 0
-
-
-def _is_copy(was: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
-    if was["path"] == here["path"]:
-        return False
-    with suppress(OSError):
-        there = os.stat(was["path"])
-        if there.st_ino == was["inode"] and (there.st_dev, there.st_ino) != (here["device"], here["inode"]):
-            return True  # both are there
-    if was["inode"] == here["inode"]:
-        return False
-    # A move to another disk leaves nothing behind. Devices of another host have other numbers.
-    return bool(was["host"] != here["host"] or was["device"] == here["device"])
-
-
 def lacking(directory: Path) -> str:
-    left = left_in(directory)
-    return f"it lacks {counted(left, 'entry')} of {OUTBOX}" if left else "what it shows is not complete"
+    """Say how many entries of the outbox MLflow does not have, as far as the run directory knows."""
+    with suppress(OSError):
+        if left := sum(1 for _ in entries(directory / OUTBOX, UploadCursor(directory).get("delivered", 0))):
+            return f"it lacks {counted(left, 'entry')} of {OUTBOX}"
+    return "what it shows is not complete"
 
 
 def locate(uri: str | None, home: Path) -> str:
     """Return the address of the store: as configured, else MLFLOW_TRACKING_URI, else a SQLite file in `home`."""
     key = "tracking.uri" if uri else "MLFLOW_TRACKING_URI"
     uri = uri or os.environ.get(key) or f"sqlite:///{home.absolute() / 'mlflow.db'}"
-    try:
-        kind = urlsplit(uri).scheme.partition("+")[0]
-    except ValueError:  # a bracket that is left open
-        kind = ""
-    plugins = (one.name for one in entry_points(group="mlflow.tracking_store"))
-    if uri not in SCHEMELESS and kind not in ("http", "https", *SCHEMELESS, *DATABASES, *plugins):
+    kind = uri.partition(":")[0].partition("+")[0].lower()
+    if kind not in ("http", "https", *SCHEMELESS, *DATABASES):
         why = "MLflow takes no such address, nor a plain directory: give http://host:5000, sqlite:///file.db, ..."
         raise ConfigError(key, uri, why)
     file = _SQLITE_FILE.fullmatch(uri)  # of a relative path, the process that uploads may have another place
@@ -130,13 +102,8 @@ def url(tracking_uri: str, experiment_id: str, run_id: str) -> str | None:
     is_server = tracking_uri.startswith(("http://", "https://"))
     # A link with *** for a password opens nothing.
     root = re.sub("://[^/?#]*@", "://", tracking_uri).rstrip("/") if is_server else DEFAULT_UI
-    return f"{root}/{run_page(experiment_id, run_id)}"
-
-
-def run_page(experiment_id: str, run_id: str, page: str = "") -> str:
-    """Return the link to a page of a run (the overview, /traces, /artifacts/PATH) from others of the same server."""
     # Without the type of workflow the page comes up among the tools for language-model applications.
-    return f"#/experiments/{experiment_id}/runs/{run_id}{page}?workflowType=machine_learning"
+    return f"{root}/#/experiments/{experiment_id}/runs/{run_id}?workflowType=machine_learning"
 
 
 # Set where the user has not, in the process that uploads.
@@ -168,12 +135,11 @@ class MlflowRun:
         os.environ.update(ENVIRONMENT | os.environ)
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
-        from mlflow.tracing.client import TracingClient
 
         database = database_of(uri)
         if database is not None and not database.exists():
             _create(database)
-        self.client, self.tracing, self._say = MlflowClient(uri), TracingClient(uri), say
+        self.client, self._say = MlflowClient(uri), say
         home = run_dir.parent if database is None else database.parent
         # MLflow's own default is ./mlruns, another place for each working directory. A server has its own.
         artifacts = home.joinpath("mlartifacts").as_uri() if uri.startswith(DATABASES) else None
@@ -185,21 +151,19 @@ class MlflowRun:
             self.experiment_id = str(found.experiment_id)
         self.cursor = UploadCursor(run_dir)
         self.cursor.aim(masked(uri), experiment)
-        # No other outbox has its first line, except those of copies of the directory.
-        with open(run_dir / OUTBOX, "rb") as file:
-            first = file.readline()
-        if not first.endswith(b"\n"):
+        # No other outbox begins with this entry, except those of copies of the directory.
+        first = next((one for one, _ in entries(run_dir / OUTBOX) if one is not None), None)
+        if first is None:
             raise EOFError(f"{OUTBOX} holds nothing yet")
-        self._key = hashlib.sha256(first + self.cursor.get("copy", "").encode()).hexdigest()[:32]
+        self._key = digest_of([first, self.cursor.get("copy")])[:32]
         runs = self._of_key()
         if not runs:
-            began_ms = next((one["at"] for one, _ in entries(run_dir / OUTBOX) if one is not None), None)
             # Without a source: its row would push the first line of the description off the screen of a laptop.
             tags = {"mlflow.user": psutil.Process().username(), _KEY: self._key}
-            runs = [self.client.create_run(self.experiment_id, began_ms, tags, run_dir.name).info.run_id]
+            runs = [self.client.create_run(self.experiment_id, first["at"], tags, run_dir.name).info.run_id]
         if self.cursor.get("run_id") not in runs:  # a person may have deleted it
             run_id = runs[0]
-            self.cursor.note(run_id=run_id, url=url(masked(uri), self.experiment_id, run_id), delivered=0, traced=[])
+            self.cursor.note(run_id=run_id, url=url(masked(uri), self.experiment_id, run_id), delivered=0)
         self.run_id: str = self.cursor["run_id"]
 
     def send(self, call: Callable[..., object], *what: Any, **named: Any) -> None:
@@ -208,8 +172,8 @@ class MlflowRun:
 
         try:
             call(self.run_id, *what, **named)
-        except (MlflowException, NotImplementedError) as error:
-            if isinstance(error, MlflowException) and error.error_code not in _REFUSALS:
+        except MlflowException as error:
+            if error.error_code not in _REFUSALS:
                 raise
             self._say(f"MLflow refused {root_cause(error)}")
 
@@ -245,19 +209,13 @@ class MlflowRun:
             else:
                 self.send(self.client.set_terminated, status, ended_ms)
         tags, shown = {key: cut(value, _TAG_LENGTH) for key, value in tags.items()}, there.data.tags
-        if not (known := shown.get(_NOTE)) or _digest(known) == shown.get(_OURS):
-            tags |= {_NOTE: note, _OURS: _digest(note)}
+        if not (known := shown.get(_NOTE)) or digest_of(known) == shown.get(_OURS):
+            tags |= {_NOTE: note, _OURS: digest_of(note)}
         self._log("tags", [RunTag(key, value) for key, value in tags.items()])
 
     def _log(self, kind: str, items: list[Any], most: int = _MOST_PARAMS) -> None:
         for start in range(0, len(items), most):
             self.send(self.client.log_batch, **{kind: items[start : start + most]})
-
-    def forget_twins(self) -> None:
-        """Delete other runs of the same outbox: a server that hung may have created one and never answered."""
-        for run_id in self._of_key():
-            if run_id != self.run_id:
-                self.client.delete_run(run_id)
 
     def _of_key(self) -> list[str]:
         found = self.client.search_runs(
@@ -280,10 +238,6 @@ def _create(database: Path) -> None:
             pass  # another process was first
         except OSError:  # a file system without hard links
             new.rename(database)
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def root_cause(error: BaseException) -> str:

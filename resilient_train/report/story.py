@@ -5,12 +5,11 @@ The sentences say whether it is all right, what to change, what is left of it, a
 
 from __future__ import annotations
 
-import re
 import shlex
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import isfinite
 from pathlib import Path
@@ -22,13 +21,14 @@ from resilient_train.durable.journal import JOURNAL, read
 from resilient_train.durable.progress import position_of
 from resilient_train.durable.run_history import Chapter, RunHistory
 from resilient_train.ground import wording
+from resilient_train.ground.errors import TrainError
 from resilient_train.ground.files import read_json
-from resilient_train.ground.sentences import ACTIVE, AGAIN, DETAILS, HEADLINES, LEFT, PATCHED, TO_DO
+from resilient_train.ground.sentences import ACTIVE, DETAILS, HEADLINES, LEFT, PATCHED, TO_DO
 from resilient_train.ground.types import Cause, Facts, Incident, Outcome, fact
 from resilient_train.ground.wording import fill, lines_of, say
 from resilient_train.report.connection import SCHEMELESS
 
-_CHECKPOINT = re.compile(r"step-\d{8,18}(\.\d+)?")
+_OVER = (Outcome.RECOVERED, Outcome.RECURRED)
 _REPEATS = (Cause.EXPLOSION, Cause.RATE, Cause.OVERFLOW)  # the next run of this configuration meets it, too
 
 
@@ -44,7 +44,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Story(Status):
-    directory: Path | None  # absolute; None if the run writes nothing
+    directory: Path  # absolute
     chapters: tuple[Chapter, ...]  # in the order they were met
     step: int = 0  # accepted updates
     tick: int = 0  # attempted ones
@@ -74,11 +74,14 @@ class Story(Status):
 def read_story(run_dir: Path, history: RunHistory | None = None) -> Story:
     """Read the story of the run in a directory up to now, of which its own process knows the `history`.
 
-    Raises OSError if its journal cannot be read.
+    Raises TrainError if its journal cannot be read.
     """
     run_dir = run_dir.absolute()
     facts = endings.facts_of(run_dir)  # first: then the journal has what the run wrote before its end
-    history = history or RunHistory(read(run_dir / JOURNAL))
+    try:
+        history = history or RunHistory(read(run_dir / JOURNAL))
+    except OSError as error:
+        raise TrainError(f"{run_dir / JOURNAL} cannot be read: {error.strerror or error}") from error
     found = tuple(history.chapters.values())
     checkpoints, loop, position = checkpoints_of(run_dir), endings.loop_of(run_dir), position_of(run_dir)
     step, tick = facts.summary.get("steps", position.step), facts.summary.get("ticks", position.tick)
@@ -101,23 +104,9 @@ def read_story(run_dir: Path, history: RunHistory | None = None) -> Story:
     )
 
 
-def story_of(summary: Summary, history: RunHistory) -> Story:
-    """Return the story of a run that writes nothing, from what its process knows at its end."""
-    status = status_of(endings.RunFacts(incidents=history.incidents, step=summary.steps, summary=asdict(summary)))
-    return Story(
-        **vars(status),
-        directory=None,
-        chapters=tuple(history.chapters.values()),
-        step=summary.steps,
-        tick=summary.ticks,
-        remedies=history.effects,
-    )
-
-
 def checkpoints_of(run_dir: Path) -> list[Checkpoint]:
-    """List what a resume may load, the latest first. Checksums are not verified."""
-    paths = [path for path in (run_dir / endings.CHECKPOINTS).glob("step-*") if _CHECKPOINT.fullmatch(path.name)]
-    found = [one for path in paths if (one := _checkpoint(path.absolute())) is not None]
+    """List what a resume may load, the latest first. Only manifests are read."""
+    found = filter(None, map(_checkpoint, run_dir.absolute().glob(f"{endings.CHECKPOINTS}/step-*")))
     return sorted(found, key=lambda one: (one.tick, one.step, one.path.name), reverse=True)
 
 
@@ -125,30 +114,22 @@ def _best_of(run_dir: Path) -> Checkpoint | None:
     path = run_dir / "best"
     match read_json(path / "best.json"):
         case {"step": int(step), **metrics} if (path / "weights.safetensors").is_file():
-            numbers = {str(name): one for name, one in metrics.items() if isinstance(one, int | float)}
-            return Checkpoint(step, path, "best", metrics={name: one for name, one in numbers.items() if isfinite(one)})
+            numbers = {str(name): one for name, one in metrics.items() if isinstance(one, float) and isfinite(one)}
+            return Checkpoint(step, path, "best", metrics=numbers)
     return None
 
 
 def _checkpoint(path: Path) -> Checkpoint | None:
-    """Read a manifest; None if the checkpoint is demoted or damaged, or a file is missing or has another size."""
+    """Read a manifest; None if it is demoted or damaged. Its files are verified by a resume, and by `checkpoints`."""
     match read_json(path / "manifest.json"):
         case {
             "kind": "verified" | "candidate" as kind,
             "step": int(step),
             "tick": int(tick),
-            "files": dict(files),
             "effects": dict(remedies),
-        } if min(step, tick) >= 0 and files and all(_is_there(path / name, one) for name, one in files.items()):
+        } if min(step, tick) >= 0:
             return Checkpoint(step, path, kind, tick, remedies=remedies)
     return None
-
-
-def _is_there(file: Path, written: Any) -> bool:
-    try:
-        return isinstance(written, dict) and file.lstat().st_size == written.get("bytes")
-    except (OSError, ValueError):
-        return False
 
 
 class Advice(NamedTuple):
@@ -165,8 +146,7 @@ def open_advice(incidents: Sequence[Incident]) -> list[Advice]:
     for one in incidents:
         if one.diagnosis.advice:
             groups.setdefault(_asks_about(one), []).append(one)
-    urgent = [group for group in groups.values() if _urgency(group) < _NOT_URGENT]
-    urgent.sort(key=lambda group: (_urgency(group), -len(group)))
+    urgent = sorted(filter(_urgency, groups.values()), key=lambda group: (-_urgency(group), -len(group), -group[-1].id))
     return [Advice(_facts(group), [one.id for one in group]) for group in urgent]
 
 
@@ -179,23 +159,16 @@ def _asks_about(incident: Incident) -> object:
     return "bad rows" if diagnosis.rows else (diagnosis.cause, *(one["fact"] for one in diagnosis.advice))
 
 
-_NOT_URGENT = 7
-
-
 def _urgency(group: Sequence[Incident]) -> int:
-    """Return the place in the order of what some incidents ask for; the last one if they ask for nothing."""
-    last, outcomes = group[-1], {one.outcome for one in group}
-    reasons = [
-        Outcome.GAVE_UP in outcomes,
-        Outcome.UNRECOVERED in outcomes or last.outcome is Outcome.RECURRED,
-        bool(outcomes & {None, Outcome.OBSERVED}),
-        last.diagnosis.culprit is not None,
-        bool(last.diagnosis.rows),
-        last.diagnosis.cause in _REPEATS,
-        len(group) > 1 or last.further > 0 or last.is_accepted,
-        True,
-    ]
-    return reasons.index(True)
+    """Return the place in the order of what some incidents ask for; 0 if they ask for nothing, as it is over."""
+    last = group[-1]
+    if any(one.outcome not in _OVER for one in group) or last.outcome is Outcome.RECURRED:
+        return 4
+    if last.diagnosis.culprit is not None:
+        return 3
+    if last.diagnosis.rows:
+        return 2
+    return int(last.diagnosis.cause in _REPEATS or len(group) > 1 or last.further > 0 or last.is_accepted)
 
 
 def _facts(group: Sequence[Incident]) -> Facts:
@@ -210,11 +183,9 @@ def _facts(group: Sequence[Incident]) -> Facts:
     return newest.advice
 
 
-Show = Callable[[Path], str]  # names a path
-
 WEIGHTS = "weights.safetensors"  # of a run that finished
 
-_MOST_ADVICE, _MOST_LEFT, _MOST_DRILLS = 5, 4, 7
+_MOST_ADVICE, _MOST_LEFT = 5, 4
 _NOT_OVER = (Outcome.UNRECOVERED, Outcome.GAVE_UP, Outcome.OBSERVED, None, Outcome.RECURRED)
 _FACTORS = ("lr", "clip", "eps", "decay")  # knobs that are 1 as configured; the others are 0
 
@@ -224,12 +195,10 @@ def near(path: Path) -> str:
     return str(path.relative_to(here)) if path.is_relative_to(here) and path != here else str(path)
 
 
-def review(story: Story, show: Show = near) -> list[str]:
-    """Sum up a run in some twenty lines at most; `show` names a path."""
-    end = fact("nothing_written") if story.directory is None else fact("the_command", next=next_start(story))
-    kind = "to_do" if story.status in TO_DO and not story.advice else "to_change"
-    changes = shortened([say(fact(kind, what=one)) for one in things_to_do(story)], _MOST_ADVICE, "more_to_change")
-    return [": ".join(verdict(story)), *changes, *map(": ".join, left(story, show)), say(end)]
+def review(story: Story) -> list[str]:
+    """Sum up a run in some twenty lines at most."""
+    things = [say(fact("to_do", what=one)) for one in shortened(things_to_do(story), _MOST_ADVICE)]
+    return [": ".join(verdict(story)), *things, *left(story)]
 
 
 def completed(summary: Summary) -> str:
@@ -249,20 +218,15 @@ def about(story: Story) -> dict[str, Any]:
     """Return the values that sentences about a run may name."""
     incidents, summary = story.incidents, story.summary
     outcomes = Counter(one.outcome for one in incidents)
-    others: dict[str | None, int] = {one: outcomes[one] for one in _NOT_OVER if outcomes[one]}
-    if story.status in ("recovered", "above_best") and Outcome.RECURRED in others:
-        others[AGAIN] = others.pop(Outcome.RECURRED)
+    others = {one: outcomes[one] for one in _NOT_OVER if outcomes[one]}
     more = 0 if others else sum(one.further for one in incidents)
     evaluation = summary.get("eval") or {}
     last = _last(story)
-    at = last.anomaly.step if last is not None and story.status == "gave_up" else story.step
     lost = sum(one.steps_lost for one in incidents)  # while it runs, of its newest updates the verdict is pending
     return {
         **summary,
         **(summary.get("best_level") or {}),
         **vars(story),
-        "at": at,
-        "returned": at > story.step + 1,
         "accepted": len({str(one.diagnosis.advice) for one in incidents if one.is_accepted}),
         "total": len(incidents),
         "causes": dict(Counter(str(one.diagnosis.cause) for one in incidents).most_common()),
@@ -272,7 +236,6 @@ def about(story: Story) -> dict[str, Any]:
         "undone": (story.tick - story.step if summary else lost) if incidents else 0,
         "odd": {name: value for name, value in evaluation.items() if str(value) in ("nan", "inf", "-inf")},
         "eval": {name: value for name, value in evaluation.items() if value is not None} or None,
-        "fell": story.status == "no_progress" and float(summary["final_loss"]) < float(summary["first_loss"]),
         "last": last and wording.about(last),
     }
 
@@ -281,58 +244,44 @@ def _last(story: Story) -> Incident | None:
     """Return the incident that the verdict names."""
     if story.status == "unrecovered":
         return endings.unrecovered(story.incidents, story.step)
-    if story.status == "gave_up":
-        decided = [one for one in story.incidents if one.decision.gave_up is not None] or story.incidents
-        return decided[-1] if decided else None
-    named = [one for one in story.incidents if one.is_observed or one.outcome is None]
-    return named[-1] if named else None
+    return next((one for one in reversed(story.incidents) if one.outcome not in _OVER), None)
 
 
-def block(chapter: Chapter) -> list[str]:
+def block(chapter: Chapter, how: str = "block") -> list[str]:
     """Describe an incident in lines: as it was printed when it was met, with its times; the last one is its outcome."""
-    return lines_of(chapter.incident, "block", opened=chapter.opened_ms, **meanwhile(chapter))
-
-
-def meanwhile(chapter: Chapter) -> dict[str, Any]:
-    """What is said of remedies that are not applied yet."""
     is_open = chapter.treated_ms is None and chapter.incident.outcome is None
-    return {"remedies": fact("being_handled")} if is_open else {}
+    handled = {"remedies": fact("being_handled")} if is_open else {}
+    return lines_of(chapter.incident, how, opened=chapter.opened_ms, **handled)
 
 
 def things_to_do(story: Story) -> list[str]:
     """Return what to do, the most important first, each with the number of incidents that ask for it."""
     asked = [say(fact("asked", advice=one, several=len(of) > 1, incident=of)) for one, of in story.advice]
-    is_said = bool(asked) and story.status in ("unrecovered", "gave_up")
     what = TO_DO.get("killed" if story.state == "killed" else story.status)
-    return asked if is_said or what is None else [what, *asked]
+    return asked if asked or what is None else [what]
 
 
-def shortened(lines: Sequence[str], most: int, rest: str) -> list[str]:
+def shortened(lines: Sequence[str], most: int) -> list[str]:
     """Cut a list, and say how many are missing: never a single one, which would take as much room."""
     if len(lines) <= most + 1:
         return list(lines)
-    return [*lines[:most], say(fact(rest, count=len(lines) - most))]
+    return [*lines[:most], say(fact("more", count=len(lines) - most))]
 
 
-def left(story: Story, show: Show) -> list[tuple[str, str]]:
-    """Name fired drills, what differs from the configuration, and weights, each with a label; `show` names a path."""
-
-    def described(one: Checkpoint | None) -> Mapping[str, Any]:
-        return {**asdict(one), "path": show(one.path)} if one else {}
-
-    weights = story.directory / WEIGHTS if story.directory is not None else None
+def left(story: Story) -> list[str]:
+    """Name fired drills, what differs from the configuration, weights, and what the same command does, in lines."""
+    weights = story.directory / WEIGHTS
     values = {
         "over": story.summary,
-        "drills": ", ".join(shortened([*map(say, story.drills)], _MOST_DRILLS, "more")),
-        "active": "; ".join(shortened(active_remedies(story.remedies), _MOST_LEFT, "more")),
-        "skipped": samples_skipped(story.remedies),
-        "weights": show(weights) if story.is_complete and weights is not None and weights.is_file() else None,
-        "best": described(story.best),
-        "last_good": described(story.last_good) if story.last_good != story.newest else None,
-        "newest": described(story.newest),
-        "none": story.directory is not None and not (story.newest or story.is_complete or is_trainers(story)),
+        "drills": ", ".join(shortened([*map(say, story.drills)], _MOST_LEFT)),
+        "active": "; ".join(shortened(active_remedies(story.remedies), _MOST_LEFT)),
+        "weights": weights if story.is_complete and weights.is_file() else None,
+        "best": story.best and asdict(story.best),
+        "last_good": asdict(story.last_good) if story.last_good and story.last_good != story.newest else None,
+        "newest": story.newest and asdict(story.newest),
+        "next": next_start(story),
     }
-    return [(fill(label, values), fill(words, values)) for kind, (label, words) in LEFT.items() if values[kind]]
+    return [fill(words, values) for kind, words in LEFT.items() if values[kind]]
 
 
 def active_remedies(remedies: Mapping[str, Any]) -> list[str]:
@@ -346,14 +295,6 @@ def active_remedies(remedies: Mapping[str, Any]) -> list[str]:
     return [fill(ACTIVE[name], knobs) for name in turned] + [fill(PATCHED, one) for one in remedies.get("armor", [])]
 
 
-def samples_skipped(remedies: Mapping[str, Any]) -> int:
-    """Count the samples that remedies skipped; their spans may overlap."""
-    skipped, end = 0, 0
-    for start, stop in sorted(remedies.get("skipped", [])):
-        skipped, end = skipped + max(0, stop - max(start, end)), max(stop, end)
-    return skipped
-
-
 def is_trainers(story: Story) -> bool:
     return story.loop is not None and story.loop.is_trainers
 
@@ -363,18 +304,14 @@ def next_start(story: Story) -> Facts:
     if is_trainers(story):
         return fact("trainer_resumes")
     onward = fact("starts_over") if story.newest is None else fact("resumes_from", step=story.newest.step)
-    if not story.resumes and story.directory is not None:
-        if story.loop is not None:
-            return fact("starts_new")
-        onward = fact("trains_longer") if story.is_complete else onward
-        return fact("starts_new", how=_resuming(story.directory), onward=onward)
-    if story.loop is not None and story.summary:
-        return fact("resumes_if_longer") if story.is_complete else onward
+    if not story.resumes:
+        how = _resuming(story.directory) if story.loop is None else None
+        return fact("starts_new", how=how, onward=onward)
     if story.state == "running":
         return fact("is_refused", onward=onward)
     if story.is_complete:
-        return fact("exits")
-    return fact("gives_up_again", onward=onward) if story.status == "gave_up" else onward
+        return fact("exits" if story.loop is None else "resumes_if_longer")
+    return fact("gives_up_again", onward=onward) if story.status == "gave_up" and story.loop is None else onward
 
 
 def again(run_dir: Path) -> str:
@@ -395,14 +332,9 @@ def program(name: str = "resilient-train", module: str = "resilient_train") -> s
     return name if is_found else f"{shlex.quote(sys.executable)} -m {module}"
 
 
-def ui_command(tracking_uri: str) -> str:
-    """Return the shell command that shows a database, from any directory; empty for a server, which shows itself."""
-    if tracking_uri.startswith(("http://", "https://", *SCHEMELESS)):
-        return ""
-    return f"{program('mlflow', 'mlflow')} ui --backend-store-uri {shlex.quote(tracking_uri)}"
-
-
-def where_to_look(command_line: str, url: str | None) -> list[str]:
-    """Say how to see a run in MLflow: the command that serves its database, if it is one, and the address."""
-    lines = [say(fact("to_see", command=command_line))] if command_line else []
-    return [*lines, say(fact("open", url=url, served=command_line))] if url else lines
+def where_to_look(tracking_uri: str, url: str | None) -> list[str]:
+    """Say how to see a run in MLflow: the command that serves its database, unless it is a server, and the address."""
+    served = not tracking_uri.startswith(("http://", "https://", *SCHEMELESS))
+    serve = f"{program('mlflow', 'mlflow')} ui --backend-store-uri {shlex.quote(tracking_uri)}"
+    lines = [say(fact("to_see", command=serve))] if served else []
+    return [*lines, say(fact("open", url=url, served=served))] if url else lines

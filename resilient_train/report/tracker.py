@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from resilient_train.durable.journal import BEGAN, METRICS, OUTBOX, Outbox
+from resilient_train.durable.journal import BEGAN, ENDED, METRICS, OUTBOX, Outbox
 from resilient_train.ground.secrets import masked
 from resilient_train.ground.wording import log
 from resilient_train.report.connection import UploadCursor, lacking, locate
@@ -26,7 +25,6 @@ from resilient_train.report.story import command
 EXPERIMENT = "resilient_train"  # of the caller's own loop; conf/tracking names the same one for the command
 
 _EXPLAIN_AFTER_S = 1.0
-_RESTART_AFTER_S = 30.0
 _MOST_BYTES = 10_000  # of what the process says at once
 
 
@@ -53,14 +51,13 @@ class Tracker:
 
 
 class OutboxTracker(Tracker):
-    def __init__(self, config: TrackingConfig, directory: Path, uri: str, about: Mapping[str, Any]) -> None:
-        self._config, self._directory, self._uri, self._about = config, directory, uri, about
+    def __init__(self, config: TrackingConfig, directory: Path, uri: str, params: Mapping[str, str]) -> None:
+        self._config, self._directory, self._uri, self._params = config, directory, uri, params
         cursor = UploadCursor(directory)
         cursor.settle()
         cursor.aim(masked(uri), config.experiment)
         self.uploader: subprocess.Popen[bytes] | None = None
         self._has_begun = False
-        self._starts_at = 0.0  # when the next process is started, if this one dies
         self._logged = set[str]()
         self._trouble = ""  # the newest
         self._outbox = Outbox(directory / OUTBOX, self._look_after_uploader)  # now: at an exit no thread can be started
@@ -68,7 +65,7 @@ class OutboxTracker(Tracker):
     def begin(self) -> Outbox:
         if not self._has_begun:
             self._has_begun = True
-            self._outbox.put(BEGAN, key=uuid4().hex, **self._about)
+            self._outbox.put(BEGAN, key=uuid4().hex, params=self._params)
         return self._outbox
 
     def metrics(self, tick: int, values: Mapping[str, float]) -> None:
@@ -76,6 +73,7 @@ class OutboxTracker(Tracker):
 
     def finish(self) -> dict[str, Any] | None:
         outbox = self.begin()
+        outbox.put(ENDED)
         try:
             outbox.close()
             trouble = self._finish_uploads()
@@ -87,11 +85,8 @@ class OutboxTracker(Tracker):
         finally:
             self._end_uploader()
         if trouble is not None:
-            what = "MLflow at %s did not get everything: %s (%s)"
-            log.warning(what, self._uri, lacking(self._directory), trouble)
-            log.warning(
-                "to upload the rest, from any machine that has the directory:\n  %s", command("sync", self._directory)
-            )
+            what = "MLflow at %s did not get everything: %s (%s); to upload the rest, from any machine:\n  %s"
+            log.warning(what, self._uri, lacking(self._directory), trouble, command("sync", self._directory))
         return UploadCursor(self._directory).run  # from the file that the uploader keeps there
 
     def _finish_uploads(self) -> str | None:
@@ -102,35 +97,33 @@ class OutboxTracker(Tracker):
             return self._trouble
         drain_s = self._config.drain_s
         try:
-            # A line, and not only the end of the pipe: children that the run has forked hold that open, too.
-            output, _ = self.uploader.communicate(b"\n", min(drain_s, _EXPLAIN_AFTER_S))
+            output, _ = self.uploader.communicate(timeout=min(drain_s, _EXPLAIN_AFTER_S))
         except subprocess.TimeoutExpired:
             why = "uploading to MLflow, for up to %g s; Ctrl-C leaves the rest to %s"
             log.info(why, drain_s, command("sync", self._directory))
             output, _ = self.uploader.communicate(timeout=drain_s - _EXPLAIN_AFTER_S)
-        self._report(output)
-        return self._trouble if self.uploader.returncode else None
+        if self.uploader.returncode:
+            self._report(output)
+            return self._trouble
+        return None
 
     # -- in the thread of the outbox -----------------------------------------------------------------------------------
 
     def _look_after_uploader(self) -> None:
-        """Start the process, log what it says, and replace it if it dies."""
+        """Start the process, and log what it says. If it dies, `finish` or a person uploads the rest."""
         if not self._has_begun:
             return
-        if self.uploader is not None and self.uploader.stdout is not None:
+        if self.uploader is None:
+            self._start_uploader()
+        elif self.uploader.stdout is not None:
             os.set_blocking(self.uploader.stdout.fileno(), False)
-            code = self.uploader.poll()
             with suppress(BlockingIOError):  # nothing new
                 self._report(os.read(self.uploader.stdout.fileno(), _MOST_BYTES))
-            if code is None:
-                return
-            self._report(b"its process ended with %d" % code)
-        if time.monotonic() > self._starts_at:
-            self._start_uploader()
+            if code := self.uploader.poll():
+                self._report(b"its process ended with %d" % code)
 
     def _start_uploader(self) -> None:
         """Start `resilient-train sync --follow`, which writes what prevents an upload, a line for each trouble."""
-        self._starts_at = time.monotonic() + _RESTART_AFTER_S
         self._end_uploader()
         # -P: else a mlflow.py in the working directory would be imported.
         start = [sys.executable, "-P", "-m", "resilient_train", "sync", str(self._directory.absolute())]
@@ -143,8 +136,8 @@ class OutboxTracker(Tracker):
         environment |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         try:
             self.uploader = subprocess.Popen(
-                [*start, "--attached", f"--experiment={self._config.experiment}"],
-                stdin=subprocess.PIPE,
+                [*start, "--follow", f"--experiment={self._config.experiment}"],
+                stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 env=environment,
@@ -156,7 +149,7 @@ class OutboxTracker(Tracker):
     def _end_uploader(self) -> None:
         if self.uploader is not None:
             self.uploader.kill()
-            with suppress(BrokenPipeError), self.uploader:  # it closes the pipes
+            with self.uploader:  # it closes the pipe
                 pass
             self.uploader = None
 
@@ -169,15 +162,9 @@ class OutboxTracker(Tracker):
                 log.warning("MLflow at %s: %s. Training is not affected.", self._uri, line)
 
 
-def build(
-    config: TrackingConfig,
-    directory: Path,
-    home: Path,
-    params: Mapping[str, Any] | None = None,
-    sweep: str | None = None,
-) -> Tracker:
-    """`home` holds the database if no other store is named; runs are compared by `params`; `sweep` is a name."""
+def build(config: TrackingConfig, directory: Path, home: Path, params: Mapping[str, Any] | None = None) -> Tracker:
+    """`home` holds the database if no other store is named; runs are compared by `params`."""
     if config.kind == "none":
         return Tracker()
-    about = {"params": {key: masked(str(value)) for key, value in (params or {}).items()}, "sweep": sweep}
-    return OutboxTracker(config, directory, locate(config.uri, home), about)
+    shown = {key: masked(str(value)) for key, value in (params or {}).items()}
+    return OutboxTracker(config, directory, locate(config.uri, home), shown)

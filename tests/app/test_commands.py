@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import shutil
 from functools import partial
 from pathlib import Path
@@ -63,15 +62,6 @@ def test_the_same_command_twice_says_that_the_run_is_complete(run_command: comma
     assert other.code == 2
     assert "another configuration (optimizer.lr: 0.001 there, 0.5 here)" in other.stderr
     assert (Path("runs") / name / "summary.json").read_bytes() == before
-
-
-def test_a_complete_run_says_what_mlflow_lacks_of_it(run_command: command) -> None:
-    """A server that was dead to the end is no reason to be silent about it the next morning."""
-    told = [*MINE[:-1], "tracking.uri=http://127.0.0.1:9", "tracking.drain_s=0", "run.steps=5", "run.name=lacking"]
-    assert run_command(told).code == 0
-    again = run_command(told)
-    assert again.code == 0
-    assert re.search(r"MLflow lacks \d+ entries of it; to upload them:\n  .*sync runs/lacking", again.stdout)
 
 
 @pytest.mark.parametrize("resume", ["auto", "never"])
@@ -252,31 +242,9 @@ def test_examine_takes_the_weights_that_a_run_has_now(run_command: command, caps
     assert examine.main(["runs/first", *told]) == 0
 
 
-@pytest.mark.parametrize(
-    ("words", "there", "missing"),
-    [
-        (
-            [],
-            {"model": "gpt", "recovery": "balanced", "model.width": 128, "optimizer.lr": 1e-3, "run.steps": 1000},
-            ["model._target_", "checks.jump.every", "tracking.uri", "run.name", "data.train._target_"],
-        ),
-        (
-            ["run.name=mine", "checks.weights.every=50", "+optimizer.amsgrad=true", "+data.train.password=hunter22"],
-            {"checks.weights.every": 50, "run.seed": 0, "optimizer.amsgrad": True, "data.train.password": "***"},
-            ["run.name", "checks.optimizer.every"],
-        ),
-        (
-            ["model=custom", "model._target_=torch.nn.Linear", "+model.in_features=4"],
-            {"model": "custom", "model._target_": "torch.nn.Linear", "model.in_features": 4},
-            ["tracking.kind"],
-        ),
-    ],
-)
-def test_parameters_are_what_runs_are_compared_by(
-    words: list[str], there: dict[str, object], missing: list[str]
-) -> None:
-    """The options chosen, whatever was given, and what always matters: few enough to see past them in MLflow."""
-    params = load(words).params
+def test_parameters_are_what_runs_are_compared_by() -> None:
+    """The options chosen and all settings, without where the run is and how it is shown; secrets are masked."""
+    params = load(["run.name=mine", "checks.weights.every=50", "+data.train.password=hunter22"]).params
+    there = {"model": "gpt", "recovery": "balanced", "checks.weights.every": 50, "data.train.password": "***"}
     assert there.items() <= params.items()
-    assert not params.keys() & set(missing)
-    assert len(params) <= 32
+    assert not params.keys() & {"tracking.uri", "run.name", "hydra.mode"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import signal
@@ -96,29 +95,13 @@ def test_status_of_what_is_no_run_is_2_and_of_nonsense_1(content: str | None, tm
         assert told(capsys, tmp_path)[1].startswith("Killed (no exit message): at step 0. ")
 
 
-def test_status_is_quick_and_speaks_to_programs(tmp_path: Path) -> None:
+def test_status_is_quick(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("run: {steps: 3}")
     (tmp_path / "summary.json").write_text('{"status": "completed", "exit_code": 0, "steps": 3}')
-    program = "import sys; from resilient_train.command.status import main; main([sys.argv[1], '--json']); "
+    program = "import sys; from resilient_train.command.status import main; main(sys.argv[1:]); "
     start = [sys.executable, "-c", program + "sys.exit('torch' in sys.modules)", str(tmp_path)]
-    found = json.loads(subprocess.run(start, check=True, capture_output=True).stdout)
-    assert (found["state"], found["exit_code"], found["step"], found["steps"]) == ("completed", 0, 3, 3)
-    assert found["onward"] == "the same command exits with 0; raise `run.steps` to train longer"
-
-
-def test_status_without_a_journal_that_can_be_read(
-    tmp_path: Path, capsys: Said, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """How the run ended is told all the same, to programs too, and without a secret."""
-    monkeypatch.setenv("HF_TOKEN", "very-secret-name")
-    run_dir = tmp_path / "very-secret-name"
-    (run_dir / "journal.jsonl").mkdir(parents=True)
-    (run_dir / "config.yaml").touch()
-    assert (status.main([str(run_dir)]), status.main([str(run_dir), "--json"])) == (1, 1)
-    line, known = capsys.readouterr().out.splitlines()
-    why = "journal.jsonl cannot be read: Is a directory"
-    assert line == f"{tmp_path}/***: killed; {why}"
-    assert json.loads(known) == {"run_dir": f"{tmp_path}/***", "state": "killed", "exit_code": 1, "why": why}
+    said = subprocess.run(start, check=True, capture_output=True, text=True).stdout
+    assert said == f"{tmp_path}: All is well: 3 steps; no incidents.\n"
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints
@@ -158,10 +141,10 @@ def test_checkpoints_are_listed_and_the_newest_that_verifies_is_taken(saved: Pat
     assert checkpoints.main([str(saved)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert re.fullmatch(
-        rf"{newest} +damaged +step 40 +[\d.]+ MB +\d+ s old +tensors.safetensors (is not what|does not say) .*",
+        rf"{newest} +damaged +step 40 +[\d.]+ MB +tensors.safetensors (is not what|does not say) .*",
         lines[0],
     )
-    assert re.fullmatch(rf"{second} +verified +step {int(second[5:])} +[\d.]+ MB +\d+ s old", lines[1])
+    assert re.fullmatch(rf"{second} +verified +step {int(second[5:])} +[\d.]+ MB", lines[1])
     assert lines[-1] == f"a resume would load {second}"
 
 
@@ -171,10 +154,10 @@ def test_checkpoints_of_which_none_verifies_end_with_1(saved: Path, capsys: Said
     assert checkpoints.main([str(saved)]) == 1
     said = capsys.readouterr().out
     assert "\x1b" not in said
-    assert "none of them; run.resume=never starts a new run" in said
+    assert "none of those that were written; run.resume=never starts a new run" in said
     shutil.rmtree(saved / "checkpoints")
     assert checkpoints.main([str(saved)]) == 1
-    assert "those that were written are gone" in capsys.readouterr().out
+    assert "none of those that were written" in capsys.readouterr().out
 
 
 def test_checkpoints_that_are_not_there(tmp_path: Path, capsys: Said) -> None:

@@ -14,7 +14,7 @@ from resilient_train.durable.journal import METRICS, OUTBOX, entries
 
 def test_the_jobs_of_a_sweep_are_runs_in_mlflow(here: Path, run_command: command, empty_store: Path) -> None:
     """One that is refused ends no other and is no run; one that fails before its first update is a failed one, which
-    `sync` knows. Each has the sweep as a tag, and its own rows."""
+    `sync` knows. Each has the sweep among its parameters, and its own rows."""
     from mlflow import MlflowClient
 
     Path("failing.py").write_text("def loss(model, batch):\n    raise RuntimeError('no channels')\n")
@@ -29,7 +29,7 @@ def test_the_jobs_of_a_sweep_are_runs_in_mlflow(here: Path, run_command: command
     client = MlflowClient(uri)
     (home,) = [one.experiment_id for one in client.search_experiments() if one.name == "resilient_train"]
     runs = {run.data.params["objective._target_"].rpartition(".")[2]: run for run in client.search_runs([home])}
-    assert len({run.data.tags["resilience.sweep"] for run in runs.values()}) == 1
+    assert len({run.data.params["sweep"] for run in runs.values()}) == 1
     summaries = {file: json.loads(file.read_text())["mlflow"] for file in here.rglob("summary.json")}
     places = {known["run_id"]: file.parent for file, known in summaries.items() if known is not None}
     assert {run.info.run_id for run in runs.values()} == places.keys()

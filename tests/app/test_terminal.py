@@ -61,31 +61,17 @@ def met(tmp_path: Path) -> Path:
     return write(tmp_path / "run", incident(1), incident(2, diagnosis=blamed("/x/mine.py", 2)), summary={})
 
 
-def test_the_verdict_is_in_colour_on_a_terminal(met: Path, monkeypatch: pytest.MonkeyPatch, capsys: Said) -> None:
-    """Unless the environment says otherwise; the words are the same. Line and rows to blame are told together."""
-    for name, value in {"FORCE_COLOR": "1", "NO_COLOR": "", "TERM": "xterm-256color"}.items():
-        monkeypatch.setenv(name, value)
+def test_line_and_rows_to_blame_are_told_together(met: Path, capsys: Said) -> None:
     assert incidents.main([str(met)]) == 0
-    shown = capsys.readouterr().out
-    assert shown.startswith("\x1b[1;32mRecovered")
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", shown)
-    assert "cause operation (sqrt in net.0, /x/mine.py:2, backward; row 77)" in " ".join(plain.split())
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert incidents.main([str(met)]) == 0
-    assert capsys.readouterr().out == plain
+    said = capsys.readouterr().out
+    assert said.startswith("Recovered: ")
+    assert "cause operation (sqrt in net.0, /x/mine.py:2, backward; row 77)" in said
 
 
 def test_programs_get_the_lines_of_incidents_jsonl(met: Path, capsys: Said) -> None:
-    """One for each, and nothing else; of the last only if that is enough."""
+    """One for each, and nothing else."""
     assert incidents.main([str(met), "--json"]) == 0
     assert capsys.readouterr().out == (met / "incidents.jsonl").read_text()
-    assert incidents.main([str(met), "--json", "--last", "1"]) == 0
-    assert capsys.readouterr().out == (met / "incidents.jsonl").read_text().splitlines(keepends=True)[1]
-    assert incidents.main([str(met), "--last", "1"]) == 0
-    said = capsys.readouterr().out
-    assert "1 incident before these" in said
-    assert "incident 1, " not in said
-    assert "incident 2, " in said
 
 
 @pytest.mark.parametrize("verb", ["incidents", "status"])
@@ -99,18 +85,18 @@ def test_a_character_that_the_terminal_lacks_is_escaped(verb: str, tmp_path: Pat
 
 
 def test_a_damaged_journal_is_told_as_far_as_it_is_whole(met: Path, capsys: Said) -> None:
-    """How many lines are left out, and the others as ever; a journal that is none ends with one line and 1."""
+    """A damaged line is left out; a journal that is none ends both verbs with one line and 1."""
     journal = met / "journal.jsonl"
     lines = journal.read_bytes().splitlines(keepends=True)
     journal.write_bytes(b"".join([lines[0], b"\x00\xff\n", *lines[1:], b'{"n": 99}\n', b'{"half']))
     assert incidents.main([str(met)]) == 0
     said = capsys.readouterr().out
-    assert "journal.jsonl: 2 lines damaged and left out\n" in said
     assert said.count("outcome: recovered") == 2
     journal.unlink()
     journal.mkdir()
-    assert incidents.main([str(met)]) == 1
-    assert re.fullmatch(r"\S+journal.jsonl cannot be read: .+\n", capsys.readouterr().err)
+    for verb in (incidents, status):
+        assert verb.main([str(met)]) == 1
+        assert re.fullmatch(r"\S+journal.jsonl cannot be read: .+\n", capsys.readouterr().err)
 
 
 def test_nothing_in_a_journal_is_obeyed(tmp_path: Path, capsys: Said) -> None:
@@ -182,7 +168,7 @@ def test_an_incident_is_shown_while_it_is_being_treated(tmp_path: Path, capsys: 
     for words in ([], ["--json"]):
         assert incidents.main([str(run_dir), *words]) == 0
         assert "loss 8.12 where 2.9 to 3.4 was usual" in capsys.readouterr().out
-    incidents._Shown(as_json=False, follows=True).news(read_story(run_dir))
+    incidents._print_news(read_story(run_dir), {}, as_json=False, follows=True)
     assert capsys.readouterr().out == ""
     lock.release()
 
@@ -225,15 +211,15 @@ def test_a_run_ends_with_what_a_person_wants_to_know(here: Path, run_command: co
     verdict, *rest = after(clean.stdout, "completed 20 steps; ")[1:]
     assert re.fullmatch(r"All is well: 20 steps; no incidents\. Recent loss [\d.]+\.", verdict)
     assert rest == [
-        "weights: runs/run/weights.safetensors",
-        "newest checkpoint: runs/run/checkpoints/step-00000020 (step 20)",
+        f"weights: {here}/runs/run/weights.safetensors",
+        f"newest checkpoint: {here}/runs/run/checkpoints/step-00000020 (step 20)",
         "the same command exits with 0; raise `run.steps` to train longer",
     ]
     another = run_command([*often, "run.steps=2", "run.name=run", "run.resume=never"])
     (onward,) = [line for line in another.stdout.splitlines() if line.startswith("the same command ")]
     assert onward == (
         "the same command starts a new run in the next free directory; "
-        "with `run.resume=auto run.dir=runs/run-2` this one trains longer if `run.steps` is raised"
+        "with `run.resume=auto run.dir=runs/run-2` this one resumes from step 2"
     )
     drilled = run_command([*often, "run.steps=40", "run.name=run", "drill=bit_flip", "drill.at=[30]"])
     assert drilled.code == 0, drilled.stderr
@@ -252,7 +238,7 @@ def test_a_run_ends_with_what_a_person_wants_to_know(here: Path, run_command: co
     gave_up = run_command([*often, "run.steps=20", "run.name=other", "drill=nan_grad", "recovery=off"])
     assert gave_up.code == 3
     told = after(gave_up.stdout, "Gave up, needs attention: ")
-    assert re.search(r": at step \d+ of 20, returned to step 0: a gradient is not finite", told[0])
+    assert re.search(r": at step 0 of 20: a gradient is not finite at step \d+; ", told[0])
     assert re.fullmatch(r"the same command says so again at once and ends with 3; .* resumes from step \d+", told[-2])
     assert status.main(["runs/other"]) == 3
     assert capsys.readouterr().out.startswith("runs/other: Gave up, needs attention")
@@ -267,8 +253,8 @@ def test_a_run_that_fails_ends_with_what_is_left(here: Path, run_command: comman
     assert error.startswith("error: RuntimeError: it has had enough")
     told = after(failed.stdout, "Failed: ")
     assert re.match(r"Failed: at step [34]\d of 60: RuntimeError: it has had enough", told[0])
-    assert told.pop(1) == "to do: fix the error that ended it, and start it again"
-    newest = re.fullmatch(r"newest checkpoint: runs/run/checkpoints/step-000000(\d+) \(step \1\)", told[1])
+    assert told.pop(1) == "to do: Fix the error that ended it, and start it again"
+    newest = re.fullmatch(rf"newest checkpoint: {here}/runs/run/checkpoints/step-000000(\d+) \(step \1\)", told[1])
     assert newest, told
     assert told[2] == f"the same command resumes from step {newest[1]}"
     assert status.main(["runs/run"]) == 1
@@ -286,7 +272,7 @@ def test_however_much_a_run_has_met_its_end_is_told_on_one_page(tmp_path: Path) 
     lines = review(read_story(write(tmp_path / "run", *several, summary={})))
     assert len(lines) <= 20
     assert lines[0].startswith("Recovered: 300 steps; 200 incidents (20 ")
-    assert [line for line in lines if line.startswith("to change: ")][-1] == "to change: 195 more"
+    assert [line for line in lines if line.startswith("to do: ")][-1] == "to do: 195 more"
 
 
 # ----------------------------------------------------------------------------------------------------- help, completion
@@ -305,9 +291,8 @@ def test_help_is_that_of_hydra_and_names_the_verbs_and_the_version_is_ours(run_c
     ("typed", "hint"),
     [
         ("--help model=gtp", "model=gtp: no such option; did you mean gpt? There are custom, gpt,"),
-        ("--mutlirun run.seed=1,2", "--mutlirun: no such option; did you mean --multirun?"),
-        ("--nonsense 10", "--nonsense: no such option. A setting has no dashes: key=value"),
-        ("--config-dir", "--config-dir/-cd: expected one argument"),
+        ("--nonsense 10", "command line: unrecognized arguments: --nonsense"),
+        ("--config-dir", "command line: argument --config-dir/-cd: expected one argument"),
         ("incident runs/demo", "incident: neither a verb nor key=value; did you mean incidents?"),
     ],
 )

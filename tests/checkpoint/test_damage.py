@@ -176,7 +176,7 @@ def test_where_every_checkpoint_is_demoted_a_run_begins_again(
     """Who restarts it need do nothing; it says so, and ends as it would have without them."""
     demote_all(copied)
     assert checkpoints.main([str(copied)]) == 0
-    assert "a resume would begin at step 0 again" in capsys.readouterr().out
+    assert "a resume would begin at step 0: " in capsys.readouterr().out
     outcome = train(run_command, copied, 40)
     assert outcome.code == 0, outcome.stderr
     assert f"every checkpoint in {copied}/checkpoints was demoted" in outcome.stdout

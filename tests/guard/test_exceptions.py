@@ -64,7 +64,7 @@ def run(objective: Any = squared, data: Any = None, accelerator: Any = None, ste
 def test_rows_that_raise_go_to_quarantine(info: pytest.LogCaptureFixture) -> None:
     """Found by bisection, each with the error as its reason; also in the very first update, as other rows pass there.
 
-    A run without a directory says once how it ended, and what is still open.
+    A run without a directory says once how it ended.
     """
     first = run(data=table(bad=()), steps=1).samples.rows_at(0, 16)[3]
     guard = run(data=table(bad=(first, 171)))
@@ -75,12 +75,7 @@ def test_rows_that_raise_go_to_quarantine(info: pytest.LogCaptureFixture) -> Non
     assert "RuntimeError: index 7 is out of bounds" in info.text
     assert f"{__file__}:" in info.text, "the line of the user's that raised"
     messages = [one.getMessage() for one in info.records]
-    (verdict,) = (one for one in messages if one.startswith("Recovered: "))
-    after = messages[messages.index(verdict) + 1 :]
-    assert "2 incidents (2 data)" in verdict
-    assert after[0].startswith(f"to change: Fix or remove rows {first} and 171: their incidents say why")
-    assert any(one.startswith("still active at the end: ") and "in quarantine" in one for one in after)
-    assert after[-1].startswith("nothing of this is written: with run_dir")
+    assert messages[-1].startswith("recovered: 60 steps, 2 incidents; with run_dir there is a review")
 
 
 class Raising:

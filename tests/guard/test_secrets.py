@@ -235,7 +235,7 @@ def test_a_sweep_gives_no_secret_away(here: Path, run_command: command) -> None:
     ("words", "code", "said"),
     [
         ("--cfg job", 0, "user:***@host"),
-        ("run.steps=${oc.env:NOPE}", 2, "error: run.steps=${oc.env:NOPE}: cannot be resolved"),
+        ("run.steps=${oc.env:NOPE}", 2, "'NOPE' not found\" full_key: run.steps"),
     ],
 )
 def test_a_question_is_not_answered_with_secrets(words: str, code: int, said: str, run_command: command) -> None:

@@ -156,7 +156,7 @@ def test_a_leap_is_told_by_the_rate_before_it_and_its_cap_while_it_acts(
     said = info.text
     assert "learning rate capped at the configured one and falling with the schedule" in said
     assert "still active at the end: learning rate capped at the configured one" in said
-    first, *_ = note(read_story(tmp_path / "run"), str).splitlines()
+    first, *_ = note(read_story(tmp_path / "run")).splitlines()
     assert advice in first
     assert "lower the learning rate" not in first
 

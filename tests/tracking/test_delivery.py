@@ -86,7 +86,7 @@ def client_of(address: str) -> MlflowClient:
 
 
 def prove(run_dir: Path, address: str, experiment: str) -> None:
-    """Hold what MLflow has against the run directory: every row, parameter, file, tag and trace, exactly once."""
+    """Hold what MLflow has against the run directory: every row, parameter, file and tag, exactly once."""
     client = client_of(address)
     home = client.get_experiment_by_name(experiment)
     assert home is not None
@@ -107,10 +107,7 @@ def prove(run_dir: Path, address: str, experiment: str) -> None:
     assert run.data.tags["resilience.cause"] == "transient"
     assert 0 < len(run.data.tags["mlflow.note.content"]) < 8000
     artifacts = [one.path for one in client.list_artifacts(run.info.run_id)]
-    assert artifacts == ["config.yaml", "incidents.jsonl", "report.txt"]
-    traces = client.search_traces(locations=[home.experiment_id], max_results=500, include_spans=False)
-    numbers = sorted(int(trace.info.tags["resilience.incident"]) for trace in traces)
-    assert numbers == [one.incident.id for one in story.chapters]
+    assert artifacts == ["config.yaml", "incidents.jsonl"]
 
 
 def uploader(run_dir: Path, address: str, experiment: str) -> Uploader:
@@ -159,7 +156,7 @@ def test_at_whatever_request_a_server_fails_nothing_is_lost_or_doubled(
             finished(run_dir, door.address, experiment)
             break
     left, door.mood = 0, "pass"
-    assert at > 10
+    assert at > 7
     prove(run_dir, server, experiment)
 
 
@@ -191,8 +188,6 @@ def test_a_run_that_goes_on_is_the_same_run(tmp_path: Path, server: str) -> None
     with contextlib.closing(uploader(run_dir, server, "goes on")) as first:
         first.upload()
         run_id = run_id_of(run_dir)
-        there = [one.path for one in client_of(server).list_artifacts(run_id)]
-        assert "report.txt" not in there, "with each incident it would take as long as all of them squared"
         first.upload(is_last=True)
     moved = run_dir.rename(tmp_path / "moved")
     trained(moved, range(200, ROWS))
@@ -204,7 +199,7 @@ def test_a_run_that_goes_on_is_the_same_run(tmp_path: Path, server: str) -> None
 def test_a_file_that_cannot_be_stored_keeps_nothing_else_back(
     tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows, tags, note, traces and the status arrive; the files are tried again, also by another process."""
+    """Rows, tags, note and the status arrive; the files are tried again, also by another process."""
     from mlflow import MlflowClient
 
     run_dir = trained(tmp_path / "run")
@@ -294,10 +289,11 @@ import sys, time
 from pathlib import Path
 sys.path[:0] = [sys.argv[4], sys.argv[4] + "/tracking"]
 from resilient_train.report.tracker import TrackingConfig, build
-from test_delivery import met, IncidentLog
+from test_delivery import met, DirectoryLock, IncidentLog
 
 run_dir, address, experiment = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 run_dir.mkdir(exist_ok=True)
+lock = DirectoryLock(run_dir)
 config = TrackingConfig("mlflow", address, experiment, 60.0)
 tracker = build(config, run_dir, run_dir.parent, {f"layer.{index}": index for index in range(120)})
 (run_dir / "config.yaml").write_text("run: {}")
@@ -353,7 +349,7 @@ def test_the_end_of_a_run_waits_no_longer_than_allowed_and_says_what_is_left(
     began = time.monotonic()
     assert tracker.finish() is None
     assert time.monotonic() - began < 60  # of a machine that is busy; far below what a client of MLflow waits by itself
-    assert not any(b"--attached" in Path(f"/proc/{one}/cmdline").read_bytes() for one in _children(os.getpid()))
+    assert not any(b"--follow" in Path(f"/proc/{one}/cmdline").read_bytes() for one in _children(os.getpid()))
     with monkeypatch.context() as impatient:
         impatient.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
         assert sync.main([str(run_dir)]) == 1
@@ -372,7 +368,7 @@ def _children(pid: int) -> list[int]:
     ("what", "said"),
     [
         *(("nothing there", "no run there"), ("a secret", "MLFLOW_TRACKING_URI"), ("elsewhere", "--uri")),
-        *(("a bracket", "http://[::1: MLflow takes no such"), ("no outbox", "a run that was not tracked")),
+        *(("an address", "nowhere: MLflow takes no such"), ("no outbox", "a run that was not tracked")),
     ],
 )
 def test_sync_says_in_one_line_what_it_lacks(
@@ -382,12 +378,12 @@ def test_sync_says_in_one_line_what_it_lacks(
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     address = {"a secret": "http://***@127.0.0.1:1", "elsewhere": "sqlite:////not/here/mlflow.db"}
-    address["a bracket"] = "http://127.0.0.1:1"
+    address["an address"] = "http://127.0.0.1:1"
     if what != "nothing there":
         (run_dir / ("config.yaml" if what == "no outbox" else OUTBOX)).touch()
     if what in address:
         UploadCursor(run_dir).aim(address[what], "e")
-    assert sync.main([str(run_dir), *(["--uri", "http://[::1"] if what == "a bracket" else [])]) == 2
+    assert sync.main([str(run_dir), *(["--uri", "nowhere"] if what == "an address" else [])]) == 2
     told = capsys.readouterr().err
     assert said in told
     assert told.count("\n") == 1

@@ -1,4 +1,4 @@
-"""What a person reads of a run, in whole: in the log, on the terminal, in the report, in MLflow."""
+"""What a person reads of a run, in whole: in the log, on the terminal, in MLflow."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from resilient_train.ground.types import (
 )
 from resilient_train.ground.wording import describe, tags
 from resilient_train.report.story import read_story
-from resilient_train.report.uploader import note, report
+from resilient_train.report.uploader import note
 
 HALF = Action("lower_lr", {"factor": 0.5, "rewarm": 20})
 LOG = Culprit("forward", "log", "", "/home/u/loss.py", 7, ({"dtype": "float32", "shape": [8], "min": -0.5},))
@@ -184,7 +184,7 @@ def write(run_dir: Path, met: Sequence[Incident], summary: dict[str, Any] | None
 @pytest.mark.usefixtures("careless", "in_2025", "here")
 @pytest.mark.parametrize("name", STORIES)
 def test_what_is_read_of_a_run(name: str, request: Any, caplog: Any, capsys: Any) -> None:
-    """Each sentence is as it was, and the report has the incidents as the terminal shows them."""
+    """Each sentence is as it was."""
     with caplog.at_level(logging.INFO, "resilient_train"):
         write(Path(name), *STORIES[name])
     if name == "recovering":
@@ -195,10 +195,7 @@ def test_what_is_read_of_a_run(name: str, request: Any, caplog: Any, capsys: Any
         code = verb.main([name])
         said[f"{verb.__name__}, exit code {code}"] = capsys.readouterr().out
     story = read_story(Path(name))
-    _, gap, blocks = said[f"{incidents.__name__}, exit code 0"].partition("\n\n")
-    head, _, same = report(story).partition(f"{gap}{blocks}" if blocks else "\0")
-    assert not same
-    said |= {"report": head, "note": note(story, "trace-{}".format)}
+    said["note"] = note(story)
     said["tags"] = "\n".join(f"{key}: {text}" for key, text in tags(story.incidents, story.status).items())
     if story.status == "gave_up":
         said["last words"] = describe(story.incidents[-1], "final", last_good=Path("checkpoints/step-00000250"))

@@ -22,7 +22,7 @@ from resilient_train.durable.journal import BEGAN, METRICS, OUTBOX, Outbox, entr
 from resilient_train.ground.errors import ConfigError
 from resilient_train.report import tracker as tracking
 from resilient_train.report.connection import UploadCursor, locate, url
-from resilient_train.report.story import command, ui_command
+from resilient_train.report.story import command, where_to_look
 from resilient_train.report.tracker import TrackingConfig, build
 from resilient_train.report.uploader import Uploader
 
@@ -144,7 +144,7 @@ def test_what_mlflow_does_not_take_as_it_is_arrives_all_the_same(home: Path, tmp
     params = fetched(run).data.params
     layers = {f"layer.{index}": str(index) for index in range(250)}
     assert params == layers | {"long": "x" * 5997 + "...", "a_b": "1", "empty": ""}
-    assert [one.path for one in client_of(run).list_artifacts(run["run_id"])] == ["report.txt", "train.log"]
+    assert [one.path for one in client_of(run).list_artifacts(run["run_id"])] == ["train.log"]
     assert len([*(home / "mlartifacts").rglob("train.log")]) == 1
 
 
@@ -155,7 +155,7 @@ def test_a_link_in_a_directory_that_somebody_else_wrote_is_not_followed(home: Pa
         (tmp_path / "odd/train.log").symlink_to(secret)
         box.put("unknown", values=[None])
     run = uploaded(tmp_path / "odd", home)
-    assert [one.path for one in client_of(run).list_artifacts(run["run_id"])] == ["report.txt"]
+    assert [one.path for one in client_of(run).list_artifacts(run["run_id"])] == []
 
 
 def test_a_new_database_is_shared_and_no_kill_ruins_it(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_a_new_database_is_shared_and_no_kill_ruins_it(tmp_path: Path) -> None:
     for name in ("one", "two"):
         run = UploadCursor(tmp_path / name / "run").run
         assert [row[2] for row in history(run, "train/loss")] == [0.5]
-    assert sorted(path.name for path in home.iterdir()) == ["mlartifacts", "mlflow.db"]
+    assert [path.name for path in home.iterdir()] == ["mlflow.db"]
 
 
 def test_a_dead_server_is_said_once_with_what_is_left_and_how_to_upload_it(
@@ -197,12 +197,12 @@ def test_a_dead_server_is_said_once_with_what_is_left_and_how_to_upload_it(
     assert tracker.finish() is None
     rows = [one for one, _ in entries(tmp_path / OUTBOX) if one is not None and one["kind"] == METRICS]
     assert all(one["values"]["loss"] == one["tick"] for one in rows)
-    *first, last, how = caplog.messages
+    *first, last = caplog.messages
     assert all("Training is not affected" in one for one in first)
     assert len(first) <= 1
-    assert "it lacks 1,001 entries of outbox.jsonl" in last
+    assert "it lacks 1,002 entries of outbox.jsonl" in last
     assert "ConnectionRefusedError" in last
-    assert how.endswith(command("sync", tmp_path))
+    assert last.endswith(command("sync", tmp_path))
     assert "secret" not in "".join(caplog.messages) + (tmp_path / OUTBOX).read_text()
     assert capfd.readouterr() == ("", "")
 
@@ -253,15 +253,14 @@ def test_the_command_that_opens_a_database_can_be_pasted(monkeypatch: pytest.Mon
     """A server needs none; where the environment is not activated, the program is named with its path."""
     programs, path = Path(sys.executable).parent, os.environ["PATH"]
     for uri, expected in {
-        "sqlite:////home/me/mlflow.db": "mlflow ui --backend-store-uri sqlite:////home/me/mlflow.db",
         "sqlite:////my runs/mlflow.db": "mlflow ui --backend-store-uri 'sqlite:////my runs/mlflow.db'",
         "http://tracking:5000": "",
         "databricks": "",
     }.items():
-        monkeypatch.setenv("PATH", f"{programs}:{path}")
-        assert ui_command(uri) == expected
-        monkeypatch.setenv("PATH", "/usr/bin")
-        assert ui_command(uri) == (f"{sys.executable} -m {expected}" if expected else "")
+        for searched, program in ((f"{programs}:{path}", ""), ("/usr/bin", f"{sys.executable} -m ")):
+            monkeypatch.setenv("PATH", searched)
+            said = [line.partition("\n  ")[2] for line in where_to_look(uri, None)]
+            assert said == ([f"{program}{expected}"] if expected else [])
 
 
 def test_one_name_for_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

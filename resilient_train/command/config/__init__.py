@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass, field
 from typing import Any
 
-from resilient_train.ground.errors import ConfigError
 from resilient_train.ground.files import conf
 from resilient_train.ground.reader import (
     AccelerateConfig,
@@ -14,7 +12,6 @@ from resilient_train.ground.reader import (
     DataConfig,
     DiskConfig,
     MemoryConfig,
-    checked,
     limited,
 )
 from resilient_train.report.tracker import TrackingConfig
@@ -48,23 +45,10 @@ class CheckpointConfig:
     verify_after: int = limited(at_least=1)
 
 
-def _words(key: str, value: Any) -> list[str]:
-    text = checked(key, value, str | None, {}) or ""
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise ConfigError(key, value, f"cannot be split into words: {error}") from error
-
-
 def _checks(key: str, value: Any) -> Any:
     from resilient_train.loop.settings import read_checks  # takes seconds, as extensions import torch
 
     return read_checks(value, key)
-
-
-@dataclass
-class NotifyConfig:
-    command: list[str] = field(metadata={"read": _words})  # empty: none
 
 
 @dataclass
@@ -83,6 +67,5 @@ class Config:
     recovery: dict[str, Any]
     checkpoint: CheckpointConfig
     tracking: TrackingConfig
-    notify: NotifyConfig
     drill: dict[str, Any]
     experiment: str | None = None

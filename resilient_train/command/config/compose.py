@@ -20,7 +20,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, OverrideParseException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
 from resilient_train import __version__
 from resilient_train.command import VERBS
@@ -45,18 +45,13 @@ class _Parser(argparse.ArgumentParser):
                 action.version = f"resilient_train {__version__}, torch {version('torch')}"  # without importing torch
 
     def error(self, message: str) -> NoReturn:
-        key, _, why = message.removeprefix("argument ").partition(": ")
-        raise unusable(key, why)
+        raise unusable("command line", f"{message}; a setting has no dashes: key=value, --help shows every key")
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parse a command line. `words` of the result are as Hydra's main function accepts them: options come first."""
     parser = _Parser()
-    given, unknown = parser.parse_known_intermixed_args(words)
-    if unknown:
-        word = unknown[0].partition("=")[0]
-        hint = similar(word, [one for action in parser._actions for one in action.option_strings]) or "."
-        raise unusable(word, f"no such option{hint} A setting has no dashes: key=value; --help shows every key")
+    given = parser.parse_intermixed_args(words)
     options = []
     for action in parser._actions:
         value = getattr(given, action.dest, None)
@@ -87,13 +82,8 @@ def explained(error: Exception, overrides: Sequence[str] = ()) -> TrainError:
         return TrainError(in_one_line(error))
     text = text_of(error)
     if isinstance(error, OverrideParseException):
-        if error.override.isidentifier():
-            return unusable(error.override, f"neither a verb nor key=value{similar(error.override, VERBS)}")
-        why = f"cannot be read ({text.splitlines()[0]}); quote special characters: 'key=\"a[b]\"'"
-        return unusable(error.override, why)
-    if isinstance(error, InterpolationResolutionError):
-        key = str(error.full_key)
-        return ConfigError(key, values_of(overrides).get(key, ...), f"cannot be resolved: {text.splitlines()[0]}")
+        hint = similar(error.override, VERBS, "quote special characters: 'key=\"a[b]\"'")
+        return unusable(error.override, f"neither a verb nor key=value{hint}")
     no_option = r"Could not find '([^']+)'\s*(?:Available options in '[^']+':\s*(.*?))?(?:Config search path|$)"
     if missing := re.search(no_option, text, re.DOTALL):
         group, _, option = missing[1].rpartition("/")
@@ -112,19 +102,17 @@ def values_of(overrides: Sequence[str]) -> dict[str, str]:
 def _unknown_key(key: str, overrides: Sequence[str]) -> ConfigError:
     """Suggest what a misspelt key may mean, among the keys of the options that the command line chooses."""
     chosen = [one for one in overrides if (CONF / one.partition("=")[0]).is_dir() and one.partition("=")[0] != key]
-    node, parent, value = DictConfig({}), "", values_of(overrides).get(key, ...)
-    with suppress(TrainError):  # without them only a hint is missing
-        node = composed_raw(chosen)
-    for name in key.split("."):
-        known, below = [str(one) for one in node if one != "hydra"], node.get(name)
-        if not parent:  # groups that have no node unless one of their options is chosen, such as experiment
-            known += sorted(one.name for one in CONF.iterdir() if one.is_dir() and one.name not in known)
-        if not isinstance(below, DictConfig):
-            break
-        node, parent = below, f"{parent}{name}."
-    if name in known:
-        return ConfigError(key, value, f"no such key; {parent}{name} has no keys of its own")
-    hint = f"+{key}=... adds an argument of its _target_" if parent and "_target_" in known else ""
+    parent, _, name = key.rpartition(".")
+    value, node = values_of(overrides).get(key, ...), DictConfig({})
+    with suppress(TrainError, OmegaConfBaseException):  # without them only a hint is missing
+        root = composed_raw(chosen)
+        node = OmegaConf.select(root, parent) if parent else root
+    if not isinstance(node, DictConfig):
+        return ConfigError(key, value, f"no such key; {parent} has no keys of its own")
+    known = [str(one) for one in node if one != "hydra"]
+    if not parent:  # groups that have no node unless one of their options is chosen, such as experiment
+        known += sorted(one.name for one in CONF.iterdir() if one.is_dir() and one.name not in known)
+    hint = f"+{key}=... adds an argument of its _target_" if "_target_" in known else ""
     return no_such("key", name, known, at=key, value=value, hint=hint)
 
 
@@ -177,24 +165,11 @@ def build(key: str, node: Node, *given: Any) -> Any:
         built = instantiate(OmegaConf.create(dict(node)), *given, _convert_="all")
     except Exception as error:
         cause = error.__cause__ or error
-        # torch repeats the value that it refuses: `Invalid learning rate: -0.001`.
-        words = [word.strip("()[],.") for word in str(cause).split()] if isinstance(cause, ValueError) else []
-        blamed = [name for name, value in node.items() if _is_said(value, words)]
-        if len(blamed) == 1:
-            why = f"{node['_target_']} failed with {in_one_line(cause)}"
-            raise ConfigError(f"{key}.{blamed[0]}", node[blamed[0]], why) from cause
         raise ConfigError(f"{key}._target_", node["_target_"], f"failed with {in_one_line(cause)}") from cause
     if node.get("_partial_") and isinstance(built, partial):
         # Hydra's own partial checks a policy at every call: 0.2 ms, twice a step, for the objective and the schedule.
         return partial(built.func, *built.args, **built.keywords)
     return built
-
-
-def _is_said(value: Any, words: Sequence[str]) -> bool:
-    """Say whether a number, or one in a list, is among the words."""
-    if isinstance(value, list):
-        return any(_is_said(one, words) for one in value)
-    return type(value) in (int, float) and str(value) in words  # True is an int as well
 
 
 def wrong_kind(key: str, node: Node, thing: Any, expected: str) -> ConfigError:
@@ -207,15 +182,8 @@ _IDENTITY = ("model.", "data.", "objective.", "optimizer.", "schedule.", "run.se
 FIXED = ("model._target_", "data.train.", "data.shuffle", "optimizer._target_", "run.seed")
 
 _PLACE = ("run.name", "run.dir", "run.resume")  # where the run is
-_FEW = 3  # changes of a policy that are listed
 
-# Parameters for a tracker: what people compare runs by.
-_GROUPS = ("model", "data", "objective", "optimizer", "schedule", "recovery", "checks", "drill", "experiment")
-_ALWAYS = (
-    *("run.steps", "run.seed", "data.batch_size", "clip.max_norm", "model.", "optimizer.", "schedule."),
-    *("accelerate.gradient_accumulation_steps", "accelerate.mixed_precision"),
-)
-_NEVER = ("hydra.", "tracking.", *_PLACE)  # and how it is shown
+_NEVER = ("hydra.", "tracking.", *_PLACE)  # no parameters in MLflow: where it is, and how it is shown
 
 
 def other_run(changes: Mapping[str, str]) -> list[str]:
@@ -225,16 +193,6 @@ def other_run(changes: Mapping[str, str]) -> list[str]:
     return [f"{key}: {how}" for key, how in changes.items() if key.startswith(parts) and key not in same]
 
 
-def describe_changes(changes: Mapping[str, str]) -> list[str]:
-    """Describe each change in a line; of a whole policy or set of checks, which has pages, only that it changed."""
-    lines = [f"{key}: {how}" for key, how in changes.items()]
-    for node, what in (("recovery", "another policy"), ("checks", "other checks")):
-        below = [line for line in lines if line.startswith(f"{node}.")]
-        if len(below) > _FEW:
-            lines = [line for line in lines if line not in below] + [f"{node}: {what}"]
-    return lines
-
-
 @dataclass(frozen=True)
 class Composed:
     """A checked configuration, and the same as it is written to config.yaml: without its secrets."""
@@ -242,7 +200,6 @@ class Composed:
     config: Config
     resolved: dict[str, Any]
     params: dict[str, Any]  # for a tracker
-    sweep: str | None = None  # that this is a job of
 
     def yaml(self, directory: Path) -> str:
         """Return the text of the config.yaml of `directory`, which may differ from the configured one."""
@@ -255,13 +212,8 @@ class Composed:
         if not isinstance(tree, dict):
             return {written.name: "cannot be read"}
         there, here = _settings(masked_tree(tree)), _settings(self.resolved)
-
-        def shown(settings: Mapping[str, Any], key: str) -> str:
-            value = settings.get(key, "absent")
-            return "null" if value is None else str(value)
-
         keys = sorted(key for key in there.keys() | here.keys() if there.get(key) != here.get(key))
-        return {key: f"{shown(there, key)} there, {shown(here, key)} here" for key in keys}
+        return {key: f"{there.get(key, 'absent')} there, {here.get(key, 'absent')} here" for key in keys}
 
 
 def composed(
@@ -295,7 +247,9 @@ def composed(
         raise unusable(missing[0], f"has to be given: {missing[0]}=...")
     config = reader.read(Config, resolved, "")
     hidden = masked_tree(resolved)
-    return Composed(config, hidden, _compared(_flat(hidden), choices, given), sweep)
+    chosen = {group: option for group, option in choices.items() if option is not None and "/" not in group}
+    params = {key: value for key, value in _flat(hidden).items() if not key.startswith(_NEVER)}
+    return Composed(config, hidden, chosen | params | ({"sweep": sweep} if sweep else {}))
 
 
 def load(overrides: Sequence[str] = ()) -> Composed:
@@ -320,15 +274,3 @@ def _flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     for key, value in tree.items():
         found |= _flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
     return found
-
-
-def _compared(settings: Mapping[str, Any], choices: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Choose from `settings`, the leaves of a configuration. What a command line or a sweep gave is always included."""
-    chosen = {name: choices[name] for name in _GROUPS if choices.get(name) is not None}
-    given = [f"{key}." for key in values_of(overrides) if "." in key]
-    found = {}
-    for key, value in sorted(settings.items()):
-        is_given = not key.startswith(_NEVER) and f"{key}.".startswith(tuple(given))
-        if is_given or (key.startswith(_ALWAYS) and not key.endswith("._target_")):  # which the option implies
-            found[key] = value
-    return chosen | found
