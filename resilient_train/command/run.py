@@ -41,7 +41,7 @@ from resilient_train.ground.errors import (
     TrainError,
     in_one_line,
 )
-from resilient_train.ground.files import commit_text, is_left_over, read_plain, siblings, sweep, sync_directory
+from resilient_train.ground.files import commit_text, is_left_over, siblings, sweep, sync_directory
 from resilient_train.ground.secrets import masked, masked_tree
 from resilient_train.ground.types import Action, Anomaly, Decision, Signal, by_signal, fact
 from resilient_train.ground.wording import GOOD, IN_FILE_ONLY, WARNING, counted, log, say
@@ -203,7 +203,7 @@ def _launch() -> str | None:
 def _began(process: int) -> str:
     """Return when a process began, in ticks since the boot, as its number may be in use again; "" if it is gone."""
     try:
-        return read_plain(Path("/proc", str(process), "stat")).rpartition(b")")[2].split()[19].decode()
+        return Path("/proc", str(process), "stat").read_bytes().rpartition(b")")[2].split()[19].decode()
     except (OSError, IndexError):
         return ""
 
@@ -214,7 +214,7 @@ def _was_launched_by_this(run_dir: Path) -> bool:
     if restarts == ["0", "0"]:
         return False
     try:
-        return read_plain(run_dir / endings.LAUNCH).decode(errors="replace").strip() == _launch()
+        return (run_dir / endings.LAUNCH).read_text(errors="replace").strip() == _launch()
     except OSError:
         return False
 

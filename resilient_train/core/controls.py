@@ -55,7 +55,6 @@ class Controls(RunControl):
         self._apply(actions)
         treated = self._incident
         if treated.rewound_to is not None:
-            self._store.rewound(treated.rewound_to)
             checks.rewound(treated.rewound_to, incident.anomaly.since, self.knobs.lr)
         elif incident.reached_weights and not is_mildly_treated:
             checks.episode.stayed(clock.step, self.knobs.lr)

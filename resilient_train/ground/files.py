@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import itertools
 import json
@@ -19,7 +18,6 @@ from typing import Any, NamedTuple
 import psutil
 import yaml
 
-MOST_BYTES, _MOST_JSON, _MOST_YAML = 2**29, 2**26, 2**18  # bytes: no run writes more
 _TEMPORARY = ".resilient-tmp"
 _at_disk: dict[int, float] = {}  # by thread: since when it waits for the disk, on the monotonic clock
 
@@ -52,10 +50,10 @@ class Disk:
     """All calls that change the disk. Tests replace them to simulate a power cut at each one."""
 
     def create(self, path: Path) -> int:
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
 
     def open(self, path: Path) -> int:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
 
     @at_disk()
     def write(self, descriptor: int, data: memoryview, at: int) -> int:
@@ -166,7 +164,7 @@ def is_left_over(name: str) -> bool:
 def sweep(directory: Path) -> None:
     """Remove temporary files that kills have left behind, as far as they can be removed."""
     with contextlib.suppress(OSError):
-        for path in [one for one in directory.iterdir() if is_left_over(one.name) and not directory.is_symlink()]:
+        for path in [one for one in directory.iterdir() if is_left_over(one.name)]:
             with contextlib.suppress(OSError):
                 remove(path)
 
@@ -185,39 +183,22 @@ def digest_of(tree: Any) -> str:
 def read_json(path: Path) -> Any:
     """Return the content of a JSON file; None if it is missing or damaged."""
     try:
-        return json.loads(read_plain(path, most=_MOST_JSON).decode("utf-8"))
+        return json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return None
 
 
-def read_plain(path: Path, last: int | None = None, most: int = MOST_BYTES) -> bytes:
-    """Read a file of at most `most` bytes, or its `last` bytes."""
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if last is not None:
-            file.seek(max(0, size - last))
-            return file.read(last)
-        if size > most:
-            raise OSError(errno.EFBIG, f"{size:,} bytes are more than such a file has", str(path))
-        return file.read(most)
-
-
 def load_yaml(path: Path) -> Any:
-    """Read a YAML file of bounded size. Raises OSError, ValueError, RecursionError or YAMLError."""
-    return yaml.safe_load(read_plain(path, most=_MOST_YAML).decode("utf-8"))
+    """Read a YAML file. Raises OSError, ValueError, RecursionError or YAMLError."""
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
 def read_yaml(path: Path) -> Any:
-    """Return the content of a YAML file; None if it is missing, damaged, or larger than any of ours."""
+    """Return the content of a YAML file; None if it is missing or damaged."""
     try:
         return load_yaml(path)
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return None
-
-
-def open_to_append(path: Path) -> int:
-    """Open a file to append to it; create it if needed. Links are not followed."""
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
 
 
 def available_memory() -> int:

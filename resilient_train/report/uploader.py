@@ -22,7 +22,6 @@ from resilient_train.durable.endings import CHECKPOINTS, CONFIG, LOOP, facts_of,
 from resilient_train.durable.incident_log import INCIDENTS
 from resilient_train.durable.journal import BEGAN, JOURNAL, METRICS, OUTBOX, entries
 from resilient_train.durable.run_history import Chapter, in_words
-from resilient_train.ground.files import MOST_BYTES
 from resilient_train.ground.secrets import masked
 from resilient_train.ground.sentences import NOTE, ROW
 from resilient_train.ground.types import Outcome, fact
@@ -64,7 +63,7 @@ class Uploader:
     def upload(self, *, is_last: bool = False) -> None:
         """Upload all that is there by now: first the entries of the outbox; if it `is_last`, also how the run ended."""
         if self._outbox is None:
-            self._outbox = os.open(self.run_dir / OUTBOX, os.O_RDONLY | os.O_NOFOLLOW)
+            self._outbox = os.open(self.run_dir / OUTBOX, os.O_RDONLY)
         try:
             fcntl.flock(self._outbox, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -140,8 +139,8 @@ class Uploader:
 
     def _upload_files(self, run: MlflowRun) -> None:
         for name in _AS_THEY_ARE:
-            file = self.run_dir / name  # of a directory that somebody else made it may be anything
-            if file.is_file() and not file.is_symlink() and file.stat().st_size <= MOST_BYTES:
+            file = self.run_dir / name
+            if file.is_file():
                 run.send(run.client.log_artifact, str(file))
 
 
