@@ -11,7 +11,6 @@ import json
 import os
 import re
 import signal
-import struct
 import sys
 import time
 import zlib
@@ -29,7 +28,7 @@ WRITINGS = "writings"  # beside the run directory: the steps at which checkpoint
 SAVING = "checkpoints/.new.resilient-tmp"  # what is there while a checkpoint is being written
 
 _CLOSELY_S = 0.0003
-_RECORD, _SLOT = struct.Struct("<6q"), 64
+_SLOT = 128
 
 
 # ----------------------------------------------------------------------------------------------------------- looking on
@@ -46,15 +45,14 @@ class Stand(NamedTuple):
 
 def stand(run_dir: Path) -> Stand:
     """Where a run stands, as far as it has got to say so."""
-    try:
-        content = (run_dir / "progress").read_bytes()
-    except OSError:
-        return Stand()
     found = Stand()
-    for slot in (content[:_SLOT], content[_SLOT:]):
-        record = slot[: _RECORD.size]
-        if len(slot) == _SLOT and zlib.crc32(record) == int.from_bytes(slot[_RECORD.size : _RECORD.size + 4], "little"):
-            found = max(found, Stand(*_RECORD.unpack(record)))
+    with contextlib.suppress(OSError):
+        content = (run_dir / "progress").read_bytes()
+        for slot in (content[:_SLOT], content[_SLOT:]):
+            body, _, crc = slot.rstrip().rpartition(b', "crc": "')
+            if crc and zlib.crc32(body) == int(crc[:8], 16):
+                node = json.loads(body + b"}")
+                found = max(found, Stand(node["n"], *node["position"]))
     return found
 
 

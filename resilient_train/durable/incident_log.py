@@ -15,7 +15,7 @@ from typing import Any
 
 from resilient_train.durable.journal import JOURNAL, Journal, WriteAttempts
 from resilient_train.durable.run_history import AGAIN, CLOSED, OPENED, TREATED, RunHistory, in_words
-from resilient_train.ground.files import commit_text, open_to_append, read_plain
+from resilient_train.ground.files import commit_text
 from resilient_train.ground.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, kind_of
 from resilient_train.ground.wording import describe, log
 
@@ -45,7 +45,7 @@ class IncidentLog:
         self._attempts = WriteAttempts(self._file, "it will be rewritten from the journal later")
         there: bytes | None = None
         with suppress(OSError):
-            there = None if self._file is None else read_plain(self._file)
+            there = None if self._file is None else self._file.read_bytes()
         # As it is, somebody may follow it, or it has what this version cannot read.
         if there != self._lines().encode() and not self.run_history.unreadable:
             self._write_lines()
@@ -250,7 +250,7 @@ class IncidentLog:
             return
         with self._attempts.attempt():
             if new and not self._attempts.has_failed:
-                with open(open_to_append(self._file), "a", encoding="utf-8") as file:
+                with open(self._file, "a", encoding="utf-8") as file:
                     file.write(new)
             else:
                 commit_text(self._file, self._lines())

@@ -93,10 +93,10 @@ class Resumption:
         step = entry.step if entry else self.parts.clock.step  # 0, or what a trainer has made by its own checkpoint
         found = incidents_of_damage(damaged, step)
         skipped, span = None, last.stop - last.start
-        is_updating = last.doing in (Doing.UPDATING, Doing.FIRST)
+        is_updating = last.doing is Doing.UPDATING
         is_explained = self.directory is not None and endings.failure(self.directory, in_training=True)
         if not is_explained and (is_updating or last.doing is Doing.HUNG) and span > 0:
-            times = history.note_process_end(last.tick, last.start, last.stop, in_first=last.doing is Doing.FIRST)
+            times = history.note_process_end(last.tick, last.start, last.stop)
             skipped = (last.start, last.stop) if times >= crashes else None
         if last.tick and not is_explained and (skipped or is_updating or last.doing is Doing.BETWEEN):
             tick = manifest.tick if manifest else 0

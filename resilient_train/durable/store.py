@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from resilient_train.durable.tree_files import NAMES, TENSORS, TREE, SerializedTree, chunks, load_tree
+from resilient_train.durable.tree_files import NAMES, SerializedTree, chunks, load_tree
 from resilient_train.ground import files
 from resilient_train.ground.files import Written
 from resilient_train.ground.wording import log
@@ -185,7 +185,9 @@ class Store:
             files.write_file(new / MANIFEST, [manifest.text().encode()])
             verify(new)
             path, number = self.path / f"step-{manifest.step:08}", 2
-            while path.exists() or path.with_name(path.name + _DEMOTED).exists():  # after a rewind a run comes to the same step again
+            while (
+                path.exists() or path.with_name(path.name + _DEMOTED).exists()
+            ):  # after a rewind a run comes to the same step again
                 path, number = self.path / f"step-{manifest.step:08}.{number}", number + 1
             files.commit_directory(new, path)
         except BaseException:

@@ -82,9 +82,6 @@ class Best:
         self._pending: list[_Pending] = []  # two at most: the oldest one, and the best since
         self._loss = math.inf
         self.step = 0  # of the weights on disk; 0 if there are none, or their step is not known
-        if self.path.is_symlink():
-            log.warning("%s was a link: it is removed, and nothing is written where it led", self.path)
-            files.disk.unlink(self.path)
         files.sweep(self.path)
         match files.read_json(self.path / _BEST_METRICS):
             case {"loss": int() | float() as loss, "step": int(step)} if math.isfinite(loss):

@@ -147,12 +147,10 @@ class QuarantinedRows:
         return Effect("quarantined", state, self._restore, agreed=lambda: sorted(rows))
 
     def _restore(self, state: Any) -> None:
-        """Rows that quarantine.json lost are listed there again; of the others it has the reasons in words only."""
         there = range(self.samples.rows)  # the data set may be smaller now
         for row, reason, step, incident in state:
-            if (listed := int(row)) in there:
-                self.add({listed: tuple(reason)}, int(step), int(incident))
-                self.quarantine.rows[listed] = Quarantined(tuple(reason), int(step), int(incident))
+            if int(row) in there:
+                self.add({int(row): tuple(reason)}, int(step), int(incident))
         self.quarantine.write()
 
 

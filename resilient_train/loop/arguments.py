@@ -37,7 +37,7 @@ from resilient_train.extensions.checks.config import ChecksConfig
 from resilient_train.extensions.checks.config import named as named_checks
 from resilient_train.extensions.computation import Measured
 from resilient_train.extensions.drills import Drill
-from resilient_train.extensions.quarantine import Quarantine, Quarantined
+from resilient_train.extensions.quarantine import Quarantine
 from resilient_train.ground.errors import ConfigError, TrainError, named_type, unusable
 from resilient_train.ground.files import load_yaml
 from resilient_train.ground.reader import (
@@ -344,28 +344,22 @@ def quarantine(
     key = "data_changed" if is_own_loop else "run.data_changed"
     if data_changed not in ("refuse", "accept"):
         raise ConfigError(key, data_changed, "is not refuse or accept")
-    listed = Quarantine(None, dict)
     if not samples.rows:
-        return listed
+        return Quarantine(None, dict)
     history, dataset = incident_log.run_history, samples.dataset  # type: ignore[attr-defined]
 
-    def read() -> tuple[str, dict[int, Quarantined]]:
-        nonlocal listed
+    def compare() -> str:
         how = change(history.data_sample, dataset) if history.data_sample is not None else ""
         if how and history.has_saved and data_changed == "refuse":
             choice = f"give the run its own data, or begin another run; {key}=accept resumes with the data as it is"
             raise unusable("data", f"the data set changed since the run began: {how}: {choice}")
-        may_differ = bool(how) or data_changed == "accept"
-        listed = Quarantine(incident_log.directory, lambda: fingerprint(dataset), data_may_differ=may_differ)
-        return how, dict(listed.rows)
+        return how
 
-    how, rows = world.on_main(read)  # which raises an error of rank 0 on all ranks
+    how = world.on_main(compare)  # which raises an error of rank 0 on all ranks
     if how:
         log.warning("data: the data set changed since the run began, and is used as it is: %s", how)
         history.data_sample = None  # it is sampled again
-    listed.add(rows)
-    samples.quarantine(rows)
-    return listed
+    return Quarantine(incident_log.directory, lambda: fingerprint(dataset))
 
 
 def policy(given: Policy | Mapping[str, Any] | str | Path) -> Policy:
