@@ -19,7 +19,7 @@ from resilient_train import __version__
 from resilient_train.command.build import Run, assemble, train
 from resilient_train.command.config.compose import FIXED, Composed, describe_changes, other_run
 from resilient_train.command.terminal import Terminal
-from resilient_train.durable import endings, progress
+from resilient_train.durable import endings
 from resilient_train.durable.endings import CONFIG, SUMMARY, RunFacts, Summary, read_ending, status_of
 from resilient_train.durable.incident_log import IncidentLog
 from resilient_train.durable.journal import JOURNAL
@@ -306,16 +306,13 @@ class _Session:
         log.info("%s", hang.stacks, extra=IN_FILE_ONLY)
         code = 1
         if not hang.stop_asked:
-            mine = progress.Hung(world.rank, evidence, is_theirs)
-            if world.size > 1 and world.is_main:
-                noted = progress.gather_hung(directory.path, mine, world.size, _FOR_OTHERS_S)
-                if (found := progress.who_hung(noted, world.size)) != evidence:
-                    log.error("%s", say(found, "; "))
-                evidence = found
-            elif world.size > 1:
-                with suppress(OSError):  # this host may not have the directory
-                    progress.leave(directory.path, mine)
-                time.sleep(_FOR_OTHERS_S)  # rank 0 would only see that this process ended
+            if is_theirs and not world.is_main:
+                endings.note_failure(directory.path, world.rank, say(evidence), in_training=False)
+            if world.size > 1:
+                time.sleep(_FOR_OTHERS_S)  # rank 0 reads what others noted before it sees that they ended
+            if world.is_main and not is_theirs and (noted := endings.failure(directory.path)):
+                log.error("%s", noted)
+                evidence = fact("text", text=noted)
             if run is not None:
                 run.guard.hung(evidence, in_update=hang.phase is Phase.STEP)
             else:  # it hangs before it has resumed: the file `progress` still is the previous process's

@@ -203,7 +203,6 @@ def unseal(line: bytes) -> Entry | None:
 OUTBOX = "outbox.jsonl"  # its name in a run directory
 BEGAN, METRICS = "began", "metrics"
 
-MOST_WAITING = 50_000  # entries that a full disk does not take, about 1 KB each: newer ones are dropped
 WRITE_EVERY_S, TRY_AGAIN_S = 0.25, 2.0
 _TAIL_BYTES = 2**20  # more than any entry has
 
@@ -218,7 +217,6 @@ class Outbox:
     def __init__(self, path: Path, also: Callable[[], None] = lambda: None) -> None:
         """Write to `path`; `also` is called each time, in the same thread."""
         self.path, self._also = path, also
-        self.dropped = 0
         self._waiting: deque[Entry] = deque()
         self._lines: list[bytes] = []  # entries that are sealed and not on disk yet
         self._closing = threading.Event()
@@ -229,16 +227,13 @@ class Outbox:
 
     def put(self, kind: str, /, **fields: Any) -> None:
         """Add an entry. It never waits and never raises."""
-        if len(self._waiting) + len(self._lines) < MOST_WAITING:
-            self._waiting.append({"at": time.time_ns() // 1_000_000, "kind": kind, **fields})
-        else:
-            self.dropped += 1
+        self._waiting.append({"at": time.time_ns() // 1_000_000, "kind": kind, **fields})
 
     def close(self, within_s: float = 10.0) -> bool:
         """Write the rest in at most `within_s`; say whether everything is on disk."""
         self._closing.set()
         self._thread.join(within_s)
-        is_whole = not (self._thread.is_alive() or self._waiting or self._lines or self.dropped)
+        is_whole = not (self._thread.is_alive() or self._waiting or self._lines)
         if not is_whole:
             log.warning("%s is not complete: the disk did not take all of it", self.path)
         return is_whole

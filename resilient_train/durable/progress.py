@@ -8,92 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-import time
-from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
-from resilient_train.durable.journal import WriteAttempts, commit_json, seal, unseal
-from resilient_train.ground import files
-from resilient_train.ground.files import read_json
-from resilient_train.ground.types import Facts, fact
-
-_LOOK_S = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class Hung:
-    """A rank that hung, as its own watchdog saw it."""
-
-    rank: int
-    evidence: Facts
-    is_in_users_code: bool  # otherwise it may only have waited for another rank
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "evidence", tuple(dict(one) for one in self.evidence))  # of JSON, a list
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """A rank other than 0 that failed: rank 0 sees only a closed connection, or a request to stop."""
-
-    rank: int
-    why: str
-    in_training: bool  # an error before it began does not explain why the previous process ended
-
-
-Note = TypeVar("Note", Hung, Failed)
-
-_FILES: dict[type, str] = {Hung: "hung.rank{}.json", Failed: "failed.rank{}"}
-
-
-def leave(run_dir: Path, note: Hung | Failed) -> None:
-    """Write a note. Raises OSError if this host does not have the directory, or cannot write to it."""
-    commit_json(run_dir / _FILES[type(note)].format(note.rank), asdict(note))
-
-
-def found(run_dir: Path | None, kind: type[Note]) -> list[Note]:
-    """Return the notes of this kind in this host's directory, in order of the ranks; damaged files are left out."""
-    notes = []
-    for path in _notes(run_dir, kind):
-        with suppress(TypeError, ValueError):
-            notes.append(kind(**read_json(path)))
-    return sorted(notes, key=lambda one: one.rank)
-
-
-def _notes(run_dir: Path | None, kind: type) -> Iterable[Path]:
-    return run_dir.glob(_FILES[kind].format("*")) if run_dir is not None else ()
-
-
-def clear(run_dir: Path | None, kind: type) -> None:
-    """Remove the notes, as the journal has them now. All ranks that share a directory try to."""
-    for path in _notes(run_dir, kind):
-        with suppress(OSError):
-            files.disk.unlink(path)
-
-
-def gather_hung(run_dir: Path, mine: Hung, size: int, seconds: float) -> list[Hung]:
-    """Wait at most so many seconds for all other ranks to note where they hang; return the notes, mine first."""
-    deadline = time.monotonic() + seconds
-    while len(noted := found(run_dir, Hung)) < size - 1 and time.monotonic() < deadline:
-        time.sleep(_LOOK_S)
-    return [mine, *noted]
-
-
-def who_hung(noted: Sequence[Hung], size: int) -> Facts:
-    """Return which ranks hung where: most of them only wait for the one at fault."""
-    silent = sorted(set(range(size)) - {one.rank for one in noted})
-    at_fault: Facts = ()
-    for one in noted:
-        if one.is_in_users_code:
-            at_fault += fact("hangs_on", rank=one.rank, why=one.evidence)
-    if silent and not at_fault:
-        return fact("silent", ranks=silent, why=noted[0].evidence)
-    return at_fault or noted[0].evidence
-
+from resilient_train.durable.journal import WriteAttempts, seal, unseal
 
 PROGRESS = "progress"  # its name in a run directory
 

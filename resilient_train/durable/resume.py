@@ -11,15 +11,15 @@ from typing import Any
 from resilient_train.core.copies import Stateful
 from resilient_train.core.state import LR_OF_GUARD, RunState, weights_of
 from resilient_train.core.tree import Tree
-from resilient_train.durable import endings, progress
-from resilient_train.durable.progress import Doing, Hung, Progress
+from resilient_train.durable import endings
+from resilient_train.durable.progress import Doing, Progress
 from resilient_train.durable.run_history import RunHistory
 from resilient_train.durable.store import Damaged, Entry, Manifest, Saved, Store
 from resilient_train.durable.tree_files import reshard
 from resilient_train.extensions.run_parts import RunParts
 from resilient_train.ground.errors import ConfigError, TrainError, in_one_line, unusable
 from resilient_train.ground.secrets import masked
-from resilient_train.ground.types import Facts, Incident, ProcessIncident, Signal, fact
+from resilient_train.ground.types import Incident, ProcessIncident, Signal, fact
 from resilient_train.ground.wording import log
 
 _SHAPES = ("model", "optimizer", "data.batch_size", "accelerate")  # keys that decide whether a state fits
@@ -68,10 +68,6 @@ class Resumption:
     def plan(self, incidents: Sequence[Incident], crashes: int) -> ResumePlan:
         """Find the checkpoint to resume from; skip samples at which `crashes` processes in a row ended unexplained."""
         history, last = self.history, self.progress.last
-        hung: Facts = ()
-        if noted := progress.found(self.directory, Hung):  # by ranks that could not report it to rank 0
-            progress.clear(self.directory, Hung)
-            hung = progress.who_hung(noted, max(self.parts.world.size, noted[-1].rank + 1))
         damaged: list[tuple[Entry, str]] = []
         self.store.sweep()
         entries = self.store.entries()
@@ -103,7 +99,7 @@ class Resumption:
             # Attempts without a verdict are lost, too; what was refused or undone before is in those incidents.
             counted = sum(one.steps_lost for one in incidents if one.anomaly.tick > tick)
             lost = last.tick - tick - counted if tick or not step else last.step - step
-            found.append(self._crash(step, max(0, lost), skipped, hung, incidents))
+            found.append(self._crash(step, max(0, lost), skipped, incidents))
         return ResumePlan(
             path=entry.path if entry else None,
             tick=last.tick,
@@ -215,13 +211,12 @@ class Resumption:
         return entry
 
     def _crash(
-        self, step: int, lost: int, skipped: tuple[int, int] | None, hung: Facts, incidents: Sequence[Incident]
+        self, step: int, lost: int, skipped: tuple[int, int] | None, incidents: Sequence[Incident]
     ) -> ProcessIncident:
         last = self.progress.last
-        is_known = last.doing is Doing.HUNG
+        has_hung = last.doing is Doing.HUNG
         at = {"step": last.step} if last.doing is Doing.BETWEEN else {"update": last.step + 1}
-        why = {"hung": () if is_known else hung, "silent": not (is_known or hung)}
-        evidence = fact("died", **at, **why, skipped=bool(skipped))
+        evidence = fact("died", **at, silent=not has_hung, skipped=bool(skipped))
         rows: Sequence[int] = ()
         if skipped:
             rows = self.parts.samples.rows_at(*skipped)
@@ -230,7 +225,7 @@ class Resumption:
             common = [sorted({*rows} & {*one.diagnosis.rows}) for one in earlier]
             rows = min([one for one in common if one], key=len, default=rows)
         advice = fact("died_twice", rows=[*rows]) if rows else ()
-        signal = Signal.HANG if last.doing is Doing.HUNG or hung else Signal.CRASH
+        signal = Signal.HANG if has_hung else Signal.CRASH
         remedy = "skip" if skipped else "go_on"
         return ProcessIncident(signal, last.step + 1, step, evidence, remedy, advice, tuple(rows), step, lost)
 

@@ -120,7 +120,6 @@ _GONE = re.compile(  # gloo, NCCL and the store
     r"closed by peer|reset by peer|Broken pipe|Socket closed|Connection refused|Connection timed out|got 0 bytes"
     r"|Timed out waiting|remote process exit|ncclRemoteError|ncclSystemError|communicator was aborted|Watchdog caught"
 )
-_DONE, _WAIT_FOR_MAIN_S = "resilient_train/main_is_done", 120.0  # a key of the group's store
 
 
 def is_lost_peer(error: BaseException) -> bool:
@@ -281,20 +280,6 @@ class World:
         if result[1] is not None:
             raise result[1]
         return result[0]  # type: ignore[no-any-return]
-
-    def main_before_others(self, do: Callable[[], None]) -> None:
-        """Do something on rank 0 while the others wait, without a collective: the ranks may not agree on what to do."""
-        if self.size == 1:
-            return do()
-        store = torch.distributed.distributed_c10d._get_default_store()
-        if not self.is_main:
-            with contextlib.suppress(torch.distributed.DistError, RuntimeError):
-                store.wait([_DONE], timedelta(seconds=_WAIT_FOR_MAIN_S))
-            return None
-        try:
-            do()
-        finally:
-            store.set(_DONE, "1")
 
     def leave(self) -> None:
         """Leave the group, all together. Nothing may keep it alive: gloo's threads would abort who exits first."""
