@@ -63,7 +63,7 @@ class Uploader:
     def upload(self, *, is_last: bool = False) -> None:
         """Upload all that is there by now: first the entries of the outbox; if it `is_last`, also how the run ended."""
         if self._outbox is None:
-            self._outbox = os.open(self.run_dir / OUTBOX, os.O_RDONLY)
+            self._outbox = os.open(self.run_dir / OUTBOX, os.O_RDONLY | os.O_NOFOLLOW)
         try:
             fcntl.flock(self._outbox, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -139,8 +139,8 @@ class Uploader:
 
     def _upload_files(self, run: MlflowRun) -> None:
         for name in _AS_THEY_ARE:
-            file = self.run_dir / name
-            if file.is_file():
+            file = self.run_dir / name  # of a directory that somebody else made it may be anything
+            if file.is_file() and not file.is_symlink():
                 run.send(run.client.log_artifact, str(file))
 
 

@@ -15,7 +15,7 @@ from kills import incidents, summary
 
 from resilient_train.command import checkpoints
 from resilient_train.durable import store as manifests
-from resilient_train.durable.store import DEMOTED, MANIFEST, WEIGHTS, Damaged, Store
+from resilient_train.durable.store import MANIFEST, WEIGHTS, Damaged, Store
 from resilient_train.durable.tree_files import TENSORS, TREE
 
 IN_THE_SUITE = 14
@@ -166,8 +166,7 @@ def test_without_one_that_verifies_a_run_says_so_and_stops(copied: Path, run_com
 
 
 def demote_all(run_dir: Path) -> None:
-    for entry in Store(run_dir).entries():
-        Store.mark(entry, DEMOTED)
+    Store(run_dir).demote(0)
 
 
 def test_where_every_checkpoint_is_demoted_a_run_begins_again(
