@@ -1,10 +1,10 @@
 """Trees of tensors and plain values as two files: names, numbers and text, nothing that executes on loading.
 
-`tensors.safetensors` holds the tensors and arrays, named by their paths in the tree. `tree.json` holds the rest: null,
+`tensors.safetensors` holds the tensors and arrays, by number. `tree.json` holds the rest: null,
 booleans, integers, finite floats, text and lists as themselves, and all else as an object with one of these keys:
 
     {"dict": {"lr": 0.1}}   {"items": [[0, ...], ["a", ...]]}   {"tuple": [...]}   {"float": "nan"}   {"bytes": "AAE="}
-    {"tensor": "weights/head.bias", "dtype": "float32", "shape": [10]}   {"tensor": "random", ..., "numpy": "array"}
+    {"tensor": "0", "dtype": "float32", "shape": [10]}   {"tensor": "1", ..., "numpy": "array"}
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class SerializedTree:
         raise _unfit(path, f"is a {type(node).__module__}.{type(node).__qualname__}")
 
     def _tensor(self, tensor: torch.Tensor, path: Place) -> dict[str, Any]:
-        name, is_known = self._name(path), tensor.dtype in _DTYPES.values()
+        name, is_known = str(len(self._tensors)), tensor.dtype in _DTYPES.values()
         if tensor.layout is not torch.strided or tensor.is_meta or not is_known:
             raise _unfit(path, f"is a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}")
         described: dict[str, Any] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape)}
@@ -146,14 +146,6 @@ class SerializedTree:
             if tensor.permute(order).is_contiguous():
                 described["order"] = order
         return {"tensor": name, **described}
-
-    def _name(self, path: Place) -> str:
-        """Return the path as a unique name: 1 and "1", or a key with a slash, would give the same one."""
-        name = "/".join(map(str, path)).encode("utf-8", "replace").decode() or "tensor"
-        unique, number = name, 2
-        while unique in self._tensors or unique == "__metadata__":  # safetensors' own key
-            unique, number = f"{name}#{number}", number + 1
-        return unique
 
 
 class _Reading:

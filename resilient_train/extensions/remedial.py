@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from resilient_train.durable.keeper import CheckpointKeeper
 from resilient_train.extensions.armor.armor import Armor, CannotArmor, LineChanged, PatchedLine
 from resilient_train.extensions.diagnosis.explain import lost_eps
 from resilient_train.extensions.lasting import LastingRemedies, built_state, forget_moments
-from resilient_train.extensions.quarantine import Quarantine, Quarantined
+from resilient_train.extensions.quarantine import Quarantine
 from resilient_train.extensions.remedies import FullCase
 from resilient_train.extensions.run_parts import RunParts
 from resilient_train.extensions.trials import Trials
@@ -42,12 +42,12 @@ class AllControls(Controls):
         *more: Effect,
     ) -> None:
         self.lasting, self._run, self._keeper, self.trials = lasting, parts, keeper, trials
-        self.quarantined, self._rows = quarantined, QuarantinedRows(parts.samples, quarantined)
+        self.quarantined = quarantined
         self._built = {optimizer: built_state(optimizer) for optimizer in parts.updater.optimizers}
         self.patches = Patches(parts.search.tried if parts.search is not None else set())
         effects = [
             _skipped_samples(parts.samples),
-            self._rows.effect(),
+            self.quarantined.effect(),
             self.patches.effect(),
             Effect("trials", trials.state_dict, trials.load_state_dict),
             lasting.effect(),
@@ -69,7 +69,7 @@ class AllControls(Controls):
         """Replace the guilty rows for the rest of the run; unless samples are skipped, in this update too."""
         incident, diagnosis = self._incident, self._incident.diagnosis
         reasons = {row: diagnosis.reasons.get(row, diagnosis.advice) for row in diagnosis.rows}
-        self._rows.add(reasons, incident.anomaly.step, incident.id)
+        self.quarantined.add(reasons, incident.anomaly.step, incident.id)
 
     def patch_line(self) -> None:
         """Patch the line of the operation that broke, for the rest of the run."""
@@ -122,36 +122,7 @@ class AllControls(Controls):
         """Quarantine rows common to the updates in which the process died, if the budget allows."""
         count, listed = self._parts.samples.rows, {*rows} | self.quarantined.rows.keys()
         if len(listed) <= min(self._policy.budget.rows_of(count), count - 1):
-            self._rows.add(dict.fromkeys(rows, reason), self._parts.clock.step, incident)
-
-
-@dataclass(frozen=True)
-class QuarantinedRows:
-    """Rows that others stand in for, each with why, at which step and by which incident."""
-
-    samples: Samples
-    quarantine: Quarantine
-
-    def add(self, reasons: Mapping[int, Facts], step: int, incident: int) -> None:
-        """Take rows out of the data. They are listed in quarantine.json once the journal has them."""
-        self.samples.quarantine(reasons)
-        masked = {row: tuple(masked_tree([*why])) for row, why in reasons.items()}
-        self.quarantine.add({row: Quarantined(why, step, incident) for row, why in masked.items()})
-
-    def effect(self) -> Effect:
-        rows = self.quarantine.rows
-
-        def state() -> list[list[Any]]:
-            return [[row, [*why.reason], why.step, why.incident] for row, why in rows.items()]
-
-        return Effect("quarantined", state, self._restore, agreed=lambda: sorted(rows))
-
-    def _restore(self, state: Any) -> None:
-        there = range(self.samples.rows)  # the data set may be smaller now
-        for row, reason, step, incident in state:
-            if int(row) in there:
-                self.add({int(row): tuple(reason)}, int(step), int(incident))
-        self.quarantine.write()
+            self.quarantined.add(dict.fromkeys(rows, reason), self._parts.clock.step, incident)
 
 
 class Patches(Armor):

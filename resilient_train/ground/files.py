@@ -207,24 +207,18 @@ def available_memory() -> int:
 
 
 def left_by_cgroups(process: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
-    """Yield the bytes that each cgroup of the process, and each one above it, still allows.
+    """Yield the bytes that each cgroup (version 2) of the process, and each one above it, still allows.
 
     psutil reads the files of the machine, which in a container are those of its host. In a container without a
     namespace the path is the host's and does not exist: then the mount itself is the container's own cgroup.
     """
-    groups: dict[Path, str] = {}  # with what the names of their counts begin
     with suppress(OSError):
-        for line in process.read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers == "" or "memory" in controllers.split(","):  # version 2, or 1
-                place = Path(path.lstrip("/"))
-                root, prefix = (mount / "memory", "total_") if controllers else (mount, "")
-                groups |= {root / one: prefix for one in (place, *place.parents)}
-    for group, prefix in groups.items():
-        with suppress(OSError, ValueError):  # the kernel frees on demand what it has cached of files
-            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            cached = int(stat.get(f"{prefix}active_file", 0)) + int(stat.get(f"{prefix}inactive_file", 0))
-            used = int((group / ("memory.usage_in_bytes" if prefix else "memory.current")).read_text()) - cached
-            for name in ("memory.limit_in_bytes",) if prefix else ("memory.max", "memory.high"):
-                with suppress(OSError, ValueError):  # no such file, or `max`: no limit
-                    yield max(0, int((group / name).read_text()) - used)
+        own = [line.removeprefix("0::/") for line in process.read_text().splitlines() if line.startswith("0::/")]
+        for group in (mount / place for path in map(Path, own) for place in (path, *path.parents)):
+            with suppress(OSError, ValueError):  # the kernel frees on demand what it has cached of files
+                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                cached = int(stat["active_file"]) + int(stat["inactive_file"])
+                used = int((group / "memory.current").read_text()) - cached
+                for name in ("memory.max", "memory.high"):
+                    with suppress(OSError, ValueError):  # no such file, or `max`: no limit
+                        yield max(0, int((group / name).read_text()) - used)

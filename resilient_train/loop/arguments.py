@@ -345,7 +345,7 @@ def quarantine(
     if data_changed not in ("refuse", "accept"):
         raise ConfigError(key, data_changed, "is not refuse or accept")
     if not samples.rows:
-        return Quarantine(None, dict)
+        return Quarantine(None, samples, dict)
     history, dataset = incident_log.run_history, samples.dataset  # type: ignore[attr-defined]
 
     def compare() -> str:
@@ -359,7 +359,7 @@ def quarantine(
     if how:
         log.warning("data: the data set changed since the run began, and is used as it is: %s", how)
         history.data_sample = None  # it is sampled again
-    return Quarantine(incident_log.directory, lambda: fingerprint(dataset))
+    return Quarantine(incident_log.directory, samples, lambda: fingerprint(dataset))
 
 
 def policy(given: Policy | Mapping[str, Any] | str | Path) -> Policy:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import random
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,63 +16,75 @@ from user_programs import Augmented, Fixed, RarelyRandom
 from resilient_train.core.randomness import seed_host
 from resilient_train.data.rows import fingerprint
 from resilient_train.extensions import quarantine
-from resilient_train.extensions.quarantine import QUARANTINE, Quarantine, Quarantined
+from resilient_train.extensions.quarantine import QUARANTINE, Quarantine
 from resilient_train.ground.types import fact
 
 DATA = {"dataset": "Images", "rows": 50, "digests": {"0": "aa", "24": None, "49": "cc"}}
-RAISES = fact("text", text="it raises")
-WHY = Quarantined(fact("text", text="values that are not finite in x"), 120, 3)
+RAISES, NAN = fact("text", text="it raises"), fact("text", text="values that are not finite in x")
 
 
-def adopt(listed: Quarantine, rows: Mapping[int, Quarantined]) -> None:
-    listed.add(rows)
-    listed.write()
+class Taken:
+    """Samples that take note of the rows that are taken out of them."""
+
+    def __init__(self) -> None:
+        self.rows, self.out = 50, list[int]()
+
+    def quarantine(self, rows: Any) -> None:
+        self.out += rows
+
+
+def quarantine_of(directory: Path, data: Any = lambda: DATA) -> Quarantine:
+    return Quarantine(directory, Taken(), data)  # type: ignore[arg-type]
 
 
 def test_rows_are_listed_with_their_reasons_and_the_data_set(tmp_path: Path) -> None:
-    """In their order; what is listed already stays as it is."""
-    listed = Quarantine(tmp_path, lambda: DATA)
-    adopt(listed, dict.fromkeys([17, 3], WHY))
-    adopt(listed, dict.fromkeys([3, 49], Quarantined(RAISES, 200, 5)))
+    """In their order; what is listed already stays as it is, and a resume has them from the journal."""
+    listed = quarantine_of(tmp_path)
+    for rows, why, step in (([17, 3], NAN, 120), ([3, 49], RAISES, 200)):
+        listed.add(dict.fromkeys(rows, why), step, incident=5)
+        listed.write()
     content = json.loads((tmp_path / QUARANTINE).read_text())
-    nan = {"reason": "values that are not finite in x", "step": 120, "incident": 3}
+    nan = {"reason": "values that are not finite in x", "step": 120, "incident": 5}
     raises = {"row": 49, "reason": "it raises", "step": 200, "incident": 5}
     assert content == {"format": 1, "data": DATA, "rows": [{"row": 17, **nan}, {"row": 3, **nan}, raises]}
     assert [file.name for file in tmp_path.iterdir()] == [QUARANTINE]
+    (tmp_path / QUARANTINE).write_text("[" * 100_000)
+    resumed = quarantine_of(tmp_path)
+    resumed.effect().restore(json.loads(json.dumps([*listed.effect().state(), [50, [], 1, 1]])))
+    assert (resumed.rows, resumed._samples.out) == (listed.rows, [17, 3, 49])  # type: ignore[attr-defined]
+    assert json.loads((tmp_path / QUARANTINE).read_text()) == content
 
 
 def test_a_healthy_run_has_no_list_and_fetches_no_row(tmp_path: Path) -> None:
     """The fingerprint is asked for with the first row, and once."""
-    asked = itertools.count(1)
-
-    def counted() -> dict[str, Any]:
-        return {**DATA, "rows": 49 + next(asked)}
-
-    one = Quarantine(tmp_path, counted)
-    adopt(one, {})
+    asked: list[int] = []
+    one = quarantine_of(tmp_path, lambda: {**DATA, "rows": asked.append(1)})  # type: ignore[func-returns-value]
+    one.write()
     assert list(tmp_path.iterdir()) == []
     for row in range(3):
-        adopt(one, {row: Quarantined(RAISES, 1, 1)})
-    assert next(asked) == 2
+        one.add({row: RAISES}, 1, 1)
+        one.write()
+    assert len(asked) == 1
 
 
 def test_a_full_disk_costs_the_list_not_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The rows are in quarantine all the same; the list is written with the next change, and the failure told once."""
-    one = Quarantine(tmp_path, lambda: DATA)
+    one = quarantine_of(tmp_path)
     with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, "resilient_train"):
-        patched.setattr(quarantine, "commit_text", full)
-        adopt(one, dict.fromkeys([3], WHY))
-        adopt(one, {4: Quarantined(RAISES, 5, 6)})
+        patched.setattr(quarantine, "commit_json", full)
+        for row in (3, 4):
+            one.add({row: RAISES}, 5, 6)
+            one.write()
     assert list(one.rows) == [3, 4]
     (line,) = caplog.messages
     assert "quarantine.json cannot be written (No space left on device): this is retried with the next row" in line
-    adopt(one, {4: Quarantined(RAISES, 7, 8)})
+    one.write()
     assert [row["row"] for row in json.loads((tmp_path / QUARANTINE).read_text())["rows"]] == [3, 4]
 
 
-def full(path: Path, text: str) -> None:
+def full(path: Path, tree: Any) -> None:
     raise OSError(28, "No space left on device")
 
 

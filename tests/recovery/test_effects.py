@@ -34,7 +34,7 @@ def test_entries_of_the_journal_add_up_to_the_whole() -> None:
     samples, before = mine._run.samples, mine.effects.state_dict()
     made: list[tuple[Callable[[], None], bool]] = [
         (lambda: samples.skip(8, 16), False),  # the first entry of a process has all
-        (lambda: mine._rows.add(dict.fromkeys((3, 9), fact("text", text="x is NaN")), 4, 1), True),
+        (lambda: mine.quarantined.add(dict.fromkeys((3, 9), fact("text", text="x is NaN")), 4, 1), True),
         (lambda: samples.skip(40, 48), True),
         (lambda: mine.knobs.turn_lr(0.5), False),
         (lambda: mine.effects.undo_to(before), False),
