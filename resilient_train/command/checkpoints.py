@@ -66,7 +66,7 @@ def _list(run_dir: Path) -> int:
 def _row(entry: Entry, kind: str, damage: str) -> list[str]:
     if (manifest := entry.manifest) is None:
         return [entry.path.name, kind, "", "", "", damage]
-    size = sum(one.size for one in manifest.files.values()) / 1e6
+    size = sum(one["bytes"] for one in manifest.files.values()) / 1e6
     age = f"{duration(max(0.0, time.time() - manifest.at / 1000))} old"
     return [entry.path.name, kind, f"step {manifest.step:,}", f"{size:,.2f} MB", age, damage]
 

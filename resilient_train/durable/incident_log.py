@@ -37,8 +37,6 @@ class IncidentLog:
         self.ongoing: set[int] = set()  # incidents that healthy updates do not close
         self._observed = 0  # the incident that further anomalies count into
         self._anomalous_step = 0  # the newest of them
-        for why in self.run_history.unreadable:
-            log.warning("%s", why)
         # The process ended before it did what was decided.
         undone = [one for one in self.open_incidents if self.run_history.chapters[one.id].treated_ms is None]
         self.run_history.adopt(replace(one, decision=replace(one.decision, actions=())) for one in undone)
@@ -46,8 +44,8 @@ class IncidentLog:
         there: bytes | None = None
         with suppress(OSError):
             there = None if self._file is None else self._file.read_bytes()
-        # As it is, somebody may follow it, or it has what this version cannot read.
-        if there != self._lines().encode() and not self.run_history.unreadable:
+        # Only if it differs, as somebody may follow it.
+        if there != self._lines().encode():
             self._write_lines()
 
     @property
@@ -242,7 +240,8 @@ class IncidentLog:
             self._journal.close()
 
     def _lines(self) -> str:
-        return "".join(map(_line, self.run_history.closed.values()))
+        over = [one for one in self.run_history.chapters.values() if one.closed_ms is not None]
+        return "".join(_line(one.incident) for one in sorted(over, key=lambda one: one.closed_ms or 0))
 
     def _write_lines(self, new: str = "") -> None:
         """Append a line to incidents.jsonl. Without one, or if the file lacks earlier ones, rewrite it."""

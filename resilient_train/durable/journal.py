@@ -124,7 +124,7 @@ def append_lines(path: Path, lines: Iterable[bytes], start: int, *, sync: bool =
     try:
         if (size := os.fstat(file).st_size) > start:
             files.disk.truncate(file, start)
-        start = min(start, size)  # it was emptied meanwhile
+        start = start if size >= start else 0  # it was emptied meanwhile
         end = start + write_all(file, b"".join(lines), start)
         if sync:
             files.disk.sync(file)

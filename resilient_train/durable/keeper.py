@@ -49,6 +49,7 @@ class CheckpointKeeper:
         self._saved: list[tuple[int, int]] = []
         self._is_urgent = False  # there is none, and there were some
         self.is_verified = True  # the state that the run was resumed from
+        self._is_failing = False
         self._saving_incident = 0  # number of the newest one about checkpoints that cannot be saved
         if self._commits and history.began_with is None:
             history.note("began", processes=parts.world.size, samples=parts.samples.slicing.samples)
@@ -351,14 +352,16 @@ class CheckpointKeeper:
             self._note_outcome(self._writer.finished.popleft())
 
     def _note_outcome(self, job: Job) -> None:
-        ongoing, step = self.incident_log.ongoing, job.step
+        step = job.step
         if job.error is None:
             if job.snapshot is not None and not self._is_sharded:  # else that was noted on all ranks
                 self._note_saved(job.snapshot)
-            if self._saving_incident in ongoing:
+            if self._is_failing:
                 log.info("checkpoints are saved again: step %d", step)
-                ongoing.discard(self._saving_incident)
-        elif self._saving_incident not in ongoing:
+                self._is_failing = False
+                self.incident_log.ongoing.discard(self._saving_incident)
+        elif not self._is_failing:
+            self._is_failing = True
             evidence = fact("not_written", step=step, why=job.trouble)
             signal = Signal.DISK_FULL if job.is_disk_full else Signal.CHECKPOINT_FAILED
             found = ProcessIncident(signal, step, step, evidence, "try_again")

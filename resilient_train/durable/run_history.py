@@ -39,8 +39,6 @@ class RunHistory:
         self._journal = journal
         self.chapters: dict[int, Chapter] = {}  # by the number of the incident
         self.open: dict[int, Incident] = {}  # those without an outcome
-        self.closed: dict[int, Incident] = {}  # the others, in the order of their outcomes
-        self.unreadable: list[str] = []  # entries about incidents, and why
         self.effects: dict[str, Any] = {}  # of remedies, as they were noted last
         self.has_saved = False  # a checkpoint was ever committed
         self.sources: set[str] = set()  # paths that the user told the run to resume from
@@ -50,10 +48,8 @@ class RunHistory:
         # By tick, which no two processes end at: the samples in use when one ended.
         self._endings: dict[int, tuple[int, int]] = {}
         for entry in entries:
-            try:
+            with suppress(ValueError):  # about an incident of another version
                 self.recall(entry)
-            except ValueError as error:
-                self.unreadable.append(f"entry {entry['n']} of the journal is left out: {error}")
         self.chapters = dict(sorted(self.chapters.items()))
 
     @property
@@ -130,7 +126,6 @@ class RunHistory:
             chapter = replace(chapter, treated_ms=at)
         elif kind == CLOSED:
             chapter = replace(chapter, closed_ms=at)
-            self.closed[incident.id] = incident
         self._keep(chapter)
 
     def _keep(self, chapter: Chapter) -> None:

@@ -23,7 +23,6 @@ from safetensors.torch import load_file
 
 from resilient_train.durable.tree_files import NAMES, SerializedTree, chunks, load_tree
 from resilient_train.ground import files
-from resilient_train.ground.files import Written
 from resilient_train.ground.wording import log
 
 CHECKPOINTS = "checkpoints"  # its name in a run directory
@@ -53,12 +52,11 @@ class Manifest:
     at: int  # milliseconds since 1970
     effects: dict[str, Any]  # of remedies: knobs, skipped samples, patched lines, rows in quarantine
     groups: list[Any]  # the configured settings of each optimizer's parameter groups
-    files: dict[str, Written]
+    files: dict[str, dict[str, Any]]  # size and digest of each
 
     def text(self) -> str:
         """Return the content of the file; its last key is a digest of all before it."""
         body: dict[str, Any] = {"format": _FORMAT, **asdict(self)}
-        body["files"] = {name: {"bytes": one.size, "sha256": one.sha256} for name, one in self.files.items()}
         return json.dumps({**body, "sha256": files.digest_of(body)}, indent=1) + "\n"
 
 
@@ -70,7 +68,6 @@ def read(checkpoint: Path) -> Manifest:
         node = json.loads(content)
         version = node.pop("format")
         del node["sha256"]
-        node["files"] = {name: Written(one["bytes"], one["sha256"]) for name, one in node["files"].items()}
         manifest = Manifest(**node)
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
         raise Damaged(f"{MANIFEST} is not a manifest") from error
@@ -86,7 +83,7 @@ def verify(checkpoint: Path) -> Manifest:
     manifest = read(checkpoint)
     for name, written in manifest.files.items():
         with _cannot_be_read(name), open(checkpoint / name, "rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != written.sha256:
+            if hashlib.file_digest(file, "sha256").hexdigest() != written["sha256"]:
                 raise Damaged(f"{name} is not what was written")
     return manifest
 

@@ -33,7 +33,7 @@ from resilient_train.core.tree import (
     with_home,
 )
 from resilient_train.durable.trees import as_bytes, box_of
-from resilient_train.ground.files import Written, write_file
+from resilient_train.ground.files import write_file
 
 TENSORS, TREE = "tensors.safetensors", "tree.json"
 NAMES = {  # of dtypes in safetensors; others (complex and future ones) are written as their bytes
@@ -101,7 +101,7 @@ class SerializedTree:
         self._tensors: dict[str, torch.Tensor] = {}
         self._text = json.dumps(self._node(tree, ()), allow_nan=False)
 
-    def write(self, directory: Path) -> dict[str, Written]:
+    def write(self, directory: Path) -> dict[str, dict[str, Any]]:
         tensors = {name: one if one.dtype in NAMES else as_bytes(one) for name, one in self._tensors.items()}
         return {
             TENSORS: write_file(directory / TENSORS, chunks(tensors)),

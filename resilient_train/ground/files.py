@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import yaml
@@ -83,13 +83,8 @@ class Disk:
 disk = Disk()
 
 
-class Written(NamedTuple):
-    size: int
-    sha256: str
-
-
-def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
-    """Write a new file and sync it. Its name is durable only when its directory is synced, too."""
+def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
+    """Write a new file, sync it, and return its size and digest; its name is durable once its directory is synced."""
     digest, size = hashlib.sha256(), 0
     descriptor = disk.create(path)
     try:
@@ -99,7 +94,7 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
         disk.sync(descriptor)
     finally:
         os.close(descriptor)
-    return Written(size, digest.hexdigest())
+    return {"bytes": size, "sha256": digest.hexdigest()}
 
 
 def write_all(descriptor: int, data: bytes | memoryview, at: int) -> int:
@@ -110,18 +105,17 @@ def write_all(descriptor: int, data: bytes | memoryview, at: int) -> int:
     return done
 
 
-def commit(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
+def commit(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     """Replace a file durably: write next to it, sync, rename, sync the directory."""
     new = temporary(path)
     try:
-        written = write_file(new, chunks)
+        write_file(new, chunks)
         disk.rename(new, path)
     except OSError:
         with contextlib.suppress(OSError):
             disk.unlink(new)
         raise
     sync_directory(path.parent)
-    return written
 
 
 def commit_text(path: Path, text: str) -> None:

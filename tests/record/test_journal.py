@@ -182,7 +182,7 @@ def test_a_journal_that_was_removed_is_written_anew(full: tuple[Path, list[dict[
     assert read(path) == journal.entries[-1:]
     os.truncate(path, 10)
     journal.write("five")
-    assert read(path)[-1:] == journal.entries[-1:]
+    assert read(path) == journal.entries[-1:]
 
 
 def test_what_is_lost_in_the_end_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
