@@ -208,7 +208,7 @@ _TAIL_BYTES = 2**20  # more than any entry has
 
 
 class Outbox:
-    """Takes entries in a microsecond, and writes them in a thread a few times a second.
+    """Takes entries without a wait, and writes them in a thread a few times a second.
 
     The calling thread would wait for the disk while a checkpoint is synced, or for the interpreter if each entry woke
     a thread.
@@ -217,8 +217,7 @@ class Outbox:
     def __init__(self, path: Path, also: Callable[[], None] = lambda: None) -> None:
         """Write to `path`; `also` is called each time, in the same thread."""
         self.path, self._also = path, also
-        self._waiting: deque[Entry] = deque()
-        self._lines: list[bytes] = []  # entries that are sealed and not on disk yet
+        self._waiting: deque[bytes] = deque()  # lines that are not on disk yet
         self._closing = threading.Event()
         self._end = -1  # where the next line goes; unknown before the file is read
         self._attempts = WriteAttempts(path, "what MLflow is to show is kept in memory, and a kill would lose it")
@@ -227,13 +226,14 @@ class Outbox:
 
     def put(self, kind: str, /, **fields: Any) -> None:
         """Add an entry. It never waits and never raises."""
-        self._waiting.append({"at": time.time_ns() // 1_000_000, "kind": kind, **fields})
+        entry = {"at": time.time_ns() // 1_000_000, "kind": kind, **fields}
+        self._waiting.append(seal(json.dumps(plain(entry))))
 
     def close(self, within_s: float = 10.0) -> bool:
         """Write the rest in at most `within_s`; say whether everything is on disk."""
         self._closing.set()
         self._thread.join(within_s)
-        is_whole = not (self._thread.is_alive() or self._waiting or self._lines)
+        is_whole = not (self._thread.is_alive() or self._waiting)
         if not is_whole:
             log.warning("%s is not complete: the disk did not take all of it", self.path)
         return is_whole
@@ -244,7 +244,7 @@ class Outbox:
         is_last = False
         while not is_last:
             is_last = self._closing.wait(TRY_AGAIN_S if self._attempts.has_failed else WRITE_EVERY_S)
-            if self._waiting or self._lines:
+            if self._waiting:
                 with self._attempts.attempt():
                     self._write(is_last)
             if not self._closing.is_set():
@@ -256,8 +256,7 @@ class Outbox:
                 file.seek(max(0, size_of(self.path) - _TAIL_BYTES))
                 start, tail = file.tell(), file.read()
             self._end = start + tail.rfind(b"\n") + 1
-        # One by one: the training thread may add to them meanwhile. Each is sealed once, however full the disk is.
-        for _ in range(len(self._waiting)):
-            self._lines.append(seal(json.dumps(plain(self._waiting.popleft()))))
-        self._end = append_lines(self.path, self._lines, self._end, sync=is_last)  # before, whoever uploads them syncs
-        self._lines.clear()
+        lines = [*self._waiting]
+        self._end = append_lines(self.path, lines, self._end, sync=is_last)  # before, whoever uploads them syncs
+        for _ in lines:  # the training thread may have added to them meanwhile
+            self._waiting.popleft()

@@ -78,8 +78,6 @@ class Resumption:
             entry = self.newest_readable(left, damaged)
         if entry is None and are_demoted:
             why = f"every checkpoint in {self.store.path} was demoted, as it may contain damage"
-            if others := [one for one in history.sources if not self._is_own(Path(one))]:
-                raise TrainError(f"{why}, and this run began from {others[0]}: run.resume={others[0]} returns there")
             log.warning("%s: the run begins at step 0 again", why)
         elif entry is None and (history.has_saved or damaged):
             why = "; ".join(f"{one.path.name} {reason}" for one, reason in damaged) or "they are gone"
@@ -262,9 +260,6 @@ def _in_optimizer(live: Tree, saved: Tree) -> Iterator[str]:
     if there > here:  # the loop may have added some since
         how = "add those that the loop had added, before the guard is made"
         yield f"it has {there} parameter groups there and {here} here: {how}"
-    for now, then in zip(live["groups"], saved["groups"], strict=False):
-        if now.keys() - then.keys() - {LR_OF_GUARD, "initial_lr"}:
-            yield "its optimizer has other settings there"
 
 
 def _resharded(state: RunState, parts: Mapping[str, Tree]) -> dict[str, Tree]:

@@ -172,15 +172,10 @@ class _Reading:
                 array = self._tensor(name, node).numpy()
                 return array if kind == "array" else array[()]
             case {"tensor": name}:
-                return with_home(self._tensor(name, node), self._home(node))
+                return with_home(self._tensor(name, node), self.device if "device" in node else None)
             case dict():
                 raise ValueError(f"it has an object it should not have, {node!r:.60}")
         return node
-
-    def _home(self, node: dict[str, Any]) -> torch.device | None:
-        if (kind := node.get("device")) not in (None, self.device.type):
-            raise ValueError(f"a tensor was on another kind of device, {kind!r:.60}")
-        return self.device if kind else None
 
     def _tensor(self, name: str, node: dict[str, Any]) -> torch.Tensor:
         dtype, shape, saved = _DTYPES[node["dtype"]], node["shape"], self.tensors.pop(name)

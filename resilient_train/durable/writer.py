@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import os
 import threading
 import time
 from collections import deque
@@ -17,7 +15,6 @@ from resilient_train.ground.errors import in_one_line
 from resilient_train.ground.files import at_disk
 
 _PAUSE_S = 10.0  # between two attempts on a disk that fails
-_NICE = 10  # training has priority
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
@@ -61,13 +58,8 @@ class Writer:
             assert self.writing is None
             self.writing = job
 
-        def write() -> None:
-            with contextlib.suppress(OSError, AttributeError):  # on Linux, only of this thread
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-            self._execute(job)
-
         # No daemon: the interpreter would end it in the middle of torch's code, which aborts the process.
-        threading.Thread(target=write, name="checkpoint-writer").start()
+        threading.Thread(target=self._execute, args=(job,), name="checkpoint-writer").start()
 
     def write_now(self, job: Job) -> Job:
         """Wait for the current job, then write this, even during a pause."""

@@ -40,8 +40,6 @@ from resilient_train.processes import launch
 
 T = TypeVar("T")
 
-_ROWS = (nn.ModuleList, nn.Sequential)
-
 
 def shard(model: nn.Module, names: Sequence[str] | None, device: torch.device, world: int) -> str:
     """Shard the weights block by block, by torch itself: Accelerate does nothing on a CPU. Returns what was done."""
@@ -56,7 +54,7 @@ def shard(model: nn.Module, names: Sequence[str] | None, device: torch.device, w
     counts = _counts(found)  # before their classes are replaced
     for block in [*found, model]:
         fully_shard(block, mesh=mesh)
-    return f"FSDP2 over {world} processes ({counts or 'as one block'})"
+    return f"FSDP2 over {world} processes ({counts or 'as one block: accelerate.blocks names smaller ones'})"
 
 
 def recompute(model: nn.Module, names: Sequence[str] | None) -> str:
@@ -75,19 +73,13 @@ def recompute(model: nn.Module, names: Sequence[str] | None) -> str:
 
 
 def blocks(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
-    """Return the parts that a model repeats, none within another. Without `names`: those that a model of transformers
-    names, else layers of several modules, whose class occurs at least twice.
+    """Return the modules of these classes, none within another. Without `names`: of those that the model itself names,
+    as models of transformers do.
     """
-    named = set(names if names is not None else getattr(model, "_no_split_modules", None) or ())
+    classes = set(names if names is not None else getattr(model, "_no_split_modules", None) or ())
     kinds = {type(one).__name__ for one in model.modules()}
-    if names is not None and (unknown := sorted(named - kinds)):
+    if names is not None and (unknown := sorted(classes - kinds)):
         raise ConfigError("accelerate.blocks", list(names), f"{unknown[0]} is no class of a module of this model")
-    classes = named & kinds
-    if not classes:
-        layers = [layer for one in model.modules() if isinstance(one, _ROWS) for layer in one]
-        composed = [one for one in layers if not isinstance(one, _ROWS) and len([*one.children()]) > 1]
-        counts = Counter(type(one).__name__ for one in composed if any(True for _ in one.parameters()))
-        classes = {name for name, count in counts.items() if count > 1}
     found: dict[nn.Module, None] = {}  # a set in order
 
     def look(module: nn.Module) -> None:
@@ -338,7 +330,6 @@ def attempt_name(agents: Store, rank: int, size: int, patience: timedelta) -> st
     by looking again and again: a wait in C, as for a key, would hear no request to stop.
     """
     deadline = time.monotonic() + patience.total_seconds()
-    answered: dict[int, bytes] = {}
 
     def pause(missing: int) -> None:
         if time.monotonic() > deadline:
@@ -356,12 +347,8 @@ def attempt_name(agents: Store, rank: int, size: int, patience: timedelta) -> st
         agents.add(f"{_PREFIX}/joined/{name}", 1)
     while (joined := agents.add(f"{_PREFIX}/joined/{name}", 0)) < size - 1:
         for other in range(1, size) if rank == 0 else ():
-            if not agents.check([f"{_PREFIX}/asks/{other}"]):
-                continue
-            word_of_other = agents.get(f"{_PREFIX}/asks/{other}")
-            if word_of_other != answered.get(other):  # if it is an earlier process's, this rank will ask again
-                answered[other] = word_of_other
-                agents.set(f"{_PREFIX}/answer/{word_of_other.decode()}", name)
+            if agents.check([asks := f"{_PREFIX}/asks/{other}"]):  # if it is an earlier process's, it will ask again
+                agents.set(f"{_PREFIX}/answer/{agents.get(asks).decode()}", name)
         pause(missing=size - 1 - joined)
     return name
 

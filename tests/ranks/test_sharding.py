@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -59,6 +60,8 @@ class Block(nn.Module):
 
 
 class Repeats(nn.Module):
+    _no_split_modules: ClassVar[list[str]] = ["Block"]
+
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
         self.embedding, self.layers = nn.Linear(4, 4), nn.ModuleList(layers)
@@ -68,15 +71,13 @@ class Repeats(nn.Module):
     ("model", "names", "count"),
     [
         (Repeats(Block(), Block(), Block()), None, 3),
-        (Repeats(Block()), None, 0),
-        (Repeats(nn.Linear(4, 4), nn.Linear(4, 4)), None, 0),
         (Repeats(nn.Linear(4, 4), nn.Linear(4, 4)), ["Linear"], 3),
         (Repeats(Block(Block()), Block(Block())), None, 2),
-        (nn.Sequential(Block(), nn.Linear(4, 4), Block()), None, 2),
+        (nn.Sequential(Block(), nn.Linear(4, 4), Block()), None, 0),
     ],
 )
-def test_blocks_are_what_a_model_repeats(model: nn.Module, names: list[str] | None, count: int) -> None:
-    """Layers of lists and sequences that come twice and are made of several; none within another."""
+def test_blocks_are_what_the_model_or_the_user_names(model: nn.Module, names: list[str] | None, count: int) -> None:
+    """None of them within another."""
     assert len(blocks(model, names)) == count
 
 
