@@ -10,7 +10,7 @@ from pathlib import Path
 from resilient_train.command import no_run, parser_of
 from resilient_train.command.terminal import print_line
 from resilient_train.durable.endings import LAUNCH
-from resilient_train.durable.journal import JOURNAL, damaged_lines
+from resilient_train.durable.journal import JOURNAL
 from resilient_train.durable.run_history import in_words
 from resilient_train.ground.errors import TrainError
 from resilient_train.ground.types import Outcome, fact
@@ -44,7 +44,7 @@ def main(words: list[str]) -> int:
         if story.state == "none" and not (run_dir / JOURNAL).exists():
             return no_run(run_dir)
         shown = _Shown(as_json=given.json, follows=given.follow)
-        shown.summary(story, damaged_lines(run_dir / JOURNAL))
+        shown.summary(story)
         shown.news(story, given.last)
         return _follow(run_dir, shown, story) if given.follow else 0
     except TrainError as error:
@@ -82,14 +82,12 @@ class _Shown:
         self.as_json, self.follows = as_json, follows
         self.known: dict[int, Outcome | None] = {}  # the outcomes of incidents when they were shown
 
-    def summary(self, story: Story, damaged: int = 0) -> None:
+    def summary(self, story: Story) -> None:
         if self.as_json:
             return
         words, sentences = verdict(story)
         running = say(fact("running", process=story.process)) if story.process else ""
         print_line((f"{words}: ", f"bold {_colour(story.status)}"), sentences + running)
-        if damaged:
-            print_line((say(fact("lines_left_out", file=JOURNAL, count=damaged)), "yellow"))
         for line in review(story)[1:]:
             print_line(line)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,12 +40,7 @@ class IncidentLog:
         undone = [one for one in self.open_incidents if self.run_history.chapters[one.id].treated_ms is None]
         self.run_history.adopt(replace(one, decision=replace(one.decision, actions=())) for one in undone)
         self._attempts = WriteAttempts(self._file, "it will be rewritten from the journal later")
-        there: bytes | None = None
-        with suppress(OSError):
-            there = None if self._file is None else self._file.read_bytes()
-        # Only if it differs, as somebody may follow it.
-        if there != self._lines().encode():
-            self._write_lines()
+        self._write_lines()
 
     @property
     def incidents(self) -> list[Incident]:
@@ -244,7 +238,7 @@ class IncidentLog:
         return "".join(_line(one.incident) for one in sorted(over, key=lambda one: one.closed_ms or 0))
 
     def _write_lines(self, new: str = "") -> None:
-        """Append a line to incidents.jsonl. Without one, or if the file lacks earlier ones, rewrite it."""
+        """Append a line to incidents.jsonl. Without one, at a start, or if the file lacks earlier ones, rewrite it."""
         if self._file is None:
             return
         with self._attempts.attempt():

@@ -138,11 +138,6 @@ def read(path: Path) -> list[Entry]:
     return [entry for entry, _ in entries(path) if entry is not None]
 
 
-def damaged_lines(path: Path) -> int:
-    """Count the lines of a journal that cannot be read, without the last one if it is being written."""
-    return sum(entry is None for entry, _ in entries(path))
-
-
 def entries(path: Path, start: int = 0) -> Iterator[tuple[Entry | None, int]]:
     """Yield the entries after byte `start`, each with where it ends; None for a damaged line."""
     if not path.exists():

@@ -137,7 +137,7 @@ class CheckpointKeeper:
     ) -> int:
         """Write down an incident of the process, not of the training, about which something was done already."""
         tick = self._parts.clock.tick
-        anomaly = Anomaly(seen.signal, seen.step, tick, seen.since, seen.evidence, ranks=seen.ranks)
+        anomaly = Anomaly(seen.signal, seen.step, tick, seen.since, seen.evidence)
         known = by_signal(anomaly)
         diagnosis = replace(known, advice=seen.advice or known.advice, rows=seen.rows)
         return self.incident_log.report(
@@ -321,8 +321,6 @@ class CheckpointKeeper:
                 kind=VERIFIED if snapshot.verified else CANDIDATE,
                 step=step,
                 tick=tick,
-                position=int(content["position"]["position"]),
-                world=parts.world.size,
                 samples=parts.samples.slicing.samples,
                 each=self.resumption.samples_per_process,
                 made_by=f"resilient_train {__version__}, torch {torch.__version__}",

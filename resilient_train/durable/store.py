@@ -30,7 +30,7 @@ MANIFEST, WEIGHTS = "manifest.json", "weights.safetensors"
 VERIFIED, CANDIDATE, DEMOTED = "verified", "candidate", "demoted"
 
 
-_FORMAT = 4
+_FORMAT = 5
 _DEMOTED = ".demoted"  # the end of its name: an incident began before it
 _NAME = re.compile(r"step-(\d{8,18})(\.\d+)?(\.demoted)?")
 
@@ -44,8 +44,6 @@ class Manifest:
     kind: str  # verified; candidate: not verified yet
     step: int
     tick: int
-    position: int
-    world: int  # processes
     samples: int  # of an update, over all processes and micro-batches
     each: int  # samples of a process, as configured; samples / world, unless the number of processes changed
     made_by: str
@@ -182,7 +180,9 @@ class Store:
                 path.exists() or path.with_name(path.name + _DEMOTED).exists()
             ):  # after a rewind a run comes to the same step again
                 path, number = self.path / f"step-{manifest.step:08}.{number}", number + 1
-            files.commit_directory(new, path)
+            files.sync_directory(new)
+            files.disk.rename(new, path)
+            files.sync_directory(self.path)
         except BaseException:
             with contextlib.suppress(OSError):
                 files.remove(new)

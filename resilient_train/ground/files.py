@@ -122,13 +122,6 @@ def commit_text(path: Path, text: str) -> None:
     commit(path, [text.encode("utf-8")])
 
 
-def commit_directory(new: Path, path: Path) -> None:
-    """Rename a directory, whose files are synced, durably."""
-    sync_directory(new)
-    disk.rename(new, path)
-    sync_directory(path.parent)
-
-
 def sync_directory(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:

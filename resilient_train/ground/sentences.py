@@ -167,7 +167,6 @@ RUN = {
     "nothing_written": "nothing of this is written: with run_dir there is a report, and a way to resume",
     "completed": "completed {steps:step}; this process took {seconds:duration}",
     "running": " Running, {process}.",
-    "lines_left_out": "{file}: {count:line} damaged and left out",
     "older": "{count:incident} before these",
     "then": "< {things:thing} to change.>< Running, {process}.>< The same command {next:say}.>",
     # What the same command does.

@@ -99,12 +99,8 @@ def code_for_agent(code: int) -> int:
 
 def exit_on_request() -> None:
     """Let a request to stop end this process at once, while nothing has begun that has to be finished."""
-    mine = os.getpid()
 
     def leave(number: int, frame: FrameType | None) -> None:
-        if os.getpid() != mine:  # a forked worker ends like any process
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
         with suppress(Exception):  # it may be in the middle of a line
             sys.stdout.flush()
         os._exit(code_for_agent(75))

@@ -33,7 +33,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.utils.checkpoint import checkpoint
 
 from resilient_train.core.tree import is_sharded, local_part, sharding_of
-from resilient_train.ground.errors import ConfigError, TrainError, in_one_line, is_plumbing, text_of, unusable
+from resilient_train.ground.errors import ConfigError, TrainError, in_one_line, is_plumbing, text_of
 from resilient_train.ground.reader import AccelerateConfig
 from resilient_train.ground.wording import counted
 from resilient_train.processes import launch
@@ -46,15 +46,11 @@ def shard(model: nn.Module, names: Sequence[str] | None, device: torch.device, w
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    if scalars := [name for name, weight in model.named_parameters() if not weight.dim()]:
-        why = f"cannot spread {scalars[0]}, which is a single number: make it a vector of one, torch.zeros(1)"
-        raise ConfigError("accelerate.fsdp", True, why)
     mesh = init_device_mesh(device.type, (world,))
     found = blocks(model, names)
-    counts = _counts(found)  # before their classes are replaced
     for block in [*found, model]:
         fully_shard(block, mesh=mesh)
-    return f"FSDP2 over {world} processes ({counts or 'as one block: accelerate.blocks names smaller ones'})"
+    return f"FSDP2 over {world} processes ({counted(len(found), 'block')}, named in accelerate.blocks or by the model)"
 
 
 def recompute(model: nn.Module, names: Sequence[str] | None) -> str:
@@ -69,7 +65,7 @@ def recompute(model: nn.Module, names: Sequence[str] | None) -> str:
         raise ConfigError("accelerate.activation_checkpointing", True, why)
     for block in found:
         block.forward = _checkpointed(block.forward)
-    return f"activations of {_counts(found)} are recomputed in the backward"
+    return f"activations of {counted(len(found), 'block')} are recomputed in the backward"
 
 
 def blocks(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
@@ -101,11 +97,6 @@ def _checkpointed(forward: Any) -> Any:
         return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False)
 
     return recomputed
-
-
-def _counts(found: Sequence[nn.Module]) -> str:
-    kinds = Counter(type(one).__name__ for one in found)
-    return " and ".join(f"{count} x {name}" for name, count in kinds.items())
 
 
 _GONE = re.compile(  # gloo, NCCL and the store
@@ -186,9 +177,6 @@ class World:
             )
         except Exception as error:  # a rendezvous that fails, a device that is not there
             raise TrainError(f"the processes of the run cannot be joined: {in_one_line(error)}") from error
-        if accelerator.num_processes != (launched := int(os.environ.get("WORLD_SIZE", "1"))):
-            why = f"{launched} processes were launched, but the run has {accelerator.num_processes}"
-            raise unusable("WORLD_SIZE", f"{why}: start them with torchrun")
         # `accelerate launch` sets its own number in the environment, which would silently take precedence.
         accelerator.gradient_accumulation_steps = config.gradient_accumulation_steps
         if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":

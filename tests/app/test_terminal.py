@@ -99,13 +99,12 @@ def test_a_character_that_the_terminal_lacks_is_escaped(verb: str, tmp_path: Pat
 
 
 def test_a_damaged_journal_is_told_as_far_as_it_is_whole(met: Path, capsys: Said) -> None:
-    """How many lines are left out, and the others as ever; a journal that is none ends with one line and 1."""
+    """The others as ever; a journal that is none ends with one line and 1."""
     journal = met / "journal.jsonl"
     lines = journal.read_bytes().splitlines(keepends=True)
     journal.write_bytes(b"".join([lines[0], b"\x00\xff\n", *lines[1:], b'{"n": 99}\n', b'{"half']))
     assert incidents.main([str(met)]) == 0
     said = capsys.readouterr().out
-    assert "journal.jsonl: 2 lines damaged and left out\n" in said
     assert said.count("outcome: recovered") == 2
     journal.unlink()
     journal.mkdir()

@@ -17,7 +17,7 @@ from torch import nn
 from resilient_train.command import checkpoints
 from resilient_train.data.samples import Slicing
 from resilient_train.ground.errors import ConfigError
-from resilient_train.processes.world import blocks, shard
+from resilient_train.processes.world import blocks
 from resilient_train.zoo.models import MLP
 
 DIGITS = ["model=mlp", "data=digits", "objective=classification", "accelerate.cpu=true", "tracking=none"]
@@ -84,14 +84,6 @@ def test_blocks_are_what_the_model_or_the_user_names(model: nn.Module, names: li
 def test_an_unknown_class_of_blocks_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"accelerate\.blocks.*Bock is no class"):
         blocks(Repeats(Block()), ["Bock"])
-
-
-def test_a_weight_that_is_a_single_number_is_refused() -> None:
-    """Torch would say so on every rank, and an agent would try it again."""
-    model = Block()
-    model.scale = nn.Parameter(torch.tensor(1.0))
-    with pytest.raises(ConfigError, match=r"accelerate\.fsdp.*scale, which is a single number"):
-        shard(model, None, torch.device("cpu"), 2)
 
 
 # Real processes.
