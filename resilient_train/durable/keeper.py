@@ -175,12 +175,8 @@ class CheckpointKeeper:
         its checkpoint; None if that is not the newest verified state.
         """
         snapshot = self._unsaved()
-        try:
-            is_saved = snapshot is None or self.save_alone(snapshot) is not None
-            usable = self._store.usable() if self._commits else []
-        except OSError as error:
-            log.error("checkpoints cannot be listed: %s", error.strerror or error)
-            return self._last[1], None
+        is_saved = snapshot is None or self.save_alone(snapshot) is not None
+        usable = self._store.usable() if self._commits else []
         return (usable[0].step, usable[0].path if is_saved else None) if usable else (0, None)
 
     def rescue(self) -> tuple[int, Callable[[], object]]:
